@@ -23,15 +23,15 @@ from typing import Any
 from kvdist.kvstore.registry import register
 from kvdist.optimizer.base import Optimizer
 
-OPTIMIZER = "optimizer"
-"""The capability to update values; the one that `KVStoreBase.is_capable` is asked for."""
-
 
 class KVStoreBase(abc.ABC):
     """What a `Trainer` needs of a store; derive from it for one of your own.
 
     Keys are the positions of the parameters, 0, 1, 2, …; values are torch tensors.
     """
+
+    OPTIMIZER = "optimizer"
+    """The capability to update values; the one that `is_capable` is asked for."""
 
     register = staticmethod(register)
     """`kvdist.kv.register`, where the MXNet has it: ``@KVStoreBase.register``."""

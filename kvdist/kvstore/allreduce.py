@@ -134,8 +134,8 @@ class KeyAllReduce(Operation):
         target = targets[0] if targets else None
         if target is not None and _is_in_place(part, target, home) and weight == 1.0:
             return target, target  # the usual case, told without a look at what is given
-        given = [as_tensor(array) for array in part.given]
-        fits = target is not None and target.device == home and part.wire is part.dtype
+        given = [_of_dtype(as_tensor(array), part.dtype) for array in part.given]
+        fits = target is not None and target.device == home and part.wire is part.dtype is target.dtype
         if target is None or not fits or _overlaps(target, given[1:]):
             target = torch.empty(part.shape, dtype=part.wire, device=home)
         if not given:
@@ -157,6 +157,10 @@ def as_tensor(value: Any) -> Tensor:
     shape, dtype = values.describe(value)
     made: Tensor = values.like("torch", shape, dtype, values.read_bits(value))
     return made
+
+
+def _of_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def dtype_of(label: str) -> torch.dtype:
@@ -193,10 +197,10 @@ def memory_of(place: Any) -> Tensor | None:
         return place.data
     if type(place) is np.ndarray and place.flags.c_contiguous and place.dtype.isnative:
         return torch.from_numpy(place)
-    bits = values.writable_bits(place)
+    shape, dtype = values.describe(place)
+    bits = values.writable_bits(place, dtype)
     if bits is None:
         return None
-    shape, dtype = values.describe(place)
     shown: Tensor = values.like("torch", shape, dtype, bits)
     return shown
 
@@ -209,13 +213,14 @@ def write(place: Any, memory: Tensor | None, tensor: Tensor) -> None:
     elif isinstance(place, Tensor):
         place.detach().copy_(tensor)
     else:
-        values.write_bits(place, values.read_bits(tensor.to(dtype_of(values.describe(place)[1].label))))
+        dtype = values.describe(place)[1]
+        values.write_bits(place, values.read_bits(tensor.to(dtype_of(dtype.label))), dtype)
 
 
 def _is_in_place(part: KeySum, target: Tensor, home: torch.device) -> bool:
     """Whether what one device gives is to become the sum, in memory that can be sent."""
     is_alone = len(part.given) == 1 and part.given[0] is part.places[0]
-    return is_alone and part.wire is part.dtype and target.device == home
+    return is_alone and part.wire is part.dtype is target.dtype and target.device == home
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -131,6 +131,11 @@ class PushPull:
     ignore_sparse: bool = True
     shared: bool = False
 
+    @property
+    def skips_rows(self) -> bool:
+        """Whether an array's result is not written into a `RowSparse`, with a warning in place of an error."""
+        return self.ignore_sparse and not self.pushes
+
 
 class DenseTransfers(Protocol):
     """Moves keys that are arrays."""

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvdist.errors import KvdistError, OptimizerMismatch, StoreClosed
 from kvdist.kvstore import values as _values
-from kvdist.kvstore.adapter import OPTIMIZER, KVStoreBase
+from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.backend import (
     PLAIN,
     Ability,
@@ -205,7 +205,8 @@ class KVStore(KVStoreBase):
 
         Args:
             key: one key or a list.
-            out: arrays of the shape and dtype given to `init`; each array of a key is written. None makes new ones.
+            out: arrays of the shape given to `init`; each array of a key is written, converted where it has another
+                dtype. None makes new ones.
             priority: higher goes first.
             ignore_sparse: what happens to tables of rows. True: a `RowSparse` in `out` stays as it is, and without
                 `out` it is an error. False: all rows are pulled. An array in `out` gets all rows in either case.
@@ -292,7 +293,7 @@ class KVStore(KVStoreBase):
 
         Args:
             key: one key or a list.
-            out: a `RowSparse` of the table's shape and dtype, whose content is replaced, or a list of them, which get
+            out: a `RowSparse` of the table's shape, whose content is replaced, or a list of them, which get
                 the same rows; for a list of keys a list of these. None makes new ones.
             priority: higher goes first.
             row_ids: integers of any shape and order, with repetitions: an array, a tensor or a list. For a list of
@@ -411,8 +412,8 @@ class KVStore(KVStoreBase):
         Raises:
             ValueError: the capability is not known.
         """
-        if capability.lower() != OPTIMIZER:
-            raise ValueError(f"unknown capability {capability!r}; the one there is is {OPTIMIZER!r}")
+        if capability.lower() != self.OPTIMIZER:
+            raise ValueError(f"unknown capability {capability!r}; the one there is is {self.OPTIMIZER!r}")
         return Ability.OPTIMIZER in self._backend.abilities
 
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:

@@ -131,7 +131,7 @@ class CollectiveBackend(Backend):
             fresh = self.keys.fresh(given)
         self.keys.agreed(fresh, self._ranks.agree)
         with self.reporting():
-            places = {info.key: own for info, own in self.keys.writable(key, out)}
+            places = {info.key: own for info, own in self.keys.writable(values.pairs(key, out))}
         self._settle()
         self.arrays.place([(one, arrays[0], places.get(one, [])) for one, arrays in given])
 
@@ -279,10 +279,6 @@ class CollectiveKeys(KeyTable):
             [(one, [as_dense(one, array, self._backend.devices) for array in arrays]) for one, arrays in pairs]
         )
 
-    def writable(self, key: Keys, out: Value) -> Matched:
-        """The keys of a call with where it wants its results, which fits."""
-        return self.matched(values.pairs(key, out), writable=True)
-
 
 def first_difference(all_said: list[str]) -> str:
     """The sentence for workers that have declared different keys, one a line."""
@@ -335,7 +331,10 @@ class ReplicatedValues:
         tensors = []
         for (_, first, _), (memory, *_) in zip(given, [one or [None] for one in memories], strict=True):
             own = as_tensor(first)
-            tensors.append(own.clone(memory_format=torch.contiguous_format) if memory is None else memory.copy_(own))
+            if memory is None or memory.dtype is not own.dtype:
+                tensors.append(own.clone(memory_format=torch.contiguous_format))
+            else:
+                tensors.append(memory.copy_(own))
         self._ranks.broadcast(tensors)
         kept, arrays = [], []
         for (one, _, places), targets, tensor in zip(given, memories, tensors, strict=True):
@@ -368,9 +367,9 @@ class ReplicatedValues:
         if not call.pulls:
             return [(info, arrays, []) for info, arrays in self._keys.contributed(call.key, call.value)]
         if call.out is None and not holds_rows(call.value):
-            return [(info, arrays, arrays) for info, arrays in self._keys.writable(call.key, call.value)]
+            return [(info, arrays, arrays) for info, arrays in self._keys.writable(values.pairs(call.key, call.value))]
         given = self._keys.contributed(call.key, call.value)
-        out = self._keys.writable(call.key, call.value if call.out is None else call.out)
+        out = self._keys.writable(values.pairs(call.key, call.value if call.out is None else call.out))
         return [(info, arrays, places) for (info, arrays), (_, places) in zip(given, out, strict=True)]
 
     def _pull(self, call: PushPull) -> Future[Any]:
@@ -381,12 +380,14 @@ class ReplicatedValues:
                 raise ValueError(
                     f"{name_of(one)} is a Trainer's: its sums go to the caller of pushpull, and none is kept"
                 )
-        if call.out is not None:
-            self._keys.writable(call.key, call.out)
+        places = None if call.out is None else self._keys.writable(values.pairs(call.key, call.out), call.skips_rows)
+        local = self._local.arrays
 
         def hand_out() -> Any:
             with self.lock:
-                return self._local.arrays.transfer(call).result()
+                if places is None:
+                    return local.transfer(call).result()
+                return local.write_to([(local[info.key], arrays) for info, arrays in places])
 
         return after(self.last, hand_out)
 

@@ -199,22 +199,24 @@ class WrittenThere:
     Args:
         array: takes the result.
         bits: has it.
+        dtype: its type there.
         stream: the one that was current where the call was made.
     """
 
     array: Any
     bits: Bits
+    dtype: DType
     stream: AbstractContextManager[Any]
 
     @classmethod
-    def of(cls, array: Any, bits: Bits) -> WrittenThere:
+    def of(cls, array: Any, bits: Bits, dtype: DType) -> WrittenThere:
         """To be called where the user's call is made."""
-        return cls(array, bits, values.present_stream(array))
+        return cls(array, bits, dtype, values.present_stream(array))
 
     def write(self) -> None:
         """Copy; waits for the GPU."""
         with self.stream:
-            values.write_bits(self.array, self.bits)
+            values.write_bits(self.array, self.bits, self.dtype)
 
 
 class Upload:
@@ -324,7 +326,7 @@ class DeviceTransfers:
         """Free the memory into which results came; nothing is asked any more."""
         self._blocks.close()
 
-    def places(self, matched: Matched) -> tuple[list[Bits], list[tuple[Any, Bits]], Finish]:
+    def places(self, matched: Matched) -> tuple[list[Bits], list[tuple[Any, Bits, DType]], Finish]:
         """Where the results of keys go when some are wanted on GPUs.
 
         Args:
@@ -335,7 +337,7 @@ class DeviceTransfers:
             to GPUs once they are there.
         """
         results: list[Bits | None] = []
-        copies: list[tuple[Any, Bits]] = []
+        copies: list[tuple[Any, Bits, DType]] = []
         wanted: list[tuple[int, list[OnDevice]]] = []
         written: list[WrittenThere] = []
         for index, (info, arrays) in enumerate(matched):
@@ -344,14 +346,14 @@ class DeviceTransfers:
                 results.append(None)
                 wanted.append((index, [place for place in places if place is not None]))
                 continue
-            own = values.writable_bits(arrays[0]) if arrays else None
+            own = values.writable_bits(arrays[0], info.dtype) if arrays else None
             first = np.empty(info.size, info.dtype.storage) if own is None else own
             results.append(first)
             for array in arrays if own is None else arrays[1:]:
                 if values.gpu_of(array) is not None:
-                    written.append(WrittenThere.of(array, first))
+                    written.append(WrittenThere.of(array, first, info.dtype))
                 else:
-                    copies.append((array, first))
+                    copies.append((array, first, info.dtype))
         upload = self._upload([info for info, _ in matched], wanted, results) if wanted else None
 
         def bring() -> None:
@@ -572,7 +574,7 @@ class DeviceValue(LocalValue):
     def write_to(self, array: Any) -> None:
         place = self._devices.place(array, self.dtype)
         if place is None:
-            values.write_bits(array, self.host_bits())
+            values.write_bits(array, self.host_bits(), self.dtype)
         else:
             place.device.copy(self._bits, place.array, self._device)
 

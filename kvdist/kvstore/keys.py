@@ -5,6 +5,7 @@ A key is an array or a *table* of rows. What can be known to be wrong raises her
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Container, Sequence
@@ -19,11 +20,13 @@ from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore import values
 from kvdist.kvstore.placement import Devices, Matched, names_gpus
-from kvdist.kvstore.rowsparse import LazyRows, RowSparse, canonical, is_strictly_increasing
+from kvdist.kvstore.rowsparse import LazyRows, RowSparse, canonical, is_strictly_increasing, recast
 from kvdist.kvstore.values import Bits, Key
 from kvdist.naming import LISTED_MAX, name_of, names_of
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import ROWS
+
+LOG = logging.getLogger("kvdist")
 
 KeyArrays = Sequence[tuple[Key, list[Any]]]
 """Keys and per key the arrays of its devices."""
@@ -55,6 +58,8 @@ class KeyTable:
         self.tables: dict[Key, KeyInfo] = {}
         """The keys that are tables of rows."""
         self._kinds: dict[Key, str] = {}
+        self._has_warned = False
+        """That rows were given as a result."""
 
     def __len__(self) -> int:
         return len(self.infos)
@@ -157,19 +162,50 @@ class KeyTable:
         values.require_same_type(tuple(one[0] for one in fresh), self.infos)
         return fresh
 
-    def matched(self, given: KeyArrays, *, writable: bool = False) -> Matched:
-        """What is known of the keys, when every array fits.
+    def matched(self, given: KeyArrays) -> Matched:
+        """What is known of the keys, when every array fits; one of another dtype is replaced in `given` by a copy.
 
         Raises:
             KeyNotInitialised: a key is not known.
-            TypeError, ValueError: an array has another dtype or shape, or cannot be written.
+            TypeError, ValueError: an array has another shape, or a dtype that no key has.
         """
-        check = values.require_writable if writable else values.require
         matched = [(self[key], arrays) for key, arrays in given]
         for info, arrays in matched:
-            for array in arrays:
-                check(info.key, array, info.shape, info.dtype)
+            for i, array in enumerate(arrays):
+                if not values.has_dtype(info.key, array, info.shape, info.dtype):
+                    arrays[i] = values.converted(array, info.dtype)
         return matched
+
+    def writable(self, given: KeyArrays, skips_rows: bool = False) -> Matched:
+        """What is known of the keys, when a result can be written into every array, of whatever dtype.
+
+        Args:
+            given: the keys and their arrays.
+            skips_rows: whether a `RowSparse` is left out, with a warning, instead of refused.
+
+        Raises:
+            KeyNotInitialised: a key is not known.
+            TypeError, ValueError: an array has another shape, or cannot be written.
+        """
+        matched = [(self[key], arrays) for key, arrays in given]
+        for info, arrays in matched:
+            has_rows = False
+            for array in arrays:
+                if isinstance(array, RowSparse):
+                    has_rows = True
+                else:
+                    values.require_writable(info.key, array, info.shape, info.dtype)
+            if has_rows:
+                self._leave_rows(info, skips_rows)
+                arrays[:] = [array for array in arrays if not isinstance(array, RowSparse)]
+        return matched
+
+    def _leave_rows(self, info: KeyInfo, skips: bool) -> None:
+        if not skips:
+            raise TypeError(f"{info.name} is an array, which cannot be written into rows: give an array as out")
+        if not self._has_warned:
+            self._has_warned = True
+            LOG.warning("%s is an array: pull leaves rows given as out as they are; give an array as out", info.name)
 
 
 def named(infos: Sequence[KeyInfo]) -> str:
@@ -308,7 +344,7 @@ def as_dense(key: Key, array: Any, devices: Devices) -> Any:
 
 
 def gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> Rows | None:
-    """The sum over devices of what is pushed to a table; None where there is nothing.
+    """The sum over devices of what is pushed to a table, in its element type; None where there is nothing.
 
     Args:
         info: the table.
@@ -332,11 +368,7 @@ def gradient(info: KeyInfo, arrays: Sequence[Any], devices: Devices) -> Rows | N
 
 
 def require_rows(info: KeyInfo, value: RowSparse) -> None:
-    """Refuse rows of another table."""
-    if value.dtype is not info.dtype:
-        raise TypeError(
-            f"{name_of(info.key)} holds {info.dtype.label}, but the rows given are {value.dtype.label}; convert them"
-        )
+    """Refuse rows of a table of another shape."""
     if value.shape != info.shape:
         raise ValueError(
             f"{name_of(info.key)} is a table of shape {info.shape}, but the rows given are of shape {value.shape}:"
@@ -376,6 +408,8 @@ def _rows_of(info: KeyInfo, array: Any) -> Rows:
     value = as_table(info.key, array)
     if isinstance(value, RowSparse):
         require_rows(info, value)
-        return value.canonical()
-    values.require(info.key, value, info.shape, info.dtype)
+        ids, rows = value.canonical()
+        return ids, recast(rows, value.dtype, info.dtype)
+    if not values.has_dtype(info.key, value, info.shape, info.dtype):
+        value = values.converted(value, info.dtype)
     return np.arange(info.shape[0]), values.read_bits(value).reshape(info.shape[0], row_length(info.shape))

@@ -230,7 +230,7 @@ class LocalArrays:
             copies = [self[one].new() for one in values.keys(call.key)]
             return resolved(copies if isinstance(call.key, (list, tuple)) else copies[0])
         places = call.value if call.out is None else call.out
-        results = self.writable(values.pairs(call.key, places)) if call.pulls else []
+        results = self.writable(values.pairs(call.key, places), call.skips_rows) if call.pulls else []
         self.contribute(contributions)
         self.write_to(results)
         return resolved(None)
@@ -264,9 +264,9 @@ class LocalArrays:
             if self._backend.compression is not None:
                 self._backend.compression.forget([entry.key])
 
-    def writable(self, places: KeyArrays) -> Matched:
+    def writable(self, places: KeyArrays, skips_rows: bool = False) -> Matched:
         """Where a call wants its results, checked."""
-        return [(self.entries[info.key], arrays) for info, arrays in self._keys.matched(places, writable=True)]
+        return [(self.entries[info.key], arrays) for info, arrays in self._keys.writable(places, skips_rows)]
 
     def write_to(self, results: Matched) -> None:
         """Copy values into these arrays."""

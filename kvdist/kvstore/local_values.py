@@ -209,7 +209,7 @@ class HostValue(LocalValue):
         self.load(values.read_bits(value))
 
     def write_to(self, array: Any) -> None:
-        values.write_bits(array, self._bits)
+        values.write_bits(array, self._bits, self.dtype)
 
     def host_bits(self) -> Bits:
         bits: Bits = self._bits

@@ -119,12 +119,12 @@ class Devices:
         return OnDevice(device, device.view(values.in_order(value), dtype))
 
     def place(self, value: Any, dtype: DType) -> OnDevice | None:
-        """The value's own memory on a GPU, to be written into; None where it has none in order.
+        """The value's own memory on a GPU, to be written into; None where it has none in order, or of another type.
 
         Tell autograd that a tensor changes, as by `values.writable_bits`.
         """
         device = self.of(value)
-        if device is None or not values.is_in_order(value):
+        if device is None or not values.is_in_order(value) or values.describe(value)[1] is not dtype:
             return None
         return OnDevice(device, device.view(values.about_to_change(value), dtype))
 

@@ -160,7 +160,7 @@ class ArrayTransfers:
         plain = self._keys.plain_one(call.key, call.out, writable=True) if may_join else None
         if plain is not None and _is_coalesced(*plain):
             return self._coalescer.pull(*plain, None, call.priority)
-        places = self._places(call.key, call.out)
+        places = self._places(call.key, call.out, call.skips_rows)
         if may_join and len(places.infos) == 1 and _is_coalesced(places.infos[0], places.results[0]):
             finish = None if places.is_direct else places.spread
             return self._coalescer.pull(places.infos[0], places.results[0], finish, call.priority)
@@ -279,8 +279,8 @@ class ArrayTransfers:
     def _plan_pull(self, infos: Sequence[KeyInfo], results: Sequence[Bits]) -> list[Run]:
         return [Run(run, sinks=cut(run, results)) for run in self._staging(infos).plan.runs]
 
-    def _places(self, key: Keys, out: Value) -> PullArgs:
-        return pull_args(self._keys, key, out, self._device_transfers)
+    def _places(self, key: Keys, out: Value, skips_rows: bool = False) -> PullArgs:
+        return pull_args(self._keys, key, out, self._device_transfers, skips_rows)
 
     def _staging(self, infos: Sequence[KeyInfo]) -> Staging:
         return self._stagings.of(infos, self._keys.nbytes)

@@ -10,6 +10,7 @@ import numpy as np
 
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.requests import ALONE_BYTES_MIN, KeyInfo, Plan, Run, RunPlan
+from kvdist.dtypes import DType
 from kvdist.kvstore import values
 from kvdist.kvstore.keys import KeyTable
 from kvdist.kvstore.placement import OnDevice, Part, names_gpus
@@ -36,13 +37,13 @@ class PullArgs:
     Attributes:
         infos: the keys.
         results: per key the memory that takes its result.
-        copies: what else wants a result: the array, and the memory that has it.
+        copies: what else wants a result: the array, and the memory that has it, with its type.
         upload: brings results to GPUs; None where none is wanted there.
     """
 
     infos: list[KeyInfo]
     results: list[Bits]
-    copies: Sequence[tuple[Any, Bits]] = ()
+    copies: Sequence[tuple[Any, Bits, DType]] = ()
     upload: Finish | None = None
 
     @property
@@ -58,17 +59,20 @@ class PullArgs:
         """The results are there: bring them to where else they are wanted."""
         if self.upload is not None:
             self.upload()
-        for array, bits in self.copies:
-            values.write_bits(array, bits)
+        for array, bits, dtype in self.copies:
+            values.write_bits(array, bits, dtype)
 
 
-def pull_args(keys: KeyTable, key: Keys, out: Value, gpus: Callable[[], DeviceTransfers]) -> PullArgs:
+def pull_args(
+    keys: KeyTable, key: Keys, out: Value, gpus: Callable[[], DeviceTransfers], skips_rows: bool = False
+) -> PullArgs:
     """Where a call wants its results, checked.
 
     Args:
         keys: the initialised keys.
         key, out: as the caller gave them.
         gpus: gives what brings results to GPUs; called if one is wanted there.
+        skips_rows: as of `KeyTable.writable`.
 
     Raises:
         DeviceError: a GPU cannot be used.
@@ -77,18 +81,18 @@ def pull_args(keys: KeyTable, key: Keys, out: Value, gpus: Callable[[], DeviceTr
     plain = keys.plain_list(key, out, writable=True)
     if plain is not None:
         return PullArgs(*plain)
-    matched = keys.matched(values.pairs(key, out), writable=True)
+    matched = keys.writable(values.pairs(key, out), skips_rows)
     infos = [info for info, _ in matched]
     if names_gpus(matched):
         return PullArgs(infos, *gpus().places(matched))
     results: list[Bits] = []
-    copies: list[tuple[Any, Bits]] = []
+    copies: list[tuple[Any, Bits, DType]] = []
     for info, arrays in matched:
-        first = values.writable_bits(arrays[0]) if arrays else None
+        first = values.writable_bits(arrays[0], info.dtype) if arrays else None
         if first is None or len(arrays) > 1:
             rest = arrays if first is None else arrays[1:]
             first = np.empty(info.size, info.dtype.storage) if first is None else first
-            copies += [(array, first) for array in rest]
+            copies += [(array, first, info.dtype) for array in rest]
         results.append(first)
     return PullArgs(infos, results, copies)
 

@@ -282,6 +282,17 @@ def _with_repeated(rows: Array, values: Array, order: Array, starts: Array, coun
     return rows
 
 
+def recast(values: Array, dtype: DType, to: DType) -> Array:
+    """Values as another element type: floats are rounded to nearest, and fractions are cut off for integers.
+
+    Args:
+        values: of `dtype.storage`.
+        dtype: the element type.
+        to: the other one; the same values where it is the same.
+    """
+    return values if dtype is to else _narrowed(_widened(values, dtype), to)
+
+
 def _widened(rows: Array, dtype: DType) -> Array:
     """Rows in the type of sums."""
     if dtype is DType.BFLOAT16:
@@ -291,7 +302,9 @@ def _widened(rows: Array, dtype: DType) -> Array:
 
 def _narrowed(rows: Array, dtype: DType) -> Array:
     """Sums in the type of rows."""
-    return to_bfloat16(rows) if dtype is DType.BFLOAT16 else rows.astype(dtype.storage, copy=False)
+    if dtype is DType.BFLOAT16:
+        return to_bfloat16(rows.astype(np.float32, copy=False))
+    return rows.astype(dtype.storage, copy=False)
 
 
 def _checked_indices(indices: Any) -> Array:

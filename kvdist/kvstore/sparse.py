@@ -24,7 +24,7 @@ from kvdist.kvstore import values
 from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, TableTransfers, combined
 from kvdist.kvstore.keys import Ids, Rows, as_table, gradient, require_rows, wanted
 from kvdist.kvstore.push_pull import ArrayTransfers, hyperparameters_of
-from kvdist.kvstore.rowsparse import RowSparse
+from kvdist.kvstore.rowsparse import RowSparse, recast
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.naming import name_of
 from kvdist.protocol.arrays import Bits, padded
@@ -377,11 +377,11 @@ class MixedTransfers:
 
     def _into_array(self, info: KeyInfo, array: Any) -> _RowPull:
         values.require_writable(info.key, array, info.shape, info.dtype)
-        bits = values.writable_bits(array)
+        bits = values.writable_bits(array, info.dtype)
         if bits is not None:
             return _RowPull(info, np.arange(info.shape[0]), bits, lambda: None)
         made = np.empty(info.size, info.dtype.storage)
-        return _RowPull(info, np.arange(info.shape[0]), made, lambda: values.write_bits(array, made))
+        return _RowPull(info, np.arange(info.shape[0]), made, lambda: values.write_bits(array, made, info.dtype))
 
     def _all_rows(self, info: KeyInfo, target: RowSparse) -> list[_RowPull]:
         require_rows(info, target)
@@ -419,7 +419,8 @@ class MixedTransfers:
         def finish() -> None:
             rows = bits.reshape(len(ids), *info.shape[1:])
             for i, target in enumerate(targets):
-                target.assign(ids, rows if i == 0 else rows.copy())
+                own = recast(rows, info.dtype, target.dtype)
+                target.assign(ids, own if i == 0 else own.copy())
 
         return _RowPull(info, ids, bits, finish)
 
@@ -438,7 +439,7 @@ def _room_in(info: KeyInfo, targets: Sequence[RowSparse], rows: int) -> Bits:
     """The memory of a result that has as many rows already: the first touch of fresh memory costs more than a copy."""
     own = targets[0].values if len(targets) == 1 and len(targets[0]) == rows else None
     may_write = values.is_tensor(own) or (isinstance(own, np.ndarray) and own.flags.writeable)
-    bits = values.writable_bits(own) if may_write else None
+    bits = values.writable_bits(own, info.dtype) if may_write else None
     return _room(info, rows) if bits is None else bits
 
 

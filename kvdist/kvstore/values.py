@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
-from kvdist.kvstore.rowsparse import RowSparse
+from kvdist.kvstore.rowsparse import recast
 from kvdist.naming import NamedKey, name_of
 
 Key: TypeAlias = int | str
@@ -128,6 +128,24 @@ def first_shape(key: Key, arrays: Sequence[Any]) -> tuple[Shape, DType]:
     return shape, dtype
 
 
+def has_dtype(key: Key, value: Any, shape: Shape, dtype: DType) -> bool:
+    """Whether a value of the key's shape is of its dtype, too; else it can be `converted`.
+
+    Raises:
+        TypeError: it is not an array, or of a dtype that no key has; the message names the key.
+        ValueError: it is of another shape.
+    """
+    if type(value) is np.ndarray and value.shape == shape and _BY_NUMPY.get(value.dtype) is dtype:
+        return True  # the usual case, asked for every array of every call
+    try:
+        given_shape, given_dtype = describe(value)
+    except TypeError as error:
+        raise TypeError(f"{name_of(key)}: {error}") from None
+    if given_shape != shape:
+        raise ValueError(f"{name_of(key)} has shape {shape}, but the value given has shape {given_shape}")
+    return given_dtype is dtype
+
+
 def require(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
     """Check that a value fits its key.
 
@@ -135,23 +153,30 @@ def require(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
         TypeError: it is not an array, or of another dtype; the message names key, expected and given.
         ValueError: it is of another shape.
     """
-    if type(value) is np.ndarray and value.shape == shape and _BY_NUMPY.get(value.dtype) is dtype:
-        return  # the usual case, asked for every array of every call
-    try:
-        given_shape, given_dtype = describe(value)
-    except TypeError as error:
-        raise TypeError(f"{name_of(key)}: {error}") from None
-    if given_dtype is not dtype:
-        raise TypeError(f"{name_of(key)} holds {dtype.label}, but the value given is {given_dtype.label}; convert it")
-    if given_shape != shape:
-        raise ValueError(f"{name_of(key)} has shape {shape}, but the value given has shape {given_shape}")
+    if not has_dtype(key, value, shape, dtype):
+        given = describe(value)[1].label
+        raise TypeError(f"{name_of(key)} holds {dtype.label}, but the value given is {given}; convert it")
+
+
+def converted(value: Any, dtype: DType) -> Any:
+    """A copy of another element type: floats are rounded to nearest, and fractions are cut off for integers.
+
+    Raises:
+        TypeError: the library of an array on a GPU does not convert.
+    """
+    if is_tensor(value):
+        return value.detach().to(getattr(sys.modules["torch"], dtype.label))
+    if isinstance(value, _NUMPY):
+        bits = recast(np.asarray(value), describe(value)[1], dtype)
+        return like("torch" if dtype is DType.BFLOAT16 else "numpy", value.shape, dtype, bits)
+    if not hasattr(value, "astype") or dtype is DType.BFLOAT16:
+        raise TypeError(f"an array on a GPU of dtype {value.dtype} is not converted to {dtype.label}; convert it")
+    return value.astype(dtype.storage)
 
 
 def require_writable(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
-    """Check that a result for the key can be written into the value: `require`, and it is not read-only."""
-    if isinstance(value, RowSparse) or (is_tensor(value) and value.is_sparse):
-        raise TypeError(f"{name_of(key)} is an array, which cannot be written into rows: give an array as out")
-    require(key, value, shape, dtype)
+    """Check that a result for the key can be written into the value: it has the key's shape and is not read-only."""
+    has_dtype(key, value, shape, dtype)
     if isinstance(value, np.generic):
         raise ValueError(
             f"{name_of(key)}: a NumPy scalar cannot be written into; give numpy.asarray(value) and keep that"
@@ -175,18 +200,19 @@ def read_bits(value: Any) -> Bits:
     return _tensor_memory(value.detach().cpu().contiguous())
 
 
-def writable_bits(value: Any) -> Bits | None:
-    """The value's own memory as storage bits to write into; None where it has no such form (use `write_bits`).
+def writable_bits(value: Any, dtype: DType) -> Bits | None:
+    """The value's own memory as bits of this type to write into; None where it has no such form (use `write_bits`).
 
     The caller is going to write: autograd is told now that a tensor changes, so a backward pass that still needs the
     old values raises instead of computing with the new ones.
     """
     if isinstance(value, np.ndarray):
         plain = np.asarray(value)
-        return plain.reshape(-1) if plain.flags.carray and plain.dtype in _BY_NUMPY else None
+        return plain.reshape(-1) if plain.flags.carray and plain.dtype == dtype.storage else None
     if not is_tensor(value) or value.device.type != "cpu" or not value.is_contiguous():
         return None
-    return _tensor_memory(about_to_change(value))
+    memory = _tensor_memory(about_to_change(value))
+    return memory if memory.dtype == dtype.storage else None
 
 
 def about_to_change(value: Any) -> Any:
@@ -228,8 +254,8 @@ def gpu_of(value: Any) -> int | None:
     return _gpu_array_index(value) if _is_gpu_array(value) else None
 
 
-def write_bits(value: Any, bits: Bits) -> None:
-    """Write storage bits into the value in place, wherever its memory lies.
+def write_bits(value: Any, bits: Bits, dtype: DType) -> None:
+    """Write bits of this type into the value in place, wherever its memory lies; converts where it has another type.
 
     Raises:
         ValueError: the value is a read-only array.
@@ -237,11 +263,12 @@ def write_bits(value: Any, bits: Bits) -> None:
     if isinstance(value, np.ndarray):
         if not value.flags.writeable:
             raise ValueError(_read_only(value))
-        np.asarray(value)[...] = bits.reshape(value.shape)
+        numbers = recast(bits, dtype, DType.FLOAT32) if dtype is DType.BFLOAT16 else bits
+        np.asarray(value)[...] = numbers.reshape(value.shape)
     elif not is_tensor(value):
-        _write_gpu_array(value, bits)
+        _write_gpu_array(value, recast(bits, dtype, describe(value)[1]))
     else:
-        value.detach().copy_(_tensor_over(bits, describe(value)[1]).view(value.shape))
+        value.detach().copy_(_tensor_over(bits, dtype).view(value.shape))
 
 
 def present_stream(value: Any) -> AbstractContextManager[Any]:

@@ -22,7 +22,7 @@ import torch
 
 from kvdist.config.environment import cluster_from_env, read_setting
 from kvdist.errors import ConfigError, KeyNotInitialised
-from kvdist.kvstore.adapter import OPTIMIZER, Adapted, KVStoreBase
+from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.base import KVStore
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.compression import from_params
@@ -226,7 +226,7 @@ def decide_update_on_kvstore(
     is_local = isinstance(wanted, str) and wanted.lower() == "local"
     return store_updates(
         store.type,
-        store.is_capable(OPTIMIZER),
+        store.is_capable(store.OPTIMIZER),
         update_on_kvstore,
         by_default=read_setting("KVDIST_UPDATE_ON_KVSTORE"),
         sizes=[one.replicas[0].numel() for one in parameters] if is_local else (),

@@ -112,7 +112,7 @@ class TrainingState:
         for parameter, bits in zip(self._parameters, values_read, strict=True):
             if bits is not None:
                 for replica in parameter.replicas:
-                    values.write_bits(replica, bits)
+                    values.write_bits(replica, bits, values.describe(replica)[1])
         return checkpoint
 
 

@@ -137,10 +137,10 @@ class LocalUpdate:
             target = self.devices.place(weight, dtype) or present
             updater.update(key, present.array, [gradient.array], scales, dtype, target.array, extent=extent)
             if target is present:
-                values.write_bits(weight, target.on_host())
+                values.write_bits(weight, target.on_host(), dtype)
             return
-        bits = values.writable_bits(weight)
+        bits = values.writable_bits(weight, dtype)
         own = present.copy() if bits is None else bits
         updater.update(key, own, as_host_bits([gradient]), scales, dtype, own, extent=extent)
         if bits is None:
-            values.write_bits(weight, own)
+            values.write_bits(weight, own, dtype)

@@ -351,6 +351,12 @@ def test_a_variable_that_changes_nothing_is_told_with_what_there_is_instead():
     assert without_effect({"PATH": "/bin", "MXNET_KVSTORE_BIGARRAY_BOUND": "5", "PS_RESEND": ""}) == []
     (sentence,) = without_effect({"PS_RESEND": "1", "DMLC_PS_VAN_TYPE": "P3"})
     assert sentence == "PS_RESEND has no effect: a lost message is always sent again"
+    told = without_effect({"PS_VERBOSE": "2", "DMLC_RANK": "1", "MXNET_KVSTORE_SERIAL_PUSH": "1"})
+    assert [sentence.split(" has no effect: ")[0] for sentence in told] == [
+        "PS_VERBOSE",
+        "DMLC_RANK",
+        "MXNET_KVSTORE_SERIAL_PUSH",
+    ]
     (sentence,) = without_effect({"DMLC_PS_VAN_TYPE": "ibverbs"})
     assert sentence.startswith("DMLC_PS_VAN_TYPE has no effect: except for p3; ")
 

@@ -46,7 +46,7 @@ def test_wrong_calls_name_key_and_reason_and_break_nothing(job):
         r"KeyNotInitialised: key 'unknown' has not been initialised; call init first\. The keys there are: 'w'",
         r"KeyNotInitialised: key 'unknown' has not been initialised",
         r"ValueError: key 'w' has shape \(3, 2\), but the value given has shape \(2, 3\)",
-        r"TypeError: key 'w' holds float32, but the value given is float64; convert it",
+        r"TypeError: key 'w': arrays of dtype bool are not supported; use one of float32",
         r"ValueError: key 'w' has shape \(3, 2\), but the value given has shape \(3,\)",
         r"KeyNotInitialised: key 'unknown' has not been initialised",
         r"InitMismatch: key 'w' was initialised with shape \(3, 2\) and dtype float32, and now with shape \(5,\)",

@@ -89,7 +89,6 @@ def test_wrong_calls_name_what_is_wrong_and_break_nothing(job):
         r"ValueError: there are 2 row ids and 1 rows of values",
         r"ValueError: key 't' is a table of shape \(6, 2\), but the rows given are of shape \(7, 2\)",
         r"ValueError: key 't' is a table of shape \(6, 2\), but the rows given are of shape \(6, 3\)",
-        r"TypeError: key 't' holds float32, but the rows given are float16; convert them",
         r"ValueError: key 't' is a table of shape \(6, 2\), but the rows given are of shape \(7, 2\)",
         r"ValueError: key 'w' has shape \(3,\), but the value given has shape \(4,\)",
         r"ValueError: key 't' has rows 0 to 5, and row 6 was asked for",

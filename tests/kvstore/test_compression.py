@@ -152,7 +152,7 @@ def test_a_refused_push_leaves_the_residual_alone(store):
     store.init(["a", "b"], [np.zeros(3, np.float32)] * 2)
     quarter = np.full(3, 0.25, np.float32)
     store.push(["a", "b"], [quarter, quarter])
-    for wrong, error in ((np.zeros(4, np.float32), ValueError), (np.zeros(3), TypeError), (7, TypeError)):
+    for wrong, error in ((np.zeros(4, np.float32), ValueError), (np.zeros(3, bool), TypeError), (7, TypeError)):
         for call in (store.push, store.push_async, store.pushpull):
             with pytest.raises(error, match="key 'b'"):
                 call(["a", "b"], [quarter, wrong])

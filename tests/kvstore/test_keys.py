@@ -126,4 +126,4 @@ def test_arrays_are_matched_with_their_keys_or_refused(keys: KeyTable) -> None:
     array.flags.writeable = False
     assert keys.matched([("w", [array])])
     with pytest.raises(ValueError, match="key 'w': the array .* is read-only"):
-        keys.matched([("w", [array])], writable=True)
+        keys.writable([("w", [array])])

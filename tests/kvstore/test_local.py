@@ -243,7 +243,7 @@ def test_an_unknown_key_is_named_with_those_there_are(store, call):
     ("value", "error", "message"),
     [
         (np.zeros((4, 5), np.float32), ValueError, r"key 2 has shape \(4, 4\), but the value given has shape \(4, 5\)"),
-        (np.zeros(SHAPE), TypeError, "key 2 holds float32, but the value given is float64"),
+        (np.zeros(SHAPE, bool), TypeError, "key 2: arrays of dtype bool are not supported"),
         ("text", TypeError, "key 2: a value must be a NumPy array or a torch tensor, not str"),
     ],
 )

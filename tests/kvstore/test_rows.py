@@ -205,7 +205,6 @@ def test_wrong_ids_are_refused_with_the_table_named(store, ids, error, words):
     [
         (rows_of([1], 1, (9, 3)), ValueError, r"key 't' is a table of shape \(10, 3\), .* of shape \(9, 3\)"),
         (rows_of([1], 1, (10, 4)), ValueError, r"of shape \(10, 4\)"),
-        (rows_of([1], 1, dtype=np.float64), TypeError, "key 't' holds float32, but the rows given are float64"),
         (np.ones((9, 3), np.float32), ValueError, "key 't' has shape"),
         (torch.eye(10)[:, :3].to_sparse(), ValueError, "key 't'.*sparse dimension"),
         ("rows", TypeError, "key 't'"),

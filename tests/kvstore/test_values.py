@@ -82,7 +82,7 @@ def test_what_is_written_is_read_back_to_the_bit_whatever_the_kind_dtype_and_lay
     value = form(shape, dtype)
     bits = bits_of(int(np.prod(shape)), dtype)
     assert values.describe(value) == (shape, dtype)
-    values.write_bits(value, bits)
+    values.write_bits(value, bits, dtype)
     read = values.read_bits(value)
     assert read.dtype == dtype.storage and read.ndim == 1 and read.flags.c_contiguous and read.flags.aligned
     np.testing.assert_array_equal(read, bits)
@@ -94,7 +94,7 @@ def test_what_is_written_is_read_back_to_the_bit_whatever_the_kind_dtype_and_lay
 @each("form, shape, dtype", TABLE)
 def test_writable_bits_are_the_values_own_memory_or_none(form, shape, dtype):
     value = form(shape, dtype)
-    memory = values.writable_bits(value)
+    memory = values.writable_bits(value, dtype)
     if memory is None:
         assert form not in (numpy_contiguous, torch_contiguous, torch_that_requires_grad)
         return
@@ -106,7 +106,7 @@ def test_writable_bits_are_the_values_own_memory_or_none(form, shape, dtype):
 def test_reading_contiguous_memory_makes_no_copy(form):
     value = form((3, 5), DType.FLOAT32)
     read = values.read_bits(value)
-    values.write_bits(value, bits_of(15, DType.FLOAT32))
+    values.write_bits(value, bits_of(15, DType.FLOAT32), DType.FLOAT32)
     np.testing.assert_array_equal(read, bits_of(15, DType.FLOAT32))
 
 
@@ -129,15 +129,15 @@ def test_a_tensor_over_read_only_bits_is_a_copy():
     np.testing.assert_array_equal(bits, [0, 1, 2])
 
 
-def write_into_memory(value, bits):
-    values.writable_bits(value)[...] = bits
+def write_into_memory(value, bits, dtype):
+    values.writable_bits(value, dtype)[...] = bits
 
 
 @each("write", [values.write_bits, write_into_memory])
 def test_a_backward_pass_through_overwritten_weights_raises(write):
     weight = torch.ones(3, requires_grad=True)
     loss = (weight * weight).sum()
-    write(weight, np.array([1, 2, 3], np.float32))
+    write(weight, np.array([1, 2, 3], np.float32), DType.FLOAT32)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -145,9 +145,9 @@ def test_a_backward_pass_through_overwritten_weights_raises(write):
 def test_a_read_only_array_is_refused_by_name():
     array = np.zeros((2, 3), np.float32)
     array.flags.writeable = False
-    assert values.writable_bits(array) is None
+    assert values.writable_bits(array, DType.FLOAT32) is None
     with pytest.raises(ValueError, match=r"shape \(2, 3\) and dtype float32 is read-only"):
-        values.write_bits(array, np.ones(6, np.float32))
+        values.write_bits(array, np.ones(6, np.float32), DType.FLOAT32)
     with pytest.raises(ValueError, match="key 'w': .*read-only"):
         values.require_writable("w", array, (2, 3), DType.FLOAT32)
 
@@ -262,8 +262,8 @@ def test_dtypes_that_no_array_can_have_are_refused():
 def test_cuda_tensors_are_read_written_and_made():
     tensor = torch.arange(6, dtype=torch.float32, device="cuda").view(2, 3)
     np.testing.assert_array_equal(values.read_bits(tensor), np.arange(6))
-    assert values.writable_bits(tensor) is None
-    values.write_bits(tensor, np.arange(6, 12, dtype=np.float32))
+    assert values.writable_bits(tensor, DType.FLOAT32) is None
+    values.write_bits(tensor, np.arange(6, 12, dtype=np.float32), DType.FLOAT32)
     assert tensor.tolist() == [[6, 7, 8], [9, 10, 11]]
     made = values.like(values.kind_of(tensor), (2, 3), DType.FLOAT32, np.ones(6, np.float32))
     assert made.device == tensor.device

@@ -46,7 +46,7 @@ def calls():
     attempt(lambda: store.push("unknown", ones(3)))
     attempt(lambda: store.pull("unknown"))
     attempt(lambda: store.push("w", ones(2, 3)))
-    attempt(lambda: store.push("w", ones(3, 2, dtype=np.float64)))
+    attempt(lambda: store.push("w", ones(3, 2, dtype=bool)))
     attempt(lambda: store.pull("w", out=ones(3)))
     attempt(lambda: store.push(["w", "unknown"], [ones(3, 2), ones(1)]))
     attempt(lambda: store.init("w", ones(5)))

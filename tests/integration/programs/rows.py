@@ -236,7 +236,6 @@ def mistakes(store):
     attempt(lambda: RowSparse([1, 2], ones, shape))
     attempt(lambda: store.push("t", some([1], 1, (7, 2))))
     attempt(lambda: store.push("t", some([1], 1, (6, 3))))
-    attempt(lambda: store.push("t", some([1], 1, shape, np.float16)))
     attempt(lambda: store.push(["w", "t"], [np.ones(3, np.float32), some([1], 1, (7, 2))]))
     attempt(lambda: store.push(["t", "w"], [some([1], 1, shape), np.ones(4, np.float32)]))
     attempt(lambda: store.row_sparse_pull("t", row_ids=[6]))
