@@ -181,7 +181,7 @@ class KeyTable:
 
         Args:
             given: the keys and their arrays.
-            skips_rows: whether a `RowSparse` is left out, with a warning, instead of refused.
+            skips_rows: whether a `RowSparse` or sparse tensor is left out, with a warning, instead of refused.
 
         Raises:
             KeyNotInitialised: a key is not known.
@@ -191,13 +191,13 @@ class KeyTable:
         for info, arrays in matched:
             has_rows = False
             for array in arrays:
-                if isinstance(array, RowSparse):
+                if is_sparse(array):
                     has_rows = True
                 else:
                     values.require_writable(info.key, array, info.shape, info.dtype)
             if has_rows:
                 self._leave_rows(info, skips_rows)
-                arrays[:] = [array for array in arrays if not isinstance(array, RowSparse)]
+                arrays[:] = [array for array in arrays if not is_sparse(array)]
         return matched
 
     def _leave_rows(self, info: KeyInfo, skips: bool) -> None:

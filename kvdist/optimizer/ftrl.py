@@ -17,7 +17,7 @@ from kvdist.optimizer.adam import toward
 from kvdist.optimizer.base import Extent, Optimizer, States, Step
 from kvdist.optimizer.registry import register
 from kvdist.optimizer.sgd import add_decay
-from kvdist.schema import number
+from kvdist.schema import flag, number
 
 
 def _require_rate(name: str, lr: float, extent: Extent) -> None:
@@ -36,7 +36,8 @@ class Ftrl(Optimizer):
     σ = (√(n + g²) − √n)/lr;  z ← z + g − σ·w;  n ← n + g²;
     w ← −sign(z)·max(|z| − λ1, 0)/((β + √n)/lr + wd).  The decay acts here and nowhere else.
 
-    The first update forgets the initial weight but for what z takes over of it.
+    The first update forgets the initial weight but for what z takes over of it. In a row-sparse table it is lazy unless
+    `lazy_update` is False, as in MXNet: rows without a gradient keep their weights.
 
     Source: McMahan et al., Ad Click Prediction: a View from the Trenches (2013).
 
@@ -50,6 +51,7 @@ class Ftrl(Optimizer):
     learning_rate: float = number(0.1, at_least=0)
     lamda1: float = number(0.01, at_least=0)
     beta: float = number(1.0, at_least=0)
+    lazy_update: bool = flag(True)
 
     state_names = ("sums", "squares")  # z and n
 

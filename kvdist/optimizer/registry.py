@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvdist import lr_scheduler as schedules
+from kvdist.optimizer import mxnet_1_9
 from kvdist.optimizer.base import HINTS, Optimizer, numbers_of
 
 _OptimizerClass = TypeVar("_OptimizerClass", bound=type[Optimizer])
@@ -48,21 +49,24 @@ def registered() -> tuple[str, ...]:
     return tuple(sorted(_BY_NAME))
 
 
-def create(optimizer: str | Optimizer, /, **hyperparameters: object) -> Optimizer:
+def create(optimizer: str | Optimizer, /, *, defaults: str | None = None, **hyperparameters: object) -> Optimizer:
     """An optimizer by name and numbers; an instance is returned as it is.
 
     Args:
         optimizer: such as ``'sgd'``, in any case; or an `Optimizer`.
+        defaults: ``'mxnet-1.9'`` for the defaults of that version, with a warning where its equation is another; None
+            for those of MXNet's main branch.
         hyperparameters: such as ``learning_rate=0.1``.
 
     Raises:
-        ValueError: the name is unknown, or a value is out of range.
+        ValueError: the name is unknown, or a value is out of range, or there are no such defaults.
         TypeError: a hyper-parameter is unknown or of a wrong type, or an instance came with hyper-parameters.
     """
     if isinstance(optimizer, Optimizer):
-        if hyperparameters:
+        given = [*hyperparameters, *([] if defaults is None else ["defaults"])]
+        if given:
             raise TypeError(
-                f"an optimizer that exists takes no hyper-parameters ({', '.join(hyperparameters)}): "
+                f"an optimizer that exists takes no hyper-parameters ({', '.join(given)}): "
                 "give them when you create it, or give its name"
             )
         return optimizer
@@ -72,7 +76,12 @@ def create(optimizer: str | Optimizer, /, **hyperparameters: object) -> Optimize
     if cls is None:
         raise ValueError(f"unknown optimizer {optimizer!r}: known are {', '.join(registered())}")
     _refuse_unknown(cls, hyperparameters)
-    return cls(**hyperparameters)  # type: ignore[arg-type]  # the class checks every value against its schema
+    if defaults is not None:
+        hyperparameters = mxnet_1_9.with_defaults(cls.name, defaults, hyperparameters)
+    made = cls(**hyperparameters)  # type: ignore[arg-type]  # the class checks every value against its schema
+    if defaults is not None:
+        mxnet_1_9.warn_of_equations(made)
+    return made
 
 
 def _refuse_unknown(cls: type[Optimizer], hyperparameters: Mapping[str, object]) -> None:

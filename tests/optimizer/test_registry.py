@@ -123,7 +123,7 @@ def test_defaults_are_those_of_the_mirrored_system(name):
         "rescale_grad": 1.0,
         "clip_gradient": None,
         "multi_precision": False,
-        "lazy_update": False,
+        "lazy_update": name == "ftrl",
         "lr_scheduler": None,
     }
     assert create(name).describe() == {"name": name, **common, **DEFAULTS[name]}
