@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 from collections.abc import Iterable
 
@@ -14,10 +15,18 @@ from kvdist.collective.engine import is_initialized as is_initialized
 from kvdist.collective.engine import using as using
 from kvdist.collective.process_sets import ProcessSet, add_process_sets
 from kvdist.collective.rendezvous import forget_port, leave_port, meet, meet_again
-from kvdist.config.environment import World, collective_settings_from_env, world_from_env
+from kvdist.config.environment import (
+    World,
+    collective_settings_from_env,
+    horovod_log_level,
+    horovod_without_effect,
+    world_from_env,
+)
 from kvdist.config.exit_codes import shorten_tracebacks
 from kvdist.errors import CollectiveError
 from kvdist.runtime.process_name import name_process
+
+LOG = logging.getLogger("kvdist")
 
 
 class _MeetingPoint:
@@ -57,6 +66,7 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
     """
     if is_initialized():
         return
+    level = horovod_log_level()
     shorten_tracebacks()
     found = world_from_env() if world is None else world
     try:
@@ -64,6 +74,7 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
     finally:
         forget_port(found)
     of_process.append(engine)
+    _heed_horovods_variables(found.rank, level)
     if found.size > 1:
         name_process(f"worker-{found.rank}")
     try:
@@ -72,6 +83,16 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
         # A second call would not make the rest of them. All ranks know of a ValueError.
         _close(None if isinstance(error, ValueError) else error)
         raise
+
+
+def _heed_horovods_variables(rank: int, level: str | None) -> None:
+    """Log from the level that is asked for; name the variables without effect on rank 0."""
+    if level is not None:
+        LOG.setLevel(level)
+        if not LOG.hasHandlers():  # what Python has for such a program shows warnings and above
+            LOG.addHandler(logging.StreamHandler())
+    for sentence in horovod_without_effect() if rank == 0 else ():
+        LOG.warning("%s", sentence)
 
 
 def shutdown() -> None:

@@ -21,6 +21,8 @@ from kvdist.config.addresses import address_of_interface
 from kvdist.config.endpoints import expand_ranges, is_loopback
 from kvdist.config.settings import (
     CLUSTER_VARIABLES,
+    HOROVOD_LOG_LEVELS,
+    HOROVOD_WITHOUT_EFFECT,
     SETTINGS,
     TWINS,
     WITHOUT_EFFECT,
@@ -145,6 +147,27 @@ def without_effect(environ: Variables | None = None) -> list[str]:
     is_p3 = (env.get("DMLC_PS_VAN_TYPE") or "").lower() == "p3"
     found = [name for name in WITHOUT_EFFECT if env.get(name) and not (is_p3 and name == "DMLC_PS_VAN_TYPE")]
     return [f"{name} has no effect: {WITHOUT_EFFECT[name]}" for name in found]
+
+
+def horovod_without_effect(environ: Variables | None = None) -> list[str]:
+    """A sentence for each variable of Horovod that is set and changes nothing here."""
+    env = _variables(environ)
+    found = [name for name in HOROVOD_WITHOUT_EFFECT if env.get(name, "") not in ("", "0")]
+    return [f"{name} has no effect: {HOROVOD_WITHOUT_EFFECT[name]}" for name in found]
+
+
+def horovod_log_level(environ: Variables | None = None) -> str | None:
+    """Python's name of the level that ``HOROVOD_LOG_LEVEL`` asks for; None where it is not set.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    text = _variables(environ).get("HOROVOD_LOG_LEVEL")
+    if not text:
+        return None
+    if text.lower() not in HOROVOD_LOG_LEVELS:
+        raise ConfigError(f"HOROVOD_LOG_LEVEL is {text!r}; it must be one of: {', '.join(HOROVOD_LOG_LEVELS)}")
+    return HOROVOD_LOG_LEVELS[text.lower()]
 
 
 def _variables(environ: Variables | None) -> Variables:

@@ -512,6 +512,26 @@ WITHOUT_EFFECT = {
 }
 """Variables of MXNet that people set and that change nothing here → what there is instead."""
 
+HOROVOD_WITHOUT_EFFECT = {
+    "HOROVOD_FUSION_THRESHOLD": "an operation begins when it is called; a grouped one sends its tensors together",
+    "HOROVOD_CYCLE_TIME": "an operation begins when it is called, so there is no cycle in which tensors are collected",
+    "HOROVOD_CACHE_CAPACITY": "ranks agree on a tensor once, however many there are",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": "gloo and NCCL choose how they reduce",
+    "HOROVOD_HIERARCHICAL_ALLGATHER": "gloo and NCCL choose how they gather",
+    "HOROVOD_TORUS_ALLREDUCE": "gloo and NCCL choose how they reduce",
+    "HOROVOD_AUTOTUNE": "there is nothing here that it could tune",
+    "HOROVOD_NUM_NCCL_STREAMS": "NCCL follows its own variables",
+    "HOROVOD_THREAD_AFFINITY": "let taskset or numactl start the program",
+}
+"""Variables of Horovod that people set and that change nothing here → why."""
+
+HOROVOD_INTERFACE = Setting("HOROVOD_GLOO_IFACE", TEXT, None, "the network interface of all hosts")
+
+HOROVOD_LOG_LEVELS = {
+    "trace": "DEBUG", "debug": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR", "fatal": "CRITICAL",
+}  # fmt: skip
+"""``HOROVOD_LOG_LEVEL`` → Python's level."""
+
 REPLACED_BY_PATIENCE = ("KVDIST_SILENCE_S", "KVDIST_RECONNECT_GRACE_S", "KVDIST_HEARTBEAT_S")
 """Variables of earlier versions that ``KVDIST_PATIENCE_S`` replaces."""
 
@@ -819,6 +839,8 @@ def collective_settings_of(env: Variables) -> CollectiveSettings:
     refuse_replaced(env)
     settings = read_view(CollectiveSettings, env)
     check_security(settings.security, settings.secret_file)
+    if settings.interface is None:
+        settings = replace(settings, interface=HOROVOD_INTERFACE.read(env))
     if STALL_CHECK_DISABLE.read(env) and not env.get("KVDIST_STALL_CHECK_S"):
         return replace(settings, stall_check_s=0.0)
     return settings

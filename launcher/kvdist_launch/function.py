@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kvdist.errors import ConfigError, DeadlineExceeded, KvdistError
@@ -29,11 +30,12 @@ from kvdist.nodes import NodeId, Role
 from kvdist_launch.environment import parse_assignments
 from kvdist_launch.hosts import Host
 from kvdist_launch.job import GracePeriods, ProcessExit, signal_name
-from kvdist_launch.output import JobOutput, TextSink
+from kvdist_launch.output import JobOutput, LogFiles, TextSink
 from kvdist_launch.plan import PYTHON, HostFacts, JobSpec, Process, plan, worker_lines
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import READ_BYTES, EventPipe, LocalProcesses, SignalPipe
 from kvdist_launch.root_socket import LOOPBACK, listening_here, port_of, ports_of
+from kvdist_launch.run_cli import hosts_of
 from kvdist_launch.security import NONE, PLAIN_HERE, Security, security_of
 from kvdist_launch.serialization import pack_call, unpack_result
 from kvdist_launch.supervisor import Supervisor
@@ -79,21 +81,39 @@ def run(
     func: Callable[..., Any],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
-    np: int = 2,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
     servers: int = 0,
     env: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
-    *,
-    verbose: bool = False,
-    num_proc: int | None = None,
-    disable_cache: bool = False,
-    use_mpi: bool | None = None,
-    use_gloo: bool | None = None,
 ) -> list[Any]:
     """Call a function on every worker of a new job on this machine, and return the results in rank order.
 
-    What workers print is shown here, each line with the name of its process. Needs cloudpickle
-    (``pip install 'kvdist[notebook]'``).
+    The arguments are those of ``horovod.run``, in its order, and three of our own by name. What workers print is shown
+    here, each line with the name of its process. Needs cloudpickle (``pip install 'kvdist[notebook]'``).
 
     Args:
         func: what every worker calls; ``kvdist.horovod.init()`` and ``kvdist.kv.create('collective')`` in it are of the
@@ -101,31 +121,64 @@ def run(
             modules that it uses must be importable in a new process.
         args: its arguments.
         kwargs: its arguments by name.
-        np: number of workers, at least 1.
+        num_proc, np: number of workers, at least 1; 1 if neither is given, and `num_proc` wins.
+        hosts, hostfile: such as ``'localhost:4'``, or a file of lines ``HOST slots=N``: this machine, and how many
+            workers it takes.
+        start_timeout: seconds that the processes may take to find each other.
+        output_filename: a folder; what worker N prints is also written to ``rank.N/stdout`` and ``rank.N/stderr``.
+        verbose: whether the launcher says where each worker runs and how the job ended.
+        executable: the Python that runs the workers; None for this one.
+        min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np: refused
+            but for None, as the number of workers does not change during a job.
+        ssh_port, ssh_identity_file, network_interface, network_interfaces, disable_cache, use_gloo, use_mpi, mpi_args:
+            taken and without effect: all workers are on this machine, nothing is cached, and no MPI takes part.
         servers: number of servers; 0 is a job of workers alone, which use collective operations.
         env: variables for every process.
         timeout_s: seconds after which the job is ended; None lets it run.
-        verbose: whether the launcher says where each worker runs and how the job ended.
-        num_proc: Horovod's newer name of `np`; it wins.
-        disable_cache, use_mpi, use_gloo: taken because Horovod has them; nothing is cached here, and no MPI takes part.
 
     Raises:
         WorkerFailure: the first worker that failed; it has the traceback of there.
         JobFailure: a scheduler or server failed.
         DeadlineExceeded: the time was up.
-        ConfigError: a count is wrong, a variable is impossible, or the function cannot be sent.
+        ConfigError: a count is wrong, a variable is impossible, the function cannot be sent, or `hosts` names another
+            machine or has too few slots.
         KeyboardInterrupt: Ctrl-C; the job has ended.
     """
-    del disable_cache, use_mpi, use_gloo
-    np = np if num_proc is None else num_proc
-    for name, count, least in (("np", np, 1), ("servers", servers, 0)):
-        if count < least:
-            raise ConfigError(f"{name} is {count}; a job needs at least {least}")
+    del ssh_port, ssh_identity_file, disable_cache, use_gloo, use_mpi, mpi_args, network_interface, network_interfaces
+    _refuse_elastic(
+        min_num_proc=min_num_proc, max_num_proc=max_num_proc, slots=slots, reset_limit=reset_limit,
+        cooldown_range=cooldown_range, host_discovery_script=host_discovery_script, min_np=min_np, max_np=max_np,
+    )  # fmt: skip
+    count = num_proc if num_proc is not None else np if np is not None else 1
+    for name, number, least in (("np", count, 1), ("servers", servers, 0)):
+        if number < least:
+            raise ConfigError(f"{name} is {number}; a job needs at least {least}")
+    _require_this_machine(hosts, hostfile, count)
     own = parse_assignments(f"{name}={value}" for name, value in (env or {}).items())
+    if start_timeout is not None:
+        own = {**dict.fromkeys(("KVDIST_FORM_TIMEOUT_S", "KVDIST_START_TIMEOUT_S"), f"{start_timeout:g}"), **own}
     security = security_of(None, own, os.environ, leaves_machine=False, has_servers=servers > 0)
-    calls = _WorkerCalls(pack_call(func, args, kwargs or {}), np)
-    _run_calls(calls, servers, own, security, timeout_s, verbose)
+    calls = _WorkerCalls(pack_call(func, args, kwargs or {}), count)
+    _run_calls(calls, servers, own, security, timeout_s, bool(verbose), output_filename, executable or sys.executable)
     return calls.results()
+
+
+def _refuse_elastic(**given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} is {value!r}: training while processes come and go is not possible yet; leave it out, and give"
+                " num_proc, the number of workers for the whole job"
+            )
+
+
+def _require_this_machine(hosts: str | None, hostfile: str | None, count: int) -> None:
+    for host in hosts_of(hosts, hostfile, count, socket.gethostname()):
+        if not host.is_local:
+            raise ConfigError(
+                f"the hosts name {host}, and run calls a function on this machine alone: write the function into a"
+                " script, and start that with kvdist-run -H"
+            )
 
 
 def _run_calls(
@@ -135,13 +188,16 @@ def _run_calls(
     security: Security,
     timeout_s: float | None,
     verbose: bool,
+    output_folder: str | None,
+    executable: str,
 ) -> None:
     """Run the job; raise what failed it."""
     is_main = threading.current_thread() is threading.main_thread()
     events = SignalPipe() if is_main else EventPipe()
     out, err = TextSink(sys.stdout), TextSink(sys.stderr)
     grace = GracePeriods(grace_s=GRACE_S)
-    supervisor = Supervisor(JobOutput(out, err), err, grace, events=events, is_quiet=not verbose)
+    logs = None if output_folder is None else LogFiles(Path(output_folder), err.say, len(calls))
+    supervisor = Supervisor(JobOutput(out, err, logs=logs), err, grace, events=events, is_quiet=not verbose)
     deadline, raised = _Deadline(timeout_s, events), _Deadline(GRACE_S, events)
     began = time.monotonic()
 
@@ -151,7 +207,7 @@ def _run_calls(
 
     is_local = servers > 0 and not security.word
     with calls, deadline, raised, listening_here(ports_of({**os.environ, **env}), is_local) as listening:
-        processes = calls.over(_plan_here(len(calls), servers, env, security, port_of(listening)))
+        processes = calls.over(_plan_here(len(calls), servers, env, security, port_of(listening), executable))
         notes = worker_lines(processes, HERE) if verbose else []
         for note in [*([PLAIN_HERE] if security.word == NONE else []), *notes]:
             supervisor.say(note)
@@ -169,12 +225,14 @@ def _run_calls(
         raise KeyboardInterrupt
 
 
-def _plan_here(np: int, servers: int, env: Mapping[str, str], security: Security, port: int) -> list[Process]:
+def _plan_here(
+    np: int, servers: int, env: Mapping[str, str], security: Security, port: int, executable: str
+) -> list[Process]:
     here = HostFacts(usable_cores(), sys.executable, LOOPBACK, os.environ)
     job = JobSpec(
         num_workers=np,
         num_servers=servers,
-        command=(sys.executable, "-m", "kvdist_launch.worker_main"),
+        command=(executable, "-m", "kvdist_launch.worker_main"),
         role_command=(PYTHON, "-m", "kvdist"),
         port=port,
         name=os.urandom(8).hex(),

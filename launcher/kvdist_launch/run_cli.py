@@ -14,9 +14,11 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from kvdist.config.settings import SETTINGS
+from kvdist.config.settings import HOROVOD_LOG_LEVELS, SETTINGS
 from kvdist.errors import ConfigError
 from kvdist_launch.cli import USAGE_ERROR, launch
 from kvdist_launch.environment import parse_exports
@@ -69,8 +71,8 @@ IDLE = {
     "NCCL follows its own variables, which reach every process": "--num-nccl-streams=",
     "let taskset or numactl start the program": "--thread-affinity=",
     "--start-timeout is how long processes wait for each other at the start": "--gloo-timeout-seconds=",
-    "kvdist logs warnings by Python's logging, under the name kvdist":
-        "--log-level= --log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp",
+    "--prefix-output-with-timestamp begins each line with the time":
+        "--log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp",
 }  # fmt: skip
 """Why options have no effect → the options; ``=`` follows those with a value."""
 
@@ -80,17 +82,68 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
 """Options without effect: whether a value follows, and why."""
 
 NOT_YET = "training while processes come and go is not possible yet; write -np and -H for those of the whole job"
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--elastic-timeout",
-            "--reset-limit", "--blacklist-cooldown-range", "--host-discovery-script",
-        ),
-        NOT_YET,
+REFUSED: dict[str, str] = dict.fromkeys(
+    (
+        "--min-np", "--min-num-proc", "--max-np", "--max-num-proc", "--slots-per-host", "--elastic-timeout",
+        "--reset-limit", "--blacklist-cooldown-range", "--host-discovery-script",
     ),
-    "--config-file": "write what it says on the command line; no YAML is read",
-}  # fmt: skip
+    NOT_YET,
+)  # fmt: skip
 """Options that are refused: what to do instead."""
+
+CONFIG_SECTIONS = {
+    "params": "",
+    "autotune": "autotune-",
+    "timeline": "timeline-",
+    "stall_check": "stall-check-",
+    "library_options": "",
+    "logging": "log-",
+}
+"""Sections of Horovod's configuration file → what its entries begin with as options."""
+
+CONFIG_SWITCHES = {("autotune", True): ["--autotune"], ("stall_check", False): ["--no-stall-check"]}
+"""The sections with an entry ``enabled``, and its value that is not the default → the option."""
+
+
+def words_of_config(path: str) -> list[str]:
+    """The options that Horovod's configuration file stands for.
+
+    Args:
+        path: a file of YAML; PyYAML reads it.
+
+    Raises:
+        ConfigError: it cannot be read, or has a section or entry that is no option.
+    """
+    try:
+        yaml = import_module("yaml")
+    except ImportError:
+        raise ConfigError("--config-file needs PyYAML; install it: pip install pyyaml") from None
+    try:
+        sections = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config-file {path} cannot be read: {error}") from None
+    if not isinstance(sections, dict):
+        raise ConfigError(f"--config-file {path} is not a table of sections; known are {', '.join(CONFIG_SECTIONS)}")
+    controller = sections.pop("controller", None)
+    words = [] if controller is None else [f"--{str(controller).lower()}"]
+    for section, entries in sections.items():
+        if section not in CONFIG_SECTIONS or not isinstance(entries, dict):
+            known = ", ".join(("controller", *CONFIG_SECTIONS))
+            raise ConfigError(f"--config-file {path} has no use for {section!r}; sections are {known}")
+        for entry, value in entries.items():
+            words += _words_of_entry(section, str(entry), value)
+    return words
+
+
+def _words_of_entry(section: str, entry: str, value: object) -> list[str]:
+    if entry == "enabled" and (section, not value) in CONFIG_SWITCHES:
+        return []
+    if entry == "enabled" and (section, bool(value)) in CONFIG_SWITCHES:
+        return CONFIG_SWITCHES[section, bool(value)]
+    name = f"--{CONFIG_SECTIONS[section]}{entry.replace('_', '-')}"
+    if value is None or value is False:
+        return []
+    return [name] if value is True else [f"{name}={value}"]
 
 
 class ShowBuild(argparse.Action):
@@ -146,6 +199,7 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str
     """
     own, command = split_words(words, VALUED)
     parser = new_parser()
+    own = _with_config_file(own, parser)
     given = {word.partition("=")[0] for word in own}
     for name, advice in REFUSED.items():
         if name in given:
@@ -154,6 +208,25 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str
     if options.num_proc is None:
         parser.error("the number of processes is missing: write -np PROCESSES")
     return options, [name for name in WITHOUT_EFFECT if name in given], command
+
+
+def _with_config_file(own: list[str], parser: argparse.ArgumentParser) -> list[str]:
+    """The options of a configuration file, then those of the command line, which win."""
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    reader.add_argument("--config-file")
+    path = reader.parse_known_args(own)[0].config_file
+    if path is None:
+        return own
+    try:
+        return words_of_config(path) + own
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+def _log_level(text: str) -> str:
+    if text.lower() not in HOROVOD_LOG_LEVELS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a level; write one of {', '.join(HOROVOD_LOG_LEVELS)}")
+    return text.lower()
 
 
 def _at_least_one(text: str) -> int:
@@ -182,6 +255,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("-hostfile", "--hostfile"), valued(to_line, "FILE", "a file of lines HOST slots=N")),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_START_TIMEOUT_S"].help())),
         (("-x",), repeated(str, "NAME[=VALUE]", "pass a variable of this environment on to other machines, or set it")),
+        (("--config-file",), valued(to_line, "FILE", "Horovod's YAML file of options; those written here win")),
         (("--network-interfaces", "--network-interface"), valued(_network, "NAME", "the network interface of all"
          " hosts")),
     )),
@@ -193,6 +267,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--output-filename",), valued(to_line, "DIR", "also write what each process prints to DIR/rank.N/stdout and"
          " DIR/rank.N/stderr")),
         (("--verbose",), flag("say where each process runs")),
+        (("--log-level",), valued(_log_level, "LEVEL", "from which level the processes log: "
+         + ", ".join(HOROVOD_LOG_LEVELS))),
         (("-prefix-timestamp", "--prefix-output-with-timestamp"), flag("begin each line with the time")),
     )),
     ("timeline and stalls", (
@@ -267,7 +343,7 @@ def request_of(
     Raises:
         ConfigError: the hosts are not valid, or have too few slots, or there is to be encryption between them.
     """
-    hosts = _hosts(own, this_machine)
+    hosts = hosts_of(own.hosts, own.hostfile, own.num_proc, this_machine)
     options = parse_options([])
     options.num_workers, options.num_servers = own.num_proc, 0
     options.x = own.x
@@ -302,15 +378,26 @@ def request_of(
     )
 
 
-def _hosts(own: argparse.Namespace, this_machine: str) -> list[Host]:
-    if own.hosts is not None and own.hostfile is not None:
+def hosts_of(hosts_text: str | None, hostfile: str | None, num_proc: int, this_machine: str) -> list[Host]:
+    """The hosts that Horovod's words name, which have slots for all processes.
+
+    Args:
+        hosts_text: such as ``host:2,host2:2``.
+        hostfile: a file of lines ``HOST slots=N``; with neither all processes are here.
+        num_proc: how many processes there are.
+        this_machine: the name of this machine, which may be one of the hosts.
+
+    Raises:
+        ConfigError: the hosts are not valid, or have too few slots.
+    """
+    if hosts_text is not None and hostfile is not None:
         raise ConfigError("-H and -hostfile both say which hosts there are; leave one of them out")
-    if own.hosts is not None:
-        named = parse_host_list(own.hosts)
-    elif own.hostfile is not None:
-        named = read_hostfile(own.hostfile)
+    if hosts_text is not None:
+        named = parse_host_list(hosts_text)
+    elif hostfile is not None:
+        named = read_hostfile(hostfile)
     else:
-        named = [Host("localhost", slots=own.num_proc)]
+        named = [Host("localhost", slots=num_proc)]
     hosts = [replace(host, name="localhost") if _is(host, this_machine) else host for host in named]
     if sum(host.is_local for host in hosts) > 1:
         raise ConfigError(f"this machine is named twice in the hosts, once as {this_machine}; write it once")
@@ -318,10 +405,10 @@ def _hosts(own: argparse.Namespace, this_machine: str) -> list[Host]:
     if silent:
         raise ConfigError(f"{silent[0]} has no number of slots: write HOST:SLOTS after -H, or HOST slots=N in a file")
     slots = sum(host.slots or 0 for host in hosts)
-    if slots < own.num_proc:
+    if slots < num_proc:
         each = ", ".join(f"{host}: {host.slots}" for host in hosts)
         raise ConfigError(
-            f"-np asks for {own.num_proc} processes, but the hosts have {slots} slots ({each}); add slots or hosts, or"
+            f"-np asks for {num_proc} processes, but the hosts have {slots} slots ({each}); add slots or hosts, or"
             f" ask for -np {slots}"
         )
     return hosts
@@ -339,6 +426,7 @@ def _variables(own: argparse.Namespace) -> dict[str, str]:
     found = {
         "KVDIST_TIMELINE": own.timeline_filename,
         "KVDIST_TIMELINE_MARK_CYCLES": "1" if own.timeline_mark_cycles else None,
+        "HOROVOD_LOG_LEVEL": own.log_level,
         "KVDIST_STALL_CHECK_S": None if check_s is None else f"{check_s:g}",
         "KVDIST_STALL_SHUTDOWN_S": None
         if own.stall_check_shutdown_time_seconds is None

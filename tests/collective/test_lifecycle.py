@@ -485,3 +485,11 @@ def test_a_place_where_no_timeline_can_be_written_is_refused_at_once(tmp_path):
         return rank
 
     returned(run_ranks(1, program))
+
+
+def test_variables_of_horovod_set_the_level_of_the_log_or_are_named():
+    program = "import logging, kvdist.collective as hvd; hvd.init(); print(logging.getLogger('kvdist').level)"
+    asked = {"HOROVOD_LOG_LEVEL": "debug", "HOROVOD_CYCLE_TIME": "5"}
+    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, **asked}, capture_output=True, text=True)
+    assert done.stdout == "10\n", done.stderr
+    assert done.stderr.count("HOROVOD_CYCLE_TIME has no effect: an operation begins when it is called") == 1

@@ -17,6 +17,8 @@ from kvdist.config.environment import (
     cluster_from_env,
     collective_settings_from_env,
     embedded_cluster_from_env,
+    horovod_log_level,
+    horovod_without_effect,
     read_setting,
     without_effect,
 )
@@ -345,6 +347,20 @@ def test_another_word_for_what_a_host_sums_is_refused_with_those_that_are_known(
 
 def test_a_host_cannot_sum_in_shared_memory_that_was_turned_off():
     assert "KVDIST_TRANSPORT is 'tcp'; change one of them" in refused(KVDIST_LOCAL_REDUCE="on", KVDIST_TRANSPORT="tcp")
+
+
+def test_variables_of_horovod_mean_something_or_are_told():
+    assert collective_settings_from_env({"HOROVOD_GLOO_IFACE": "eth7"}).interface == "eth7"
+    assert collective_settings_from_env({"HOROVOD_GLOO_IFACE": "eth7", "DMLC_INTERFACE": "eth1"}).interface == "eth1"
+    assert horovod_log_level({}) is None and horovod_log_level({"HOROVOD_LOG_LEVEL": "TRACE"}) == "DEBUG"
+    with pytest.raises(ConfigError, match="HOROVOD_LOG_LEVEL is 'loud'; it must be one of: trace, debug, info"):
+        horovod_log_level({"HOROVOD_LOG_LEVEL": "loud"})
+    assert horovod_without_effect({"HOROVOD_AUTOTUNE": "0", "HOROVOD_TIMELINE": "t"}) == []
+    told = horovod_without_effect({"HOROVOD_CYCLE_TIME": "5", "HOROVOD_FUSION_THRESHOLD": "1048576"})
+    assert [sentence.split(":")[0] for sentence in told] == [
+        "HOROVOD_FUSION_THRESHOLD has no effect",
+        "HOROVOD_CYCLE_TIME has no effect",
+    ]
 
 
 def test_a_variable_that_changes_nothing_is_told_with_what_there_is_instead():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import io
 import os
 import selectors
@@ -120,7 +121,7 @@ def test_the_first_exception_is_raised_here_with_its_traceback(capsys):
         f"import os, time\ndef fn():\n    if {IS_RANK_1}: raise LookupError('no such thing')\n    time.sleep(60)"
     )
     with pytest.raises(kvdist_launch.WorkerFailure, match=r"worker-1 on .* raised LookupError \(exit") as caught:
-        kvdist_launch.run(fn, servers=1)
+        kvdist_launch.run(fn, np=2, servers=1)
     failure = caught.value
     assert (failure.rank, failure.exit_code, failure.kind) == (1, 1, "LookupError")
     assert failure.traceback.startswith("Traceback (most recent call last):\n")
@@ -142,7 +143,7 @@ def test_a_thread_that_lives_on_keeps_no_failure_from_being_told(ends, kind, exi
     )
     began = threading.active_count()
     with pytest.raises(kvdist_launch.WorkerFailure, match=f"worker-1 on .* raised {kind}") as caught:
-        kvdist_launch.run(fn, servers=1, timeout_s=50)
+        kvdist_launch.run(fn, np=2, servers=1, timeout_s=50)
     assert (caught.value.rank, caught.value.kind, caught.value.exit_code) == (1, kind, exit_code)
     assert threading.active_count() == began
 
@@ -188,7 +189,7 @@ def test_a_large_result_is_not_copied_while_it_is_received():
 def test_a_worker_that_ends_without_a_result_is_a_failure_with_its_exit_code(ends, exit_code, sentence):
     fn = by_value(f"import os\nfrom sys import exit\ndef fn():\n    if {IS_RANK_1}: {ends}")
     with pytest.raises(kvdist_launch.WorkerFailure) as caught:
-        kvdist_launch.run(fn, servers=1)
+        kvdist_launch.run(fn, np=2, servers=1)
     assert (caught.value.rank, caught.value.exit_code) == (1, exit_code)
     assert sentence in str(caught.value)
 
@@ -234,6 +235,53 @@ def test_without_cloudpickle_the_error_says_what_to_install(monkeypatch):
 def test_a_job_needs_workers(counts, message):
     with pytest.raises(ConfigError, match=message):
         kvdist_launch.run(print, **counts)
+
+
+HOROVODS = """func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile
+host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo use_mpi
+mpi_args network_interface network_interfaces executable np min_np max_np"""
+"""The arguments of ``horovod.run`` 0.28.1 in their order (horovod/runner/__init__.py)."""
+
+
+def test_the_arguments_are_those_of_horovod_in_its_order():
+    parameters = inspect.signature(kvdist_launch.run).parameters.values()
+    assert [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD] == HOROVODS.split()
+    assert [one.name for one in parameters if one.kind is one.KEYWORD_ONLY] == ["servers", "env", "timeout_s"]
+
+
+def test_what_workers_print_is_also_kept_as_horovod_keeps_it(tmp_path):
+    fn = by_value("def fn():\n    import os\n    print('rank', os.environ['KVDIST_RANK'])")
+    out, hostfile = tmp_path / "out", tmp_path / "hosts"
+    hostfile.write_text("localhost slots=2\n")
+    given = {"start_timeout": 60, "ssh_port": 2222, "network_interfaces": "lo", "mpi_args": "-q"}
+    kvdist_launch.run(fn, (), {}, 2, hostfile=str(hostfile), output_filename=str(out), **given)
+    assert [(out / f"rank.{rank}" / "stdout").read_text() for rank in (0, 1)] == ["rank 0\n", "rank 1\n"]
+
+
+def test_the_interpreter_and_the_time_to_start_reach_the_workers(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nMINE=yes exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    fn = by_value("def fn():\n    import os\n    return os.environ['MINE'], os.environ['KVDIST_START_TIMEOUT_S']")
+    assert kvdist_launch.run(fn, executable=str(python), start_timeout=7) == [("yes", "7")]
+
+
+@each(
+    "arguments, message",
+    [
+        ({"hosts": "localhost:1,elsewhere:3", "num_proc": 2}, "the hosts name elsewhere, and run calls a function on"),
+        ({"hosts": "localhost:1", "num_proc": 2}, "-np asks for 2 processes, but the hosts have 1 slots"),
+        ({"min_num_proc": 1}, "min_num_proc is 1: training while processes come and go is not possible yet"),
+        ({"max_np": 4}, "max_np is 4: training while processes come and go is not possible yet"),
+        ({"slots": 2}, "slots is 2: "),
+        ({"reset_limit": 2}, "reset_limit is 2: "),
+        ({"cooldown_range": [1, 2]}, r"cooldown_range is \[1, 2\]: "),
+        ({"host_discovery_script": "./hosts.sh"}, r"host_discovery_script is './hosts.sh': "),
+    ],
+)
+def test_what_cannot_be_done_for_a_function_is_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        kvdist_launch.run(print, **arguments)
 
 
 def test_a_job_that_takes_too_long_is_ended():
@@ -300,7 +348,7 @@ class Point:
 def double(point):
     return Point(2 * point.x)
 
-print([isinstance(one, Point) and one.x for one in kvdist_launch.run(double, (Point(21),), servers=1)])
+print([isinstance(one, Point) and one.x for one in kvdist_launch.run(double, (Point(21),), np=2, servers=1)])
 kvdist_launch.run(lambda: 1 / 0, np=1, servers=1)
 print('still here')
 """

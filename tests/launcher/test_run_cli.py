@@ -93,6 +93,76 @@ def test_the_timeline_and_stalls_are_told_by_variables(words, variables):
     assert requested("-np", "1", *words).options.env == variables
 
 
+CONFIG = """\
+controller: gloo
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 5
+  hierarchical_allreduce: true
+autotune:
+  enabled: true
+  log_file: horovod_autotune_log.txt
+timeline:
+  filename: horovod_timeline.json
+  mark_cycles: true
+stall_check:
+  enabled: false
+  shutdown_time_seconds: 240
+library_options:
+  mpi_threads_disable: true
+  gloo_timeout_seconds: 60
+logging:
+  level: INFO
+  with_timestamp: true
+"""
+"""With every section that Horovod's config_parser.py reads."""
+
+
+def test_a_configuration_file_of_horovod_says_what_options_say_and_the_command_line_wins(tmp_path):
+    pytest.importorskip("yaml")
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    assert requested("-np", "1", "--config-file", str(path)).options.env == [
+        "KVDIST_TIMELINE=horovod_timeline.json",
+        "KVDIST_TIMELINE_MARK_CYCLES=1",
+        "HOROVOD_LOG_LEVEL=info",
+        "KVDIST_STALL_CHECK_S=0",
+        "KVDIST_STALL_SHUTDOWN_S=240",
+    ]
+    words = ["--timeline-filename", "mine.json", "--stall-check", "--no-timeline-mark-cycles", "--log-level=error"]
+    assert requested("-np", "1", f"--config-file={path}", *words).options.env == [
+        "KVDIST_TIMELINE=mine.json",
+        "HOROVOD_LOG_LEVEL=error",
+        "KVDIST_STALL_SHUTDOWN_S=240",
+    ]
+    _, idle, _ = parse(["-np", "1", "--config-file", str(path), "true"])
+    assert {"--fusion-threshold-mb", "--cycle-time-ms", "--autotune", "--hierarchical-allreduce"} <= set(idle)
+
+
+@each(
+    "text, message",
+    [
+        (None, "cannot be read"),
+        ("params: [", "cannot be read"),
+        ("[]\n- 1", "cannot be read"),
+        ("- 1", "is not a table of sections; known are params, autotune"),
+        ("elastic: {min_np: 2}", "has no use for 'elastic'; sections are controller, params"),
+        ("params: {fusion: 2}", "unknown option --fusion"),
+        ("timeline: 3", "has no use for 'timeline'"),
+        ("logging: {level: loud}", "'loud' is not a level; write one of trace, debug"),
+    ],
+)
+def test_a_configuration_file_that_cannot_be_used_is_a_usage_error(capsys, tmp_path, text, message):
+    pytest.importorskip("yaml")
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        main(["-np", "1", "--config-file", str(path), "true"])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 @each("name", WITHOUT_EFFECT)
 def test_what_has_no_effect_is_taken_with_a_line_that_says_why(capfd, name):
     count, reason = WITHOUT_EFFECT[name]
