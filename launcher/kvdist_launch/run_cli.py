@@ -14,7 +14,6 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +114,7 @@ def words_of_config(path: str) -> list[str]:
         ConfigError: it cannot be read, or has a section or entry that is no option.
     """
     try:
-        yaml = import_module("yaml")
+        import yaml  # type: ignore[import-untyped]  # a feature at a seam: loaded where it is used
     except ImportError:
         raise ConfigError("--config-file needs PyYAML; install it: pip install pyyaml") from None
     try:
