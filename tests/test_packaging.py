@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 IMPORT_NAMES = {
+    "PyYAML": {"yaml"},
     "cupy-cuda12x": {"cupy", "cupyx"},
     "numba": {"llvmlite", "numba"},
     "numba-cuda": {"numba"},
@@ -62,7 +63,7 @@ def test_every_library_that_is_imported_is_declared() -> None:
     frameworks = extras["torch"] + extras["keras"] + extras["tensorflow"]
     declared = import_names(PROJECT["dependencies"] + frameworks + extras["gpu"])
     assert third_party_imports(ROOT / "kvdist") <= declared
-    optional = extras["completion"] + extras["notebook"]
+    optional = extras["completion"] + extras["notebook"] + extras["yaml"]
     assert third_party_imports(ROOT / "launcher") <= import_names(PROJECT["dependencies"] + optional)
 
 
