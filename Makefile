@@ -53,7 +53,7 @@ test-all: lint types docs
 	@tests/machines/packages.sh
 	@# Not in the environment from the start: numba-cuda has every Python that starts there begin with code of its own.
 	@$(PIP_INSTALL) numba-cuda nvidia-nvvm || echo "make: numba-cuda cannot be installed here: ITS KERNELS ARE NOT COMPILED" >&2
-	@examples/mxnet_bridge/environment.sh >/dev/null || \
+	@examples/mxnet_bridge/environment.sh >/dev/null && examples/mxnet_bridge/environment.sh 2.0.0b1 >/dev/null || \
 	  echo "make: MXNet cannot be installed here: THE TESTS OF examples/mxnet_bridge ARE SKIPPED" >&2
 	SIMULATION_SEEDS=10 $(PYTEST)
 	@$(MAKE) --no-print-directory test-tensorflow
@@ -106,7 +106,7 @@ gpu:
 	exit $$failed
 
 clean:
-	rm -rf $(VENV) .venv-mxnet .venv-bridge .venv-horovod .venv-tensorflow build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-mxnet .venv-bridge .venv-bridge-2 .venv-horovod .venv-tensorflow build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python

@@ -1,49 +1,72 @@
-"""Stores of MXNet 1.9 whose values rest on kvdist's servers: importing this module makes them known to MXNet.
+"""Stores of MXNet whose values rest on kvdist's servers: importing this module makes them known to MXNet.
 
     import kvdist_store
     trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=mx.kv.create("kvdist"))
 
-``kvdist`` waits for all workers in each step, as ``dist_sync`` does; ``kvdist_async`` does not. Rules that hold here:
+``kvdist`` waits for all workers in each step; ``kvdist_async`` does not. MXNet's own names of distributed stores, such
+as ``dist_sync``, mean these stores too, for scripts in which they are written. Rules that hold here:
 
-* Values go over as NumPy arrays: `asnumpy` waits for MXNet's engine and copies, and results are assigned to the arrays
-  of all devices. So every call but `push` is done when it returns.
-* An optimizer is translated once, by `translation`; its rates and its `rescale_grad` are read at every push.
+* MXNet's engine is waited for, so every call but `push` is done when it returns.
+* An optimizer is translated once, by `kvdist_translation`; its rates and its `rescale_grad` are read at every push.
+* A step of `gluon.Trainer` or `Module` is one call with all its parameters.
 * kvdist does not import this, and nothing in it is changed for this.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import mxnet as mx
 import numpy as np
-from translation import tell, translated
+from kvdist_arrays import is_sparse, listed, read, room, write, write_rows
+from kvdist_translation import require_same_on_dense, tell, translated
+from mxnet.base import MXNetError
 
-from kvdist import kv
+from kvdist import RowSparse, kv
 
-SPARSE = "this bridge carries dense arrays only, and was given a {} one: use .tostype('default'), or a store of MXNet"
+NAMES = (
+    *("kvdist", "kvdist_sync", "dist", "dist_sync", "dist_device_sync", "dist_sync_device"),
+    *("kvdist_async", "dist_async", "dist_device_async", "dist_async_device"),
+)
 
 
-@mx.kvstore.KVStoreBase.register
-class KVDist(mx.kvstore.KVStoreBase):
-    """The store ``kvdist``, whose servers wait for every worker. Made by ``mx.kv.create``, without arguments."""
+class KVDist(mx.kv.KVStore):
+    """A store on kvdist's servers, made by ``mx.kv.create`` with one of `NAMES`.
 
-    mode = "dist"
+    Args:
+        name: with ``_async`` in it servers apply each push as it comes; else they wait for every worker.
+    """
 
-    def __init__(self) -> None:
-        self._store = kv.create(self.mode)
+    def __init__(self, name: str = "kvdist") -> None:
+        # Without MXNet's own __init__, which wants the handle of a store in C.
+        self._type = "kvdist_sync" if name == "kvdist" else name
+        self._mode = "dist_async" if "_async" in name else "dist"
+        self._store = kv.create(self._mode)
+        self._dtypes: dict = {}
+        """Of every key."""
+        self._tables: set = set()
+        """Keys whose first value was row_sparse."""
+        self._has_pushed = False
+        self._is_compressed = False
         self._optimizer = None
         """The one of MXNet that the script has, and changes."""
         self._translated = None
         self._updater = None
         """Where `gluon.Trainer.load_states` looks for the optimizer."""
+        self._gathered: list | None = None
+        """The calls of `pushpull` that are to travel as one."""
+
+    def __del__(self) -> None:
+        """Free nothing, where MXNet's own frees its handle."""
 
     @property
     def type(self) -> str:
-        """Its name. Gluon reads it: what has ``dist`` in it is shared by workers, what has ``async`` does not wait."""
-        return type(self).__name__.lower()
+        """The name with ``dist`` in it, which MXNet reads: ``_sync`` lets Module divide by the examples of all."""
+        return self._type
 
     @property
     def rank(self) -> int:
@@ -66,55 +89,111 @@ class KVDist(mx.kvstore.KVStoreBase):
     def init(self, key, value) -> None:
         """Give keys their first value, which is that of rank 0; every worker calls it."""
         keys, values = listed(key, value)
-        self._store.init(keys, [arrays[0].asnumpy() for arrays in values])
+        self._store.init(keys, self._firsts(keys, values))
 
     def broadcast(self, key, value, out, priority: int = 0) -> None:
         """Give every worker rank 0's values, in the store and in `out`; every worker calls it."""
         keys, values = listed(key, value)
-        _, outs = listed(key, out)
-        results = [empty_like(arrays[0]) for arrays in outs]
-        self._store.broadcast(keys, [arrays[0].asnumpy() for arrays in values], results, priority)
-        write(results, outs)
+        firsts = self._firsts(keys, values)
+        with written(listed(key, out)[1]) as outs:
+            self._store.broadcast(keys, firsts, outs, priority)
 
     def push(self, key, value, priority: int = 0) -> None:
         """Contribute: with an optimizer gradients, without one new values; summed over devices, then over workers."""
         keys, values = listed(key, value)
-        self._tell(keys)
-        self._store.push(keys, [numpy_of(arrays) for arrays in values], priority)
+        self._prepare(keys, values)
+        self._store.push(keys, [[read(one) for one in arrays] for arrays in values], priority)
 
     def pull(self, key, out=None, priority: int = 0, ignore_sparse: bool = True) -> None:
-        """Read keys into `out`."""
+        """Read keys into `out`, whose row_sparse arrays stay as they are.
+
+        Raises:
+            MXNetError: `ignore_sparse` is False and an array is row_sparse, which `row_sparse_pull` is for.
+        """
         if out is None:
             raise ValueError("pull needs out: the arrays that receive the values")
         keys, outs = listed(key, out)
-        results = [empty_like(arrays[0]) for arrays in outs]
-        self._store.pull(keys, results, priority)
-        write(results, outs)
+        if not ignore_sparse and any(is_sparse(one) for arrays in outs for one in arrays):
+            raise MXNetError("a distributed store pulls row_sparse arrays by row_sparse_pull, which takes row_ids")
+        dense = [(k, arrays) for k, arrays in zip(keys, outs, strict=True) if not is_sparse(arrays[0])]
+        if dense:
+            keys, outs = zip(*dense, strict=True)
+            with written(outs) as given:
+                self._store.pull(list(keys), given, priority)
 
     def pushpull(self, key, value, out=None, priority: int = 0) -> None:
         """Contribute, and read the result into `out`, or into `value` where there is no `out`."""
         keys, values = listed(key, value)
         outs = values if out is None else listed(key, out)[1]
-        results = [empty_like(arrays[0]) for arrays in outs]
-        self._tell(keys)
-        self._store.pushpull(keys, [numpy_of(arrays) for arrays in values], results, priority)
-        write(results, outs)
+        if self._gathered is not None:
+            self._gathered += zip(keys, values, outs, strict=True)
+            return
+        if any(is_sparse(one) for arrays in outs for one in arrays):
+            raise MXNetError("pushpull returns dense arrays: push rows, and pull them by row_sparse_pull")
+        self._prepare(keys, values)
+        with written(outs) as given:
+            self._store.pushpull(keys, [[read(one) for one in arrays] for arrays in values], given, priority)
+
+    @contextmanager
+    def one_call(self):
+        """Let every `pushpull` in the block, each of another key, travel with the others when it ends."""
+        self._gathered = []
+        try:
+            yield
+            calls = self._gathered
+        finally:
+            self._gathered = None
+        if calls:
+            self.pushpull(*(list(column) for column in zip(*calls, strict=True)))
 
     def row_sparse_pull(self, key, out=None, priority: int = 0, row_ids=None) -> None:
-        """Not offered.
+        """Read rows of tables into row_sparse arrays, whose content they become.
+
+        Args:
+            key: one key or a list.
+            out: row_sparse arrays, as the values of `push`.
+            priority: higher goes first.
+            row_ids: an array of numbers in any order and with repetitions, for each array of `out` or for all of a key.
 
         Raises:
-            NotImplementedError: always.
+            MXNetError: an array of `out` is dense.
         """
-        raise NotImplementedError(SPARSE.format("row_sparse"))
+        keys, outs = listed(key, out)
+        if not all(is_sparse(one) for arrays in outs for one in arrays):
+            raise MXNetError("row_sparse_pull needs row_sparse arrays as out; dense ones are for pull")
+        many = isinstance(key, (list, tuple))
+        _, wanted = listed(key, [row_ids] * len(keys) if many and not isinstance(row_ids, (list, tuple)) else row_ids)
+        asked = []
+        for name, arrays, ids in zip(keys, outs, wanted, strict=True):
+            groups = [arrays] if len(ids) == 1 else [[one] for one in arrays]
+            for own, group in zip(ids, groups, strict=True):
+                rows = own.asnumpy().astype(np.int64)
+                asked.append((self._store.row_sparse_pull_async(name, None, priority, rows), group))
+        for future, group in asked:
+            rows = future.result()
+            for array in group:
+                write_rows(rows, array)
 
     def set_gradient_compression(self, compression_params) -> None:
-        """Not offered.
+        """Compress what is pushed to keys of float32; every worker calls it, before its first push.
 
         Raises:
-            NotImplementedError: always.
+            ValueError: this worker has pushed.
         """
-        raise NotImplementedError("this bridge does not compress gradients: leave out compression_params")
+        if self._has_pushed and not self._is_compressed:
+            raise ValueError("set_gradient_compression must come before the first push")
+        keys = [] if self._is_compressed else list(self._dtypes)
+        store = kv.create(self._mode) if keys else self._store
+        store.set_gradient_compression(compression_params)
+        self._is_compressed = True
+        if keys:  # kvdist has to know before the first key
+            values = self._store.pull(keys, ignore_sparse=False)
+            self._store.close()
+            self._store = store
+            if self._translated is not None:
+                store.set_optimizer(self._translated)
+            store.leave_uncompressed([one for one in keys if self._dtypes[one] != np.float32])
+            store.init(keys, values)
 
     def set_optimizer(self, optimizer) -> None:
         """Let the servers update the values as an optimizer of MXNet would; every worker calls it.
@@ -150,63 +229,85 @@ class KVDist(mx.kvstore.KVStoreBase):
         """Wait until every worker is here."""
         self._store.barrier()
 
-    _barrier = barrier  # what scripts call that were written for MXNet's own stores
+    _barrier = barrier  # the name in MXNet's own stores
 
     def close(self) -> None:
         """Leave the cluster. A script that does not call it leaves when it ends."""
         self._store.close()
 
-    def _tell(self, keys) -> None:
-        if self._optimizer is not None:
-            tell(self._translated, self._optimizer, keys)
+    def _set_updater(self, updater) -> None:
+        """Refuse: a function cannot run on servers.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("an updater is a function, which servers do not run: use set_optimizer")
+
+    def _send_command_to_servers(self, head, body) -> None:
+        """Let every server run the handler registered there, see `kvdist.kv.register_command`."""
+        self._store.send_command_to_servers(head, body)
+
+    def _firsts(self, keys, values) -> list:
+        """The first values of keys, which are tables where they or their gradients are row_sparse."""
+        firsts = [read(arrays[0]) for arrays in values]
+        for place, (key, first) in enumerate(zip(keys, firsts, strict=True)):
+            parameter = self._optimizer and self._optimizer.param_dict.get(key)
+            if getattr(parameter, "_grad_stype", "default") == "row_sparse" and isinstance(first, np.ndarray):
+                firsts[place] = RowSparse(np.arange(len(first)), first, first.shape)
+        self._dtypes.update((key, arrays[0].dtype) for key, arrays in zip(keys, values, strict=True))
+        self._tables.update(key for key, first in zip(keys, firsts, strict=True) if isinstance(first, RowSparse))
+        if self._is_compressed:
+            self._store.leave_uncompressed([key for key in keys if self._dtypes[key] != np.float32])
+        return firsts
+
+    def _prepare(self, keys, values) -> None:
+        """Give the servers' optimizer the numbers of this push."""
+        self._has_pushed = True
+        if self._optimizer is None:
+            return
+        tell(self._translated, self._optimizer, keys)
+        for key, arrays in zip(keys, values, strict=True):
+            if key not in self._tables and is_sparse(arrays[0]):
+                require_same_on_dense(self._translated, key)
 
     def _require_optimizer(self) -> None:
         if self._optimizer is None:
             raise ValueError("this store has no optimizer, so there are no states: call set_optimizer first")
 
 
-@mx.kvstore.KVStoreBase.register
-class KVDist_Async(KVDist):
-    """The store ``kvdist_async``, whose servers apply each push as it comes."""
-
-    mode = "dist_async"
-
-
-def listed(key, value) -> tuple[list, list]:
-    """Keys, and for each the list of its arrays, one for a device, of any spelling that MXNet allows.
-
-    Raises:
-        NotImplementedError: an array is sparse.
-        ValueError: there are not as many values as keys.
-    """
-    is_list = isinstance(key, (list, tuple))
-    keys, values = (list(key), list(value)) if is_list else ([key], [value])
-    if len(keys) != len(values):
-        raise ValueError(f"{len(keys)} keys were given with {len(values)} values")
-    arrays = [list(one) if isinstance(one, (list, tuple)) else [one] for one in values]
-    for array in (array for own in arrays for array in own):
-        if array.stype != "default":
-            raise NotImplementedError(SPARSE.format(array.stype))
-    return keys, arrays
-
-
-def numpy_of(arrays) -> list[np.ndarray]:
-    """Copies in host memory."""
-    return [array.asnumpy() for array in arrays]
-
-
-def empty_like(array) -> np.ndarray:
-    """Room for a result."""
-    return np.empty(array.shape, array.dtype)
-
-
-def write(results, outs) -> None:
-    """Assign each key's result to its arrays on all devices."""
-    for result, arrays in zip(results, outs, strict=True):
-        for array in arrays:
-            array[() if array.ndim == 0 else slice(None)] = result
+@contextmanager
+def written(outs):
+    """Room for the results of keys, which the arrays of `outs` have when the block ends."""
+    mx.nd.waitall()  # once: waiting to write costs a thread's turn for each array
+    given = [[room(one) for one in arrays] for arrays in outs]
+    yield given
+    for results, arrays in zip(given, outs, strict=True):
+        write(results, arrays)
 
 
 def counts_beside(fname) -> Path:
     """Where the counts of updates lie that belong to saved states."""
     return Path(f"{fname}.updates.json")
+
+
+def in_one_call(step, store_of):
+    """A step of MXNet's whose parameters travel by one `pushpull`, where its store is a `KVDist`."""
+
+    @functools.wraps(step)
+    def wrapped(*args):
+        store = store_of(*args)
+        if not isinstance(store, KVDist):
+            return step(*args)
+        with store.one_call():
+            return step(*args)
+
+    return wrapped
+
+
+for name in NAMES:
+    mx.kv.KVStoreBase.kv_registry[name] = functools.partial(KVDist, name)
+trainer = mx.gluon.Trainer
+trainer._allreduce_grads = in_one_call(trainer._allreduce_grads, lambda own: own._kvstore)
+if hasattr(mx, "module"):  # gone from MXNet 2
+    steps = mx.module.module
+    steps._update_params_on_kvstore = in_one_call(steps._update_params_on_kvstore, lambda *own: own[2])

@@ -16,7 +16,7 @@ from mxnet import autograd, gluon
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples" / "mxnet_bridge"))
 import kvdist_store
-from translation import RULES
+from kvdist_translation import IS_1, RULES
 
 FOLDER = Path(sys.argv[1])
 LARGE = (1000, 1001)
@@ -74,7 +74,7 @@ def values(store) -> None:
     store.pull(["large", "small"], [large, small])
     expect(large, np.full(LARGE, total))
     expect(small, [total])
-    assert (store.type, store.is_capable("optimizer")) == ("kvdist", True)
+    assert (store.type, store.is_capable("optimizer")) == ("kvdist_sync", True)
     assert mx.kv.create("KVDist_Async").type == "kvdist_async"
 
 
@@ -91,7 +91,10 @@ def gluon_step(store) -> None:
 
     params = [parameter("large", LARGE, DEVICES), parameter("odd", (7,), DEVICES)]
     params[1].lr_mult = 3.0
-    trainer = gluon.Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=mx.kv.create("kvdist"))
+    store, calls = mx.kv.create("kvdist"), []
+    below = store._store.pushpull
+    store._store.pushpull = lambda keys, *rest: calls.append(keys) or below(keys, *rest)
+    trainer = gluon.Trainer(params, "sgd", {"learning_rate": 1.0}, kvstore=store)
     of_all, moved = 2 * n * (n + 1) / 2, 0.0
     for step, rate in enumerate([1.0, 1.0, 0.5]):
         trainer.set_learning_rate(rate)
@@ -101,6 +104,7 @@ def gluon_step(store) -> None:
         for device in DEVICES:
             expect(params[0].data(device), np.full(LARGE, 1 - moved))
             expect(params[1].data(device), np.full((7,), 1 - 3 * moved))
+    assert calls == [[0, 1]] * 3, "each step is one call with all parameters"
 
 
 def here(store) -> None:
@@ -117,7 +121,7 @@ def here(store) -> None:
         expect(one.data(), weight, 1e-6)
 
 
-CASES = [
+CASES_OF_1 = [
     ("SGD", {"momentum": 0.9, "wd": 0.01}),
     ("SGD", {"clip_gradient": 0.3, "wd": 0.1}),
     ("ccSGD", {}),
@@ -136,6 +140,19 @@ CASES = [
     ("LAMB", {"lower_bound": 0.1, "upper_bound": 0.5, "bias_correction": False}),
     ("Test", {}),
 ]
+CASES_OF_2 = [
+    *((name, {"wd": 0.01}) for name in sorted(set(RULES) - {"GroupAdaGrad", "SGLD"})),
+    *((name, {"wd": 0.01, "clip_gradient": 0.3}) for name in ("SGD", "NAG", "Adam", "Adamax", "AdaGrad", "RMSProp")),
+    ("SGD", {"momentum": 0.9, "wd": 0.01}),
+    ("NAG", {"momentum": 0.9, "wd": 0.01}),
+    ("Signum", {"momentum": 0.9, "wd": 0.01, "wd_lh": 0.02}),
+    ("DCASGD", {"momentum": 0.9, "wd": 0.01}),
+    ("AdamW", {"correct_bias": False, "wd": 0.01}),
+    ("RMSProp", {"centered": True, "wd": 0.01, "clip_weights": 0.5}),
+    ("LAMB", {"lower_bound": 0.1, "upper_bound": 0.5, "bias_correction": False}),
+    ("GroupAdaGrad", {}),
+]
+CASES = CASES_OF_1 if IS_1 else CASES_OF_2
 
 
 def rules(store) -> None:
@@ -145,7 +162,7 @@ def rules(store) -> None:
 
         def make(name=name, numbers=numbers):
             schedule = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)
-            return getattr(mx.optimizer, name)(learning_rate=0.1, lr_scheduler=schedule, rescale_grad=0.5, **numbers)
+            return mx.optimizer.create(name, learning_rate=0.1, lr_scheduler=schedule, rescale_grad=0.5, **numbers)
 
         own, update = mx.kv.create("kvdist"), mx.optimizer.get_updater(make())
         random = np.random.RandomState(0)
@@ -161,29 +178,52 @@ def rules(store) -> None:
         own.close()
 
 
+REFUSED_OF_1 = {"AdaGrad": {}, "LBSGD": {}, "RMSProp": {}}
+
+
 def not_translated(store) -> None:
-    """What kvdist does in another way is refused, with what to do."""
+    """What kvdist does in another way is refused by name, with what to do."""
     make = mx.optimizer
-    for optimizer in [make.AdaGrad(), make.Nadam(), make.LARS(), make.LBSGD(), make.RMSProp()]:
-        refused(lambda given=optimizer: store.set_optimizer(given), ValueError, type(optimizer).__name__, "=False")
+    for name, numbers in {"Nadam": {}, "LARS": {}, **REFUSED_OF_1}.items() if IS_1 else [("Nadam", {}), ("LARS", {})]:
+        optimizer = make.create(name, **numbers)
+        refused(lambda given=optimizer: store.set_optimizer(given), ValueError, name, "=False")
+    refused(lambda: store.set_optimizer(make.create("test", clip_gradient=1.0)), ValueError, "Test", "clip_gradient")
+    for name in ("adam", "ftml", "lamb"):
+        late = make.create(name, begin_num_update=9)
+        refused(lambda given=late: store.set_optimizer(given), ValueError, "begin_num_update=9")
 
     class Own(make.SGD):
         pass
 
     refused(lambda: store.set_optimizer(Own()), TypeError, "Own", "update_on_kvstore=False")
-    for optimizer in [make.NAG(momentum=0.9, wd=0.1), make.Adam(wd=0.1, clip_gradient=1.0)]:
+    for optimizer in [make.NAG(momentum=0.9, wd=0.1), make.Adam(wd=0.1, clip_gradient=1.0)] if IS_1 else []:
         own = mx.kv.create("kvdist")
         own.set_optimizer(optimizer)
         own.init(0, mx.nd.ones((2,)))
         refused(lambda own=own: own.push(0, mx.nd.ones((2,))), ValueError, "wd")
         own.close()
     sparse = mx.nd.ones((2, 3)).tostype("row_sparse")
-    refused(lambda: store.init(9, sparse), NotImplementedError, "row_sparse")
-    refused(lambda: store.row_sparse_pull(9, sparse), NotImplementedError, "row_sparse")
-    refused(lambda: store.pull(9), ValueError, "out")
+    lazy = mx.kv.create("kvdist")
+    lazy.set_optimizer(make.Adam(lazy_update=True))
+    lazy.init(0, mx.nd.ones((2, 3)))
+    refused(lambda: lazy.push(0, sparse), ValueError, "key 0", "row_sparse", "lazy_update False")
+    store.init("pushed", mx.nd.ones((2,)))
+    store.push("pushed", mx.nd.ones((2,)))
+    refused(lambda: store.set_gradient_compression({"type": "2bit"}), ValueError, "before the first push")
+    refused(lambda: store._set_updater(print), NotImplementedError, "set_optimizer")
+    refused(lambda: store.pull("pushed"), ValueError, "out")
     refused(lambda: store.push([1, 2], [sparse]), ValueError, "2 keys", "1 values")
-    refused(lambda: store.set_gradient_compression({"type": "2bit"}), NotImplementedError, "compression_params")
     refused(lambda: store.save_optimizer_states("nowhere"), ValueError, "set_optimizer")
+
+
+def schedule_goes_on(store) -> None:
+    """begin_num_update moves the schedule of an optimizer that does not count updates otherwise, as in MXNet."""
+    schedule = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=1.0)
+    store.set_optimizer(mx.optimizer.SGD(learning_rate=1.0, lr_scheduler=schedule, begin_num_update=4))
+    store.init(0, mx.nd.zeros((2,)))
+    given = mx.nd.ones((2,))
+    store.pushpull(0, given)
+    expect(given, np.full((2,), -0.25 * store.num_workers))  # the rate of the fifth update
 
 
 def resumed(store) -> None:
@@ -192,7 +232,7 @@ def resumed(store) -> None:
 
     def trained(store, weights, steps, loaded=None):
         one = gluon.Parameter("one", shape=(6,))
-        one.initialize(mx.init.Constant(mx.nd.array(weights)))
+        one.initialize(mx.init.Constant((mx.nd if IS_1 else mx.np).array(weights)))
         schedule = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)
         optimizer = mx.optimizer.Adam(learning_rate=0.1, lr_scheduler=schedule)
         trainer = gluon.Trainer([one], optimizer, kvstore=store)

@@ -1,7 +1,7 @@
 """MXNet's optimizers in kvdist's words: which of them do the same, and what to do about the others.
 
-The equations of MXNet 1.9 are meant. kvdist has those of its last master, and where the two differ an optimizer is
-refused rather than replaced by one that nearly does the same.
+kvdist has the equations of MXNet's last master, and so of MXNet 2. Where those of the MXNet that is installed differ,
+an optimizer is refused rather than replaced by one that nearly does the same.
 
 `lr_scheduler` is asked here, on the worker, at each push, so any schedule will do. It counts this worker's pushes of a
 key: in a synchronous store that is the number of updates.
@@ -29,6 +29,7 @@ class Rule:
         decays: whether weight decay acts alike in both.
         clips_decay: whether MXNet clips the gradient together with its decay, where kvdist clips before.
         has_rate: whether there is a learning rate at all.
+        ignored: attributes that MXNet's rule does not use, where kvdist's would.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Rule:
     decays: bool = True
     clips_decay: bool = False
     has_rate: bool = True
+    ignored: tuple[str, ...] = ()
 
 
 def same(*names: str) -> dict[str, str]:
@@ -45,12 +47,18 @@ def same(*names: str) -> dict[str, str]:
 
 
 MOMENTS = ("beta1", "beta2", "epsilon")
-RULES = {
+BOUNDS = ("lower_bound", "upper_bound")
+ALIKE = {
     "SGD": Rule("sgd", same("momentum")),
-    "ccSGD": Rule("sgd", same("momentum")),
-    "NAG": Rule("nag", same("momentum"), decays=False),
     "Signum": Rule("signum", same("momentum", "wd_lh")),
     "SGLD": Rule("sgld"),
+    "Ftrl": Rule("ftrl", same("lamda1", "beta")),
+    "LAMB": Rule("lamb", same(*MOMENTS, *BOUNDS, "bias_correction")),
+}
+RULES_OF_1 = {
+    **ALIKE,
+    "ccSGD": Rule("sgd", same("momentum")),
+    "NAG": Rule("nag", same("momentum"), decays=False),
     "DCASGD": Rule("dcasgd", same("momentum", "lamda"), decays=False),
     "Adam": Rule("adam", same(*MOMENTS), clips_decay=True),
     "Adamax": Rule("adamax", same("beta1", "beta2"), {"epsilon": 0.0}, clips_decay=True),
@@ -60,21 +68,43 @@ RULES = {
         {"rho": "gamma1", "momentum": "gamma2", **same("epsilon", "centered", "clip_weights")},
         clips_decay=True,
     ),
-    "Ftrl": Rule("ftrl", same("lamda1", "beta")),
     "FTML": Rule("ftml", same(*MOMENTS), clips_decay=True),
-    "LAMB": Rule("lamb", same(*MOMENTS, "lower_bound", "upper_bound", "bias_correction")),
-    "Test": Rule("test"),
+    "Test": Rule("test", ignored=("clip_gradient",)),
 }
-"""By the class of MXNet."""
-
-DIFFERENT = {
+DIFFERENT_IN_1 = {
     "AdaGrad": "MXNet 1.9 has its eps inside the root and its decay beside it",
     "GroupAdaGrad": "MXNet 1.9 has its eps inside the root",
     "Nadam": "in MXNet 1.9 all parameters share one momentum schedule",
     "LARS": "MXNet 1.9 corrects the momentum when the rate changes, and tells biases by their names",
     "LBSGD": "kvdist does not have it",
 }
+RULES_OF_2 = {
+    **ALIKE,
+    "NAG": Rule("nag", same("momentum")),
+    "DCASGD": Rule("dcasgd", same("momentum", "lamda")),
+    "Adam": Rule("adam", same(*MOMENTS)),
+    "AdamW": Rule("adamw", same(*MOMENTS, "correct_bias")),
+    "AdaBelief": Rule("adabelief", same(*MOMENTS, "correct_bias")),
+    "Adamax": Rule("adamax", same(*MOMENTS)),
+    "AdaGrad": Rule("adagrad", same("epsilon")),
+    "GroupAdaGrad": Rule("groupadagrad", same("epsilon")),
+    "AdaDelta": Rule("adadelta", same("rho", "epsilon")),
+    "RMSProp": Rule("rmsprop", same("rho", "momentum", "epsilon", "centered", "clip_weights")),
+    "FTML": Rule("ftml", same(*MOMENTS)),
+    "LANS": Rule("lans", same(*MOMENTS, *BOUNDS)),
+    "Test": Rule("sgd", ignored=("clip_gradient",)),
+}
+DIFFERENT_IN_2 = {
+    "Nadam": "in MXNet 2 all parameters share one momentum schedule",
+    "LARS": "MXNet 2 tells biases by their names",
+}
+IS_1 = mx.__version__.startswith("1.")
+RULES = RULES_OF_1 if IS_1 else RULES_OF_2
+"""By the class of MXNet."""
+DIFFERENT = DIFFERENT_IN_1 if IS_1 else DIFFERENT_IN_2
 """What is not translated → why."""
+COUNTING = ("adam", "adamw", "adabelief", "adamax", "ftml", "lamb", "lans")
+"""Rules of kvdist in which the number of an update matters."""
 
 
 def translated(optimizer: mx.optimizer.Optimizer) -> kvdist_optimizer.Optimizer:
@@ -87,8 +117,7 @@ def translated(optimizer: mx.optimizer.Optimizer) -> kvdist_optimizer.Optimizer:
         ValueError: kvdist has none that does the same.
     """
     rule = rule_of(optimizer)
-    if rule.name == "rmsprop" and not optimizer.centered:
-        raise ValueError(f"RMSProp is not translated: MXNet 1.9 has its epsilon inside the root; {INSTEAD}")
+    require_carried(optimizer, rule)
     numbers = {ours: getattr(optimizer, theirs) for ours, theirs in rule.numbers.items()}
     return kvdist_optimizer.create(
         rule.name,
@@ -97,6 +126,7 @@ def translated(optimizer: mx.optimizer.Optimizer) -> kvdist_optimizer.Optimizer:
         rescale_grad=optimizer.rescale_grad,
         clip_gradient=optimizer.clip_gradient,
         multi_precision=optimizer.multi_precision,
+        lazy_update=getattr(optimizer, "lazy_update", rule.name == "ftrl"),
         **numbers,
         **rule.constants,
     )
@@ -128,9 +158,41 @@ def rule_of(optimizer: mx.optimizer.Optimizer) -> Rule:
     cls = type(optimizer)
     if cls.__name__ in DIFFERENT:
         raise ValueError(f"{cls.__name__} is not translated: {DIFFERENT[cls.__name__]}; {INSTEAD}")
-    if cls.__name__ not in RULES or cls is not getattr(mx.optimizer, cls.__name__, None):
+    if cls.__name__ not in RULES or not cls.__module__.startswith("mxnet."):
         raise TypeError(f"{cls.__module__}.{cls.__name__} is not one of MXNet's optimizers that kvdist has; {INSTEAD}")
     return RULES[cls.__name__]
+
+
+def require_carried(optimizer: mx.optimizer.Optimizer, rule: Rule) -> None:
+    """Refuse what an optimizer was made with and kvdist would lose.
+
+    Raises:
+        ValueError: there is something; it is named.
+    """
+    name = type(optimizer).__name__
+    if IS_1 and name == "RMSProp" and not optimizer.centered:
+        raise ValueError(f"RMSProp is not translated: MXNet 1.9 has its epsilon inside the root; {INSTEAD}")
+    if optimizer.begin_num_update and rule.name in COUNTING:
+        raise ValueError(
+            f"{name} with begin_num_update={optimizer.begin_num_update} is not translated: servers count the updates of"
+            f" {name} from 0, and load_optimizer_states goes on from a saved count; {INSTEAD}"
+        )
+    for attribute in rule.ignored:
+        if getattr(optimizer, attribute):
+            raise ValueError(f"{name} with {attribute} is not translated: MXNet's {name} does not use it; leave it out")
+
+
+def require_same_on_dense(chosen: kvdist_optimizer.Optimizer, key) -> None:
+    """Refuse rows as the gradient of a dense key where MXNet would leave the other rows alone, and kvdist would not.
+
+    Raises:
+        ValueError: so it is.
+    """
+    if chosen.lazy_update and not chosen.rests(chosen.wd_for(key)):
+        raise ValueError(
+            f"key {key!r} is dense and its gradient row_sparse: servers would move every row by momentum or decay,"
+            f" where MXNet's {chosen.name} moves those of the gradient; make the key row_sparse, or lazy_update False"
+        )
 
 
 def require_same_decay(optimizer: mx.optimizer.Optimizer, rule: Rule) -> None:

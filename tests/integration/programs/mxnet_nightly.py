@@ -1,0 +1,534 @@
+"""What MXNet's nightly scripts check of its distributed stores, on kvdist's servers: mxnet_nightly.py GROUP …
+
+Run by examples/mxnet_bridge/run.py in an environment of MXNet 1.9.1 or 2.0.0b1. The store has the name that the
+scripts give it, such as ``dist_sync``, and a new one is made for each group. Expected values are those of
+tests/nightly/dist_sync_kvstore.py, dist_async_kvstore.py, dist_device_sync_kvstore.py and test_kvstore.py, or come from
+MXNet's own store of several devices, one for each worker, or from MXNet training alone on the batches of all workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon
+
+IS_1 = mx.__version__.startswith("1.")
+RATE = 2
+ROUNDS = 3
+SMALL, BIG, IRREGULAR = (2, 3), (1200, 1200), (1211, 1211)
+"""The larger two are more than a key that stays on one server may have, and the last does not divide by 16."""
+DEVICES = [mx.cpu(0), mx.cpu(1)]
+
+
+def made(name: str = "dist_sync"):
+    """A new store."""
+    store = mx.kv.create(name)
+    assert isinstance(store, mx.kv.KVStore) and store.type == name, (type(store), store.type)
+    return store
+
+
+def adding(multi_precision: bool = False):
+    """MXNet's Test optimizer, such that w becomes w + RATE · gradient."""
+    rescale = RATE if IS_1 else -RATE  # in MXNet 2 it subtracts, times the learning rate
+    return mx.optimizer.create("test", learning_rate=1.0, rescale_grad=rescale, multi_precision=multi_precision)
+
+
+def expect(given, wanted, tolerance: float = 0.0) -> None:
+    """Compare arrays of any kind, or an array with a number; relative to the largest."""
+    given, wanted = (one.asnumpy() if isinstance(one, mx.nd.NDArray) else np.asarray(one) for one in (given, wanted))
+    given, wanted = given.astype(np.float64), wanted.astype(np.float64)
+    off = np.abs(given - wanted).max() if given.size else 0.0
+    assert off <= tolerance * max(1.0, np.abs(wanted).max()), (off, given.ravel()[:4], wanted.ravel()[:4])
+
+
+def refused(call, *errors: type[Exception]) -> None:
+    try:
+        call()
+    except errors:
+        return
+    raise AssertionError(f"nothing was refused that should be a {errors}")
+
+
+def total(store) -> float:
+    """The sum of rank + 1 over the workers."""
+    return store.num_workers * (store.num_workers + 1) / 2
+
+
+def pulled(store, key, shape, dtype="float32"):
+    out = mx.nd.zeros(shape, dtype=dtype)
+    store.pull(key, out=out)
+    return out
+
+
+def pulled_rows(store, key, shape, row_ids, dtype="float32"):
+    out = mx.nd.sparse.zeros("row_sparse", shape, dtype=dtype)
+    store.row_sparse_pull(key, out=out, row_ids=row_ids)
+    return out
+
+
+# dist_sync_kvstore.py
+
+
+def init() -> None:
+    store = made()
+    for first, shape, count in ((200, SMALL, 20), (300, BIG, 4)):
+        for i in range(count):
+            dtype = "float32" if i < count / 2 else "float16"
+            store.init(str(first + i), [mx.nd.ones(shape, dtype=dtype) * i])
+            expect(pulled(store, str(first + i), shape, dtype), i)
+
+
+def dense() -> None:
+    for multi_precision in (False, True):
+        store = made()
+        shapes = {"3": SMALL, "5": SMALL, "99": BIG}
+        keys = {(name, dtype): f"{name}.{dtype}" for name in shapes for dtype in ("float32", "float16")}
+        for (name, dtype), key in keys.items():
+            store.init(key, mx.nd.ones(shapes[name], dtype=dtype))
+        store.set_optimizer(adding(multi_precision))
+        for (name, dtype), key in keys.items():
+            for i in range(ROUNDS):
+                store.push(key, mx.nd.ones(shapes[name], dtype=dtype) * (store.rank + 1))
+                expect(pulled(store, key, shapes[name], dtype), 1 + RATE * (i + 1) * total(store))
+
+
+def table(store, key, shape, dtype) -> None:
+    store.init(key, mx.nd.ones(shape, dtype=dtype).tostype("row_sparse"))
+
+
+def rows() -> None:
+    store = made()
+    store.set_optimizer(adding())
+    for dtype in ("float16", "float32"):
+        table(store, dtype, SMALL, dtype)
+        gradient = mx.nd.zeros(SMALL, dtype=dtype)
+        gradient[store.rank % SMALL[0]] = store.rank + 1
+        for i in range(ROUNDS):
+            store.push(dtype, gradient.tostype("row_sparse"))
+            wanted = np.ones(SMALL)
+            for rank in range(store.num_workers):
+                wanted[rank % SMALL[0]] += (rank + 1) * RATE * (i + 1)
+            ids = np.random.randint(SMALL[0], size=SMALL[0])
+            out = pulled_rows(store, dtype, SMALL, mx.nd.array(ids).reshape((1, 2)).astype(dtype), dtype)
+            wanted[[row for row in range(SMALL[0]) if row not in ids]] = 0
+            expect(out, wanted)
+
+
+def rows_without_any() -> None:
+    store = made()
+    store.set_optimizer(adding())
+    for dtype in ("float16", "float32"):
+        for shape in (SMALL, BIG):
+            key = f"{dtype}.{shape[0]}"
+            table(store, key, shape, dtype)
+            store.push(key, mx.nd.sparse.zeros("row_sparse", shape, dtype=dtype))
+            expect(pulled_rows(store, key, shape, mx.nd.arange(shape[0])), 1)
+            expect(pulled_rows(store, key, shape, mx.nd.array([])), 0)
+
+
+def big_rows() -> None:
+    store = made()
+    store.set_optimizer(adding())
+    for dtype in ("float16", "float32"):
+        table(store, dtype, BIG, dtype)
+        candidates = np.flatnonzero(np.random.RandomState(123).rand(BIG[0]) < 0.3)
+        updated = [candidates[:: 2 * (rank + 1)] for rank in range(store.num_workers)]
+        gradient = mx.nd.zeros(BIG, dtype=dtype)
+        for row in updated[store.rank]:
+            gradient[row] = store.rank + 1
+        ids = np.random.RandomState(store.rank).randint(BIG[0], size=BIG[0])
+        for i in range(ROUNDS):
+            store.push(dtype, gradient.tostype("row_sparse"))
+            out = pulled_rows(store, dtype, BIG, mx.nd.array(ids).reshape((-1, 2)), dtype)
+            wanted = np.ones(BIG)
+            for rank, own in enumerate(updated):
+                wanted[own] += (rank + 1) * RATE * (i + 1)
+            wanted[np.setdiff1d(np.arange(BIG[0]), ids)] = 0
+            expect(out, wanted)
+
+
+def rows_of_lists() -> None:
+    """Lists of keys, several arrays for a key with ids of their own, and arrays of another kind."""
+    store = made()
+    shape = (6, 2)
+    for key in ("a", "b"):
+        store.init(key, (mx.nd.arange(12).reshape(shape) + 1).tostype("row_sparse"))
+    full = np.arange(12).reshape(shape) + 1
+    outs = [mx.nd.sparse.zeros("row_sparse", shape, ctx=device) for device in DEVICES]
+    store.row_sparse_pull("a", out=outs, row_ids=[mx.nd.array([5, 1, 5]), mx.nd.array([0])])
+    expect(outs[0], full * np.isin(np.arange(6), [1, 5])[:, None])
+    expect(outs[1], full * np.isin(np.arange(6), [0])[:, None])
+    store.row_sparse_pull("a", out=outs, row_ids=mx.nd.array([2, 3]))
+    store.row_sparse_pull(["a", "b"], out=outs, row_ids=[mx.nd.array([2, 3]), mx.nd.array([4])])
+    expect(outs[0], full * np.isin(np.arange(6), [2, 3])[:, None])
+    expect(outs[1], full * np.isin(np.arange(6), [4])[:, None])
+    before = outs[0].asnumpy()
+    store.pull("a", out=outs[0])
+    expect(outs[0], before)
+    refused(lambda: store.pull("a", out=outs[0], ignore_sparse=False), mx.MXNetError)
+    refused(lambda: store.row_sparse_pull("a", out=mx.nd.zeros(shape), row_ids=mx.nd.array([0])), mx.MXNetError)
+    refused(lambda: store.push("a", mx.nd.zeros(shape).tostype("csr")), mx.MXNetError)
+
+
+def compressed(kind: str, threshold: float):
+    """A store as the script makes it: compression is set when keys are initialised already."""
+    store = made()
+    store.init("before", mx.nd.ones(SMALL))
+    store.init("half", mx.nd.ones(SMALL, dtype="float16"))
+    table(store, "rows", SMALL, "float32")
+    store.set_optimizer(adding())
+    store.set_gradient_compression({"type": kind, "threshold": threshold})
+    return store
+
+
+def two_bit() -> None:
+    threshold = 0.5
+    store = compressed("2bit", threshold)
+    step = threshold * RATE * store.num_workers
+    for shape in (SMALL, IRREGULAR, BIG):
+        key, idle = str(shape[0]), f"idle.{shape[0]}"
+        store.init(key, mx.nd.zeros(shape))
+        store.init(idle, mx.nd.ones(shape))
+        expect(pulled(store, key, shape), 0)
+        expect(pulled(store, idle, shape), 1)
+        for pushed, wanted in ((0, 0), (0.4, 0), (threshold - 0.4, 1), (0.2, 1), (threshold - 0.2, 2), (threshold, 3)):
+            store.push(key, mx.nd.ones(shape) * pushed)
+            expect(pulled(store, key, shape), wanted * step)
+    store.push("before", mx.nd.ones(SMALL) * threshold)
+    expect(pulled(store, "before", SMALL), 1 + step)
+    expect(pulled(store, "half", SMALL, "float16"), 1)
+    expect(pulled_rows(store, "rows", SMALL, mx.nd.array([1])), [[0] * 3, [1] * 3])
+
+
+def quantised(kind: str, threshold: float, shapes) -> None:
+    """Random gradients give what MXNet's own store makes of them, with a device for each worker."""
+    store, own = compressed(kind, threshold), mx.kv.create("device")
+    devices = [mx.cpu(rank) for rank in range(store.num_workers)]
+    own.set_gradient_compression({"type": kind, "threshold": threshold})
+    own.set_optimizer(adding())
+    random = np.random.RandomState(123)
+    for shape in shapes:
+        key = str(shape[0])
+        for one in (store, own):
+            one.init(key, mx.nd.zeros(shape))
+        for _ in range(ROUNDS):
+            gradients = [random.uniform(-0.8, 0.8, shape).astype(np.float32) for _ in devices]
+            own.push(key, [mx.nd.array(one, ctx=device) for one, device in zip(gradients, devices, strict=True)])
+            store.push(key, mx.nd.array(gradients[store.rank]))
+            expect(pulled(store, key, shape), pulled(own, key, shape))
+
+
+def two_bit_random() -> None:
+    quantised("2bit", 0.5, (SMALL, IRREGULAR, BIG))
+
+
+def one_bit() -> None:
+    """As test_kvstore.py has it: ones, what is left over, and, where MXNet has it, random gradients."""
+    for threshold in (-0.5, 0.0, 0.5):
+        store = compressed("1bit", threshold)
+        step = RATE * store.num_workers
+        store.init("ones", mx.nd.zeros(SMALL))
+        for value in [1] * 3 + [-1] * 3:
+            before = pulled(store, "ones", SMALL).asnumpy()
+            store.push("ones", mx.nd.ones(SMALL) * value)
+            expect(pulled(store, "ones", SMALL), before + value * step)
+        for value, wanted in ((2, step), (0, 2 * step), (-2, step)):
+            store.push("ones", mx.nd.ones(SMALL) * value)
+            expect(pulled(store, "ones", SMALL), wanted)
+        if not IS_1:
+            quantised("1bit", threshold, (SMALL, IRREGULAR))
+
+
+def compressed_trainer() -> None:
+    """A Trainer with compression_params, as Gluon's users set it."""
+    own = parameter("w", (3,))
+    store = made()
+    params = {"type": "2bit", "threshold": 0.5}
+    trainer = gluon.Trainer([own], "sgd", {"learning_rate": 1.0}, kvstore=store, compression_params=params)
+    for wanted in (0.0, 0.5, 0.5, 1.0):  # 0.3, 0.6, 0.4, 0.7 in the residual
+        backward([own], 0.3)
+        trainer.step(1)
+        expect(own.data(), 1 - wanted * store.num_workers, 1e-6)
+
+
+def parameter(name, shape, devices=DEVICES[:1], **kinds) -> gluon.Parameter:
+    one = gluon.Parameter(name, shape=shape, **kinds)
+    one.initialize(mx.init.One(), ctx=devices)
+    return one
+
+
+def backward(params, factor: float) -> None:
+    for device in params[0].list_ctx():
+        with autograd.record():
+            loss = sum((one.data(device) * factor).sum() for one in params)
+        loss.backward()
+
+
+def gluon_step() -> None:
+    store = made()
+    own = parameter("x", (10, 1))
+    trainer = gluon.Trainer([own], "sgd", {"learning_rate": 1.0}, kvstore=store)
+    backward([own], store.rank + 1)
+    trainer.step(1)
+    expect(own.data(), 1 - total(store))
+
+
+def gluon_sparse_step() -> None:
+    store = made()
+    own = parameter("x", (2, 10), stype="row_sparse", grad_stype="row_sparse")
+    trainer = gluon.Trainer([own], "sgd", {"learning_rate": 1.0}, kvstore=store)
+    ids = mx.nd.arange(2)
+    with autograd.record():
+        loss = (own.row_sparse_data(ids) * (store.rank + 1)).sum()
+    loss.backward()
+    trainer.step(1)
+    expect(own.row_sparse_data(ids), 1 - total(store))
+
+
+def trainer_types() -> None:
+    cases = [
+        ("default", "default", None, True),
+        ("default", "default", True, True),
+        ("default", "default", False, False),
+        ("default", "row_sparse", None, True),
+        ("default", "row_sparse", False, ValueError),
+        ("row_sparse", "row_sparse", None, True),
+        ("row_sparse", "row_sparse", False, ValueError),
+    ]
+    store = made()
+    for stype, grad_stype, asked, wanted in cases if IS_1 else cases[:3]:
+        own = parameter("x", (10, 1), DEVICES, stype=stype, grad_stype=grad_stype)
+        trainer = gluon.Trainer([own], "sgd", {"learning_rate": 0.1}, kvstore=store, update_on_kvstore=asked)
+        if wanted is ValueError:
+            refused(trainer._init_kvstore, ValueError)
+        else:
+            trainer._init_kvstore()
+            assert trainer._kv_initialized and trainer._update_on_kvstore is wanted
+
+
+def trainer_reset() -> None:
+    """Values cannot be set once they rest on the servers, and the trainer says so."""
+    own = parameter("x", (4, 2), stype="row_sparse", grad_stype="row_sparse")
+    trainer = gluon.Trainer([own], "sgd", {"learning_rate": 0.1}, kvstore=made())
+    expect(own.row_sparse_data(mx.nd.arange(4)), 1)
+    assert trainer._kv_initialized and trainer._update_on_kvstore
+    refused(lambda: own.set_data(mx.nd.ones((4, 2)).tostype("row_sparse")), RuntimeError)
+
+
+# dist_async_kvstore.py
+
+
+def asynchronous() -> None:
+    store = made("dist_async")
+    for stype in ("default", "row_sparse") if IS_1 else ("default",):
+        for asked in (False, True, None):
+            own = parameter("x", (10, 1), DEVICES, stype=stype, grad_stype=stype)
+            trainer = gluon.Trainer([own], "sgd", {"learning_rate": 0.1}, kvstore=store, update_on_kvstore=asked)
+            if asked is False:
+                refused(trainer._init_kvstore, ValueError)
+            else:
+                trainer._init_kvstore()
+                assert trainer._update_on_kvstore is True
+    store = made("dist_async")
+    store.set_optimizer(adding())
+    store.init("w", mx.nd.ones(SMALL))
+    store.push("w", mx.nd.ones(SMALL) * (store.rank + 1))
+    pulled(store, "w", SMALL)  # what was pushed here has been counted
+    store._barrier()
+    expect(pulled(store, "w", SMALL), 1 + RATE * total(store))
+
+
+# dist_device_sync_kvstore.py
+
+
+def devices() -> None:
+    store = made("dist_device_sync")
+    store.set_optimizer(adding())
+    for shape in (SMALL, BIG):
+        pushed, both = f"push.{shape[0]}", f"pushpull.{shape[0]}"
+        store.init([pushed, both], [mx.nd.ones(shape), mx.nd.ones(shape)])
+        for i in range(ROUNDS):
+            wanted = 1 + RATE * len(DEVICES) * (i + 1) * total(store)
+            arrays = [mx.nd.ones(shape, ctx=device) * (store.rank + 1) for device in DEVICES]
+            store.push(pushed, arrays)
+            expect(pulled(store, pushed, shape), wanted)
+            outs = [mx.nd.zeros(shape, ctx=device) for device in DEVICES]
+            store.pushpull(both, arrays, out=outs)
+            for out in outs:
+                expect(out, wanted)
+    sums = made("dist_device_sync")
+    for i, shape in enumerate((SMALL, BIG)):
+        arrays = [mx.nd.zeros(shape, ctx=device) for device in DEVICES]
+        sums.broadcast(str(i), mx.nd.ones(shape) * (i + sums.rank), arrays)
+        for one in arrays:
+            expect(one, i)
+        for _ in range(ROUNDS):
+            arrays = [mx.nd.ones(shape, ctx=device) * (sums.rank + 1) for device in DEVICES]
+            sums.pushpull(str(i), arrays)
+            for one in arrays:
+                expect(one, len(DEVICES) * total(sums))
+
+
+# test_kvstore.py
+
+
+def against_local() -> None:
+    """Keys one by one and in a list, dense and row_sparse: as MXNet's own store with a device for each worker."""
+    shapes = [(4, 4), (100, 100), (1200, 1200)]
+    for stype in ("default", "row_sparse"):
+        for together in (False, True):
+            store, own = made(), mx.kv.create("local_update_cpu")
+            keys, random = [3, 5, 7], np.random.RandomState(0)
+            for one in (store, own):
+                one.set_optimizer(mx.optimizer.create("sgd", learning_rate=0.1, momentum=0.9, wd=0.01))
+                one.init(keys, [mx.nd.ones(shape).tostype(stype) for shape in shapes])
+            for _ in range(ROUNDS):
+                data = random.uniform(-1, 1, (store.num_workers, 3)).astype(np.float32)
+                ways = [
+                    [mx.nd.full(shape, data[rank][i], ctx=mx.cpu(rank)).tostype(stype) for rank in range(len(data))]
+                    for i, shape in enumerate(shapes)
+                ]
+                mine = [arrays[store.rank] for arrays in ways]
+                if together:
+                    own.push(keys, ways)
+                    store.push(keys, mine)
+                else:
+                    for key, arrays, one in zip(keys, ways, mine, strict=True):
+                        own.push(key, arrays)
+                        store.push(key, one)
+                for key, shape in zip(keys, shapes, strict=True):
+                    pull = pulled if stype == "default" else (lambda *own: pulled_rows(*own, mx.nd.arange(own[2][0])))
+                    expect(pull(store, key, shape), pull(own, key, shape), 1e-6)
+
+
+SPARSE = [
+    ("SGD", {"momentum": 0.9, "wd": 0.01}),
+    ("SGD", {"momentum": 0.9, "wd": 0.01, "lazy_update": True}),
+    ("SGD", {"momentum": 0.9, "wd": 0.01, "lazy_update": False}),
+    ("Adam", {"wd": 0.01}),
+    ("Adam", {"wd": 0.01, "lazy_update": True}),
+    ("Adam", {"wd": 0.01, "lazy_update": False}),
+    ("Ftrl", {"wd": 0.01}),
+]
+
+
+def rows_by_optimizers() -> None:
+    """Some rows at a time: an optimizer moves the rows that MXNet's moves."""
+    shape = (12, 3)
+    for name, numbers in SPARSE:
+        store, own = made(), mx.kv.create("local")
+        random = np.random.RandomState(0)
+        first = mx.nd.array(random.randn(*shape)).tostype("row_sparse")
+        for one in (store, own):
+            one.set_optimizer(getattr(mx.optimizer, name)(learning_rate=0.1, **numbers))
+            one.init("w", first)
+        for _ in range(5):
+            gradients = random.randn(store.num_workers, *shape)
+            gradients *= random.rand(store.num_workers, shape[0], 1) < 0.3
+            arrays = [mx.nd.array(one).tostype("row_sparse") for one in gradients]
+            own.push("w", arrays)
+            store.push("w", arrays[store.rank])
+        ids = mx.nd.arange(shape[0])
+        expect(pulled_rows(store, "w", shape, ids), pulled_rows(own, "w", shape, ids), 2e-5)
+
+
+# Fits
+
+
+def batches(store, seed: int, steps: int, size: int, make):
+    """Per step the batch of all workers, and which part of it is this one's."""
+    random = np.random.RandomState(seed)
+    own = slice(store.rank * size, (store.rank + 1) * size)
+    for _ in range(steps):
+        yield make(random, store.num_workers * size), own
+
+
+def module_fit() -> None:
+    """Module on kvdist ends where Module alone ends with the batches of all workers: its gradients are means of all."""
+    store, size, steps = made("kvdist_sync"), 8, 4
+    random = np.random.RandomState(0)
+    data = random.randn(steps * size * store.num_workers, 5).astype(np.float32)
+    target = (data.sum(axis=1) > 0).astype(np.float32)
+    net = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=7, name="hidden")
+    net = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(mx.sym.relu(net), num_hidden=2, name="out"), name="softmax")
+    start = {
+        "hidden_weight": (7, 5),
+        "hidden_bias": (7,),
+        "out_weight": (2, 7),
+        "out_bias": (2,),
+    }
+    start = {name: mx.nd.array(random.randn(*shape)) for name, shape in start.items()}
+    own = (np.arange(len(data)) // size) % store.num_workers == store.rank
+
+    def fitted(chosen, size, kvstore):
+        module = mx.mod.Module(net, logger=logging.getLogger("fit"))
+        schedule = mx.lr_scheduler.FactorScheduler(2, 0.5)
+        module.fit(
+            mx.io.NDArrayIter(data[chosen], target[chosen], size),
+            num_epoch=3,
+            kvstore=kvstore,
+            optimizer="sgd",
+            optimizer_params={"learning_rate": 0.5, "momentum": 0.9, "wd": 0.01, "lr_scheduler": schedule},
+            arg_params={name: value.copy() for name, value in start.items()},
+        )
+        return module.get_params()[0]
+
+    alone = fitted(slice(None), size * store.num_workers, None)
+    together = fitted(own, size, store)
+    for name, value in alone.items():
+        expect(together[name], value, 1e-6)
+
+
+def sparse_fit() -> None:
+    """Gluon with an embedding of sparse gradients, lazily updated: as alone on the batches of all workers."""
+    for name, numbers in (("sgd", {"momentum": 0.9, "wd": 0.01}), ("adam", {"wd": 0.01})):
+        store, size = made(), 4
+        numbers = {"learning_rate": 0.05, "lazy_update": True, **numbers}
+
+        def make(random, count):
+            return random.randint(20, size=(count, 3)), random.randn(count, 1).astype(np.float32)
+
+        def net():
+            one = gluon.nn.HybridSequential()
+            one.add(gluon.nn.Embedding(20, 4, sparse_grad=True), gluon.nn.Dense(1))
+            one.initialize(mx.init.One())
+            one(mx.nd.zeros((1, 3)))
+            return one, list(one.collect_params().values())
+
+        (shared, ours), (alone, theirs) = net(), net()
+        trainers = [
+            (gluon.Trainer(ours, name, numbers, kvstore=store), shared, True),
+            (gluon.Trainer(theirs, name, numbers, kvstore=None), alone, False),
+        ]
+        loss = gluon.loss.L2Loss()
+        for (words, target), own in batches(store, 1, 6, size, make):
+            for trainer, trained, is_shared in trainers:
+                chosen = own if is_shared else slice(None)
+                with autograd.record():
+                    value = loss(trained(mx.nd.array(words[chosen])), mx.nd.array(target[chosen]))
+                value.backward()
+                trainer.step(len(words))
+        for mine, wanted in zip(ours, theirs, strict=True):
+            expect(mine.data(), wanted.data(), 1e-5)
+
+
+def names() -> None:
+    """Every name of a distributed store means kvdist, and says in its type how it waits."""
+    for name in ("dist", "dist_device_sync", "dist_sync_device", "dist_device_async", "dist_async_device"):
+        made(name)
+    assert mx.kv.create("kvdist").type == "kvdist_sync"
+    assert mx.kv.create("KVDist_Async").type == "kvdist_async"
+
+
+def main() -> None:
+    logging.disable(logging.WARNING)
+    for name in sys.argv[1:]:
+        globals()[name]()
+        print("passed", name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
