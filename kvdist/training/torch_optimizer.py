@@ -275,6 +275,12 @@ class TorchOptimizer(torch.optim.Optimizer):
                     group[number] = self._numbers(keys)[number]
             self._seen[number] = self._of_groups(number)
 
+    def follow(self) -> None:
+        """Take the optimizer's numbers into the groups, where they were changed by another worker."""
+        for keys, group in zip(self._keys, self.param_groups, strict=True):
+            group.update({**self._numbers(keys), **self._momentum()})
+        self._seen = {number: self._of_groups(number) for number in NUMBERS}
+
     def _give(self, of_groups: list[float], name: str, table: str) -> None:
         declared = [float(group.get(table, 1.0)) for group in self._declared]
         base, factors = base_and_factors(of_groups, declared)

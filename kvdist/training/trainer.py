@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,6 +39,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.training.data import Batches, HandedOut, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
+from kvdist.training.join import Join, Part
 from kvdist.training.overlap import Overlap, weakly
 from kvdist.training.parameters import Grads, Parameter, collect, divide, multipliers, named_keys, require_shapes, scale
 from kvdist.training.torch_optimizer import TorchOptimizer
@@ -52,6 +53,7 @@ from kvdist.training.trainer_config import (
     refuse_size,
     refuse_updated_there,
     refuse_what_contradicts,
+    require_joinable,
     statement,
 )
 from kvdist.training.training_state import TrainingState
@@ -133,6 +135,7 @@ class Trainer:
         self._overlaps = overlap
         self._shares = share_weights
         self._shared: SharedWeights | None = None
+        self._join: Join | None = None  # there is one within `join`
         self._overlap: Overlap | None = None  # there is one once the first step has found a store to send to
         self._rejects_nonfinite = reject_nonfinite
         self._nonfinite_steps = 0
@@ -222,8 +225,51 @@ class Trainer:
             raise RuntimeError("skip_step() is too late with overlap=True: gradients leave during backward()")
         self._start()
         self._require_weights_unchanged()
+        self._meet_others()
         self._skip_step()
         count_as_used(self._handed_out)
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Return a context in which workers may have different numbers of batches, each at least 0.
+
+        As torch's ``Join`` under DistributedDataParallel: a worker that comes to the end of the block takes part in the
+        others' steps without gradients, until all are done. A mean still divides by the number of all workers. All
+        leave the block together, with equal weights. Each step costs one small exchange more. Call it on all workers.
+
+        Within the block only `step` (also of `as_torch_optimizer`) and `skip_step` may be called, and nothing else that
+        waits for other workers: a barrier or another store raises `DeadlockError` once a worker is done. An error that
+        leaves the block on one worker is a RuntimeError on the others, in their next step.
+
+        It changes nothing with one worker, without a store, and on ``dist_async``, where no worker waits.
+
+        Raises:
+            NotImplementedError: the store is none of the ``dist`` stores, or with ``overlap=True``.
+            RuntimeError: it is within another one; or another worker has left the block by an error.
+            InitMismatch: workers that update begin it with different learning rates, momenta or multipliers.
+        """
+        if self._join is not None:
+            raise RuntimeError("trainer.join() is within another trainer.join(): one of them is enough")
+        self._start()
+        if self._kvstore is None or not require_joinable(self._kvstore, self._overlaps):
+            yield
+            return
+        self._sync_hyperparameters()
+        live = None if self._update_on_kvstore else self._optimizer
+        with create_store("dist") as own:
+            self._join = Join(own, live, len(self._parameters))
+            try:
+                yield
+                self._require_weights_unchanged()
+            except Exception:
+                self._join.leave()
+                raise
+            else:
+                while self._join.meet(Part.DONE):
+                    self._show_numbers()
+                    self._skip_step()
+            finally:
+                self._join = None
 
     def as_torch_optimizer(self) -> TorchOptimizer:
         """This trainer as a ``torch.optim.Optimizer``: for torch's schedulers, `torch.amp.GradScaler`, Lightning.
@@ -268,6 +314,11 @@ class Trainer:
         self._start()
         if self._update_on_kvstore:
             refuse_updated_there("allreduce_grads")
+        if self._join is not None:
+            raise RuntimeError(
+                "allreduce_grads() within trainer.join(): a worker that is done cannot repeat what is done to gradients"
+                " by hand. Call step(), with clip_norm to clip"
+            )
         if self._overlap is not None:
             self._overlap.finish()
         elif self._exchange is not None:
@@ -501,6 +552,7 @@ class Trainer:
         self._require_weights_unchanged()
         grads = self._watch.grads(on_stale)
         self._require_finite(grads)
+        self._meet_others()
         average = batch_size is None
         if self._exchange is None:
             self._update_here(divisor, [grad is not None for grad in grads])
@@ -511,6 +563,17 @@ class Trainer:
             # Each worker divides before the sum: others may give other sizes, or skip this step.
             divide(grads, divisor)
             self._update_here(1, self._exchange.sum(grads, average))
+
+    def _meet_others(self) -> None:
+        """Within `join`, say that this worker makes a step; nothing is sent after this that could be refused here."""
+        if self._join is not None:
+            self._sync_hyperparameters()
+            self._join.meet(Part.STEPS)
+
+    def _show_numbers(self) -> None:
+        """Let the groups of the torch optimizer follow numbers that came from another worker."""
+        if self._torch_optimizer is not None and not self._update_on_kvstore:
+            self._torch_optimizer.follow()
 
     def _skip_step(self) -> None:
         nothing: Grads = [None] * len(self._trained)

@@ -24,6 +24,7 @@ from kvdist.config.environment import cluster_from_env, read_setting
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.compression import from_params
 from kvdist.optimizer.registry import create as create_optimizer
@@ -320,6 +321,24 @@ def _warn_if_alone(name: str) -> None:
             cluster.num_workers,
             name,
         )
+
+
+def require_joinable(store: KVStoreBase, overlap: bool) -> bool:
+    """Whether workers of this store wait for each other, so that `Trainer.join` has something to do.
+
+    Raises:
+        NotImplementedError: they do, and a worker that is done cannot take part.
+    """
+    if store.num_workers == 1 or store.type in ASYNCHRONOUS:
+        return False
+    if overlap:
+        raise NotImplementedError("join() with overlap=True is not offered: make the trainer with overlap=False")
+    if store.type not in DIST_NAMES:
+        raise NotImplementedError(
+            f"join() needs a store 'dist', and this one is {store.type!r}: give all workers the same number of batches,"
+            " or use kvdist.horovod, which has join()"
+        )
+    return True
 
 
 def refuse_size(batch_size: float) -> None:

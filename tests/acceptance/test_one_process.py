@@ -1,0 +1,409 @@
+"""Training on several workers equals training in one process with the whole batch, and `Trainer.join` equals torch's.
+
+The oracle is torch itself: a loop in one process, and DistributedDataParallel with its ``join``. Every run clips by the
+global norm (where the mode can), accumulates two passes, follows a cosine with a warm-up, reads its examples by
+worker processes of a DataLoader, and has batches that do not divide evenly, at the end of an epoch and over workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from kvdist import Trainer, kv
+from tests.acceptance.together import Together, same
+from tests.collective.ranks import returned, run_ranks
+
+two = Together(2, 2)
+four = Together(4, 2)
+
+STEPS, WARM, EPOCHS = 30, 5, 6
+EXAMPLES, PASS, PASSES = 79, 8, 2
+"""Five steps an epoch. The last pass has 7 examples: 4 and 3 for two workers; 2, 2, 2 and 1 for four."""
+CLIP = 0.4
+RATE = 0.05
+WITHIN = 1e-6
+
+
+def network():
+    generator = torch.Generator().manual_seed(5)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return net
+
+
+@functools.cache
+def examples():
+    inputs = torch.randn(EXAMPLES, 6, generator=torch.Generator().manual_seed(6))
+    return torch.utils.data.TensorDataset(inputs, inputs.square().mean(1, keepdim=True))
+
+
+def passes():
+    """The examples of each pass of an epoch, over all workers."""
+    return [list(range(begin, min(begin + PASS, EXAMPLES))) for begin in range(0, EXAMPLES, PASS)]
+
+
+def rate_at(step):
+    return RATE * min(1.0, (step + 1) / WARM) * 0.5 * (1 + math.cos(math.pi * step / STEPS))
+
+
+def batches(rank, size):
+    """For each step of all epochs its passes: this worker's examples, and how many there are in the step in all."""
+    own = [share[rank::size] for share in passes()]
+    loader = torch.utils.data.DataLoader(
+        examples(), batch_sampler=own, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
+    )
+    for _ in range(EPOCHS):
+        loaded = list(loader)
+        for first in range(0, len(own), PASSES):
+            total = sum(len(share) for share in passes()[first : first + PASSES])
+            yield loaded[first : first + PASSES], total
+
+
+def summed_loss(net, batch):
+    inputs, targets = batch
+    return (net(inputs) - targets).square().sum()
+
+
+def losses(net, step, rank=0, size=1):
+    """Run `step` for each batch; the mean loss of all examples after each, and the weights at the end."""
+    found = []
+    for number, (parts, total) in enumerate(batches(rank, size)):
+        net.zero_grad()
+        step(number, parts, total)
+        with torch.no_grad():
+            found.append(float(summed_loss(net, examples()[:]) / EXAMPLES))
+    return found, torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+
+
+OPTIMIZERS = {
+    "sgd": ("sgd", {"wd": 0.01}, lambda parameters: torch.optim.SGD(parameters, lr=RATE, weight_decay=0.01)),
+}
+
+
+@functools.cache
+def in_one_process(optimizer, clip):
+    net = network()
+    theirs = OPTIMIZERS[optimizer][2](net.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: rate_at(step) / RATE)
+
+    def step(number, parts, total):
+        for part in parts:
+            (summed_loss(net, part) / total).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+        theirs.step()
+        schedule.step()
+
+    return losses(net, step)
+
+
+def compare(found, optimizer, clip):
+    for got, wanted in zip(found, in_one_process(optimizer, clip), strict=True):
+        same(got, wanted, WITHIN)
+
+
+@contextlib.contextmanager
+def trainer_of(net, optimizer, **how):
+    name, numbers, _ = OPTIMIZERS[optimizer]
+    with kv.create("dist") as store:
+        yield Trainer(net.named_parameters(), name, {"learning_rate": RATE, **numbers}, kvstore=store, **how), store
+
+
+def by_mean(optimizer, **how):
+    """``step()``: the loss of a pass is divided by the mean number of examples of a worker in the step."""
+    net = network()
+    with trainer_of(net, optimizer, **how) as (trainer, store):
+
+        def step(number, parts, total):
+            for part in parts:
+                (summed_loss(net, part) * store.num_workers / total).backward()
+            trainer.set_learning_rate(rate_at(number))
+            trainer.step()
+
+        return losses(net, step, store.rank, store.num_workers)
+
+
+def by_size(optimizer, **how):
+    """``step(batch_size)``: losses are sums, and the size is that of the whole step."""
+    net = network()
+    with trainer_of(net, optimizer, **how) as (trainer, store):
+
+        def step(number, parts, total):
+            for part in parts:
+                summed_loss(net, part).backward()
+            trainer.set_learning_rate(rate_at(number))
+            trainer.step(total)
+
+        return losses(net, step, store.rank, store.num_workers)
+
+
+def as_torch(optimizer, **how):
+    """``as_torch_optimizer()``, with a schedule of torch."""
+    net = network()
+    with trainer_of(net, optimizer, **how) as (trainer, store):
+        ours = trainer.as_torch_optimizer()
+        schedule = torch.optim.lr_scheduler.LambdaLR(ours, lambda step: rate_at(step) / RATE)
+
+        def step(number, parts, total):
+            for part in parts:
+                (summed_loss(net, part) * store.num_workers / total).backward()
+            ours.step()
+            schedule.step()
+
+        return losses(net, step, store.rank, store.num_workers)
+
+
+MODES = {
+    "servers": functools.partial(by_mean, update_on_kvstore=True),
+    "workers": functools.partial(by_mean, update_on_kvstore=False),
+    "workers-clipped": functools.partial(by_mean, clip_norm=CLIP),
+    "servers-by-size": functools.partial(by_size, update_on_kvstore=True),
+    "workers-by-size-clipped": functools.partial(by_size, clip_norm=CLIP),
+    "torch-servers": functools.partial(as_torch, update_on_kvstore=True),
+    "torch-clipped": functools.partial(as_torch, clip_norm=CLIP),
+}
+WORDS = [f"{mode}/{optimizer}" for mode in MODES for optimizer in OPTIMIZERS]
+
+
+def check(word):
+    mode, optimizer = word.split("/")
+    compare(MODES[mode](optimizer), optimizer, clip="clipped" in mode)
+
+
+@two.each(*WORDS)
+def test_two_workers_make_the_steps_of_one_process(word):
+    check(word)
+
+
+@pytest.mark.slow
+@four.each(*WORDS)
+def test_four_workers_make_the_steps_of_one_process(word):
+    check(word)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_ranks_of_horovod_make_the_steps_of_one_process(size, optimizer):
+    import kvdist.horovod as hvd
+
+    def program(rank):
+        net = network()
+        theirs = OPTIMIZERS[optimizer][2](net.parameters())
+        schedule = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: rate_at(step) / RATE)
+        ours = hvd.DistributedOptimizer(theirs, net.named_parameters(), backward_passes_per_step=PASSES)
+
+        def step(number, parts, total):
+            for part in parts:
+                (summed_loss(net, part) * size * PASSES / total).backward()
+            ours.synchronize()
+            nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+            with ours.skip_synchronize():
+                ours.step()
+            schedule.step()
+
+        return losses(net, step, rank, size)
+
+    for found in returned(run_ranks(size, program)):
+        compare(found, optimizer, clip=True)
+
+
+# Half precision.
+
+
+@two
+def test_each_worker_rounds_the_sum_of_its_halves_before_it_travels(store):
+    """2048 + 1 has no float16, and is rounded to 2048."""
+    store.init("h", np.zeros(1, np.float16))
+    parts = [[2048, 1], [1, 0]][store.rank]
+    store.push("h", [np.array([part], np.float16) for part in parts])
+    same(store.pull("h"), 2048)
+    one = np.array([[2048], [3]][store.rank], np.float16)  # one array of each worker: rounded once, 2051 to 2052
+    store.push("h", one)
+    same(store.pull("h"), 2052)
+
+
+def test_stores_of_one_process_sum_halves_in_float32():
+    for name in ("local", "device"):
+        with kv.create(name) as store:
+            store.init("h", np.zeros(1, np.float16))
+            store.push("h", [np.array([part], np.float16) for part in (2048, 1, 1, 0)])
+            same(store.pull("h"), 2050)
+
+
+# Uneven numbers of batches.
+
+
+def uneven(rank):
+    """Rank 0 has two batches, 1 five, 2 none, 3 three."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(4, 6, generator=generator) for _ in range((2, 5, 0, 3)[rank])]
+
+
+def by_ddp_with_join(rank, size, make):
+    """The weights by torch: DistributedDataParallel within its `join`, over gloo."""
+    path = f"{os.environ['TMPDIR']}/ddp"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
+    try:
+        net = DistributedDataParallel(network())
+        optimizer = make(net.parameters())
+        with net.join():
+            for batch in uneven(rank):
+                optimizer.zero_grad()
+                net(batch).square().mean().backward()
+                optimizer.step()
+        # Torch's ranks that are done do not update their weights until the end, when the last one's are everybody's.
+        weights = [parameter.detach().clone() for parameter in net.parameters()]
+        torch.distributed.barrier()
+        return weights
+    finally:
+        torch.distributed.destroy_process_group()
+        Path(path).unlink(missing_ok=True)
+
+
+def by_join(rank, optimizer, as_torch=False, **how):
+    net = network()
+    with trainer_of(net, optimizer, **how) as (trainer, store):
+        ours = trainer.as_torch_optimizer() if as_torch else trainer
+        with trainer.join():
+            for batch in uneven(rank):
+                net.zero_grad()
+                net(batch).square().mean().backward()
+                ours.step()
+        weights = [parameter.detach().clone() for parameter in net.parameters()]
+        for weight in weights:
+            same(store.average(weight), weight)  # 2 and 4 are powers of two: the mean of equal weights is exact
+        return weights
+
+
+def check_join(rank, size):
+    expected = by_ddp_with_join(rank, size, OPTIMIZERS["sgd"][2])
+    for how in ({"update_on_kvstore": True}, {"update_on_kvstore": False}, {"clip_norm": math.inf}):
+        for as_torch in (False, True):
+            for got, wanted in zip(by_join(rank, "sgd", as_torch, **how), expected, strict=True):
+                same(got, wanted, WITHIN)
+
+
+@two
+def test_two_workers_join_as_under_torch(store):
+    check_join(store.rank, 2)
+
+
+@pytest.mark.slow
+@four
+def test_four_workers_join_as_under_torch(store):
+    check_join(store.rank, 4)
+
+
+@two
+def test_who_is_done_follows_the_rates_of_the_others(store):
+    """Momentum, and a rate and a factor that change while rank 0 is done; and its groups have them afterwards."""
+    net = network()
+    numbers = {"learning_rate": 0.1, "momentum": 0.9}
+    trainer = Trainer(net.parameters(), "sgd", numbers, kvstore=store, update_on_kvstore=False)
+    optimizer = trainer.as_torch_optimizer()
+    with trainer.join():
+        for number, batch in enumerate(uneven(store.rank)):
+            optimizer.param_groups[0].update(lr=0.1 / (number + 1), momentum=0.9 - 0.1 * number)
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"]) == (0.1 / 5, 0.9 - 0.1 * 4)
+    for weight in net.parameters():
+        same(store.average(weight.detach()), weight.detach())
+
+
+@two
+def test_an_error_in_the_block_is_an_error_of_all(store):
+    net = network()
+    trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store)
+    error, message = (ValueError, "an empty file") if store.rank else (RuntimeError, "worker-1 left `with trainer.join")
+    with pytest.raises(error, match=message), trainer.join():
+        for number in range(3):
+            if store.rank == 1 and number == 1:
+                raise ValueError("an empty file")
+            net.zero_grad()
+            net(torch.ones(1, 6)).sum().backward()
+            trainer.step()
+    store.barrier()  # training may go on
+    net.zero_grad()
+    net(torch.ones(1, 6)).sum().backward()
+    trainer.step()
+
+
+@two
+def test_what_a_worker_that_is_done_cannot_do_is_refused(store):
+    net = network()
+    trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store, update_on_kvstore=False)
+    with trainer.join():
+        with pytest.raises(RuntimeError, match="trainer.join.. is within another"), trainer.join():
+            pass
+        with pytest.raises(RuntimeError, match="with clip_norm to clip"):
+            trainer.allreduce_grads()
+    with kv.create("dist") as other:
+        overlapping = Trainer(network().parameters(), "sgd", kvstore=other, overlap=True)
+        with pytest.raises(NotImplementedError, match="overlap=False"), overlapping.join():
+            pass
+    trainer.set_learning_rate(0.1 + store.rank)
+    with pytest.raises(ValueError, match="learning_rate 1.1"), trainer.join():
+        pass
+
+
+def test_alone_or_asynchronously_there_is_nothing_to_join():
+    for kvstore in (None, "dist", "dist_async"):
+        net = network()
+        trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.1}, kvstore=kvstore)
+        with trainer.join():
+            net(torch.ones(1, 6)).sum().backward()
+            trainer.step()
+        trainer.close()
+
+
+UNEVEN = """
+    import sys
+    import torch
+    from kvdist import Trainer, kv
+    with kv.create("dist") as store:
+        net = torch.nn.Linear(1, 1)
+        trainer = Trainer(net.named_parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store)
+        with trainer.join():
+            for number in range(2 + 20 * store.rank):
+                net.zero_grad()
+                net(torch.ones(1, 1)).sum().backward()
+                trainer.step()
+                if number == 3:
+                    %s
+"""
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        ("store.barrier()", "worker-1 waits for worker-0 in barrier"),
+        ("store.average(1.0)", "worker-1 waits for worker-0 in barrier .average"),
+        ("import os; os.kill(os.getpid(), 9)", "PeerLostError: worker-1 .* was lost, .*: killed by signal 9"),
+    ],
+)
+def test_who_waits_for_a_worker_that_is_done_is_named(job, script, call, message):
+    job.launch(2, 1, script(UNEVEN % call))
+    assert any(job.finish().values())
+    job.match("launcher", f".*{message}.*")
+
+
+def test_without_join_the_error_names_both_places(job, script):
+    text = UNEVEN.replace("with trainer.join():", "if True:").replace("%s", "pass")
+    job.launch(2, 1, script(text + "        store.barrier()\n"))
+    assert any(job.finish().values())
+    job.match("launcher", ".*worker-0 waits for worker-1 in barrier; worker-1 waits for worker-0 to push 'weight' .*")
