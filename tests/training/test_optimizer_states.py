@@ -270,3 +270,57 @@ def test_a_store_gives_and_takes_states_of_its_keys():
             a.count = count
             with pytest.raises(PushRefused, match="cannot have had"):
                 store.replace_optimizer_states(["a"], [a])
+
+
+def _lightning(folder, net=None, optimizer=None, schedule=None, into=None):
+    """Lightning 2's checkpoint: https://lightning.ai/docs/pytorch/stable/common/checkpointing_basic.html"""
+    path = folder / "last.ckpt"
+    if into is None:
+        torch.save(
+            {
+                "epoch": 1,
+                "global_step": 3,
+                "state_dict": {f"net.{name}": tensor for name, tensor in net.state_dict().items()},
+                "optimizer_states": [optimizer.state_dict()],
+                "lr_schedulers": [schedule.state_dict()],
+            },
+            path,
+        )
+        return
+    saved = torch.load(path, weights_only=True)
+    weights = {name.removeprefix("net."): tensor for name, tensor in saved["state_dict"].items()}
+    for one, state in zip(into, (weights, saved["optimizer_states"][0], saved["lr_schedulers"][0]), strict=True):
+        one.load_state_dict(state)
+
+
+def _hugging_face(folder, net=None, optimizer=None, schedule=None, into=None):
+    """The files of `transformers.Trainer`'s checkpoint folder."""
+    names = ("pytorch_model.bin", "optimizer.pt", "scheduler.pt")
+    for name, one in zip(names, into or (net, optimizer, schedule), strict=True):
+        if into is None:
+            torch.save(one.state_dict(), folder / name)
+        else:
+            one.load_state_dict(torch.load(folder / name, weights_only=True))
+
+
+@each("layout", [_lightning, _hugging_face])
+@each("kvstore, update_on_kvstore", [("dist", True), ("dist", False), (None, None)])
+def test_a_run_goes_on_from_files_of_frameworks_with_the_same_bits(layout, kvstore, update_on_kvstore, tmp_path):
+    def begun():
+        run = Run("adam", kvstore=kvstore, update_on_kvstore=update_on_kvstore)
+        return run, torch.optim.lr_scheduler.CosineAnnealingLR(run.optimizer, 6)
+
+    def train(run, schedule, *steps):
+        for step in steps:
+            run.train(step)
+            schedule.step()
+
+    whole, schedule = begun()
+    train(whole, schedule, 0, 1, 2)
+    layout(tmp_path, whole.net, whole.optimizer, schedule)
+    train(whole, schedule, 3, 4)
+    later, schedule = begun()
+    layout(tmp_path, into=(later.net, later.optimizer, schedule))
+    train(later, schedule, 3, 4)
+    for own, other in zip(whole.close(), later.close(), strict=True):
+        assert torch.equal(own, other)
