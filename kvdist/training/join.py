@@ -55,7 +55,8 @@ class Join:
         self._has_ended = False
         if live is not None:
             own = ", ".join(f"{name} {vars(live)[name]!r}" for name in self._fields)
-            store.agree(f"begins trainer.join() with {own}, all its numbers {zlib.crc32(repr(self._numbers()).encode())}")
+            digest = zlib.crc32(repr(self._numbers()).encode())
+            store.agree(f"begins trainer.join() with {own}, and numbers of the digest {digest:08x} in all")
         store.init([STATE, NUMBERS], [np.zeros(store.num_workers), np.zeros(len(self._numbers()))])
 
     def meet(self, part: Part) -> bool:

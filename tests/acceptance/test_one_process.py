@@ -251,25 +251,26 @@ def uneven(rank):
     return [torch.randn(4, 6, generator=generator) for _ in range((2, 5, 0, 3)[rank])]
 
 
-def by_ddp_with_join(rank, size, make):
+def by_ddp_with_join(store, make):
     """The weights by torch: DistributedDataParallel within its `join`, over gloo."""
-    path = f"{os.environ['TMPDIR']}/ddp"
-    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
-    try:
-        net = DistributedDataParallel(network())
-        optimizer = make(net.parameters())
-        with net.join():
-            for batch in uneven(rank):
-                optimizer.zero_grad()
-                net(batch).square().mean().backward()
-                optimizer.step()
-        # Torch's ranks that are done do not update their weights until the end, when the last one's are everybody's.
-        weights = [parameter.detach().clone() for parameter in net.parameters()]
-        torch.distributed.barrier()
-        return weights
-    finally:
-        torch.distributed.destroy_process_group()
-        Path(path).unlink(missing_ok=True)
+    path = Path(os.environ["TMPDIR"], "ddp")
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{path}", rank=store.rank, world_size=store.num_workers
+    )
+    net = DistributedDataParallel(network())
+    optimizer = make(net.parameters())
+    with net.join():
+        for batch in uneven(store.rank):
+            optimizer.zero_grad()
+            net(batch).square().mean().backward()
+            optimizer.step()
+    # Torch's ranks that are done do not update their weights until the end, when the last one's are everybody's.
+    weights = [parameter.detach().clone() for parameter in net.parameters()]
+    store.barrier()  # the group ends when all are out of it, and its file when all have left
+    torch.distributed.destroy_process_group()
+    store.barrier()
+    path.unlink(missing_ok=True)
+    return weights
 
 
 def by_join(rank, optimizer, as_torch=False, **how):
@@ -287,23 +288,23 @@ def by_join(rank, optimizer, as_torch=False, **how):
         return weights
 
 
-def check_join(rank, size):
-    expected = by_ddp_with_join(rank, size, OPTIMIZERS["sgd"][2])
+def check_join(store):
+    expected = by_ddp_with_join(store, OPTIMIZERS["sgd"][2])
     for how in ({"update_on_kvstore": True}, {"update_on_kvstore": False}, {"clip_norm": math.inf}):
         for as_torch in (False, True):
-            for got, wanted in zip(by_join(rank, "sgd", as_torch, **how), expected, strict=True):
+            for got, wanted in zip(by_join(store.rank, "sgd", as_torch, **how), expected, strict=True):
                 same(got, wanted, WITHIN)
 
 
 @two
 def test_two_workers_join_as_under_torch(store):
-    check_join(store.rank, 2)
+    check_join(store)
 
 
 @pytest.mark.slow
 @four
 def test_four_workers_join_as_under_torch(store):
-    check_join(store.rank, 4)
+    check_join(store)
 
 
 @two
