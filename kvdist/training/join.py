@@ -95,19 +95,25 @@ class Join:
         return [name for name in CHANGING if self._live is not None and name in vars(self._live)]
 
     def _numbers(self) -> list[float]:
-        """Of `CHANGING`, and the multipliers of each key."""
+        """A digest of what groups have of their own, `CHANGING`, and the multipliers of each key."""
         if self._live is None:
             return []
         own = vars(self._live)
         tables = [[table.get(key, 1.0) for key in range(self._keys)] for table in (own["lr_mult"], own["wd_mult"])]
-        return [*(own[name] for name in self._fields), *tables[0], *tables[1]]
+        groups = zlib.crc32(str(own.get("groups", "")).encode())
+        return [float(groups), *(own[name] for name in self._fields), *tables[0], *tables[1]]
 
     def _share_numbers(self, live: Optimizer, root: int, takes: bool) -> None:
         numbers = np.array(self._numbers())
         out = np.empty_like(numbers)
         self._store.pushpull(NUMBERS, numbers if self._store.rank == root else None, out=out)
         if takes:
-            own, *tables = np.split(out, [len(out) - 2 * self._keys, len(out) - self._keys])
+            if out[0] != numbers[0]:
+                raise NotImplementedError(
+                    "within trainer.join() groups with numbers of their own, such as betas, cannot change them once a"
+                    " worker is done: make the scheduler with cycle_momentum=False"
+                )
+            own, *tables = np.split(out[1:], [len(out) - 1 - 2 * self._keys, len(out) - 1 - self._keys])
             for name, number in zip(self._fields, own.tolist(), strict=True):
                 live.change_here(name, number)
             live.lr_mult, live.wd_mult = (_factors(table.tolist()) for table in tables)

@@ -261,13 +261,12 @@ class Trainer:
             try:
                 yield
                 self._require_weights_unchanged()
-            except Exception:
-                self._join.leave()
-                raise
-            else:
                 while self._join.meet(Part.DONE):
                     self._show_numbers()
                     self._skip_step()
+            except Exception:
+                self._join.leave()
+                raise
             finally:
                 self._join = None
 
