@@ -1,7 +1,7 @@
 """Hyper-parameters as data: what kind of value each field of a rule takes, and the check of one value.
 
 Optimizers and learning-rate schedules are dataclasses whose fields are made by `number`, `optional_number`, `whole`,
-`word` and `flag`. The same schema checks what a user types and what arrives from the network.
+`word`, `text` and `flag`. The same schema checks what a user types and what arrives from the network.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ Value = str | float | int | bool | None
 WHOLE_MAX = (1 << 53) - 1
 """The largest whole number of a description: up to it whole numbers and floats agree."""
 
+TEXT_BYTES_MAX = 1024
+"""The longest text of a description: `WireLimits.name_bytes_max`."""
+
 _SCHEMA = "kvdist"
 _Number = TypeVar("_Number", float, int)
 
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """What one hyper-parameter may be. Bounds are inclusive but for `below`; `words` are all that a text may be."""
+    """What one hyper-parameter may be. Bounds are inclusive but for `below`; a text is one of `words`, if any."""
 
     kind: type[float] | type[int] | type[bool] | type[str]
     optional: bool = False
@@ -47,6 +50,8 @@ class Schema:
                 raise TypeError(f"{name} must be True or False, not {value!r}")
             return value
         if self.kind is str:
+            if not self.words:
+                return _short_text(name, value)
             if value not in self.words:
                 raise ValueError(f"{name} must be one of {', '.join(self.words)}, not {value!r:.80}")
             return str(value)
@@ -92,9 +97,22 @@ def word(default: str, *others: str) -> Any:
     return _field(default, Schema(str, words=(default, *others)))
 
 
+def text(default: str = "") -> Any:
+    """A field that holds a text of at most `TEXT_BYTES_MAX`, which the class checks."""
+    return _field(default, Schema(str))
+
+
 def flag(default: bool) -> Any:
     """A field that is True or False."""
     return _field(default, Schema(bool))
+
+
+def _short_text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a text, not {value!r:.80}")
+    if len(value.encode()) > TEXT_BYTES_MAX:
+        raise ValueError(f"{name} must have at most {TEXT_BYTES_MAX} bytes to travel to servers, not {len(value)}")
+    return value
 
 
 def _field(default: Any, schema: Schema) -> Any:
@@ -117,8 +135,8 @@ def schema_of(cls: type[Any], *, without: Collection[str] = ()) -> dict[str, Sch
             continue
         if _SCHEMA not in field.metadata:
             raise TypeError(
-                f"{cls.__name__}.{field.name} has no schema: make it with number(), optional_number(), whole(), word()"
-                " or flag()"
+                f"{cls.__name__}.{field.name} has no schema: make it with number(), optional_number(), whole(), word(),"
+                " text() or flag()"
             )
         schemas[field.name] = field.metadata[_SCHEMA]
     return schemas

@@ -8,6 +8,7 @@ from kvdist.optimizer.layerwise import LAMB, LANS, LARS
 from kvdist.optimizer.registry import create, from_description, register
 from kvdist.optimizer.sgd import DCASGD, NAG, SGD, SGLD, Signum, Test
 from kvdist.optimizer.states import SliceState
+from kvdist.optimizer.torch_rules import TorchRule
 from kvdist.optimizer.updater import Updater
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "SliceState",
     "Step",
     "Test",
+    "TorchRule",
     "Updater",
     "create",
     "from_description",

@@ -29,17 +29,17 @@ def toward(mean: Array, decay: float, value: Array, scratch: Array) -> None:
     np.add(mean, scratch, out=mean)
 
 
-def _corrected(lr: float, beta1: float, beta2: float, count: int) -> float:
+def corrected(lr: float, beta1: float, beta2: float, count: int) -> float:
     """lr·√(1 − β2ᵗ)/(1 − β1ᵗ): both moments start at 0, this undoes their bias towards it."""
     return lr * math.sqrt(1.0 - beta2**count) / (1.0 - beta1**count)
 
 
-def _moments(beta1: float, beta2: float, epsilon: float) -> tuple[float, ...]:
-    """β1, 1 − β1, β2, 1 − β2, ε: what `_ratio` takes, before it is rounded to the type of the arrays."""
+def moment_numbers(beta1: float, beta2: float, epsilon: float) -> tuple[float, ...]:
+    """β1, 1 − β1, β2, 1 − β2, ε: what `ratio` takes, before it is rounded to the type of the arrays."""
     return beta1, 1.0 - beta1, beta2, 1.0 - beta2, epsilon
 
 
-def _ratio(grad: Array, state: States, scratch: Array, moments: Sequence[float]) -> None:
+def ratio(grad: Array, state: States, scratch: Array, moments: Sequence[float]) -> None:
     """m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  scratch ← m/(√v + ε). Ten passes; `grad` is used up."""
     mean, variance = state
     beta1, rest1, beta2, rest2, epsilon = moments
@@ -79,14 +79,14 @@ class Adam(Optimizer):
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
         """The rate with its correction, wd, and the moments' numbers."""
-        rate = _corrected(lr, self.beta1, self.beta2, count)
-        return Equation("adam", (rate, wd, *_moments(self.beta1, self.beta2, self.epsilon)))
+        rate = corrected(lr, self.beta1, self.beta2, count)
+        return Equation("adam", (rate, wd, *moment_numbers(self.beta1, self.beta2, self.epsilon)))
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Twelve passes."""
         rate, wd, *moments = self.equation(step.lr, step.wd, step.count).numbers
         add_decay(grad, weight, wd, scratch)
-        _ratio(grad, state, scratch, moments)
+        ratio(grad, state, scratch, moments)
         np.multiply(scratch, rate, out=scratch)
         np.subtract(weight, scratch, out=out)
 
@@ -117,13 +117,13 @@ class AdamW(Optimizer):
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
         """The rate η, wd, and the moments' numbers."""
-        rate = _corrected(lr, self.beta1, self.beta2, count) if self.correct_bias else lr
-        return Equation("adamw", (rate, wd, *_moments(self.beta1, self.beta2, self.epsilon)))
+        rate = corrected(lr, self.beta1, self.beta2, count) if self.correct_bias else lr
+        return Equation("adamw", (rate, wd, *moment_numbers(self.beta1, self.beta2, self.epsilon)))
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Twelve passes, and two where wd is not 0."""
         rate, wd, *moments = self.equation(step.lr, step.wd, step.count).numbers
-        _ratio(grad, state, scratch, moments)
+        ratio(grad, state, scratch, moments)
         add_decay(scratch, weight, wd, grad)
         np.multiply(scratch, rate, out=scratch)
         np.subtract(weight, scratch, out=out)
@@ -170,7 +170,7 @@ class AdaBelief(Optimizer):
         np.sqrt(deviation, out=scratch)
         np.add(scratch, self.epsilon, out=scratch)
         np.divide(mean, scratch, out=scratch)
-        rate = _corrected(step.lr, self.beta1, self.beta2, step.count) if self.correct_bias else step.lr
+        rate = corrected(step.lr, self.beta1, self.beta2, step.count) if self.correct_bias else step.lr
         np.multiply(scratch, rate, out=scratch)
         np.subtract(weight, scratch, out=out)
 

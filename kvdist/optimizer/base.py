@@ -4,8 +4,8 @@ An optimizer travels to the servers as its description, a small table of names a
 hyper-parameters are frozen: a later change here would never reach a server. What may change at any time are
 `learning_rate`, `wd`, `rescale_grad` and the multipliers, because they travel with every push.
 
-A rule is final: a class derives from `Optimizer` and from nothing below it. Most rules look at each element by itself.
-A rule that looks at more says so: `norm_count` lengths of the whole parameter, or `by_rows`.
+A rule is final: a class derives from `Optimizer`, or from the abstract base of its family. Most rules look at each
+element by itself. A rule that looks at more says so: `norm_count` lengths of the whole parameter, or `by_rows`.
 """
 
 from __future__ import annotations
@@ -142,6 +142,15 @@ class Optimizer(ABC):
             weight, grad, state, scratch, step: as of `apply`.
         """
         raise NotImplementedError(f"{self.name} has norm_count {self.norm_count}, so it must define measure()")
+
+    def for_key(self, key: Hashable) -> Optimizer:
+        """The rule of a key: this one, unless the rule has groups of keys with numbers of their own."""
+        return self
+
+    @classmethod
+    def arguments(cls, given: Mapping[str, object]) -> dict[str, object]:
+        """The constructor's keywords, from what a user calls them."""
+        return dict(given)
 
     def advance(self, scalars: tuple[float, ...], count: int) -> tuple[float, ...]:
         """The rule's numbers for the update with this count, from those of the update before."""

@@ -75,10 +75,11 @@ def create(optimizer: str | Optimizer, /, *, defaults: str | None = None, **hype
     cls = _BY_NAME.get(optimizer.lower())
     if cls is None:
         raise ValueError(f"unknown optimizer {optimizer!r}: known are {', '.join(registered())}")
-    _refuse_unknown(cls, hyperparameters)
+    arguments = cls.arguments(hyperparameters)
+    _refuse_unknown(cls, arguments)
     if defaults is not None:
-        hyperparameters = mxnet_1_9.with_defaults(cls.name, defaults, hyperparameters)
-    made = cls(**hyperparameters)  # type: ignore[arg-type]  # the class checks every value against its schema
+        arguments = mxnet_1_9.with_defaults(cls.name, defaults, arguments)
+    made = cls(**arguments)  # type: ignore[arg-type]  # the class checks every value against its schema
     if defaults is not None:
         mxnet_1_9.warn_of_equations(made)
     return made

@@ -270,7 +270,7 @@ class Updater:
         count = state.count + 1
         rate = optimizer.lr_at(lr, count)
         optimizer.check_update(rate, wd, piece.extent)
-        scalars = optimizer.advance(state.scalars, count) if state.scalars else ()
+        scalars = optimizer.for_key(piece.extent.key).advance(state.scalars, count) if state.scalars else ()
         return _PieceUpdate(piece, state, Step(rate, wd, count, piece.extent, piece.extent.start, scalars))
 
     def _check_state(self, piece: Piece, state: SliceState, dtype: DType) -> None:

@@ -9,7 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -19,10 +19,10 @@ from torch import Tensor
 from kvdist.kvstore import values
 from kvdist.naming import NamedKey
 
-_GROUP_ENTRIES = ("params", "lr_mult", "wd_mult")
+GROUP_ENTRIES = ("params", "lr_mult", "wd_mult")
 _GROUP_ADVICE = {
-    "lr": "give 'lr_mult', a factor on the trainer's learning_rate",
-    "weight_decay": "give 'wd_mult', a factor on the trainer's wd",
+    "lr": "give 'lr_mult', a factor on the trainer's learning_rate, or take a rule of torch, such as 'torch.sgd'",
+    "weight_decay": "give 'wd_mult', a factor on the trainer's wd, or take a rule of torch, such as 'torch.sgd'",
 }
 
 
@@ -80,11 +80,12 @@ class Parameter:
         return any(is_lazy(replica) for replica in self.replicas)
 
 
-def collect(params: Any) -> list[Parameter]:
+def collect(params: Any, entries: Collection[str] = GROUP_ENTRIES) -> list[Parameter]:
     """Collect the parameters in order, each once, all with the same number of replicas.
 
     Args:
         params: as for `kvdist.Trainer`.
+        entries: what a parameter group may have.
 
     Raises:
         TypeError, ValueError: they cannot be trained, or not together.
@@ -97,7 +98,7 @@ def collect(params: Any) -> list[Parameter]:
         raise TypeError(f"params must be parameters, such as net.parameters(), not {type(params).__name__}")
     seen: set[int] = set()
     collected: list[Parameter] = []
-    for parameter in _groups(params):
+    for parameter in _groups(params, entries):
         if id(parameter.replicas[0]) not in seen:
             collected.append(parameter)
         seen.update(id(replica) for replica in parameter.replicas)
@@ -147,7 +148,7 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(start) if start == end else f"{start}-{end}" for start, end in pairs)
 
 
-def _groups(params: Iterable[Any]) -> Iterator[Parameter]:
+def _groups(params: Iterable[Any], entries: Collection[str]) -> Iterator[Parameter]:
     if isinstance(params, Mapping):
         yield from _named([(str(name), params[name]) for name in sorted(params)], {}, 0)
         return
@@ -159,17 +160,18 @@ def _groups(params: Iterable[Any]) -> Iterator[Parameter]:
     for item in items:
         if not isinstance(item, Mapping):
             raise TypeError(f"params mixes groups and parameters: {type(item).__name__} stands beside a group (a dict)")
-        _check_group(item)
+        _check_group(item, entries)
         members = item["params"]
         members = [members] if values.is_tensor(members) else list(members)
         yield from _named(members, item, first)
         first += len(members)
 
 
-def _check_group(group: Mapping[str, Any]) -> None:
+def _check_group(group: Mapping[str, Any], entries: Collection[str]) -> None:
     for entry in group:
-        if entry not in _GROUP_ENTRIES:
-            advice = _GROUP_ADVICE.get(entry, f"a group has {', '.join(_GROUP_ENTRIES)}")
+        if entry not in entries:
+            usual = f"a group has {', '.join(entries)}"
+            advice = _GROUP_ADVICE.get(entry, usual) if entries is GROUP_ENTRIES else usual
             raise ValueError(f"a parameter group cannot have {entry!r}: {advice}")
     if "params" not in group:
         raise ValueError("a parameter group needs 'params', the list of its parameters")

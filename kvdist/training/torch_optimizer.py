@@ -6,7 +6,10 @@ hold here:
 * A group's ``lr`` and ``weight_decay`` are those of the next step, changed by the user or by a scheduler.
 * So is its ``momentum``, or ``betas``, which OneCycleLR and CyclicLR change, where the weights are updated in this
   process; servers would never learn of it, so there a change is an error. All groups have the same.
-* The other numbers of an optimizer cannot change, so they are not in the groups.
+* The other numbers of an optimizer cannot change, so they are not in the groups. A rule of torch has all its numbers
+  there, each group its own; but for ``lr`` and ``weight_decay`` they change as ``momentum`` does.
+* With an optimizer of torch that the user gave the `Trainer`, the groups are that optimizer's own, so its schedulers
+  act. Its steps and its state are the trainer's, so its own methods for these raise.
 * What changed last counts: a group's number, or the trainer's. Both are looked at when a step begins.
 * A step that `GradScaler` skips on one worker is not skipped: the worker takes part without gradients, so the others
   do not wait for it.
@@ -31,6 +34,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState, is_count
+from kvdist.optimizer.torch_rules import TorchRule, grouped, known_words
 from kvdist.training.parameters import Parameter, divide, require_shapes
 
 NUMBERS = {"lr": ("learning_rate", "lr_mult"), "weight_decay": ("wd", "wd_mult")}
@@ -69,6 +73,10 @@ class TorchOptimizer(torch.optim.Optimizer):
         gather: returns the optimizer's state of each trained parameter.
         replace: replaces those states.
         overlaps: whether gradients leave during the backward pass.
+        given: the user's own optimizer of torch, whose groups count; or None.
+
+    Raises:
+        ValueError: the optimizer has a schedule of its own, or `given` has other parameters than the trainer.
     """
 
     _step_supports_amp_scaling = True
@@ -83,6 +91,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         gather: Callable[[], Sequence[SliceState | None]],
         replace: Callable[[Sequence[SliceState | None]], None],
         overlaps: bool,
+        given: torch.optim.Optimizer | None = None,
     ) -> None:
         if live.lr_scheduler is not None:
             raise ValueError(
@@ -95,21 +104,48 @@ class TorchOptimizer(torch.optim.Optimizer):
         self._gather = gather
         self._replace = replace
         self._parameters = parameters
-        by_group: dict[int, list[int]] = {}
-        for key, parameter in enumerate(parameters):
-            by_group.setdefault(id(parameter.group), []).append(key)
-        self._keys = list(by_group.values())
-        self._declared = [parameters[keys[0]].group for keys in self._keys]
+        self._key_of = {id(parameter): key for key, parameter in enumerate(parameters)}
+        self._given = given
+        self._keys = _keys_by_group(parameters) if given is None else _keys_of_given(parameters, given)
+        self._declared = [parameters[keys[0]].group if keys else {} for keys in self._keys]
         self._is_complete = False
-        momentum = self._momentum()
-        groups = [
-            {"params": [replica for key in keys for replica in parameters[key].replicas], **self._numbers(keys)}
-            | momentum
-            for keys in self._keys
-        ]
-        super().__init__(groups, {"lr": live.learning_rate, "weight_decay": live.wd, **momentum})
+        self._told: list[dict[str, Any]] | None = None
+        """The numbers of each group that the rule of torch has."""
+        own = {"lr": live.learning_rate, "weight_decay": live.wd, **self._momentum()}
+        defaults = live.words() if isinstance(live, TorchRule) else own  # OneCycleLR looks there for the momentum
+        super().__init__(self._own_groups() if given is None else [dict(one) for one in given.param_groups], defaults)
         self._is_complete = True
-        self._seen = {number: self._of_groups(number) for number in NUMBERS}
+        self._seen = {} if isinstance(live, TorchRule) else {number: self._of_groups(number) for number in NUMBERS}
+        if given is not None:
+            self._take_over(given)
+
+    def _own_groups(self) -> list[dict[str, Any]]:
+        """Groups with the parameters and the present numbers."""
+        members = [[replica for key in keys for replica in self._parameters[key].replicas] for keys in self._keys]
+        if isinstance(self._live, TorchRule):
+            words = self._live.words()
+            pairs = zip(self._keys, self._declared, strict=True)
+            present = [{**words, **self._numbers(keys), **declared} for keys, declared in pairs]
+            return [{**numbers, "params": own} for numbers, own in zip(present, members, strict=True)]
+        momentum = self._momentum()
+        return [
+            {"params": own, **self._numbers(keys)} | momentum for own, keys in zip(members, self._keys, strict=True)
+        ]
+
+    def _take_over(self, given: torch.optim.Optimizer) -> None:
+        """Share the groups of the user's optimizer, go on from its state, and refuse what would now be lost."""
+        self.param_groups = given.param_groups
+        self.tell(updates_here=True)  # before the state, as what a group keeps depends on its numbers
+        tensors = itertools.chain.from_iterable(group["params"] for group in given.param_groups)
+        state = {index: given.state[one] for index, one in enumerate(tensors) if given.state.get(one)}
+        if state:
+            self._replace(self._from_torch(state))
+            given.state.clear()
+        given.register_step_pre_hook(lambda *_: _refuse_own("step", "step()"))
+        given.register_state_dict_pre_hook(lambda _: _refuse_own("state_dict", "as_torch_optimizer().state_dict()"))
+        given.register_load_state_dict_pre_hook(
+            lambda *_: _refuse_own("load_state_dict", "as_torch_optimizer().load_state_dict(state)")
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse further groups: a trainer's parameters are fixed when it is made.
@@ -195,6 +231,10 @@ class TorchOptimizer(torch.optim.Optimizer):
         require_shapes(self._parameters)
         states = self._from_torch(state_dict.get("state", {}))
         super().load_state_dict({**state_dict, "state": {}})
+        if self._given is not None:
+            for own, loaded in zip(self._given.param_groups, self.param_groups, strict=True):
+                own.update(loaded)
+            self.param_groups = self._given.param_groups
         self._replace(states)
 
     def _trained(self) -> list[tuple[int, Parameter]]:
@@ -212,10 +252,13 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def _to_torch(self, parameter: Parameter, state: SliceState) -> dict[str, torch.Tensor]:
         names, numbers = self._names()
+        rule = self._live.for_key(self._key_of[id(parameter)])
+        own = rule.own_states if isinstance(rule, TorchRule) else names
         shape = parameter.replicas[0].shape
         of_torch = {STEP: torch.tensor(float(state.count), dtype=torch.float64)}
         for name, array in zip(names, state.arrays, strict=True):
-            of_torch[name] = _shaped(array, shape)
+            if name in own:
+                of_torch[name] = _shaped(array, shape)
         for name, number in zip(numbers, state.scalars, strict=True):
             of_torch[name] = torch.tensor(number, dtype=torch.float64)
         if state.master is not None:
@@ -237,6 +280,11 @@ class TorchOptimizer(torch.optim.Optimizer):
         weight = np.zeros(math.prod(shape), dtype.storage)
         fresh = SliceState.fresh(self._live, weight, dtype, Extent(0, shape), REFERENCE)
         expected = self._to_torch(parameter, fresh)
+        if self._live.name == "torch.sgd" and STEP not in of_torch:  # torch does not count the steps of SGD
+            of_torch = {STEP: 0.0 if of_torch.get("momentum_buffer") is None else 1.0, **of_torch}
+            of_torch = {name: value for name, value in of_torch.items() if value is not None}
+            if not of_torch[STEP]:
+                return None
         if of_torch.keys() != expected.keys():
             raise ValueError(
                 f"the state of {parameter.name} has {', '.join(map(str, of_torch)) or 'nothing'}, and"
@@ -265,14 +313,21 @@ class TorchOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the groups differ in momentum, or it has changed and the weights are updated on the store.
         """
-        self._tell_momentum(updates_here)
+        if self._given is not None:
+            self._given._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn
+        if isinstance(self._live, TorchRule):
+            self._tell_rule(self._live, updates_here)
+        else:
+            self._tell_momentum(updates_here)
         for number, (name, table) in NUMBERS.items():
             of_groups = self._of_groups(number)
-            if of_groups != self._seen[number]:
+            if of_groups != self._seen.get(number):
                 self._give(of_groups, name, table)
             else:
                 for keys, group in zip(self._keys, self.param_groups, strict=True):
-                    group[number] = self._numbers(keys)[number]
+                    present = self._numbers(keys)[number]
+                    if not math.isclose(present, group[number], rel_tol=1e-12):  # a factor rounds
+                        group[number] = present
             self._seen[number] = self._of_groups(number)
 
     def follow(self) -> None:
@@ -288,12 +343,43 @@ class TorchOptimizer(torch.optim.Optimizer):
         base, factors = base_and_factors(of_groups, declared)
         multipliers = dict(getattr(self._live, table))
         for keys, factor in zip(self._keys, factors, strict=True):
+            if not keys:
+                continue
             # A group speaks for its first key; what the others have besides, by the table, they keep.
             first = multipliers.get(keys[0], 1.0)
             own = {key: multipliers.get(key, 1.0) / first if first else 1.0 for key in keys}
             multipliers.update({key: factor * share for key, share in own.items()})
         setattr(self._live, name, base)
         setattr(self._live, table, {key: factor for key, factor in multipliers.items() if factor != 1.0})
+
+    def _tell_rule(self, live: TorchRule, updates_here: bool) -> None:
+        """Give a rule of torch what has changed in the groups, but for rate and decay."""
+        if len(self.param_groups) != len(self._keys):
+            raise ValueError("a parameter group was added after the Trainer was made; make another Trainer with all")
+        rules = [live.for_key(keys[0]) if keys else live for keys in self._keys]
+        groups = zip(rules, self.param_groups, strict=True)  # a state from elsewhere may lack a number
+        told = [{**rule.words(), **known_words(type(live), group)} for rule, group in groups]
+        told = [{word: value for word, value in words.items() if word not in NUMBERS} for words in told]
+        if told == self._told:
+            return
+        wanted = grouped(type(live), list(zip(self._keys, told, strict=True)))
+        changed = {name: number for name, number in wanted.items() if vars(live)[name] != number}
+        if changed:
+            said = ", ".join(f"{name} to {number}" for name, number in changed.items())
+            if not updates_here:
+                raise ValueError(
+                    f"the groups have changed {said}, but the weights are updated on the store, which keeps what the"
+                    " trainer was made with: make the trainer with update_on_kvstore=False, or a scheduler with"
+                    " cycle_momentum=False"
+                )
+            if self._told is not None and type(live)(**wanted).state_names != live.state_names:
+                raise ValueError(
+                    f"the groups have changed {said}, which needs other states than the trainer was made with: make"
+                    " another Trainer"
+                )
+            for name, number in changed.items():
+                live.change_here(name, number)
+        self._told = told
 
     def _momentum(self) -> dict[str, Any]:
         """What of a group the optimizer's momentum is, by torch's word; empty where it has none."""
@@ -329,10 +415,47 @@ class TorchOptimizer(torch.optim.Optimizer):
                 self._live.change_here(field, number)
 
     def _numbers(self, keys: Sequence[int]) -> dict[str, float]:
-        return {"lr": self._live.pushed_lr(keys[0]), "weight_decay": self._live.wd_for(keys[0])}
+        key = keys[0] if keys else None
+        return {"lr": self._live.pushed_lr(key), "weight_decay": self._live.wd_for(key)}
 
     def _of_groups(self, number: str) -> list[float]:
         return [float(group[number]) for group in self.param_groups]
+
+
+def _keys_by_group(parameters: Sequence[Parameter]) -> list[list[int]]:
+    """The keys of each group of the Trainer's argument."""
+    by_group: dict[int, list[int]] = {}
+    for key, parameter in enumerate(parameters):
+        by_group.setdefault(id(parameter.group), []).append(key)
+    return list(by_group.values())
+
+
+def _keys_of_given(parameters: Sequence[Parameter], given: torch.optim.Optimizer) -> list[list[int]]:
+    """The keys of each group of an optimizer of torch.
+
+    Raises:
+        ValueError: it has not the trainer's parameters.
+    """
+    key_of = {id(one.replicas[0]): key for key, one in enumerate(parameters)}
+    members = [[key_of.get(id(tensor)) for tensor in group["params"]] for group in given.param_groups]
+    keys = [[key for key in group if key is not None] for group in members]
+    if any(key is None for group in members for key in group):
+        raise ValueError("the optimizer has parameters that the Trainer has not: give both the same, net.parameters()")
+    there = {key for group in keys for key in group}
+    left = [one.label for key, one in enumerate(parameters) if one.trained and key not in there]
+    if left:
+        raise ValueError(
+            f"{', '.join(left[:3])} is trained, and the optimizer has it not: give both the same parameters, or freeze"
+            " it by requires_grad_(False)"
+        )
+    return keys
+
+
+def _refuse_own(method: str, instead: str) -> None:
+    raise RuntimeError(
+        f"{method}() of an optimizer that a Trainer has taken over would act on this process alone: call"
+        f" trainer.{instead}"
+    )
 
 
 def base_and_factors(numbers: Sequence[float], declared: Sequence[float]) -> tuple[float, list[float]]:

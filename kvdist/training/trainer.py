@@ -37,6 +37,7 @@ from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.naming import NamedKey
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
+from kvdist.optimizer.torch_rules import TorchRule
 from kvdist.training.data import Batches, HandedOut, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
 from kvdist.training.join import Join, Part
@@ -48,6 +49,7 @@ from kvdist.training.trainer_config import (
     choose_store,
     decide_update_on_kvstore,
     fit,
+    group_entries,
     make_optimizer,
     refuse_sent,
     refuse_size,
@@ -72,8 +74,10 @@ class Trainer:
             parameter is a list of its replicas, one per device, as in ``zip(net0.parameters(), net1.parameters())``.
             Duplicates count once. Parameters with ``requires_grad=False`` at this time are not trained, only made equal
             to rank 0's.
-        optimizer: a name such as ``'adam'``, or an `Optimizer` of kvdist.
-        optimizer_params: hyper-parameters for a name, such as ``{'learning_rate': .001}``.
+        optimizer: a name such as ``'adam'`` or ``'torch.adamw'``, an `Optimizer` of kvdist, or one of ``torch.optim``
+            with the same parameters, whose groups and schedulers then act here: call `step` in place of its own.
+        optimizer_params: hyper-parameters for a name, such as ``{'learning_rate': .001}``. With the name of a rule of
+            torch they are torch's, and so are further entries of parameter groups, such as ``'lr'``.
         kvstore: the name of a store, which the first step creates; a `KVStore`, or a custom `kvdist.kv.KVStoreBase`; or
             None to update without a store.
         compression_params: how gradients are compressed, such as ``{'type': '2bit', 'threshold': 0.5}``; see
@@ -105,7 +109,7 @@ class Trainer:
     def __init__(
         self,
         params: Any,
-        optimizer: str | Optimizer,
+        optimizer: str | Optimizer | torch.optim.Optimizer,
         optimizer_params: Mapping[str, Any] | None = None,
         kvstore: str | KVStoreBase | None = "device",
         compression_params: Mapping[str, Any] | None = None,
@@ -115,9 +119,9 @@ class Trainer:
         reject_nonfinite: bool = False,
         clip_norm: float | None = None,
     ) -> None:
-        self._parameters = collect(params)
-        self._num_devices = len(self._parameters[0].replicas)
         self._optimizer = make_optimizer(optimizer, optimizer_params)
+        self._parameters = collect(params, group_entries(optimizer, self._optimizer))
+        self._num_devices = len(self._parameters[0].replicas)
         self._scale = self._optimizer.rescale_grad
         refuse_what_contradicts(
             kvstore, self._num_devices, compression_params, update_on_kvstore, overlap, share_weights, reject_nonfinite
@@ -153,6 +157,11 @@ class Trainer:
         """For which trained parameters the last `allreduce_grads` found a gradient anywhere, until they are updated."""
         self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **multipliers(self._parameters, "lr_mult")})
         self._optimizer.set_wd_mult({**self._optimizer.wd_mult, **multipliers(self._parameters, "wd_mult")})
+        given = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+        has_numbers = isinstance(self._optimizer, TorchRule) and any(one.group for one in self._parameters)
+        if given is not None or has_numbers:
+            self._torch_optimizer = self._shown_as_torch(given)
+            self._sync_hyperparameters()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises a `TypeError`: a trainer cannot be pickled or copied."""
@@ -282,15 +291,19 @@ class Trainer:
             ValueError: the optimizer has a schedule of its own.
         """
         if self._torch_optimizer is None:
-            self._torch_optimizer = TorchOptimizer(
-                self._parameters,
-                self._optimizer,
-                self._step_of_torch,
-                self._optimizer_states,
-                self._load_optimizer_states,
-                self._overlaps,
-            )
+            self._torch_optimizer = self._shown_as_torch(None)
         return self._torch_optimizer
+
+    def _shown_as_torch(self, given: torch.optim.Optimizer | None) -> TorchOptimizer:
+        return TorchOptimizer(
+            self._parameters,
+            self._optimizer,
+            self._step_of_torch,
+            self._optimizer_states,
+            self._load_optimizer_states,
+            self._overlaps,
+            given,
+        )
 
     def allreduce_grads(self, *, average: bool = False, ignore_stale_grad: bool = False) -> None:
         """Replace each gradient by its sum over devices and workers, such as for clipping before `update`.
@@ -467,6 +480,8 @@ class Trainer:
             raise RuntimeError("this trainer has been closed; make another one")
         if self._started:
             return
+        if isinstance(self._optimizer, TorchRule):
+            self._sync_hyperparameters()  # until the store has them, all may change
         require_shapes(self._parameters)
         compresses = self._compression_params is not None
         store = choose_store(self._kvstore_wanted, self._num_devices, create_store, compresses)

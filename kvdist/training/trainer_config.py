@@ -15,7 +15,8 @@ Where the update happens (MXNet's table, corrected):
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.compression import from_params
 from kvdist.optimizer.registry import create as create_optimizer
-from kvdist.training.parameters import Parameter, ranges
+from kvdist.optimizer.torch_rules import TORCH_RULES, TorchRule, known_words
+from kvdist.training.parameters import GROUP_ENTRIES, Parameter, ranges
 
 BIG_PARAMETER_ELEMENTS = 16 * 1024 * 1024
 """With a larger parameter the store ``local`` leaves the update to the devices."""
@@ -97,21 +99,64 @@ Wanted = str | KVStoreBase | None
 """The type of the Trainer's argument ``kvstore``."""
 
 
+RULES: Mapping[type[torch.optim.Optimizer], type[TorchRule]] = MappingProxyType(
+    {getattr(torch.optim, cls.__name__.removeprefix("Torch")): cls for cls in TORCH_RULES}
+)
+"""The rule for each optimizer of torch that can travel to servers."""
+
+_KEEP_IT = "it can run on each worker without a Trainer: kvdist.horovod.DistributedOptimizer(optimizer)"
+_WHY_NOT = {
+    "LBFGS": "it evaluates its closure several times in a step",
+    "Adafactor": "its states are means over whole rows and columns of a parameter, which may be cut over servers",
+    "SparseAdam": "the rule 'adam' with {'lazy_update': True} has its equation",
+}
+
+
 def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
-    """Resolve the optimizer by name or instance.
+    """Resolve the optimizer by name or instance; the rule of an optimizer of torch.
 
     Raises:
         TypeError, ValueError: it is unknown, or its hyper-parameters are invalid.
     """
-    by_torch = isinstance(optimizer, torch.optim.Optimizer) or (
-        isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)
-    )
-    if by_torch:
+    if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
+        name = RULES.get(optimizer, RULES[torch.optim.Adam]).name
         raise TypeError(
-            "an optimizer of torch cannot travel to the servers; pass a name and hyper-parameters, such as"
-            " Trainer(net.parameters(), 'adam', {'learning_rate': .001})"
+            f"{optimizer.__name__} is a class; give an instance, as torch.optim.{optimizer.__name__}(net.parameters(),"
+            f" …), or a name and hyper-parameters, such as {name!r}, {{'lr': 0.001}}"
         )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if optimizer_params:
+            raise TypeError(f"an optimizer that exists takes no hyper-parameters ({', '.join(optimizer_params)})")
+        return _rule_of(optimizer)
     return create_optimizer(optimizer, **(optimizer_params or {}))
+
+
+def _rule_of(given: torch.optim.Optimizer) -> Optimizer:
+    """The rule with the numbers of the first group; `TorchOptimizer.tell` gives it those of the others."""
+    cls = RULES.get(type(given))
+    if cls is None:
+        kind = type(given).__name__
+        why = _WHY_NOT.get(kind, f"known are {', '.join(one.__name__ for one in RULES)}, not classes derived from them")
+        raise TypeError(f"torch's optimizer {kind} cannot travel to the servers ({why}); {_KEEP_IT}")
+    for group in given.param_groups:
+        for word, number in group.items():
+            if word != "params" and isinstance(number, torch.Tensor):
+                raise TypeError(
+                    f"{word} is a tensor, which cannot travel to the servers: give a float, {word}=float(…)"
+                )
+    return create_optimizer(cls.name, **known_words(cls, given.param_groups[0]))
+
+
+def group_entries(optimizer: Any, rule: Optimizer) -> Collection[str]:
+    """What the Trainer's parameter groups may have: numbers of their own where the rule is one of torch's.
+
+    Args:
+        optimizer: the Trainer's argument.
+        rule: what `make_optimizer` made of it.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return ("params",)
+    return ("params", *rule.words()) if isinstance(rule, TorchRule) else GROUP_ENTRIES
 
 
 def refuse_what_contradicts(

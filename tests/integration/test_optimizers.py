@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 
 import pytest
 
 
-def run(job, workers, scenarios, servers=2, **variables):
+def run(job, workers, scenarios, servers=2, timeout_s=100.0, **variables):
     """Launch scenarios of `programs/optimizers.py`, one after the other in one job; every worker has checked each.
 
     Returns: the lines that the workers printed, without their prefixes.
     """
     job.launch(workers, servers, "optimizers.py", scenarios, **variables)
-    job.succeed()
+    job.succeed(timeout_s)
     lines = [line.split(" │ ", 1)[1] for line in job.processes["launcher"].worker_lines()]
     for scenario in scenarios.split(","):
         checked = sorted(line for line in lines if line.startswith(f"{scenario} checked on"))
@@ -24,6 +25,12 @@ def run(job, workers, scenarios, servers=2, **variables):
 
 def test_two_workers_and_two_servers_see_the_same_weights_and_learning_rates(job):
     run(job, 2, "gluon_step,learning_rate,trainer_learning_rate,same_from_all,different,schedule,masters")
+
+
+def test_two_workers_make_the_steps_of_torchs_own_optimizer_in_one_process(job):
+    run(job, 2, "torchs_own", timeout_s=300.0)  # the first optimizer of torch imports its compiler
+    for cache in job.folder.glob("torchinductor_*"):  # made by `torch.optim`
+        shutil.rmtree(cache)
 
 
 def test_servers_compute_what_an_updater_does_that_has_whole_keys(job):

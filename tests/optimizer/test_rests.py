@@ -25,8 +25,11 @@ VARIANTS = [
     ("adam", {"beta1": 0.0, "beta2": 0.0}),
     ("rmsprop", {"rho": 0.0}),
     ("rmsprop", {"centered": True}),
+    ("torch.sgd", {"momentum": 0.9}),
+    ("torch.adagrad", {"eps": 0.0}),
+    ("torch.adagrad", {"initial_accumulator_value": 0.1}),
 ]
-RESTING = {"sgd", "adagrad", "groupadagrad", "test", "signum momentum=0.0"}
+RESTING = {"sgd", "adagrad", "groupadagrad", "test", "signum momentum=0.0", "torch.sgd", "torch.adagrad"}
 
 
 def name_of(name, numbers):

@@ -46,6 +46,41 @@ def gluon_step():
     return store
 
 
+def torchs_own():
+    """AdamW of torch with two groups and a schedule: the steps of all workers are those of one process."""
+    import torch
+
+    from kvdist import Trainer
+
+    torch.set_num_threads(1)
+    store = kv.create("dist")
+    for kind, on_store, steps in (("dist", True, 100), ("dist", False, 20), ("collective", None, 20)):
+        own = kv.create(kind)
+        nets, optimizers = [], []
+        for _ in range(2):
+            torch.manual_seed(0)
+            nets.append(torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)))
+            weights = list(nets[-1].parameters())
+            others = {"params": weights[2:], "weight_decay": 0.1, "betas": (0.5, 0.9)}
+            optimizers.append(torch.optim.AdamW([{"params": weights[:2]}, others], lr=0.01))
+        schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(one, 120) for one in optimizers]
+        trainer = Trainer(nets[0].parameters(), optimizers[0], kvstore=own, update_on_kvstore=on_store)
+        for _ in range(steps):
+            inputs = torch.randn(store.num_workers, 8, 7)
+            for net, share in zip(nets, (inputs[store.rank], inputs.flatten(0, 1)), strict=True):
+                net.zero_grad()
+                (net(share) - share.sum(1, keepdim=True).sin()).square().mean().backward()
+            trainer.step()
+            optimizers[1].step()
+            for schedule in schedules:
+                schedule.step()
+        for ours, theirs in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+        trainer.close()
+        own.close()
+    return store
+
+
 def learning_rate():
     """A learning rate, multiplier or scale that changes in mid-run is the next push's."""
     store = started()

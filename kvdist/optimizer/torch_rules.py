@@ -1,0 +1,734 @@
+"""The optimizers of ``torch.optim``, as ``torch.sgd``, ``torch.adam``, …: torch's names, defaults and equations.
+
+They agree with torch up to rounding; torch itself is not needed. What holds here:
+
+* A user writes ``lr``, ``weight_decay`` and ``betas``; the fields are `learning_rate`, `wd`, `beta1` and `beta2`,
+  because rate and decay travel with every push.
+* `groups` has what differs between torch's parameter groups besides rate and decay. A group is a rule of its own with
+  the same states. Keys are whole numbers then, as a `Trainer`'s.
+* States have torch's names, so that they can be saved in torch's format.
+
+Equations: `torch.optim` of torch 2.13, the single-tensor implementations. g is the gradient, −g with `maximize`, t the
+number of updates, λ `weight_decay`; ĝ = g + λ·w.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from abc import abstractmethod
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvdist.kernels.interface import Array, Equation
+from kvdist.optimizer.adagrad import is_above_zero
+from kvdist.optimizer.adam import corrected, moment_numbers, ratio
+from kvdist.optimizer.base import Optimizer, States, Step
+from kvdist.optimizer.registry import register
+from kvdist.optimizer.sgd import add_decay
+from kvdist.schema import flag, number, text
+
+WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"lr": ("learning_rate",), "weight_decay": ("wd",), "betas": ("beta1", "beta2")}
+)
+"""Torch's names of hyper-parameters that have others here; the rest have the same."""
+
+IGNORED = ("foreach", "fused", "capturable")
+"""Torch's choices between implementations of one equation: they have no effect on what is computed."""
+
+_SHARED = frozenset((*(field.name for field in fields(Optimizer)), "groups"))
+"""Fields that all groups of a rule have in common, and rate and decay, which travel with every push."""
+
+
+@dataclass(kw_only=True, eq=False)
+class TorchRule(Optimizer):
+    """Base of the rules of torch.
+
+    Attributes:
+        maximize: whether to ascend: the gradient counts with the other sign.
+        groups: what `grouped` makes of parameter groups; empty without differences.
+    """
+
+    maximize: bool = flag(False)
+    groups: str = text()
+
+    def __post_init__(self) -> None:
+        self._rules: list[tuple[range, TorchRule]] | None = None
+        super().__post_init__()
+        self._check()
+        self._grouped()
+
+    def _check(self) -> None:
+        """Refuse numbers that do not fit each other."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What any group needs, so that all have the same."""
+        needed = dict.fromkeys(name for rule in self._each() for name in rule.own_states)
+        return tuple(name for name in self.all_states if name in needed)
+
+    all_states: ClassVar[tuple[str, ...]] = ()
+    """Every array that a setting of the rule may need, by torch's names."""
+
+    @property
+    def own_states(self) -> tuple[str, ...]:
+        """Those of `all_states` that this setting of the rule needs."""
+        return self.all_states
+
+    @property
+    def is_elementwise(self) -> bool:
+        """Not with groups, which differ from key to key."""
+        return not self.groups
+
+    def rests(self, wd: float) -> bool:
+        """If every group does."""
+        return all(rule.rests_alone(wd) for rule in self._each())
+
+    def rests_alone(self, wd: float) -> bool:
+        """What `rests` says, without groups."""
+        return False
+
+    def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
+        """The passes of `update`, and one with `maximize`."""
+        rule = self.for_key(step.extent.key)
+        if rule.maximize:
+            np.negative(grad, out=grad)
+        rule.update(weight, grad, out, dict(zip(self.state_names, state, strict=True)), scratch, step)
+
+    @abstractmethod
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """What `apply` is to do, with the states by name; some may be other groups'."""
+
+    def for_key(self, key: Hashable) -> TorchRule:
+        """The rule of the key's group."""
+        if self.groups and isinstance(key, int):
+            return next((rule for keys, rule in self._grouped() if key in keys), self)
+        return self
+
+    def change_here(self, field: str, value: Any) -> None:
+        """See `Optimizer.change_here`."""
+        super().change_here(field, value)
+        self._rules = None
+
+    def words(self) -> dict[str, Any]:
+        """The hyper-parameters as torch's parameter groups have them."""
+        live = vars(self)
+        own = {name: live[name] for name in own_fields(type(self))}
+        words: dict[str, Any] = {"lr": live["learning_rate"]}
+        if "beta1" in own:
+            words["betas"] = (own.pop("beta1"), own.pop("beta2"))
+        return words | own | {"weight_decay": live["wd"]}
+
+    @classmethod
+    def arguments(cls, given: Mapping[str, object]) -> dict[str, object]:
+        """See `Optimizer.arguments`: torch's names become ours."""
+        ours: dict[str, object] = {}
+        for name, value in given.items():
+            if name == "differentiable" and value:
+                raise ValueError(
+                    f"{cls.name} cannot be differentiable=True: gradients do not flow through a store; leave it out"
+                )
+            if name in IGNORED or name == "differentiable":
+                continue
+            renamed = WORDS.get(name, (name,))
+            if name == "betas":
+                if not isinstance(value, Sequence) or len(value) != 2:
+                    raise TypeError(f"betas must be two numbers, such as (0.9, 0.999), not {value!r}")
+                ours.update(zip(renamed, value, strict=True))
+            else:
+                ours[renamed[0]] = value
+        return ours
+
+    def _each(self) -> list[TorchRule]:
+        return [self, *(rule for _, rule in self._grouped())]
+
+    def _grouped(self) -> list[tuple[range, TorchRule]]:
+        """The rules of other keys, by ranges of keys."""
+        if self._rules is None:
+            self._rules = [(keys, rule) for text, own in _parsed(self.groups) for keys, rule in self._one(text, own)]
+        return self._rules
+
+    def _one(self, keys: str, own: Mapping[str, object]) -> list[tuple[range, TorchRule]]:
+        live, names = vars(self), own_fields(type(self))
+        if not own.keys() <= set(names):
+            raise ValueError(f"groups of {self.name} differ in {', '.join(names)}, not in {', '.join(own)}")
+        rule = type(self)(**{name: live[name] for name in names} | dict(own))
+        return [(keys_of_rule, rule) for keys_of_rule in _ranges(keys)]
+
+
+def own_fields(cls: type[TorchRule]) -> tuple[str, ...]:
+    """The hyper-parameters in which groups of the rule may differ, but for rate and decay."""
+    return tuple(field.name for field in fields(cls) if field.name not in _SHARED)
+
+
+def known_words(cls: type[TorchRule], group: Mapping[str, Any]) -> dict[str, Any]:
+    """What the rule must know of a parameter group of torch, by torch's names."""
+    known = {*own_fields(cls), *WORDS, "differentiable"}
+    return {word: value for word, value in group.items() if word in known}
+
+
+def grouped(cls: type[TorchRule], groups: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> dict[str, Any]:
+    """The fields, `TorchRule.groups` among them, that make a rule act on each group as torch does on it.
+
+    Rate and decay are left out: they travel with every push.
+
+    Args:
+        cls: the rule.
+        groups: the keys of each parameter group, and its hyper-parameters by torch's names, all of them; what the rule
+            does not know is left out.
+    """
+    names = own_fields(cls)
+    keys_of: dict[tuple[Any, ...], list[int]] = {}
+    for keys, words in groups:
+        own = cls.arguments(known_words(cls, words))
+        keys_of.setdefault(tuple(own[name] for name in names), []).extend(keys)
+    listed = {numbers: _listed(sorted(keys)) for numbers, keys in keys_of.items()}
+    usual = max(listed, key=lambda numbers: len(listed[numbers]))  # the shortest text is without the longest list
+    others = [
+        (keys, {name: own for name, own, one in zip(names, numbers, usual, strict=True) if own != one})
+        for numbers, keys in listed.items()
+        if numbers is not usual
+    ]
+    return dict(zip(names, usual, strict=True)) | {
+        "groups": json.dumps(others, separators=(",", ":")) if others else ""
+    }
+
+
+def _listed(keys: Sequence[int]) -> str:
+    """Ascending keys, as in ``0-3,7``."""
+    starts = [key for i, key in enumerate(keys) if i == 0 or keys[i - 1] != key - 1]
+    ends = [key for i, key in enumerate(keys) if i + 1 == len(keys) or keys[i + 1] != key + 1]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True))
+
+
+def _ranges(listed: str) -> list[range]:
+    if not re.fullmatch(r"\d{1,15}(-\d{1,15})?(,\d{1,15}(-\d{1,15})?)*", listed):
+        raise ValueError(f"keys of a group are listed as in '0-3,7', not {listed!r:.80}")
+    ends = [part.partition("-") for part in listed.split(",")]
+    return [range(int(first), int(last or first) + 1) for first, _, last in ends]
+
+
+def _parsed(groups: str) -> list[tuple[str, dict[str, Any]]]:
+    try:
+        found = json.loads(groups) if groups else []
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, list) or any(
+        not isinstance(one, list) or [type(part) for part in one] != [str, dict] for one in found
+    ):
+        raise ValueError(f"groups must be a list of [keys, numbers] in JSON, not {groups!r:.80}")
+    return [(keys, numbers) for keys, numbers in found]
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class TorchSGD(TorchRule):
+    """``torch.optim.SGD``: b ← μ·b + (1 − dampening)·ĝ, from b = ĝ;  w ← w − lr·b, or with nesterov w − lr·(ĝ + μ·b).
+
+    Without momentum w ← w − lr·ĝ. The learning rate is outside of b, so a new one acts on all of it.
+
+    Attributes:
+        momentum: μ, at least 0.
+        dampening: of new gradients in b.
+        nesterov: needs a momentum, and no dampening.
+    """
+
+    name: ClassVar[str] = "torch.sgd"
+    all_states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    learning_rate: float = number(0.001, at_least=0)
+    momentum: float = number(0.0, at_least=0)
+    dampening: float = number(0.0)
+    nesterov: bool = flag(False)
+
+    def _check(self) -> None:
+        if self.nesterov and (not self.momentum or self.dampening):
+            raise ValueError(
+                f"nesterov=True needs a momentum above 0 and no dampening, not momentum={self.momentum:g} and"
+                f" dampening={self.dampening:g}"
+            )
+        if self.lazy_update and self.dampening:
+            raise ValueError("dampening needs lazy_update=False: a row's first gradient is not dampened")
+
+    @property
+    def own_states(self) -> tuple[str, ...]:
+        """Nothing without momentum."""
+        return self.all_states if self.momentum else ()
+
+    def rests_alone(self, wd: float) -> bool:
+        """Without momentum and decay."""
+        return not (self.momentum or wd)
+
+    def equation(self, lr: float, wd: float, count: int) -> Equation | None:
+        """Without momentum that of `SGD`."""
+        return None if self.momentum or self.maximize or self.groups else Equation("sgd", (lr, wd))
+
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """Two passes; five with momentum, and two more with nesterov."""
+        add_decay(grad, weight, step.wd, scratch)
+        if self.momentum:
+            self._follow(grad, state["momentum_buffer"], scratch, is_first=step.count == 1)
+        np.multiply(grad, step.lr, out=grad)
+        np.subtract(weight, grad, out=out)
+
+    def _follow(self, grad: Array, buffer: Array, scratch: Array, is_first: bool) -> None:
+        """Replace the gradient by what is to be stepped along."""
+        if is_first:
+            np.copyto(buffer, grad)
+        else:
+            np.multiply(grad, 1.0 - self.dampening, out=scratch)
+            np.multiply(buffer, self.momentum, out=buffer)
+            np.add(buffer, scratch, out=buffer)
+        if self.nesterov:
+            np.multiply(buffer, self.momentum, out=scratch)
+            np.add(grad, scratch, out=grad)
+        else:
+            np.copyto(grad, buffer)
+
+
+def _lerp(mean: Array, value: Array, weight: float, scratch: Array) -> None:
+    """mean ← mean + weight·(value − mean), from the nearer end, as torch's ``lerp_``. Three passes."""
+    np.subtract(value, mean, out=scratch)
+    np.multiply(scratch, weight if weight < 0.5 else 1.0 - weight, out=scratch)
+    if weight < 0.5:
+        np.add(mean, scratch, out=mean)
+    else:
+        np.subtract(value, scratch, out=mean)
+
+
+def _second_moment(variance: Array, decay: float, grad: Array, scratch: Array) -> None:
+    """v ← β·v + (1 − β)·g². Four passes."""
+    np.multiply(grad, 1.0 - decay, out=scratch)
+    np.multiply(scratch, grad, out=scratch)
+    np.multiply(variance, decay, out=variance)
+    np.add(variance, scratch, out=variance)
+
+
+def _decayed(weight: Array, grad: Array, out: Array, scratch: Array, step: Step, decoupled: bool) -> Array:
+    """The weight from which the step is taken; without `decoupled` the decay is in the gradient. At most two passes.
+
+    The factor 1 − lr·λ is rounded to the weight's type before, as in torch, which shows after some steps.
+    """
+    if not decoupled:
+        add_decay(grad, weight, step.wd, scratch)
+        return weight
+    return np.multiply(weight, 1.0 - step.lr * step.wd, out=out) if step.wd else weight
+
+
+def _adam_numbers(rule: TorchAdam | TorchAdamW, lr: float, count: int) -> tuple[float, ...]:
+    """η = lr·√(1 − β2ᵗ)/(1 − β1ᵗ), and the moments' numbers, with ε·√(1 − β2ᵗ) for ε.
+
+    With these the equation of `kvdist.optimizer.Adam` is torch's.
+    """
+    epsilon = rule.eps * math.sqrt(1.0 - rule.beta2**count)
+    return corrected(lr, rule.beta1, rule.beta2, count), *moment_numbers(rule.beta1, rule.beta2, epsilon)
+
+
+def _adam(
+    rule: TorchAdam | TorchAdamW,
+    base: Array,
+    arrays: tuple[Array, Array, Array],
+    state: Mapping[str, Array],
+    step: Step,
+) -> None:
+    """Step from `base`, which may be `out`. Twelve passes; sixteen with amsgrad."""
+    grad, out, scratch = arrays
+    rate, *numbers = _adam_numbers(rule, step.lr, step.count)
+    mean, variance = state["exp_avg"], state["exp_avg_sq"]
+    ratio(grad, (mean, variance), scratch, numbers)
+    if rule.amsgrad:
+        largest = state["max_exp_avg_sq"]
+        np.maximum(largest, variance, out=largest)
+        np.sqrt(largest, out=scratch)
+        np.add(scratch, numbers[-1], out=scratch)
+        np.divide(mean, scratch, out=scratch)
+    np.multiply(scratch, rate, out=scratch)
+    np.subtract(base, scratch, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class TorchAdam(TorchRule):
+    """``torch.optim.Adam``: w ← w − lr·m̂/(√v̂ + ε), with m̂ = m/(1 − β1ᵗ) and v̂ = v/(1 − β2ᵗ).
+
+    m ← β1·m + (1 − β1)·ĝ;  v ← β2·v + (1 − β2)·ĝ².
+
+    Attributes:
+        beta1, beta2: torch's ``betas``, from 0 to below 1.
+        eps: ε, at least 0.
+        amsgrad: take the largest v so far.
+        decoupled_weight_decay: w ← w − lr·λ·w before, and g for ĝ.
+    """
+
+    name: ClassVar[str] = "torch.adam"
+    all_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+    learning_rate: float = number(0.001, at_least=0)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    eps: float = number(1e-8, at_least=0)
+    amsgrad: bool = flag(False)
+    decoupled_weight_decay: bool = flag(False)
+
+    @property
+    def own_states(self) -> tuple[str, ...]:
+        """Three with amsgrad."""
+        return self.all_states if self.amsgrad else self.all_states[:2]
+
+    def equation(self, lr: float, wd: float, count: int) -> Equation | None:
+        """That of `kvdist.optimizer.Adam`, but for amsgrad, maximize and decoupled decay."""
+        if self.amsgrad or self.maximize or self.decoupled_weight_decay or self.groups:
+            return None
+        rate, *numbers = _adam_numbers(self, lr, count)
+        return Equation("adam", (rate, wd, *numbers))
+
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """Twelve passes; sixteen with amsgrad."""
+        base = _decayed(weight, grad, out, scratch, step, self.decoupled_weight_decay)
+        _adam(self, base, (grad, out, scratch), state, step)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class TorchAdamW(TorchRule):
+    """``torch.optim.AdamW``: `TorchAdam` with decoupled weight decay, by default 0.01.
+
+    Attributes:
+        beta1, beta2: torch's ``betas``, from 0 to below 1.
+        eps: ε, at least 0.
+        amsgrad: take the largest v so far.
+    """
+
+    name: ClassVar[str] = "torch.adamw"
+    all_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+    learning_rate: float = number(0.001, at_least=0)
+    wd: float = number(0.01, at_least=0)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    eps: float = number(1e-8, at_least=0)
+    amsgrad: bool = flag(False)
+
+    @property
+    def own_states(self) -> tuple[str, ...]:
+        """Three with amsgrad."""
+        return self.all_states if self.amsgrad else self.all_states[:2]
+
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """Thirteen passes; seventeen with amsgrad."""
+        base = _decayed(weight, grad, out, scratch, step, decoupled=True)
+        _adam(self, base, (grad, out, scratch), state, step)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class TorchAdamax(TorchRule):
+    """``torch.optim.Adamax``: m ← β1·m + (1 − β1)·ĝ;  u ← max(β2·u, |ĝ| + ε);  w ← w − lr/(1 − β1ᵗ)·m/u.
+
+    Attributes:
+        beta1, beta2: torch's ``betas``, from 0 to below 1.
+        eps: ε, at least 0.
+    """
+
+    name: ClassVar[str] = "torch.adamax"
+    all_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_inf")
+
+    learning_rate: float = number(0.002, at_least=0)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    eps: float = number(1e-8, at_least=0)
+
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """Ten passes."""
+        mean, largest = state["exp_avg"], state["exp_inf"]
+        add_decay(grad, weight, step.wd, scratch)
+        _lerp(mean, grad, 1.0 - self.beta1, scratch)
+        np.abs(grad, out=grad)
+        np.add(grad, self.eps, out=grad)
+        np.multiply(largest, self.beta2, out=largest)
+        np.maximum(largest, grad, out=largest)
+        np.divide(mean, largest, out=scratch)
+        np.multiply(scratch, step.lr / (1.0 - self.beta1**step.count), out=scratch)
+        np.subtract(weight, scratch, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class TorchNAdam(TorchRule):
+    """``torch.optim.NAdam``: w ← w − lr·((1 − μᵗ)·ĝ/(1 − P) + μᵗ⁺¹·m/(1 − P·μᵗ⁺¹))/(√(v/(1 − β2ᵗ)) + ε).
+
+    m and v as of `TorchAdam`;  μᵗ = β1·(1 − ½·0.96^(t·momentum_decay));  P ← P·μᵗ, from 1.
+
+    Attributes:
+        beta1, beta2: torch's ``betas``, from 0 to below 1.
+        eps: ε, at least 0.
+        momentum_decay: how soon μ comes to β1, at least 0.
+        decoupled_weight_decay: w ← w − lr·λ·w before, and g for ĝ.
+    """
+
+    name: ClassVar[str] = "torch.nadam"
+    all_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    initial_scalars: ClassVar[Mapping[str, float]] = MappingProxyType({"mu_product": 1.0})
+
+    learning_rate: float = number(0.002, at_least=0)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    eps: float = number(1e-8, at_least=0)
+    momentum_decay: float = number(0.004, at_least=0)
+    decoupled_weight_decay: bool = flag(False)
+
+    def _mu(self, count: int) -> float:
+        return self.beta1 * (1.0 - 0.5 * math.pow(0.96, count * self.momentum_decay))
+
+    def advance(self, scalars: tuple[float, ...], count: int) -> tuple[float, ...]:
+        """P ← P·μᵗ, in float32 as torch keeps it."""
+        return (float(np.float32(scalars[0]) * np.float32(self._mu(count))),)
+
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """Eighteen passes."""
+        mean, variance = state["exp_avg"], state["exp_avg_sq"]
+        now, following, product = self._mu(step.count), self._mu(step.count + 1), step.scalars[0]
+        base = _decayed(weight, grad, out, scratch, step, self.decoupled_weight_decay)
+        _lerp(mean, grad, 1.0 - self.beta1, scratch)
+        _second_moment(variance, self.beta2, grad, scratch)
+        np.multiply(variance, 1.0 / (1.0 - self.beta2**step.count), out=scratch)
+        np.sqrt(scratch, out=scratch)
+        np.add(scratch, self.eps, out=scratch)
+        # Two subtractions, each rounded, as in torch.
+        np.multiply(grad, step.lr * (1.0 - now) / (1.0 - product), out=grad)
+        np.divide(grad, scratch, out=grad)
+        np.subtract(base, grad, out=out)
+        np.multiply(mean, step.lr * following / (1.0 - product * following), out=grad)
+        np.divide(grad, scratch, out=grad)
+        np.subtract(out, grad, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class TorchRAdam(TorchRule):
+    """``torch.optim.RAdam``: w ← w − lr·m̂, and where ρ > 5 times r·√(1 − β2ᵗ)/(√v + ε).
+
+    m̂ and v as of `TorchAdam`;  ρ∞ = 2/(1 − β2) − 1;  ρ = ρ∞ − 2·t·β2ᵗ/(1 − β2ᵗ);
+    r² = (ρ − 4)·(ρ − 2)·ρ∞/((ρ∞ − 4)·(ρ∞ − 2)·ρ).
+
+    Attributes:
+        beta1, beta2: torch's ``betas``, from 0 to below 1.
+        eps: ε, at least 0.
+        decoupled_weight_decay: w ← w − lr·λ·w before, and g for ĝ.
+    """
+
+    name: ClassVar[str] = "torch.radam"
+    all_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    learning_rate: float = number(0.001, at_least=0)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    eps: float = number(1e-8, at_least=0)
+    decoupled_weight_decay: bool = flag(False)
+
+    def _rectified(self, count: int) -> float:
+        """r·√(1 − β2ᵗ); 0 while the variance is not used."""
+        power = self.beta2**count
+        longest = 2.0 / (1.0 - self.beta2) - 1.0
+        length = longest - 2.0 * count * power / (1.0 - power)
+        if length <= 5.0:
+            return 0.0
+        share = (length - 4.0) * (length - 2.0) * longest / ((longest - 4.0) * (longest - 2.0) * length)
+        return math.sqrt(share * (1.0 - power))
+
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """Twelve passes."""
+        mean, variance = state["exp_avg"], state["exp_avg_sq"]
+        base = _decayed(weight, grad, out, scratch, step, self.decoupled_weight_decay)
+        _lerp(mean, grad, 1.0 - self.beta1, scratch)
+        _second_moment(variance, self.beta2, grad, scratch)
+        rate, rectified = step.lr / (1.0 - self.beta1**step.count), self._rectified(step.count)
+        if rectified:
+            np.sqrt(variance, out=scratch)
+            np.add(scratch, self.eps, out=scratch)
+            np.divide(mean, scratch, out=scratch)
+            np.multiply(scratch, rate * rectified, out=scratch)
+        else:
+            np.multiply(mean, rate, out=scratch)
+        np.subtract(base, scratch, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class TorchRMSprop(TorchRule):
+    """``torch.optim.RMSprop``: v ← α·v + (1 − α)·ĝ²;  w ← w − lr·ĝ/(√v + ε).
+
+    Centered: q ← α·q + (1 − α)·ĝ, and √(v − q²) for √v. With momentum b ← μ·b + ĝ/(√v + ε) and w ← w − lr·b.
+
+    Attributes:
+        alpha: α, from 0 to 1.
+        eps: ε, at least 0.
+        momentum: μ, at least 0.
+        centered: whether to divide by the deviation from the mean.
+    """
+
+    name: ClassVar[str] = "torch.rmsprop"
+    all_states: ClassVar[tuple[str, ...]] = ("square_avg", "momentum_buffer", "grad_avg")
+
+    learning_rate: float = number(0.01, at_least=0)
+    alpha: float = number(0.99, at_least=0)
+    eps: float = number(1e-8, at_least=0)
+    momentum: float = number(0.0, at_least=0)
+    centered: bool = flag(False)
+
+    @property
+    def own_states(self) -> tuple[str, ...]:
+        """v, with momentum b, centered q."""
+        return (
+            "square_avg",
+            *(("momentum_buffer",) if self.momentum else ()),
+            *(("grad_avg",) if self.centered else ()),
+        )
+
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """Ten passes, fifteen centered, and two with momentum."""
+        squares = state["square_avg"]
+        add_decay(grad, weight, step.wd, scratch)
+        _second_moment(squares, self.alpha, grad, scratch)
+        if self.centered:
+            mean = state["grad_avg"]
+            _lerp(mean, grad, 1.0 - self.alpha, scratch)
+            np.multiply(mean, mean, out=scratch)
+            np.subtract(squares, scratch, out=scratch)
+            np.sqrt(scratch, out=scratch)
+        else:
+            np.sqrt(squares, out=scratch)
+        np.add(scratch, self.eps, out=scratch)
+        if self.momentum:
+            buffer = state["momentum_buffer"]
+            np.divide(grad, scratch, out=grad)
+            np.multiply(buffer, self.momentum, out=buffer)
+            np.add(buffer, grad, out=buffer)
+            np.multiply(buffer, step.lr, out=grad)
+        else:
+            np.multiply(grad, step.lr, out=grad)
+            np.divide(grad, scratch, out=grad)
+        np.subtract(weight, grad, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class TorchAdagrad(TorchRule):
+    """``torch.optim.Adagrad``: h ← h + ĝ²;  w ← w − lr/(1 + (t − 1)·lr_decay)·ĝ/(√h + ε).
+
+    Attributes:
+        lr_decay: at least 0.
+        initial_accumulator_value: the first h, at least 0.
+        eps: ε, at least 0.
+    """
+
+    name: ClassVar[str] = "torch.adagrad"
+    all_states: ClassVar[tuple[str, ...]] = ("sum",)
+
+    learning_rate: float = number(0.01, at_least=0)
+    lr_decay: float = number(0.0, at_least=0)
+    initial_accumulator_value: float = number(0.0, at_least=0)
+    eps: float = number(1e-10, at_least=0)
+
+    def _check(self) -> None:
+        if self.lazy_update and self.initial_accumulator_value:
+            raise ValueError("initial_accumulator_value needs lazy_update=False: each row begins at another update")
+
+    def _rate(self, lr: float, count: int) -> float:
+        return lr / (1.0 + (count - 1) * self.lr_decay)
+
+    def rests_alone(self, wd: float) -> bool:
+        """Without decay, if ε keeps a row that never had a gradient from 0/0, and all rows begin with zeros."""
+        return not (wd or self.initial_accumulator_value) and is_above_zero(self.eps)
+
+    def equation(self, lr: float, wd: float, count: int) -> Equation | None:
+        """That of `AdaGrad`."""
+        if self.maximize or self.groups or self.initial_accumulator_value:
+            return None
+        return Equation("adagrad", (self._rate(lr, count), wd, self.eps))
+
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """Seven passes."""
+        history = state["sum"]
+        if step.count == 1 and self.initial_accumulator_value:
+            history[...] = self.initial_accumulator_value
+        add_decay(grad, weight, step.wd, scratch)
+        np.multiply(grad, grad, out=scratch)
+        np.add(history, scratch, out=history)
+        np.sqrt(history, out=scratch)
+        np.add(scratch, self.eps, out=scratch)
+        np.divide(grad, scratch, out=grad)
+        np.multiply(grad, self._rate(step.lr, step.count), out=grad)
+        np.subtract(weight, grad, out=out)
+
+
+@register
+@dataclass(kw_only=True, eq=False)
+class TorchAdadelta(TorchRule):
+    """``torch.optim.Adadelta``: a ← ρ·a + (1 − ρ)·ĝ²;  Δ = √(b + ε)/√(a + ε)·ĝ;  b ← ρ·b + (1 − ρ)·Δ²;  w ← w − lr·Δ.
+
+    Attributes:
+        rho: ρ, from 0 to 1.
+        eps: ε, at least 0.
+    """
+
+    name: ClassVar[str] = "torch.adadelta"
+    all_states: ClassVar[tuple[str, ...]] = ("square_avg", "acc_delta")
+
+    learning_rate: float = number(1.0, at_least=0)
+    rho: float = number(0.9, at_least=0, at_most=1)
+    eps: float = number(1e-6, at_least=0)
+
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """Seventeen passes."""
+        squares, deltas = state["square_avg"], state["acc_delta"]
+        add_decay(grad, weight, step.wd, scratch)
+        _second_moment(squares, self.rho, grad, scratch)
+        np.add(squares, self.eps, out=scratch)
+        np.sqrt(scratch, out=scratch)
+        np.divide(grad, scratch, out=grad)
+        np.add(deltas, self.eps, out=scratch)
+        np.sqrt(scratch, out=scratch)
+        np.multiply(grad, scratch, out=grad)
+        _second_moment(deltas, self.rho, grad, scratch)
+        np.multiply(grad, step.lr, out=grad)
+        np.subtract(weight, grad, out=out)
+
+
+TORCH_RULES: tuple[type[TorchRule], ...] = (
+    TorchSGD,
+    TorchAdam,
+    TorchAdamW,
+    TorchAdamax,
+    TorchNAdam,
+    TorchRAdam,
+    TorchRMSprop,
+    TorchAdagrad,
+    TorchAdadelta,
+)
+"""Every rule of torch; the class is called ``Torch`` and what torch calls it."""

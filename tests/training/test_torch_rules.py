@@ -1,0 +1,226 @@
+"""A trainer with an optimizer of torch, or with its name and groups: the weights are those of torch alone."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from kvdist import Trainer
+from tests.cases import each
+
+torch.set_num_threads(1)
+
+WAYS = {
+    "alone": {"kvstore": None},
+    "local": {"kvstore": "local", "update_on_kvstore": True},
+    "servers": {"kvstore": "dist"},
+    "workers": {"kvstore": "dist", "update_on_kvstore": False},
+    "overlap": {"kvstore": "dist", "overlap": True},
+    "collective": {"kvstore": "collective"},
+}
+every_way = pytest.mark.parametrize("way", WAYS)
+INPUTS = torch.randn(16, 7, generator=torch.Generator().manual_seed(1))
+TARGETS = INPUTS.sum(1, keepdim=True).sin()
+GROUPS = [
+    ("SGD", {"lr": 0.05, "momentum": 0.9}, {"lr": 0.01, "momentum": 0.0}),
+    ("AdamW", {"lr": 0.01, "weight_decay": 0.1}, {"weight_decay": 0.0}),
+    ("Adam", {"lr": 0.01, "betas": (0.8, 0.95)}, {"eps": 1e-4, "amsgrad": True, "lr": 0.002}),
+    ("NAdam", {"lr": 0.005}, {"betas": (0.5, 0.9), "weight_decay": 0.1}),
+    ("RMSprop", {"lr": 0.005}, {"momentum": 0.5, "alpha": 0.9}),
+]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def groups_of(net, numbers):
+    """Torch's usual two groups: matrices, and biases with numbers of their own."""
+    matrices, others = (
+        [one for one in net.parameters() if one.ndim > 1],
+        [one for one in net.parameters() if one.ndim < 2],
+    )
+    return [{"params": matrices}, {"params": others, **numbers}]
+
+
+def backward(*nets):
+    for net in nets:
+        net.zero_grad()
+        nn.functional.mse_loss(net(INPUTS), TARGETS).backward()
+
+
+def assert_same(net, other):
+    for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def train(steps, trainer, net, schedule, other, theirs, their_schedule):
+    for _ in range(steps):
+        backward(net, other)
+        trainer.step()
+        theirs.step()
+        schedule.step()
+        their_schedule.step()
+
+
+def by_instance(name, numbers, groups, way):
+    net = network()
+    given = getattr(torch.optim, name)(groups_of(net, groups), **numbers)
+    return net, Trainer(net.parameters(), given, **WAYS[way]), given
+
+
+def by_name(name, numbers, groups, way):
+    net = network()
+    trainer = Trainer(groups_of(net, groups), f"torch.{name}", numbers, **WAYS[way])
+    return net, trainer, trainer.as_torch_optimizer()
+
+
+@every_way
+@each("make", [by_instance, by_name])
+@each("name, numbers, groups", GROUPS)
+def test_groups_and_schedules_give_torchs_weights_after_a_hundred_steps(way, make, name, numbers, groups):
+    net, trainer, optimizer = make(name, numbers, groups, way)
+    other = network()
+    theirs = getattr(torch.optim, name)(groups_of(other, groups), **numbers)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(one, 120) for one in (optimizer, theirs)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)  # by_name steps otherwise
+        train(100, trainer, net, schedules[0], other, theirs, schedules[1])
+    trainer.close()
+    assert_same(net, other)
+
+
+@each("way", ["alone", "servers"])
+@each("name, numbers, groups", GROUPS)
+def test_a_run_of_torch_goes_on_here_and_a_run_from_here_goes_on_in_torch(way, name, numbers, groups):
+    """States in torch's format, both ways; 10 steps in torch, 10 here, 10 in torch."""
+    net, other = network(), network()
+    theirs, before = (getattr(torch.optim, name)(groups_of(one, groups), **numbers) for one in (other, net))
+    for _ in range(10):
+        backward(net, other)
+        theirs.step()
+        before.step()
+    trainer = Trainer(net.parameters(), before, **WAYS[way])  # with its state
+    for _ in range(10):
+        backward(net, other)
+        trainer.step()
+        theirs.step()
+    state = trainer.as_torch_optimizer().state_dict()
+    trainer.close()
+    after = getattr(torch.optim, name)(groups_of(net, groups), **numbers)
+    after.load_state_dict(state)
+    for _ in range(10):
+        backward(net, other)
+        after.step()
+        theirs.step()
+    assert_same(net, other)
+
+
+@each("way", ["alone", "servers"])
+def test_a_saved_state_of_torch_loads_into_a_trainer_that_has_the_rules_name(way):
+    net, other = network(), network()
+    theirs = torch.optim.AdamW(other.parameters(), lr=0.01)
+    for _ in range(10):
+        backward(other)
+        theirs.step()
+    net.load_state_dict(other.state_dict())
+    trainer = Trainer(net.parameters(), "torch.adamw", {"lr": 0.5}, **WAYS[way])
+    trainer.as_torch_optimizer().load_state_dict(theirs.state_dict())
+    for _ in range(10):
+        backward(net, other)
+        trainer.step()
+        theirs.step()
+    trainer.close()
+    assert_same(net, other)
+
+
+@each("way", ["alone", "workers"])
+def test_one_cycle_cycles_the_betas_of_a_given_optimizer_where_the_worker_updates(way):
+    net, trainer, given = by_instance("AdamW", {"lr": 0.01}, {}, way)
+    other = network()
+    theirs = torch.optim.AdamW(groups_of(other, {}), lr=0.01)
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(one, [0.02, 0.05], total_steps=110) for one in (given, theirs)]
+    train(100, trainer, net, schedules[0], other, theirs, schedules[1])
+    trainer.close()
+    assert_same(net, other)
+
+
+def test_betas_that_change_on_servers_are_refused_and_nothing_is_sent():
+    net, trainer, given = by_instance("Adam", {"lr": 0.01}, {}, "servers")
+    given.param_groups[0]["betas"] = (0.5, 0.999)  # before the first step they may
+    backward(net)
+    trainer.step()
+    given.param_groups[0]["betas"] = (0.6, 0.999)
+    backward(net)
+    with pytest.raises(ValueError, match="have changed .*0.6.*but the weights are updated on the store"):
+        trainer.step()
+    trainer.close()
+
+
+def test_the_own_step_and_state_of_a_given_optimizer_are_refused():
+    net, trainer, given = by_instance("Adam", {}, {}, "alone")
+    backward(net)
+    for call, instead in [
+        (given.step, "trainer.step"),
+        (given.state_dict, "as_torch_optimizer"),
+        (lambda: given.load_state_dict(given.state), "as_torch_optimizer"),
+    ]:
+        with pytest.raises(RuntimeError, match=f"would act on this process alone.*{instead}"):
+            call()
+    trainer.step()
+
+
+class MyAdam(torch.optim.Adam):
+    """A rule of the user's own, perhaps with another equation."""
+
+
+@each(
+    "make, error, words",
+    [
+        (lambda p: torch.optim.LBFGS(p), TypeError, "LBFGS .*closure several times.*DistributedOptimizer"),
+        (lambda p: torch.optim.Adafactor(p), TypeError, "Adafactor .*rows and columns.*DistributedOptimizer"),
+        (lambda p: torch.optim.SparseAdam(p), TypeError, "SparseAdam .*'lazy_update': True"),
+        (lambda p: torch.optim.ASGD(p), TypeError, "ASGD .*known are SGD, Adam"),
+        (lambda p: MyAdam(p), TypeError, "MyAdam .*not classes derived from them.*DistributedOptimizer"),
+        (lambda p: torch.optim.Adam, TypeError, "Adam is a class; give an instance.*'torch.adam'"),
+        (lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)), TypeError, "lr is a tensor.*float"),
+        (lambda p: torch.optim.SGD(p, differentiable=True), ValueError, "gradients do not flow"),
+        (lambda p: torch.optim.SGD(p[:1]), ValueError, "is trained, and the optimizer has it not"),
+        (lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))]), ValueError, "that the Trainer has not"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_with_a_remedy(make, error, words):
+    weights = list(network().parameters())
+    with pytest.raises(error, match=words):
+        Trainer(weights, make(weights), kvstore=None)
+
+
+def test_groups_with_unknown_numbers_and_numbers_beside_an_instance_are_refused():
+    weights = list(network().parameters())
+    with pytest.raises(ValueError, match="cannot have 'beta1': a group has params, lr, betas"):
+        Trainer([{"params": weights, "beta1": 0.9}], "torch.adam", kvstore=None)
+    with pytest.raises(ValueError, match="cannot have 'lr': .*'torch.sgd'"):
+        Trainer([{"params": weights, "lr": 0.9}], "sgd", kvstore=None)
+    with pytest.raises(TypeError, match="takes no hyper-parameters"):
+        Trainer(weights, torch.optim.SGD(weights), {"lr": 0.1}, kvstore=None)
+
+
+def test_checkpoints_have_the_states(tmp_path):
+    """A trainer that loads goes on as the one that saved, to the bit, on servers."""
+    runs = []
+    for resumes in (False, True):
+        net, trainer, _ = by_instance("Adam", {"lr": 0.01}, {"amsgrad": True, "betas": (0.5, 0.9)}, "servers")
+        if resumes:
+            trainer.load_checkpoint(tmp_path)
+        for step in range(5 if resumes else 10):
+            backward(net)
+            trainer.step()
+            if step == 4 and not resumes:
+                trainer.save_checkpoint(tmp_path, 5).result()
+        runs.append([one.detach().clone() for one in net.parameters()])
+        trainer.close()
+    assert all(torch.equal(one, two) for one, two in zip(*runs, strict=True))
