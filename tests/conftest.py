@@ -198,10 +198,15 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def new_threads(before: set[threading.Thread], deadline: float) -> list[str]:
     """Threads that were not there and do not end by the deadline."""
-    for thread in set(threading.enumerate()) - before:
+    for thread in threads_of_python() - before:
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline - time.monotonic()))
-    return [f"thread {thread.name!r}" for thread in set(threading.enumerate()) - before]
+    return [f"thread {thread.name!r}" for thread in threads_of_python() - before]
+
+
+def threads_of_python() -> set[threading.Thread]:
+    """All threads but those of a library's own pool, such as TensorFlow's, which Python shows once they call it."""
+    return {thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
 
 
 def child_processes() -> set[int]:

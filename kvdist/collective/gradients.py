@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ class ReduceOptions:
         sparse_as_dense: sparse gradients travel dense rather than gathered, and are sparse again afterwards.
         passes: backward passes whose gradients add up locally first.
         groups: the number of groups that travel together, or lists of parameters; None for buckets by size.
+        scales_local: gradients of local variables are divided by the number of ranks, as a sum of means would be.
+        local: the variables whose gradients stay each rank's own, by id.
     """
 
     name: str = "gradients"
@@ -57,6 +59,8 @@ class ReduceOptions:
     sparse_as_dense: bool = False
     passes: int = 1
     groups: Groups = None
+    scales_local: bool = True
+    local: dict[int, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
         if self.predivide_factor != 1.0 and self.op is not Average:
@@ -84,14 +88,45 @@ class ReduceOptions:
         self.process_set._number()
         return len(self.process_set.ranks)
 
-    def require_linear(self) -> ReduceOptions:
-        """Return the options if `op` is Average or Sum.
+    @property
+    def has_others(self) -> bool:
+        """Whether this rank reduces with others: it is a member of a process set of several ranks."""
+        return self.ranks > 1 and bool(self.process_set.included())
+
+    def reduce_shared(
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any],
+        reduce: Callable[[list[Any], list[Any]], Sequence[Any]],
+        divide: Callable[[Any, int], Any],
+    ) -> list[Any]:
+        """Reduce the gradients of all variables but the local ones.
+
+        Args:
+            gradients: of a framework, or None.
+            variables: of the gradients.
+            reduce: reduces gradients of variables.
+            divide: divides the gradient of a local variable by the number of ranks.
+        """
+        shared = [i for i, variable in enumerate(variables) if id(variable) not in self.local]
+        reduced = iter(reduce([gradients[i] for i in shared], [variables[i] for i in shared]))
+        is_divided = self.scales_local and self.has_others
+        result = []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if id(variable) not in self.local:
+                result.append(next(reduced))
+            else:
+                result.append(divide(gradient, self.ranks) if is_divided and gradient is not None else gradient)
+        return result
+
+    def for_gradients(self) -> ReduceOptions:
+        """Return the options if `op` is Average, Sum or Adasum.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: it is another one.
         """
-        if self.op not in (Average, Sum):
-            raise ValueError(f"op is {ReduceOp(self.op).name}; gradients are combined by Average or Sum")
+        if self.op not in (Average, Sum, Adasum):
+            raise ValueError(f"op is {ReduceOp(self.op).name}; gradients are combined by Average, Sum or Adasum")
         return self
 
     def reduce(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 Ops of a graph run in any order that its edges allow, but ranks must agree on one. So what belongs together is one op,
 such as all gradients of a step, and within a tf.function each of these ops waits for the one before it. In a graph of
-`tf.compat.v1`, where a run asks for some ops only, the program determines the order.
+`tf.compat.v1`, where a run asks for some ops only, every op has a name that is the same on all ranks.
 
 Values leave TensorFlow as NumPy arrays: one copy each way, and on GPUs a trip to the host. An op keeps the engine that
 was current when it was made, whichever thread runs it.
@@ -10,6 +10,8 @@ was current when it was made, whichever thread runs it.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,17 +21,20 @@ import tensorflow as tf
 import torch
 
 from kvdist import collective
-from kvdist.collective import Average, ProcessSet, global_process_set
+from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, Sum, global_process_set
+from kvdist.collective.api import group_of
 from kvdist.collective.engine import current, using
 from kvdist.collective.functions import broadcast_each
 from kvdist.collective.gradients import ReduceOptions
-from kvdist.errors import CollectiveError
+from kvdist.collective.reduction import NoneCompressor
+from kvdist.errors import CollectiveError, CollectiveMismatch
 
 Work = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+Back = Callable[[list[Any], list[Any]], Sequence[Any]]
 
 
 def call(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any] | None = None) -> list[Any]:
-    """Apply a function of torch tensors to copies of TensorFlow's tensors.
+    """Apply a function of torch tensors to copies of TensorFlow's tensors; gradients do not pass.
 
     Args:
         work: gets one torch tensor for each tensor; it may change them.
@@ -53,18 +58,148 @@ def call(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any] | None = None
             return [to_numpy(result) for result in work([to_torch(array) for array in arrays])]
 
     if tf.executing_eagerly():
-        results = run(*[tensor.numpy() for tensor in tensors])
+        try:
+            results = run(*[tensor.numpy() for tensor in tensors])
+        except (CollectiveMismatch, TypeError, ValueError) as error:
+            raise _of_tensorflow(error) from None
         return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, dtypes, strict=True)]
     # Stateful ops wait for each other within a function, also across branches and loops.
     return list(tf.numpy_function(run, tensors, dtypes, stateful=True))
 
 
+def _of_tensorflow(error: Exception) -> Exception:
+    """The same error as one that is TensorFlow's too, of the class that Horovod's ops raise."""
+    is_mismatch = isinstance(error, CollectiveMismatch)
+    kind = tf.errors.FailedPreconditionError if is_mismatch else tf.errors.InvalidArgumentError
+    own: Any = type(error)
+    made: Exception = _both(own, kind)(None, None, str(error))
+    return made.with_traceback(error.__traceback__)
+
+
+@functools.cache
+def _both(own: Any, kind: Any) -> Any:
+    return type(own.__name__, (own, kind), {"__init__": kind.__init__, "__module__": own.__module__})
+
+
+def operation(
+    tensors: Sequence[Any], work: Work, back: Back, shapes: Sequence[Any], dtypes: Sequence[Any] | None = None
+) -> list[Any]:
+    """Apply a function of torch tensors, with a gradient.
+
+    Args:
+        tensors: of TensorFlow, or what becomes such.
+        work: the function.
+        back: makes the gradients of the tensors from the gradients of the results, which are dense, and the results;
+            None stands for the gradient of integers.
+        shapes: the static shapes of the results.
+        dtypes: of the results; None for those of the tensors.
+    """
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
+    def apply(*values: Any) -> Any:
+        results = call(work, values, dtypes)
+        for result, shape in zip(results, shapes, strict=True):
+            result.set_shape(shape)
+
+        def gradients(*upstream: Any) -> Sequence[Any]:
+            # For a result that is not used TensorFlow may pass zeros of another dtype.
+            given = [
+                tf.cast(tf.convert_to_tensor(one), result.dtype) if has_gradient(result) else None
+                for one, result in zip(upstream, results, strict=True)
+            ]
+            return back(given, results)
+
+        return results, gradients
+
+    return list(apply(*[tf.convert_to_tensor(tensor) for tensor in tensors]))
+
+
+def has_gradient(tensor: Any) -> bool:
+    """Whether gradients pass through a tensor's dtype."""
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def of_given(function: Callable[[list[Any]], Sequence[Any]], upstream: Sequence[Any]) -> list[Any]:
+    """Apply a function of gradients to those that are not None."""
+    results = iter(function([one for one in upstream if one is not None]))
+    return [None if one is None else next(results) for one in upstream]
+
+
+def reduced(
+    tensors: Sequence[Any],
+    name: str | None,
+    op: ReduceOp,
+    compression: type[NoneCompressor] = Compression.none,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Reduce tensors over the ranks, as one unit; the gradient is reduced in the same way."""
+    tensors, name = [tf.convert_to_tensor(tensor) for tensor in tensors], named(name, "allreduce")
+
+    def work(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        return collective.grouped_allreduce(values, None, name, compression, op, prescale, postscale, process_set)
+
+    def back(upstream: list[Any], _: list[Any]) -> Sequence[Any]:
+        if op not in (Average, Sum):
+            raise RuntimeError(f"allreduce with {op.name} has no gradient; pass tf.stop_gradient(tensor)")
+        same = (of_gradient(name), op, Compression.none, prescale, postscale, process_set)
+        return of_given(lambda given: reduced(given, *same), upstream)
+
+    return operation(tensors, work, back, [tensor.shape for tensor in tensors]) if tensors else []
+
+
+def gathered(tensors: Sequence[Any], name: str | None, process_set: ProcessSet) -> list[Any]:
+    """Gather the rows of tensors from all ranks, as one unit; the gradient is that of this rank's rows, averaged."""
+    tensors, name = [tf.convert_to_tensor(tensor) for tensor in tensors], named(name, "allgather")
+
+    def work(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        return collective.grouped_allgather(values, name, process_set)
+
+    def back(upstream: list[Any], _: list[Any]) -> Sequence[Any]:
+        return _of_own_rows(upstream, tensors, name, process_set)
+
+    return operation(tensors, work, back, [_any_rows(tensor) for tensor in tensors]) if tensors else []
+
+
+def _any_rows(tensor: Any) -> Any:
+    return [None, *tensor.shape[1:]] if tensor.shape.rank else tensor.shape
+
+
+def _of_own_rows(
+    upstream: Sequence[Any], tensors: Sequence[Any], name: str | None, process_set: ProcessSet
+) -> list[Any]:
+    """The gradients of tensors from those of their gathered rows; None for tensors that have none."""
+    average = functools.partial(reduced, name=of_gradient(name), op=Average, process_set=process_set)
+    averages = of_given(average, upstream)
+    rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
+    with tf.control_dependencies([one for one in averages if one is not None]):
+        (of_ranks,) = gathered([rows[tf.newaxis]], None, process_set)
+    begins = tf.reduce_sum(of_ranks[: group_of(process_set).rank], 0)
+    return [None if average is None else average[begins[i] : begins[i] + rows[i]] for i, average in enumerate(averages)]
+
+
+def named(name: str | None, kind: str) -> str | None:
+    """The name of an operation: in the graph of a session a unique one, the same on all ranks.
+
+    The ops of one run have no order there, so that the ranks pair them by name.
+    """
+    return str(tf.compat.v1.get_default_graph().unique_name(name or f"kvdist_{kind}")) if is_deferred() else name
+
+
+def of_gradient(name: str | None) -> str | None:
+    """The name of the operation that a gradient needs."""
+    return None if name is None else f"gradient of {name}"
+
+
 def to_torch(array: Any) -> torch.Tensor:
     """Copy an array to a torch tensor; also bfloat16, which NumPy does not have."""
     array = np.array(array)
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
+    is_bfloat16 = array.dtype.name == "bfloat16"
+    tensor = torch.from_numpy(array.view(np.int16) if is_bfloat16 else array)
+    # The strides of an empty array can be 0, with which torch shows no bytes.
+    tensor = tensor if tensor.numel() else tensor.new_empty(tensor.shape)
+    return tensor.view(torch.bfloat16) if is_bfloat16 else tensor
 
 
 def to_numpy(tensor: torch.Tensor) -> Any:
@@ -72,14 +207,6 @@ def to_numpy(tensor: torch.Tensor) -> Any:
     if tensor.dtype is torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(tf.bfloat16.as_numpy_dtype)
     return tensor.numpy()
-
-
-def same_shapes(results: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-    """Give the results of a graph the static shapes of other tensors."""
-    for result, tensor in zip(results, tensors, strict=True):
-        if not tf.executing_eagerly():
-            result.set_shape(tensor.shape)
-    return list(results)
 
 
 # Gradients.
@@ -91,36 +218,81 @@ def averaged_gradients(gradients: Sequence[Any], variables: Sequence[Any], optio
     Args:
         gradients: tensors, `IndexedSlices` or None. The ranks' rows of `IndexedSlices` are gathered, and rows can
             repeat, unless the options say ``sparse_as_dense``.
-        variables: the variables of the gradients, of TensorFlow or Keras.
+        variables: the variables of the gradients, of TensorFlow or Keras; local ones keep their gradients.
         options: how they are reduced.
+
+    Raises:
+        NotImplementedError: Adasum, Min, Max or Product of `IndexedSlices`; the same in Horovod.
     """
-    if options.ranks == 1 or not gradients:
+    if not options.local:
+        return _reduced_gradients(gradients, variables, options)
+    values = [variable_of(variable) for variable in variables]
+    reduce = functools.partial(_reduced_gradients, options=options)
+    return options.reduce_shared(gradients, values, reduce, divided)
+
+
+def divided(gradient: Any, by: int) -> Any:
+    """A tensor or `IndexedSlices`, divided as TensorFlow divides: integers become float64."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(divided(gradient.values, by), gradient.indices, gradient.dense_shape)
+    return gradient / tf.cast(by, gradient.dtype)
+
+
+def _reduced_gradients(gradients: Sequence[Any], variables: Sequence[Any], options: ReduceOptions) -> list[Any]:
+    if not gradients or not options.has_others:
         return list(gradients)
     given = [
         _dense(gradient, variables[i] if gradient is None else None, options.sparse_as_dense)
         for i, gradient in enumerate(gradients)
     ]
     is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in given]
+    if any(is_sparse):
+        check_rows(options.op)
     dense = [gradient for gradient, sparse in zip(given, is_sparse, strict=True) if not sparse]
     rows = [gradient for gradient, sparse in zip(given, is_sparse, strict=True) if sparse]
-    flat = [*dense, *(part for gradient in rows for part in (gradient.values, gradient.indices))]
+    results = iter(_in_one_op(dense, rows, options))
+    found = [next(results) if not sparse else None for sparse in is_sparse]
+    for i, gradient in enumerate(given):
+        if is_sparse[i]:
+            found[i] = tf.IndexedSlices(next(results), next(results), gradient.dense_shape)
+            found[i] = divided(found[i], options.ranks) if options.op is Average else found[i]
+    return found
+
+
+def check_rows(op: ReduceOp) -> None:
+    """Refuse what `IndexedSlices` cannot be reduced by.
+
+    Raises:
+        NotImplementedError: the operator is neither Average nor Sum.
+    """
+    if op not in (Average, Sum):
+        raise NotImplementedError(
+            f"IndexedSlices are combined by Average or Sum, not {ReduceOp(op).name}: pass sparse_as_dense=True to the"
+            " optimizer or tape, or tf.convert_to_tensor(slices)"
+        )
+
+
+def _in_one_op(dense: Sequence[Any], rows: Sequence[Any], options: ReduceOptions) -> list[Any]:
+    """Reduced tensors, and after them values and indices of gathered rows."""
+    parts = [tf.convert_to_tensor(part) for one in rows for part in (one.values, one.indices)]
+    options = dataclasses.replace(options, name=named(options.name, "gradients") or options.name)
+    name = f"rows of {options.name}"
 
     def work(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [*options.reduce(tensors[: len(dense)]), *_gathered(tensors[len(dense) :], options)]
+        found = options.reduce(tensors[: len(dense)])
+        flat = tensors[len(dense) :]
+        return [*found, *(collective.grouped_allgather(flat, name, options.process_set) if flat else [])]
 
-    results = call(work, flat)
-    same_shapes(results[: len(dense)], dense)
-    of_dense, of_rows = iter(results[: len(dense)]), iter(results[len(dense) :])
-    found = []
-    for gradient, sparse in zip(given, is_sparse, strict=True):
-        if not sparse:
-            found.append(next(of_dense))
-            continue
-        values, indices = next(of_rows), next(of_rows)
-        values.set_shape([None, *gradient.values.shape[1:]])
-        indices.set_shape([None])
-        found.append(tf.IndexedSlices(values, indices, gradient.dense_shape))
-    return found
+    def back(upstream: list[Any], _: list[Any]) -> list[Any]:
+        factors = (options.prescale, options.postscale)
+        again = (of_gradient(options.name), options.op, Compression.none, *factors, options.process_set)
+        of_dense = of_given(lambda given: reduced(given, *again), upstream[: len(dense)])
+        with tf.control_dependencies([one for one in of_dense if one is not None]):
+            of_rows = _of_own_rows(upstream[len(dense) :], parts, name, options.process_set) if parts else []
+        return [*of_dense, *of_rows]
+
+    shapes = [*(tensor.shape for tensor in dense), *(_any_rows(part) for part in parts)]
+    return operation([*dense, *parts], work, back, shapes)
 
 
 def _dense(gradient: Any, variable: Any, sparse_as_dense: bool) -> Any:
@@ -129,17 +301,6 @@ def _dense(gradient: Any, variable: Any, sparse_as_dense: bool) -> Any:
     if isinstance(gradient, tf.IndexedSlices) and not sparse_as_dense:
         return gradient
     return tf.convert_to_tensor(gradient)
-
-
-def _gathered(parts: list[torch.Tensor], options: ReduceOptions) -> list[torch.Tensor]:
-    """Gather alternating values and indices from all ranks; values are divided for an average."""
-    if not parts:
-        return []
-    gathered = collective.grouped_allgather(parts, f"rows of {options.name}", options.process_set)
-    if options.op is Average:
-        for values in gathered[::2]:
-            values /= options.ranks
-    return gathered
 
 
 # Variables.
@@ -157,7 +318,9 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
     if not variables:
         return tf.group() if is_deferred() else None
     values = [variable.read_value() for variable in variables]
-    results = same_shapes(call(work, values), values)
+    results = call(work, values)
+    for result, value in zip(results, values, strict=True):
+        result.set_shape(value.shape)
     assignments = [variable.assign(result) for variable, result in zip(variables, results, strict=True)]
     return tf.group(*assignments) if is_deferred() else None
 

@@ -14,6 +14,7 @@ except ImportError as error:
     ) from error
 
 from kvdist.collective import (
+    Adasum,
     Average,
     Compression,
     ProcessSet,
@@ -24,6 +25,7 @@ from kvdist.collective import (
     cross_rank,
     cross_size,
     global_process_set,
+    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
@@ -33,9 +35,22 @@ from kvdist.collective import (
     start_timeline,
     stop_timeline,
 )
-from kvdist.horovod import init, shutdown
+from kvdist.horovod import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+    shutdown,
+)
 from kvdist.keras import callbacks
-from kvdist.keras.optimizer import DistributedOptimizer, load_model
+from kvdist.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
 from kvdist.keras.values import allgather, allreduce, broadcast, broadcast_global_variables, reducescatter
 
 if _keras.backend.backend() not in ("torch", "tensorflow"):
@@ -45,9 +60,11 @@ if _keras.backend.backend() not in ("torch", "tensorflow"):
     )
 
 __all__ = [
+    "Adasum",
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "PartialDistributedOptimizer",
     "ProcessSet",
     "Sum",
     "add_process_set",
@@ -58,17 +75,28 @@ __all__ = [
     "broadcast_global_variables",
     "broadcast_object",
     "callbacks",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "load_model",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "rank",
     "reducescatter",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "start_timeline",

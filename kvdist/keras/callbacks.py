@@ -17,7 +17,7 @@ import torch
 from kvdist import collective
 from kvdist.collective import Min, ProcessSet, global_process_set
 from kvdist.keras.optimizer import with_outermost_distributed
-from kvdist.keras.values import array_of, broadcast_global_variables, broadcast_values
+from kvdist.keras.values import array_of, broadcast_global_variables, broadcast_values, value_of
 
 Logs = MutableMapping[str, Any] | None
 
@@ -37,8 +37,14 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def __init__(self, root_rank: int, device: str = "", local_variables: list[Any] | None = None) -> None:
         super().__init__()
         self._root_rank = root_rank
-        self._kept = {id(variable) for variable in local_variables or ()}
+        self._kept: dict[int, Any] = {}
         self._is_done = False
+        for variable in local_variables or ():
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Leave a variable of the model each rank's own."""
+        self._kept[id(value_of(var))] = var
 
     def on_train_begin(self, logs: Logs = None) -> None:
         """Broadcast if all ranks have built their models."""
@@ -66,7 +72,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             broadcast_global_variables(self._root_rank, self.model)
             return
         variables = [*self.model.weights, *self.model.optimizer.variables]
-        broadcast_values([one for one in variables if id(one) not in self._kept], self._root_rank)
+        broadcast_values([one for one in variables if id(value_of(one)) not in self._kept], self._root_rank)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -75,10 +81,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
     All ranks must have the same metrics: either all of them run a validation or none.
 
     Args:
+        device: accepted for compatibility, without effect.
         process_set: the ranks that take part.
     """
 
-    def __init__(self, process_set: ProcessSet = global_process_set) -> None:
+    def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
         super().__init__()
         self._process_set = process_set
 
@@ -245,11 +252,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keep the best whole model of a training, written by rank 0.
+    """Keep the best model of a training, written by rank 0.
 
     Args:
         monitor, verbose, mode, save_freq: as for `keras.callbacks.ModelCheckpoint`.
-        filepath: where to; ends in ``.keras``.
+        filepath: where to; None for ``best_model.keras``, or ``best_model.weights.h5`` for weights alone.
+        save_weights_only: the model's weights alone are written.
     """
 
     def __init__(
@@ -258,9 +266,19 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         verbose: int = 0,
         mode: str = "auto",
         save_freq: Any = "epoch",
-        filepath: Any = "best_model.keras",
+        filepath: Any = None,
+        save_weights_only: bool = False,
     ) -> None:
-        super().__init__(filepath, monitor, verbose, save_best_only=True, mode=mode, save_freq=save_freq)
+        path = filepath or f"best_model.{'weights.h5' if save_weights_only else 'keras'}"
+        super().__init__(
+            path,
+            monitor,
+            verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         """Save by batches, if `save_freq` is a number."""

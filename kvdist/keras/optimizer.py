@@ -10,21 +10,21 @@ then sees the same ones on all ranks, and all of them skip a step or none.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 
-from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
+from kvdist.collective import Adasum, Average, Compression, ProcessSet, ReduceOp, global_process_set
 from kvdist.collective.gradients import Distributed, ReduceOptions, put_before
 from kvdist.collective.reduction import NoneCompressor
-from kvdist.keras.values import averaged
+from kvdist.keras.values import averaged, value_of
 
 
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
-    *,
     device_dense: str = "",  # noqa: ARG001
     device_sparse: str = "",  # noqa: ARG001
     compression: type[NoneCompressor] = Compression.none,
@@ -33,11 +33,16 @@ def DistributedOptimizer(
     op: ReduceOp = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """Make an optimizer of Keras average its gradients over the ranks; return the same object.
 
-    A variable without a gradient takes part with zeros, so that the ranks always send the same list.
+    A variable without a gradient takes part with zeros, so that the ranks always send the same list. Ranks outside the
+    process set use their own gradients. The optimizer gets a method `register_local_var(variable)`: gradients of such a
+    variable stay each rank's own.
 
     Args:
         optimizer: built or not. Its learning rate is the user's to scale by the number of ranks.
@@ -46,11 +51,13 @@ def DistributedOptimizer(
         compression: `Compression.none` or `Compression.fp16`.
         sparse_as_dense: TensorFlow's `IndexedSlices` travel as dense tensors, not as rows that are gathered.
         gradient_predivide_factor: see `ReduceOptions.predivide_factor`.
-        op: Average or Sum.
+        op: Average, Sum or Adasum, which combines what each rank's own step changes, not the gradients.
         backward_passes_per_step: calls of `apply` whose gradients add up before they are reduced over the ranks and
             used once; `iterations` counts all calls.
         average_aggregated_gradients: the accumulated gradients are divided by the number of calls.
+        num_groups, groups: checked, and without effect: the gradients of a step travel together in any case.
         process_set: the ranks that take part.
+        scale_local_gradients: gradients of local variables are divided by the number of ranks.
 
     Raises:
         TypeError: the optimizer is not one of Keras 3.
@@ -63,6 +70,7 @@ def DistributedOptimizer(
             "the optimizer has gradient_accumulation_steps, and backward_passes_per_step would add up a second time:"
             " use one of them"
         )
+    check_groups(num_groups, groups)
     # Not the optimizer's own name, which each rank numbers by itself.
     called = name or f"gradients of {type(optimizer).__name__}"
     options = ReduceOptions(
@@ -73,8 +81,80 @@ def DistributedOptimizer(
         process_set,
         sparse_as_dense,
         backward_passes_per_step,
+        scales_local=scale_local_gradients,
     )
-    return distribute(optimizer, Distribution(options.require_linear(), average_aggregated_gradients))
+    return distribute(optimizer, Distribution(options.for_gradients(), average_aggregated_gradients))
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[NoneCompressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = Average,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """`DistributedOptimizer`, with the gradients of some layers each rank's own.
+
+    Args:
+        local_layers: a built layer of Keras, or some.
+        optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
+        groups, process_set, scale_local_gradients: see `DistributedOptimizer`.
+
+    Raises:
+        ValueError: `local_layers` has something else than layers.
+    """
+    local = variables_of(local_layers)
+    made = DistributedOptimizer(
+        optimizer,
+        name,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+    )
+    for variable in local:
+        made.register_local_var(variable)
+    return made
+
+
+def variables_of(local_layers: Any) -> list[Any]:
+    """The trainable variables of a layer, of some, or of none.
+
+    Raises:
+        ValueError: something is not a layer, or has not been built.
+    """
+    layers = [local_layers] if isinstance(local_layers, keras.layers.Layer) else list(local_layers or ())
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            raise ValueError(f"local_layers takes layers of Keras, not a {type(layer).__name__}: {layer!r}")
+        if not layer.built:
+            raise ValueError(f"the local layer {layer.name!r} has no variables yet; build the model first")
+    return [variable for layer in layers for variable in layer.trainable_weights]
+
+
+def check_groups(num_groups: int, groups: Any) -> None:
+    """Check Horovod's two arguments for groups of gradients.
+
+    Raises:
+        ValueError: they are neither a number of groups nor lists of variables.
+    """
+    if num_groups:
+        warnings.warn("num_groups is Horovod's older word for groups", DeprecationWarning, stacklevel=3)
+    chosen = num_groups or None if groups is None else groups
+    if chosen is not None and not isinstance(chosen, list) and not (isinstance(chosen, int) and chosen > 0):
+        raise ValueError(f"groups is {chosen!r}; it must be a positive number, or a list of lists of variables")
 
 
 class Distributing(Distributed):
@@ -86,6 +166,10 @@ class Distributing(Distributed):
         """Use the average of the ranks' gradients; None among them counts as zeros."""
         own: Callable[..., None] = super().apply  # type: ignore[misc]
         self.kvdist_distribution.apply(self, list(grads), trainable_variables, own)
+
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradients of a variable each rank's own."""
+        self.kvdist_distribution.keep_local(var)
 
 
 def distribute(optimizer: Any, distribution: Distribution) -> Any:
@@ -139,7 +223,7 @@ class Distribution:
     ) -> None:
         """Call the optimizer's own `apply` with the gradients of all ranks."""
         if self._options.passes == 1:
-            own(self._averaged(grads, variables), variables)
+            self._step(grads, variables, own)
             return
         if variables is None:
             raise ValueError("with backward_passes_per_step over 1, pass the variables to apply() too")
@@ -149,7 +233,7 @@ class Distribution:
 
         def step() -> None:
             factor = 1.0 / self._options.passes if self._divides else 1.0
-            own(self._averaged([total.value * factor for total in self._sums], variables), variables)
+            self._step([total.value * factor for total in self._sums], variables, own)
             for total in self._sums:
                 total.assign(keras.ops.zeros_like(total))
             self._count.assign(0)
@@ -158,8 +242,29 @@ class Distribution:
             keras.ops.equal(self._count, self._options.passes), step, lambda: _do(optimizer.iterations.assign_add(1))
         )
 
-    def _averaged(self, grads: list[Any], variables: Sequence[Any] | None) -> list[Any]:
-        return grads if self._options.ranks == 1 else averaged(grads, variables, self._options)
+    def keep_local(self, variable: Any) -> None:
+        """Keep the gradients of a variable each rank's own."""
+        value = value_of(variable)
+        self._options.local[id(value)] = value
+
+    def _step(self, grads: list[Any], variables: Sequence[Any] | None, own: Callable[..., None]) -> None:
+        if not self._options.has_others:
+            own(grads, variables)
+        elif self._options.op is not Adasum:
+            own(averaged(grads, variables, self._options), variables)
+        elif variables is None:
+            raise ValueError("with Adasum, pass the variables to apply() too")
+        else:
+            self._step_by_adasum(grads, variables, own)
+
+    def _step_by_adasum(self, grads: list[Any], variables: Sequence[Any], own: Callable[..., None]) -> None:
+        """Combine the changes of the ranks' own steps: rules with a state do not commute with Adasum."""
+        shared = [variable for variable in variables if id(value_of(variable)) not in self._options.local]
+        before = [keras.ops.copy(value_of(variable)) for variable in shared]
+        own(grads, variables)
+        changes = [value_of(variable) - start for variable, start in zip(shared, before, strict=True)]
+        for variable, start, change in zip(shared, before, averaged(changes, shared, self._options), strict=True):
+            variable.assign(start + change)
 
     def _add(self, grads: list[Any], variables: list[Any]) -> None:
         if self._count is None:

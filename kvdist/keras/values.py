@@ -6,6 +6,8 @@ On the torch backend variables and gradients are torch's tensors and go as they 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,15 +35,30 @@ def averaged(gradients: Sequence[Any], variables: Sequence[Any] | None, options:
     """
     if variables is None and any(gradient is None for gradient in gradients):
         raise ValueError("a gradient is None, but all ranks must send one: pass the variables to apply() too")
+    if options.local and variables is None:
+        raise ValueError("some variables are local: pass the variables to apply() too")
     if keras.backend.backend() == "tensorflow":
         from kvdist.collective.tensorflow_bridge import averaged_gradients
 
         return averaged_gradients(gradients, variables or [], options)
+    if not options.local:
+        return _reduced(gradients, variables or [], options)
+    values = [value_of(variable) for variable in variables or ()]
+    reduce = functools.partial(_reduced, options=options)
+    return options.reduce_shared(gradients, values, reduce, operator.truediv)
+
+
+def _reduced(gradients: Sequence[Any], variables: Sequence[Any], options: ReduceOptions) -> list[Any]:
     given = [
-        torch.zeros_like(variables[i].value) if gradient is None and variables is not None else gradient
+        torch.zeros_like(value_of(variables[i])) if gradient is None else gradient
         for i, gradient in enumerate(gradients)
     ]
     return options.reduce(given)
+
+
+def value_of(variable: Any) -> Any:
+    """The backend's variable behind one of Keras, or the variable itself."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def broadcast_values(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
@@ -73,9 +90,9 @@ def allreduce(
     value: Any,
     name: str | None = None,
     average: bool | None = None,
-    op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
+    op: ReduceOp | None = None,
     compression: type[NoneCompressor] = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> np.ndarray[Any, Any]:

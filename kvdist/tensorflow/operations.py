@@ -1,26 +1,71 @@
 """Horovod's operations on TensorFlow's tensors and variables: eager, in functions, in graphs of `tf.compat.v1`.
 
 Operations on tensors have gradients. Variables get equal values at once, within a function, or by a hook of a
-`MonitoredTrainingSession`.
+`MonitoredTrainingSession`. Accepted for compatibility, without effect: `device_dense` and `device_sparse`, where an op
+is placed, and `ignore_name_scope`, because names are the program's alone.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 import torch
 
 from kvdist import collective
-from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set, tensorflow_bridge
-from kvdist.collective.gradients import ReduceOptions
+from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, Sum, global_process_set, tensorflow_bridge
+from kvdist.collective.api import group_of
+from kvdist.collective.engine import current, using
 from kvdist.collective.reduction import NoneCompressor, op_of
-from kvdist.collective.tensorflow_bridge import averaged_gradients, call, same_shapes
+from kvdist.collective.tensorflow_bridge import (
+    call,
+    check_rows,
+    divided,
+    gathered,
+    named,
+    of_given,
+    of_gradient,
+    operation,
+    reduced,
+)
 
 
 def allreduce(
     tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[NoneCompressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """A tensor reduced over the ranks; arguments and errors as in `grouped_allreduce`."""
+    return grouped_allreduce(
+        [tensor],
+        average,
+        device_dense,
+        device_sparse,
+        compression,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
+        ignore_name_scope,
+        name,
+    )[0]
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
     average: bool | None = None,
     device_dense: str = "",  # noqa: ARG001
     device_sparse: str = "",  # noqa: ARG001
@@ -28,128 +73,339 @@ def allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:
-    """A tensor reduced over the ranks, averaged unless `op` says otherwise.
+    ignore_name_scope: bool = False,  # noqa: ARG001
+    name: str | None = None,
+) -> list[Any]:
+    """Tensors reduced over the ranks, as one unit, averaged unless `op` says otherwise.
 
-    Of `IndexedSlices` the ranks' rows are gathered, for Average and Sum.
+    Of `IndexedSlices` the ranks' rows are gathered; averages of integers are float64, as TensorFlow divides.
 
     Args:
-        tensor: what is reduced.
+        tensors: what is reduced: tensors, variables, `IndexedSlices`, of any shapes and dtypes.
         average: Horovod's older spelling of `op`: True for Average, False for Sum.
-        device_dense, device_sparse: accepted for compatibility, without effect.
-        compression: how it travels.
-        op: how the ranks' tensors are combined.
-        prescale_factor, postscale_factor: the tensor is multiplied before and after.
-        name: in messages.
+        device_dense, device_sparse, ignore_name_scope: accepted for compatibility, without effect.
+        compression: how tensors travel.
+        op: how the ranks' tensors are combined. Only Average and Sum have gradients, and take `IndexedSlices`.
+        prescale_factor, postscale_factor: tensors are multiplied before and after.
         process_set: the ranks that take part.
+        name: in messages.
+
+    Raises:
+        NotImplementedError: `IndexedSlices` with a factor or another `op`.
+        ValueError: both `average` and `op` are given.
     """
     chosen = op_of(average, op)
-    if isinstance(tensor, tf.IndexedSlices):
-        if prescale_factor != 1.0 or postscale_factor != 1.0:
-            raise ValueError("IndexedSlices are not scaled; convert them to a tensor, or leave the factors at 1.0")
-        options = ReduceOptions(name or "indexed slices", chosen, compression, process_set=process_set)
-        return averaged_gradients([tensor], [None], options.require_linear())[0]
-
-    factors: dict[str, Any] = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-
-    def reduced(value: torch.Tensor) -> torch.Tensor:
-        return collective.allreduce(
-            value, name=name, compression=compression, op=chosen, process_set=process_set, **factors
-        )
-
-    def gradient(_: Any, upstream: Any) -> Any:
-        return allreduce(upstream, op=chosen, name=_of_gradient(name), process_set=process_set, **factors)
-
-    return _with_gradient(tensor, reduced, gradient)
+    dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
+    slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
+    if slices and (prescale_factor != 1.0 or postscale_factor != 1.0):
+        raise NotImplementedError("IndexedSlices are not scaled; convert them to a tensor, or leave the factors at 1.0")
+    results = iter(reduced(dense, name, chosen, compression, prescale_factor, postscale_factor, process_set))
+    rows = iter(_summed_rows(slices, chosen, name, process_set))
+    return [next(rows) if isinstance(tensor, tf.IndexedSlices) else next(results) for tensor in tensors]
 
 
-def _with_gradient(
+def _summed_rows(slices: Sequence[Any], op: ReduceOp, name: str | None, process_set: ProcessSet) -> list[Any]:
+    if not slices:
+        return []
+    check_rows(op)
+    parts = [tf.convert_to_tensor(part) for one in slices for part in (one.values, one.indices)]
+    found = gathered(parts, name and f"rows of {name}", process_set)
+    whole = [
+        tf.IndexedSlices(values, indices, one.dense_shape)
+        for one, values, indices in zip(slices, found[::2], found[1::2], strict=True)
+    ]
+    return [divided(one, group_of(process_set).size) for one in whole] if op is Average else whole
+
+
+def allgather(
     tensor: Any,
-    work: Callable[[torch.Tensor], torch.Tensor],
-    gradient: Callable[[Any, Any], Any],
-    any_rows: bool = False,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Apply a function of a torch tensor.
+    """Gather the rows of all ranks, in rank order; arguments as in `grouped_allgather`."""
+    return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,  # noqa: ARG001
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Gather the rows of each tensor from all ranks, as one unit, in rank order.
 
     Args:
-        tensor: of TensorFlow.
-        work: the function.
-        gradient: makes the gradient of the tensor from the tensor and the gradient of the result.
-        any_rows: whether the result can have another number of rows than the tensor.
+        tensors: with at least one dimension; ranks may have different numbers of rows.
+        name: in messages.
+        ignore_name_scope: accepted for compatibility, without effect.
+        process_set: the ranks that take part.
     """
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator, unused-ignore]
-    def apply(value: Any) -> Any:
-        def of_list(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [work(tensors[0])]
-
-        def back(upstream: Any) -> Any:
-            return gradient(value, upstream)
-
-        (result,) = call(of_list, [value])
-        result.set_shape([None, *value.shape[1:]] if any_rows else value.shape)
-        return result, back
-
-    return apply(tf.convert_to_tensor(tensor))
-
-
-def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
-    """Gather the rows of all ranks, in rank order; ranks may have different numbers of rows."""
-
-    def gathered(value: torch.Tensor) -> torch.Tensor:
-        return collective.allgather(value, name, process_set)
-
-    def gradient(value: Any, upstream: Any) -> Any:
-        def own_rows(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            return [_own_rows(tensors[0], int(tensors[1]), name, process_set)]
-
-        return same_shapes(call(own_rows, [upstream, tf.shape(value)[0]], [value.dtype]), [value])[0]
-
-    return _with_gradient(tensor, gathered, gradient, any_rows=True)
-
-
-def _own_rows(upstream: torch.Tensor, rows: int, name: str | None, process_set: ProcessSet) -> torch.Tensor:
-    """This rank's rows of the averaged gradient of gathered rows."""
-    averaged = collective.allreduce(upstream, name=_of_gradient(name), op=Average, process_set=process_set)
-    counts = collective.allgather(torch.tensor([rows]), process_set=process_set).tolist()
-    before = sum(counts[: process_set.rank()])
-    return averaged[before : before + rows]
+    return gathered(tensors, name, process_set)
 
 
 def broadcast(
-    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,  # noqa: ARG001
+    process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """One rank's tensor, on all ranks."""
+    """One rank's tensor, on all ranks.
 
-    def sent(value: torch.Tensor) -> torch.Tensor:
-        return collective.broadcast_(value, root_rank, name, process_set)
+    Args:
+        tensor: of the same shape and dtype on all ranks.
+        root_rank: the rank among all whose tensor it is.
+        name: in messages.
+        ignore_name_scope: accepted for compatibility, without effect.
+        process_set: the ranks that take part.
+    """
+    tensor, name = tf.convert_to_tensor(tensor), named(name, "broadcast")
 
-    def gradient(_: Any, upstream: Any) -> Any:
-        averaged = allreduce(upstream, op=Average, name=_of_gradient(name), process_set=process_set)
-        return averaged if collective.rank() == root_rank else tf.zeros_like(averaged)
+    def work(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [collective.broadcast_(values[0], root_rank, name, process_set)]
 
-    return _with_gradient(tensor, sent, gradient)
+    def back(upstream: list[Any], _: list[Any]) -> list[Any]:
+        averages = of_given(lambda given: reduced(given, of_gradient(name), Average, process_set=process_set), upstream)
+        return averages if collective.rank() == root_rank else of_given(_zeros, averages)
+
+    return operation([tensor], work, back, [tensor.shape])[0]
 
 
-def grouped_allreduce(
-    tensors: list[Any],
-    op: ReduceOp = Average,
+def _zeros(tensors: Sequence[Any]) -> list[Any]:
+    # Not zeros_like: the other ranks wait for the average, so that it must be computed.
+    return [tensor * 0 for tensor in tensors]
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send each rank its rows of a tensor, and receive the rows for this rank, in rank order.
+
+    Args:
+        tensor: with at least one dimension.
+        splits: int32, the number of rows for each rank; None for equal parts. Rows beyond their sum stay here.
+        name: in messages.
+        ignore_name_scope: accepted for compatibility, without effect.
+        process_set: the ranks that take part.
+
+    Returns:
+        The rows; with `splits` also the number from each rank, int32.
+    """
+    tensor, name = tf.convert_to_tensor(tensor), named(name, "alltoall")
+    given = [] if splits is None else [tf.convert_to_tensor(splits)]
+
+    def work(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        sent = values[1] if given else _equal_parts(values[0], group_of(process_set).size)
+        rows, counts = collective.alltoall(values[0], sent, name, process_set)
+        return [rows, counts]
+
+    def back(upstream: list[Any], results: list[Any]) -> list[Any]:
+        if upstream[0] is None:
+            return [None] * (1 + len(given))
+        returned, _ = alltoall(upstream[0], results[1], of_gradient(name), ignore_name_scope, process_set)
+        kept = tf.shape(tensor)[0] - tf.shape(returned)[0]
+        return [tf.pad(returned, [[0, kept]] + [[0, 0]] * (tensor.shape.rank - 1))] + [None] * len(given)
+
+    shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else tensor.shape, [group_of(process_set).size]]
+    rows, counts = operation([tensor, *given], work, back, shapes, [tensor.dtype, tf.int32])
+    return rows if splits is None else (rows, counts)
+
+
+def _equal_parts(tensor: torch.Tensor, size: int) -> torch.Tensor | None:
+    """Equal numbers of rows as splits, or None where there are none, which the operation refuses."""
+    is_even = tensor.dim() > 0 and tensor.shape[0] % size == 0
+    return torch.full([size], tensor.shape[0] // size, dtype=torch.int32) if is_even else None
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
     compression: type[NoneCompressor] = Compression.none,
+    op: ReduceOp = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,  # noqa: ARG001
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """This rank's part of the rows of the reduced tensor; arguments as in `grouped_reducescatter`."""
+    return _scattered([tensor], device_dense, compression, op, process_set, prescale_factor, postscale_factor, name)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: type[NoneCompressor] = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """This rank's part of the rows of each reduced tensor, as one unit.
+
+    The first ranks have one row more where they do not divide.
+
+    Args:
+        tensors: with at least one dimension, of the same shapes and dtypes on all ranks.
+        device_dense: accepted for compatibility, without effect.
+        compression: how tensors travel.
+        op: Average or Sum.
+        process_set: the ranks that take part.
+        prescale_factor, postscale_factor: tensors are multiplied before and after.
+    """
+    return _scattered(tensors, device_dense, compression, op, process_set, prescale_factor, postscale_factor, None)
+
+
+def _scattered(
+    tensors: Sequence[Any],
+    device_dense: str,  # noqa: ARG001
+    compression: type[NoneCompressor],
+    op: ReduceOp,
+    process_set: ProcessSet,
+    prescale: float,
+    postscale: float,
+    name: str | None,
+) -> list[Any]:
+    tensors, name = [tf.convert_to_tensor(tensor) for tensor in tensors], named(name, "reducescatter")
+
+    def work(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        return collective.grouped_reducescatter(values, name, compression, op, process_set, prescale, postscale)
+
+    def back(upstream: list[Any], _: list[Any]) -> list[Any]:
+        factor = prescale * postscale * (group_of(process_set).size if op == Sum else 1)
+        given = [one if one is None or factor == 1.0 else one * tf.cast(factor, one.dtype) for one in upstream]
+        return of_given(lambda grads: gathered(grads, of_gradient(name), process_set), given)
+
+    shapes = [[None, *tensor.shape[1:]] if tensor.shape.rank else tensor.shape for tensor in tensors]
+    return operation(tensors, work, back, shapes) if tensors else []
+
+
+def join() -> Any:
+    """Take part in the others' allreduces with zeros, until all ranks have called this.
+
+    Returns:
+        The rank that called it last, int32, the same on all ranks.
+    """
+    return call(lambda _: [torch.tensor(collective.join(), dtype=torch.int32)], [], [tf.int32])[0]
+
+
+# Questions, answered when a graph is run.
+
+
+def rank_op(name: str | None = None) -> Any:
+    """The rank of this process, int32."""
+    return _answer(collective.rank, name or "rank")
+
+
+def local_rank_op(name: str | None = None) -> Any:
+    """The rank of this process on its machine, int32."""
+    return _answer(collective.local_rank, name or "local_rank")
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """The number of ranks of a process set, int32.
+
+    Raises:
+        ValueError: there is no such set; a graph raises an error of TensorFlow with the same text.
+    """
+    return _answer(functools.partial(_size_of, process_set_id), name or "size")
+
+
+def local_size_op(name: str | None = None) -> Any:
+    """The number of ranks on this machine, int32."""
+    return _answer(collective.local_size, name or "local_size")
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Whether this rank is a member of a process set, int32: 1 or 0; -1 before `init`, -3 for an unknown set."""
+    return _answer(functools.partial(_is_included, process_set_id), name or "process_set_included")
+
+
+def _size_of(number: int) -> int:
+    sets = current().sets
+    if number not in sets:
+        raise ValueError(f"there is no process set {number}; add_process_set() returns one with its process_set_id")
+    return len(sets[number])
+
+
+def _is_included(number: int) -> int:
+    if not collective.is_initialized():
+        return _NOT_INITIALIZED
+    members = current().sets.get(number)
+    return _UNKNOWN_SET if members is None else int(collective.rank() in members)
+
+
+_NOT_INITIALIZED, _UNKNOWN_SET = -1, -3
+"""Horovod's numbers."""
+
+
+def _answer(ask: Callable[[], int], name: str) -> Any:
+    """The answer to a question, by the engine that is current now, or else when a graph is run."""
+    made_in = weakref.ref(current()) if collective.is_initialized() else None
+
+    def run() -> Any:
+        engine = made_in() if made_in is not None else None
+        with contextlib.nullcontext() if engine is None else using(engine):
+            return np.int32(ask())
+
+    if tf.executing_eagerly():
+        return tf.constant(run())
+    answer = tf.numpy_function(run, [], tf.int32, stateful=True, name=name)
+    answer.set_shape([])
+    return answer
+
+
+# Objects.
+
+
+def broadcast_object(
+    obj: Any,
+    root_rank: int = 0,
+    session: Any = None,  # noqa: ARG001
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The object of one rank, as `kvdist.collective.broadcast_object`; the session is not used."""
+    return collective.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,  # noqa: ARG001
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """A function that gets an object and returns that of one rank; the session is not used."""
+    return lambda obj: collective.broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: Any,
+    session: Any = None,  # noqa: ARG001
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Tensors averaged or summed over the ranks, as one unit. Gradients do not pass through it."""
-    options = ReduceOptions(name or "tensors", ReduceOp(op), compression, process_set=process_set)
-    return averaged_gradients(tensors, tensors, options.require_linear())
-
-
-def _of_gradient(name: str | None) -> str | None:
-    return None if name is None else f"gradient of {name}"
+    """The objects of all ranks, as `kvdist.collective.allgather_object`; the session is not used."""
+    return collective.allgather_object(obj, name, process_set)
 
 
 # Variables.
+
+
+def broadcast_(
+    variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Replace variables by those of one rank, and return their values; arguments as in `broadcast_variables`."""
+    del name  # each variable has its own
+    done = tensorflow_bridge.broadcast_variables(variables, root_rank, process_set)
+    with tf.control_dependencies([] if done is None else [done]):
+        return [tensorflow_bridge.variable_of(variable).read_value() for variable in variables]
 
 
 def broadcast_variables(

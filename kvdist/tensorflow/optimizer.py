@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
+from kvdist.collective import Adasum, Average, Compression, ProcessSet, ReduceOp, global_process_set
 from kvdist.collective.gradients import Distributed, ReduceOptions, put_before
 from kvdist.collective.reduction import NoneCompressor
-from kvdist.collective.tensorflow_bridge import averaged_gradients
+from kvdist.collective.tensorflow_bridge import averaged_gradients, call, variable_of
 from kvdist.keras.optimizer import DistributedOptimizer as OfKeras
+from kvdist.keras.optimizer import check_groups, variables_of
+
+Groups = int | Sequence[Sequence[Any]] | None
 
 
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,
     use_locking: bool = False,  # noqa: ARG001
-    *,
     device_dense: str = "",
     device_sparse: str = "",
     compression: type[NoneCompressor] = Compression.none,
@@ -28,16 +30,21 @@ def DistributedOptimizer(
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
     average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Groups = None,
     process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """Make an optimizer average its gradients over the ranks; return the same object.
 
     Args:
-        optimizer: of Keras 3, or of `tf.compat.v1.train`, whose `compute_gradients` then gives averages.
+        optimizer: of Keras 3, or of `tf.compat.v1.train`, whose `compute_gradients` then gives averages; with Adasum it
+            gives this rank's gradients, and `apply_gradients` combines what the ranks' own steps change.
         name, use_locking: accepted for compatibility; the name is used in messages.
         device_dense, device_sparse, compression, sparse_as_dense, backward_passes_per_step, op,
-        gradient_predivide_factor, average_aggregated_gradients, process_set: see `kvdist.keras.DistributedOptimizer`.
-            Optimizers of `tf.compat.v1` have one backward pass per step.
+        gradient_predivide_factor, average_aggregated_gradients, num_groups, groups, process_set,
+        scale_local_gradients: see `kvdist.keras.DistributedOptimizer`. Optimizers of `tf.compat.v1` have one backward
+            pass per step.
 
     Raises:
         TypeError: it is neither.
@@ -49,9 +56,15 @@ def DistributedOptimizer(
                 "an optimizer of tf.compat.v1 has one backward pass per step; use one of Keras for more, or add the"
                 " gradients up in the graph"
             )
-        called = name or optimizer.get_name()
+        check_groups(num_groups, groups)
         options = ReduceOptions(
-            called, ReduceOp(op), compression, gradient_predivide_factor, process_set, sparse_as_dense
+            name or optimizer.get_name(),
+            ReduceOp(op),
+            compression,
+            gradient_predivide_factor,
+            process_set,
+            sparse_as_dense,
+            scales_local=scale_local_gradients,
         )
         return _become(optimizer, AveragedOptimizer, options)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -62,15 +75,18 @@ def DistributedOptimizer(
     return OfKeras(
         optimizer,
         name,
-        device_dense=device_dense,
-        device_sparse=device_sparse,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        process_set=process_set,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        gradient_predivide_factor,
+        op,
+        backward_passes_per_step,
+        average_aggregated_gradients,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
     )
 
 
@@ -79,13 +95,37 @@ class AveragedOptimizer(Distributed):
 
     kvdist_options: ReduceOptions
 
+    def register_local_var(self, var: Any) -> None:
+        """Keep the gradients of a variable each rank's own."""
+        _keep_local(self.kvdist_options, var)
+
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
         """Gradients and variables as the optimizer's own method gives them, the gradients averaged over the ranks."""
         own: Callable[..., Any] = super().compute_gradients  # type: ignore[misc]
-        pairs = own(*args, **kwargs)
+        pairs: list[tuple[Any, Any]] = own(*args, **kwargs)
+        if self.kvdist_options.op is Adasum:
+            return pairs
         gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
         averaged = averaged_gradients(gradients, variables, self.kvdist_options)
         return list(zip(averaged, variables, strict=True))
+
+    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
+        """Use the gradients, with Adasum followed by the Adasum of what that changed."""
+        own: Callable[..., Any] = super().apply_gradients  # type: ignore[misc]
+        pairs, options = list(grads_and_vars), self.kvdist_options
+        if options.op is not Adasum or not options.has_others:
+            return own(pairs, global_step, name)
+        shared = [one for gradient, one in pairs if gradient is not None and id(variable_of(one)) not in options.local]
+        # Copies by way of NumPy: what TensorFlow reads of a variable can share its memory.
+        before = call(list, [one.read_value() for one in shared])
+        with tf.control_dependencies(before):
+            applied = own(pairs, global_step, name)
+        with tf.control_dependencies([] if applied is None else [applied]):
+            changes = [one.read_value() - start for one, start in zip(shared, before, strict=True)]
+        combined = averaged_gradients(changes, shared, options)
+        return tf.group(
+            *(one.assign(start + change) for one, start, change in zip(shared, before, combined, strict=True))
+        )
 
 
 class AveragedTape(Distributed):
@@ -93,17 +133,38 @@ class AveragedTape(Distributed):
 
     kvdist_options: ReduceOptions
 
-    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+    def register_local_source(self, source: Any) -> None:
+        """Keep the gradients of a source each rank's own."""
+        _keep_local(self.kvdist_options, source)
+
+    def gradient(self, target: Any, sources: Any, *args: Any, use_generic_names: bool = False, **kwargs: Any) -> Any:
         """The gradients as the tape's own method gives them, averaged over the ranks."""
+        del use_generic_names  # Horovod's, for names that are not used here
         own: Callable[..., Any] = super().gradient  # type: ignore[misc]
         gradients = own(target, sources, *args, **kwargs)
         flat = tf.nest.flatten(gradients)
         averaged = averaged_gradients(flat, tf.nest.flatten(sources), self.kvdist_options)
         return tf.nest.pack_sequence_as(gradients, averaged)
 
+    def get_local_and_global_gradients(
+        self, target: Any, sources: Any, *args: Any, **kwargs: Any
+    ) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+        """Return the pairs of source and gradient of local sources, and those of all others."""
+        local: list[tuple[Any, Any]] = []
+        shared: list[tuple[Any, Any]] = []
+        for source, gradient in zip(sources, self.gradient(target, sources, *args, **kwargs), strict=True):
+            pairs = local if id(variable_of(source)) in self.kvdist_options.local else shared
+            pairs.append((source, gradient))
+        return local, shared
+
+
+def _keep_local(options: ReduceOptions, variable: Any) -> None:
+    value = variable_of(variable)
+    options.local[id(value)] = value
+
 
 def _become(instance: Any, front: type, options: ReduceOptions) -> Any:
-    options.require_linear()
+    options.for_gradients()
     put_before(instance, front)
     instance.kvdist_options = options
     return instance
@@ -117,19 +178,77 @@ def DistributedGradientTape(
     sparse_as_dense: bool = False,
     op: ReduceOp = Average,
     gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
     process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
 ) -> Any:
     """Make a tape's `gradient` return averages over the ranks; return the same object.
 
-    A source without a gradient takes part with zeros.
+    A source without a gradient takes part with zeros. The tape gets a method `register_local_source(source)`: gradients
+    of such a source stay each rank's own.
 
     Args:
         gradtape: a `tf.GradientTape`.
         device_dense, device_sparse: accepted for compatibility, without effect.
-        compression, sparse_as_dense, op, gradient_predivide_factor, process_set: see `DistributedOptimizer`.
+        op: Average, Sum, or Adasum of the gradients.
+        compression, sparse_as_dense, gradient_predivide_factor, num_groups, groups, process_set,
+        scale_local_gradients: see `kvdist.keras.DistributedOptimizer`.
 
     Raises:
         ValueError: it is wrapped already, or the arguments contradict each other.
     """
-    options = ReduceOptions("tape", ReduceOp(op), compression, gradient_predivide_factor, process_set, sparse_as_dense)
+    check_groups(num_groups, groups)
+    options = ReduceOptions(
+        "tape",
+        ReduceOp(op),
+        compression,
+        gradient_predivide_factor,
+        process_set,
+        sparse_as_dense,
+        scales_local=scale_local_gradients,
+    )
     return _become(gradtape, AveragedTape, options)
+
+
+def PartialDistributedGradientTape(
+    gradtape: Any,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[NoneCompressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """`DistributedGradientTape`, with the gradients of some layers each rank's own.
+
+    Args:
+        local_layers: a built layer of Keras, or some.
+        gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,
+        groups, process_set, scale_local_gradients: see `DistributedGradientTape`.
+
+    Raises:
+        ValueError: `local_layers` has something else than layers.
+    """
+    local = variables_of(local_layers)
+    tape = DistributedGradientTape(
+        gradtape,
+        device_dense,
+        device_sparse,
+        compression,
+        sparse_as_dense,
+        op,
+        gradient_predivide_factor,
+        num_groups,
+        groups,
+        process_set,
+        scale_local_gradients,
+    )
+    for variable in local:
+        tape.register_local_source(variable)
+    return tape

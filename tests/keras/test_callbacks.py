@@ -241,3 +241,17 @@ def test_the_best_model_is_written_by_rank_0_alone(keras, hvd, tmp_path):
 
     returned(run_ranks(2, train))
     assert [path.name for path in tmp_path.iterdir()] == ["0.keras"]
+
+
+def test_the_best_weights_are_written_alone(keras, hvd, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def train(rank):
+        model = linear(keras, "sgd")
+        model.fit(*data(), verbose=0, callbacks=[hvd.callbacks.BestModelCheckpoint("loss", save_weights_only=True)])
+        return weights(model)
+
+    ((kernel, bias),) = returned(run_ranks(1, train))
+    again = linear(keras, "sgd", seed=5)
+    again.load_weights(tmp_path / "best_model.weights.h5")
+    assert [kernel.tolist(), bias.tolist()] == [array.tolist() for array in weights(again)]

@@ -130,7 +130,7 @@ def test_what_cannot_be_wrapped_is_refused_with_a_reason(keras, hvd):
         hvd.DistributedOptimizer(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), backward_passes_per_step=2)
     with pytest.raises(ValueError, match="is for op=Average"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Sum, gradient_predivide_factor=2.0)
-    with pytest.raises(ValueError, match="Average or Sum"):
+    with pytest.raises(ValueError, match="Average, Sum or Adasum"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=4)
 
 
@@ -142,3 +142,66 @@ def test_a_missing_gradient_without_variables_is_refused(keras, hvd):
             optimizer.apply([None])
 
     returned(run_ranks(2, step))
+
+
+def test_local_variables_keep_their_own_gradients(keras, hvd):
+    def step(rank, options):
+        shared, local = variables(keras, (1,), (1,))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+        optimizer.register_local_var(local)
+        optimizer.apply([torch.full((1,), rank + 1.0)] * 2, [shared, local])
+        return [keras.ops.convert_to_numpy(one).tolist() for one in (shared, local)]
+
+    assert returned(run_ranks(2, step, {})) == [[[-1.5], [-0.5]], [[-1.5], [-1.0]]]
+    assert returned(run_ranks(2, step, {"scale_local_gradients": False})) == [[[-1.5], [-1.0]], [[-1.5], [-2.0]]]
+
+
+def test_the_layers_of_a_partial_optimizer_are_local(keras, hvd):
+    def train(rank):
+        first, second = keras.layers.Dense(2), keras.layers.Dense(1)
+        model = keras.Sequential([keras.Input((3,)), first, second])
+        optimizer = hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=[first])
+        model.compile(optimizer=optimizer, loss="mse")
+        local = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=first.trainable_weights)
+        model.fit(*data(rank, 2), verbose=0, callbacks=[local])
+        return weights(model)
+
+    first, second = returned(run_ranks(2, train))
+    assert [np.array_equal(one, other) for one, other in zip(first, second, strict=True)] == [False, False, True, True]
+
+
+def test_local_layers_are_layers_and_built(keras, hvd):
+    with pytest.raises(ValueError, match="takes layers of Keras, not a str"):
+        hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=["dense"])
+    with pytest.raises(ValueError, match="has no variables yet"):
+        hvd.PartialDistributedOptimizer(keras.optimizers.SGD(0.1), local_layers=keras.layers.Dense(1))
+
+
+def test_adasum_adds_steps_that_are_orthogonal_and_averages_parallel_ones(keras, hvd):
+    def step(rank, gradients):
+        (weight,) = variables(keras, (2,))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.5), op=hvd.Adasum)
+        optimizer.apply([torch.tensor(gradients[rank])], [weight])
+        return keras.ops.convert_to_numpy(weight).tolist()
+
+    # The first step of Adam is the learning rate, whatever the gradient: the changes are combined, not the gradients.
+    for gradients, expected in (([[3.0, 0.0], [0.0, 7.0]], [-0.5, -0.5]), ([[3.0, 3.0], [7.0, 7.0]], [-0.5, -0.5])):
+        for found in returned(run_ranks(2, step, gradients)):
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_ranks_outside_the_process_set_use_their_own_gradients(keras, hvd):
+    def step(rank):
+        (weight,) = variables(keras, (1,))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=hvd.add_process_set([0, 1]))
+        optimizer.apply([torch.full((1,), rank + 1.0)], [weight])
+        return keras.ops.convert_to_numpy(weight).tolist()
+
+    assert returned(run_ranks(3, step)) == [[-1.5], [-1.5], [-3.0]]
+
+
+def test_groups_of_gradients_are_checked(keras, hvd):
+    with pytest.raises(ValueError, match="groups is 0; it must be a positive number"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), groups=0)
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        assert hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), num_groups=2) is not None

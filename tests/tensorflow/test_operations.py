@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import kvdist.tensorflow as hvd
-from kvdist.errors import ConfigError
+from kvdist.errors import CollectiveMismatch, ConfigError
 from tests.collective.ranks import returned, run_ranks
 from tests.keras.models import of_keras
 
@@ -47,6 +49,24 @@ def test_operations_of_a_session_give_the_same_values():
     assert returned(run_ranks(2, operate)) == [[[1.5, 4.0], [1.0, 4.0, 2.0, 4.0], [1.0, 4.0]]] * 2
 
 
+def test_several_operations_of_one_run_of_a_session_find_each_other_in_any_order():
+    # Threads of its own for each rank, one at least for each operation that waits.
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=8, use_per_session_threads=True)
+
+    def operate(rank):
+        with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
+            x = tf.constant([rank + 1.0, 4.0])
+            sums = [hvd.allreduce(x * i, op=hvd.Sum) for i in range(3)]
+            run = [*sums, hvd.allgather(x[:1]), hvd.broadcast(x, 1)]
+            # Each rank makes its own ones wait for another.
+            with tf.control_dependencies([sums[2] if rank else sums[0]]):
+                last = tf.identity(sums[0] if rank else sums[2])
+            return [lists(session.run([*run, last])[:5]) for _ in range(3)][-1]
+
+    expected = [[0.0, 0.0], [3.0, 8.0], [6.0, 16.0], [1.0, 2.0], [2.0, 4.0]]
+    assert returned(run_ranks(2, operate)) == [expected] * 2
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
 def test_every_type_keeps_its_type(dtype):
     def operate(rank):
@@ -75,6 +95,153 @@ def test_gradients_pass_through_as_horovods_do():
     first, second = returned(run_ranks(2, operate))
     assert first == {"sum": [2.0, 2.0], "average": [1.0, 1.0], "gather": [0.0, 1.0], "broadcast": [0.0, 0.0]}
     assert second == {"sum": [2.0, 2.0], "average": [1.0, 1.0], "gather": [2.0, 3.0], "broadcast": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_rows_are_exchanged_and_scattered(mode):
+    def operate(rank):
+        def values(x):
+            rows = tf.reshape(x, [4, 1])
+            sent, counts = hvd.alltoall(rows, tf.constant([1, 2]))
+            return (
+                hvd.alltoall(x),
+                sent,
+                counts,
+                hvd.reducescatter(x),
+                hvd.reducescatter(x[:3], op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5),
+                *hvd.grouped_reducescatter([x, rows], op=hvd.Sum),
+                *hvd.grouped_allgather([x[:1], rows[rank:1]]),
+                *hvd.grouped_allreduce([x[:2], x[2:]], op=hvd.Max),
+                *hvd.grouped_allreduce([x[:2], tf.constant([rank + 2])], op=hvd.Product, prescale_factor=1.0),
+                *hvd.grouped_allreduce([x[:2]], average=False, postscale_factor=0.5),
+            )
+
+        return lists((tf.function(values) if mode == "function" else values)(tf.range(4.0) + 10.0 * rank))
+
+    gathered = [[0.0, 10.0], [[0.0]]]
+    reduced = [[10.0, 11.0], [12.0, 13.0], [0.0, 11.0], [6], [5.0, 6.0]]
+    first, second = returned(run_ranks(2, operate))
+    assert first[:3] == [[0.0, 1.0, 10.0, 11.0], [[0.0], [10.0]], [1, 1]]
+    assert second[:3] == [[2.0, 3.0, 12.0, 13.0], [[1.0], [2.0], [11.0], [12.0]], [2, 2]]
+    assert first[3:7] == [[5.0, 6.0], [10.0, 12.0], [10.0, 12.0], [[10.0], [12.0]]]
+    assert second[3:7] == [[7.0, 8.0], [14.0], [14.0, 16.0], [[14.0], [16.0]]]
+    assert first[7:] == second[7:] == gathered + reduced
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_operation_with_a_gradient_has_horovods(ranks):
+    """Horovod's rules: those of the ops that `horovod/tensorflow/mpi_ops.py` registers gradients for."""
+
+    def operate(rank):
+        @tf.function
+        def gradients(x):
+            own = float(rank + 1)
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                slices = tf.IndexedSlices(x, tf.range(ranks))
+                results = {
+                    "grouped sum": hvd.grouped_allreduce([x, 2.0 * x], op=hvd.Sum, prescale_factor=0.5),
+                    "grouped average": hvd.grouped_allreduce([x, x]),
+                    "rows of slices": hvd.allreduce(slices).values,
+                    "grouped gather": hvd.grouped_allgather([x, 3.0 * x]),
+                    "alltoall": hvd.alltoall(x),
+                    "alltoall of some": hvd.alltoall(x, tf.constant([1] + [0] * (ranks - 1)))[0],
+                    "scatter sum": hvd.reducescatter(x, op=hvd.Sum, postscale_factor=3.0),
+                    "scatter average": hvd.reducescatter(x),
+                    "grouped scatter": hvd.grouped_reducescatter([x, x], op=hvd.Sum),
+                }
+                losses = {
+                    name: tf.add_n([tf.reduce_sum(one) * own for one in tf.nest.flatten(result)])
+                    for name, result in results.items()
+                }
+            return {name: tape.gradient(loss, x) for name, loss in losses.items()}
+
+        found = gradients(tf.ones(ranks))
+        return {name: np.array(value).tolist() for name, value in found.items()}
+
+    mean = (ranks + 1) / 2
+    every = [float(rank + 1) for rank in range(ranks)]
+    for rank, found in enumerate(returned(run_ranks(ranks, operate))):
+        assert found == {
+            "grouped sum": [0.5 * 3 * mean * ranks] * ranks,
+            "grouped average": [2 * mean] * ranks,
+            "rows of slices": [mean / ranks] * ranks,
+            "grouped gather": [4 * mean] * ranks,
+            "alltoall": every,
+            "alltoall of some": [1.0] + [0.0] * (ranks - 1),
+            "scatter sum": [3 * ranks * one for one in every],
+            "scatter average": every,
+            "grouped scatter": [2 * ranks * one for one in every],
+        }, rank
+
+
+def test_a_gradient_of_averaged_gradients_is_averaged_again():
+    def operate(rank):
+        x = tf.constant([rank + 1.0])
+        with tf.GradientTape() as outer:
+            outer.watch(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = x**3
+            (slope,) = hvd.DistributedGradientTape(inner).gradient(loss, [x])
+        return slope.numpy().tolist(), outer.gradient(slope, x).numpy().tolist()
+
+    # The slope is 3 x^2, on average 7.5, and its own slope 6 x times the average of the ranks' ones.
+    assert returned(run_ranks(2, operate)) == [([7.5], [6.0]), ([7.5], [12.0])]
+
+
+def test_an_operator_without_a_gradient_says_so():
+    def operate(rank):
+        x = tf.constant([1.0])
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            largest = hvd.allreduce(x, op=hvd.Max)
+        with pytest.raises(RuntimeError, match="allreduce with Max has no gradient"):
+            tape.gradient(largest, x)
+        return True
+
+    assert returned(run_ranks(1, operate)) == [True]
+
+
+def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel():
+    def operate(rank):
+        unit = tf.one_hot(rank, 2)
+        return lists([hvd.allreduce(unit, op=hvd.Adasum), hvd.allreduce(tf.ones(3), op=hvd.Adasum)])
+
+    assert returned(run_ranks(2, operate)) == [[[1.0, 1.0], [1.0, 1.0, 1.0]]] * 2
+
+
+@pytest.mark.parametrize("mode", ["eager", "session"])
+def test_questions_are_answered_when_they_are_run(mode):
+    def operate(rank):
+        one = hvd.add_process_set([1])
+        with contextlib.ExitStack() as stack:
+            if mode == "session":
+                stack.enter_context(tf.Graph().as_default())
+            number = one.process_set_id
+            answers = [hvd.rank_op(), hvd.local_rank_op(), hvd.size_op(), hvd.size_op(number), hvd.local_size_op()]
+            answers += [hvd.process_set_included_op(number), hvd.process_set_included_op(77)]
+            return stack.enter_context(tf.compat.v1.Session()).run(answers) if mode == "session" else lists(answers)
+
+    assert returned(run_ranks(2, operate)) == [[0, 0, 2, 1, 2, 0, -3], [1, 1, 2, 1, 2, 1, -3]]
+
+
+def test_a_rank_that_joins_takes_part_with_zeros():
+    def operate(rank):
+        total = [] if rank else hvd.allreduce(tf.constant([4.0])).numpy().tolist()
+        return total, hvd.join().numpy().tolist()
+
+    assert returned(run_ranks(2, operate)) == [([2.0], 0), ([], 0)]
+
+
+def test_variables_are_replaced_in_place_and_objects_sent():
+    def operate(rank):
+        variable = tf.Variable([float(rank)])
+        values = hvd.broadcast_([variable], 1)
+        send = hvd.broadcast_object_fn(root_rank=1)
+        return lists([values[0], variable]), send({"rank": rank}), hvd.allgather_object(rank, None, "ranks")
+
+    assert returned(run_ranks(2, operate)) == [([[1.0], [1.0]], {"rank": 1}, [0, 1])] * 2
 
 
 def test_many_operations_of_a_function_are_done_in_the_order_of_the_program():
@@ -107,6 +274,19 @@ def test_rows_of_indexed_slices_are_gathered_and_averaged():
     assert returned(run_ranks(2, operate)) == [([0, 0, 1], [[4.0, 4.0], [2.0, 2.0], [0.0, 0.0]])] * 2
 
 
+def test_rows_of_integers_are_divided_as_tensorflow_divides():
+    def operate(rank):
+        rows = tf.IndexedSlices(tf.constant([[3]]), tf.constant([rank]), tf.constant([2, 1]))
+        mean, total = hvd.grouped_allreduce([rows, tf.constant([1, 3])])[0], hvd.allreduce(rows, op=hvd.Sum)
+        with pytest.raises(NotImplementedError, match="Average or Sum, not Max"):
+            hvd.allreduce(rows, op=hvd.Max)
+        with pytest.raises(NotImplementedError, match="not scaled"):
+            hvd.allreduce(rows, prescale_factor=2.0)
+        return mean.values.dtype.name, mean.values.numpy().tolist(), total.values.dtype.name
+
+    assert returned(run_ranks(2, operate)) == [("float64", [[1.5], [1.5]], "int32")] * 2
+
+
 def test_variables_of_tensorflow_and_keras_become_those_of_the_root():
     def operate(rank):
         import keras
@@ -124,6 +304,12 @@ def test_an_error_reaches_the_program_eagerly_and_from_a_graph():
     def operate(rank):
         with pytest.raises(ValueError, match="root_rank 5"):
             hvd.broadcast(tf.zeros(2), 5)
+        with pytest.raises(tf.errors.InvalidArgumentError, match="root_rank 5"):
+            hvd.broadcast(tf.zeros(2), 5)
+        with pytest.raises(CollectiveMismatch, match="different operations"):
+            hvd.allreduce(tf.zeros(2 + rank))
+        with pytest.raises(tf.errors.FailedPreconditionError, match="different operations"):
+            hvd.allreduce(tf.zeros(2 + rank))
         with pytest.raises(tf.errors.OpError, match="root_rank 5"):
             tf.function(lambda: hvd.broadcast(tf.zeros(2), 5))()
         return True

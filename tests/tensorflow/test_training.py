@@ -151,3 +151,131 @@ def test_what_cannot_be_done_is_refused_with_a_reason():
         pass
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape))
+
+
+def test_local_layers_keep_their_gradients_which_are_divided_by_the_number_of_ranks():
+    def step(rank):
+        shared, local = keras.layers.Dense(1, use_bias=False), keras.layers.Dense(1, use_bias=False)
+        model = keras.Sequential([keras.Input((1,)), shared, local])
+        model.set_weights([np.array([[1.0]]), np.array([[1.0]])])
+
+        def found(**options):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(tf.constant([[rank + 1.0]])))
+            tape = hvd.PartialDistributedGradientTape(tape, local_layers=local, **options)
+            pairs = tape.get_local_and_global_gradients(loss, model.trainable_variables)
+            return [[float(gradient[0, 0]) for _, gradient in part] for part in pairs]
+
+        return found(), found(scale_local_gradients=False)
+
+    # Both gradients are the input, 1 and 2: halved where local, 1.5 on average.
+    assert returned(run_ranks(2, step)) == [([[0.5], [1.5]], [[1.0], [1.5]]), ([[1.0], [1.5]], [[2.0], [1.5]])]
+
+
+def test_an_optimizer_of_sessions_keeps_local_variables_and_combines_steps_by_adasum():
+    def train(rank, op, is_local):
+        with tf.Graph().as_default(), v1.Session() as session:
+            weight = v1.get_variable("weight", initializer=tf.constant([5.0, 5.0]))
+            loss = tf.reduce_sum(weight * tf.one_hot(rank, 2))
+            optimizer = hvd.DistributedOptimizer(v1.train.MomentumOptimizer(1.0, 0.9), op=op)
+            if is_local:
+                optimizer.register_local_var(weight)
+            train_op = optimizer.minimize(loss)
+            session.run(v1.global_variables_initializer())
+            session.run(train_op)
+            return session.run(weight).tolist()
+
+    # Orthogonal changes are added; a mean would be half of them.
+    assert returned(run_ranks(2, train, hvd.Adasum, False)) == [[4.0, 4.0]] * 2
+    assert returned(run_ranks(2, train, hvd.Average, False)) == [[4.5, 4.5]] * 2
+    assert returned(run_ranks(2, train, hvd.Average, True)) == [[4.5, 5.0], [5.0, 4.5]]
+
+
+def test_two_optimizers_of_one_class_step_in_one_run_of_a_session():
+    def train(rank):
+        with tf.Graph().as_default(), v1.Session() as session:
+            weights = [v1.get_variable(f"weight{i}", initializer=tf.zeros(i + 1)) for i in range(2)]
+            steps = [
+                hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0)).minimize(
+                    tf.reduce_sum(weight) * (rank + 1.0), var_list=[weight]
+                )
+                for weight in weights
+            ]
+            session.run(v1.global_variables_initializer())
+            session.run(steps)
+            return [array.tolist() for array in session.run(weights)]
+
+    assert returned(run_ranks(2, train)) == [[[-1.5], [-1.5, -1.5]]] * 2
+
+
+def test_a_process_set_trains_together_and_other_ranks_alone():
+    def step(rank):
+        pair = hvd.add_process_set([0, 1])
+        weight = tf.Variable([1.0])
+        with tf.GradientTape() as tape:
+            loss = weight * (rank + 1.0)
+        (found,) = hvd.DistributedGradientTape(tape, process_set=pair).gradient(loss, [weight])
+        return found.numpy().tolist()
+
+    assert returned(run_ranks(3, step)) == [[1.5], [1.5], [3.0]]
+
+
+@pytest.mark.parametrize("groups", [0, -1, "two"])
+def test_groups_are_numbers_or_lists_of_variables(groups):
+    def make(rank):
+        hvd.DistributedGradientTape(tf.GradientTape(), groups=2)
+        hvd.DistributedGradientTape(tf.GradientTape(), groups=[[tf.Variable(1.0)]])
+        with pytest.raises(ValueError, match="must be a positive number, or a list"):
+            hvd.DistributedGradientTape(tf.GradientTape(), groups=groups)
+        with pytest.warns(DeprecationWarning, match="num_groups"):
+            hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2)
+        return True
+
+    assert returned(run_ranks(1, make)) == [True]
+
+
+def test_batches_of_all_ranks_are_normalised_as_one():
+    """The oracle is Keras' own layer with the whole batch; float32, sums in another order."""
+    x = np.random.default_rng(0).normal(3.0, 2.0, (8, 5)).astype(np.float32)
+    up = np.random.default_rng(1).normal(size=(8, 5)).astype(np.float32)
+
+    def normalise(layer, rows, upstream):
+        inputs = tf.constant(rows)
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            result = layer(inputs, training=True)
+        gradients = tape.gradient(result, [inputs, *layer.trainable_variables], tf.constant(upstream))
+        return [np.array(one) for one in (result, *gradients, *layer.non_trainable_variables)]
+
+    def train(rank):
+        return normalise(hvd.SyncBatchNormalization(momentum=0.5), x[rank * 4 :][:4], up[rank * 4 :][:4])
+
+    whole = normalise(keras.layers.BatchNormalization(momentum=0.5), x, up)
+    ranks = returned(run_ranks(2, train))
+    for i, join in enumerate([np.concatenate, np.concatenate, sum, sum, np.mean, np.mean]):
+        parts = [rank[i] for rank in ranks]
+        ours = join(parts, axis=0) if join is np.mean else join(parts)
+        np.testing.assert_allclose(ours, whole[i], rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_count_equally_in_a_normalisation_whatever_their_batches():
+    def train(rank):
+        layer = hvd.SyncBatchNormalization(momentum=0.0)
+        layer(tf.constant([[4.0]] * 3 if rank else [[0.0]]), training=True)
+        return layer.moving_mean.numpy().tolist(), layer.moving_variance.numpy().tolist()
+
+    assert returned(run_ranks(2, train)) == [([2.0], [4.0])] * 2
+
+
+def test_normalisation_over_ranks_is_saved_and_is_not_fused():
+    layer = hvd.SyncBatchNormalization(momentum=0.5)
+    assert keras.layers.deserialize(keras.layers.serialize(layer)).momentum == 0.5
+    with pytest.raises(ValueError, match="fused=True"):
+        hvd.SyncBatchNormalization(fused=True)
+
+
+def test_compressions_cast_tensors_of_tensorflow():
+    for compression, dtype in ((hvd.Compression.fp16, tf.float16), (hvd.Compression.bf16, tf.bfloat16)):
+        small, ctx = compression.compress(tf.ones(2, tf.float64))
+        assert (small.dtype, compression.decompress(small, ctx).dtype) == (dtype, tf.float64)
+        assert compression.compress(tf.ones(2, tf.int32))[0].dtype == tf.int32
