@@ -87,9 +87,14 @@ def losses(net, step, rank=0, size=1):
     return found, torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
 
 
+SGD = {"lr": RATE, "momentum": 0.9, "weight_decay": 0.01}
+ADAMW = {"lr": RATE, "betas": (0.8, 0.95), "weight_decay": 0.05}
 OPTIMIZERS = {
-    "sgd": ("sgd", {"wd": 0.01}, lambda parameters: torch.optim.SGD(parameters, lr=RATE, weight_decay=0.01)),
+    "sgd": ("sgd", {"learning_rate": RATE, "wd": 0.01}, lambda own: torch.optim.SGD(own, lr=RATE, weight_decay=0.01)),
+    "torch.sgd": ("torch.sgd", SGD, lambda own: torch.optim.SGD(own, **SGD)),
+    "torch.adamw": ("torch.adamw", ADAMW, lambda own: torch.optim.AdamW(own, **ADAMW)),
 }
+"""Ours by name, with its numbers, and torch's. `sgd` without momentum is torch's."""
 
 
 @functools.cache
@@ -118,7 +123,7 @@ def compare(found, optimizer, clip):
 def trainer_of(net, optimizer, **how):
     name, numbers, _ = OPTIMIZERS[optimizer]
     with kv.create("dist") as store:
-        yield Trainer(net.named_parameters(), name, {"learning_rate": RATE, **numbers}, kvstore=store, **how), store
+        yield Trainer(net.named_parameters(), name, dict(numbers), kvstore=store, **how), store
 
 
 def by_mean(optimizer, **how):
