@@ -174,7 +174,7 @@ for _ in range(100):
     job = Job(popen, tmp_path, body, KVDIST_STALL_CHECK_S="1")
     job.wait_for("ready")
     job.signal(2, signal.SIGSTOP)
-    job.wait_for("rank 2 on host", [0])
+    job.wait_for("for rank 2 (", [0])
     job.signal(2, signal.SIGCONT)
     assert job.ends() == [0, 0, 0]
     assert "for allreduce 'again'" in job.said(0)
