@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BRIDGE = ROOT / "examples" / "mxnet_bridge"
 ENVIRONMENTS = {"1.9.1": ".venv-bridge", "2.0.0b1": ".venv-bridge-2"}
 PROGRAMS = ROOT / "tests" / "integration" / "programs"
-TIMEOUT_S = 150.0
+TIMEOUT_S = 240.0
 """For processes that import MXNet, on a machine that runs other tests beside it."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 20)]
