@@ -21,7 +21,8 @@ def run(job, tmp_path, name, *arguments, ranks=2):
     """Run a program at some ranks; of each what it says of itself, once all have the same weights."""
     paths = [str(PROGRAMS / name), *map(str, arguments)]
     for rank in range(ranks):
-        variables = as_of_torchrun(rank, ranks, job.port)
+        # TensorFlow imports what it makes of a function from a temporary file, and leaves its compiled form there.
+        variables = {**as_of_torchrun(rank, ranks, job.port), "PYTHONDONTWRITEBYTECODE": "1"}
         job.start(f"rank-{rank}", ["env", "-C", str(tmp_path), sys.executable, *paths], **variables)
     job.succeed(TIMEOUT_S)
     return reports("\n".join(job.processes[f"rank-{rank}"].text for rank in range(ranks)), ranks)
