@@ -28,7 +28,7 @@ CHANGING = ("learning_rate", "wd", "momentum", "beta1", "beta2")
 """The optimizer's numbers that may change where the workers update; not every rule has all."""
 
 
-class Part(enum.IntEnum):
+class NextStep(enum.IntEnum):
     """What a worker says before a step."""
 
     LEFT = -1
@@ -59,7 +59,7 @@ class Join:
             store.agree(f"begins trainer.join() with {own}, and numbers of the digest {digest:08x} in all")
         store.init([STATE, NUMBERS], [np.zeros(store.num_workers), np.zeros(len(self._numbers()))])
 
-    def meet(self, part: Part) -> bool:
+    def meet(self, part: NextStep) -> bool:
         """Say what this worker does in the next step, and hear the others.
 
         Returns:
@@ -71,24 +71,24 @@ class Join:
         parts = np.zeros(self._store.num_workers)
         parts[self._store.rank] = part
         self._store.pushpull(STATE, parts)
-        left = np.flatnonzero(parts == Part.LEFT)
-        if len(left) and part is not Part.LEFT:
+        left = np.flatnonzero(parts == NextStep.LEFT)
+        if len(left) and part is not NextStep.LEFT:
             self._has_ended = True
             names = ", ".join(f"worker-{rank}" for rank in left)
             raise RuntimeError(
                 f"{names} left `with trainer.join():` by an error, which its own output has; the other workers leave it"
                 " too, and this step was not made"
             )
-        stepping = np.flatnonzero(parts == Part.STEPS)
+        stepping = np.flatnonzero(parts == NextStep.STEPS)
         if len(stepping) and len(stepping) < len(parts) and self._live is not None:
-            self._share_numbers(self._live, root=int(stepping[0]), takes=part is Part.DONE)
+            self._share_numbers(self._live, root=int(stepping[0]), takes=part is NextStep.DONE)
         return bool(len(stepping))
 
     def leave(self) -> None:
         """Tell the others that this worker leaves by an error, unless they have left themselves."""
         if not self._has_ended:
             with contextlib.suppress(KvdistError):  # the error that is on its way says more
-                self.meet(Part.LEFT)
+                self.meet(NextStep.LEFT)
 
     @property
     def _fields(self) -> list[str]:

@@ -40,7 +40,7 @@ from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
 from kvdist.training.data import Batches, HandedOut, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
-from kvdist.training.join import Join, Part
+from kvdist.training.join import Join, NextStep
 from kvdist.training.overlap import Overlap, weakly
 from kvdist.training.parameters import Grads, Parameter, collect, divide, multipliers, named_keys, require_shapes, scale
 from kvdist.training.torch_optimizer import TorchOptimizer
@@ -270,7 +270,7 @@ class Trainer:
             try:
                 yield
                 self._require_weights_unchanged()
-                while self._join.meet(Part.DONE):
+                while self._join.meet(NextStep.DONE):
                     self._show_numbers()
                     self._skip_step()
             except Exception:
@@ -582,7 +582,7 @@ class Trainer:
         """Within `join`, say that this worker makes a step; nothing is sent after this that could be refused here."""
         if self._join is not None:
             self._sync_hyperparameters()
-            self._join.meet(Part.STEPS)
+            self._join.meet(NextStep.STEPS)
 
     def _show_numbers(self) -> None:
         """Let the groups of the torch optimizer follow numbers that came from another worker."""

@@ -17,7 +17,10 @@ def test_lines_say_their_host_and_logs_and_the_summary_lie_with_the_launcher(mac
     assert job.finish() == 1, job.text
     shown = {line.partition(" │ ")[0] for line in job.text.splitlines() if " │ " in line}
     assert "w1@d2" in shown and shown <= {"w1@d2", "s0@d1"}
-    assert job.lines_with("    ValueError: the learning rate went overboard")
+    told = [
+        line for line in job.lines_with("ValueError: the learning rate went overboard") if line.startswith("w1@d2 │")
+    ]
+    assert len(told) == 1
     logs = {path.name: path.read_text() for path in (project / "logs").iterdir()}
     assert sorted(logs) == ["scheduler.log", "server-0.log", "server-1.log", "worker-0.log", "worker-1.log"]
     assert "ValueError: the learning rate went overboard\n" in logs["worker-1.log"]
