@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
+try:
+    import torch
+except ImportError as error:
+    raise ImportError("kvdist.horovod needs torch, which is not installed: pip install 'kvdist[torch]'") from error
 
 from kvdist import collective
 from kvdist.collective import *  # noqa: F403

@@ -31,7 +31,6 @@ from kvdist.core.joining import Introduction
 from kvdist.core.round import Verdict
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import server, shard
-from kvdist.core.server import shard as answers
 from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.decoding import decoded
@@ -148,7 +147,7 @@ def small_messages() -> Iterator[None]:
         mock.patch.object(offload, "SUMMED_BYTES_MIN", 8),
         mock.patch.object(requests, "ALONE_BYTES_MIN", 48),
         mock.patch.object(transfers, "ALONE_BYTES_MIN", 48),
-        mock.patch.object(answers, "JOIN_BYTES_MAX", 24),
+        mock.patch.object(shard, "JOIN_BYTES_MAX", 24),
     ):
         yield
 

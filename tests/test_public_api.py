@@ -203,16 +203,20 @@ def test_what_needs_torch_says_so_where_torch_is_missing():
 import sys
 sys.modules["torch"] = None
 import kvdist
-for name in ("Trainer", "Embedding", "horovod"):
+for name in ("Trainer", "Embedding", "horovod", "collective"):
     try:
         getattr(kvdist, name)
     except ImportError as error:
         print(error)
+try:
+    import kvdist.horovod
+except ImportError as error:
+    print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=True)
     assert done.stdout.splitlines() == [
         f"kvdist.{name} needs torch, which is not installed: pip install 'kvdist[torch]'"
-        for name in ("Trainer", "Embedding", "horovod")
+        for name in ("Trainer", "Embedding", "horovod", "collective", "horovod")
     ]
 
 

@@ -4,6 +4,11 @@
 all ranks, in the same order.
 """
 
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("kvdist.collective needs torch, which is not installed: pip install 'kvdist[torch]'") from error
+
 from kvdist.collective.api import (
     Handle,
     allgather,

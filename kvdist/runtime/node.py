@@ -1,8 +1,9 @@
 """The only loop: runs any machine over any transport, and hands calls and answers between threads.
 
 One thread owns a `Node` and everything in it. Other threads may only `submit` and `post`, which put something into
-the mailbox and wake the loop, and read `view`, a snapshot that never changes; answers come back as futures. This is
-the one place that knows machines, bytes and sockets at once, and the one place where effects are carried out.
+the mailbox and wake the loop, and read `view`, a snapshot that never changes, and `failure` and `stopped`, which are
+set once; answers come back as futures. This is the one place that knows machines, bytes and sockets at once, and the
+one place where effects are carried out.
 """
 
 from __future__ import annotations

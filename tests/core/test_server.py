@@ -10,7 +10,7 @@ import pytest
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import PeerConnected, PeerDisconnected
-from kvdist.core.server import shard as answers
+from kvdist.core.server import shard
 from kvdist.core.server.buffers import Buffer
 from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
@@ -171,7 +171,7 @@ def test_a_first_value_of_another_size_is_refused(wired: Wired) -> None:
 
 
 def test_a_large_value_is_leased_until_the_worker_has_it(monkeypatch: pytest.MonkeyPatch, wired: Wired) -> None:
-    monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
+    monkeypatch.setattr(shard, "JOIN_BYTES_MAX", 8)
     read = wired.pull(0, "w")
     wired.deliver()
     buffer = wired.servers[0].dense.blocks.of(0)[0].published
@@ -310,7 +310,7 @@ def keys_of(count: int, elements: int) -> dict[int | str, list[float]]:
 def test_large_values_leave_in_one_message_of_several_frames(
     count: int, frames: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
+    monkeypatch.setattr(shard, "JOIN_BYTES_MAX", 8)
     wired = Wired(1, 1)
     wired.initialise(keys_of(count, 4))
     for block in wired.servers[0].dense.blocks:
@@ -328,13 +328,13 @@ def test_large_values_leave_in_one_message_of_several_frames(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
 def test_large_values_of_one_message_are_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    monkeypatch.setattr(answers, "JOIN_BYTES_MAX", 8)
+    monkeypatch.setattr(shard, "JOIN_BYTES_MAX", 8)
     wired = Wired(1, 1, server_host=host)
     wired.initialise({**keys_of(5, 4), 9: [1.0], 10: [1.0] * 20})
     for block in wired.servers[0].dense.blocks:
         wired.servers[0].dense.blocks.isolate(block.ids)
     if host == "127.0.0.1":
-        monkeypatch.setattr(answers, "TOGETHER_BYTES_MAX", 32)
+        monkeypatch.setattr(shard, "TOGETHER_BYTES_MAX", 32)
     else:
         wired.servers[0].replies.limits = Limits(slice_bytes=32)
     read = wired.pull(0, *range(5), 9, 10)
