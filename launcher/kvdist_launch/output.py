@@ -367,8 +367,6 @@ class _OutputStream:
     is_raw: bool
     splitter: LineSplitter = field(default_factory=LineSplitter)
     last_line: bytes = b""
-    shown_at: int | None = None
-    """How many lines of all processes had been shown when its last line was."""
 
 
 class JobOutput:
@@ -390,6 +388,8 @@ class JobOutput:
         self._streams: dict[tuple[NodeId, int], _OutputStream] = {}
         self._last: dict[NodeId, deque[bytes]] = {}
         self._lines_shown = 0
+        # How many lines of all processes had been shown when the last one of a process was.
+        self._shown_at: dict[NodeId, int] = {}
 
     def open(self, processes: Iterable[tuple[NodeId, str]], with_stdin: NodeId | None = None) -> list[str]:
         """Expect output of these. Returns warnings for the user.
@@ -439,8 +439,8 @@ class JobOutput:
         return self._streams[node, ERR].last_line
 
     def is_on_screen(self, node: NodeId) -> bool:
-        """Whether the end of a process's standard error was shown just now."""
-        shown_at = self._streams[node, ERR].shown_at
+        """Whether the last line of a process, of either output, was shown just now."""
+        shown_at = self._shown_at.get(node)
         return shown_at is not None and self._lines_shown - shown_at <= SCREEN_LINES
 
     def last_lines(self, node: NodeId) -> list[bytes]:
@@ -451,15 +451,22 @@ class JobOutput:
         if not lines:
             return
         stream = self._streams[node, number]
-        if stream.is_shown and not stream.is_raw:
-            hides = node.role is not Role.WORKER and not self._patterns
-            stream.sink.write_lines(stream.prefix, [line for line in lines if not (hides and LOSS.match(line))])
-            self._lines_shown += len(lines)
-            stream.shown_at = self._lines_shown
+        if stream.is_shown:
+            self._show(node, stream, lines)
         stream.last_line = next((line for line in reversed(lines) if line.strip()), stream.last_line)
         self._last[node].extend(line for line in lines if line.strip())
         if self._logs is not None:
             self._logs.write(node, number, lines)
+
+    def _show(self, node: NodeId, stream: _OutputStream, lines: list[bytes]) -> None:
+        """Write the lines that are not hidden, unless they were written as they came, and count them."""
+        hides = node.role is not Role.WORKER and not self._patterns
+        shown = [line for line in lines if not (hides and LOSS.match(line))]
+        if not stream.is_raw:
+            stream.sink.write_lines(stream.prefix, shown)
+        if shown:
+            self._lines_shown += len(shown)
+            self._shown_at[node] = self._lines_shown
 
 
 def _matches(pattern: str, node: NodeId, host: str) -> bool:

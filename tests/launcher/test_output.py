@@ -226,6 +226,24 @@ def test_the_end_of_an_output_is_on_the_screen_until_many_lines_follow(screen):
     assert not output.is_on_screen(worker(0))
 
 
+def test_the_end_of_a_standard_output_is_on_the_screen_too(screen):
+    output = JobOutput(screen.sink, screen.sink)
+    output.open([(worker(0), ""), (worker(1), "")])
+    output.feed(worker(0), OUT, b"hi\n")
+    output.feed(worker(1), ERR, b"on\n" * SCREEN_LINES)
+    assert output.is_on_screen(worker(0))
+    output.feed(worker(1), ERR, b"on\n")
+    assert not output.is_on_screen(worker(0))
+
+
+def test_hidden_lines_are_not_on_the_screen_and_do_not_count(screen):
+    output = JobOutput(screen.sink, screen.sink)
+    output.open([(server(0), ""), (worker(0), "")])
+    output.feed(worker(0), OUT, b"hi\n")
+    output.feed(server(0), ERR, LOST * (SCREEN_LINES + 1))
+    assert output.is_on_screen(worker(0)) and not output.is_on_screen(server(0))
+
+
 def test_a_log_has_both_outputs_in_the_order_in_which_they_came_and_no_prefix(screen, tmp_path):
     output = JobOutput(screen.sink, screen.sink, logs=LogFiles(tmp_path, print))
     output.open([(SCHEDULER, "")])
