@@ -1,4 +1,4 @@
-"""How a process ends: with which exit code, and what it shows of an uncaught error of ours.
+"""How a process ends: with which exit code, and how much of us it shows of an uncaught exception.
 
 By the code a supervisor (the launcher, Slurm, systemd) tells a lost peer from a bug.
 """
@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from kvdist.config.environment import read_setting
-from kvdist.errors import KvdistError, PeerLostError
+from kvdist.errors import PeerLostError
 
 EXIT_PEER_LOST = 75
 """This process ended because another one was lost: sysexits.h's EX_TEMPFAIL, which says that trying again may help."""
@@ -22,16 +22,16 @@ EXIT_CONFIG = 2
 
 
 FRAMES_OF_OURS_MAX = 3
-"""How many frames of kvdist the traceback of an error of ours shows."""
+"""How many frames of kvdist a traceback shows."""
 INNER_MODULES = ("concurrent", "contextlib")
 """Modules of Python whose frames count as ours where kvdist calls them."""
 
 
 def shorten_tracebacks() -> _Hook:
-    """From now on let `sys.excepthook` show all frames of the program, and few of ours, if it shows an error of ours.
+    """From now on let `sys.excepthook` show all frames of the program, and few of ours.
 
-    Exceptions of the program's own are shown in full, and so is everything with ``python -X dev`` and in an
-    interactive interpreter, where a debugger may look at all frames later. Returns the hook.
+    All are shown with ``python -X dev`` and in an interactive interpreter, where a debugger may look at them later.
+    Returns the hook.
     """
     hook = sys.excepthook
     if not isinstance(hook, _Hook):
@@ -77,10 +77,10 @@ class _Hook:
             raise SystemExit(EXIT_PEER_LOST)
 
 
-def _chain(error: BaseException | None) -> Iterator[KvdistError]:
-    """An error of ours, and those of ours that caused it."""
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that caused it."""
     seen: set[int] = set()
-    while isinstance(error, KvdistError) and id(error) not in seen:
+    while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield error
         error = error.__cause__ or error.__context__
@@ -90,7 +90,7 @@ def _cut(trace: TracebackType | None) -> None:
     """Take all but the first frames of kvdist out of a traceback, as the others do not help its reader."""
     is_ours, ours, shown = False, 0, trace
     while trace is not None and shown is not None:
-        package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+        package = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
         is_ours = package == "kvdist" or (is_ours and package in INNER_MODULES)
         ours += is_ours
         if is_ours and ours > FRAMES_OF_OURS_MAX:

@@ -1,4 +1,4 @@
-"""What is shown of an uncaught error: all frames of the program, and few of kvdist if the error is its own."""
+"""What is shown of an uncaught exception: all frames of the program, and few of kvdist."""
 
 from __future__ import annotations
 
@@ -25,6 +25,12 @@ def update(key, gradient, value):
 def called_back():
     store.set_updater(update)
     store.push("w", np.ones(3, np.float32))
+
+def misfits():
+    store.push("w", np.ones((2, 2), np.float32))
+
+def fails_alone():
+    __import__("json").loads("{")
 
 def loads():
     store.load_checkpoint("/nonexistent")
@@ -71,7 +77,18 @@ def test_an_error_of_kvdist_that_another_one_caused_shows_few_frames_of_both(scr
     assert files.count(str(script)) == 2 + 2 and len(files) <= 4 + 2 * 3
 
 
-def test_an_exception_of_the_program_is_shown_in_full(script: Path) -> None:
+def test_another_exception_of_kvdist_shows_as_few(script: Path) -> None:
+    sentence, files = shown(script, "misfits")
+    assert sentence.startswith("ValueError: ")
+    assert files[:2] == [str(script)] * 2 and len(files) == 2 + 3
+
+
+def test_an_exception_of_the_program_below_kvdist_shows_as_few_between_its_frames(script: Path) -> None:
     sentence, files = shown(script, "called_back")
     assert sentence == "ZeroDivisionError: the program's own"
-    assert (files[:2], files[-1]) == ([str(script)] * 2, str(script)) and len(files) > 3 + 3
+    assert files[:2] == [str(script)] * 2 and files[-1] == str(script) and len(files) == 2 + 3 + 1
+    assert len(shown(script, "called_back", options=["-X", "dev"])[1]) > len(files)
+
+
+def test_an_exception_that_does_not_touch_kvdist_is_shown_in_full(script: Path) -> None:
+    assert shown(script, "fails_alone") == shown(script, "fails_alone", options=["-X", "dev"])
