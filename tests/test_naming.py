@@ -39,6 +39,4 @@ def test_every_message_asks_for_the_name_of_a_key():
     """`key {key!r}` says a number where the user has given a name."""
     for path in (ROOT / "kvdist").rglob("*.py"):
         found = re.findall(r"\bkey \{[^{}!\[]+!r\}", path.read_text("utf-8"))
-        assert not found or path.name in ("naming.py", "collective.py"), (
-            f"{path} has {found}: use kvdist.naming.name_of"
-        )
+        assert not found or path.name == "naming.py", f"{path} has {found}: use kvdist.naming.name_of"

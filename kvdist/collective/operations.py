@@ -230,7 +230,7 @@ class AllReduce(Operation):
         tensors: dense.
         outputs: for the results; the tensors themselves for in place.
         op, prescale, postscale: postscale * op(prescale * tensor). For Adasum there is `AdasumOperation`.
-        note: further text that ranks must agree on.
+        note: further text that ranks must agree on, but for what follows `signature.ASIDE`.
     """
 
     def __init__(

@@ -18,6 +18,8 @@ REDUCTIONS = ("allreduce", "grouped allreduce")
 """Kinds in which a rank that has joined takes part, with zeros of the signature's shapes."""
 LINEAR_OPS = ("Sum", "Average")
 """Reduction operators that allow it: the first word of the detail."""
+ASIDE = "\x1f"
+"""What follows it in a detail is for people: it is shown, and ranks may differ in it."""
 ALWAYS_AGREED = (JOIN, REFUSED, ADD_SET, REMOVE_SET)
 """Kinds that always wait for agreement, predicted or not."""
 
@@ -31,7 +33,7 @@ class Signature:
         name: given by the user; '' for an operation without a name.
         tensors: of each tensor the dtype and the part of its shape that must agree, such as ``float32[17, 3]``;
             ``float32[*, 3]`` where the ranks may have different numbers of rows.
-        detail: the rest, such as ``Sum`` or ``from rank 0``.
+        detail: the rest, such as ``Sum`` or ``from rank 0``; what follows `ASIDE` is not compared.
         device: the kind of device of the tensors, ``cpu`` or ``cuda``.
     """
 
@@ -46,13 +48,13 @@ class Signature:
         shown = ", ".join(self.tensors[:3]) + (f" and {len(self.tensors) - 3} more" if len(self.tensors) > 3 else "")
         of = f" of {shown}" if shown else ""
         where = f" on {self.device}" if self.device != "cpu" else ""
-        detail = f" ({self.detail})" if self.detail else ""
+        detail = f" ({self.detail.replace(ASIDE, ': ')})" if self.detail else ""
         return f"{self.kind}{name}{of}{where}{detail}"
 
     @cached_property
     def digest(self) -> bytes:
         """Eight bytes that identify the signature."""
-        text = "\0".join((self.kind, self.name, *self.tensors, self.detail, self.device))
+        text = "\0".join((self.kind, self.name, *self.tensors, self.detail.partition(ASIDE)[0], self.device))
         return hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=DIGEST_BYTES).digest()
 
     @cached_property

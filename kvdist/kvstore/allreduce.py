@@ -28,11 +28,12 @@ from kvdist.collective.channel import Channel
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
 from kvdist.collective.operations import AllGather, AllReduce, BarrierOperation, Broadcast, Operation
 from kvdist.collective.reduction import Sum
+from kvdist.collective.signature import ASIDE
 from kvdist.errors import BarrierTimeout, CollectiveError, InitMismatch, KvdistError
 from kvdist.kvstore import values
 from kvdist.kvstore.backend import Reduction
 from kvdist.kvstore.values import Key, Shape
-from kvdist.naming import who_says_what
+from kvdist.naming import NamedKey, who_says_what
 
 KEYS_NAMED_MAX = 8
 """Keys that are named where people read of a call; of more, the first and the last."""
@@ -170,8 +171,16 @@ def dtype_of(label: str) -> torch.dtype:
 
 
 def _keys_of(parts: Sequence[KeySum]) -> str:
-    """The keys of a call, for people, and another text for other keys."""
-    keys = [repr(part.key) for part in parts]
+    """The keys of a call, another text for other keys; then, for people alone, the names that they have besides."""
+    keys = [part.key for part in parts]
+    listed = _listed([repr(key) for key in keys])
+    if not any(isinstance(key, NamedKey) for key in keys):
+        return listed
+    names = [key.name if isinstance(key, NamedKey) else repr(key) for key in keys]
+    return f"{listed}{ASIDE}{', '.join(names) if len(names) <= KEYS_NAMED_MAX else f'{names[0]} to {names[-1]}'}"
+
+
+def _listed(keys: Sequence[str]) -> str:
     if len(keys) == 1:
         return f"key {keys[0]}"
     if len(keys) <= KEYS_NAMED_MAX:
@@ -306,12 +315,14 @@ class Ranks:
             raise
 
     def agree(self, statement: str, what: Callable[[list[str]], str] | None = None) -> None:
-        """See `KVStore.agree`; `what` makes the sentence of all statements, which are not cut then."""
+        """See `KVStore.agree`; `what` makes the sentence of all statements, which are not cut then; '' for none."""
         said = statement.encode()
         said = said if what is not None else said[:STATEMENT_BYTES_MAX]
         all_said = [one.decode(errors="replace") for one in self._gathered(said)]
         if any(one != all_said[0] for one in all_said):
-            raise InitMismatch(_who_said_what(all_said) if what is None else what(all_said))
+            sentence = (what or _who_said_what)(all_said)
+            if sentence:
+                raise InitMismatch(sentence)
 
     def average(self, value: Any) -> Any:
         """The mean of a number over the ranks."""

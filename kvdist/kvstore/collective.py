@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
+from kvdist.collective.signature import ASIDE
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.errors import CollectiveMismatch
 from kvdist.kernels.interface import Kernels
@@ -68,7 +69,7 @@ ROWS_ADVICE = (
 )
 
 Agree = Callable[[str, Callable[[list[str]], str]], None]
-"""Compares what all workers say; the second argument makes the sentence where they differ."""
+"""Compares what all workers say; where they differ, the second argument makes the sentence, or '' if they may."""
 
 
 class CollectiveBackend(Backend):
@@ -262,8 +263,7 @@ class CollectiveKeys(KeyTable):
             InitMismatch: workers have declared different ones.
         """
         if fresh:
-            said = [f"key {one!r}: {dtype.label} of shape {shape}" for one, _, shape, dtype, _ in fresh]
-            agree("\n".join(said), first_difference)
+            agree("\n".join(_declaration(new) for new in fresh), first_difference)
         compression = self._backend.compression
         for new in fresh:
             one, first, _, dtype, _ = new
@@ -280,11 +280,21 @@ class CollectiveKeys(KeyTable):
         )
 
 
+def _declaration(new: Fresh) -> str:
+    """What a worker says of a key: what is compared, then what people read, as names may differ."""
+    one, _, shape, dtype, _ = new
+    kind = f"{dtype.label} of shape {shape}"
+    return f"{one!r}: {kind}{ASIDE}{name_of(one)}: {kind}"
+
+
 def first_difference(all_said: list[str]) -> str:
-    """The sentence for workers that have declared different keys, one a line."""
+    """The sentence for workers that have declared different keys, one a line; '' where only names differ."""
     lines = itertools.zip_longest(*(said.split("\n") for said in all_said), fillvalue="no further key")
-    differing = next(one for one in lines if len(set(one)) > 1)
-    said = "; ".join(f"{who}: {line}" for who, line in minority_first(enumerate(differing)))
+    differing = next((one for one in lines if len({line.partition(ASIDE)[0] for line in one}) > 1), None)
+    if differing is None:
+        return ""
+    shown = enumerate(line.rpartition(ASIDE)[2] for line in differing)
+    said = "; ".join(f"{who}: {line}" for who, line in minority_first(shown))
     return f"workers declared different keys: {said}. All must declare the same ones in the same order"
 
 

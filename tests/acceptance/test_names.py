@@ -77,3 +77,38 @@ def test_workers_that_disagree_on_a_learning_rate_hear_the_name_of_a_parameter(j
     job.finish()
     text = job.transcript()
     assert "workers disagree on the learning rate or weight decay of '0.weight' in one round" in text, text
+
+
+WITHOUT_SERVERS = {
+    "other shapes": r"worker-0: 'weight': float32 of shape \(3, 4\); worker-1: 'weight': float32 of shape \(4, 4\)",
+    "other calls": r"ranks called different operations .*\(Sum, keys 0, 1, 2: 'weight', 'bias', the vote ",
+    "other names": r"stepped",
+}
+
+
+@pytest.mark.parametrize("how", WITHOUT_SERVERS)
+def test_without_servers_names_are_shown_and_not_compared(job, script, how):
+    program = script(
+        """
+        import sys
+        import torch
+        from kvdist import Trainer, kv
+
+        store = kv.create("collective")
+        how, odd = sys.argv[1], store.rank == 1
+        net = torch.nn.Linear(4, 4 if how == "other shapes" and odd else 3)
+        parameters = net.parameters() if how == "other names" and odd else net.named_parameters()
+        trainer = Trainer(parameters, "sgd", {"learning_rate": 0.1}, kvstore=store)
+        trainer.broadcast_parameters()
+        if how == "other calls" and odd:
+            store.barrier()
+        net(torch.ones(1, 4)).sum().backward()
+        trainer.step()
+        print("stepped")
+    """
+    )
+    job.cluster(2, 0, program, how)
+    job.finish()
+    for rank in range(2):
+        text = job.processes[f"worker-{rank}"].text
+        assert re.search(WITHOUT_SERVERS[how], text), text
