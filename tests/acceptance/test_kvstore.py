@@ -212,8 +212,8 @@ def test_shapes_that_do_not_fit_are_refused_with_both_and_unknown_keys_by_name(s
     for call in (store.push, store.pushpull):
         with pytest.raises(ValueError, match=r"(?s)(?=.*\(2, 3\))(?=.*\(3, 2\))(?=.*w)"):
             call("w", full((3, 2), 1))
-    with pytest.raises((TypeError, ValueError), match="float64"):
-        store.push("w", full(SMALL, 1, np.float64))
+    with pytest.raises(TypeError, match="complex64"):
+        store.push("w", full(SMALL, 1, np.complex64))
     with pytest.raises(kvdist.KeyNotInitialised, match="unheard"):
         store.push("unheard", full(SMALL, 1))
     with pytest.raises(KeyError, match="unheard"):

@@ -271,17 +271,21 @@ def test_a_forged_abort_changes_nothing_and_is_counted(job, plain):
     assert job.processes["launcher"].lines_with("server-0 refused 1 stranger(s)"), job.transcript()
 
 
+BURST = 250
+"""Messages of a connection, which are read at once: of longer bursts some 200 KB stay behind after the hang-up."""
+
+
 def test_messages_of_made_up_processes_take_no_memory(job, plain):
     go_on, *ports = plain
     tag = zlib.crc32(environment_of(job.pid_of("scheduler"))["KVDIST_JOB"].encode())
     for name, port in zip(("scheduler", "server-0"), ports, strict=True):
         before = resident_bytes(job.pid_of(name))
-        for first in range(0, 100_000, 1000):
-            burst = b"".join(message(ACK, [False], tag, WORKER, 0, first + number) for number in range(1000))
+        for first in range(0, 100_000, BURST):
+            burst = b"".join(message(ACK, [False], tag, WORKER, 0, first + number) for number in range(BURST))
             with contextlib.suppress(ConnectionError), dialled(port) as connection:
                 connection.sendall(burst)
                 read_message(connection)
-        assert resident_bytes(job.pid_of(name)) - before < 24 << 20
+        assert resident_bytes(job.pid_of(name)) - before < 8 << 20
     go_on()
 
 
