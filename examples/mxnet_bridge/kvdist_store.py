@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +27,35 @@ from kvdist_arrays import is_sparse, listed, read, room, write, write_rows
 from kvdist_translation import require_same_on_dense, tell, translated
 from mxnet.base import MXNetError
 
-from kvdist import RowSparse, kv
+from kvdist import RowSparse, kv, profiler
 
 NAMES = (
     *("kvdist", "kvdist_sync", "dist", "dist_sync", "dist_device_sync", "dist_sync_device"),
     *("kvdist_async", "dist_async", "dist_device_async", "dist_async_device"),
 )
+NAMES_OF_SUMS = ("horovod", "byteps")
+OF_PROFILER = ("set_config", "set_state", "pause", "resume", "dump")
+
+
+@functools.cache
+def also_of_mxnet(error: type[Exception]) -> type[Exception]:
+    """A class of errors that is `MXNetError` besides."""
+    return type(error.__name__, (error, MXNetError), {})
+
+
+def as_in_c(method):
+    """A method of a store that refuses arguments with an `MXNetError`, as MXNet's library does."""
+
+    @functools.wraps(method)
+    def wrapped(*args, **kwargs):
+        try:
+            return method(*args, **kwargs)
+        except MXNetError:
+            raise
+        except (TypeError, ValueError, KeyError) as error:
+            raise also_of_mxnet(type(error))(*error.args).with_traceback(error.__traceback__) from None
+
+    return wrapped
 
 
 class KVDist(mx.kv.KVStore):
@@ -86,11 +110,13 @@ class KVDist(mx.kv.KVStore):
         """
         return self._store.is_capable(capability)
 
+    @as_in_c
     def init(self, key, value) -> None:
         """Give keys their first value, which is that of rank 0; every worker calls it."""
         keys, values = listed(key, value)
         self._store.init(keys, self._firsts(keys, values))
 
+    @as_in_c
     def broadcast(self, key, value, out, priority: int = 0) -> None:
         """Give every worker rank 0's values, in the store and in `out`; every worker calls it."""
         keys, values = listed(key, value)
@@ -98,12 +124,14 @@ class KVDist(mx.kv.KVStore):
         with written(listed(key, out)[1]) as outs:
             self._store.broadcast(keys, firsts, outs, priority)
 
+    @as_in_c
     def push(self, key, value, priority: int = 0) -> None:
         """Contribute: with an optimizer gradients, without one new values; summed over devices, then over workers."""
         keys, values = listed(key, value)
         self._prepare(keys, values)
         self._store.push(keys, [[read(one) for one in arrays] for arrays in values], priority)
 
+    @as_in_c
     def pull(self, key, out=None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Read keys into `out`, whose row_sparse arrays stay as they are.
 
@@ -121,6 +149,7 @@ class KVDist(mx.kv.KVStore):
             with written(outs) as given:
                 self._store.pull(list(keys), given, priority)
 
+    @as_in_c
     def pushpull(self, key, value, out=None, priority: int = 0) -> None:
         """Contribute, and read the result into `out`, or into `value` where there is no `out`."""
         keys, values = listed(key, value)
@@ -146,6 +175,7 @@ class KVDist(mx.kv.KVStore):
         if calls:
             self.pushpull(*(list(column) for column in zip(*calls, strict=True)))
 
+    @as_in_c
     def row_sparse_pull(self, key, out=None, priority: int = 0, row_ids=None) -> None:
         """Read rows of tables into row_sparse arrays, whose content they become.
 
@@ -174,6 +204,7 @@ class KVDist(mx.kv.KVStore):
             for array in group:
                 write_rows(rows, array)
 
+    @as_in_c
     def set_gradient_compression(self, compression_params) -> None:
         """Compress what is pushed to keys of float32; every worker calls it, before its first push.
 
@@ -275,6 +306,39 @@ class KVDist(mx.kv.KVStore):
             raise ValueError("this store has no optimizer, so there are no states: call set_optimizer first")
 
 
+class Sums(KVDist):
+    """A store that sums and does not update, under MXNet's names of those on Horovod and BytePS."""
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's number on its machine."""
+        return int(os.environ.get("KVDIST_LOCAL_RANK", 0))
+
+    def is_capable(self, capability: str) -> bool:
+        """False for ``optimizer``.
+
+        Raises:
+            ValueError: another capability.
+        """
+        return not super().is_capable(capability)
+
+    @as_in_c
+    def pushpull(self, key, value, out=None, priority: int = 0) -> None:
+        """Sum over all workers into `out`, or in place where there is no `out`; keys need no `broadcast` before."""
+        new = [pair for pair in zip(*listed(key, value), strict=True) if pair[0] not in self._dtypes]
+        if new:
+            self.init(*map(list, zip(*new, strict=True)))
+        super().pushpull(key, value, out, priority)
+
+    def set_optimizer(self, optimizer) -> None:
+        """Refuse: weights are updated by the workers.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(f"{self.type} only sums: leave out update_on_kvstore, or use dist_sync")
+
+
 @contextmanager
 def written(outs):
     """Room for the results of keys, which the arrays of `outs` have when the block ends."""
@@ -304,8 +368,23 @@ def in_one_call(step, store_of):
     return wrapped
 
 
+def for_servers_too(theirs, ours):
+    """A function of MXNet's profiler that with ``profile_process='server'`` is kvdist's."""
+
+    @functools.wraps(theirs)
+    def wrapped(*args, **kwargs):
+        is_for_servers = "server" in (*args, kwargs.get("profile_process"))
+        return (ours if is_for_servers else theirs)(*args, **kwargs)
+
+    return wrapped
+
+
 for name in NAMES:
     mx.kv.KVStoreBase.kv_registry[name] = functools.partial(KVDist, name)
+for name in NAMES_OF_SUMS:
+    mx.kv.KVStoreBase.kv_registry[name] = functools.partial(Sums, name)
+for name in OF_PROFILER:
+    setattr(mx.profiler, name, for_servers_too(getattr(mx.profiler, name), getattr(profiler, name)))
 trainer = mx.gluon.Trainer
 trainer._allreduce_grads = in_one_call(trainer._allreduce_grads, lambda own: own._kvstore)
 if hasattr(mx, "module"):  # gone from MXNet 2

@@ -258,13 +258,13 @@ def _add_up(given: Sequence[Tensor], weight: float, target: Tensor) -> None:
 
 
 def _divide(sums: Sequence[Tensor], count: int) -> None:
-    """Make averages of sums, in place: one pass. Whole numbers are rounded down."""
+    """Make averages of sums, in place: one pass. Integers are cut toward zero, as in Horovod."""
     floating = [tensor for tensor in sums if tensor.is_floating_point()]
     if floating:
         torch._foreach_mul_(floating, 1 / count)
     for tensor in sums:
         if not tensor.is_floating_point():
-            tensor.div_(count, rounding_mode="floor")
+            tensor.div_(count, rounding_mode="trunc")
 
 
 STATEMENT_BYTES_MAX = 8192

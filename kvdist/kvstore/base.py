@@ -183,7 +183,8 @@ class KVStore(KVStoreBase):
             key: one key or a list.
             value: as described for the module; ``None`` for a key without a gradient on this worker.
             priority: higher goes first.
-            average: divide the sum by the number of workers that contributed (not by the devices).
+            average: divide the sum by the number of workers that contributed (not by the devices). Integers are cut
+                toward zero; with servers several workers average floats only.
             samples: how many examples the values sum, told to the servers; 0 if it is not known.
         """
         self._begin()

@@ -301,10 +301,11 @@ def _widened(rows: Array, dtype: DType) -> Array:
 
 
 def _narrowed(rows: Array, dtype: DType) -> Array:
-    """Sums in the type of rows."""
-    if dtype is DType.BFLOAT16:
-        return to_bfloat16(rows.astype(np.float32, copy=False))
-    return rows.astype(dtype.storage, copy=False)
+    """Sums in the type of rows. What is too large becomes infinite without a warning, as in MXNet."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype is DType.BFLOAT16:
+            return to_bfloat16(rows.astype(np.float32, copy=False))
+        return rows.astype(dtype.storage, copy=False)
 
 
 def _checked_indices(indices: Any) -> Array:

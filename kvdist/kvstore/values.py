@@ -264,7 +264,8 @@ def write_bits(value: Any, bits: Bits, dtype: DType) -> None:
         if not value.flags.writeable:
             raise ValueError(_read_only(value))
         numbers = recast(bits, dtype, DType.FLOAT32) if dtype is DType.BFLOAT16 else bits
-        np.asarray(value)[...] = numbers.reshape(value.shape)
+        with np.errstate(over="ignore", invalid="ignore"):  # another type may hold less
+            np.asarray(value)[...] = numbers.reshape(value.shape)
     elif not is_tensor(value):
         _write_gpu_array(value, recast(bits, dtype, describe(value)[1]))
     else:

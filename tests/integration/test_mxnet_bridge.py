@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -59,7 +60,7 @@ def test_two_workers_and_two_servers_compute_what_mxnet_does(job, tmp_path, vers
 
 
 NIGHTLY = {
-    "values": "init dense devices asynchronous names",
+    "values": "init dense devices asynchronous names sums wrong_calls",
     "rows": "rows rows_without_any big_rows rows_of_lists rows_by_optimizers",
     "compression": "two_bit two_bit_random one_bit compressed_trainer",
     "trainers": "gluon_step trainer_types against_local",
@@ -86,6 +87,16 @@ def test_what_the_nightly_scripts_of_mxnet_check_holds_on_the_servers(job, versi
     for group in groups.split():
         passed = [line for line in launcher.lines_with(f"passed {group}") if line.split()[-1] == group]
         assert len(passed) == workers, job.transcript()
+
+
+@pytest.mark.parametrize("version", ENVIRONMENTS)
+def test_mxnets_profiler_traces_the_servers_too(job, tmp_path, version):
+    run = [BRIDGE / "run.py", PROGRAMS / "mxnet_nightly.py", "profiled"]
+    launch(job, version, 1, *run, KVDIST_PROFILE_DIR=str(tmp_path))
+    job.succeed(TIMEOUT_S)
+    for server in (0, 1):
+        trace = json.loads((tmp_path / f"server.server-{server}.json").read_text())
+        assert any("round" in event["name"] for event in trace["traceEvents"]), job.transcript()
 
 
 def test_run_finds_the_modules_beside_a_script(job, tmp_path):

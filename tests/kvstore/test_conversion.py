@@ -80,6 +80,23 @@ def test_a_result_becomes_the_type_of_out(store, kind, out_type, expected):
     assert np.asarray(several[1]).tolist() == np.asarray(store.pull(key)).tolist()
 
 
+@each("key_type, given_type", [("float32", "float64"), ("float16", "float32"), ("bfloat16", "float64")])
+def test_a_number_that_is_too_large_becomes_infinite_without_a_warning(tables, key_type, given_type):
+    given = np.array([np.finfo(given_type).max, 1.0], given_type)
+    array, table, wide = (f"{name} {key_type}" for name in ("array", "table", "wide"))
+    tables.init(array, torch.zeros(2, dtype=getattr(torch, key_type)))
+    tables.push(array, given)
+    assert tables.pull(array).tolist() == [np.inf, 1.0]
+    tables.init(table, LazyRows((2, 2), key_type))
+    tables.push(table, RowSparse([0], given[None], (2, 2)))
+    tables.row_sparse_pull(table, out=(rows := RowSparse.zeros((2, 2), "float32")), row_ids=[0])
+    assert rows.values.tolist() == [[np.inf, 1.0]]
+    tables.init(wide, np.zeros(2, given_type))
+    tables.push(wide, given)
+    tables.pull(wide, out=(out := np.zeros(2, np.float16)))
+    assert out.tolist() == [np.inf, 1.0]
+
+
 def test_a_broadcast_reaches_an_array_of_another_type(store):
     out = np.zeros(2, np.float16)
     store.broadcast("w", np.array([1 / 3, 2], np.float32), out=out)

@@ -2,13 +2,15 @@
 
 Run by examples/mxnet_bridge/run.py in an environment of MXNet 1.9.1 or 2.0.0b1. The store has the name that the
 scripts give it, such as ``dist_sync``, and a new one is made for each group. Expected values are those of
-tests/nightly/dist_sync_kvstore.py, dist_async_kvstore.py, dist_device_sync_kvstore.py and test_kvstore.py, or come from
-MXNet's own store of several devices, one for each worker, or from MXNet training alone on the batches of all workers.
+tests/nightly/dist_sync_kvstore.py, dist_async_kvstore.py, dist_device_sync_kvstore.py and its variants,
+test_server_profiling.py and test_kvstore.py, or come from MXNet's own store of several devices, one for each worker, or
+from MXNet training alone on the batches of all workers.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import mxnet as mx
@@ -433,6 +435,74 @@ def rows_by_optimizers() -> None:
             store.push("w", arrays[store.rank])
         ids = mx.nd.arange(shape[0])
         expect(pulled_rows(store, "w", shape, ids), pulled_rows(own, "w", shape, ids), 2e-5)
+
+
+def wrong_calls() -> None:
+    """What MXNet's library refuses is refused with its error, and what it leaves alone stays."""
+    rows = mx.nd.ones(SMALL).tostype("row_sparse")
+    for key, other in ((3, "a"), ("a", 3)):
+        store = made()
+        store.init(key, mx.nd.zeros(SMALL))
+        calls = [
+            lambda store=store, other=other: store.init(other, mx.nd.ones(SMALL)),
+            lambda store=store, other=other: store.push(other, mx.nd.ones(SMALL)),
+            lambda store=store, other=other: pulled(store, other, SMALL),
+            lambda store=store, other=other: pulled_rows(store, other, SMALL, mx.nd.array([1])),
+            lambda store=store, key=key: store.push(key, mx.nd.ones(BIG)),
+            lambda store=store, key=key: store.row_sparse_pull(key, out=mx.nd.ones(SMALL), row_ids=mx.nd.array([1])),
+            lambda store=store: pulled(store, "unknown", SMALL),
+        ]
+        for call in calls:
+            refused(call, mx.MXNetError)
+        refused(calls[0], TypeError)  # kvdist's own, too
+        store.pull(key, out=rows)
+        expect(rows, 1)
+        expect(pulled(store, key, SMALL), 0)
+
+
+# dist_device_sync_kvstore_byteps.py, dist_device_sync_kvstore_horovod.py
+
+
+def sums() -> None:
+    for name in ("horovod", "byteps"):
+        store = made(name)
+        assert store.local_rank == store.rank and not store.is_capable("optimizer")
+        refused(lambda store=store: store.set_optimizer(adding()), NotImplementedError)
+        out = [mx.nd.zeros(SMALL, ctx=device) for device in DEVICES]
+        store.broadcast("first", mx.nd.full(SMALL, 5 + store.rank), out=out)
+        for one in out:
+            expect(one, 5)
+        for shape in (SMALL, BIG):
+            for _ in range(ROUNDS):
+                arrays = [mx.nd.full(shape, store.rank + 1, ctx=device) for device in DEVICES]
+                store.pushpull(str(shape[0]), arrays)  # in place, of a key that is new
+                for one in arrays:
+                    expect(one, len(DEVICES) * total(store))
+        own = parameter("w", (3,))
+        trainer = gluon.Trainer([own], "adagrad", {"learning_rate": 1.0}, kvstore=made(name))
+        backward([own], store.rank + 1)
+        trainer.step(1)
+        assert trainer._update_on_kvstore is False
+        expect(own.data(), 0, 1e-4)  # AdaGrad's first step is as long as the rate
+
+
+# test_server_profiling.py
+
+
+def profiled() -> None:
+    store = made()
+    files = {"server": "server.json", "worker": os.path.join(os.environ["KVDIST_PROFILE_DIR"], "worker.json")}
+    for process, name in files.items():
+        mx.profiler.set_config(filename=name, profile_all=True, profile_process=process)
+        mx.profiler.set_state("run", profile_process=process)
+    store.init("w", mx.nd.ones(BIG))
+    for _ in range(ROUNDS):
+        store.push("w", mx.nd.ones(BIG))
+        pulled(store, "w", BIG)
+    store._barrier()
+    for process in files:
+        mx.profiler.set_state("stop", process)
+        mx.profiler.dump(profile_process=process)
 
 
 # Fits
