@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import msgpack
 
 HERE = "127.0.0.1"
 PATIENCE_S = 10.0
+READ_S = 60.0
+IDLE_LOOKS, LOOK_S = 10, 0.005
+"""A process that has messages to read does not sleep for so many looks in a row, with this pause between them."""
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 ENVELOPE = struct.Struct("<4sBBHIIIIQQQQIB3x")
@@ -96,3 +100,13 @@ def resident_bytes(pid: int) -> int:
     """The memory that a process has now."""
     (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS:")]
     return int(line.split()[1]) << 10
+
+
+def wait_until_read(pid: int) -> None:
+    """Wait until a process has read all that came: its main thread, the node's, sleeps."""
+    deadline, idle = time.monotonic() + READ_S, 0
+    while idle < IDLE_LOOKS:
+        assert time.monotonic() < deadline, f"process {pid} has messages to read after {READ_S:g} s"
+        time.sleep(LOOK_S)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+        idle = idle + 1 if state == "S" else 0
