@@ -64,6 +64,7 @@ class Agent:
         self._processes = LocalProcesses(self._selector, self)
         self._probe = HostProbe(self._selector)
         self._alive: list[NodeId] = []
+        self._call = bytearray()
         self._heard_at = time.monotonic()
         self._patience_s = Limits.patience_s
         self._is_lost = False
@@ -127,6 +128,11 @@ class Agent:
                 self._writer.send("alive")
             case "start":
                 self._start(fields)
+            case "call" if frame.payload:
+                self._call += frame.payload
+            case "call":
+                self._processes.call(bytes(self._call))
+                self._call.clear()
             case "signal" if (node := decode_node(fields["node"])) in self._alive:
                 self._processes.signal_group(node, int(fields["number"]))
             case "tell" if (node := decode_node(fields["node"])) in self._alive:

@@ -193,6 +193,7 @@ def encode_process(process: Process) -> dict[str, Any]:
         "cwd": process.cwd,
         "is_told": process.is_told_of_endings,
         "is_root": process.is_root,
+        "is_called": process.is_called,
     }
 
 
@@ -206,6 +207,7 @@ def decode_process(fields: dict[str, Any], host: int = 0) -> Process:
         cwd=fields["cwd"],
         is_told_of_endings=bool(fields["is_told"]),
         is_root=bool(fields["is_root"]),
+        is_called=bool(fields["is_called"]),
     )
 
 

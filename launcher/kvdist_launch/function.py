@@ -1,8 +1,8 @@
-"""Runs a function on workers of this machine, from a script or a notebook: `run`.
+"""Runs a function on workers, of this machine or of several, from a script or a notebook: `run`.
 
 The workers are processes of their own, alone or beside a scheduler and servers, exactly as ``kvdist-launch`` starts
-them. The function reaches each over a pipe that it inherits, and its result comes back over another; see
-`serialization`.
+them. The function reaches each on its standard input, and its result comes back over a pipe that it inherits; on other
+machines the agent there has the other ends, and both travel by its ssh connection. See `serialization`.
 
 Works in any thread, and where an event loop runs (it blocks the loop, as any call does). In the main thread Ctrl-C asks
 the job to end; a second one kills it.
@@ -10,17 +10,15 @@ the job to end; a second one kills it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import selectors
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,15 +28,18 @@ from kvdist.nodes import NodeId, Role
 from kvdist_launch.environment import parse_assignments
 from kvdist_launch.hosts import Host
 from kvdist_launch.job import GracePeriods, ProcessExit, signal_name
+from kvdist_launch.options import parse_options
 from kvdist_launch.output import JobOutput, LogFiles, TextSink
-from kvdist_launch.plan import PYTHON, HostFacts, JobSpec, Process, plan, worker_lines
+from kvdist_launch.plan import PYTHON, HostFacts, JobSpec, plan, worker_lines
 from kvdist_launch.probe import usable_cores
-from kvdist_launch.processes import READ_BYTES, EventPipe, LocalProcesses, SignalPipe
+from kvdist_launch.processes import EventPipe, LocalProcesses, SignalPipe
+from kvdist_launch.request import ROLE_COMMAND, Request, job_of
+from kvdist_launch.request import hosts_of as request_hosts
 from kvdist_launch.root_socket import LOOPBACK, listening_here, port_of, ports_of
-from kvdist_launch.run_cli import hosts_of
+from kvdist_launch.run_cli import NOT_ENCRYPTED, hosts_of, security_between, ssh_option_of
 from kvdist_launch.security import NONE, PLAIN_HERE, Security, security_of
 from kvdist_launch.serialization import pack_call, unpack_result
-from kvdist_launch.supervisor import Supervisor
+from kvdist_launch.supervisor import Interrupted, Supervisor
 
 HERE = (Host("localhost"),)
 
@@ -108,43 +109,47 @@ def run(
     *,
     servers: int = 0,
     env: Mapping[str, str] | None = None,
+    sync_dst_dir: str | None = None,
     timeout_s: float | None = None,
 ) -> list[Any]:
-    """Call a function on every worker of a new job on this machine, and return the results in rank order.
+    """Call a function on every worker of a new job, and return the results in rank order.
 
-    The arguments are those of ``horovod.run``, in its order, and three of our own by name. What workers print is shown
+    The arguments are those of ``horovod.run``, in its order, and four of our own by name. What workers print is shown
     here, each line with the name of its process. Needs cloudpickle (``pip install 'kvdist[notebook]'``).
 
     Args:
         func: what every worker calls; ``kvdist.horovod.init()`` and ``kvdist.kv.create('collective')`` in it are of the
             job, with `servers` also ``kv.create('dist')``. Functions of a notebook, lambdas and closures can be sent;
-            modules that it uses must be importable in a new process.
+            modules that it uses must be importable in a new process, on each machine.
         args: its arguments.
         kwargs: its arguments by name.
         num_proc, np: number of workers, at least 1; 1 if neither is given, and `num_proc` wins.
-        hosts, hostfile: such as ``'localhost:4'``, or a file of lines ``HOST slots=N``: this machine, and how many
-            workers it takes.
+        hosts, hostfile: such as ``'localhost:4,node2:4'``, or a file of lines ``HOST slots=N``: how many workers each
+            takes; None is this machine. Others are reached by ssh, and have kvdist and cloudpickle at the same path.
         start_timeout: seconds that the processes may take to find each other.
         output_filename: a folder; what worker N prints is also written to ``rank.N/stdout`` and ``rank.N/stderr``.
         verbose: whether the launcher says where each worker runs and how the job ended.
-        executable: the Python that runs the workers; None for this one.
+        executable: the Python that runs the workers; None for this one, on other machines that of the same path.
+        ssh_port, ssh_identity_file: port and private key for ssh.
+        network_interface, network_interfaces: the name of the network interface of all other machines.
         min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np: refused
             but for None, as the number of workers does not change during a job.
-        ssh_port, ssh_identity_file, network_interface, network_interfaces, disable_cache, use_gloo, use_mpi, mpi_args:
-            taken and without effect: all workers are on this machine, nothing is cached, and no MPI takes part.
+        disable_cache, use_gloo, use_mpi, mpi_args: taken and without effect: nothing is cached, and no MPI takes part.
         servers: number of servers; 0 is a job of workers alone, which use collective operations.
         env: variables for every process.
+        sync_dst_dir: a folder on the other machines, to which the current one is copied and in which workers start;
+            None starts them in the current folder, which all must have.
         timeout_s: seconds after which the job is ended; None lets it run.
 
     Raises:
         WorkerFailure: the first worker that failed; it has the traceback of there.
         JobFailure: a scheduler or server failed.
         DeadlineExceeded: the time was up.
-        ConfigError: a count is wrong, a variable is impossible, the function cannot be sent, or `hosts` names another
-            machine or has too few slots.
+        ConfigError: a count is wrong, a variable is impossible, the function cannot be sent, `hosts` has too few slots,
+            or a host cannot take part.
         KeyboardInterrupt: Ctrl-C; the job has ended.
     """
-    del ssh_port, ssh_identity_file, disable_cache, use_gloo, use_mpi, mpi_args, network_interface, network_interfaces
+    del disable_cache, use_gloo, use_mpi, mpi_args
     _refuse_elastic(
         min_num_proc=min_num_proc, max_num_proc=max_num_proc, slots=slots, reset_limit=reset_limit,
         cooldown_range=cooldown_range, host_discovery_script=host_discovery_script, min_np=min_np, max_np=max_np,
@@ -153,14 +158,40 @@ def run(
     for name, number, least in (("np", count, 1), ("servers", servers, 0)):
         if number < least:
             raise ConfigError(f"{name} is {number}; a job needs at least {least}")
-    _require_this_machine(hosts, hostfile, count)
+    places = hosts_of(hosts, hostfile, count, socket.gethostname())
     own = parse_assignments(f"{name}={value}" for name, value in (env or {}).items())
     if start_timeout is not None:
         own = {**dict.fromkeys(("KVDIST_FORM_TIMEOUT_S", "KVDIST_START_TIMEOUT_S"), f"{start_timeout:g}"), **own}
-    security = security_of(None, own, os.environ, leaves_machine=False, has_servers=servers > 0)
-    calls = _WorkerCalls(pack_call(func, args, kwargs or {}), count)
-    _run_calls(calls, servers, own, security, timeout_s, bool(verbose), output_filename, executable or sys.executable)
+    is_here = all(host.is_local for host in places)
+    wanted = _Wanted(count, servers, own, bool(verbose), executable, tuple(places))
+    if is_here:
+        start = partial(
+            _run_here, wanted, security_of(None, own, os.environ, leaves_machine=False, has_servers=servers > 0)
+        )
+    else:
+        network = network_interfaces or network_interface
+        start = partial(
+            _run_on_hosts, _request(wanted, ssh_option_of(ssh_port, ssh_identity_file), network, sync_dst_dir)
+        )
+    calls = _WorkerCalls(pack_call(func, args, kwargs or {}, is_here), count)
+    _run_calls(calls, start, timeout_s, bool(verbose), output_filename)
     return calls.results()
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What was asked for: counts, variables, who runs the workers, and where."""
+
+    workers: int
+    servers: int
+    env: Mapping[str, str]
+    is_verbose: bool
+    executable: str | None
+    hosts: tuple[Host, ...]
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        return (self.executable or PYTHON, "-m", "kvdist_launch.worker_main")
 
 
 def _refuse_elastic(**given: object) -> None:
@@ -172,48 +203,27 @@ def _refuse_elastic(**given: object) -> None:
             )
 
 
-def _require_this_machine(hosts: str | None, hostfile: str | None, count: int) -> None:
-    for host in hosts_of(hosts, hostfile, count, socket.gethostname()):
-        if not host.is_local:
-            raise ConfigError(
-                f"the hosts name {host}, and run calls a function on this machine alone: write the function into a"
-                " script, and start that with kvdist-run -H"
-            )
-
-
 def _run_calls(
     calls: _WorkerCalls,
-    servers: int,
-    env: Mapping[str, str],
-    security: Security,
+    start: Callable[[Supervisor], int],
     timeout_s: float | None,
-    verbose: bool,
+    is_verbose: bool,
     output_folder: str | None,
-    executable: str,
 ) -> None:
-    """Run the job; raise what failed it."""
+    """Run the job that `start` starts, to its exit code; raise what failed it."""
     is_main = threading.current_thread() is threading.main_thread()
     events = SignalPipe() if is_main else EventPipe()
     out, err = TextSink(sys.stdout), TextSink(sys.stderr)
-    grace = GracePeriods(grace_s=GRACE_S)
     logs = None if output_folder is None else LogFiles(Path(output_folder), err.say, len(calls))
-    supervisor = Supervisor(JobOutput(out, err, logs=logs), err, grace, events=events, is_quiet=not verbose)
+    grace = GracePeriods(grace_s=GRACE_S)
+    supervisor = Supervisor(JobOutput(out, err, logs=logs), err, grace, None, events, not is_verbose, calls)
     deadline, raised = _Deadline(timeout_s, events), _Deadline(GRACE_S, events)
-    began = time.monotonic()
-
-    def begin() -> None:
-        calls.begin(supervisor, raised)
-        deadline.begin(began)
-
-    is_local = servers > 0 and not security.word
-    with calls, deadline, raised, listening_here(ports_of({**os.environ, **env}), is_local) as listening:
-        processes = calls.over(_plan_here(len(calls), servers, env, security, port_of(listening), executable))
-        notes = worker_lines(processes, HERE) if verbose else []
-        for note in [*([PLAIN_HERE] if security.word == NONE else []), *notes]:
-            supervisor.say(note)
-        local = LocalProcesses(supervisor.selector, supervisor, exits=None if is_main else events)
-        code = supervisor.run([(local, processes)], listening, security.secret_of_run(), begin)
-        calls.drain()
+    calls.attend(supervisor, deadline, raised)
+    with deadline, raised:
+        try:
+            code = start(supervisor)
+        except Interrupted:
+            raise KeyboardInterrupt from None
     cause = supervisor.job.cause
     if cause is not None:
         raise _failure(cause, calls, supervisor.last_lines(cause.node))
@@ -225,76 +235,85 @@ def _run_calls(
         raise KeyboardInterrupt
 
 
-def _plan_here(
-    np: int, servers: int, env: Mapping[str, str], security: Security, port: int, executable: str
-) -> list[Process]:
-    here = HostFacts(usable_cores(), sys.executable, LOOPBACK, os.environ)
-    job = JobSpec(
-        num_workers=np,
-        num_servers=servers,
-        command=(executable, "-m", "kvdist_launch.worker_main"),
-        role_command=(PYTHON, "-m", "kvdist"),
-        port=port,
-        name=os.urandom(8).hex(),
-        env=env,
-        security=security,
-    )
-    return plan(job, HERE, [here], here)
+def _run_here(wanted: _Wanted, security: Security, supervisor: Supervisor) -> int:
+    """Run a job of this machine. Returns its exit code."""
+    is_local = wanted.servers > 0 and not security.word
+    with listening_here(ports_of({**os.environ, **wanted.env}), is_local) as listening:
+        job = JobSpec(
+            num_workers=wanted.workers,
+            num_servers=wanted.servers,
+            command=wanted.command,
+            role_command=ROLE_COMMAND,
+            port=port_of(listening),
+            name=os.urandom(8).hex(),
+            is_called=True,
+            env=wanted.env,
+            security=security,
+        )
+        here = HostFacts(usable_cores(), sys.executable, LOOPBACK, os.environ)
+        processes = plan(job, HERE, [here], here)
+        notes = worker_lines(processes, HERE) if wanted.is_verbose else []
+        for note in [*([PLAIN_HERE] if security.word == NONE else []), *notes]:
+            supervisor.say(note)
+        local = LocalProcesses(supervisor.selector, supervisor, supervisor.exits)
+        return supervisor.run([(local, processes)], listening, security.secret_of_run())
+
+
+def _request(wanted: _Wanted, ssh_option: list[str], network: str | None, sync_dst_dir: str | None) -> Request:
+    """The request for workers on other machines too."""
+    if network is not None and "," in network:
+        raise ConfigError(
+            f"network_interfaces is {network!r}: name one interface, the one that all hosts have in common"
+        )
+    options = parse_options([])
+    options.num_workers, options.num_servers = wanted.workers, wanted.servers
+    options.ssh_option, options.interface, options.sync_dst_dir = ssh_option, network, sync_dst_dir
+    options.verbose = wanted.is_verbose
+    options.env = [f"{name}={value}" for name, value in wanted.env.items()]
+    if not wanted.servers:
+        options.security = security_between({**os.environ, **wanted.env})
+    return Request(options, wanted.command, hosts=wanted.hosts, is_filled=True)
+
+
+def _run_on_hosts(request: Request, supervisor: Supervisor) -> int:
+    """Run a job of several machines. Returns its exit code."""
+    # Imported here because a job on this machine needs none of it.
+    from kvdist_launch.multi_host import run_on_hosts
+
+    hosts = request_hosts(request)
+    job = replace(job_of(request, hosts, os.environ), is_called=True)
+    if request.options.security == NONE:
+        supervisor.say(NOT_ENCRYPTED)
+    return run_on_hosts(request.options, job, hosts, supervisor, os.environ)
 
 
 def _failure(cause: ProcessExit, calls: _WorkerCalls, last_lines: Sequence[str]) -> JobFailure:
     if cause.node.role is not Role.WORKER:
         return JobFailure("\n    ".join([str(cause), *last_lines]), cause.exit_code)
-    return calls.failure(cause.node.rank, cause.status, last_lines)
+    return calls.failure(cause.node.rank, cause.status, last_lines, cause.lost)
 
 
-class WorkerCall:
-    """The pipes to and from one worker.
+class WorkerAnswer:
+    """What one worker has sent: a head of one line of JSON, then the bytes of the result, if there is one.
 
     Args:
-        call: the bytes to send.
-
-    Attributes:
-        theirs: the worker's ends of the pipes, which it inherits.
+        raised: called when the head says that the function has raised.
     """
 
-    def __init__(self, call: bytes) -> None:
-        theirs_in, self._outward = os.pipe()
-        self._inward, theirs_out = os.pipe()
-        self.theirs: tuple[int, ...] = (theirs_in, theirs_out)
-        self._mine = {self._inward, self._outward}
-        self._unsent = memoryview(call)
+    def __init__(self, raised: Callable[[], None]) -> None:
+        self._raised = raised
         self._received = bytearray()
         self._head: dict[str, Any] = {}
-        self._selector: selectors.BaseSelector | None = None
-        self._raised: Callable[[], None] | None = None
 
-    def begin(self, selector: selectors.BaseSelector, raised: Callable[[], None]) -> None:
-        """Send and receive from now on; the worker has its ends.
-
-        Args:
-            selector: waits for the pipes.
-            raised: called when the function has raised.
-        """
-        self._selector, self._raised = selector, raised
-        self._close_theirs()
-        for descriptor, event, act in (
-            (self._outward, selectors.EVENT_WRITE, self._send),
-            (self._inward, selectors.EVENT_READ, self.receive),
-        ):
-            os.set_blocking(descriptor, False)
-            selector.register(descriptor, event, act)
-
-    def receive(self) -> None:
-        """Take what has come of the result."""
-        with contextlib.suppress(BlockingIOError):
-            while self._inward in self._mine:
-                data = os.read(self._inward, READ_BYTES)
-                self._received += data
-                if not self._head and b"\n" in data:
-                    self._take_head()
-                if not data:
-                    self._end(self._inward)
+    def receive(self, data: bytes) -> None:
+        """Take a piece of it."""
+        self._received += data
+        if not self._head and b"\n" in data:
+            end = self._received.index(b"\n")
+            self._head = json.loads(self._received[:end])
+            del self._received[: end + 1]
+            if "raised" in self._head:
+                self._raised()
 
     @property
     def head(self) -> dict[str, Any]:
@@ -306,96 +325,47 @@ class WorkerCall:
         received, self._received = self._received, bytearray()
         return unpack_result(received)
 
-    def leave_selector(self) -> None:
-        """Use the selector no more: it is closed."""
-        self._selector = None
-
-    def close(self) -> None:
-        """Free everything."""
-        self._close_theirs()
-        for descriptor in list(self._mine):
-            self._end(descriptor)
-
-    def _take_head(self) -> None:
-        end = self._received.index(b"\n")
-        self._head = json.loads(self._received[:end])
-        del self._received[: end + 1]
-        if "raised" in self._head and self._raised is not None:
-            self._raised()
-
-    def _send(self) -> None:
-        try:
-            while self._unsent:
-                self._unsent = self._unsent[os.write(self._outward, self._unsent) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            pass  # The worker has ended; its exit code is reported elsewhere.
-        self._end(self._outward)
-
-    def _end(self, descriptor: int) -> None:
-        if self._selector is not None:
-            self._selector.unregister(descriptor)
-        os.close(descriptor)
-        self._mine.discard(descriptor)
-
-    def _close_theirs(self) -> None:
-        for descriptor in self.theirs:
-            os.close(descriptor)
-        self.theirs = ()
-
 
 class _WorkerCalls:
     """The calls of all workers.
 
     Args:
-        call: the bytes that every worker is sent.
+        data: the bytes that every worker is sent.
         count: how many workers there are.
 
     Attributes:
         raised: the ranks whose functions have raised, the first one first.
     """
 
-    def __init__(self, call: bytes, count: int) -> None:
-        self._calls = [WorkerCall(call) for _ in range(count)]
+    def __init__(self, data: bytes, count: int) -> None:
+        self.data = data
         self.raised: list[int] = []
-
-    def __enter__(self) -> _WorkerCalls:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for call in self._calls:
-            call.leave_selector()
-            call.close()
+        self._answers = [WorkerAnswer(partial(self._has_raised, rank)) for rank in range(count)]
+        self._began = time.monotonic()
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return len(self._answers)
 
-    def over(self, processes: Sequence[Process]) -> list[Process]:
-        """The processes, in which each worker inherits its ends of the pipes."""
-        return [self._with_pipes(one) if one.node.role is Role.WORKER else one for one in processes]
-
-    def begin(self, supervisor: Supervisor, deadline: _Deadline) -> None:
-        """Send and receive from now on: all workers have been started.
+    def attend(self, supervisor: Supervisor, deadline: _Deadline, raised: _Deadline) -> None:
+        """Let deadlines begin.
 
         Args:
-            supervisor: its selector waits for the pipes.
-            deadline: begins when a function has raised; threads may keep its process from ending.
+            supervisor: of these calls.
+            deadline: begins when all processes have been started.
+            raised: begins when a function has raised; threads may keep its process from ending.
         """
+        self._supervisor, self._deadline, self._raised_deadline = supervisor, deadline, raised
 
-        def raised(rank: int) -> None:
-            self.raised.append(rank)
-            if not supervisor.job.is_interrupted:  # else it raised because it was told to end
-                deadline.begin(time.monotonic())
+    def begun(self) -> None:
+        self._deadline.begin(self._began)
 
-        for rank, call in enumerate(self._calls):
-            call.begin(supervisor.selector, partial(raised, rank))
+    def received(self, node: NodeId, data: bytes) -> None:
+        self._answers[node.rank].receive(data)
 
-    def drain(self) -> None:
-        """Take what the workers sent last; all have ended."""
-        for call in self._calls:
-            call.leave_selector()
-            call.receive()
+    def _has_raised(self, rank: int) -> None:
+        self.raised.append(rank)
+        if not self._supervisor.job.is_interrupted:  # else it raised because it was told to end
+            self._raised_deadline.begin(time.monotonic())
 
     def results(self) -> list[Any]:
         """What every worker's function returned.
@@ -403,21 +373,23 @@ class _WorkerCalls:
         Raises:
             WorkerFailure: a worker ended with exit code 0 before its function had returned.
         """
-        for rank, call in enumerate(self._calls):
-            if "bytes" not in call.head:
+        for rank, answer in enumerate(self._answers):
+            if "bytes" not in answer.head:
                 raise self.failure(rank, 0, ())
-        return [call.take_result() for call in self._calls]
+        return [answer.take_result() for answer in self._answers]
 
-    def failure(self, rank: int, status: int | None, last_lines: Sequence[str]) -> WorkerFailure:
+    def failure(self, rank: int, status: int | None, last_lines: Sequence[str], lost: str = "") -> WorkerFailure:
         """The failure of a worker, by its own report, or else by the way its process ended.
 
         Args:
             rank: the worker.
             status: how its process ended; None if it had to be ended after the function had raised.
             last_lines: the last lines it printed.
+            lost: why its host cannot be reached any more, if so.
         """
-        host, node = socket.gethostname(), NodeId(Role.WORKER, rank)
-        head = self._calls[rank].head
+        node = NodeId(Role.WORKER, rank)
+        host = self._supervisor.host_of(node) or socket.gethostname()
+        head = self._answers[rank].head
         status = int(head["exit_code"]) if status is None else status
         code = ProcessExit(node, 0, status).exit_code
         if "raised" in head:
@@ -425,14 +397,12 @@ class _WorkerCalls:
             message = f"{node} on {host} raised {kind} (exit code {code})\n\n{text}"
             return WorkerFailure(message.rstrip(), rank, host, code, kind, text)
         how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with exit code {status}"
+        if lost:
+            how = f"was lost ({lost})"
         when = "after" if head else "before"
         lines = ["; the last lines it printed:", *last_lines] if last_lines else []
         message = f"{node} on {host} {how} {when} the function had returned" + "\n    ".join(lines)
         return WorkerFailure(message, rank, host, code, "", "")
-
-    def _with_pipes(self, process: Process) -> Process:
-        ends = self._calls[process.node.rank].theirs
-        return replace(process, argv=(*process.argv, *map(str, ends)), descriptors=ends)
 
 
 class _Deadline:

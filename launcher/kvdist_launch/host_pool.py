@@ -26,6 +26,7 @@ from kvdist.nodes import NodeId
 from kvdist.version import __version__
 from kvdist_launch.agent_protocol import (
     GREETING,
+    PAYLOAD_BYTES_MAX,
     PIPE_READ_BYTES,
     REPLIES,
     Frame,
@@ -130,6 +131,11 @@ class RemoteProcesses(HostProcesses):
         self._alive = {process.node: 0 for process in processes}
         secret_text = None if secret is None else secret.hex()
         self._writer.send("start", processes=[encode_process(one) for one in processes], secret=secret_text)
+
+    def call(self, data: bytes) -> None:
+        for begin in range(0, len(data), PAYLOAD_BYTES_MAX):
+            self._writer.send("call", data[begin : begin + PAYLOAD_BYTES_MAX])
+        self._writer.send("call")
 
     def signal_group(self, node: NodeId, number: int) -> None:
         self._writer.send("signal", node=encode_node(node), number=number)
@@ -369,7 +375,7 @@ class HostPool:
         self.connections: list[HostConnection] = []
         for host in hosts:
             if host.is_local:
-                local = LocalProcesses(supervisor.selector, supervisor)
+                local = LocalProcesses(supervisor.selector, supervisor, supervisor.exits)
                 self.connections.append(HostConnection(host, local, facts_of_this_host()))
                 continue
             argv = agent_command(host, host.python or python, ssh)

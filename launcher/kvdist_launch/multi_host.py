@@ -276,7 +276,7 @@ class _HostJob:
         """What each host starts. This machine is one more if only the scheduler runs here."""
         hosts: dict[int, HostProcesses] = {index: one.processes for index, one in enumerate(self._connections)}
         here = next((one.processes for one in self._connections if one.is_here), None)
-        hosts[LAUNCHER] = here or LocalProcesses(self._supervisor.selector, self._supervisor)
+        hosts[LAUNCHER] = here or LocalProcesses(self._supervisor.selector, self._supervisor, self._supervisor.exits)
         found: dict[int, tuple[HostProcesses, list[Process]]] = {}
         for process in processes:
             host = hosts[process.host]

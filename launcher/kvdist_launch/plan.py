@@ -153,7 +153,7 @@ def _listed(names: Sequence[str], most: int = 6) -> str:
 
 
 PYTHON = "{python}"
-"""As first word of a role's command: the interpreter of its host."""
+"""As first word of a command: the interpreter of its host."""
 
 INTERFACES = ("KVDIST_INTERFACE", "DMLC_INTERFACE")
 
@@ -198,7 +198,8 @@ class Process:
             (``ended worker 1 exit 3``); the input of the others is empty.
         is_root: whether all others dial it, so that it inherits the listening socket: the scheduler, or in a job
             without servers worker 0.
-        descriptors: those of the launcher that it inherits besides; only on the launching machine.
+        is_called: whether it gets the bytes of a call on its standard input, and writes a result to a descriptor, whose
+            number is its last argument.
         has_stdin: whether its standard input is the launcher's; only on the launching machine.
     """
 
@@ -209,7 +210,7 @@ class Process:
     cwd: str | None = None
     is_told_of_endings: bool = False
     is_root: bool = False
-    descriptors: tuple[int, ...] = ()
+    is_called: bool = False
     has_stdin: bool = False
 
 
@@ -219,12 +220,13 @@ class JobSpec:
 
     Attributes:
         num_servers: 0 is a job of workers alone, which find each other through rank 0.
-        command: the worker's program and arguments.
-        role_command: the program and arguments of schedulers and servers; see `PYTHON`.
+        command: the worker's program and arguments; see `PYTHON`.
+        role_command: the program and arguments of schedulers and servers, likewise.
         port: the TCP port of the scheduler, or of rank 0.
         name: a token unlike that of any other job.
         scheduler_host: an index into the hosts; None is the launching machine.
         stdin: the rank of the worker whose standard input is the launcher's; None is none.
+        is_called: whether workers get a call, see `Process`.
         is_filled: whether workers take all slots of a host before those of the next.
         cwd: the folder in which processes on hosts start; None is that of the launcher or agent.
         env, env_server, env_worker: variables for every process, for servers, for workers.
@@ -239,6 +241,7 @@ class JobSpec:
     name: str
     scheduler_host: int | None = None
     stdin: int | None = None
+    is_called: bool = False
     is_filled: bool = False
     cwd: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
@@ -269,11 +272,12 @@ def plan(job: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts], launch
             Process(
                 one.node,
                 one.host,
-                job.command if role is Role.WORKER else _role_argv(job.role_command, own.python),
+                _argv(job.command if role is Role.WORKER else job.role_command, own.python),
                 _environment(job, own.scheduler or address, one, host, own, launcher),
                 None if host is None else job.cwd,
                 is_told_of_endings=role is Role.SCHEDULER,
                 is_root=one is placements[0],
+                is_called=job.is_called and role is Role.WORKER,
                 has_stdin=_has_stdin(job, one.node, host),
             )
         )
@@ -344,7 +348,7 @@ def share_of_devices(devices: Sequence[str], local_rank: int, workers: int) -> S
     return devices[local_rank * len(devices) // workers : (local_rank + 1) * len(devices) // workers]
 
 
-def _role_argv(command: tuple[str, ...], python: str) -> tuple[str, ...]:
+def _argv(command: tuple[str, ...], python: str) -> tuple[str, ...]:
     return (python, *command[1:]) if command[:1] == (PYTHON,) else command
 
 

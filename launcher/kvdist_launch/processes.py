@@ -41,8 +41,8 @@ INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 MARK = "KVDIST_JOB"
 """The variable that all processes of a job have, with a value of its own."""
 
-OUT, ERR = 0, 1
-"""The outputs of a process."""
+OUT, ERR, RESULT = 0, 1, 2
+"""The outputs of a process; the third one is that of a process that is called, see `plan.Process`."""
 
 READ_BYTES = 64 * 1024
 """Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
@@ -135,7 +135,7 @@ class ProcessListener(Protocol):
         """These processes of a host run, under these process ids."""
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
-        """A process has printed."""
+        """A process has printed, or written a piece of its result."""
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output."""
@@ -170,6 +170,10 @@ class HostProcesses(abc.ABC):
         Raises:
             CommandError: one could not be started; none is left.
         """
+
+    @abc.abstractmethod
+    def call(self, data: bytes) -> None:
+        """Send the bytes of a call to every process that waits for one; they may be very many."""
 
     @abc.abstractmethod
     def signal_group(self, node: NodeId, number: int) -> None:
@@ -221,22 +225,33 @@ class ChildProcess:
     def __init__(self, process: Process, settings: Mapping[str, str], listening: socket.socket | None = None) -> None:
         self.node = process.node
         env = {**process.environment.over(os.environ), **settings}
-        inherited = list(process.descriptors)
+        self._selector: selectors.BaseSelector | None = None
+        self._unsent = memoryview(b"")
+        self._result: IO[bytes] | None = None
+        argv, inherited = list(process.argv), []
         if listening is not None:
             inherited.append(listening.fileno())
             env[LISTEN_VARIABLE] = str(listening.fileno())
-        stdin = subprocess.PIPE if process.is_told_of_endings else subprocess.DEVNULL
-        self._popen = subprocess.Popen(
-            process.argv,
-            env=env,
-            cwd=process.cwd,
-            pass_fds=inherited,
-            bufsize=0,
-            stdin=None if process.has_stdin else stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        with contextlib.ExitStack() as on_error, contextlib.ExitStack() as theirs:
+            if process.is_called:
+                inward, outward = os.pipe()
+                self._result = on_error.enter_context(open(inward, "rb", buffering=0))
+                theirs.callback(os.close, outward)
+                inherited.append(outward)
+                argv.append(str(outward))
+            is_written_to = process.is_told_of_endings or process.is_called
+            self._popen = subprocess.Popen(
+                argv,
+                env=env,
+                cwd=process.cwd,
+                pass_fds=inherited,
+                bufsize=0,
+                stdin=None if process.has_stdin else subprocess.PIPE if is_written_to else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            on_error.pop_all()
         if self._popen.stdin is not None:
             # A scheduler that does not read must not stop the launcher.
             os.set_blocking(self._popen.stdin.fileno(), False)
@@ -247,11 +262,12 @@ class ChildProcess:
         return self._popen.pid
 
     @property
-    def outputs(self) -> tuple[IO[bytes], IO[bytes]]:
-        """The reading ends of its standard output and standard error."""
+    def outputs(self) -> tuple[IO[bytes], ...]:
+        """The reading ends of its standard output, its standard error, and the pipe of its result, if it has one."""
         if self._popen.stdout is None or self._popen.stderr is None:
             raise ValueError(f"{self.node} was started without pipes")
-        return self._popen.stdout, self._popen.stderr
+        printed = self._popen.stdout, self._popen.stderr
+        return printed if self._result is None else (*printed, self._result)
 
     def exit(self) -> ProcessExit | None:
         """How it ended; None while it runs. It stays unreaped."""
@@ -275,11 +291,36 @@ class ChildProcess:
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             os.write(self._popen.stdin.fileno(), line.encode() + b"\n")
 
+    def call(self, data: bytes, selector: selectors.BaseSelector) -> None:
+        """Write a call to its standard input as fast as it reads, if it waits for one, and end that input."""
+        if self._result is not None and self._popen.stdin is not None:
+            self._selector, self._unsent = selector, memoryview(data)
+            selector.register(self._popen.stdin, selectors.EVENT_WRITE, self._send)
+
+    def _send(self) -> None:
+        if self._popen.stdin is None:
+            return
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self._popen.stdin.fileno(), self._unsent[:READ_BYTES]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            pass  # It has ended; its exit code is reported elsewhere.
+        self._end_call()
+
+    def _end_call(self) -> None:
+        if self._selector is not None and self._popen.stdin is not None:
+            self._selector.unregister(self._popen.stdin)
+            self._selector = None
+            self._popen.stdin.close()
+
     def reap(self) -> None:
         """Kill what is left of its group, itself included, and give its number back."""
         self.signal_group(signal.SIGKILL)
         self._popen.wait()
-        for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr):
+        self._end_call()
+        for pipe in (self._popen.stdin, self._popen.stdout, self._popen.stderr, self._result):
             if pipe is not None:
                 pipe.close()
 
@@ -341,6 +382,10 @@ class LocalProcesses(HostProcesses):
                 self._watchers.append(thread)
         self._listener.started(self.host, [(child.node, child.pid) for child in self._running])
 
+    def call(self, data: bytes) -> None:
+        for child in self._running:
+            child.call(data, self._selector)
+
     def signal_group(self, node: NodeId, number: int) -> None:
         self._children[node].signal_group(number)
 
@@ -369,7 +414,7 @@ class LocalProcesses(HostProcesses):
                 self.signal_group(one.node, signal.SIGKILL)
         self._listener.ended(exits)
         for node in ended:
-            for stream in (OUT, ERR):
+            for stream in (OUT, ERR, RESULT):
                 self._read(node, stream)  # one read takes what a pipe holds
         self._listener.settled(exits)
 

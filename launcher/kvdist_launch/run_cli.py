@@ -350,23 +350,10 @@ def request_of(
     options.start_timeout = own.start_timeout
     options.verbose = own.verbose
     options.timestamps = own.prefix_output_with_timestamp
-    options.ssh_option = [
-        f"{name}={value}"
-        for name, value in (("Port", own.ssh_port), ("IdentityFile", own.ssh_identity_file))
-        if value is not None
-    ]
+    options.ssh_option = ssh_option_of(own.ssh_port, own.ssh_identity_file)
     options.env = [f"{name}={value}" for name, value in _variables(own).items()]
     if any(not host.is_local for host in hosts):
-        # horovodrun has no option for encryption, so users ask for it by the variable.
-        variables = {**environ, **parse_exports(own.x or (), environ)}
-        asks = variables.get("KVDIST_SECURITY", "").lower() == "curve"
-        if asks or variables.get("KVDIST_SECRET_FILE"):
-            raise ConfigError(
-                f"{'KVDIST_SECURITY is curve' if asks else 'KVDIST_SECRET_FILE is set'}, and what processes on several"
-                " machines send to each other is not encrypted, as torch.distributed cannot do that: leave it out if"
-                " the network between them is trusted"
-            )
-        options.security = "none"
+        options.security = security_between({**environ, **parse_exports(own.x or (), environ)})
     return Request(
         options,
         command,
@@ -375,6 +362,28 @@ def request_of(
         is_filled=True,
         output_folder=own.output_filename or "",
     )
+
+
+def ssh_option_of(port: int | None, identity_file: str | None) -> list[str]:
+    """Horovod's options for ssh as those of ``--ssh-option``."""
+    named = (("Port", port), ("IdentityFile", identity_file))
+    return [f"{name}={value}" for name, value in named if value is not None]
+
+
+def security_between(variables: Mapping[str, str]) -> str:
+    """The value of ``--security`` for workers on several machines, which cannot encrypt.
+
+    Raises:
+        ConfigError: a variable asks for it; there is no option, so that is how users ask.
+    """
+    asks = variables.get("KVDIST_SECURITY", "").lower() == "curve"
+    if asks or variables.get("KVDIST_SECRET_FILE"):
+        raise ConfigError(
+            f"{'KVDIST_SECURITY is curve' if asks else 'KVDIST_SECRET_FILE is set'}, and what processes on several"
+            " machines send to each other is not encrypted, as torch.distributed cannot do that: leave it out if the"
+            " network between them is trusted"
+        )
+    return "none"
 
 
 def hosts_of(hosts_text: str | None, hostfile: str | None, num_proc: int, this_machine: str) -> list[Host]:

@@ -1,7 +1,8 @@
-"""Functions and results as bytes, between this process and its own children: the only place with pickles.
+"""Functions and results as bytes, between this process and those it starts: the only place with pickles.
 
 A pickle can run code when it is read. These come only from the process that started this one, or was started by it,
-over a pipe that only the two have: no socket, no file, no argument. Nothing else of kvdist pickles.
+over a pipe that only the two have, or two pipes and the ssh connection between them: no other socket, no file, no
+argument. Nothing else of kvdist pickles.
 
 cloudpickle takes functions of ``__main__`` and of notebook cells, lambdas and closures by their code; functions of
 modules are looked up by name on the other side, which is therefore given this side's ``sys.path``.
@@ -22,15 +23,19 @@ class SerializationError(ConfigError):
     """An object cannot be sent to another process; the message names it."""
 
 
-def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], is_here: bool = True) -> bytes:
     """A call as bytes.
+
+    Args:
+        is_here: whether it is for this machine, so that ``sys.path`` there is to be the same as here; on others what
+            is here is added at the end of theirs.
 
     Raises:
         SerializationError: a part of it cannot be sent.
         ConfigError: cloudpickle is not installed.
     """
     cloudpickle = _cloudpickle()
-    head = json.dumps({"path": sys.path}).encode() + b"\n"
+    head = json.dumps({"path": sys.path, "is_here": is_here}).encode() + b"\n"
     try:
         return head + bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs))))
     except Exception as error:  # objects choose what they raise when they refuse
@@ -40,13 +45,15 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The call that `pack_call` packed; this process gets the ``sys.path`` of the one that packed it.
+    """The call that `pack_call` packed; this process gets the ``sys.path`` that goes with it.
 
     Raises:
         SerializationError: a part of it cannot be made here.
     """
     head, _, body = data.partition(b"\n")
-    sys.path[:] = json.loads(head)["path"]
+    told = json.loads(head)
+    own = [] if told["is_here"] else sys.path
+    sys.path[:] = [*own, *(one for one in told["path"] if one not in own)]
     try:
         fn, args, kwargs = _cloudpickle().loads(body)
     except Exception as error:  # whatever is imported on the way may raise anything

@@ -11,15 +11,16 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
+from typing import Protocol
 
 from kvdist.nodes import SCHEDULER, NodeId
 from kvdist_launch.job import INDENT, Action, GracePeriods, Job, ProcessExit, Say, SendSignal, signal_name
 from kvdist_launch.output import JobOutput, Sink, short_name
 from kvdist_launch.plan import Process
-from kvdist_launch.processes import INTERRUPTIONS, EventPipe, HostProcesses, SignalPipe
+from kvdist_launch.processes import INTERRUPTIONS, RESULT, EventPipe, HostProcesses, SignalPipe
 
 DRAIN_S = 0.5
 """How long to wait for output of processes that outlive the one that started them (such as ``tee``)."""
@@ -45,6 +46,22 @@ class Interrupted(Exception):
         self.number = number
 
 
+class Calls(Protocol):
+    """What processes that are called get, and what they answer.
+
+    Attributes:
+        data: the bytes of the call.
+    """
+
+    data: bytes
+
+    def begun(self) -> None:
+        """Every process has been started, and is sent the call."""
+
+    def received(self, node: NodeId, data: bytes) -> None:
+        """A piece of a process's answer."""
+
+
 class Supervisor:
     """Runs one attempt at a job. The processes of each host are made with its selector, and it is their listener.
 
@@ -55,9 +72,11 @@ class Supervisor:
         launched: the start of the launcher, by the monotonic clock; None is now.
         events: brings exits and interruptions; None takes the signals of this process.
         is_quiet: whether the closing lines are left out, because the caller reports the end in another way.
+        calls: what processes get and answer that are called; None if they run commands.
 
     Attributes:
         job: the state of the attempt.
+        exits: gets the ends of children posted; None if the signals of this process say them.
     """
 
     def __init__(
@@ -68,6 +87,7 @@ class Supervisor:
         launched: float | None = None,
         events: EventPipe | None = None,
         is_quiet: bool = False,
+        calls: Calls | None = None,
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self.job = Job((), time.monotonic(), grace, launched)
@@ -76,7 +96,9 @@ class Supervisor:
         self._sinks = {*output.sinks, err}
         self._grace = grace
         self._events = SignalPipe() if events is None else events
+        self.exits = None if isinstance(self._events, SignalPipe) else self._events
         self._is_quiet = is_quiet
+        self._calls = calls
         self._hosts: list[HostProcesses] = []
         self._host_of: dict[NodeId, HostProcesses] = {}
         self._alive: set[NodeId] = set()
@@ -91,7 +113,6 @@ class Supervisor:
         assignments: Sequence[tuple[HostProcesses, Sequence[Process]]],
         listening: socket.socket | None = None,
         secret: bytes | None = None,
-        begun: Callable[[], None] | None = None,
     ) -> int:
         """Start everything, wait until all has ended, say how, and return the job's exit code.
 
@@ -99,7 +120,6 @@ class Supervisor:
             assignments: what each host is to start, in order.
             listening: the socket of a scheduler (or rank 0) of this machine.
             secret: what encrypts the job's traffic.
-            begun: called when everything has been started.
 
         Raises:
             CommandError: a process could not be started; none is left.
@@ -113,8 +133,7 @@ class Supervisor:
                     self.job.started([(process.node, host.host) for process in processes], time.monotonic())
                 if listening is not None:
                     listening.close()
-                if begun is not None:
-                    begun()
+                self._call(self._calls)
                 self._watch()
                 self._drain()
             finally:
@@ -125,6 +144,12 @@ class Supervisor:
         if not self._is_quiet:
             self._conclude()
         return self.job.exit_code()
+
+    def _call(self, calls: Calls | None) -> None:
+        if calls is not None:
+            for host in self._hosts:
+                host.call(calls.data)
+            calls.begun()
 
     def _expect(self, assignments: Sequence[tuple[HostProcesses, Sequence[Process]]]) -> None:
         processes = [process for _, some in assignments for process in some]
@@ -159,6 +184,10 @@ class Supervisor:
             self.selector.close()
             self._events.__exit__(kind, error, trace)
 
+    def host_of(self, node: NodeId) -> str:
+        """The name of a process's host; empty if that is this machine."""
+        return self._host_of[node].host
+
     def last_lines(self, node: NodeId) -> list[str]:
         """The last lines that a process printed."""
         return [line.decode(errors="replace") for line in self._output.last_lines(node)]
@@ -184,6 +213,10 @@ class Supervisor:
                 self._tell_scheduler(f"placed {node.role} {node.rank} {host} {pid}")
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
+        if stream == RESULT:
+            if self._calls is not None:
+                self._calls.received(node, data)
+            return
         self._output.feed(node, stream, data)
         if DEBUGGER_PROMPT in data and node != self._with_stdin and not self._has_explained_stdin:
             self._has_explained_stdin = True
@@ -193,7 +226,8 @@ class Supervisor:
             )
 
     def output_ended(self, node: NodeId, stream: int) -> None:
-        self._output.finish(node, stream)
+        if stream != RESULT:
+            self._output.finish(node, stream)
 
     def ended(self, exits: Sequence[ProcessExit]) -> None:
         self._alive.difference_update(one.node for one in exits)

@@ -1,7 +1,7 @@
-"""A worker that calls one function; started as ``python -m kvdist_launch.worker_main IN OUT`` by `kvdist_launch.run`.
+"""A worker that calls one function; started as ``python -m kvdist_launch.worker_main OUT`` by `kvdist_launch.run`.
 
-IN and OUT are descriptors of pipes that only the two processes have. The call comes in; the result, or what was raised,
-goes out: a head of one line of JSON, then the result's bytes.
+The call comes by standard input. OUT is the descriptor of a pipe that only the two processes have; by it goes the
+result, or what was raised: a head of one line of JSON, then the result's bytes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,11 @@ from kvdist_launch.serialization import SerializationError, pack_result, unpack_
 
 def main(arguments: list[str]) -> int:
     """Receive the call, run it, and send its result. Returns the exit code; what the function raises is raised."""
-    inward, outward = map(int, arguments)
-    for descriptor in (inward, outward):
-        os.set_inheritable(descriptor, False)
+    outward = int(arguments[0])
+    os.set_inheritable(outward, False)
     # An exception ends a worker as it ends a script; other hooks (a store has one) still run.
     sys.excepthook = _Reporter(outward)
-    with open(inward, "rb") as pipe:
-        fn, args, kwargs = unpack_call(pipe.read())
+    fn, args, kwargs = unpack_call(sys.stdin.buffer.read())
     try:
         result = pack_result(_call(fn, args, kwargs))
     except SystemExit as error:

@@ -246,7 +246,15 @@ class Agent:
 
     def start(self, *argv: str, secret: str | None = None) -> int:
         layers = {"defaults": {}, "front": {}, "settings": {}}
-        one = {"node": ["worker", 0], "argv": argv, **layers, "cwd": None, "is_told": False, "is_root": False}
+        one = {
+            "node": ["worker", 0],
+            "argv": argv,
+            **layers,
+            "cwd": None,
+            "is_told": False,
+            "is_root": False,
+            "is_called": False,
+        }
         self.say("start", processes=[one], secret=secret)
         return int(self.answer("started").fields["pids"][0][1])
 

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import io
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -19,7 +18,8 @@ import pytest
 
 import kvdist_launch
 from kvdist.errors import ConfigError, DeadlineExceeded
-from kvdist_launch.function import WorkerCall
+from kvdist_launch.function import WorkerAnswer
+from kvdist_launch.processes import READ_BYTES
 from kvdist_launch.serialization import SerializationError, pack_call, pack_result, unpack_call
 from tests.cases import each
 
@@ -150,26 +150,14 @@ def test_a_thread_that_lives_on_keeps_no_failure_from_being_told(ends, kind, exi
 
 def test_a_large_result_is_not_copied_while_it_is_received():
     result = pack_result(bytes(32 << 20))
-    call = WorkerCall(b"")
-    worker = os.dup(call.theirs[1])
-
-    def send():
-        with os.fdopen(worker, "wb") as pipe:
-            pipe.write(b'{"bytes": %d}\n' % len(result))
-            pipe.write(result)
-
-    sender = threading.Thread(target=send)
-    with selectors.DefaultSelector() as selector:
-        call.begin(selector, lambda: None)
-        sender.start()
-        tracemalloc.start()
-        while selector.get_map():
-            for key, _ in selector.select():
-                key.data()
-        assert len(call.take_result()) == 32 << 20
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    sender.join()
+    answer = WorkerAnswer(lambda: None)
+    tracemalloc.start()
+    answer.receive(b'{"bytes": %d}\n' % len(result))
+    for begin in range(0, len(result), READ_BYTES):
+        answer.receive(result[begin : begin + READ_BYTES])
+    assert len(answer.take_result()) == 32 << 20
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert peak_bytes < 2.5 * len(result), "the bytes and the result itself, no more"
 
 
@@ -218,6 +206,14 @@ def test_what_a_worker_cannot_import_is_named():
     assert sys.path == before
 
 
+def test_a_worker_elsewhere_looks_for_modules_in_its_own_path_first(monkeypatch):
+    monkeypatch.setattr(sys, "path", ["/launching", "/both"])
+    data = pack_call(print, (), {}, is_here=False)
+    monkeypatch.setattr(sys, "path", ["/both", "/there"])
+    unpack_call(data)
+    assert sys.path == ["/both", "/there", "/launching"]
+
+
 def test_without_cloudpickle_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvdist\[notebook\]'"):
@@ -246,7 +242,12 @@ mpi_args network_interface network_interfaces executable np min_np max_np"""
 def test_the_arguments_are_those_of_horovod_in_its_order():
     parameters = inspect.signature(kvdist_launch.run).parameters.values()
     assert [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD] == HOROVODS.split()
-    assert [one.name for one in parameters if one.kind is one.KEYWORD_ONLY] == ["servers", "env", "timeout_s"]
+    assert [one.name for one in parameters if one.kind is one.KEYWORD_ONLY] == [
+        "servers",
+        "env",
+        "sync_dst_dir",
+        "timeout_s",
+    ]
 
 
 def test_what_workers_print_is_also_kept_as_horovod_keeps_it(tmp_path):
@@ -269,7 +270,8 @@ def test_the_interpreter_and_the_time_to_start_reach_the_workers(tmp_path):
 @each(
     "arguments, message",
     [
-        ({"hosts": "localhost:1,elsewhere:3", "num_proc": 2}, "the hosts name elsewhere, and run calls a function on"),
+        ({"hosts": "elsewhere:1", "network_interfaces": "eth0,eth1"}, "'eth0,eth1': name one interface"),
+        ({"hosts": "elsewhere:1", "env": {"KVDIST_SECURITY": "curve"}}, "KVDIST_SECURITY is curve, and what processes"),
         ({"hosts": "localhost:1", "num_proc": 2}, "-np asks for 2 processes, but the hosts have 1 slots"),
         ({"min_num_proc": 1}, "min_num_proc is 1: training while processes come and go is not possible yet"),
         ({"max_np": 4}, "max_np is 4: training while processes come and go is not possible yet"),

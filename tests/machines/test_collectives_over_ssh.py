@@ -73,3 +73,25 @@ def test_kvdist_run_fills_machines_in_their_order_and_says_aloud_that_nothing_is
     assert sorted(str(path.relative_to(project)) for path in project.rglob("stdout")) == [
         "out/rank.0/stdout", "out/rank.1/stdout", "out/rank.2/stdout",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("return", ["results [(0, 3.0, '10.177.0.2'), (1, 3.0, '10.177.0.3')] True"]),
+        ("raise", ["failure (1, 'd2', 1, 'LookupError')", "called.py", "in work\n", "LookupError: no such thing"]),
+        ("kill", ["failure (1, 'd2', 137, '')", "worker-1 on d2 was killed by signal 9 (SIGKILL) before the function"]),
+        ("lose", ["failure (1, 'd2', 255, '')", "worker-1 on d2 was lost (the connection to d2 ended "]),
+    ],
+)
+def test_a_function_is_called_on_two_machines_and_its_results_or_its_failure_come_back(
+    machines, project, launch, how, told
+):
+    argv = [sys.executable, "-c", f"import called; called.main({how!r}, {str(machines.destination)!r})"]
+    env = {"PYTHONPATH": PYTHONPATH, "PATH": "/usr/bin:/bin:/usr/sbin:/sbin"}
+    done = subprocess.run(
+        machines.command(argv), cwd=project, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(text in done.stdout for text in told), done.stdout
+    assert "WHAT THE PROCESSES SEND TO EACH OTHER IS NOT ENCRYPTED" in done.stderr
