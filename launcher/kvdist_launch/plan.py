@@ -163,6 +163,11 @@ UNKNOWN = "-"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 NUM_SERVERS = "DMLC_NUM_SERVER"
 PLACES = ("KVDIST_LOCAL_RANK", "KVDIST_LOCAL_SIZE", "KVDIST_CROSS_RANK", "KVDIST_CROSS_SIZE")
+HOROVOD_PLACES = (
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"),
+)
+"""For scripts that read Horovod's variables, in jobs without servers."""
 """The variables of a worker's position among the others."""
 
 
@@ -375,6 +380,9 @@ def _environment(
     if role is Role.WORKER:
         numbers = (one.local_rank, one.local_size, one.cross_rank, one.cross_size)
         settings |= dict(zip(PLACES, map(str, numbers), strict=True))
+        if not job.num_servers:
+            of_job = (one.node.rank, job.num_workers, *numbers)
+            settings |= dict(zip(HOROVOD_PLACES, map(str, of_job), strict=True))
         if own.cores:
             defaults["OMP_NUM_THREADS"] = str(threads_per_worker(own.cores, one.local_size))
         given = Environment(settings=settings).over(own.environ).get(DEVICES, "")

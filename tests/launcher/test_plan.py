@@ -181,6 +181,18 @@ def test_without_servers_every_process_reads_its_place_and_is_told_that_there_is
             cluster_from_env(env)
 
 
+def test_without_servers_scripts_that_read_horovods_variables_find_them():
+    numbers = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+    stale = {f"HOROVOD_{number}": "7" for number in numbers}
+    for rank, process in enumerate(plan_on("d1 slots=1\nd2 slots=2", new_job(3, 0, is_filled=True), stale)):
+        env = process.environment.over({})
+        world = world_from_env(env)
+        told = [int(env[f"HOROVOD_{number}"]) for number in numbers]
+        assert told == [getattr(world, number.lower()) for number in numbers] and told[:2] == [rank, 3]
+    for process in plan_here(new_job(2, 1)):
+        assert not stale.keys() & process.environment.settings.keys()
+
+
 def test_without_servers_everybody_is_told_the_address_of_the_first_worker_host():
     for text, address in (("d1 role=server\nd2\nd3", "10.0.0.1"), ("localhost\nd2", "10.0.0.0")):
         processes = plan_on(text, new_job(2, 0), {})
