@@ -45,7 +45,7 @@ class AdasumOperation(AllReduce):
         postscale: float = 1.0,
     ) -> None:
         if size & (size - 1):
-            raise ValueError(f"Adasum needs a power of two of ranks, got {size}")
+            raise NotImplementedError(f"Adasum needs a power of two of ranks, got {size}")
         super().__init__(name, tensors, outputs, Adasum, prescale, postscale)
 
     def begin(self, channel: Channel) -> list[Work]:

@@ -246,7 +246,7 @@ def _grouped_allreduce(
         if chosen is not Adasum:
             return AllReduce(name or "", given, outputs, chosen, prescale_factor, postscale_factor)
         if group.number != ALL_RANKS:
-            raise ValueError("Adasum works on all ranks, not on a process set")
+            raise NotImplementedError("Adasum works on all ranks, not on a process set")
         return AdasumOperation(name or "", given, outputs, group.size, prescale_factor, postscale_factor)
 
     given = list(tensors)
@@ -327,8 +327,9 @@ def grouped_allreduce(
 
     Raises:
         CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
+        NotImplementedError: Adasum runs on a number of ranks that is not a power of two, or on a process set.
         TypeError: a value is not a dense tensor, or its dtype cannot be reduced with `op`.
-        ValueError: both `average` and `op` are given, or Adasum runs on a number of ranks that is not a power of two.
+        ValueError: both `average` and `op` are given.
     """
 
     def run(given: TensorList) -> TensorList:
@@ -679,8 +680,9 @@ def reducescatter(
 
     Raises:
         CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
+        NotImplementedError: `op` is neither Average nor Sum.
         TypeError: the value is not a dense tensor, or its dtype cannot be reduced.
-        ValueError: it is a scalar, or `op` is neither Average nor Sum.
+        ValueError: it is a scalar.
     """
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 

@@ -155,8 +155,8 @@ def broadcast_object(
 ) -> Any:
     """Get the object of one rank.
 
-    None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and torch tensors can be sent, nested up to 64
-    levels. Tensors arrive detached, on the CPU.
+    None, bool, int, float, str, bytes, list, tuple, set, dict, NumPy arrays and torch tensors can be sent, nested up to
+    64 levels. Tensors arrive detached, on the CPU.
 
     Args:
         obj: the object; ignored on ranks other than the root.

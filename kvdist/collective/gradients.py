@@ -70,7 +70,7 @@ class ReduceOptions:
         if self.passes < 1:
             raise ValueError(f"backward_passes_per_step is {self.passes}; it must be at least 1")
         if self.op is Adasum and self.process_set is not global_process_set:
-            raise ValueError("Adasum works on all ranks, not on a process set")
+            raise NotImplementedError("Adasum works on all ranks, not on a process set")
 
     @property
     def prescale(self) -> float:

@@ -440,7 +440,7 @@ class ReduceScatter(Operation):
     ) -> None:
         checked("reducescatter", tensors)
         if op not in (Average, Sum):
-            raise ValueError(f"reducescatter is for Average and Sum, not {op.name}")
+            raise NotImplementedError(f"reducescatter is for Average and Sum, not {op.name}")
         for dtype in {tensor.dtype for tensor in tensors}:
             check_reducible("reducescatter", dtype, op, prescale != 1.0 or postscale != 1.0)
         _check_rows("reducescatter", tensors, "cuts")

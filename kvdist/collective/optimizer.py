@@ -73,6 +73,11 @@ class _Distributed(Distributed, torch.optim.Optimizer):
         return self._options.process_set
 
     @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Each parameter's name in messages, under Horovod's name, which scripts read."""
+        return {parameter: name for name, parameter in _all_named(self, self._named)}
+
+    @property
     def _takes_part(self) -> bool:
         # All ranks do in the set of all, also where `init` comes later.
         return self.process_set is global_process_set or bool(self.process_set.included())
@@ -322,6 +327,7 @@ def DistributedOptimizer(
         ``gradient_predivide_factor`` and ``backward_passes_per_step`` as attributes.
 
     Raises:
+        NotImplementedError: Adasum is asked for on a process set.
         ValueError: arguments are invalid or contradict each other.
     """
     op = ReduceOp(op)

@@ -27,7 +27,7 @@ class ProcessSet:
     """
 
     def __init__(self, *ranks: int | Iterable[int]) -> None:
-        given = [rank for item in ranks for rank in ([item] if isinstance(item, int) else item)]
+        given = [rank for item in ranks for rank in (item if isinstance(item, Iterable) else [item])]
         if not all(isinstance(rank, Integral) for rank in given):
             raise ValueError(f"a process set is made of ranks, which are int, not {given}")
         self._ranks: tuple[int, ...] | None = tuple(sorted(map(int, given)))
@@ -84,32 +84,39 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     Raises:
         ValueError: a set of these ranks exists already, the ranks are invalid, or ranks called this differently.
     """
+    return _add(process_set, may_exist=False)
+
+
+def _add(process_set: ProcessSet | Iterable[int], may_exist: bool) -> ProcessSet:
     engine = current()
     try:
         made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-        _check(made, engine)
+        exists = _exists(made, engine, may_exist)
     except ValueError as error:
         engine.refuse(error)
         raise
     ranks = tuple(made.ranks)
     signature = Signature(ADD_SET, "", (), f"ranks {', '.join(map(str, ranks))}")
+    if exists:
+        engine.submit(MarkerOperation(signature)).result()
+        return made
     made.process_set_id = engine.submit(MarkerOperation(signature, lambda: engine.open_set(ranks))).result()
     engine.at_close(made._forget)
     return made
 
 
 def add_process_sets(process_sets: Sequence[ProcessSet | Iterable[int]]) -> None:
-    """Register process sets, the same list on all ranks.
+    """Register process sets, the same list on all ranks. A set of ranks that there is already stays unregistered.
 
     Raises:
-        ValueError: as for `add_process_set`; also where a rank has more sets than another one.
+        ValueError: the ranks of a set are invalid or differ between ranks, or a rank has more sets than another one.
     """
     engine = current()
     if process_sets:
         detail = f"{len(process_sets)} process sets"
         engine.submit(MarkerOperation(Signature("init", "", (), detail))).result()
     for process_set in process_sets:
-        add_process_set(process_set)
+        _add(process_set, may_exist=True)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -124,12 +131,13 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def _check(process_set: ProcessSet, engine: CollectiveEngine) -> None:
+def _exists(process_set: ProcessSet, engine: CollectiveEngine, may_exist: bool) -> bool:
     ranks, size = tuple(process_set.ranks), engine.world.size
     if process_set.process_set_id is not None:
         raise ValueError(f"{process_set} is registered already")
     if not ranks or len(set(ranks)) != len(ranks) or ranks[0] < 0 or ranks[-1] >= size:
         raise ValueError(f"a process set needs one or more distinct ranks from 0 to {size - 1}, got {list(ranks)}")
-    for number, known in engine.sets.items():
-        if known == ranks:
-            raise ValueError(f"a process set of ranks {list(ranks)} exists already, with the id {number}")
+    number = next((number for number, known in engine.sets.items() if known == ranks), None)
+    if number is not None and not may_exist:
+        raise ValueError(f"a process set of ranks {list(ranks)} exists already, with the id {number}")
+    return number is not None

@@ -60,7 +60,7 @@ def call(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any] | None = None
     if tf.executing_eagerly():
         try:
             results = run(*[tensor.numpy() for tensor in tensors])
-        except (CollectiveMismatch, TypeError, ValueError) as error:
+        except (CollectiveMismatch, NotImplementedError, TypeError, ValueError) as error:
             raise _of_tensorflow(error) from None
         return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, dtypes, strict=True)]
     # Stateful ops wait for each other within a function, also across branches and loops.

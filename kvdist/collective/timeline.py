@@ -21,7 +21,7 @@ from kvdist.runtime.trace import Trace, TraceCopy, TraceFiles, now_ns, require_w
 LOG = logging.getLogger("kvdist")
 
 EVENTS_MAX = 200_000
-PERIOD_S = 1.0
+PERIOD_S = 0.05
 PAUSE_RATIO = 20
 """The pause after each rewrite of the file, in multiples of the time that the rewrite took."""
 

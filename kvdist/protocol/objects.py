@@ -1,12 +1,13 @@
 """Encodes and decodes Python objects that ranks of a collective job exchange beside tensors.
 
-A closed list of types travels: None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and scalars, and
-what a caller translates to a `Leaf` (torch tensors). Nothing that could be executed is among them, and nothing else is
-accepted: the error names the part of the object.
+A closed list of types travels: None, bool, int, float, str, bytes, list, tuple, set, dict, NumPy arrays and scalars,
+and what a caller translates to a `Leaf` (torch tensors). Nothing that could be executed is among them, and nothing else
+is accepted: the error names the part of the object.
 
 The bytes are the length of the tree (8 bytes, little-endian), the tree in msgpack, and the bytes of all arrays in the
-order in which they appear in it. Beside msgpack's own types the tree has three extensions: 1 is a tuple (a packed
-list), 2 an integer beyond 64 bits (big-endian, two's complement), 3 an array (a packed list of kind, dtype and shape).
+order in which they appear in it. Beside msgpack's own types the tree has four extensions: 1 is a tuple (a packed
+list), 2 an integer beyond 64 bits (big-endian, two's complement), 3 an array (a packed list of kind, dtype and shape),
+4 a set (a packed list).
 Rules that hold here:
 
 * Whatever the bytes are, only `ProtocolError` leaves `decode`.
@@ -40,7 +41,7 @@ DIMS_MAX = 32
 BIG_INTEGER_BYTES_MAX = 4096
 
 _LENGTH = struct.Struct("<Q")
-_TUPLE, _BIG_INTEGER, _ARRAY = 1, 2, 3
+_TUPLE, _BIG_INTEGER, _ARRAY, _SET = 1, 2, 3, 4
 _PLAIN = (type(None), bool, float, str, bytes)
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUMm][0-9]{1,9}(\[[0-9A-Za-z]{1,16}\])?")
 _NUMPY, _SCALAR = "numpy", "numpy scalar"
@@ -110,13 +111,15 @@ def _tree(value: Any, place: Place, translate: Callable[[object], object | None]
     if kind in (list, tuple):
         items = [_tree(item, (*place, number), translate, leaves) for number, item in enumerate(value)]
         return items if kind is list else msgpack.ExtType(_TUPLE, msgpack.packb(items, strict_types=True))
+    if kind is set:
+        return msgpack.ExtType(_SET, msgpack.packb([_key(item, place) for item in value], strict_types=True))
     if kind in (dict, OrderedDict):
         return {_key(key, place): _tree(item, (*place, key), translate, leaves) for key, item in value.items()}
     leaf = _numpy_leaf(value, place) if isinstance(value, np.ndarray | np.generic) else translate(value)
     if leaf is None:
         raise TypeError(
             f"{_shown(place)} is a {_name(kind)}, which cannot be sent: only None, bool, int, float, str, bytes, list,"
-            " tuple, dict, NumPy arrays and torch tensors can"
+            " tuple, set, dict, NumPy arrays and torch tensors can"
         )
     if not isinstance(leaf, Leaf):
         return _tree(leaf, place, translate, leaves)
@@ -135,8 +138,8 @@ def _key(key: Any, place: Place) -> Any:
         parts = [_key(part, (*place, number)) for number, part in enumerate(key)]
         return msgpack.ExtType(_TUPLE, msgpack.packb(parts, strict_types=True))
     raise TypeError(
-        f"{_shown(place)} has a key of type {_name(type(key))}; keys that can be sent are None, bool, int of 64 bits,"
-        " float, str, bytes, and tuples of them"
+        f"{_shown(place)} has a key or member of type {_name(type(key))}; those that can be sent are None, bool, int of"
+        " 64 bits, float, str, bytes, and tuples of them"
     )
 
 
@@ -212,11 +215,13 @@ class _Reader:
         if self._depth > DEPTH_MAX:
             raise ProtocolError(f"an object is nested more than {DEPTH_MAX} deep")
         self._depth += 1
-        items = self.read(data) if code in (_TUPLE, _ARRAY) else None
+        items = self.read(data) if code in (_TUPLE, _ARRAY, _SET) else None
         self._depth -= 1
         if not isinstance(items, list):
             raise ProtocolError(f"an object has an extension of type {code} that is not known")
-        return tuple(items) if code == _TUPLE else self._leaf(items)
+        if code == _ARRAY:
+            return self._leaf(items)
+        return tuple(items) if code == _TUPLE else set(items)
 
     def _leaf(self, description: list[Any]) -> Any:
         if [type(part) for part in description] != [str, str, list]:

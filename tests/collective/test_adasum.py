@@ -99,6 +99,7 @@ def test_ranks_that_are_no_power_of_two_and_integers_are_refused():
     def program(rank):
         return hvd.allreduce(torch.ones(3), op=hvd.Adasum)
 
-    assert all("Adasum needs a power of two of ranks, got 3" in str(error) for error in run_ranks(3, program))
+    for error in run_ranks(3, program):
+        assert isinstance(error, NotImplementedError) and "Adasum needs a power of two of ranks, got 3" in str(error)
     (error,) = run_ranks(1, lambda _: hvd.allreduce(torch.ones(3).int(), op=hvd.Adasum))
     assert isinstance(error, TypeError) and "floating-point tensors, not int32" in str(error)

@@ -154,17 +154,28 @@ def test_what_contradicts_itself_is_refused():
             ({"groups": -1}, "groups is -1"),
             ({"groups": [model[0].weight]}, "list of lists"),
             ({"groups": [[model[0].weight], [model[0].weight]]}, "a parameter twice"),
-            ({"op": hvd.Adasum, "process_set": hvd.ProcessSet([0])}, "not on a process set"),
         ]
         for options, sentence in cases:
             with pytest.raises(ValueError, match=sentence):
                 make(**options)
+        with pytest.raises(NotImplementedError, match="not on a process set"):
+            make(op=hvd.Adasum, process_set=hvd.ProcessSet([0]))
         with pytest.raises(ValueError, match="distributed already"):
             hvd.DistributedOptimizer(make())
         with pytest.warns(DeprecationWarning, match="has been replaced by `groups`"):
             make(num_groups=2)
 
     returned(run_ranks(1, program))
+
+
+def test_every_parameter_has_a_name_of_its_own_also_where_none_are_given():
+    model = model_of(2, 2, 2)
+    groups = [{"params": layer.parameters()} for layer in model]
+    named = hvd.DistributedOptimizer(sgd(model.parameters()), model.named_parameters())
+    plain = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1))
+    assert named._parameter_names == {parameter: name for name, parameter in model.named_parameters()}
+    assert plain._parameter_names.keys() == named._parameter_names.keys()
+    assert len(set(plain._parameter_names.values())) == 4
 
 
 def test_without_init_the_first_step_says_what_to_call():

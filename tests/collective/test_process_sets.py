@@ -54,7 +54,13 @@ def test_a_set_that_there_is_or_cannot_be_is_refused(ranks):
     assert returned(run_ranks(3, program)) == [2, 2, 2]
 
 
-@each("sets", [[[0], [0, 7]], [[0], [0.5]], [[0], [0]]])
+@each("members", [0.5, "01", object()])
+def test_what_is_no_rank_is_refused_whatever_it_is(members):
+    with pytest.raises(ValueError, match="made of ranks, which are int"):
+        ProcessSet(members)
+
+
+@each("sets", [[[0], [0, 7]], [[0], [0.5]]])
 def test_a_list_with_a_bad_set_is_the_same_error_on_all_ranks(sets):
     def program(rank):
         with pytest.raises(ValueError) as caught:
@@ -63,6 +69,17 @@ def test_a_list_with_a_bad_set_is_the_same_error_on_all_ranks(sets):
 
     results = returned(run_ranks(3, program))
     assert results == results[:1] * 3
+
+
+def test_a_list_may_name_a_set_twice_and_in_any_order_of_ranks():
+    def program(rank):
+        rest, again, everybody = ProcessSet([2, 1] if rank else [1, 2]), ProcessSet(1, 2), ProcessSet(2, 1, 0)
+        add_process_sets([[0], rest, everybody, again, [0]])
+        return rest.process_set_id, everybody.process_set_id, again.process_set_id, dict(current().sets)
+
+    # As in Horovod's test of sets that are given to init: later ones of the same ranks are ignored.
+    known = {0: (0, 1, 2), 1: (0,), 2: (1, 2)}
+    assert returned(run_ranks(3, program)) == [(2, None, None, known)] * 3
 
 
 def test_lists_of_different_lengths_are_the_same_error_on_all_ranks():

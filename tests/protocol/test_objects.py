@@ -20,7 +20,7 @@ plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) |
 keys = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 64) - 1) | st.text() | st.tuples(st.integers(0, 9))
 objects = st.recursive(
     plain,
-    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(keys, inner),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.sets(keys) | st.dictionaries(keys, inner),
     max_leaves=8,
 )
 
@@ -91,13 +91,14 @@ Point = namedtuple("Point", "x")
 @each(
     "value, sentence",
     [
-        ({"a": [1, 2, {3}]}, r"obj\['a'\]\[2\] is a set, which cannot be sent"),
+        ({"a": [1, 2, 3j]}, r"obj\['a'\]\[2\] is a complex, which cannot be sent"),
+        ([{(1, Loud("x"))}], r"obj\[0\]\[1\] has a key or member of type tests.*Loud"),
         (object(), "obj is a object,"),
         ([Fraction(1, 2)], r"obj\[0\] is a tests.protocol.test_objects.Fraction"),
         ((Loud("x"),), r"obj\[0\] is a tests.*Loud"),
         ([Point(1)], r"obj\[0\] is a tests.*Point"),
         ({1: defaultdict(int)}, r"obj\[1\] is a collections.defaultdict"),
-        ({"k": {Loud("x"): 1}}, r"obj\['k'\] has a key of type tests.*Loud"),
+        ({"k": {Loud("x"): 1}}, r"obj\['k'\] has a key or member of type tests.*Loud"),
         ([np.array([object()])], r"obj\[0\] is an array of dtype object"),
         ([np.zeros(1, [("a", "i4")])], r"obj\[0\] is an array of dtype \[\('a'"),
         ([np.ma.zeros(2)], r"obj\[0\] is a numpy.*MaskedArray; numpy.asarray"),
