@@ -140,10 +140,7 @@ class ConnectingGroup:
         with contextlib.suppress(InvalidStateError):
             self._opened.set_exception(error_of("the connections to the other ranks"))
 
-    def move(self, place: int, to: int) -> None:
-        """Do nothing: no operation is called yet."""
-
-    def stuck_at(self, before: float) -> int | None:
+    def stuck_at(self, sure: float, likely: float) -> int | None:
         """None: no operation is called yet."""
 
     def open(self, channel: Channel) -> None:

@@ -1,24 +1,26 @@
 """A rank's side of the consistency checks: report what is called, and wait for agreement where that is needed.
 
 States of an operation: *called* (reported at once, so agreement runs ahead of the work) → *waited*, unless the response
-cache predicts it → *agreed*, *refused* (ranks differ: `CollectiveMismatch`, the group goes on), or *ended* (a rank is
-gone or the group has failed) → *done*. A predicted operation begins at once and is reported at the next tick of the
-control thread, or with 64 others. Where ranks differ, at most one of them has a predicted operation, so gloo never
-combines data of different operations. A rank whose operations rank 0 has reordered predicts nothing any more: its
-history is no longer that of the others.
+cache predicts it → *admitted*, *refused* (ranks differ: `CollectiveMismatch`, the group goes on), or *ended* (a rank is
+gone or the group has failed) → *done*. A predicted operation is admitted at once and reported at the next tick of the
+control thread, or with 64 others. What is called behind an operation that waits also waits, so rank 0 can have waiting
+calls done in another order, and the response cache sees nothing but the order in which all ranks do them.
+
+The calls of a group are numbered on each rank; *sequence* is the number of an operation, the same on all ranks.
 
 Threads of users and groups ask, the control thread brings answers. Groups are called without holding the lock.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import defaultdict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Protocol
 
-from kvdist.collective.signature import ALWAYS_AGREED, Signature
+from kvdist.collective.signature import ALWAYS_AGREED, JOIN, Signature
 from kvdist.config.exit_codes import exit_with_peer_lost
 from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError, first_line
 from kvdist.protocol.collective import (
@@ -55,48 +57,109 @@ _AMBIGUOUS = b""
 
 
 class ResponseCache:
-    """Predicts the next operation of a program from the ones before it, on all ranks alike.
+    """Predicts the next operation of a group from the ones before it, on all ranks alike.
 
     Gloo combines data that does not belong together, and ends a process that receives more bytes than it expects. So
-    where ranks differ, at most one side may have begun. An operation is *predicted* if all ranks agreed on it after the
-    same previous operation, and no other one ever followed that. Where several did, such as a metric after some of the
-    steps, the last `PAST` operations are the context; if several followed even these, the ranks ask each time.
+    where ranks differ, at most one side may have begun. An operation is *predicted* if it came after the same previous
+    operation before, and no other one ever followed that. Where several did, such as a metric after some of the steps,
+    the last `PAST` operations are the context; if several followed even these, the ranks ask each time.
 
-    All ranks predict the same, because predictions follow from the common history. Forgetting is always allowed: it
-    only makes a rank ask. Pure; there is one for each group.
+    All ranks predict the same, because they record the same operations in the same order. Pure; there is one for each
+    group.
     """
 
     def __init__(self) -> None:
         self._past = b""
         self._next: dict[bytes, bytes] = {}
-        self._agreed: set[bytes] = set()
 
-    def call(self, digest: bytes) -> tuple[bool, bytes]:
-        """Record an operation that the program calls; return whether it was predicted, and its history for `agree`."""
-        past, near = self._past, self._past[-DIGEST_BYTES:]
+    def begin(self, digest: bytes) -> bool:
+        """Whether an operation is predicted; if so, record it."""
+        expected = self._next.get(self._past[-DIGEST_BYTES:])
+        if expected == _AMBIGUOUS:
+            expected = self._next.get(self._past)
+        if expected == digest:
+            self.agree(digest)
+        return expected == digest
+
+    def agree(self, digest: bytes) -> None:
+        """Record an operation that all ranks do next."""
+        past = self._past
         if len(self._next) >= 2 * STEPS_MAX:
-            self._forget()
-        for context in (near, past):
+            self._next.clear()
+        for context in (past[-DIGEST_BYTES:], past):
             if self._next.setdefault(context, digest) != digest:
                 self._next[context] = _AMBIGUOUS
         self._past = (past + digest)[-PAST * DIGEST_BYTES :]
-        context = past if self._next[near] == _AMBIGUOUS else near
-        return self._next[context] == digest and context + digest in self._agreed, past
-
-    def agree(self, past: bytes, digest: bytes) -> None:
-        """Record that all ranks have called this operation after that history."""
-        if len(self._agreed) >= 2 * STEPS_MAX:
-            self._forget()
-        self._agreed |= {past[-DIGEST_BYTES:] + digest, past + digest}
 
     def restart(self) -> None:
-        """Forget the history too: ranks have called different operations."""
+        """Forget everything: ranks have called different operations, or have not seen what the others did."""
         self._past = b""
-        self._forget()
-
-    def _forget(self) -> None:
         self._next.clear()
-        self._agreed.clear()
+
+
+Turn = int | Mismatch | Participate | AllJoined
+"""What a group does next: a call of this rank, by its number; refuse one; take part in an operation of the others while
+this rank has joined; end its `join`."""
+
+
+@dataclass(slots=True)
+class _GroupCalls:
+    """The operations of one group on this rank.
+
+    Attributes:
+        called, reported: numbers of calls.
+        admitted, done, reported_done: numbers of operations.
+        cache: predicts the next operation.
+        unreported: entries for the next `CallReport`.
+        waited: calls that are not admitted yet → their digests, in the order of the program.
+        turns: what is admitted and has not begun.
+        is_throttled: every operation waits for agreement.
+        ends_at, end: the first operation that is not admitted any more, and the error.
+    """
+
+    called: int = 0
+    reported: int = 0
+    admitted: int = 0
+    done: int = 0
+    reported_done: int = 0
+    cache: ResponseCache = field(default_factory=ResponseCache)
+    unreported: bytearray = field(default_factory=bytearray)
+    waited: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
+    turns: deque[Turn] = field(default_factory=deque)
+    is_throttled: bool = False
+    ends_at: int | None = None
+    end: BaseException | None = None
+
+    def admit(self, turn: Turn) -> None:
+        """Let this be the next operation."""
+        self.turns.append(turn)
+        self.admitted += 1
+
+    def admit_until(self, sequence: int) -> None:
+        """Admit calls in the order of the program, up to and without this operation."""
+        while self.waited and self.admitted < sequence:
+            number, digest = self.waited.popitem(last=False)
+            self.cache.agree(digest)
+            self.admit(number)
+
+    def hear(self, message: Agreed | Reorder | Mismatch | Participate | AllJoined) -> None:
+        """Admit what rank 0 says."""
+        self.admit_until(message.sequence)
+        match message:
+            case Reorder(call=call) if call in self.waited:
+                self.cache.agree(self.waited.pop(call))
+                self.admit(call)
+            case Mismatch(call=call) if call in self.waited:
+                self.waited.pop(call)
+                self.cache.restart()
+                self.admit(message)
+            case Participate():
+                self.admit(message)
+            case AllJoined():
+                self.waited.clear()  # nothing but `join` is left
+                # This rank does not know what the others called meanwhile.
+                self.cache.restart()
+                self.admit(message)
 
 
 class ConsistencyCheck:
@@ -105,15 +168,28 @@ class ConsistencyCheck:
     With several ranks it is a `CoordinatedCheck`.
     """
 
-    def called(self, group: int, signature: Signature) -> None:
-        """Record the next operation that the program calls in a group. Does not block."""
+    def __init__(self) -> None:
+        # Messages about a group may come before this rank has entered it.
+        self._calls_of: defaultdict[int, _GroupCalls] = defaultdict(_GroupCalls)
 
-    def admit(self, group: int, sequence: int) -> None:
-        """Block on the group's thread until the operation may begin.
+    def called(self, group: int, signature: Signature) -> int:
+        """Record the next operation that the program calls in a group; return its number. Does not block."""
+        calls = self._calls_of[group]
+        calls.admit(AllJoined(group, calls.admitted, 0) if signature.kind == JOIN else calls.called)
+        calls.called += 1
+        return calls.called - 1
+
+    def has_next(self, group: int) -> bool:
+        """Whether `next` returns or raises at once."""
+        return True
+
+    def next(self, group: int, sequence: int) -> Turn:
+        """Block on the group's thread until it is known what is done as this operation.
 
         Raises:
-            CollectiveError: the ranks are at different operations, or one is gone.
+            CollectiveError: a rank is gone, or the group has failed.
         """
+        return self._calls_of[group].turns.popleft()
 
     def done(self, group: int) -> None:
         """Record that an operation has ended, successfully or not."""
@@ -121,14 +197,6 @@ class ConsistencyCheck:
     def explain(self, error: BaseException, group: int, sequence: int, signature: Signature) -> BaseException:
         """Return the error for the user in place of torch's; may wait a moment for the cause."""
         return CollectiveError(f"{signature} failed: {error}")
-
-    def stand_in(self, group: int, sequence: int) -> Participate | AllJoined:
-        """Wait for what this rank, which has joined, must do next.
-
-        Raises:
-            CollectiveError: a rank is gone, or the group has failed.
-        """
-        return AllJoined(group, sequence, 0)
 
 
 BATCH = 64
@@ -138,7 +206,10 @@ ALIVE_S = 1.0
 DEFINED_MAX = 32_768
 """Signatures that rank 0 is assumed to remember. Beyond this all are sent again."""
 STUCK_S = 1.0
-"""Waits of this length are reported: rank 0 refuses operations that no rank can be at the same one of."""
+"""How long all threads of a process have waited when that is reported: if all ranks say so, rank 0 refuses operations
+that can never pair."""
+UNSURE_STALLS = 6.0
+"""How many times the wait that is warned about it takes instead where other threads might still call something."""
 EXPLAIN_S = 4.0
 """How long rank 0 may take to explain an error of torch: longer than its own `EXPLAIN_S`."""
 LEFT = "it has called shutdown() or has ended"
@@ -157,42 +228,11 @@ class Failable(Protocol):
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
         """Fail the operations from this one on; `error_of` makes the error for the operation that is waited for."""
 
-    def move(self, place: int, to: int) -> None:
-        """Do an operation before those from `to` on, none of which has begun."""
+    def stuck_at(self, sure: float, likely: float) -> int | None:
+        """The first operation that the program waits for, if it can call no other before that ends.
 
-    def stuck_at(self, before: float) -> int | None:
-        """The first operation that the program has waited for since then, if it can call no other before that ends."""
-
-
-@dataclass(slots=True)
-class _GroupCalls:
-    """The operations of one group on this rank.
-
-    Attributes:
-        called, done, reported, reported_done: numbers of operations.
-        cache: predicts the next operation.
-        unreported: entries for the next `CallReport`.
-        waited: operations without agreement yet → their history and digest.
-        refused: operations in which the ranks differ → the explanation.
-        orders: what this rank does while it has joined.
-        is_throttled: every operation waits for agreement, because a rank has joined.
-        reorders: how often rank 0 has changed their order, after which every operation waits for agreement.
-        ends_at, end: the first operation that is not admitted any more, and the error.
-    """
-
-    called: int = 0
-    done: int = 0
-    reported: int = 0
-    reported_done: int = 0
-    cache: ResponseCache = field(default_factory=ResponseCache)
-    unreported: bytearray = field(default_factory=bytearray)
-    waited: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
-    orders: deque[Participate | AllJoined] = field(default_factory=deque)
-    is_throttled: bool = False
-    reorders: int = 0
-    ends_at: int | None = None
-    end: BaseException | None = None
+        All its threads have waited since `sure`, or those that have called named operations since `likely`.
+        """
 
 
 class CoordinatedCheck(ConsistencyCheck):
@@ -203,16 +243,24 @@ class CoordinatedCheck(ConsistencyCheck):
         host: of this process.
         wake: wakes the control thread; safe from any thread.
         warn: logs a sentence for the user.
+        stall_check_s: waits longer than this are warned about; 0 for never.
     """
 
-    def __init__(self, rank: int, host: str, wake: Callable[[], None], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        host: str,
+        wake: Callable[[], None],
+        warn: Callable[[str], None],
+        stall_check_s: float = 0.0,
+    ) -> None:
+        super().__init__()
         self.rank = rank
         self._host = host
         self._wake = wake
         self._warn = warn
         self._changed = threading.Condition(threading.Lock())
-        # Messages about a group may come before this rank has entered it.
-        self._calls_of: defaultdict[int, _GroupCalls] = defaultdict(_GroupCalls)
+        self._unsure_s = UNSURE_STALLS * stall_check_s or math.inf
         self._groups: dict[int, Failable] = {}
         self._defined: set[bytes] = set()
         self._outbox: deque[ToCoordinator] = deque()
@@ -247,36 +295,38 @@ class CoordinatedCheck(ConsistencyCheck):
             self._groups.pop(number, None)
             self._calls_of.pop(number, None)
 
-    def called(self, group: int, signature: Signature) -> None:
+    def called(self, group: int, signature: Signature) -> int:
         digest = signature.digest
         calls = self._calls_of[group]
         with self._changed:
-            is_predicted, past = calls.cache.call(digest)
-            must_wait = calls.is_throttled or calls.reorders > 0 or signature.kind in ALWAYS_AGREED
-            waits = must_wait or not is_predicted
+            number = calls.called
+            calls.called += 1
+            must_wait = calls.waited or calls.is_throttled or signature.kind in ALWAYS_AGREED
+            waits = must_wait or not calls.cache.begin(digest)
             if waits:
-                calls.waited[calls.called] = past, digest
+                calls.waited[number] = digest
                 if digest not in self._defined:
                     self._define(digest, signature)
-            calls.called += 1
+            else:
+                calls.admit(number)
             calls.unreported += (_WAIT if waits else _NO_WAIT) + digest
             is_due = waits or len(calls.unreported) >= BATCH * ENTRY_BYTES
         if is_due:
             self._wake()
+        return number
 
-    def admit(self, group: int, sequence: int) -> None:
+    def has_next(self, group: int) -> bool:
         calls = self._calls(group)
-        if calls.end is None and sequence not in calls.waited and sequence not in calls.refused:
-            return
-        with self._changed:
-            while sequence in calls.waited and sequence not in calls.refused and not _has_ended(calls, sequence):
-                self._changed.wait()
-            calls.waited.pop(sequence, None)
-            refusal = calls.refused.pop(sequence, None)
-        if refusal is not None:
-            raise CollectiveMismatch(refusal)
+        return bool(calls.turns) or calls.end is not None
+
+    def next(self, group: int, sequence: int) -> Turn:
+        calls = self._calls(group)
+        if not calls.turns:
+            with self._changed:
+                self._changed.wait_for(lambda: calls.turns or _has_ended(calls, sequence))
         if calls.end is not None and _has_ended(calls, sequence):
             raise calls.end
+        return calls.turns.popleft()
 
     def done(self, group: int) -> None:
         self._calls(group).done += 1
@@ -292,23 +342,6 @@ class CoordinatedCheck(ConsistencyCheck):
         with self._changed:
             self._changed.wait_for(lambda: calls.end is not None and _has_ended(calls, sequence), EXPLAIN_S)
         return calls.end or CollectiveError(failure)
-
-    def stand_in(self, group: int, sequence: int) -> Participate | AllJoined:
-        calls = self._calls_of[group]
-        with self._changed:
-            self._changed.wait_for(lambda: calls.orders or _has_ended(calls, sequence))
-            if _has_ended(calls, sequence):
-                assert calls.end is not None
-                raise calls.end
-            order = calls.orders.popleft()
-            if isinstance(order, Participate):
-                calls.called += 1
-                calls.reported += 1
-                calls.waited = {sequence + 1 if at == sequence else at: of for at, of in calls.waited.items()}
-            else:
-                # This rank does not know what the others called meanwhile.
-                calls.cache.restart()
-        return order
 
     def counts(self) -> tuple[tuple[int, int], ...]:
         """The number of finished operations of each group."""
@@ -357,21 +390,18 @@ class CoordinatedCheck(ConsistencyCheck):
                 ]
             if waits and now - self._said_stuck >= ALIVE_S:
                 outgoing += self._stuck(now)
-        # Definitions come before their reports, and a goodbye is the last message.
-        return sorted(outgoing, key=lambda message: isinstance(message, RankBye))
+        # Definitions come before their reports, and what ends them comes behind them.
+        return sorted(outgoing, key=lambda message: (isinstance(message, RankBye), isinstance(message, LastCalls)))
 
     def hear(self, message: ToMember) -> None:
         """Handle a message from rank 0."""
         match message:
-            case Agreed():
-                self._agree(message)
-            case Reorder():
-                self._reorder(message)
-            case Mismatch(group=group, sequence=sequence, is_fatal=is_fatal, text=text):
-                if is_fatal:
-                    self._end(group, lambda _: CollectiveMismatch(text), sequence)
-                else:
-                    self._refuse(group, sequence, text)
+            case Mismatch(group=group, sequence=sequence, is_fatal=True, text=text):
+                self._end(group, lambda _: CollectiveMismatch(text), sequence)
+            case Agreed() | Reorder() | Mismatch() | Participate() | AllJoined():
+                with self._changed:
+                    self._calls_of[message.group].hear(message)
+                    self._changed.notify_all()
             case GroupFailed(group=group, text=text):
                 self._end(group, lambda _: CollectiveError(text))
             case RankGone(rank=rank, host=host, cause=cause, counts=counts):
@@ -383,10 +413,6 @@ class CoordinatedCheck(ConsistencyCheck):
                     groups = list(self._groups.values())
                 for each in groups:
                     self._limit(each, rank, error_of, dict(counts))
-            case Participate(group=group) | AllJoined(group=group):
-                with self._changed:
-                    self._calls_of[group].orders.append(message)
-                    self._changed.notify_all()
             case Throttle(group=group, waits=waits):
                 self._calls_of[group].is_throttled = waits
             case StallWarning(text=text):
@@ -421,8 +447,8 @@ class CoordinatedCheck(ConsistencyCheck):
     # Under the lock, or what takes it.
 
     def _calls(self, group: int) -> _GroupCalls:
-        """The calls of a group; an empty record for an abandoned thread that outlives its group."""
-        return self._calls_of.get(group) or _GroupCalls()
+        """The calls of a group; a record that has ended for an abandoned thread that outlives its group."""
+        return self._calls_of.get(group) or _GroupCalls(ends_at=0, end=CollectiveError("this group has been removed"))
 
     def _define(self, digest: bytes, signature: Signature) -> None:
         if len(self._defined) >= DEFINED_MAX:
@@ -438,34 +464,11 @@ class CoordinatedCheck(ConsistencyCheck):
         return report
 
     def _stuck(self, now: float) -> list[ToCoordinator]:
-        stuck = [(number, group.stuck_at(now - STUCK_S)) for number, group in self._groups.items()]
+        sure, likely = now - STUCK_S, now - self._unsure_s
+        stuck = [(number, group.stuck_at(sure, likely)) for number, group in self._groups.items()]
         if any(sequence is not None for _, sequence in stuck):
             self._said_stuck = now
-        return [RankWaits(at, sequence, self._calls_of[at].reorders) for at, sequence in stuck if sequence is not None]
-
-    def _reorder(self, message: Reorder) -> None:
-        with self._changed:
-            calls = self._calls_of[message.group]
-            calls.reorders += 1
-            # The group waits for the first of these, so it has begun none.
-            for sequence in range(message.sequence, calls.called):
-                calls.waited.setdefault(sequence, (b"", b""))
-            group = self._groups.get(message.group)
-        if group is not None:
-            group.move(message.place, message.sequence)
-
-    def _agree(self, message: Agreed) -> None:
-        with self._changed:
-            calls = self._calls_of[message.group]
-            for sequence in [at for at in calls.waited if at < message.sequence]:
-                calls.cache.agree(*calls.waited.pop(sequence))
-            self._changed.notify_all()
-
-    def _refuse(self, group: int, sequence: int, text: str) -> None:
-        with self._changed:
-            self._calls_of[group].refused[sequence] = text
-            self._calls_of[group].cache.restart()
-            self._changed.notify_all()
+        return [RankWaits(number, sequence) for number, sequence in stuck if sequence is not None]
 
     def _end(self, number: int, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
         with self._changed:

@@ -6,17 +6,16 @@ earlier sequences of operations, reports come in batches and need no answer.
 An operation that a rank *waits* for has not begun on that rank. If the ranks' next operations differ and all of them
 wait, each gets an error and the group goes on. If one has begun, its data may be anywhere, and the group fails.
 
-Named operations pair by kind and name, others by their order. Ranks that wait are told to do first what all of them
-have called (`Reorder`), so all execute one order. They get an error where no operation can be next: names agree and the
-rest does not, or every rank is stuck, or more than `WINDOW` operations wait.
+Named operations pair by kind and name, others by their order. What all ranks have called is next, and ranks that called
+it later than others that wait are told so (`Reorder`). A rank that has joined takes part in what it had called before,
+and with zeros in the rest. Ranks get an error where names agree and the rest does not, or where every rank is stuck.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
-from itertools import islice
 
 from kvdist.collective.signature import JOIN_SIGNATURE, REFUSED, REMOVE_SET, Signature
 from kvdist.errors import ProtocolError
@@ -50,8 +49,9 @@ from kvdist.protocol.collective import (
 RECENT_MAX = 1024
 """Agreed operations that are remembered; a rank's work is never further behind."""
 
-WINDOW = 1024
-"""Operations of a rank among which named ones pair with those of the others."""
+STEADY = 256
+"""Operations after a `Reorder` that the ranks wait for: one that begins predicted ones reports them late, which the
+others wait for if they call others."""
 FOR_EVER = 1 << 62
 
 Entry = tuple[bytes, bool]
@@ -63,28 +63,68 @@ class RankProgress:
     """Where one rank is within a group.
 
     Attributes:
-        queue: operations that it has called and some other rank has not.
+        queue: calls of this rank, from `first` on; its `join` is the last.
+        first: the number of its first call that is not paired.
+        taken: calls in the queue that are paired.
+        places: calls that are not paired, by what pairs them; filled where ranks have different orders.
+        keys: what is in `places`, by call.
+        indexed: calls from this one on have not been looked at for `places`.
         called, done: numbers of operations since the beginning.
         since: when it began to wait for its oldest unfinished operation.
-        reorders: how often the order of its operations was changed, after which it waits for agreement on each.
-        stuck_at: it calls no named operation before this one has ended; -1 if it may.
+        stuck_at: it calls nothing more before this operation has ended; -1 if it may.
+        has_joined: whether it has called `join`.
     """
 
     queue: deque[Entry] = field(default_factory=deque)
+    first: int = 0
+    taken: set[int] = field(default_factory=set)
+    places: dict[str, deque[int]] = field(default_factory=dict)
+    keys: dict[int, str] = field(default_factory=dict)
+    indexed: int = 0
     called: int = 0
     done: int = 0
     since: float = 0.0
-    reorders: int = 0
     stuck_at: int = -1
+    has_joined: bool = False
 
     @property
     def waits(self) -> bool:
         return self.done < self.called
 
     @property
-    def has_joined(self) -> bool:
-        """Whether its next operation is `join`."""
-        return bool(self.queue) and self.queue[0][0] == JOIN_SIGNATURE.digest
+    def pending(self) -> list[bytes]:
+        """The digests of the calls that are not paired."""
+        return [digest for call, (digest, _) in enumerate(self.queue, self.first) if call not in self.taken]
+
+    def entry(self, call: int) -> Entry:
+        return self.queue[call - self.first]
+
+    def index(self, key_of: Callable[[bytes], str]) -> list[str]:
+        """Look at the calls since the last time, and return their keys."""
+        end = self.first + len(self.queue) - self.has_joined
+        fresh = range(max(self.indexed, self.first), end)
+        self.indexed = end
+        for call in fresh:
+            key = self.keys[call] = key_of(self.queue[call - self.first][0])
+            self.places.setdefault(key, deque()).append(call)
+        return [self.keys[call] for call in fresh]
+
+    def take(self, call: int) -> None:
+        """Remove a call that is paired, the oldest one with its key."""
+        key = self.keys.pop(call, None)
+        if key is not None:
+            self.places[key].popleft()
+            if not self.places[key]:
+                del self.places[key]
+        if call != self.first:
+            self.taken.add(call)
+            return
+        self.queue.popleft()
+        self.first += 1
+        while self.first in self.taken:
+            self.taken.remove(self.first)
+            self.queue.popleft()
+            self.first += 1
 
 
 class GroupProgress:
@@ -97,6 +137,8 @@ class GroupProgress:
     Attributes:
         agreed: the number of operations that all ranks have called alike.
         joining: ranks that have called `join`, in the order of their reports.
+        ready: keys of what may be next, where ranks have different orders; among them all that all ranks have called.
+        steady_at: before this operation ranks wait for agreement, because they had different orders.
         is_throttled: whether the ranks wait for agreement on every operation.
         has_failed: whether the group has failed.
         stalled_at, warned_s: the operation of the last stall, and how long it had lasted at the last warning (0: none).
@@ -108,6 +150,8 @@ class GroupProgress:
         self.of: dict[int, RankProgress] = {rank: RankProgress() for rank in ranks}
         self.agreed = 0
         self.joining: list[int] = []
+        self.ready: deque[str] = deque()
+        self.steady_at = 0
         self.is_throttled = False
         self.has_failed = False
         self.warned_s = 0.0
@@ -120,9 +164,9 @@ class GroupProgress:
         was_idle, was_done = not progress.waits, progress.done
         for at in range(0, len(entries), ENTRY_BYTES):
             digest = entries[at + 1 : at + ENTRY_BYTES]
-            progress.queue.append((digest, entries[at] == 1 or progress.reorders > 0))
+            progress.queue.append((digest, entries[at] == 1))
             if digest == JOIN_SIGNATURE.digest:
-                self.joining.append(rank)
+                self._join(rank)
         if entries and progress.stuck_at < FOR_EVER:
             progress.stuck_at = -1
         progress.called += len(entries) // ENTRY_BYTES
@@ -136,38 +180,53 @@ class GroupProgress:
             return list(self.ranks)
         return [rank for rank in self.ranks if not self.of[rank].has_joined]
 
-    def move(self, rank: int, place: int) -> None:
-        """Put an operation of a rank that waits before the others that it has called."""
-        progress = self.of[rank]
-        queue = [(digest, True) for digest, _ in progress.queue]
-        queue.insert(0, queue.pop(place))
-        progress.queue = deque(queue)
-        progress.reorders += 1
-        progress.stuck_at = -1
+    def shared(self, key: str) -> dict[int, int]:
+        """The calls with a key, by rank; none if a rank that has not joined has none."""
+        found = {}
+        for rank, progress in self.of.items():
+            if key in progress.places:
+                found[rank] = progress.places[key][0]
+            elif not progress.has_joined:
+                return {}
+        return found
 
-    def pass_one(self, ranks: list[int], digest: bytes) -> None:
-        """Advance by one operation, which these ranks have called; the others, which have joined, only count it."""
-        for rank in ranks:
-            self.of[rank].queue.popleft()
-        for rank in set(self.ranks) - set(ranks):
-            # The `join` of a rank stays its next operation while the others go on.
-            self.of[rank].called += 1
-            self.of[rank].done += 1
+    def pass_one(self, calls: Mapping[int, int], digest: bytes) -> None:
+        """Advance by one operation, which is these ranks' calls; the others, which have joined, only count it."""
+        for rank, progress in self.of.items():
+            if rank in calls:
+                progress.take(calls[rank])
+            else:
+                # The `join` of a rank stays its last operation while the others go on.
+                progress.called += 1
+                progress.done += 1
         self.agreed += 1
         self._recent.append(digest)
+
+    def end_join(self) -> None:
+        """Let all ranks that have joined, which are all, go on."""
+        for progress in self.of.values():
+            progress.has_joined = False
+        self.joining.clear()
+        self.pass_one({rank: progress.first for rank, progress in self.of.items()}, JOIN_SIGNATURE.digest)
 
     def has_called(self, rank: int, first: int, sequence: int) -> bool:
         """Whether a rank has called what is operation `sequence` of the rank `first`, in whichever order."""
         digest = self.digest_of(sequence, first)
-        return sequence < self.agreed or any(entry == digest for entry, _ in self.of[rank].queue)
+        return sequence < self.agreed or digest in self.of[rank].pending
 
     def digest_of(self, sequence: int, rank: int) -> bytes | None:
         """The digest of an operation that a rank has called; None for one long past."""
         if sequence < self.agreed:
             back = self.agreed - sequence
             return self._recent[-back] if back <= len(self._recent) else None
-        progress, at = self.of[rank], sequence - self.agreed
-        return progress.queue[at][0] if not progress.has_joined and at < len(progress.queue) else None
+        pending, at = self.of[rank].pending, sequence - self.agreed
+        return pending[at] if not self.of[rank].has_joined and at < len(pending) else None
+
+    def _join(self, rank: int) -> None:
+        self.of[rank].has_joined = True
+        self.joining.append(rank)
+        # What only this rank had not called may be next now.
+        self.ready.extend(key for progress in self.of.values() for key in progress.places)
 
 
 SILENT_S = 3.0
@@ -410,8 +469,9 @@ class Coordinator:
             raise ProtocolError(f"rank {rank} is not in group {report.group}")
         if group.has_failed or self._is_over:
             return
-        if len(report.entries) % ENTRY_BYTES or (report.entries and report.first != group.of[rank].called):
-            raise ProtocolError(f"rank {rank} reports from operation {report.first}, not {group.of[rank].called}")
+        calls = group.of[rank].first + len(group.of[rank].queue)
+        if len(report.entries) % ENTRY_BYTES or (report.entries and report.first != calls):
+            raise ProtocolError(f"rank {rank} reports from call {report.first}, not {calls}")
         group.call(rank, report.entries, report.done, now)
         if report.entries:
             self._advance(group)
@@ -421,7 +481,7 @@ class Coordinator:
         if group is None or rank not in group.of:
             raise ProtocolError(f"rank {rank} is not in group {message.group}")
         progress = group.of[rank]
-        if message.reorders == progress.reorders and not self._is_over:
+        if not self._is_over:
             progress.stuck_at = max(message.sequence, progress.stuck_at)
             self._advance(group)
 
@@ -429,73 +489,76 @@ class Coordinator:
         """Compare what all ranks have called by now."""
         awaited = set[int]()
         while not group.has_failed:
-            active = group.active()
-            if not active:
+            calls = self._next_calls(group)
+            if not calls:
+                break
+            digests = {group.of[rank].entry(call)[0] for rank, call in calls.items()}
+            digest = next(iter(digests))
+            signature = self._signatures.get(digest)
+            if signature is JOIN_SIGNATURE:
                 # A rank that has joined may still wait for operations that it called before.
                 self._agree(group, awaited)
-                self._end_join(group)
+                self._tell(group.ranks, AllJoined(group.number, group.agreed, group.joining[-1]))
+                group.end_join()
                 continue
-            queues = [group.of[rank].queue for rank in active]
-            if not all(queues):
-                break
-            heads = {queue[0][0] for queue in queues}
-            if len(heads) > 1:
-                places = self._next_places(group, active)
-                if places is None:
-                    break
-                self._reorder(group, places)
-                heads = {group.of[rank].queue[0][0] for rank in active}
-            signature = self._signatures.get(next(iter(heads)))
-            refused_by_join = len(active) < len(group.ranks) and (signature is None or not signature.takes_zeros)
-            if len(heads) > 1 or (refused_by_join and not self._is_refused(heads)):
+            lacks_zeros = len(calls) < len(group.ranks) and (signature is None or not signature.takes_zeros)
+            if len(digests) > 1 or (lacks_zeros and not self._is_refused(digest)):
                 self._agree(group, awaited)
-                self._differ(group, active)
+                self._differ(group, calls)
                 continue
-            awaited |= {rank for rank in active if group.of[rank].queue[0][1]}
-            self._invite_joined(group, active, signature)
-            group.pass_one(active, next(iter(heads)))
+            self._admit(group, calls, awaited)
+            self._invite_joined(group, calls, signature)
+            group.pass_one(calls, digest)
             if signature is not None and signature.kind == REMOVE_SET:
                 self._groups.pop(int(signature.detail.rpartition(" ")[2]), None)
         self._agree(group, awaited)
         self._set_throttle(group)
 
-    def _next_places(self, group: GroupProgress, active: list[int]) -> dict[int, int] | None:
-        """Where the operation that comes next is in the queue of each rank; None if a rank must call it first.
+    def _next_calls(self, group: GroupProgress) -> dict[int, int]:
+        """The calls of the ranks that are the next operation, or that can only be refused; none if a rank must call it.
 
-        The first of each queue if they can only be refused.
+        Without those that have joined and not called it.
         """
-        queues = {rank: group.of[rank].queue for rank in active}
-        heads = dict.fromkeys(active, 0)
-        if any(self._is_refused([queue[0][0]]) for queue in queues.values()):
-            return heads
-        begun = [rank for rank, queue in queues.items() if not queue[0][1]]
-        places_of = {rank: self._places(queue) for rank, queue in queues.items()}
-        for key in places_of[(begun or active)[0]]:
-            if all(key in places for places in places_of.values()):
-                found = {rank: places[key] for rank, places in places_of.items()}
-                if not any(found[rank] for rank in begun):
-                    return found
-        is_stuck = all(group.of[rank].stuck_at >= group.agreed for rank in active)
-        return heads if is_stuck or any(len(queue) >= WINDOW for queue in queues.values()) else None
+        active = group.active()
+        if not all(group.of[rank].queue for rank in active):
+            return {}
+        oldest = {rank: progress.first for rank, progress in group.of.items()}
+        if len({progress.queue[0][0] for progress in group.of.values()}) == 1:
+            return oldest
+        oldest = {rank: oldest[rank] for rank in active}
+        if any(self._is_refused(group.of[rank].queue[0][0]) for rank in active):
+            return oldest
+        is_stuck = bool(active) and all(group.of[rank].stuck_at >= group.agreed for rank in active)
+        return self._shared_calls(group) or (oldest if is_stuck else {})
 
-    def _places(self, queue: deque[Entry]) -> dict[str, int]:
-        """The named operations of a queue and the first one without a name, by key."""
-        places: dict[str, int] = {}
-        for place, (digest, _) in enumerate(islice(queue, WINDOW)):
-            signature = self._signatures.get(digest)
-            if signature is not JOIN_SIGNATURE:  # the last one that its rank calls
-                places.setdefault(signature.key if signature is not None else "", place)
-        return places
+    def _shared_calls(self, group: GroupProgress) -> dict[int, int]:
+        """The next operation where orders differ: what a rank has begun, else what all have called longest."""
+        for progress in group.of.values():
+            group.ready += progress.index(self._key)
+        begun = {progress.queue[0][0] for progress in group.of.values() if progress.queue and not progress.queue[0][1]}
+        if begun:
+            return group.shared(self._key(begun.pop())) if len(begun) == 1 else {}
+        while group.ready:
+            calls = group.shared(group.ready[0])
+            if calls:
+                return calls
+            group.ready.popleft()
+        return {}
 
-    def _reorder(self, group: GroupProgress, places: dict[int, int]) -> None:
-        """Bring the next operation to the front, where none has begun. Afterwards the ranks' histories differ."""
-        if not any(places.values()):
-            return
-        for rank, place in places.items():
+    def _key(self, digest: bytes) -> str:
+        signature = self._signatures.get(digest)
+        return signature.key if signature is not None else ""
+
+    def _admit(self, group: GroupProgress, calls: dict[int, int], awaited: set[int]) -> None:
+        """Tell the ranks whose call is not their oldest one, and note the others that wait."""
+        for rank, call in calls.items():
             progress = group.of[rank]
-            if progress.queue[0][1] and (place or not progress.reorders):
-                group.move(rank, place)
-                self._tell([rank], Reorder(group.number, group.agreed, group.agreed + place))
+            if call != progress.first:
+                self._tell([rank], Reorder(group.number, group.agreed, call))
+                group.steady_at = group.agreed + STEADY
+                awaited.discard(rank)
+            elif progress.queue[0][1]:
+                awaited.add(rank)
 
     def _agree(self, group: GroupProgress, awaited: set[int]) -> None:
         """Tell ranks that wait that all have called the same up to here."""
@@ -503,21 +566,22 @@ class Coordinator:
             self._tell(sorted(awaited), Agreed(group.number, group.agreed))
             awaited.clear()
 
-    def _is_refused(self, heads: Iterable[bytes]) -> bool:
-        signatures = [self._signatures.get(head) for head in heads]
-        return all(signature is not None and signature.kind == REFUSED for signature in signatures)
+    def _is_refused(self, digest: bytes) -> bool:
+        signature = self._signatures.get(digest)
+        return signature is not None and signature.kind == REFUSED
 
-    def _differ(self, group: GroupProgress, active: list[int]) -> None:
-        """Report that the active ranks differ, or that ranks which have joined cannot take part."""
-        heads = {rank: group.of[rank].queue[0] for rank in active}
-        is_fatal = not all(waits for _, waits in heads.values())
-        text = self._difference(group, {rank: digest for rank, (digest, _) in heads.items()})
+    def _differ(self, group: GroupProgress, calls: dict[int, int]) -> None:
+        """Report that these ranks differ, or that ranks which have joined cannot take part."""
+        entries = {rank: group.of[rank].entry(call) for rank, call in calls.items()}
+        is_fatal = not all(waits for _, waits in entries.values())
+        text = self._difference(group, {rank: digest for rank, (digest, _) in entries.items()})
         group.has_failed = is_fatal
-        self._tell(active, Mismatch(group.number, group.agreed, is_fatal, text))
+        for rank, call in calls.items():
+            self._tell([rank], Mismatch(group.number, group.agreed, is_fatal, text, call))
         if is_fatal:
-            self._tell([rank for rank in group.ranks if rank not in heads], GroupFailed(group.number, text))
-        self._invite_joined(group, active, None)
-        group.pass_one(active, next(iter(heads.values()))[0])
+            self._tell([rank for rank in group.ranks if rank not in calls], GroupFailed(group.number, text))
+        self._invite_joined(group, calls, None)
+        group.pass_one(calls, next(iter(entries.values()))[0])
 
     def _difference(self, group: GroupProgress, heads: dict[int, bytes]) -> str:
         where = f"operation {group.agreed}" + (f" of process set {group.number}" if group.number else "")
@@ -539,21 +603,17 @@ class Coordinator:
 
     # Join.
 
-    def _invite_joined(self, group: GroupProgress, active: list[int], signature: Signature | None) -> None:
-        if len(active) == len(group.ranks):
+    def _invite_joined(self, group: GroupProgress, calls: dict[int, int], signature: Signature | None) -> None:
+        """Let those that have joined and have not called this take part."""
+        if len(calls) == len(group.ranks):
             return
         order = Participate(group.number, group.agreed)
         if signature is not None and signature.kind != REFUSED:
             order = Participate(group.number, group.agreed, *astuple(signature))
-        self._tell([rank for rank in group.ranks if rank not in active], order)
-
-    def _end_join(self, group: GroupProgress) -> None:
-        self._tell(group.ranks, AllJoined(group.number, group.agreed, group.joining[-1]))
-        group.joining.clear()
-        group.pass_one(list(group.ranks), JOIN_SIGNATURE.digest)
+        self._tell([rank for rank in group.ranks if rank not in calls], order)
 
     def _set_throttle(self, group: GroupProgress) -> None:
-        waits = bool(group.joining)
+        waits = bool(group.joining) or group.agreed < group.steady_at
         if waits != group.is_throttled and not group.has_failed:
             group.is_throttled = waits
             self._tell(group.ranks, Throttle(group.number, waits))

@@ -30,10 +30,10 @@ from torch.distributed import Work
 from kvdist.collective.channel import Channel
 from kvdist.collective.consistency import ConsistencyCheck
 from kvdist.collective.operations import Operation, failed_operation
-from kvdist.collective.signature import JOIN
+from kvdist.collective.signature import JOIN, JOIN_SIGNATURE
 from kvdist.collective.timeline import NO_TIMELINE, Timeline
-from kvdist.errors import CollectiveError, DuplicateNameError, PeerLostError
-from kvdist.protocol.collective import Participate
+from kvdist.errors import CollectiveError, CollectiveMismatch, DuplicateNameError, PeerLostError
+from kvdist.protocol.collective import AllJoined, Mismatch, Participate
 
 Waiters = dict[threading.Thread, tuple[float, Future[Any]]]
 """Thread that waits for a future → since when, and for which."""
@@ -143,12 +143,22 @@ LAST_WAIT_S = 1.0
 
 @dataclass(slots=True, eq=False)
 class PendingOperation:
-    """An operation that the program has called and that is not done."""
+    """An operation that the program has called and that is not done.
 
-    sequence: int
+    Attributes:
+        call: its number among the calls of this rank.
+        sequence: its number among the operations; -1 until it has begun.
+    """
+
+    call: int
     operation: Operation
     future: Future[Any]
     since_ns: int
+    sequence: int = -1
+
+    @property
+    def has_begun(self) -> bool:
+        return self.sequence >= 0
 
 
 class Group:
@@ -186,8 +196,9 @@ class Group:
         self._queue: SimpleQueue[bool] = SimpleQueue()
         """True for each operation that is called, False for the end."""
         self._waiting: dict[int, PendingOperation] = {}
+        """By their call numbers."""
         self._turn = 0
-        """The operation that begins next."""
+        """The number of the operation that begins next."""
         self._names: set[str] = set()
         self._callers: set[threading.Thread] = set()
         """The threads that have called named operations."""
@@ -238,9 +249,14 @@ class Group:
             from_sequence: the first operation concerned.
         """
         with self._lock:
-            ended = [called for sequence, called in self._waiting.items() if sequence >= from_sequence]
+            # What has not begun may still become an earlier operation; if not, the thread fails it later.
+            ended = [
+                called
+                for called in self._waiting.values()
+                if (called.sequence if called.has_begun else self._turn) >= from_sequence
+            ]
             for called in ended:
-                del self._waiting[called.sequence]
+                del self._waiting[called.call]
                 self._names.discard(called.operation.signature.key)
             error = error_of(str(ended[0].operation.signature) if ended else "")
             self._is_broken = True
@@ -253,23 +269,22 @@ class Group:
         if from_sequence == 0:
             self._channel.abort()
 
-    def move(self, place: int, to: int) -> None:
-        """Do an operation before those from `to` on, none of which has begun."""
-        with self._lock:
-            moved = {at: self._waiting.pop(at) for at in range(to, place + 1) if at in self._waiting}
-            for at, called in moved.items():
-                called.sequence = to if at == place else at + 1
-                self._waiting[called.sequence] = called
+    def stuck_at(self, sure: float, likely: float) -> int | None:
+        """The first operation that the program waits for, if it can call no other before that ends.
 
-    def stuck_at(self, before: float) -> int | None:
-        """The first operation that threads have waited for since then, if all that call named operations wait."""
+        Args:
+            sure: the time since when all threads of the process have waited.
+            likely: the time since when those have that have called named operations.
+        """
         waiters = dict(self._waiters)
         if not waiters or any(one.is_alive() and one not in waiters for one in list(self._callers)):
             return None
-        if max(since for since, _ in waiters.values()) > before:
+        may_call = any(one not in waiters and not _calls_nothing(one) for one in threading.enumerate())
+        if max(since for since, _ in waiters.values()) > (likely if may_call else sure):
             return None
         awaited = {id(future) for _, future in waiters.values()}
-        return min((one.sequence for one in list(self._waiting.values()) if id(one.future) in awaited), default=None)
+        called = [one for one in list(self._waiting.values()) if id(one.future) in awaited]
+        return min((one.sequence if one.has_begun else self._turn for one in called), default=None)
 
     def stop_calls(self) -> int | None:
         """Accept no more operations; return how many were called, None if a pending `join` may add to them."""
@@ -295,15 +310,15 @@ class Group:
             raise error
         if self._has_joined:
             raise CollectiveError(f"{operation.signature} is called before join() has returned; wait for that first")
-        signature = operation.signature
-        called = PendingOperation(self._called, operation, future, self.timeline.now())
-        self._called += 1
+        signature, since_ns = operation.signature, self.timeline.now()
         self._has_joined = signature.kind == JOIN
         if signature.name:
             self._names.add(signature.key)
-            self._callers.add(threading.current_thread())
-        self._waiting[called.sequence] = called
-        self._check.called(self.number, signature)
+            if not _calls_nothing(threading.current_thread()):
+                self._callers.add(threading.current_thread())
+        call = self._check.called(self.number, signature)
+        self._waiting[call] = PendingOperation(call, operation, future, since_ns)
+        self._called += 1
         self._queue.put(True)
 
     def _note(self, error: BaseException | None) -> None:
@@ -315,7 +330,7 @@ class Group:
 
     def _run(self) -> None:
         while True:
-            while self._begun and (len(self._begun) >= BEGUN_MAX or self._queue.empty()):
+            while self._begun and not self._may_begin():
                 self._finish(*self._begun.popleft())
             if self._queue.empty():
                 self.timeline.mark_cycle()
@@ -326,34 +341,53 @@ class Group:
             self._finish(*self._begun.popleft())
         self._channel.close()
 
+    def _may_begin(self) -> bool:
+        """Whether to begin another operation before the first is done."""
+        return len(self._begun) < BEGUN_MAX and not self._queue.empty() and self._check.has_next(self.number)
+
     def _begin_next(self) -> None:
-        """Begin the operation whose turn it is: the next one called, or another one where ranks have other orders."""
-        turn, asked_ns = self._turn, self.timeline.now()
-        called = self._at(turn)
-        if called is not None and called.operation.signature.kind == JOIN:
-            self._join(called)
-            self._turn = called.sequence + 1
+        """Begin the next operation: the oldest call, or another one where ranks have other orders."""
+        asked_ns = self.timeline.now()
+        try:
+            while isinstance(turn := self._check.next(self.number, self._turn), Participate):
+                self._take_part(turn)
+        except CollectiveError as error:
+            self._give_up(error)
             return
-        self._turn += 1
-        refusal = None
-        if called is not None:  # else `fail` has resolved it
-            try:
-                self._check.admit(self.number, turn)
-            except CollectiveError as error:
-                refusal = error
-            called = self._at(turn)
+        match turn:
+            case AllJoined(last=last):
+                self._has_joined = False
+                self._resolve(self._take_turn(None), last, None)
+            case Mismatch(call=call, text=text):
+                self._resolve(self._take_turn(call), None, CollectiveMismatch(text))
+            case _:
+                self._begin(self._take_turn(turn), asked_ns)
+
+    def _take_turn(self, call: int | None) -> PendingOperation | None:
+        """Make a call, or the oldest one, the next operation; return it unless `fail` has resolved it."""
+        with self._lock:
+            called = self._waiting.get(call) if call is not None else self._oldest()
+            if called is not None:
+                called.sequence = self._turn
+            self._turn += 1
+        return called
+
+    def _oldest(self) -> PendingOperation | None:
+        return next((called for called in self._waiting.values() if not called.has_begun), None)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Fail the oldest call, because no operation can be the next one."""
+        with self._lock:
+            self._has_joined = False
+            called = self._oldest()
+            if called is not None and self._failure is not None and self._turn >= self._fails_from:
+                error = self._failure(str(called.operation.signature))
+        self._resolve(called, None, error)
+
+    def _begin(self, called: PendingOperation | None, asked_ns: int) -> None:
         if called is None:
             self._check.done(self.number)
-        elif refusal is not None:
-            self._resolve(called, None, refusal)
-        else:
-            self._begin(called, asked_ns)
-
-    def _at(self, sequence: int) -> PendingOperation | None:
-        with self._lock:  # not in the middle of a `move`
-            return self._waiting.get(sequence)
-
-    def _begin(self, called: PendingOperation, asked_ns: int) -> None:
+            return
         kind, name = called.operation.signature.kind, called.operation.signature.name
         try:
             begun_ns = self.timeline.negotiated(kind, name, called.since_ns, asked_ns)
@@ -376,29 +410,23 @@ class Group:
         else:
             self._resolve(called, result, None)
 
-    def _join(self, called: PendingOperation) -> None:
-        """Take part in the others' operations until all ranks have joined; the result is the last one to join."""
+    def _take_part(self, order: Participate) -> None:
+        """Take part in an operation of the others while this rank has joined."""
         while self._begun:
             self._finish(*self._begun.popleft())
+        with self._lock:
+            self._called += 1
+            self._turn += 1
         try:
-            while isinstance(order := self._check.stand_in(self.number, called.sequence), Participate):
-                with self._lock:
-                    self._called += 1
-                    if self._waiting.pop(called.sequence, None) is not None:  # else `fail` has resolved it
-                        self._waiting[called.sequence + 1] = called
-                    called.sequence += 1
-                if order.kind:
-                    operation = self._stand_in(order)
-                    for work in operation.begin(self._channel):
-                        work.wait()
-                    operation.finish()
-                self._check.done(self.number)
-        except Exception as error:  # noqa: BLE001 (it resolves the future)
-            self._has_joined = False
-            self._resolve(called, None, self._explained(error, called))
-        else:
-            self._has_joined = False
-            self._resolve(called, order.last, None)
+            if order.kind:
+                operation = self._stand_in(order)
+                for work in operation.begin(self._channel):
+                    work.wait()
+                operation.finish()
+        except Exception as error:  # noqa: BLE001 (it resolves the future of `join`)
+            explained = self._check.explain(error, self.number, order.sequence, JOIN_SIGNATURE)
+            self.fail(lambda _: explained)
+        self._check.done(self.number)
 
     def _explained(self, error: Exception, called: PendingOperation) -> BaseException:
         if isinstance(error, CollectiveError):
@@ -408,18 +436,26 @@ class Group:
         self.fail(lambda _: explained)
         return explained
 
-    def _resolve(self, called: PendingOperation, result: Any, error: BaseException | None) -> None:
+    def _resolve(self, called: PendingOperation | None, result: Any, error: BaseException | None) -> None:
+        """End an operation, unless `fail` has resolved it."""
+        is_waited_for = False
         with self._lock:
-            self._names.discard(called.operation.signature.key)
-            is_waited_for = self._waiting.pop(called.sequence, None) is not None
+            if called is not None:
+                self._names.discard(called.operation.signature.key)
+                is_waited_for = self._waiting.pop(called.call, None) is not None
             self._note(error)
         self._check.done(self.number)
-        if not is_waited_for:
-            return  # `fail` has resolved it
+        if called is None or not is_waited_for:
+            return
         if error is None:
             called.future.set_result(result)
         else:
             called.future.set_exception(error)
+
+
+def _calls_nothing(thread: threading.Thread) -> bool:
+    """Whether a thread calls no operation while all others wait: it is one of kvdist's, or works for one that waits."""
+    return thread.name.startswith("kvdist-") or isinstance(thread, threading._DummyThread)
 
 
 def _closed(called: str) -> CollectiveError:

@@ -200,15 +200,11 @@ class LastCalls(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class RankWaits(ControlMessage):
-    """The threads of a rank that call named operations of a group all wait, for this operation or later ones.
-
-    `reorders` is the number of `Reorder` that it has received, without which `sequence` means nothing.
-    """
+    """A rank calls nothing more in a group before this operation or a later one has ended: its threads wait."""
 
     KIND = 8
     group: UInt32
     sequence: UInt64
-    reorders: UInt64
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +226,17 @@ class Agreed(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class Mismatch(ControlMessage):
-    """Ranks called different operations. `is_fatal`: some have begun theirs, and the group is at its end."""
+    """Ranks called different operations, this one as its `call`.
+
+    `is_fatal`: some have begun theirs, and the group is at its end.
+    """
 
     KIND = 18
     group: UInt32
     sequence: UInt64
     is_fatal: Boolean
     text: Text
+    call: UInt64 = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ class AllJoined(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class Throttle(ControlMessage):
-    """Whether each operation of a group must be agreed on before it begins: while a rank has joined."""
+    """Whether each operation of a group must be agreed on before it begins: after a `Reorder` or a `join`."""
 
     KIND = 23
     group: UInt32
@@ -319,15 +319,12 @@ class RankLeaving(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class Reorder(ControlMessage):
-    """To a rank that called named operations in another order: operation `place` becomes operation `sequence`.
-
-    Those from `sequence` on come one later, and all that this rank calls from there on waits for agreement.
-    """
+    """To a rank that called operations in another order: all ranks are at its `call`, which is operation `sequence`."""
 
     KIND = 27
     group: UInt32
     sequence: UInt64
-    place: UInt64
+    call: UInt64
 
 
 ToCoordinator = (

@@ -9,11 +9,13 @@ from typing import Any
 from torch.distributed import HashStore
 
 from kvdist.collective.basics import using
-from kvdist.collective.engine import DEFAULTS, CollectiveEngine
+from kvdist.collective.engine import CollectiveEngine
 from kvdist.config.environment import World
 from kvdist.config.settings import CollectiveSettings
 
 PATIENCE_S = 120.0
+HASTY = CollectiveSettings(stall_check_s=0.5)
+"""Ranks in one process see each other's threads, so names that never meet are an error only after six times this."""
 
 
 def world_of(rank: int, size: int) -> World:
@@ -21,9 +23,7 @@ def world_of(rank: int, size: int) -> World:
     return World(rank, size, rank, size, launcher="a test")
 
 
-def run_ranks(
-    size: int, function: Callable[..., Any], *args: Any, settings: CollectiveSettings = DEFAULTS
-) -> list[Any]:
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, settings: CollectiveSettings = HASTY) -> list[Any]:
     """Call ``function(rank, *args)`` on as many ranks; what each returned, or the exception that it raised.
 
     The function uses `kvdist.collective` as a program does after `init`.

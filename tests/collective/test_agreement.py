@@ -2,15 +2,19 @@
 
 import random
 import threading
+import time
 
 import pytest
 import torch
 
 import kvdist.horovod as hvd
+from kvdist.collective import coordinator
 from kvdist.collective.basics import current, using
+from kvdist.collective.consistency import STUCK_S
 from kvdist.collective.group import Group
 from kvdist.collective.operations import Operation
 from kvdist.collective.signature import Signature
+from kvdist.config.settings import CollectiveSettings
 from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
 from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
@@ -181,6 +185,58 @@ def test_named_operations_of_two_threads_pair_in_whichever_order_they_run():
 
     found = {}
     assert returned(run_ranks(2, program)) == [[4.0, 4.0]] * 2
+
+
+def test_a_thread_may_make_its_first_call_long_after_all_others_wait():
+    """Horovod never gives up, and warns; any other thread of the process may be the one that calls the name next."""
+
+    def program(rank):
+        def wait_for_first():
+            with using(engine):
+                first.append(hvd.allreduce(torch.full((2,), float(rank)), name="ab"[rank], op=hvd.Sum).tolist())
+
+        engine, first = current(), []
+        thread = threading.Thread(target=wait_for_first)
+        thread.start()
+        time.sleep(2.5 * STUCK_S)
+        second = hvd.allreduce(torch.full((2,), float(rank)), name="ba"[rank], op=hvd.Sum).tolist()
+        thread.join(60)
+        return [second, *first]
+
+    assert returned(run_ranks(2, program, settings=CollectiveSettings())) == [[[1.0, 1.0]] * 2] * 2
+
+
+def test_an_operation_that_is_done_ends_though_the_next_one_still_waits_for_another_rank():
+    def program(rank):
+        if rank == 0:
+            last = hvd.allreduce_async(torch.ones(1), name="first", op=hvd.Sum)
+            behind = hvd.allreduce_async(torch.ones(1), name="behind", op=hvd.Sum)
+            results = [hvd.synchronize(last).item()]
+            ended.set()
+            return [*results, hvd.synchronize(behind).item()]
+        results = [hvd.allreduce(torch.ones(1), name="first", op=hvd.Sum).item()]
+        assert ended.wait(60), "rank 0 has waited for what only comes later"
+        return [*results, hvd.allreduce(torch.ones(1), name="behind", op=hvd.Sum).item()]
+
+    ended = threading.Event()
+    assert returned(run_ranks(2, program, settings=CollectiveSettings())) == [[2.0, 2.0]] * 2
+
+
+def test_ranks_that_go_back_to_one_order_begin_again_what_they_know(monkeypatch):
+    monkeypatch.setattr(coordinator, "STEADY", 8)
+
+    def program(rank):
+        for step in range(12):
+            names = [f"n{i}" for i in range(8)]
+            if step == 3 and rank:
+                names.reverse()
+            handles = [hvd.allreduce_async(ONES, name=name, op=hvd.Sum) for name in names]
+            assert [hvd.synchronize(handle)[0].item() for handle in handles] == [2.0] * 8
+            hvd.barrier()
+        calls = current()._check._calls_of[0]
+        return calls.is_throttled, calls.cache.begin(Signature("allreduce", "n0", ("float32[6]",), "Sum").digest)
+
+    assert returned(run_ranks(2, program)) == [(False, True)] * 2
 
 
 def test_what_a_rank_called_by_other_names_before_it_left_does_not_hold_the_others_for_ever():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvdist.collective.coordinator import WINDOW, Coordinator, named
+from kvdist.collective.coordinator import STEADY, Coordinator, named
 from kvdist.collective.signature import JOIN_SIGNATURE, REFUSED, Signature
 from kvdist.errors import ProtocolError
 from kvdist.protocol.collective import (
@@ -136,11 +136,11 @@ def test_what_was_agreed_on_before_a_difference_is_told_before_it():
 OTHER = Signature("allreduce", "b", ("float32[3]",), "Sum")
 
 
-def test_named_operations_in_another_order_are_done_in_one_and_the_rank_that_waits_moves_its_own():
+def test_named_operations_in_another_order_are_done_in_one_and_who_called_them_later_is_told_which():
     _, (first, second) = callers(2)
     first.call(SUM, OTHER)
-    moves = [(0, Reorder(0, 0, 1)), (1, Reorder(0, 0, 0))]
-    assert second.call(OTHER) == [*moves, (0, Agreed(0, 1)), (1, Agreed(0, 1))]
+    throttled = [(rank, Throttle(0, True)) for rank in range(2)]
+    assert second.call(OTHER) == [(0, Reorder(0, 0, 1)), (1, Agreed(0, 1)), *throttled]
     assert second.call(SUM) == [(0, Agreed(0, 2)), (1, Agreed(0, 2))]
 
 
@@ -149,52 +149,63 @@ def test_who_has_begun_a_named_operation_sets_the_order():
     first.call(OTHER, SUM)
     second.call(SUM, OTHER, waits=False)
     answers = third.call(OTHER, SUM)
-    assert [a for a in answers if isinstance(a[1], Reorder)] == [(0, Reorder(0, 0, 1)), (2, Reorder(0, 0, 1))]
-    assert [rank for rank, message in answers if message == Agreed(0, 2)] == [0, 2]
+    assert answers[:4] == [(0, Reorder(0, 0, 1)), (2, Reorder(0, 0, 1)), (0, Agreed(0, 2)), (2, Agreed(0, 2))]
 
 
 def test_unnamed_operations_pair_by_their_order_past_named_ones():
     _, (first, second) = callers(2)
-    first.call(SUM, GATHER)
-    assert second.call(GATHER)[:2] == [(0, Reorder(0, 0, 1)), (1, Reorder(0, 0, 0))]
-    assert second.call(SUM)[-1] == (1, Agreed(0, 2))
+    first.call(SUM, GATHER, BARRIER)
+    assert second.call(GATHER)[0] == (0, Reorder(0, 0, 1))
+    assert second.call(BARRIER)[0] == (0, Reorder(0, 1, 2))
+    assert second.call(SUM)[-2:] == [(0, Agreed(0, 3)), (1, Agreed(0, 3))]
 
 
-def test_after_a_new_order_its_ranks_wait_for_agreement_whatever_they_had_reported():
+def test_ranks_wait_for_agreement_for_some_time_after_another_order_and_then_no_more():
     _, (first, second) = callers(2)
     first.call(SUM, OTHER)
-    second.call(OTHER, SUM)
-    second.call(GATHER, waits=False)
-    assert first.call(GATHER, waits=False) == [(0, Agreed(0, 3)), (1, Agreed(0, 3))]
+    assert second.call(OTHER, SUM)[-1] == (1, Throttle(0, True))
+    later = [GATHER] * (STEADY - 3)
+    first.call(*later)
+    assert second.call(*later)[-1] == (1, Agreed(0, STEADY - 1))
+    first.call(GATHER)
+    assert second.call(GATHER)[-2:] == [(rank, Throttle(0, False)) for rank in range(2)]
+
+
+def test_any_number_of_operations_may_be_under_way_in_another_order():
+    _, (first, second) = callers(2)
+    many = [Signature("allreduce", f"n{i}", ("float32[3]",), "Sum") for i in range(5000)]
+    assert first.call(*many) == []
+    answers = second.call(*reversed(many))
+    assert [m.call for rank, m in answers if isinstance(m, Reorder) and rank == 1] == list(range(4999, 0, -1))
+    assert not any(isinstance(m, Mismatch) for _, m in answers)
 
 
 def test_names_that_no_rank_can_share_are_refused_when_all_are_stuck():
     coordinator, (first, second) = callers(2)
     first.call(SUM)
     assert second.call(OTHER) == []
-    assert coordinator.hear(0, RankWaits(0, 0, 0), 1.0) == []
-    refused = coordinator.hear(1, RankWaits(0, 0, 0), 1.0)
+    assert coordinator.hear(0, RankWaits(0, 0), 1.0) == []
+    refused = coordinator.hear(1, RankWaits(0, 0), 1.0)
     assert [rank for rank, _ in refused] == [0, 1]
     assert "rank 0 allreduce 'a' of float32[3] (Sum), rank 1 allreduce 'b' of float32[3] (Sum)" in refused[0][1].text
 
 
-def test_a_wait_that_is_over_or_was_numbered_otherwise_is_no_sign_of_being_stuck():
+def test_a_wait_that_is_over_is_no_sign_of_being_stuck():
     coordinator, (first, second) = callers(2)
     first.call(SUM, OTHER)
     second.call(OTHER, SUM, LONGER)
     first.call(GATHER)
-    assert coordinator.hear(0, RankWaits(0, 2, 1), 1.0) == []
-    assert coordinator.hear(1, RankWaits(0, 2, 0), 1.0) == [], "it had not heard of its new order"
-    assert coordinator.hear(1, RankWaits(0, 1, 1), 1.0) == [], "operation 1 is agreed on"
-    assert len(coordinator.hear(1, RankWaits(0, 2, 1), 1.0)) == 2
+    assert coordinator.hear(0, RankWaits(0, 2), 1.0) == []
+    assert coordinator.hear(1, RankWaits(0, 1), 1.0) == [], "operation 1 is agreed on"
+    assert len(coordinator.hear(1, RankWaits(0, 2), 1.0)) == 2
 
 
-def test_a_name_that_no_rank_shares_is_refused_when_a_rank_is_too_far_ahead():
+def test_what_differs_in_more_than_its_order_is_refused_at_once_as_the_call_that_it_is():
     _, (first, second) = callers(2)
-    second.call(OTHER)
-    many = [Signature("allreduce", f"n{i}", ("float32[3]",), "Sum") for i in range(WINDOW)]
-    assert first.call(*many[:-1]) == []
-    assert [type(message) for _, message in first.call(many[-1])] == [Mismatch, Mismatch]
+    first.call(OTHER, SUM)
+    answers = second.call(LONGER)
+    assert [(rank, message.call) for rank, message in answers] == [(0, 1), (1, 0)]
+    assert second.call(OTHER) == [(0, Agreed(0, 2)), (1, Agreed(0, 2))]
 
 
 def test_a_stall_names_who_has_not_called_that_name_however_much_it_called():
@@ -380,8 +391,6 @@ def test_all_have_joined_when_the_last_has_and_it_is_named():
     assert answers[0] == (2, Participate(0, 0, *vars_of(SUM)))
     assert [(rank, AllJoined(0, 1, 1)) for rank in range(3)] == [a for a in answers if isinstance(a[1], AllJoined)]
     assert answers[-3:] == [(rank, Throttle(0, False)) for rank in range(3)]
-    for caller in (first, second, third):
-        caller.called = 2
     first.call(SUM)
     second.call(SUM)
     assert third.call(SUM)[-1] == (2, Agreed(0, 3))
@@ -392,6 +401,24 @@ def test_what_was_called_before_a_join_that_all_have_called_is_agreed_on():
     first.call(SUM, GATHER, JOIN_SIGNATURE)
     answers = second.call(SUM, GATHER, JOIN_SIGNATURE)
     assert answers[:4] == [(0, Agreed(0, 2)), (1, Agreed(0, 2)), (0, AllJoined(0, 2, 1)), (1, AllJoined(0, 2, 1))]
+
+
+def test_what_a_rank_called_before_its_join_takes_part_as_it_is_and_holds_up_nothing():
+    _, (first, second) = callers(2)
+    first.call(SUM, JOIN_SIGNATURE)
+    assert second.call(OTHER)[:2] == [(0, Participate(0, 0, *vars_of(OTHER))), (1, Agreed(0, 1))]
+    assert second.call(SUM) == [(0, Agreed(0, 2)), (1, Agreed(0, 2))]
+    assert second.call(JOIN_SIGNATURE)[0] == (0, AllJoined(0, 2, 1))
+
+
+def test_what_was_called_before_a_join_and_nowhere_else_is_done_with_zeros_when_all_have_joined():
+    _, (first, second) = callers(2)
+    first.call(GATHER, SUM, JOIN_SIGNATURE)
+    second.call(OTHER)
+    answers = second.call(JOIN_SIGNATURE)
+    assert {(rank, message.name) for rank, message in answers if isinstance(message, Participate)} >= {(1, "a")}
+    assert [message.call for _, message in answers if isinstance(message, Mismatch)] == [0], "zeros would falsify it"
+    assert [message for _, message in answers if isinstance(message, AllJoined)] == [AllJoined(0, 3, 1)] * 2
 
 
 @each("signature", [GATHER, Signature("allreduce", "", ("float32[3]",), "Max")])

@@ -90,6 +90,32 @@ def test_operations_that_are_under_way_when_all_join_are_done():
     assert returned(run_ranks(3, program)) == [[3.0] * 30] * 3
 
 
+def test_join_behind_a_pending_operation_lets_the_others_go_on_and_that_one_takes_part_as_it_is():
+    """Horovod counts a join when it is called. What the rank called before has its values, the rest zeros."""
+
+    def program(rank):
+        if rank == 0:
+            handle = hvd.allreduce_async(torch.full((2,), 5.0), name="a", op=hvd.Sum)
+            unnamed = hvd.allreduce_async(torch.full((3,), 7.0), op=hvd.Sum)
+            last = hvd.join()
+            return hvd.synchronize(handle).tolist(), hvd.synchronize(unnamed).tolist(), last
+        b = hvd.allreduce(torch.ones(2), name="b", op=hvd.Sum).tolist()
+        assert b == [1.0, 1.0]
+        a = hvd.allreduce(torch.ones(2), name="a", op=hvd.Sum).tolist()
+        return a, hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist(), hvd.join()
+
+    assert returned(run_ranks(2, program)) == [([6.0, 6.0], [8.0, 8.0, 8.0], 1)] * 2
+
+
+def test_what_only_a_rank_that_has_joined_called_is_summed_with_zeros_once_all_have():
+    def program(rank):
+        handle = hvd.allreduce_async(torch.full((2,), 1.0 + rank), name=f"only {rank}", op=hvd.Sum)
+        hvd.join()
+        return hvd.synchronize(handle).tolist()
+
+    assert returned(run_ranks(2, program)) == [[1.0, 1.0], [2.0, 2.0]]
+
+
 def test_a_rank_in_join_hears_of_one_that_leaves():
     def program(rank):
         if rank == 0:

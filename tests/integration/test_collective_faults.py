@@ -180,6 +180,23 @@ for _ in range(100):
     assert "for allreduce 'again'" in job.said(0)
 
 
+def test_names_that_never_meet_are_an_error_at_once_where_no_other_thread_could_call(popen, tmp_path):
+    body = """
+since = time.monotonic()
+try:
+    hvd.allreduce(ones, name=f"only {rank}")
+except KvdistError as error:
+    print("failed", error, flush=True)
+print("well" if hvd.allreduce(ones, name="on", op=hvd.Sum)[0] == 3 else "ill", flush=True)
+"""
+    # Without warnings about waits there is no limit to the wait for other threads.
+    job = Job(popen, tmp_path, body, KVDIST_STALL_CHECK_S="0")
+    assert job.ends() == [0, 0, 0], [job.said(rank) for rank in range(3)]
+    for rank in range(3):
+        assert "failed ranks called different operations as operation 5: rank 0 allreduce 'only 0'" in job.said(rank)
+        assert "well" in job.said(rank)
+
+
 @pytest.mark.slow
 def test_ranks_begin_anew_after_an_end_and_after_a_failure(popen, tmp_path):
     body = """

@@ -47,7 +47,7 @@ EXAMPLES = [
     RankBye("", ((0, 12), (3, 2**63))),
     AllConnected(("a", "b")),
     Agreed(0, 1),
-    Mismatch(1, 2, False, "text"),
+    Mismatch(1, 2, False, "text", 2**40),
     RankGone(2, "h", "cause", ((0, 1),)),
     GroupFailed(0xFFFFFFFF, "over"),
     Participate(0, 1, "allreduce", "x", ("float32[2]",), "Sum", "cpu"),
@@ -57,7 +57,7 @@ EXAMPLES = [
     Farewell(),
     LastCalls(((0, 2**40), (7, 0))),
     RankLeaving(3, "h", ((0, 2),)),
-    RankWaits(0, 2**40, 3),
+    RankWaits(0, 2**40),
     Reorder(1, 7, 2**33),
 ]
 
