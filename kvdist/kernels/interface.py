@@ -84,7 +84,8 @@ class Equation(NamedTuple):
     """One update of an optimizer as a compiled kernel needs it: which rule, and its scalars.
 
     Attributes:
-        name: a rule that backends may know: ``sgd``, ``sgd_momentum``, ``nag``, ``adam``, ``adamw``, ``adagrad``.
+        name: a rule that backends may know: ``sgd``, ``sgd_momentum``, ``nag``, ``adam``, ``adamw``, ``adagrad``, and
+            torch's where it is another. Not every backend has each.
         numbers: in the rule's order; each is rounded once to the type of the arrays. At most `NUMBERS_MAX`.
     """
 

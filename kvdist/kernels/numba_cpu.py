@@ -90,22 +90,25 @@ def _limited(value, limit):
     return limit if value > limit else value
 
 
+@_part
+def _decayed(grad, w, wd):
+    return grad + w * wd if wd != 0 else grad
+
+
 # One element of each rule. `grad` is summed, rescaled and clipped; the numbers are those of `Optimizer.equation`.
 
 
 @_part
 def _sgd(i, grad, out, weight, first, second, lr, wd, n3, n4, n5, n6, n7):
     w = _read(weight, i)
-    if wd != 0:
-        grad = grad + w * wd
+    grad = _decayed(grad, w, wd)
     _write_out(out, i, w - grad * lr)
 
 
 @_part
 def _sgd_momentum(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n7):
     w = _read(weight, i)
-    if wd != 0:
-        grad = grad + w * wd
+    grad = _decayed(grad, w, wd)
     momentum = _read(first, i) * mu - grad * lr
     _write_first(first, i, momentum)
     _write_out(out, i, w + momentum)
@@ -114,8 +117,7 @@ def _sgd_momentum(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n
 @_part
 def _nag(i, grad, out, weight, first, second, lr, wd, mu, n4, n5, n6, n7):
     w = _read(weight, i)
-    if wd != 0:
-        grad = grad + w * wd
+    grad = _decayed(grad, w, wd)
     step = grad * lr
     momentum = _read(first, i) * mu - step
     _write_first(first, i, momentum)
@@ -134,8 +136,7 @@ def _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon):
 @_part
 def _adam(i, grad, out, weight, first, second, rate, wd, beta1, rest1, beta2, rest2, epsilon):
     w = _read(weight, i)
-    if wd != 0:
-        grad = grad + w * wd
+    grad = _decayed(grad, w, wd)
     ratio = _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon)
     _write_out(out, i, w - ratio * rate)
 
@@ -144,19 +145,91 @@ def _adam(i, grad, out, weight, first, second, rate, wd, beta1, rest1, beta2, re
 def _adamw(i, grad, out, weight, first, second, rate, wd, beta1, rest1, beta2, rest2, epsilon):
     w = _read(weight, i)
     ratio = _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon)
-    if wd != 0:
-        ratio = ratio + w * wd
-    _write_out(out, i, w - ratio * rate)
+    _write_out(out, i, w - _decayed(ratio, w, wd) * rate)
 
 
 @_part
 def _adagrad(i, grad, out, weight, first, second, lr, wd, epsilon, n4, n5, n6, n7):
     w = _read(weight, i)
-    if wd != 0:
-        grad = grad + w * wd
+    grad = _decayed(grad, w, wd)
     history = _read(first, i) + grad * grad
     _write_first(first, i, history)
     _write_out(out, i, w - grad / (math.sqrt(history) + epsilon) * lr)
+
+
+@_part
+def _torch_sgd(i, grad, out, weight, first, second, lr, wd, mu, rest, nesterov, n6, n7):
+    w = _read(weight, i)
+    grad = _decayed(grad, w, wd)
+    momentum = _read(first, i) * mu + grad * rest
+    _write_first(first, i, momentum)
+    _write_out(out, i, w - (grad + momentum * mu if nesterov != 0 else momentum) * lr)
+
+
+@_part
+def _torch_adamw(i, grad, out, weight, first, second, rate, kept, beta1, rest1, beta2, rest2, epsilon):
+    ratio = _ratio(i, grad, first, second, beta1, rest1, beta2, rest2, epsilon)
+    _write_out(out, i, _read(weight, i) * kept - ratio * rate)
+
+
+@_part
+def _pulled(mean, value, pull):
+    """The mean, moved to the value from the nearer end: see `kvdist.optimizer.torch_rules`."""
+    return (mean if pull > 0 else value) + (value - mean) * pull
+
+
+@_part
+def _torch_adamax(i, grad, out, weight, first, second, rate, wd, pull, beta2, epsilon, n6, n7):
+    w = _read(weight, i)
+    grad = _decayed(grad, w, wd)
+    mean = _pulled(_read(first, i), grad, pull)
+    largest, size = _read(second, i) * beta2, abs(grad) + epsilon
+    largest = size if largest <= size or size != size else largest
+    _write_first(first, i, mean)
+    _write_second(second, i, largest)
+    _write_out(out, i, w - mean / largest * rate)
+
+
+@_part
+def _torch_radam(i, grad, out, weight, first, second, rate, wd, pull, beta2, rest2, epsilon, rectifies):
+    w = _read(weight, i)
+    grad = _decayed(grad, w, wd)
+    mean = _pulled(_read(first, i), grad, pull)
+    variance = _read(second, i) * beta2 + grad * rest2 * grad
+    _write_first(first, i, mean)
+    _write_second(second, i, variance)
+    _write_out(out, i, w - (mean / (math.sqrt(variance) + epsilon) if rectifies != 0 else mean) * rate)
+
+
+@_part
+def _torch_rmsprop(i, grad, out, weight, first, second, lr, wd, alpha, rest, epsilon, n6, n7):
+    w = _read(weight, i)
+    grad = _decayed(grad, w, wd)
+    squares = _read(first, i) * alpha + grad * rest * grad
+    _write_first(first, i, squares)
+    _write_out(out, i, w - grad * lr / (math.sqrt(squares) + epsilon))
+
+
+@_part
+def _torch_rmsprop_momentum(i, grad, out, weight, first, second, lr, wd, alpha, rest, epsilon, mu, n7):
+    w = _read(weight, i)
+    grad = _decayed(grad, w, wd)
+    squares = _read(first, i) * alpha + grad * rest * grad
+    momentum = _read(second, i) * mu + grad / (math.sqrt(squares) + epsilon)
+    _write_first(first, i, squares)
+    _write_second(second, i, momentum)
+    _write_out(out, i, w - momentum * lr)
+
+
+@_part
+def _torch_adadelta(i, grad, out, weight, first, second, lr, wd, rho, rest, epsilon, n6, n7):
+    w = _read(weight, i)
+    grad = _decayed(grad, w, wd)
+    squares, steps = _read(first, i) * rho + grad * rest * grad, _read(second, i)
+    step = grad / math.sqrt(squares + epsilon) * math.sqrt(steps + epsilon)
+    _write_first(first, i, squares)
+    _write_second(second, i, steps * rho + step * rest * step)
+    _write_out(out, i, w - step * lr)
 
 
 _RULES = {
@@ -166,6 +239,13 @@ _RULES = {
     "adam": _adam,
     "adamw": _adamw,
     "adagrad": _adagrad,
+    "torch_sgd": _torch_sgd,
+    "torch_adamw": _torch_adamw,
+    "torch_adamax": _torch_adamax,
+    "torch_radam": _torch_radam,
+    "torch_rmsprop": _torch_rmsprop,
+    "torch_rmsprop_momentum": _torch_rmsprop_momentum,
+    "torch_adadelta": _torch_adadelta,
 }
 
 _rule = _sgd

@@ -93,6 +93,14 @@ class TorchRule(Optimizer):
         """What `rests` says, without groups."""
         return False
 
+    def equation(self, lr: float, wd: float, count: int) -> Equation | None:
+        """That of `compiled`; groups differ from key to key, and no kernel ascends."""
+        return None if self.maximize or self.groups else self.compiled(lr, wd, count)
+
+    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
+        """What `update` computes, if kernels have it: see `Optimizer.equation`."""
+        return None
+
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """The passes of `update`, and one with `maximize`."""
         rule = self.for_key(step.extent.key)
@@ -186,7 +194,7 @@ def grouped(cls: type[TorchRule], groups: Sequence[tuple[Sequence[int], Mapping[
     """
     names = own_fields(cls)
     keys_of: dict[tuple[Any, ...], list[int]] = {}
-    for keys, words in groups:
+    for keys, words in ((keys, words) for keys, words in groups if keys):
         own = cls.arguments(known_words(cls, words))
         keys_of.setdefault(tuple(own[name] for name in names), []).extend(keys)
     listed = {numbers: _listed(sorted(keys)) for numbers, keys in keys_of.items()}
@@ -266,9 +274,15 @@ class TorchSGD(TorchRule):
         """Without momentum and decay."""
         return not (self.momentum or wd)
 
-    def equation(self, lr: float, wd: float, count: int) -> Equation | None:
+    def compiled(self, lr: float, wd: float, count: int) -> Equation:
         """Without momentum that of `SGD`."""
-        return None if self.momentum or self.maximize or self.groups else Equation("sgd", (lr, wd))
+        if not self.momentum:
+            return Equation("sgd", (lr, wd))
+        return Equation("torch_sgd", (lr, wd, self.momentum, self._rest(count), float(self.nesterov)))
+
+    def _rest(self, count: int) -> float:
+        """1 − dampening; 1 at first, as b = ĝ then."""
+        return 1.0 if count == 1 else 1.0 - self.dampening
 
     def update(
         self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
@@ -276,18 +290,15 @@ class TorchSGD(TorchRule):
         """Two passes; five with momentum, and two more with nesterov."""
         add_decay(grad, weight, step.wd, scratch)
         if self.momentum:
-            self._follow(grad, state["momentum_buffer"], scratch, is_first=step.count == 1)
+            self._follow(grad, state["momentum_buffer"], scratch, self._rest(step.count))
         np.multiply(grad, step.lr, out=grad)
         np.subtract(weight, grad, out=out)
 
-    def _follow(self, grad: Array, buffer: Array, scratch: Array, is_first: bool) -> None:
+    def _follow(self, grad: Array, buffer: Array, scratch: Array, rest: float) -> None:
         """Replace the gradient by what is to be stepped along."""
-        if is_first:
-            np.copyto(buffer, grad)
-        else:
-            np.multiply(grad, 1.0 - self.dampening, out=scratch)
-            np.multiply(buffer, self.momentum, out=buffer)
-            np.add(buffer, scratch, out=buffer)
+        np.multiply(grad, rest, out=scratch)
+        np.multiply(buffer, self.momentum, out=buffer)
+        np.add(buffer, scratch, out=buffer)
         if self.nesterov:
             np.multiply(buffer, self.momentum, out=scratch)
             np.add(grad, scratch, out=grad)
@@ -295,14 +306,16 @@ class TorchSGD(TorchRule):
             np.copyto(grad, buffer)
 
 
+def _pull(weight: float) -> float:
+    """How far `_lerp` moves the mean to the value; from 0.5 on, negative, how far it stays behind the value."""
+    return weight if weight < 0.5 else weight - 1.0
+
+
 def _lerp(mean: Array, value: Array, weight: float, scratch: Array) -> None:
     """mean ← mean + weight·(value − mean), from the nearer end, as torch's ``lerp_``. Three passes."""
     np.subtract(value, mean, out=scratch)
-    np.multiply(scratch, weight if weight < 0.5 else 1.0 - weight, out=scratch)
-    if weight < 0.5:
-        np.add(mean, scratch, out=mean)
-    else:
-        np.subtract(value, scratch, out=mean)
+    np.multiply(scratch, _pull(weight), out=scratch)
+    np.add(mean if weight < 0.5 else value, scratch, out=mean)
 
 
 def _second_moment(variance: Array, decay: float, grad: Array, scratch: Array) -> None:
@@ -331,6 +344,13 @@ def _adam_numbers(rule: TorchAdam | TorchAdamW, lr: float, count: int) -> tuple[
     """
     epsilon = rule.eps * math.sqrt(1.0 - rule.beta2**count)
     return corrected(lr, rule.beta1, rule.beta2, count), *moment_numbers(rule.beta1, rule.beta2, epsilon)
+
+
+def _adam_equation(rule: TorchAdam | TorchAdamW, lr: float, wd: float, count: int, decoupled: bool) -> Equation | None:
+    """None with amsgrad, which has a third state."""
+    rate, *numbers = _adam_numbers(rule, lr, count)
+    name, decay = ("torch_adamw", 1.0 - lr * wd) if decoupled else ("adam", wd)
+    return None if rule.amsgrad else Equation(name, (rate, decay, *numbers))
 
 
 def _adam(
@@ -384,12 +404,9 @@ class TorchAdam(TorchRule):
         """Three with amsgrad."""
         return self.all_states if self.amsgrad else self.all_states[:2]
 
-    def equation(self, lr: float, wd: float, count: int) -> Equation | None:
-        """That of `kvdist.optimizer.Adam`, but for amsgrad, maximize and decoupled decay."""
-        if self.amsgrad or self.maximize or self.decoupled_weight_decay or self.groups:
-            return None
-        rate, *numbers = _adam_numbers(self, lr, count)
-        return Equation("adam", (rate, wd, *numbers))
+    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
+        """Without decoupled decay that of `kvdist.optimizer.Adam`."""
+        return _adam_equation(self, lr, wd, count, self.decoupled_weight_decay)
 
     def update(
         self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
@@ -425,6 +442,10 @@ class TorchAdamW(TorchRule):
         """Three with amsgrad."""
         return self.all_states if self.amsgrad else self.all_states[:2]
 
+    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
+        """`Adam`'s with another decay."""
+        return _adam_equation(self, lr, wd, count, decoupled=True)
+
     def update(
         self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
     ) -> None:
@@ -450,6 +471,11 @@ class TorchAdamax(TorchRule):
     beta1: float = number(0.9, at_least=0, below=1)
     beta2: float = number(0.999, at_least=0, below=1)
     eps: float = number(1e-8, at_least=0)
+
+    def compiled(self, lr: float, wd: float, count: int) -> Equation:
+        """As `update`."""
+        rate = lr / (1.0 - self.beta1**count)
+        return Equation("torch_adamax", (rate, wd, _pull(1.0 - self.beta1), self.beta2, self.eps))
 
     def update(
         self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
@@ -553,6 +579,18 @@ class TorchRAdam(TorchRule):
         share = (length - 4.0) * (length - 2.0) * longest / ((longest - 4.0) * (longest - 2.0) * length)
         return math.sqrt(share * (1.0 - power))
 
+    def _rate(self, lr: float, count: int) -> tuple[float, bool]:
+        """The factor of the step, and whether that is divided by √v + ε."""
+        rate, rectified = lr / (1.0 - self.beta1**count), self._rectified(count)
+        return rate * rectified if rectified else rate, bool(rectified)
+
+    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
+        """None for a decoupled decay with decay."""
+        rate, rectifies = self._rate(lr, count)
+        moments = _pull(1.0 - self.beta1), self.beta2, 1.0 - self.beta2, self.eps
+        is_decoupled = wd and self.decoupled_weight_decay
+        return None if is_decoupled else Equation("torch_radam", (rate, wd, *moments, float(rectifies)))
+
     def update(
         self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
     ) -> None:
@@ -561,14 +599,12 @@ class TorchRAdam(TorchRule):
         base = _decayed(weight, grad, out, scratch, step, self.decoupled_weight_decay)
         _lerp(mean, grad, 1.0 - self.beta1, scratch)
         _second_moment(variance, self.beta2, grad, scratch)
-        rate, rectified = step.lr / (1.0 - self.beta1**step.count), self._rectified(step.count)
-        if rectified:
+        rate, rectifies = self._rate(step.lr, step.count)
+        if rectifies:
             np.sqrt(variance, out=scratch)
             np.add(scratch, self.eps, out=scratch)
             np.divide(mean, scratch, out=scratch)
-            np.multiply(scratch, rate * rectified, out=scratch)
-        else:
-            np.multiply(mean, rate, out=scratch)
+        np.multiply(scratch if rectifies else mean, rate, out=scratch)
         np.subtract(base, scratch, out=out)
 
 
@@ -603,6 +639,13 @@ class TorchRMSprop(TorchRule):
             *(("momentum_buffer",) if self.momentum else ()),
             *(("grad_avg",) if self.centered else ()),
         )
+
+    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
+        """Two rules: one with momentum; None if centered."""
+        if self.centered:
+            return None
+        name = "torch_rmsprop_momentum" if self.momentum else "torch_rmsprop"
+        return Equation(name, (lr, wd, self.alpha, 1.0 - self.alpha, self.eps, self.momentum))
 
     def update(
         self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
@@ -662,9 +705,9 @@ class TorchAdagrad(TorchRule):
         """Without decay, if ε keeps a row that never had a gradient from 0/0, and all rows begin with zeros."""
         return not (wd or self.initial_accumulator_value) and is_above_zero(self.eps)
 
-    def equation(self, lr: float, wd: float, count: int) -> Equation | None:
-        """That of `AdaGrad`."""
-        if self.maximize or self.groups or self.initial_accumulator_value:
+    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
+        """That of `AdaGrad`, once h has its first value."""
+        if self.initial_accumulator_value and count == 1:
             return None
         return Equation("adagrad", (self._rate(lr, count), wd, self.eps))
 
@@ -701,6 +744,10 @@ class TorchAdadelta(TorchRule):
     learning_rate: float = number(1.0, at_least=0)
     rho: float = number(0.9, at_least=0, at_most=1)
     eps: float = number(1e-6, at_least=0)
+
+    def compiled(self, lr: float, wd: float, count: int) -> Equation:
+        """As `update`."""
+        return Equation("torch_adadelta", (lr, wd, self.rho, 1.0 - self.rho, self.eps))
 
     def update(
         self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step

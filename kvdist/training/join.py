@@ -4,28 +4,31 @@ Invariants:
 
 * Before each step every worker says on a store of its own whether it makes the step, is done, or has left by an error.
   So all know alike whether there is a step, and raise together if one has left.
-* A worker that is done takes part without gradients. Where the workers update, it first takes the optimizer's numbers
-  from the lowest rank that makes the step, because its own schedule has stopped: the weights stay equal.
+* A worker that is done takes part without gradients. Where the workers update, it first takes all of the optimizer's
+  numbers from the lowest rank that makes the step, because its own schedule has stopped: the weights stay equal.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import json
 import zlib
 
 import numpy as np
 
 from kvdist.errors import KvdistError
+from kvdist.kernels.interface import Array
 from kvdist.kvstore.base import KVStore
 from kvdist.naming import NamedKey
-from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.base import Optimizer, numbers_of
+from kvdist.schema import Value
 
 STATE = NamedKey(0, "who makes the next step within trainer.join()")
 NUMBERS = NamedKey(1, "the optimizer's numbers within trainer.join()")
 
-CHANGING = ("learning_rate", "wd", "momentum", "beta1", "beta2")
-"""The optimizer's numbers that may change where the workers update; not every rule has all."""
+RULE_BYTES = 4096
+"""The longest description of a rule as JSON: some twenty short numbers, and a text of `TEXT_BYTES_MAX`, escaped."""
 
 
 class NextStep(enum.IntEnum):
@@ -54,10 +57,10 @@ class Join:
         self._keys = keys
         self._has_ended = False
         if live is not None:
-            own = ", ".join(f"{name} {vars(live)[name]!r}" for name in self._fields)
-            digest = zlib.crc32(repr(self._numbers()).encode())
-            store.agree(f"begins trainer.join() with {own}, and numbers of the digest {digest:08x} in all")
-        store.init([STATE, NUMBERS], [np.zeros(store.num_workers), np.zeros(len(self._numbers()))])
+            said = ", ".join(f"{name} {value!r}" for name, value in _rule_of(live).items() if value)
+            digest = zlib.crc32(self._numbers(live).tobytes())
+            store.agree(f"begins trainer.join() with {said}, and numbers of the digest {digest:08x} in all")
+        store.init([STATE, NUMBERS], [np.zeros(store.num_workers), np.zeros(RULE_BYTES + 2 * keys)])
 
     def meet(self, part: NextStep) -> bool:
         """Say what this worker does in the next step, and hear the others.
@@ -90,33 +93,25 @@ class Join:
             with contextlib.suppress(KvdistError):  # the error that is on its way says more
                 self.meet(NextStep.LEFT)
 
-    @property
-    def _fields(self) -> list[str]:
-        return [name for name in CHANGING if self._live is not None and name in vars(self._live)]
-
-    def _numbers(self) -> list[float]:
-        """A digest of what groups have of their own, `CHANGING`, and the multipliers of each key."""
-        if self._live is None:
-            return []
-        own = vars(self._live)
-        tables = [[table.get(key, 1.0) for key in range(self._keys)] for table in (own["lr_mult"], own["wd_mult"])]
-        groups = zlib.crc32(str(own.get("groups", "")).encode())
-        return [float(groups), *(own[name] for name in self._fields), *tables[0], *tables[1]]
+    def _numbers(self, live: Optimizer) -> Array:
+        """The bytes of the rule in JSON, and the multipliers of each key."""
+        rule = json.dumps(_rule_of(live)).encode().ljust(RULE_BYTES)
+        tables = [[table.get(key, 1.0) for key in range(self._keys)] for table in (live.lr_mult, live.wd_mult)]
+        return np.array([*rule, *tables[0], *tables[1]], np.float64)
 
     def _share_numbers(self, live: Optimizer, root: int, takes: bool) -> None:
-        numbers = np.array(self._numbers())
-        out = np.empty_like(numbers)
-        self._store.pushpull(NUMBERS, numbers if self._store.rank == root else None, out=out)
+        numbers = self._numbers(live)
+        self._store.pushpull(NUMBERS, numbers.copy() if self._store.rank == root else None, out=numbers)
         if takes:
-            if out[0] != numbers[0]:
-                raise NotImplementedError(
-                    "within trainer.join() groups with numbers of their own, such as betas, cannot change them once a"
-                    " worker is done: make the scheduler with cycle_momentum=False"
-                )
-            own, *tables = np.split(out[1:], [len(out) - 1 - 2 * self._keys, len(out) - 1 - self._keys])
-            for name, number in zip(self._fields, own.tolist(), strict=True):
-                live.change_here(name, number)
+            rule, *tables = np.split(numbers, [RULE_BYTES, RULE_BYTES + self._keys])
+            for name, value in json.loads(rule.astype(np.uint8).tobytes()).items():
+                live.change_here(name, value)
             live.lr_mult, live.wd_mult = (_factors(table.tolist()) for table in tables)
+
+
+def _rule_of(live: Optimizer) -> dict[str, Value]:
+    """What two workers must have alike to update alike, but for the multipliers."""
+    return {name: vars(live)[name] for name in numbers_of(type(live)) if name != "rescale_grad"}
 
 
 def _factors(table: list[float]) -> dict[int, float]:

@@ -333,9 +333,11 @@ class TorchOptimizer(torch.optim.Optimizer):
     def follow(self) -> None:
         """Take the optimizer's numbers into the groups, where they were changed by another worker."""
         for keys, group in zip(self._keys, self.param_groups, strict=True):
-            group.update(self._numbers(keys))
-            if not vars(self._live).get("groups"):  # else each has its own, which has not changed
+            if isinstance(self._live, TorchRule) and keys:
+                group.update(self._live.for_key(keys[0]).words())
+            elif not isinstance(self._live, TorchRule):
                 group.update(self._momentum())
+            group.update(self._numbers(keys))
         self._seen = {number: self._of_groups(number) for number in NUMBERS}
 
     def _give(self, of_groups: list[float], name: str, table: str) -> None:

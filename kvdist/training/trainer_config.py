@@ -107,8 +107,11 @@ RULES: Mapping[type[torch.optim.Optimizer], type[TorchRule]] = MappingProxyType(
 _KEEP_IT = "it can run on each worker without a Trainer: kvdist.horovod.DistributedOptimizer(optimizer)"
 _WHY_NOT = {
     "LBFGS": "it evaluates its closure several times in a step",
-    "Adafactor": "its states are means over whole rows and columns of a parameter, which may be cut over servers",
-    "SparseAdam": "the rule 'adam' with {'lazy_update': True} has its equation",
+    "Adafactor": "its states are means over whole rows and columns of a parameter, which servers have in slices",
+    "Muon": "it multiplies whole matrices, which servers have in slices",
+    "Rprop": "it is for full batches",
+    "ASGD": "its rate comes from the lr of the step before",
+    "SparseAdam": "on the rows of a kvdist.Embedding 'adam' with lazy_update=True has its equation",
 }
 
 

@@ -256,7 +256,7 @@ def uneven(rank):
     return [torch.randn(4, 6, generator=generator) for _ in range((2, 5, 0, 3)[rank])]
 
 
-def by_ddp_with_join(store, make):
+def by_ddp_with_join(store, make, schedule=lambda optimizer: None):
     """The weights by torch: DistributedDataParallel within its `join`, over gloo."""
     path = Path(os.environ["TMPDIR"], "ddp")
     torch.distributed.init_process_group(
@@ -264,11 +264,14 @@ def by_ddp_with_join(store, make):
     )
     net = DistributedDataParallel(network())
     optimizer = make(net.parameters())
+    scheduler = schedule(optimizer)
     with net.join():
         for batch in uneven(store.rank):
             optimizer.zero_grad()
             net(batch).square().mean().backward()
             optimizer.step()
+            if scheduler:
+                scheduler.step()
     # Torch's ranks that are done do not update their weights until the end, when the last one's are everybody's.
     weights = [parameter.detach().clone() for parameter in net.parameters()]
     store.barrier()  # the group ends when all are out of it, and its file when all have left
@@ -310,6 +313,75 @@ def test_two_workers_join_as_under_torch(store):
 @four
 def test_four_workers_join_as_under_torch(store):
     check_join(store)
+
+
+def in_groups(cls, others, **numbers):
+    """Makes an optimizer of torch with two groups: matrices, and biases with numbers of their own."""
+
+    def make(parameters):
+        by_ndim = {}
+        for parameter in parameters:
+            by_ndim.setdefault(parameter.ndim, []).append(parameter)
+        return cls([{"params": by_ndim[2]}, {"params": by_ndim[1], **others}], lr=RATE, **numbers)
+
+    return make
+
+
+def cycle(optimizer):
+    """Changes rates at each step, and in AdamW's groups the first of the betas."""
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.02, 0.1], total_steps=10)
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=7)
+
+
+class ByEpsilon(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule of a number that none of torch's own changes."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, lambda step: 1.0)
+
+    def step(self, epoch=None):
+        for number, group in enumerate(self.optimizer.param_groups):
+            group["eps"] = group["eps"] * 30 * (1 + number)
+
+
+GIVEN = {
+    "sgd": (in_groups(torch.optim.SGD, {"momentum": 0.5, "weight_decay": 0.1}, momentum=0.9), cosine),
+    "adamw": (in_groups(torch.optim.AdamW, {"weight_decay": 0.0, "amsgrad": True}), cosine),
+    "adamw-cycle": (in_groups(torch.optim.AdamW, {"weight_decay": 0.0, "betas": (0.9, 0.5)}), cycle),
+    "adam-epsilon": (in_groups(torch.optim.Adam, {"betas": (0.9, 0.5)}), ByEpsilon),
+}
+"""Optimizers of torch, and schedules; the last two change what servers cannot follow."""
+
+
+def check_join_of_torch(store, word):
+    """The weights are those of torch's join, and all workers' groups have the numbers of who made the last step."""
+    make, schedule = GIVEN[word]
+    expected = by_ddp_with_join(store, make, schedule)
+    for here in (False,) if schedule in (cycle, ByEpsilon) else (True, False):
+        net = network()
+        with kv.create("dist") as own:
+            optimizer = make(net.parameters())
+            trainer = Trainer(net.parameters(), optimizer, kvstore=own, update_on_kvstore=here)
+            scheduler = schedule(optimizer)
+            with trainer.join():
+                for batch in uneven(store.rank):
+                    optimizer.zero_grad()
+                    net(batch).square().mean().backward()
+                    trainer.step()
+                    scheduler.step()
+            for got, wanted in zip(net.parameters(), expected, strict=True):
+                same(got, wanted, WITHIN)
+            net.zero_grad()
+            trainer.step()  # and training goes on
+
+
+@two.each(*GIVEN)
+def test_optimizers_of_torch_join_as_under_torch(word):
+    with kv.create("dist") as store:
+        check_join_of_torch(store, word)
 
 
 @two

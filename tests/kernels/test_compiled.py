@@ -25,6 +25,17 @@ RULES = {
     "adamw": ("adamw", {}),
     "adamw without correction": ("adamw", {"correct_bias": False}),
     "adagrad": ("adagrad", {}),
+    "torch.sgd": ("torch.sgd", {"momentum": 0.9, "dampening": 0.3}),
+    "torch.sgd with nesterov": ("torch.sgd", {"momentum": 0.9, "nesterov": True}),
+    "torch.adam": ("torch.adam", {}),
+    "torch.adamw": ("torch.adamw", {}),
+    "torch.adamax": ("torch.adamax", {}),
+    "torch.adamax with small betas": ("torch.adamax", {"betas": (0.4, 0.5)}),
+    "torch.radam": ("torch.radam", {"betas": (0.3, 0.99)}),
+    "torch.rmsprop": ("torch.rmsprop", {}),
+    "torch.rmsprop with momentum": ("torch.rmsprop", {"momentum": 0.9}),
+    "torch.adagrad": ("torch.adagrad", {"lr_decay": 0.1}),
+    "torch.adadelta": ("torch.adadelta", {}),
 }
 
 
@@ -73,11 +84,11 @@ def test_a_sum_has_the_bits_of_the_reference(numba, count, kind, dtype):
 def run(
     kernels, rule, size, count, *, kind="equal", dtype=DType.FLOAT32, in_place=False, prepare=lambda a: a, **changes
 ):
-    """Three updates; the weight and all states."""
+    """Six updates, as `torch.radam` has another equation from the sixth on; the weight and all states."""
     name, numbers = RULES[rule]
     updater = Updater(create(name, **{**numbers, **changes}), kernels)
     weight = values(size, 99, dtype)
-    for step in range(3):
+    for step in range(6):
         out = weight if in_place else np.full(size, 5, dtype.storage)
         contributions = [prepare(values(size, 10 * step + i, dtype)) for i in range(count)]
         updater.update("w", weight if in_place else prepare(weight), contributions, scales_of(kind, count), dtype, out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.cases import each
 
 torch = pytest.importorskip("torch")
 
+PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
 STEPS, SIZE = 100, 300
 SETTINGS = [
     ("SGD", {}),
@@ -67,6 +69,11 @@ def test_a_hundred_steps_agree_with_torch(name, numbers, kernels):
         other.step()
         updater.update("w", weight, [grad], [1.0], DType.FLOAT32, weight)
     np.testing.assert_allclose(weight, theirs.detach().numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_the_page_lists_the_rules():
+    (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| rules |")]
+    assert re.findall(r"`(.*?)`", row) == [cls.name for cls in TORCH_RULES]
 
 
 @each("cls", TORCH_RULES)
@@ -154,13 +161,39 @@ SPELLED = {"epsilon": "eps", "wd": "weight_decay"}
 
 @each("name, numbers, theirs, their_numbers, difference", ROWS)
 def test_the_table_of_docs_pytorch_says_where_rules_of_one_name_agree(name, numbers, theirs, their_numbers, difference):
-    page = Path(__file__).parents[2] / "docs" / "pytorch.md"
-    assert f"\n| `{name}` | `{theirs}" in page.read_text("utf-8")
+    assert f"\n| `{name}` | `{theirs}" in PAGE.read_text("utf-8")
     assert distance(name, numbers, theirs, their_numbers) < 1e-6
     if difference is not None:
         other = {SPELLED.get(word, word): value for word, value in difference.items()}
         changed = ({**numbers, **difference}, theirs, {**their_numbers, **other})
         assert distance(name, *changed, rates=(0.1, 0.1) if difference else (0.1, 0.01)) > 1e-4
+
+
+TORCHS = {"rmsprop": {"rho": "alpha"}, "nadam": {"schedule_decay": "momentum_decay"}}
+
+
+@each("name, theirs", [(name, theirs) for name, _, theirs, _, _ in ROWS if name != "nag"])
+def test_the_table_of_docs_pytorch_names_every_number_with_another_default(name, theirs):
+    """Also what only one side has; but for kvdist's own settings, and the momentum that only some settings use."""
+    (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| `{name}`")]
+    said, spelled = set(re.findall(r"[\w.-]+", row)), {**SPELLED, **TORCHS.get(name, {}), "learning_rate": "lr"}
+    ours = create(name)
+    words = {spelled.get(word, word): value for word, value in ours.describe().items()}
+    words["betas"] = (words.pop("beta1", 0), words.pop("beta2", 0))
+    for word, default in create(f"torch.{theirs.lower()}").words().items():
+        if word in ("maximize", "dampening", "nesterov", "amsgrad", "decoupled_weight_decay", "momentum"):
+            continue
+        if word not in words:
+            assert word in said, word
+        elif word != "betas" or any(words[word]):
+            assert words[word] == default or f"{words[word]:g}".replace("1e-0", "1e-") in said, word
+            assert words[word] == default or f"{default:g}".replace("1e-0", "1e-") in said or word == "eps", word
+
+
+def test_numbers_that_have_another_name_here_are_refused_with_it():
+    for word, ours in (("lr", "learning_rate"), ("momentum_decay", "schedule_decay"), ("betas", "beta1 and beta2")):
+        with pytest.raises(TypeError, match=f"{word} .here it is called {ours}"):
+            create("nadam", **{word: 0.5})
 
 
 def distance(name, numbers, theirs, their_numbers, rates=(0.1, 0.1)):

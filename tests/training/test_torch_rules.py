@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from kvdist import Trainer
+from kvdist import Embedding, Trainer, kv
+from kvdist.optimizer import create
 from tests.cases import each
+from tests.collective.ranks import returned, run_ranks
 
 torch.set_num_threads(1)
 
@@ -183,9 +185,11 @@ class MyAdam(torch.optim.Adam):
     [
         (lambda p: torch.optim.LBFGS(p), TypeError, "LBFGS .*closure several times.*DistributedOptimizer"),
         (lambda p: torch.optim.Adafactor(p), TypeError, "Adafactor .*rows and columns.*DistributedOptimizer"),
-        (lambda p: torch.optim.SparseAdam(p), TypeError, "SparseAdam .*'lazy_update': True"),
-        (lambda p: torch.optim.ASGD(p), TypeError, "ASGD .*known are SGD, Adam"),
-        (lambda p: MyAdam(p), TypeError, "MyAdam .*not classes derived from them.*DistributedOptimizer"),
+        (lambda p: torch.optim.SparseAdam(p), TypeError, "SparseAdam .*kvdist.Embedding .*lazy_update=True"),
+        (lambda p: torch.optim.Muon(p[::2]), TypeError, "Muon .*whole matrices.*DistributedOptimizer"),
+        (lambda p: torch.optim.ASGD(p), TypeError, "ASGD .*the step before.*DistributedOptimizer"),
+        (lambda p: torch.optim.Rprop(p), TypeError, "Rprop .*full batches.*DistributedOptimizer"),
+        (lambda p: MyAdam(p), TypeError, "MyAdam .*known are SGD, Adam.*not classes derived from them.*Distributed"),
         (lambda p: torch.optim.Adam, TypeError, "Adam is a class; give an instance.*'torch.adam'"),
         (lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)), TypeError, "lr is a tensor.*float"),
         (lambda p: torch.optim.SGD(p, differentiable=True), ValueError, "gradients do not flow"),
@@ -197,6 +201,100 @@ def test_what_cannot_be_carried_is_refused_with_a_remedy(make, error, words):
     weights = list(network().parameters())
     with pytest.raises(error, match=words):
         Trainer(weights, make(weights), kvstore=None)
+
+
+REFUSED = {
+    "Adafactor": torch.optim.Adafactor,
+    "ASGD": torch.optim.ASGD,
+    "Rprop": torch.optim.Rprop,
+    "Muon": lambda own: torch.optim.Muon([one for one in own if one.ndim == 2]),
+    "LBFGS": lambda own: torch.optim.LBFGS(own, max_iter=3),
+    "of one's own": MyAdam,
+}
+
+
+def five_steps(net, optimizer, inputs, targets):
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(net(inputs), targets)
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    return net
+
+
+@each("make", REFUSED.values())
+def test_what_servers_cannot_do_horovods_optimizer_does_on_each_worker(make):
+    import kvdist.horovod as hvd
+
+    net, *nets = (network() for _ in range(3))  # here, as all threads share torch's seed
+    whole = five_steps(net, make(list(net.parameters())), INPUTS, TARGETS)
+
+    def program(rank):
+        net = nets[rank]
+        optimizer = hvd.DistributedOptimizer(make(list(net.parameters())), net.named_parameters())
+        return five_steps(net, optimizer, INPUTS[rank::2], TARGETS[rank::2])
+
+    for found in returned(run_ranks(2, program)):
+        assert_same(found, whole)
+
+
+def look_up(tables, step):
+    """Backward passes through other rows in each step, one of them twice."""
+    rows = torch.tensor([step % 9, step**2 % 7, step % 9])
+    for table in tables:
+        table.zero_grad()
+        table(rows).sin().sum().backward()
+
+
+def test_on_an_embedding_adam_with_lazy_update_is_sparse_adam():
+    with kv.create("dist") as store:
+        store.set_optimizer(create("adam", learning_rate=0.01, epsilon=0.1, lazy_update=True))
+        table, other = Embedding(9, 4, store, initializer="uniform(0.5,seed=3)"), nn.Embedding(9, 4, sparse=True)
+        with torch.no_grad():
+            other.weight.copy_(table(torch.arange(9)))
+        theirs = torch.optim.SparseAdam(other.parameters(), lr=0.01, eps=0.1)
+        for step in range(20):
+            look_up([table, other], step)
+            table.step()
+            theirs.step()
+        torch.testing.assert_close(table(torch.arange(9)), other(torch.arange(9)), rtol=1e-6, atol=1e-6)
+
+
+def test_sparse_gradients_move_all_rows_as_dense_ones_do():
+    table, other = nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4)
+    other.load_state_dict(table.state_dict())
+    trainer = Trainer(table.parameters(), "torch.adam", {"lr": 0.01, "lazy_update": True}, kvstore="dist")
+    theirs = torch.optim.Adam(other.parameters(), lr=0.01)
+    for step in range(20):
+        look_up([table, other], step)
+        trainer.step()
+        theirs.step()
+    trainer.close()
+    assert_same(table, other)
+
+
+@each("name", ["torch.sgd", "torch.adamw"])
+def test_halves_are_updated_in_float32_and_rounded_once(name):
+    """One step of bfloat16 weights is that of the same weights in float32, rounded; a master goes on unrounded."""
+    numbers = {"lr": 0.003, "weight_decay": 0.1}
+    wide, half = (torch.linspace(0.1, 2, 50).bfloat16().to(dtype) for dtype in (torch.float32, torch.bfloat16))
+    trainers = []
+    for weight, more in ((wide, {}), (half, {"multi_precision": True})):
+        weight.requires_grad_(True)
+        trainers.append(Trainer([weight], name, {**numbers, **more}, kvstore="local", update_on_kvstore=True))
+    for _ in range(10):
+        for weight, trainer in zip((wide, half), trainers, strict=True):
+            weight.grad = torch.full_like(weight, 0.25)
+            trainer.step()
+        assert torch.equal(wide.bfloat16(), half)
+    assert torch.equal(trainers[1].as_torch_optimizer().state_dict()["state"][0]["master"], wide)
 
 
 def test_groups_with_unknown_numbers_and_numbers_beside_an_instance_are_refused():
