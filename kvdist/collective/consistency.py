@@ -74,12 +74,14 @@ class ResponseCache:
 
     def begin(self, digest: bytes) -> bool:
         """Whether an operation is predicted; if so, record it."""
-        expected = self._next.get(self._past[-DIGEST_BYTES:])
-        if expected == _AMBIGUOUS:
-            expected = self._next.get(self._past)
-        if expected == digest:
+        past = self._past
+        if self._next.get(past) == digest:
+            self._past = (past + digest)[-PAST * DIGEST_BYTES :]
+            return True
+        if self._next.get(past[-DIGEST_BYTES:]) == digest:
             self.agree(digest)
-        return expected == digest
+            return True
+        return False
 
     def agree(self, digest: bytes) -> None:
         """Record an operation that all ranks do next."""

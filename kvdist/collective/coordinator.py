@@ -111,8 +111,8 @@ class RankProgress:
 
     def take(self, call: int) -> None:
         """Remove a call that is paired, the oldest one with its key."""
-        key = self.keys.pop(call, None)
-        if key is not None:
+        if call in self.keys:
+            key = self.keys.pop(call)
             self.places[key].popleft()
             if not self.places[key]:
                 del self.places[key]
@@ -489,10 +489,9 @@ class Coordinator:
         """Compare what all ranks have called by now."""
         awaited = set[int]()
         while not group.has_failed:
-            calls = self._next_calls(group)
+            calls, digests = self._next_calls(group)
             if not calls:
                 break
-            digests = {group.of[rank].entry(call)[0] for rank, call in calls.items()}
             digest = next(iter(digests))
             signature = self._signatures.get(digest)
             if signature is JOIN_SIGNATURE:
@@ -514,22 +513,23 @@ class Coordinator:
         self._agree(group, awaited)
         self._set_throttle(group)
 
-    def _next_calls(self, group: GroupProgress) -> dict[int, int]:
-        """The calls of the ranks that are the next operation, or that can only be refused; none if a rank must call it.
+    def _next_calls(self, group: GroupProgress) -> tuple[dict[int, int], set[bytes]]:
+        """The ranks' calls that are the next operation or can only be refused, and their digests.
 
-        Without those that have joined and not called it.
+        None if a rank must call it first; without the ranks that have joined and not called it.
         """
+        queues = [progress.queue for progress in group.of.values()]
+        if not all(queues):
+            return {}, set()
+        heads = {queue[0][0] for queue in queues}
+        if len(heads) == 1:
+            return {rank: progress.first for rank, progress in group.of.items()}, heads
         active = group.active()
-        if not all(group.of[rank].queue for rank in active):
-            return {}
-        oldest = {rank: progress.first for rank, progress in group.of.items()}
-        if len({progress.queue[0][0] for progress in group.of.values()}) == 1:
-            return oldest
-        oldest = {rank: oldest[rank] for rank in active}
-        if any(self._is_refused(group.of[rank].queue[0][0]) for rank in active):
-            return oldest
+        calls = self._shared_calls(group)
         is_stuck = bool(active) and all(group.of[rank].stuck_at >= group.agreed for rank in active)
-        return self._shared_calls(group) or (oldest if is_stuck else {})
+        if any(self._is_refused(group.of[rank].queue[0][0]) for rank in active) or (is_stuck and not calls):
+            calls = {rank: group.of[rank].first for rank in active}
+        return calls, {group.of[rank].entry(call)[0] for rank, call in calls.items()}
 
     def _shared_calls(self, group: GroupProgress) -> dict[int, int]:
         """The next operation where orders differ: what a rank has begun, else what all have called longest."""
