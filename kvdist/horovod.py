@@ -39,6 +39,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rocm_built",
+    "sycl_built",
 ]
 __all__ += collective.__all__
 
@@ -117,6 +118,11 @@ def ddl_built() -> bool:
 
 
 def ccl_built() -> bool:
+    """False."""
+    return False
+
+
+def sycl_built() -> bool:
     """False."""
     return False
 

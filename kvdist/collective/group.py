@@ -236,6 +236,10 @@ class Group:
             self._put(operation, future)
         return future
 
+    def note_caller(self) -> None:
+        """Count this thread among those that call named operations, because others will call some on its behalf."""
+        self._callers.add(threading.current_thread())
+
     def refuse(self, error: BaseException) -> None:
         """Report to all ranks that this one cannot call the next operation."""
         with self._lock:

@@ -63,8 +63,53 @@ def call(work: Work, tensors: Sequence[Any], dtypes: Sequence[Any] | None = None
         except (CollectiveMismatch, NotImplementedError, TypeError, ValueError) as error:
             raise _of_tensorflow(error) from None
         return [tf.convert_to_tensor(result, dtype) for result, dtype in zip(results, dtypes, strict=True)]
-    # Stateful ops wait for each other within a function, also across branches and loops.
-    return list(tf.numpy_function(run, tensors, dtypes, stateful=True))
+    return _in_graph(run, tensors, dtypes)
+
+
+def _in_graph(run: Callable[..., list[Any]], tensors: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """The results of an op that calls a function of arrays."""
+
+    def run_or_differ(*arrays: Any) -> list[Any]:
+        try:
+            return ["", *run(*arrays)]
+        except CollectiveMismatch as error:
+            return [str(error), *(np.zeros(0, dtype.as_numpy_dtype) for dtype in dtypes)]
+
+    if is_deferred():
+        current().note_caller()
+        difference, *results = _element(run_or_differ, tensors, [tf.string, *dtypes])
+    else:
+        # Stateful ops wait for each other within a function, also across branches and loops.
+        difference, *results = tf.numpy_function(run_or_differ, tensors, [tf.string, *dtypes], stateful=True)
+    with tf.control_dependencies([_fail_with(difference)]):
+        return [tf.identity(result) for result in results]
+
+
+def _fail_with(text: Any) -> Any:
+    """An op that raises `tf.errors.FailedPreconditionError` unless the text is empty.
+
+    What a Python function raises in a graph can only become other errors. So two values are given to one key of a
+    table, which refuses the second and names the key: the text.
+    """
+    table = tf.raw_ops.AnonymousHashTable(key_dtype=tf.string, value_dtype=tf.int32)
+    values = tf.stack([0, tf.strings.length(text)])
+    return tf.raw_ops.InitializeTableV2(table_handle=table, keys=tf.stack([text, text]), values=values)
+
+
+def _element(run: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """An op of a session that keeps none of its threads while it waits.
+
+    An op that calls a Python function keeps one, and ops of one run have no order: once those that wait keep all
+    threads, the ones that other ranks wait for never begin. The ops of data sets have threads of their own.
+    """
+    # A data set has at least one tensor, and an operation such as join has none.
+    data = tf.data.Dataset.from_tensors((tf.zeros([]), *tensors))
+    data = data.map(lambda _, *values: tuple(tf.numpy_function(run, values, dtypes, stateful=True)))
+    known = {"output_types": dtypes, "output_shapes": [tf.TensorShape(None)] * len(dtypes)}
+    pooled = tf.raw_ops.PrivateThreadPoolDataset(
+        input_dataset=tf.data.experimental.to_variant(data), num_threads=1, **known
+    )
+    return list(tf.raw_ops.DatasetToSingleElement(dataset=pooled, **known))
 
 
 def _of_tensorflow(error: Exception) -> Exception:
@@ -213,11 +258,11 @@ def to_numpy(tensor: torch.Tensor) -> Any:
 
 
 def averaged_gradients(gradients: Sequence[Any], variables: Sequence[Any], options: ReduceOptions) -> list[Any]:
-    """Reduce gradients over the ranks, in one op; zeros are sent for a variable without a gradient.
+    """Reduce gradients over the ranks, in one op.
 
     Args:
-        gradients: tensors, `IndexedSlices` or None. The ranks' rows of `IndexedSlices` are gathered, and rows can
-            repeat, unless the options say ``sparse_as_dense``.
+        gradients: tensors, `IndexedSlices` or None, which stays None and must be None on all ranks. The ranks' rows of
+            `IndexedSlices` are gathered, and rows can repeat, unless the options say ``sparse_as_dense``.
         variables: the variables of the gradients, of TensorFlow or Keras; local ones keep their gradients.
         options: how they are reduced.
 
@@ -225,10 +270,9 @@ def averaged_gradients(gradients: Sequence[Any], variables: Sequence[Any], optio
         NotImplementedError: Adasum, Min, Max or Product of `IndexedSlices`; the same in Horovod.
     """
     if not options.local:
-        return _reduced_gradients(gradients, variables, options)
+        return _reduced_gradients(gradients, options)
     values = [variable_of(variable) for variable in variables]
-    reduce = functools.partial(_reduced_gradients, options=options)
-    return options.reduce_shared(gradients, values, reduce, divided)
+    return options.reduce_shared(gradients, values, lambda shared, _: _reduced_gradients(shared, options), divided)
 
 
 def divided(gradient: Any, by: int) -> Any:
@@ -238,25 +282,37 @@ def divided(gradient: Any, by: int) -> Any:
     return gradient / tf.cast(by, gradient.dtype)
 
 
-def _reduced_gradients(gradients: Sequence[Any], variables: Sequence[Any], options: ReduceOptions) -> list[Any]:
-    if not gradients or not options.has_others:
+def _reduced_gradients(gradients: Sequence[Any], options: ReduceOptions) -> list[Any]:
+    if not options.has_others or all(gradient is None for gradient in gradients):
         return list(gradients)
-    given = [
-        _dense(gradient, variables[i] if gradient is None else None, options.sparse_as_dense)
-        for i, gradient in enumerate(gradients)
-    ]
-    is_sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in given]
-    if any(is_sparse):
+    given = [None if gradient is None else _dense(gradient, options.sparse_as_dense) for gradient in gradients]
+    rows = [gradient for gradient in given if isinstance(gradient, tf.IndexedSlices)]
+    dense = [gradient for gradient in given if gradient is not None and not isinstance(gradient, tf.IndexedSlices)]
+    if rows:
         check_rows(options.op)
-    dense = [gradient for gradient, sparse in zip(given, is_sparse, strict=True) if not sparse]
-    rows = [gradient for gradient, sparse in zip(given, is_sparse, strict=True) if sparse]
-    results = iter(_in_one_op(dense, rows, options))
-    found = [next(results) if not sparse else None for sparse in is_sparse]
-    for i, gradient in enumerate(given):
-        if is_sparse[i]:
-            found[i] = tf.IndexedSlices(next(results), next(results), gradient.dense_shape)
-            found[i] = divided(found[i], options.ranks) if options.op is Average else found[i]
-    return found
+    results = _in_one_op(dense, rows, options)
+    of_rows = iter(joined_rows(rows, results[len(dense) :], options.op, options.ranks))
+    of_dense = iter(results)
+    return [
+        None if gradient is None else next(of_rows if isinstance(gradient, tf.IndexedSlices) else of_dense)
+        for gradient in given
+    ]
+
+
+def joined_rows(slices: Sequence[Any], parts: Sequence[Any], op: ReduceOp, ranks: int) -> list[Any]:
+    """The `IndexedSlices` of all ranks from the gathered values and indices of each.
+
+    Args:
+        slices: of this rank.
+        parts: values and indices of the first, then of the second, and so on.
+        op: Average or Sum.
+        ranks: the number of ranks.
+    """
+    joined = [
+        tf.IndexedSlices(values, indices, one.dense_shape)
+        for one, values, indices in zip(slices, parts[::2], parts[1::2], strict=True)
+    ]
+    return [divided(one, ranks) for one in joined] if op is Average else joined
 
 
 def check_rows(op: ReduceOp) -> None:
@@ -295,12 +351,9 @@ def _in_one_op(dense: Sequence[Any], rows: Sequence[Any], options: ReduceOptions
     return operation([*dense, *parts], work, back, shapes)
 
 
-def _dense(gradient: Any, variable: Any, sparse_as_dense: bool) -> Any:
-    if gradient is None:
-        return tf.zeros(variable.shape, variable.dtype)
-    if isinstance(gradient, tf.IndexedSlices) and not sparse_as_dense:
-        return gradient
-    return tf.convert_to_tensor(gradient)
+def _dense(gradient: Any, sparse_as_dense: bool) -> Any:
+    is_sparse = isinstance(gradient, tf.IndexedSlices) and not sparse_as_dense
+    return gradient if is_sparse else tf.convert_to_tensor(gradient)
 
 
 # Variables.

@@ -48,6 +48,7 @@ from kvdist.horovod import (
     nccl_built,
     rocm_built,
     shutdown,
+    sycl_built,
 )
 from kvdist.keras import callbacks
 from kvdist.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
@@ -101,4 +102,5 @@ __all__ = [
     "size",
     "start_timeline",
     "stop_timeline",
+    "sycl_built",
 ]

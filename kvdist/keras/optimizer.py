@@ -40,9 +40,9 @@ def DistributedOptimizer(
 ) -> Any:
     """Make an optimizer of Keras average its gradients over the ranks; return the same object.
 
-    A variable without a gradient takes part with zeros, so that the ranks always send the same list. Ranks outside the
-    process set use their own gradients. The optimizer gets a method `register_local_var(variable)`: gradients of such a
-    variable stay each rank's own.
+    On the torch backend a variable without a gradient takes part with zeros; on TensorFlow its gradient stays None,
+    which all ranks must have alike. Ranks outside the process set use their own gradients. The optimizer gets a method
+    `register_local_var(variable)`: gradients of such a variable stay each rank's own.
 
     Args:
         optimizer: built or not. Its learning rate is the user's to scale by the number of ranks.
@@ -163,7 +163,7 @@ class Distributing(Distributed):
     kvdist_distribution: Distribution
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        """Use the average of the ranks' gradients; None among them counts as zeros."""
+        """Use the average of the ranks' gradients."""
         own: Callable[..., None] = super().apply  # type: ignore[misc]
         self.kvdist_distribution.apply(self, list(grads), trainable_variables, own)
 
@@ -217,6 +217,8 @@ class Distribution:
         # Not the optimizer's variables: they are never saved, and restored weights begin a new sum.
         self._count: Any = None
         self._sums: list[Any] = []
+        self._summed: set[int] = set()
+        """The variables that have had a gradient."""
 
     def apply(
         self, optimizer: Any, grads: list[Any], variables: Sequence[Any] | None, own: Callable[..., None]
@@ -233,7 +235,8 @@ class Distribution:
 
         def step() -> None:
             factor = 1.0 / self._options.passes if self._divides else 1.0
-            self._step([total.value * factor for total in self._sums], variables, own)
+            sums = [total.value * factor if i in self._summed else None for i, total in enumerate(self._sums)]
+            self._step(sums, variables, own)
             for total in self._sums:
                 total.assign(keras.ops.zeros_like(total))
             self._count.assign(0)
@@ -276,9 +279,10 @@ class Distribution:
                 for variable in variables
             ]
         self._count.assign_add(1)
-        for total, grad in zip(self._sums, grads, strict=True):
+        for i, grad in enumerate(grads):
             if grad is not None:
-                total.assign_add(keras.ops.convert_to_tensor(grad))
+                self._summed.add(i)
+                self._sums[i].assign_add(keras.ops.convert_to_tensor(grad))
 
 
 def _do(_: Any) -> None:

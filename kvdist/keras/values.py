@@ -23,24 +23,24 @@ from kvdist.collective.reduction import NoneCompressor
 
 
 def averaged(gradients: Sequence[Any], variables: Sequence[Any] | None, options: ReduceOptions) -> list[Any]:
-    """Reduce gradients over the ranks; zeros are sent for a variable without a gradient.
+    """Reduce gradients over the ranks; on the torch backend zeros are sent for a variable without a gradient.
 
     Args:
         gradients: tensors of the backend, or None.
-        variables: the variables of the gradients; may be None if no gradient is None.
+        variables: the variables of the gradients; may be None if no gradient is None and none is local.
         options: how they are reduced.
 
     Raises:
-        ValueError: a gradient is None and `variables` is None.
+        ValueError: `variables` is None, but is needed.
     """
-    if variables is None and any(gradient is None for gradient in gradients):
-        raise ValueError("a gradient is None, but all ranks must send one: pass the variables to apply() too")
     if options.local and variables is None:
         raise ValueError("some variables are local: pass the variables to apply() too")
     if keras.backend.backend() == "tensorflow":
         from kvdist.collective.tensorflow_bridge import averaged_gradients
 
         return averaged_gradients(gradients, variables or [], options)
+    if variables is None and any(gradient is None for gradient in gradients):
+        raise ValueError("a gradient is None, but all ranks must send one: pass the variables to apply() too")
     if not options.local:
         return _reduced(gradients, variables or [], options)
     values = [value_of(variable) for variable in variables or ()]

@@ -48,6 +48,7 @@ from kvdist.horovod import (
     nccl_built,
     rocm_built,
     shutdown,
+    sycl_built,
 )
 from kvdist.tensorflow import keras
 from kvdist.tensorflow.compression import Compression
@@ -142,4 +143,5 @@ __all__ = [
     "size_op",
     "start_timeline",
     "stop_timeline",
+    "sycl_built",
 ]

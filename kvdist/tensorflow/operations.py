@@ -25,8 +25,8 @@ from kvdist.collective.reduction import NoneCompressor, op_of
 from kvdist.collective.tensorflow_bridge import (
     call,
     check_rows,
-    divided,
     gathered,
+    joined_rows,
     named,
     of_given,
     of_gradient,
@@ -111,11 +111,7 @@ def _summed_rows(slices: Sequence[Any], op: ReduceOp, name: str | None, process_
     check_rows(op)
     parts = [tf.convert_to_tensor(part) for one in slices for part in (one.values, one.indices)]
     found = gathered(parts, name and f"rows of {name}", process_set)
-    whole = [
-        tf.IndexedSlices(values, indices, one.dense_shape)
-        for one, values, indices in zip(slices, found[::2], found[1::2], strict=True)
-    ]
-    return [divided(one, group_of(process_set).size) for one in whole] if op is Average else whole
+    return joined_rows(slices, found, op, group_of(process_set).size)
 
 
 def allgather(

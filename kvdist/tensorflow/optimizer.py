@@ -185,8 +185,8 @@ def DistributedGradientTape(
 ) -> Any:
     """Make a tape's `gradient` return averages over the ranks; return the same object.
 
-    A source without a gradient takes part with zeros. The tape gets a method `register_local_source(source)`: gradients
-    of such a source stay each rank's own.
+    The gradient of a source that the target does not depend on stays None, on all ranks alike. The tape gets a method
+    `register_local_source(source)`: gradients of such a source stay each rank's own.
 
     Args:
         gradtape: a `tf.GradientTape`.

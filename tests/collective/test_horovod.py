@@ -50,7 +50,7 @@ def test_communicators_are_refused_with_what_to_use():
 
 
 def test_what_was_built_in_is_told_as_it_is():
-    no = (hvd.mpi_threads_supported, hvd.mpi_enabled, hvd.mpi_built, hvd.ddl_built, hvd.ccl_built)
+    no = (hvd.mpi_threads_supported, hvd.mpi_enabled, hvd.mpi_built, hvd.ddl_built, hvd.ccl_built, hvd.sycl_built)
     assert not any(ask() for ask in no)
     assert hvd.gloo_enabled() and hvd.gloo_built()
     assert hvd.cuda_built() == (torch.version.cuda is not None)

@@ -15,7 +15,7 @@ else:
     # Before TensorFlow is imported, which otherwise says much about the machine.
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     os.environ["KERAS_BACKEND"] = "tensorflow"
-    # Ranks are threads of one process here, and an operation in a graph keeps one of TensorFlow's while it waits.
+    # Ranks are threads of one process here, and an operation in a function keeps one of TensorFlow's while it waits.
     os.environ["TF_NUM_INTEROP_THREADS"] = "8"
 
 

@@ -14,6 +14,7 @@ from tests.collective.ranks import returned, run_ranks
 from tests.keras.models import of_keras
 
 pytestmark = of_keras
+DIFFERENT = "ranks called different operations"
 DTYPES = [tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int32, tf.int64, tf.uint8]
 
 
@@ -49,21 +50,21 @@ def test_operations_of_a_session_give_the_same_values():
     assert returned(run_ranks(2, operate)) == [[[1.5, 4.0], [1.0, 4.0, 2.0, 4.0], [1.0, 4.0]]] * 2
 
 
-def test_several_operations_of_one_run_of_a_session_find_each_other_in_any_order():
-    # Threads of its own for each rank, one at least for each operation that waits.
-    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=8, use_per_session_threads=True)
+def test_operations_of_one_run_of_a_session_find_each_other_in_any_order_on_a_single_thread():
+    # A thread of its own for each rank, which no operation that waits may keep.
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=1, use_per_session_threads=True)
 
     def operate(rank):
         with tf.Graph().as_default(), tf.compat.v1.Session(config=config) as session:
             x = tf.constant([rank + 1.0, 4.0])
-            sums = [hvd.allreduce(x * i, op=hvd.Sum) for i in range(3)]
+            sums = [hvd.allreduce(x * i, op=hvd.Sum) for i in range(8)]
             run = [*sums, hvd.allgather(x[:1]), hvd.broadcast(x, 1)]
             # Each rank makes its own ones wait for another.
             with tf.control_dependencies([sums[2] if rank else sums[0]]):
                 last = tf.identity(sums[0] if rank else sums[2])
-            return [lists(session.run([*run, last])[:5]) for _ in range(3)][-1]
+            return [lists(session.run([*run, last])[:-1]) for _ in range(3)][-1]
 
-    expected = [[0.0, 0.0], [3.0, 8.0], [6.0, 16.0], [1.0, 2.0], [2.0, 4.0]]
+    expected = [*([3.0 * i, 8.0 * i] for i in range(8)), [1.0, 2.0], [2.0, 4.0]]
     assert returned(run_ranks(2, operate)) == [expected] * 2
 
 
@@ -306,12 +307,19 @@ def test_an_error_reaches_the_program_eagerly_and_from_a_graph():
             hvd.broadcast(tf.zeros(2), 5)
         with pytest.raises(tf.errors.InvalidArgumentError, match="root_rank 5"):
             hvd.broadcast(tf.zeros(2), 5)
-        with pytest.raises(CollectiveMismatch, match="different operations"):
+        with pytest.raises(CollectiveMismatch, match=DIFFERENT):
             hvd.allreduce(tf.zeros(2 + rank))
-        with pytest.raises(tf.errors.FailedPreconditionError, match="different operations"):
+        with pytest.raises(tf.errors.FailedPreconditionError, match=DIFFERENT):
             hvd.allreduce(tf.zeros(2 + rank))
-        with pytest.raises(tf.errors.OpError, match="root_rank 5"):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="root_rank 5"):
             tf.function(lambda: hvd.broadcast(tf.zeros(2), 5))()
+        with pytest.raises(tf.errors.FailedPreconditionError, match=f"Key {DIFFERENT}"):
+            tf.function(lambda: hvd.allreduce(tf.zeros(2 + rank)))()
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            unlike = hvd.allreduce(tf.zeros(2 + rank))
+            with pytest.raises(tf.errors.FailedPreconditionError, match=f"Key {DIFFERENT}"):
+                session.run(unlike)
+            assert session.run(hvd.allreduce(rank + 1.0)) == 1.5
         return True
 
     assert returned(run_ranks(2, operate)) == [True, True]

@@ -8,25 +8,71 @@ import pytest
 import tensorflow as tf
 
 import kvdist.tensorflow as hvd
+from kvdist.errors import CollectiveMismatch
 from tests.collective.ranks import returned, run_ranks
 from tests.keras.models import SAMPLES, data, linear, of_keras, weights
 
 pytestmark = of_keras
 v1 = tf.compat.v1
+keras_warns = pytest.mark.filterwarnings("ignore:Gradients do not exist for variables")
 
 
 def test_a_tape_gives_averages_in_the_structure_that_was_asked_for():
     def step(rank):
-        table, factor, unused = tf.Variable(tf.ones([4, 2])), tf.Variable(1.0), tf.Variable([3.0])
+        table, factor, other = tf.Variable(tf.ones([4, 2])), tf.Variable(1.0), tf.Variable([3.0])
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum(tf.gather(table, [rank, 3])) * factor
+            loss = tf.reduce_sum(tf.gather(table, [rank, 3])) * factor + other[0] * (rank + 1.0)
         tape = hvd.DistributedGradientTape(tape)
-        found = tape.gradient(loss, {"table": table, "rest": (factor, unused)})
+        found = tape.gradient(loss, {"table": table, "rest": (factor, other)})
         assert isinstance(found["table"], tf.IndexedSlices)
         return [np.array(tf.convert_to_tensor(gradient)).tolist() for gradient in tf.nest.flatten(found)]
 
-    expected = [4.0, [0.0], [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0]]]
+    expected = [4.0, [1.5], [[0.5, 0.5], [0.5, 0.5], [0.0, 0.0], [1.0, 1.0]]]
     assert returned(run_ranks(2, step)) == [expected] * 2
+
+
+@keras_warns
+def test_a_variable_without_a_gradient_is_left_alone_as_by_keras_itself():
+    """The oracle is Keras with the same gradients: a step with zeros would go on with momentum and decay."""
+
+    def train(optimizer):
+        used, unused = tf.Variable([1.0]), tf.Variable([1.0])
+        for second in (tf.ones(1), None, None):
+            optimizer.apply([tf.ones(1), second], [used, unused])
+        return float(used[0]), float(unused[0])
+
+    def of_rank(rank):
+        return train(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1)))
+
+    assert returned(run_ranks(2, of_rank)) == [train(keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1))] * 2
+
+
+@keras_warns
+def test_a_variable_that_no_pass_of_a_step_uses_is_left_alone_too():
+    def train(rank):
+        used, unused = tf.Variable([1.0]), tf.Variable([1.0])
+        sgd = keras.optimizers.SGD(0.1, weight_decay=0.1)
+        optimizer = hvd.DistributedOptimizer(sgd, backward_passes_per_step=2)
+        for _ in range(2):
+            optimizer.apply([tf.ones(1), None], [used, unused])
+        return float(used[0]) < 1.0, float(unused[0])
+
+    assert returned(run_ranks(2, train)) == [(True, 1.0)] * 2
+
+
+def test_sources_without_a_gradient_keep_none_and_ranks_that_differ_in_it_get_an_error():
+    def step(rank):
+        x, y = tf.Variable([1.0]), tf.Variable([1.0])
+        with tf.GradientTape(persistent=True) as tape:
+            loss, differs = 3.0 * x, x * y if rank else x
+        tape = hvd.DistributedGradientTape(tape)
+        found = tape.gradient(loss, [y, x])
+        with pytest.raises(CollectiveMismatch, match="different operations"):
+            tape.gradient(differs, [x, y])
+        zeros = tape.gradient(differs, [x, y], unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return found[0], found[1].numpy().tolist(), zeros[1].numpy().tolist()
+
+    assert returned(run_ranks(2, step)) == [(None, [3.0], [0.5])] * 2
 
 
 def test_rows_travel_dense_when_that_is_asked_for():
