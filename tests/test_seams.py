@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FEATURES = {
     "checkpoint": "checkpoint.export checkpoint.files checkpoint.folders checkpoint.format checkpoint.locks"
     " checkpoint.shards",
+    "clipping": "core.server.clipping kvstore.clipping",
     "compression": "optimizer.compression kvstore.compression",
     "devices": "kernels.gpu kernels.cupy_cuda kernels.numba_cuda optimizer.offload kvstore.device",
     "GPU backends": "kernels.cupy_cuda kernels.numba_cuda",

@@ -49,6 +49,7 @@ class Ability(enum.Enum):
     COMPRESSION = enum.auto()
     ROWS = enum.auto()
     STATES = enum.auto()
+    CLIPPING = enum.auto()
 
 
 UNABLE: Mapping[Ability, tuple[type[Exception], str]] = {
@@ -72,6 +73,10 @@ UNABLE: Mapping[Ability, tuple[type[Exception], str]] = {
         ),
     ),
     Ability.STATES: (NotImplementedError, "does not give out or take the states of its optimizer"),
+    Ability.CLIPPING: (
+        NotImplementedError,
+        "does not clip gradients by the norm of all of them: that needs 'dist', whose servers sum all before updates",
+    ),
 }
 """What is raised for a store that cannot do something: ``the store 'collective' has no tables of rows, ...``."""
 
@@ -316,6 +321,10 @@ class Backend(abc.ABC):
 
     def expect_rows(self, keys: Sequence[Key]) -> None:  # noqa: B027  # a hint may be ignored
         """A hint: see `KVStore.expect_rows`."""
+
+    def pushpull_clipped(self, call: PushPull, clip_norm: float) -> float:
+        """Push, clip and pull; see `Ability.CLIPPING`."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def save(self, job: SaveJob) -> Future[Path]:

@@ -287,6 +287,45 @@ class KVStore(KVStoreBase):
         shown: list[Any] | None = self._result_of(self._transfer(call), lends=True)
         return [None] * len(_values.pairs(key, out)) if shown is None else shown
 
+    def pushpull_clipped(
+        self,
+        key: Keys,
+        value: Value,
+        clip_norm: float,
+        out: Value | None = None,
+        priority: int = 0,
+        *,
+        average: bool = False,
+        samples: int = 0,
+    ) -> float:
+        """`pushpull` of gradients, clipped as ``torch.nn.utils.clip_grad_norm_`` does, before the servers' optimizer.
+
+        The norm is that of the sums over all workers (with `average` their means, and times the optimizer's
+        `rescale_grad`) of all keys of the call: no key is updated before it is known. It costs one small message more
+        to and from each server, and one pass over the gradients there. Every worker gives the same keys and norm.
+
+        Args:
+            key, value, out, priority, average, samples: as in `pushpull`.
+            clip_norm: the largest norm, above 0.
+
+        Returns:
+            The norm before clipping, the same on every worker, of squares that are summed in float64.
+
+        Raises:
+            FloatingPointError: it is not finite. Every worker gets it, and the values stay as they are.
+            NotImplementedError: the store is none of the synchronous ``dist`` stores.
+            OptimizerMismatch: workers gave different norms.
+            TypeError: a key is a table of rows.
+        """
+        self._begin(Ability.CLIPPING)
+        if not clip_norm > 0:
+            raise ValueError(f"clip_norm is {clip_norm}; the largest norm of a gradient must be more than 0")
+        call = PushPull(key, value, out, priority, Lending.EVERYTHING, PushOptions(average, samples))
+        norm = self._backend.pushpull_clipped(call, clip_norm)
+        if self._backend.errors:  # of a push that this call was to see
+            raise self._backend.errors.popleft()
+        return norm
+
     def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Any:
         """Read some rows of tables: of keys whose first value was a `RowSparse`, a sparse tensor or a `LazyRows`.
 

@@ -32,6 +32,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import DeviceError, PeerLostError, PushRefused, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
+from kvdist.kvstore import values
 from kvdist.kvstore.backend import (
     Ability,
     Backend,
@@ -86,6 +87,8 @@ class DistBackend(Backend):
         config = cluster.config
         super().__init__(type_name, cluster.rank, config.num_workers, config.num_servers, devices, kernels)
         self._policy = policy
+        if policy.is_lockstep:
+            self.abilities = self.abilities | {Ability.CLIPPING}
         self._cluster = cluster
         self._number = cluster.open_store()
         self.devices.pin_with(lambda device: cluster.memory.pin(device.pin))
@@ -185,6 +188,17 @@ class DistBackend(Backend):
                 with contextlib.suppress(Exception):
                     future.result()
             raise
+
+    def pushpull_clipped(self, call: PushPull, clip_norm: float) -> float:
+        from kvdist.kvstore.clipping import pushpull_clipped  # a feature at a seam: loaded where it is used
+
+        with self.reporting():
+            tables = [one for one in values.keys(call.key) if one in self.keys.tables]
+            if tables:
+                raise TypeError(
+                    f"{name_of(tables[0])} is a table of rows, which pushpull_clipped does not take: push it by itself"
+                )
+        return pushpull_clipped(self.arrays, call, clip_norm, partial(self.wait, lends=True))
 
     def allocate(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Memory that servers of this host are shown."""

@@ -129,13 +129,17 @@ class ArrayTransfers:
             return self._pull(call)
         if call.lending is Lending.NOTHING and not call.pulls:
             return self._push_unread(call)
-        given = push_args(self._keys, call.key, call.value, self._devices)
         if not call.pulls:
-            return self._push(given, call)
+            return self._push(push_args(self._keys, call.key, call.value, self._devices), call)
+        return self._push(*self.pushed_and_pulled(call))
+
+    def pushed_and_pulled(self, call: PushPull) -> tuple[PushArgs, PushPull, PullArgs]:
+        """What a call pushes and where it wants results, checked; and the call, lending only what no result reaches."""
+        given = push_args(self._keys, call.key, call.value, self._devices)
         places = self._places(call.key, call.value if call.out is None else call.out)
         if call.out is not None and reaches_another(given.bits, places.results):
             call = replace(call, lending=Lending.NOTHING)
-        return self._push(given, call, places)
+        return given, call, places
 
     def _push_unread(self, call: PushPull) -> Future[None]:
         """Push; the caller's arrays are free when this returns, and no one waits for the answer."""
@@ -212,7 +216,14 @@ class ArrayTransfers:
             places: where results go, if it pulls.
             spread: called when they are there.
         """
-        kind = RunKind.PUSH if places is None else RunKind.PUSHPULL
+        if places is None:
+            return self.lay_out(RunKind.PUSH, given, call, label, lambda own: own.release)
+        return self.lay_out(RunKind.PUSHPULL, given, call, label, lambda own: self._answered(own, call, places, spread))
+
+    def lay_out(
+        self, kind: RunKind, given: PushArgs, call: PushPull, label: str, finish_of: Callable[[Payloads], Finish]
+    ) -> Future[Any]:
+        """The same; `finish_of` may change the runs, and says what follows when they are counted."""
         staging = self._staging(given.infos)
 
         def submit() -> Future[Any]:
@@ -225,8 +236,7 @@ class ArrayTransfers:
                 return Transfer(number, kind, label, own.runs, call.priority)
 
             try:
-                finish = own.release if places is None else self._answered(own, call, places, spread)
-                return self.submit(make, finish)
+                return self.submit(make, finish_of(own))
             except BaseException:
                 own.settle()  # the buffers become free, and a GPU may still be writing into them
                 raise

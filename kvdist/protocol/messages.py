@@ -121,6 +121,10 @@ class Flag(enum.IntFlag):
     """The value that answers is read where it lies, until the next one of this slice has been received."""
     CARRIED = 16
     """Only in a joined push: it is in the sum that another row of its slice carries, and has no bytes of its own."""
+    MEASURE = 32
+    """Keep the contributions of the round, and answer with the sum of squares of what they add up to."""
+    APPLY = 64
+    """Empty: apply what the round before has kept, multiplied by the rescale that comes along."""
 
 
 ROWS = "rows"
@@ -132,7 +136,7 @@ MORE = 128
 Error = Annotated[int, code("error", ErrorCode, "an error")]
 Outcomes = Annotated[U8, codes_up_to(max(Outcome), "outcome")]
 _PUSH_FLAGS = Flag.EMPTY | Flag.DELTA | Flag.AVERAGE | Flag.HOLD
-PushFlags = Annotated[U8, bits(_PUSH_FLAGS)]
+PushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.MEASURE | Flag.APPLY)]
 JoinedPushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.CARRIED)]
 InitRowsFlags = Annotated[U8, bits(MORE)]
 PushRowsFlags = Annotated[U8, bits(Flag.EMPTY | Flag.AVERAGE | MORE)]
@@ -375,7 +379,10 @@ class Pull(_AfterPushes):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Values(_OfSlices):
-    """Server → worker: values of slices at a version; answers `Pull`, and `Push` with `pull`."""
+    """Server → worker: values of slices at a version; answers `Pull`, `Push` with `pull`, and `PullState` with a state.
+
+    To contributions with `Flag.MEASURE` it has sums of squares.
+    """
 
     KIND = 23
     versions: U32s

@@ -98,8 +98,9 @@ class Trainer:
         clip_norm: clip each step's gradient to this norm, as ``torch.nn.utils.clip_grad_norm_(parameters, clip_norm)``
             does under DistributedDataParallel: by the L2 norm over all parameters of the mean of all workers'
             gradients, or with ``step(batch_size)`` of their sum. Must be positive; infinity only measures the norm. The
-            workers update then, so ``update_on_kvstore=None`` means False. Not with ``overlap``, ``share_weights``, or
-            a ``dist_async`` store. None for no clipping.
+            workers update then, or with ``update_on_kvstore=True`` the servers of a synchronous ``dist`` store; a norm
+            that is not finite is a `FloatingPointError` there. Not with ``overlap``, ``share_weights``, or a
+            ``dist_async`` store. None for no clipping.
 
     Raises:
         TypeError: parameters or optimizer are of a wrong type.
@@ -127,10 +128,10 @@ class Trainer:
             kvstore, self._num_devices, compression_params, update_on_kvstore, overlap, share_weights, reject_nonfinite
         )
         self._clip_norm = checked_clip_norm(clip_norm, kvstore, update_on_kvstore, overlap, share_weights)
-        self._grad_norm: torch.Tensor | None = None
+        self._grad_norm: torch.Tensor | float | None = None
         self._kvstore_wanted = kvstore
         self._compression_params = compression_params
-        self._update_on_kvstore_wanted = update_on_kvstore if clip_norm is None else False
+        self._update_on_kvstore_wanted = update_on_kvstore if clip_norm is None else bool(update_on_kvstore)
         self._kvstore: KVStoreBase | None = None
         self._exchange: Exchange | None = None  # there is one when there is a store
         self._update_on_kvstore = False
@@ -196,7 +197,8 @@ class Trainer:
             ValueError: the size is out of range, or given with ``overlap=True``.
             RuntimeError: a gradient is stale; weights of the store were changed other than by `step`; or gradients
                 were changed after ``overlap=True`` had sent them.
-            FloatingPointError: a gradient is not finite, with ``reject_nonfinite=True``.
+            FloatingPointError: a gradient is not finite, with ``reject_nonfinite=True``; or the norm by which servers
+                clip, on every worker.
         """
         if self._overlaps and batch_size is not None:
             refuse_size(batch_size)
@@ -487,7 +489,11 @@ class Trainer:
         store = choose_store(self._kvstore_wanted, self._num_devices, create_store, compresses)
         if store is not None:
             self._update_on_kvstore = decide_update_on_kvstore(
-                store, self._kvstore_wanted, self._update_on_kvstore_wanted, self._parameters
+                store,
+                self._kvstore_wanted,
+                self._update_on_kvstore_wanted,
+                self._parameters,
+                self._clip_norm is not None,
             )
             self._begin_with(store)
         self._kvstore = store
@@ -627,7 +633,7 @@ class Trainer:
     def _update_there(self, grads: Grads, average: bool, samples: int) -> None:
         assert self._exchange is not None
         try:
-            self._exchange.update(grads, average, samples)
+            self._grad_norm = self._exchange.update(grads, average, samples, self._clip_norm)
         finally:
             self._note_weights()  # they were written, also if it failed
         self._updates += 1
@@ -735,15 +741,19 @@ class Exchange:
         self._store.broadcast([named], [ballot], out=[[ballot]])
         return self._ballot_key
 
-    def update(self, grads: Grads, average: bool, samples: int) -> None:
-        """Send gradients to a store that updates, and get the new weights."""
+    def update(self, grads: Grads, average: bool, samples: int, clip_norm: float | None = None) -> float | None:
+        """Send gradients to a store that updates, and get the new weights; the norm, if they are clipped."""
         weights = [parameter.replicas for _, parameter in self._trained]
+        if clip_norm is not None:
+            assert isinstance(self._store, KVStore)
+            return self._store.pushpull_clipped(self._keys, grads, clip_norm, weights, average=average, samples=samples)
         if self._shared is None:
             self._store.pushpull(self._keys, grads, out=weights, average=average, samples=samples)
-            return
+            return None
         assert isinstance(self._store, KVStore)
         shown = self._store.pushpull_shared(self._keys, grads, weights, average=average, samples=samples)
         self._shared.take(shown)
+        return None
 
     def sum(self, grads: Grads, average: bool) -> list[bool]:
         """Replace the gradients, on every device, by their sums over devices and workers.

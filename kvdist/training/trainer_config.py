@@ -53,6 +53,7 @@ def store_updates(
     sizes: Iterable[int] = (),
     has_servers: bool = False,
     has_sparse_grads: bool = False,
+    clips: bool = False,
 ) -> bool:
     """Whether the store holds the optimizer.
 
@@ -64,6 +65,7 @@ def store_updates(
         sizes: elements of each parameter, for a store requested as ``local``.
         has_servers: whether its values are on servers.
         has_sparse_grads: whether some gradient is sparse.
+        clips: whether gradients are clipped by a global norm.
 
     Raises:
         ValueError: `wanted` is impossible.
@@ -80,11 +82,11 @@ def store_updates(
                 " there are no sums for the workers to update with. Leave update_on_kvstore out, or take 'dist'"
             )
         return True
-    if has_sparse_grads and has_servers and wanted is False:
+    if has_sparse_grads and has_servers and (clips or wanted is False):
         raise ValueError(
             f"some gradients are sparse, and the store {store_type!r} keeps its values on servers, which needs"
-            " update_on_kvstore=True then. Leave update_on_kvstore and clip_norm out, or make the layer with"
-            " sparse=False"
+            " update_on_kvstore=True then, and no clip_norm. Leave update_on_kvstore and clip_norm out, or make the"
+            " layer with sparse=False"
         )
     if wanted is not None:
         return wanted
@@ -204,7 +206,7 @@ def refuse_what_contradicts(
 def checked_clip_norm(
     clip_norm: object, kvstore: object, update_on_kvstore: bool | None, overlap: bool, share_weights: bool
 ) -> float | None:
-    """Check the norm at which a `Trainer` clips, which needs sums of gradients on the workers.
+    """Check the norm at which a `Trainer` clips, which needs the sums of all gradients before the first update.
 
     Raises:
         TypeError, ValueError: it is not a number above 0, or it contradicts another argument.
@@ -215,22 +217,22 @@ def checked_clip_norm(
         raise TypeError(f"clip_norm must be a number or None, not {type(clip_norm).__name__}")
     if not clip_norm > 0:
         raise ValueError(f"clip_norm is {clip_norm}; the largest norm of a gradient must be more than 0")
-    if update_on_kvstore:
-        raise ValueError(
-            f"clip_norm={clip_norm} needs the sum of all gradients before the update, and with update_on_kvstore=True"
-            " the store updates each parameter by itself: leave update_on_kvstore out, and the workers update"
-        )
     if overlap or share_weights:
         setting = "overlap" if overlap else "share_weights"
         raise ValueError(
             f"clip_norm={clip_norm} cannot be combined with {setting}=True: clipping needs all gradients of a step"
-            " before the first weight is updated, by the workers. Leave one of the two out"
+            " before the first weight is updated. Leave one of the two out"
         )
     name = kvstore if isinstance(kvstore, str) else kvstore.type if isinstance(kvstore, KVStoreBase) else ""
     if name.lower() in ASYNCHRONOUS:
         raise ValueError(
             f"clip_norm={clip_norm} needs the sum of the gradients of all workers, and the store {name!r} has none: it"
             " updates with each worker's gradient as it comes. Use 'dist', or leave clip_norm out"
+        )
+    if update_on_kvstore and name.lower() not in DIST_NAMES:
+        raise ValueError(
+            f"clip_norm={clip_norm} with update_on_kvstore=True needs the servers of a store 'dist', not {name!r}:"
+            " leave update_on_kvstore out, and the workers update"
         )
     return float(clip_norm)
 
@@ -265,7 +267,11 @@ def choose_store(
 
 
 def decide_update_on_kvstore(
-    store: KVStoreBase, wanted: Wanted, update_on_kvstore: bool | None, parameters: Sequence[Parameter]
+    store: KVStoreBase,
+    wanted: Wanted,
+    update_on_kvstore: bool | None,
+    parameters: Sequence[Parameter],
+    clips: bool = False,
 ) -> bool:
     """Whether this store updates the weights; see the table of the module.
 
@@ -281,6 +287,7 @@ def decide_update_on_kvstore(
         sizes=[one.replicas[0].numel() for one in parameters] if is_local else (),
         has_servers=isinstance(store, KVStore) and store.num_servers > 0,
         has_sparse_grads=any(one.has_sparse_grad for one in parameters),
+        clips=clips,
     )
 
 
@@ -298,8 +305,8 @@ def statement(
     trained = ranges([key for key, parameter in enumerate(parameters) if parameter.trained])
     said = f"{len(parameters)} parameters, trained are {trained}"
     said += f", goes on from the optimizer state {loaded}" if loaded else ""
-    clipped = "" if clip_norm is None else f", gradients clipped to norm {clip_norm:g}"
-    return said if updates_here is None else f"{said}, on each worker by {updates_here.describe()}{clipped}"
+    said += "" if clip_norm is None else f", gradients clipped to norm {clip_norm}"
+    return said if updates_here is None else f"{said}, on each worker by {updates_here.describe()}"
 
 
 def fit(

@@ -1,7 +1,7 @@
 """Training on several workers equals training in one process with the whole batch, and `Trainer.join` equals torch's.
 
 The oracle is torch itself: a loop in one process, and DistributedDataParallel with its ``join``. Every run clips by the
-global norm (where the mode can), accumulates two passes, follows a cosine with a warm-up, reads its examples by
+global norm or does not, accumulates two passes, follows a cosine with a warm-up, reads its examples by
 worker processes of a DataLoader, and has batches that do not divide evenly, at the end of an epoch and over workers.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 from pathlib import Path
@@ -172,11 +173,14 @@ def as_torch(optimizer, **how):
 
 MODES = {
     "servers": functools.partial(by_mean, update_on_kvstore=True),
+    "servers-clipped": functools.partial(by_mean, update_on_kvstore=True, clip_norm=CLIP),
     "workers": functools.partial(by_mean, update_on_kvstore=False),
     "workers-clipped": functools.partial(by_mean, clip_norm=CLIP),
     "servers-by-size": functools.partial(by_size, update_on_kvstore=True),
+    "servers-by-size-clipped": functools.partial(by_size, update_on_kvstore=True, clip_norm=CLIP),
     "workers-by-size-clipped": functools.partial(by_size, clip_norm=CLIP),
     "torch-servers": functools.partial(as_torch, update_on_kvstore=True),
+    "torch-servers-clipped": functools.partial(as_torch, update_on_kvstore=True, clip_norm=CLIP),
     "torch-clipped": functools.partial(as_torch, clip_norm=CLIP),
 }
 WORDS = [f"{mode}/{optimizer}" for mode in MODES for optimizer in OPTIMIZERS]
@@ -298,10 +302,10 @@ def by_join(rank, optimizer, as_torch=False, **how):
 
 def check_join(store):
     expected = by_ddp_with_join(store, OPTIMIZERS["sgd"][2])
-    for how in ({"update_on_kvstore": True}, {"update_on_kvstore": False}, {"clip_norm": math.inf}):
-        for as_torch in (False, True):
-            for got, wanted in zip(by_join(store.rank, "sgd", as_torch, **how), expected, strict=True):
-                same(got, wanted, WITHIN)
+    for where, clip, as_torch in itertools.product((True, False), (None, math.inf), (False, True)):
+        how = {"update_on_kvstore": where, "clip_norm": clip}
+        for got, wanted in zip(by_join(store.rank, "sgd", as_torch, **how), expected, strict=True):
+            same(got, wanted, WITHIN)
 
 
 @two

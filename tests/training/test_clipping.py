@@ -153,12 +153,13 @@ def test_sparse_gradients_count_where_the_worker_updates_and_are_refused_on_serv
     layer(torch.tensor([1, 1, 4])).sum().backward()
     trainer.step()
     assert trainer.grad_norm == pytest.approx(math.sqrt(4 + 4 + 1 + 1))
-    layer = table()
-    with kv.create("dist") as store:
-        trainer = Trainer(layer.parameters(), "sgd", PLAIN_SGD, store, clip_norm=0.5)
-        layer(torch.tensor([1, 1, 4])).sum().backward()
-        with pytest.raises(ValueError, match="some gradients are sparse.*clip_norm"):
-            trainer.step()
+    for where in (None, True):
+        layer = table()
+        with kv.create("dist") as store:
+            trainer = Trainer(layer.parameters(), "sgd", PLAIN_SGD, store, update_on_kvstore=where, clip_norm=0.5)
+            layer(torch.tensor([1, 1, 4])).sum().backward()
+            with pytest.raises(ValueError, match="some gradients are sparse.*clip_norm"):
+                trainer.step()
 
 
 def test_compressed_sums_are_clipped():
@@ -190,7 +191,8 @@ def test_without_it_there_is_no_norm():
         ({"clip_norm": math.nan}, ValueError, "clip_norm is nan"),
         ({"clip_norm": "1"}, TypeError, "clip_norm must be a number or None, not str"),
         ({"clip_norm": True}, TypeError, "not bool"),
-        ({"update_on_kvstore": True}, ValueError, "leave update_on_kvstore out, and the workers update"),
+        ({"update_on_kvstore": True, "kvstore": "device"}, ValueError, "store 'dist', not 'device': leave update_on"),
+        ({"update_on_kvstore": True, "kvstore": None}, ValueError, "leave update_on_kvstore out, and the workers upd"),
         ({"overlap": True}, ValueError, "cannot be combined with overlap=True"),
         ({"share_weights": True}, ValueError, "cannot be combined with share_weights=True"),
         ({"kvstore": "dist_async"}, ValueError, "the store 'dist_async' has none"),
@@ -208,6 +210,6 @@ def test_an_asynchronous_store_is_refused_by_itself_too():
 
 
 def test_workers_that_clip_otherwise_do_not_train_together():
-    parameters, optimizer = collect(network().parameters()), create("sgd")
-    said = {statement(parameters, optimizer, clip_norm) for clip_norm in (None, 1.0, 2.0)}
-    assert len(said) == 3
+    parameters = collect(network().parameters())
+    said = {statement(parameters, by, norm) for by in (create("sgd"), None) for norm in (None, 1.0, 1.0000001)}
+    assert len(said) == 6

@@ -113,6 +113,10 @@ class Block:
     """The version from which on it may merge with others."""
     wait: int = 0
     """How many rounds its parts wait until they merge again, if it is split too early."""
+    kept: Sequence[Contribution] = ()
+    """Of a round that was only measured: see `kvdist.core.server.clipping`."""
+    squares: float = 0.0
+    """Of what was measured last."""
     _halves: Halves | None = None
 
     @classmethod
@@ -294,11 +298,12 @@ class Block:
     def _part(self, begin: int, end: int) -> Block:
         pool = BufferPool(self.dtype, self.counts[begin:end], self.pool.allocate)
         first = self.pool.starts[begin]
+        elements = slice(first, first + pool.size)
         own = self.round
         round_ = replace(
             own,
             key=self.key_of(begin),
-            slots={rank: replace(one, values=one.values[first : first + pool.size]) for rank, one in own.slots.items()},
+            slots={rank: replace(one, values=one.values[elements]) for rank, one in own.slots.items()},
             counted=dict(own.counted),
             refused=dict(own.refused),
             pulls=list(own.pulls),
@@ -306,6 +311,7 @@ class Block:
         ids, extents = self.ids[begin:end], self.extents[begin:end]
         part = Block(self.store, ids, extents, pool, round_, self.kernels, self.pulled_as)
         part.held, part.merge_after, part.wait = dict(self.held), self.merge_after, self.wait
+        part.kept = [replace(one, values=one.values[elements]) for one in self.kept]
         if self.merged_at >= 0:
             is_early = self.version - self.merged_at < ROUNDS_WORTH_IT
             part.merge_after, part.wait = (self.version + self.wait, self.wait) if is_early else (self.version, 0)
@@ -324,7 +330,7 @@ class Block:
             and (mine.version, mine.counted) == (its.version, its.counted)
             and self.published is not None
             and other.published is not None
-            and not (mine.refused or its.refused or self.held or other.held)
+            and not (mine.refused or its.refused or self.held or other.held or self.kept or other.kept)
             and mine.is_quiet
             and its.is_quiet
         )

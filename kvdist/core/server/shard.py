@@ -58,8 +58,10 @@ from kvdist.protocol.messages import (
     Waiting,
 )
 
-# A plain number: operators of enums are written in Python, and this is asked for every block of every push.
+# Plain numbers: operators of enums are written in Python, and these are asked for every block of every push.
 _EMPTY = int(Flag.EMPTY)
+_MEASURE = int(Flag.MEASURE)
+_CLIPPED = int(Flag.MEASURE | Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
 ApplyRound = Callable[[Sequence[Block], Sequence[Sequence[Contribution]], SliceUpdater | None], None]
@@ -516,7 +518,19 @@ class DenseShard(Shard[Block]):
         return block.joint if updater is not None and updater.optimizer.needs_norms else (block,)
 
     def _apply(self, blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]]) -> None:
-        self.apply(blocks, rounds, self._updaters.get(blocks[0].store))
+        updater, flags = self._updaters.get(blocks[0].store), 0
+        for contribution in rounds[0]:
+            flags |= contribution.flags
+        if flags & _CLIPPED:
+            from kvdist.core.server import clipping  # a feature at a seam: loaded where it is used
+
+            self._count(rounds)
+            optimizer = None if updater is None else updater.optimizer
+            rounds = [clipping.turn(block, own, optimizer) for block, own in zip(blocks, rounds, strict=True)]
+        self.apply(blocks, rounds, updater)
+        self._count(rounds)
+
+    def _count(self, rounds: Sequence[Sequence[Contribution]]) -> None:
         for contributions in rounds:
             for contribution in contributions:
                 if not contribution.is_empty:
@@ -528,6 +542,8 @@ class DenseShard(Shard[Block]):
         reply, run = self._to(contribution.member), contribution.run
         if (refusal := block.round.refusal_of(contribution)) is not None:
             reply.refuse(run, block.ids, *refusal)
+        elif contribution.flags & _MEASURE:
+            reply.measured(run, block)
         elif contribution.pull and contribution.holds and block.pulled_as is None:
             reply.held(contribution.member, run, block)
         elif contribution.pull:
@@ -672,6 +688,8 @@ class Reply:
     """(run, block)"""
     _held: list[tuple[int, Block, Buffer, Buffer | None]] = field(default_factory=list)
     """(run, block, what it shows, what the worker has read until now)"""
+    _measured: list[tuple[int, U32, int, float]] = field(default_factory=list)
+    """(run, slices, version, the sum of their squares)"""
     _states: list[Values] = field(default_factory=list)
     _rows: list[tuple[RowValues, Leased]] = field(default_factory=list)
     """(message, the buffer that it shows)"""
@@ -690,6 +708,10 @@ class Reply:
         """Send the block's present values, which the worker reads in place."""
         before = block.hold(member)  # at once: a later row of the message may split the block
         self._held.append((run, block, block.held[member], before))
+
+    def measured(self, run: int, block: Block) -> None:
+        """Send the block's sum of squares."""
+        self._measured.append((run, block.ids, block.version, block.squares))
 
     def state(self, run: int, block: Block, dtype: DType, part: Bits) -> None:
         """Send a part of the optimizer state of a block of one slice. It must not change any more."""
@@ -725,6 +747,8 @@ class Reply:
         together_max = TOGETHER_BYTES_MAX if is_near else payload_bytes_max
         effects: list[Effect] = [Send(member, state) for state in self._states]
         effects += self._value_messages(member, payload_bytes_max, together_max, traffic)
+        if self._measured:
+            effects.append(Send(member, _squares(self._measured)))
         if self._counted:
             runs, ids, versions, outcomes = zip(*self._counted, strict=True)
             columns = (_repeated(runs, ids), _joined(ids), _repeated(versions, ids))
@@ -811,6 +835,16 @@ def _message(batch: Sequence[tuple[int, Block]], payload: Payload | tuple[Payloa
         np.full(len(dtypes), Outcome.COUNTED, np.uint8),
         Arrays(dtypes, _joined([block.counts for block in blocks]), payload),
     )
+
+
+def _squares(measured: Sequence[tuple[int, U32, int, float]]) -> Values:
+    """One float64 for the first slice of each block, and nothing for its others."""
+    runs, ids, versions, squares = zip(*measured, strict=True)
+    counts = np.concatenate([np.arange(len(own)) == 0 for own in ids]).astype(np.uint32)
+    dtypes = np.full(len(counts), DType.FLOAT64, np.uint8)
+    arrays = Arrays(dtypes, counts, np.array(squares, np.float64).tobytes())
+    outcomes = np.full(len(counts), Outcome.COUNTED, np.uint8)
+    return Values(_repeated(runs, ids), _joined(ids), _repeated(versions, ids), outcomes, arrays)
 
 
 def _repeated(numbers: Sequence[int], ids: Sequence[U32]) -> U32:

@@ -33,6 +33,7 @@ SLICES_PER_RUN_MAX = 256
 ALONE_BYTES_MIN = 64 << 10
 """A slice of at least this size is a run of its own, and is never copied together with others."""
 _EMPTY = int(Flag.EMPTY)
+_CLIPPED = int(Flag.MEASURE | Flag.APPLY)
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as of `Slice`
@@ -258,6 +259,11 @@ class Run:
         self.number, self.request, self.kind = number, transfer.request, transfer.kind
         self.priority, self.key_by_key = transfer.priority, transfer.key_by_key
         self.steps, self.versions, self.left = steps, versions, len(self.plan.ids)
+
+    @property
+    def is_clipped(self) -> bool:
+        """Whether servers keep what it pushes, or apply what they have kept."""
+        return self.flags is not None and bool(self.flags[0] & _CLIPPED)
 
     @property
     def batch_key(self) -> tuple[RunKind, int, float]:

@@ -387,8 +387,9 @@ class Transfers:
     def _leave(self, part: RunPart) -> None:
         """Send slices of a run to their server, or to the sums of this host."""
         run = part.run
-        # Encoded contributions cannot be summed, and are small.
-        if run.kind.pushes and run.encoded is None and self.slices.aggregated[run.plan.ids[0]]:
+        # Encoded contributions cannot be summed, and are small. What is clipped is read once more after its answer.
+        is_summed = run.kind.pushes and run.encoded is None and self.slices.aggregated[run.plan.ids[0]]
+        if is_summed and not run.is_clipped:
             self._to_aggregate.append(part)
         else:
             self.send_directly(part)

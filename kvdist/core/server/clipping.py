@@ -1,0 +1,85 @@
+"""Clipping by the norm of a step whose keys lie on all servers: gradients come first, the factor later. Pure.
+
+1. A push with `Flag.MEASURE`: its round closes as any, but the contributions are kept, and each worker is told the sum
+   of squares of what they add up to.
+2. Each worker adds up what all servers have said, and knows the norm.
+3. An empty push with `Flag.APPLY`, whose rescale is the factor: once all have sent it, what was kept is applied.
+
+Rules that hold here:
+
+* No slice of a step is updated before every worker knows the norm, and so every slice was summed.
+* What is kept shows the payloads of the first push. A worker on this host leaves them alone until the second is
+  counted; what no second push follows is never read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvdist.core.round import scale_of
+from kvdist.core.server.block import Block, Contribution
+from kvdist.errors import OptimizerMismatch, PushRefused
+from kvdist.naming import name_of
+from kvdist.optimizer.base import Optimizer
+from kvdist.protocol.messages import Flag
+
+_MEASURE = int(Flag.MEASURE)
+_CLIPPED = int(Flag.MEASURE | Flag.APPLY)
+_PUSHED = {0: "a gradient", _MEASURE: "a gradient to be clipped", int(Flag.APPLY): "the factor of a clipped one"}
+
+
+def turn(block: Block, contributions: Sequence[Contribution], optimizer: Optimizer | None) -> Sequence[Contribution]:
+    """Keep and measure the contributions of a round of the first push; return what one of the second applies.
+
+    Raises:
+        OptimizerMismatch: some workers clip and others do not, or to other norms.
+        PushRefused: the round cannot be measured, or nothing was kept, which only a broken peer can cause.
+    """
+    kept, block.kept = block.kept, ()
+    if len({one.flags & _CLIPPED for one in contributions}) > 1:
+        said = "; ".join(f"{one.member} pushes {_PUSHED.get(one.flags & _CLIPPED, 'both')}" for one in contributions)
+        raise OptimizerMismatch(
+            f"workers do not clip {name_of(block.key)} alike: {said}. Give all of them one clip_norm"
+        )
+    if contributions[0].flags & _MEASURE:
+        block.squares = squares(block, contributions, optimizer)
+        block.kept = contributions
+        return ()
+    factors = [one.setting[2] for one in contributions]
+    factor = factors[0]
+    if factor is None or not kept:
+        raise PushRefused(f"{name_of(block.key)} was not measured before it was to be clipped")
+    if len(set(factors)) > 1:
+        said = "; ".join(f"{one.member} multiplies by {one.setting[2]}" for one in contributions)
+        raise OptimizerMismatch(
+            f"workers disagree on the gradient of {name_of(block.key)}: {said}. Give all of them one clip_norm"
+        )
+    return [replace(one, setting=(*one.setting[:2], factor * scale_of(one, 1, optimizer))) for one in kept]
+
+
+def squares(block: Block, contributions: Sequence[Contribution], optimizer: Optimizer | None) -> float:
+    """The sum of squares of what contributions add up to, in float64: one pass over them.
+
+    Raises:
+        PushRefused: they are of a type that has no norm, or cannot be scaled.
+    """
+    if not block.dtype.is_floating:
+        raise PushRefused(f"{name_of(block.key)} is of {block.dtype.label}, and only floating types have a norm")
+    present = [one for one in contributions if not one.is_empty]
+    scales = [scale_of(one, len(contributions), optimizer) for one in present]
+    size, length = block.pool.size if present else 0, block.kernels.chunk_elements
+    scratch = np.empty(min(size, length), block.dtype.accumulate)
+    total = 0.0
+    try:
+        with np.errstate(all="ignore"):  # a gradient that overflows has a norm that is not finite, which workers say
+            for start in range(0, size, length):
+                stop = min(start + length, size)
+                part = scratch[: stop - start]
+                block.kernels.weighted_sum([one.values[start:stop] for one in present], scales, block.dtype, part)
+                total += block.kernels.squares(part)
+    except (TypeError, ValueError) as error:
+        raise PushRefused(f"{name_of(block.key)}: {error}") from error
+    return total
