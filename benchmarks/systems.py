@@ -16,7 +16,7 @@ from pathlib import Path
 from cluster import PLAIN_TCP, Start, environment, launch_command, run_together, worker_command
 from peers.environments import Absent
 from peers.horovod import horovod_starts
-from peers.mxnet import mxnet_starts
+from peers.mxnet import bridge_starts, mxnet_starts
 from peers.torch_gloo import torch_starts
 from workers.workload import Spec
 
@@ -132,6 +132,10 @@ def _torch_system(label: str) -> System:
     return System(label, starts, _collective_refuses)
 
 
+def _trainer_refuses(work: Work) -> str:
+    return "a Trainer has an optimizer" if work.optimizer == "none" else _mxnet_refuses(work)
+
+
 SYSTEMS: dict[str, System] = {
     "kvdist": kvdist_system("kvdist"),
     "kvdist-resident": kvdist_system("kvdist, resident", "resident"),
@@ -139,6 +143,16 @@ SYSTEMS: dict[str, System] = {
     "kvdist-tcp": kvdist_system("kvdist, TCP", **PLAIN_TCP),
     "collective": _without_servers("kvdist, collective"),
     "mxnet": System("MXNet 1.9.1", lambda work, words: mxnet_starts(work.workers, work.servers, words), _mxnet_refuses),
+    "mxnet-trainer": System(
+        "MXNet 1.9.1, Trainer",
+        lambda work, words: mxnet_starts(work.workers, work.servers, words, script="gluon_worker.py"),
+        _trainer_refuses,
+    ),
+    "bridge": System(
+        "MXNet's Trainer on kvdist",
+        lambda work, words: bridge_starts(work.workers, work.servers, words),
+        _trainer_refuses,
+    ),
     "horovod": System(
         "Horovod 0.28.1 (gloo)", lambda work, words: horovod_starts(work.workers, words), _collective_refuses
     ),

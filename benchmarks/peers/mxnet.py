@@ -1,13 +1,14 @@
-"""Starts MXNet's scheduler, servers and workers on this machine, each a process with its role in its environment."""
+"""Starts MXNet's scheduler, servers and workers on this machine, or its workers with kvdist's servers by the bridge."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from cluster import Start, environment, free_port, worker_script
+from cluster import ROOT, Start, environment, free_port, launch_command, worker_script
 from peers.environments import python_made_by
 
 SCRIPT = Path(__file__).with_name("mxnet.sh")
+BRIDGE = ROOT / "examples" / "mxnet_bridge"
 
 
 def mxnet_starts(workers: int, servers: int, arguments: list[str], script: str = "mxnet_worker.py") -> list[Start]:
@@ -25,3 +26,10 @@ def mxnet_starts(workers: int, servers: int, arguments: list[str], script: str =
     starts = [Start([python, "-c", "import mxnet"], shared | {"DMLC_ROLE": role}, helper=True) for role in roles]
     command = [python, worker_script(script), *arguments]
     return starts + [Start(command, shared | {"DMLC_ROLE": "worker"})] * workers
+
+
+def bridge_starts(workers: int, servers: int, arguments: list[str]) -> list[Start]:
+    """A cluster of kvdist in which MXNet's Trainer does the work; servers run with the Python of this process."""
+    python = python_made_by(BRIDGE / "environment.sh")
+    command = [python, str(BRIDGE / "run.py"), worker_script("gluon_worker.py"), *arguments]
+    return [Start(launch_command(workers, servers, command), environment(KMP_BLOCKTIME="0"))]

@@ -7,6 +7,7 @@ within one call of the store, and no longer.
 from __future__ import annotations
 
 import ctypes
+import math
 
 import mxnet as mx
 import numpy as np
@@ -35,9 +36,10 @@ def is_sparse(array) -> bool:
     Raises:
         MXNetError: it is sparse in another way.
     """
-    if array.stype not in ("default", "row_sparse"):
-        raise MXNetError(f"a store has dense and row_sparse arrays, not {array.stype}: use .tostype('row_sparse')")
-    return array.stype == "row_sparse"
+    stype = array.stype
+    if stype not in ("default", "row_sparse"):
+        raise MXNetError(f"a store has dense and row_sparse arrays, not {stype}: use .tostype('row_sparse')")
+    return stype == "row_sparse"
 
 
 def read(array):
@@ -60,9 +62,9 @@ def room(array) -> np.ndarray:
 
 def write(results, arrays) -> None:
     """Assign what was received in other memory than an array's own."""
-    with autograd.pause():
-        for result, array in zip(results, arrays, strict=True):
-            if result.flags.owndata:
+    for result, array in zip(results, arrays, strict=True):
+        if result.flags.owndata:
+            with autograd.pause():
                 array[() if array.ndim == 0 else slice(None)] = result
 
 
@@ -75,11 +77,10 @@ def write_rows(rows: RowSparse, array) -> None:
 
 def memory_of(array) -> np.ndarray | None:
     """An array that shows the memory of a dense one; None where NumPy cannot see it."""
-    pointer = ctypes.c_void_p()
-    if array.context.device_type != "gpu" and array.size:
+    pointer, shape, dtype = ctypes.c_void_p(), array.shape, np.dtype(array.dtype)  # MXNet looks them up each time
+    size = math.prod(shape)
+    if array.context.device_type != "gpu" and size:
         check_call(_LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointer)))
     if pointer.value is None:
         return None
-    dtype = np.dtype(array.dtype)
-    memory = (ctypes.c_byte * (array.size * dtype.itemsize)).from_address(pointer.value)
-    return np.frombuffer(memory, dtype).reshape(array.shape)
+    return np.frombuffer((ctypes.c_byte * (size * dtype.itemsize)).from_address(pointer.value), dtype).reshape(shape)

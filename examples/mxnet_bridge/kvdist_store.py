@@ -75,7 +75,8 @@ class KVDist(mx.kv.KVStore):
         self._tables: set = set()
         """Keys whose first value was row_sparse."""
         self._has_pushed = False
-        self._is_compressed = False
+        self._compression = None
+        """What `set_gradient_compression` got."""
         self._optimizer = None
         """The one of MXNet that the script has, and changes."""
         self._translated = None
@@ -206,36 +207,63 @@ class KVDist(mx.kv.KVStore):
 
     @as_in_c
     def set_gradient_compression(self, compression_params) -> None:
-        """Compress what is pushed to keys of float32; every worker calls it, before its first push.
+        """Compress what is pushed to keys of float32 from now on; every worker calls it.
 
         Raises:
-            ValueError: this worker has pushed.
+            ValueError: this worker has pushed, and the optimizer remembers more of rows than their values.
         """
-        if self._has_pushed and not self._is_compressed:
-            raise ValueError("set_gradient_compression must come before the first push")
-        keys = [] if self._is_compressed else list(self._dtypes)
-        store = kv.create(self._mode) if keys else self._store
-        store.set_gradient_compression(compression_params)
-        self._is_compressed = True
-        if keys:  # kvdist has to know before the first key
-            values = self._store.pull(keys, ignore_sparse=False)
-            self._store.close()
-            self._store = store
-            if self._translated is not None:
-                store.set_optimizer(self._translated)
-            store.leave_uncompressed([one for one in keys if self._dtypes[one] != np.float32])
-            store.init(keys, values)
+        if self._compression is not None or not self._dtypes:
+            self._store.set_gradient_compression(compression_params)
+        else:
+            self._move(self._translated, compression_params)
+        self._compression = compression_params
 
     def set_optimizer(self, optimizer) -> None:
         """Let the servers update the values as an optimizer of MXNet would; every worker calls it.
+
+        In place of another one it begins anew, as in MXNet: what that one remembers is forgotten.
 
         Raises:
             ValueError, TypeError: kvdist has none that does the same; the message says why, and what to do instead.
         """
         chosen = translated(optimizer)
-        self._store.set_optimizer(chosen)
+        if self._translated is None:
+            self._store.set_optimizer(chosen)
+        else:
+            self._move(chosen, self._compression)
         self._optimizer, self._translated = optimizer, chosen
         self._updater = SimpleNamespace(optimizer=optimizer)
+
+    def _move(self, optimizer, compression) -> None:
+        """Take the values to another store of kvdist, of which each has one optimizer and one compression for its life.
+
+        States go with them where the optimizer stays.
+        """
+        keys = list(self._dtypes)
+        keeps = self._has_pushed and optimizer is not None and optimizer is self._translated
+        if keeps and self._tables and (optimizer.state_names or optimizer.multi_precision):
+            raise ValueError(
+                "set_gradient_compression must come before the first push where an optimizer with states or"
+                f" multi_precision updates row_sparse keys, and {optimizer.name} does"
+            )
+        old, store = self._store, kv.create(self._mode)
+        if compression is not None:
+            store.set_gradient_compression(compression)
+            store.leave_uncompressed([key for key in keys if self._dtypes[key] != np.float32])
+        if optimizer is not None:
+            store.set_optimizer(optimizer)
+        if keys:
+            values = old.pull(keys, ignore_sparse=False)
+            if self._mode == "dist_async":
+                old.barrier()  # now everybody's pushes are in the values
+                values = old.pull(keys, ignore_sparse=False)
+            store.init(keys, values)
+        dense = [key for key in keys if key not in self._tables]
+        if keeps and dense:
+            store.replace_optimizer_states(dense, old.optimizer_states(dense))
+            store.barrier()
+        old.close()
+        self._store = store
 
     def save_optimizer_states(self, fname, dump_optimizer: bool = False) -> None:
         """Save what the servers remember of every key in the folder `fname`, and the counts of updates beside it.
@@ -287,7 +315,7 @@ class KVDist(mx.kv.KVStore):
                 firsts[place] = RowSparse(np.arange(len(first)), first, first.shape)
         self._dtypes.update((key, arrays[0].dtype) for key, arrays in zip(keys, values, strict=True))
         self._tables.update(key for key, first in zip(keys, firsts, strict=True) if isinstance(first, RowSparse))
-        if self._is_compressed:
+        if self._compression is not None:
             self._store.leave_uncompressed([key for key in keys if self._dtypes[key] != np.float32])
         return firsts
 
@@ -388,5 +416,5 @@ for name in OF_PROFILER:
 trainer = mx.gluon.Trainer
 trainer._allreduce_grads = in_one_call(trainer._allreduce_grads, lambda own: own._kvstore)
 if hasattr(mx, "module"):  # gone from MXNet 2
-    steps = mx.module.module
-    steps._update_params_on_kvstore = in_one_call(steps._update_params_on_kvstore, lambda *own: own[2])
+    for user in (mx.module.module, mx.model):
+        user._update_params_on_kvstore = in_one_call(user._update_params_on_kvstore, lambda *own: own[2])

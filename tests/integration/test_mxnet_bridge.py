@@ -60,9 +60,9 @@ def test_two_workers_and_two_servers_compute_what_mxnet_does(job, tmp_path, vers
 
 
 NIGHTLY = {
-    "values": "init dense devices asynchronous names sums wrong_calls",
+    "values": "init dense devices asynchronous other_optimizers names sums wrong_calls",
     "rows": "rows rows_without_any big_rows rows_of_lists rows_by_optimizers",
-    "compression": "two_bit two_bit_random one_bit compressed_trainer",
+    "compression": "two_bit two_bit_random one_bit compressed_later compressed_trainer",
     "trainers": "gluon_step trainer_types against_local",
 }
 ONLY_IN_1 = {

@@ -209,7 +209,6 @@ def not_translated(store) -> None:
     refused(lambda: lazy.push(0, sparse), ValueError, "key 0", "row_sparse", "lazy_update False")
     store.init("pushed", mx.nd.ones((2,)))
     store.push("pushed", mx.nd.ones((2,)))
-    refused(lambda: store.set_gradient_compression({"type": "2bit"}), ValueError, "before the first push")
     refused(lambda: store._set_updater(print), NotImplementedError, "set_optimizer")
     refused(lambda: store.pull("pushed"), ValueError, "out")
     refused(lambda: store.push([1, 2], [sparse]), ValueError, "2 keys", "1 values")

@@ -244,6 +244,32 @@ def one_bit() -> None:
             quantised("1bit", threshold, (SMALL, IRREGULAR))
 
 
+def compressed_later() -> None:
+    """Compression may begin after pushes; what the optimizer remembers goes on."""
+    for name in ("dist_sync", "dist_async"):
+        store, own = made(name), mx.kv.create("local")
+        for one in (store, own):
+            one.set_optimizer(mx.optimizer.create("adam", learning_rate=0.1))
+            one.init("w", mx.nd.ones(IRREGULAR))
+        for step in range(2 * ROUNDS):
+            if step == ROUNDS:
+                store.set_gradient_compression({"type": "2bit", "threshold": 0.5})
+            gradient = mx.nd.full(IRREGULAR, 0.5 if step % 3 else -0.5)  # what 2bit carries exactly
+            store.push("w", gradient)
+            pulled(store, "w", IRREGULAR)
+            store._barrier()
+            pushes = 1 if name == "dist_sync" else store.num_workers
+            for _ in range(pushes):
+                own.push("w", gradient * (store.num_workers / pushes))
+            expect(pulled(store, "w", IRREGULAR), pulled(own, "w", IRREGULAR), 2e-5)
+            store._barrier()
+    store = made()
+    table(store, "rows", SMALL, "float32")
+    store.set_optimizer(mx.optimizer.create("adam"))
+    store.push("rows", mx.nd.ones(SMALL).tostype("row_sparse"))
+    refused(lambda: store.set_gradient_compression({"type": "2bit"}), ValueError)
+
+
 def compressed_trainer() -> None:
     """A Trainer with compression_params, as Gluon's users set it."""
     own = parameter("w", (3,))
@@ -372,6 +398,26 @@ def devices() -> None:
             sums.pushpull(str(i), arrays)
             for one in arrays:
                 expect(one, len(DEVICES) * total(sums))
+
+
+def other_optimizers() -> None:
+    """Another optimizer in a store's life begins anew with the values that are there, as in MXNet's own store."""
+    store, own = made("dist_device_sync"), mx.kv.create("local")
+    for one in (store, own):
+        one.init("w", mx.nd.ones(SMALL))
+        one.init("rows", mx.nd.ones(SMALL).tostype("row_sparse"))
+    chosen = [adding, *[lambda: mx.optimizer.SGD(learning_rate=0.5, momentum=0.5)] * 2, lambda: mx.optimizer.Adam(0.1)]
+    for make in chosen:
+        for one in (store, own):
+            one.set_optimizer(make())
+        for _ in range(ROUNDS):
+            gradient = mx.nd.full(SMALL, store.rank + 1)
+            store.push(["w", "rows"], [gradient, gradient.tostype("row_sparse")])
+            summed = mx.nd.full(SMALL, total(store))
+            own.push(["w", "rows"], [summed, summed.tostype("row_sparse")])
+            expect(pulled(store, "w", SMALL), pulled(own, "w", SMALL), 1e-6)
+        ids = mx.nd.arange(SMALL[0])
+        expect(pulled_rows(store, "rows", SMALL, ids), pulled_rows(own, "rows", SMALL, ids), 1e-6)
 
 
 # test_kvstore.py
