@@ -47,8 +47,8 @@ GRACE_S = 2.0
 """For the others to end after a failure, as the caller waits for the traceback."""
 
 
-class JobFailure(KvdistError):
-    """The job of a function failed, and not because of a worker.
+class JobFailure(KvdistError, RuntimeError):
+    """The job of a function failed, and not because of a worker. A `RuntimeError`, as what `horovod.run` raises.
 
     Attributes:
         exit_code: that of the first process that failed; 128 + n for signal n.
