@@ -240,8 +240,8 @@ class KVDist(mx.kv.KVStore):
         States go with them where the optimizer stays.
         """
         keys = list(self._dtypes)
-        keeps = self._has_pushed and optimizer is not None and optimizer is self._translated
-        if keeps and self._tables and (optimizer.state_names or optimizer.multi_precision):
+        keeps = optimizer is not None and optimizer is self._translated
+        if keeps and self._has_pushed and self._tables and (optimizer.state_names or optimizer.multi_precision):
             raise ValueError(
                 "set_gradient_compression must come before the first push where an optimizer with states or"
                 f" multi_precision updates row_sparse keys, and {optimizer.name} does"

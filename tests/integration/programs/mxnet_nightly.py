@@ -563,7 +563,7 @@ def batches(store, seed: int, steps: int, size: int, make):
 
 
 def module_fit() -> None:
-    """Module on kvdist ends where Module alone ends with the batches of all workers: its gradients are means of all."""
+    """Module and FeedForward on kvdist end where Module alone ends with the batches of all workers."""
     store, size, steps = made("kvdist_sync"), 8, 4
     random = np.random.RandomState(0)
     data = random.randn(steps * size * store.num_workers, 5).astype(np.float32)
@@ -592,10 +592,20 @@ def module_fit() -> None:
         )
         return module.get_params()[0]
 
+    numbers = {
+        "learning_rate": 0.5,
+        "momentum": 0.9,
+        "wd": 0.01,
+        "lr_scheduler": mx.lr_scheduler.FactorScheduler(2, 0.5),
+    }
+    first = {name: value.copy() for name, value in start.items()}
+    feed = mx.model.FeedForward(net, num_epoch=3, optimizer="sgd", arg_params=first, **numbers)  # as in dist_lenet.py
+    feed.fit(mx.io.NDArrayIter(data[own], target[own], size), kvstore=made())
     alone = fitted(slice(None), size * store.num_workers, None)
     together = fitted(own, size, store)
     for name, value in alone.items():
         expect(together[name], value, 1e-6)
+        expect(feed.arg_params[name], value, 1e-6)
 
 
 def sparse_fit() -> None:
