@@ -438,6 +438,10 @@ def test_what_a_worker_that_is_done_cannot_do_is_refused(store):
         overlapping = Trainer(network().parameters(), "sgd", kvstore=other, overlap=True)
         with pytest.raises(NotImplementedError, match="overlap=False"), overlapping.join():
             pass
+    with kv.create("collective") as other:
+        elsewhere = Trainer(network().parameters(), "sgd", kvstore=other)
+        with pytest.raises(NotImplementedError, match="needs a store 'dist', and this one is 'collective'"):
+            elsewhere.join().__enter__()
     trainer.set_learning_rate(0.1 + store.rank)
     with pytest.raises(ValueError, match="learning_rate 1.1"), trainer.join():
         pass
