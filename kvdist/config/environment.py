@@ -152,7 +152,7 @@ def without_effect(environ: Variables | None = None) -> list[str]:
 def horovod_without_effect(environ: Variables | None = None) -> list[str]:
     """A sentence for each variable of Horovod that is set and changes nothing here."""
     env = _variables(environ)
-    found = [name for name in HOROVOD_WITHOUT_EFFECT if env.get(name, "") not in ("", "0")]
+    found = [name for name in HOROVOD_WITHOUT_EFFECT if env.get(name, "").lower() not in ("", "0", "gloo")]
     return [f"{name} has no effect: {HOROVOD_WITHOUT_EFFECT[name]}" for name in found]
 
 

@@ -522,6 +522,15 @@ HOROVOD_WITHOUT_EFFECT = {
     "HOROVOD_AUTOTUNE": "there is nothing here that it could tune",
     "HOROVOD_NUM_NCCL_STREAMS": "NCCL follows its own variables",
     "HOROVOD_THREAD_AFFINITY": "let taskset or numactl start the program",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "HOROVOD_START_TIMEOUT is how long ranks look for each other",
+    "HOROVOD_CONTROLLER": "except for gloo; ranks agree over connections of their own, and no MPI takes part",
+    "HOROVOD_CPU_OPERATIONS": "except for gloo, which connects processes on CPUs in any case",
+    "HOROVOD_MPI_THREADS_DISABLE": "no MPI takes part",
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "no MPI takes part",
+    "HOROVOD_DISABLE_GROUP_FUSION": "a grouped operation is never joined with others",
+    "HOROVOD_ENABLE_ASYNC_COMPLETION": "a handle is done when its result is there",
+    "HOROVOD_ENABLE_XLA_OPS": "XLA does not compile operations",
+    "HOROVOD_LOG_HIDE_TIME": "no line of kvdist's log has the time; kvdist-run --prefix-output-with-timestamp adds it",
 }
 """Variables of Horovod that people set and that change nothing here → why."""
 

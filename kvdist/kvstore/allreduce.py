@@ -315,11 +315,14 @@ class Ranks:
             raise
 
     def agree(self, statement: str, what: Callable[[list[str]], str] | None = None) -> None:
-        """See `KVStore.agree`; `what` makes the sentence of all statements, which are not cut then; '' for none."""
+        """See `KVStore.agree`; what follows `ASIDE` is shown in place of what is compared.
+
+        `what` makes the sentence of all statements, which are not cut then; '' for none.
+        """
         said = statement.encode()
         said = said if what is not None else said[:STATEMENT_BYTES_MAX]
         all_said = [one.decode(errors="replace") for one in self._gathered(said)]
-        if any(one != all_said[0] for one in all_said):
+        if len({one.partition(ASIDE)[0] for one in all_said} if what is None else set(all_said)) > 1:
             sentence = (what or _who_said_what)(all_said)
             if sentence:
                 raise InitMismatch(sentence)
@@ -394,5 +397,6 @@ def described(arrays: Sequence[Any]) -> str:
 
 
 def _who_said_what(all_said: Sequence[str]) -> str:
-    said = who_says_what((rank, text[:SHOWN_MAX] or "nothing") for rank, text in enumerate(all_said))
+    shown = [text.rpartition(ASIDE)[2] for text in all_said]
+    said = who_says_what((rank, text[:SHOWN_MAX] or "nothing") for rank, text in enumerate(shown))
     return f"the workers do not agree. {said}. Every worker must run the same program on the same model"

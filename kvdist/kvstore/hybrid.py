@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvdist.collective.signature import ASIDE
 from kvdist.kvstore import values
 from kvdist.kvstore.backend import (
     Ability,
@@ -38,6 +39,7 @@ from kvdist.kvstore.dist import DistBackend
 from kvdist.kvstore.keys import KeyArrays, as_table
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.values import Key, Keys, Value
+from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
 
@@ -121,7 +123,9 @@ class HybridBackend(Backend):
             }
         if new:
             there = sorted((one for one, _ in new if one in self._on_servers or one in tables), key=repr)
-            self._workers.meet(statement=f"of {len(new)} new keys these go to the servers: {there or 'none'}")
+            said = f"of {len(new)} new keys these go to the servers: "
+            named = ", ".join(map(name_of, there))
+            self._workers.meet(statement=f"{said}{there}{ASIDE}{said}{named or 'none'}")
         self._on_servers.update(tables)
 
     def _split(self, given: KeyArrays) -> list[tuple[Side, KeyArrays]]:

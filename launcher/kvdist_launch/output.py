@@ -9,6 +9,7 @@ Text from other machines (ssh, login scripts, agents) is escaped and cut before 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import select
@@ -164,6 +165,12 @@ class Sink:
         self._is_expected = False
         self._is_mid_line = False
 
+    def is_beside(self, other: Sink) -> bool:
+        """Whether both go to one place, so that the readers of the other see the lines of this one too."""
+        with contextlib.suppress(OSError):  # closed: nobody reads it
+            return self is other or os.path.sameopenfile(self._descriptor, other._descriptor)
+        return False
+
     def prefix(self, node: NodeId, host: str = "") -> bytes:
         """The prefix of each line of a process; `host` is empty if there is only one machine."""
         text = f"{short_name(node)}@{host} │" if host else f"{short_name(node)} │"
@@ -265,6 +272,9 @@ class TextSink(Sink):
     def __init__(self, stream: TextIO) -> None:
         super().__init__(-1, stream.isatty())
         self._stream = stream
+
+    def is_beside(self, other: Sink) -> bool:
+        return True  # a notebook shows both in one cell
 
     def _write(self, data: bytes) -> None:
         if self._is_gone:
@@ -387,8 +397,10 @@ class JobOutput:
         self._logs = logs
         self._streams: dict[tuple[NodeId, int], _OutputStream] = {}
         self._last: dict[NodeId, deque[bytes]] = {}
+        self._is_seen = [sink.is_beside(err) for sink in self.sinks]
         self._lines_shown = 0
-        # How many lines of all processes had been shown when the last one of a process was.
+        # How many lines of all processes had been shown, where the launcher's messages are, when the last one of a
+        # process was; it has none where that went elsewhere, such as to a file.
         self._shown_at: dict[NodeId, int] = {}
 
     def open(self, processes: Iterable[tuple[NodeId, str]], with_stdin: NodeId | None = None) -> list[str]:
@@ -439,7 +451,7 @@ class JobOutput:
         return self._streams[node, ERR].last_line
 
     def is_on_screen(self, node: NodeId) -> bool:
-        """Whether the last line of a process, of either output, was shown just now."""
+        """Whether the last line of a process, of either output, was shown just now to readers of standard errors."""
         shown_at = self._shown_at.get(node)
         return shown_at is not None and self._lines_shown - shown_at <= SCREEN_LINES
 
@@ -452,21 +464,24 @@ class JobOutput:
             return
         stream = self._streams[node, number]
         if stream.is_shown:
-            self._show(node, stream, lines)
+            self._show(node, number, lines)
         stream.last_line = next((line for line in reversed(lines) if line.strip()), stream.last_line)
         self._last[node].extend(line for line in lines if line.strip())
         if self._logs is not None:
             self._logs.write(node, number, lines)
 
-    def _show(self, node: NodeId, stream: _OutputStream, lines: list[bytes]) -> None:
+    def _show(self, node: NodeId, number: int, lines: list[bytes]) -> None:
         """Write the lines that are not hidden, unless they were written as they came, and count them."""
+        stream = self._streams[node, number]
         hides = node.role is not Role.WORKER and not self._patterns
         shown = [line for line in lines if not (hides and LOSS.match(line))]
         if not stream.is_raw:
             stream.sink.write_lines(stream.prefix, shown)
-        if shown:
+        if shown and self._is_seen[number]:
             self._lines_shown += len(shown)
             self._shown_at[node] = self._lines_shown
+        elif shown:
+            self._shown_at.pop(node, None)
 
 
 def _matches(pattern: str, node: NodeId, host: str) -> bool:

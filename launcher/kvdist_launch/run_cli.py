@@ -66,10 +66,8 @@ IDLE = {
     "no MPI takes part: kvdist-run starts the processes, and gloo or NCCL connects them":
         "--mpi --jsrun --mpi-threads-disable --no-mpi-threads-disable --mpi-args= --binding-args=",
     "gloo connects processes on CPUs in any case, NCCL those on GPUs": "--gloo",
-    "gloo uses TCP in any case; NCCL follows its own variables, such as NCCL_IB_DISABLE=1": "--tcp",
     "NCCL follows its own variables, which reach every process": "--num-nccl-streams=",
     "let taskset or numactl start the program": "--thread-affinity=",
-    "--start-timeout is how long processes wait for each other at the start": "--gloo-timeout-seconds=",
     "--prefix-output-with-timestamp begins each line with the time":
         "--log-with-timestamp --log-without-timestamp --log-hide-timestamp --no-log-hide-timestamp",
 }  # fmt: skip
@@ -253,6 +251,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
          " localhost, as many as -np)")),
         (("-hostfile", "--hostfile"), valued(to_line, "FILE", "a file of lines HOST slots=N")),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_START_TIMEOUT_S"].help())),
+        (("--gloo-timeout-seconds",), valued(to_seconds, "SECONDS", "the same, where --start-timeout is not given")),
+        (("--tcp",), flag("let NCCL use TCP only, as gloo does (NCCL_IB_DISABLE=1)")),
         (("-x",), repeated(str, "NAME[=VALUE]", "pass a variable of this environment on to other machines, or set it")),
         (("--config-file",), valued(to_line, "FILE", "Horovod's YAML file of options; those written here win")),
         (("--network-interfaces", "--network-interface"), valued(_network, "NAME", "the network interface of all"
@@ -347,7 +347,7 @@ def request_of(
     options.num_workers, options.num_servers = own.num_proc, 0
     options.x = own.x
     options.interface = own.network_interfaces
-    options.start_timeout = own.start_timeout
+    options.start_timeout = own.gloo_timeout_seconds if own.start_timeout is None else own.start_timeout
     options.verbose = own.verbose
     options.timestamps = own.prefix_output_with_timestamp
     options.ssh_option = ssh_option_of(own.ssh_port, own.ssh_identity_file)
@@ -434,6 +434,7 @@ def _variables(own: argparse.Namespace) -> dict[str, str]:
     found = {
         "KVDIST_TIMELINE": own.timeline_filename,
         "KVDIST_TIMELINE_MARK_CYCLES": "1" if own.timeline_mark_cycles else None,
+        "NCCL_IB_DISABLE": "1" if own.tcp else None,
         "HOROVOD_LOG_LEVEL": own.log_level,
         "KVDIST_STALL_CHECK_S": None if check_s is None else f"{check_s:g}",
         "KVDIST_STALL_SHUTDOWN_S": None

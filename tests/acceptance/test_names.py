@@ -112,3 +112,25 @@ def test_without_servers_names_are_shown_and_not_compared(job, script, how):
     for rank in range(2):
         text = job.processes[f"worker-{rank}"].text
         assert re.search(WITHOUT_SERVERS[how], text), text
+
+
+def test_workers_that_would_put_a_parameter_on_servers_or_not_hear_its_name(job, script):
+    program = script(
+        """
+        import torch
+        from kvdist import Trainer, kv
+
+        store = kv.create("hybrid")
+        table = torch.nn.Embedding(9, 2, sparse=store.rank == 1)
+        net = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(2, 1)})
+        trainer = Trainer(net.named_parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store)
+        net["top"](net["table"](torch.tensor([1, 2]))).sum().backward()
+        trainer.step()
+    """
+    )
+    pytest.importorskip("torch")
+    job.cluster(2, 1, program)
+    job.finish()
+    for rank in range(2):
+        text = job.processes[f"worker-{rank}"].text
+        assert re.search(r"of \d new keys these go to the servers: 'table.weight'", text), text

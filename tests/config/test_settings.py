@@ -363,6 +363,13 @@ def test_variables_of_horovod_mean_something_or_are_told():
     ]
 
 
+def test_variables_that_ask_horovod_for_gloo_ask_for_nothing_else_here():
+    controllers = {"HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "GLOO"}
+    assert horovod_without_effect(controllers) == []
+    told = horovod_without_effect(dict.fromkeys(controllers, "mpi"))
+    assert [sentence.split(" has no effect: ")[0] for sentence in told] == list(controllers)
+
+
 def test_a_variable_that_changes_nothing_is_told_with_what_there_is_instead():
     assert without_effect({"PATH": "/bin", "MXNET_KVSTORE_BIGARRAY_BOUND": "5", "PS_RESEND": ""}) == []
     (sentence,) = without_effect({"PS_RESEND": "1", "DMLC_PS_VAN_TYPE": "P3"})

@@ -236,6 +236,17 @@ def test_the_end_of_a_standard_output_is_on_the_screen_too(screen):
     assert not output.is_on_screen(worker(0))
 
 
+def test_lines_that_go_to_a_file_are_not_on_the_screen_and_push_nothing_from_it(screen, tmp_path):
+    with open(tmp_path / "out", "wb") as file:
+        output = JobOutput(Sink(file.fileno(), False), screen.sink)
+        output.open([(worker(0), ""), (worker(1), "")])
+        output.feed(worker(0), ERR, b"ValueError: x\n")
+        output.feed(worker(1), OUT, b"on\n" * (SCREEN_LINES + 1))
+        assert output.is_on_screen(worker(0)) and not output.is_on_screen(worker(1))
+        output.feed(worker(0), OUT, b"the last line\n")
+        assert not output.is_on_screen(worker(0))
+
+
 def test_hidden_lines_are_not_on_the_screen_and_do_not_count(screen):
     output = JobOutput(screen.sink, screen.sink)
     output.open([(server(0), ""), (worker(0), "")])

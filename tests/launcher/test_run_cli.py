@@ -80,6 +80,7 @@ def test_hosts_that_are_wrong_are_told(words, message):
             ["KVDIST_TIMELINE=t", "KVDIST_TIMELINE_MARK_CYCLES=1"],
         ),
         (["--timeline-mark-cycles", "--no-timeline-mark-cycles"], []),
+        (["--tcp"], ["NCCL_IB_DISABLE=1"]),
         (["--no-stall-check"], ["KVDIST_STALL_CHECK_S=0"]),
         (["--no-stall-check", "--stall-check"], []),
         (
@@ -89,7 +90,7 @@ def test_hosts_that_are_wrong_are_told(words, message):
         (["--stall-check-warning-time-seconds", "2", "--no-stall-check"], ["KVDIST_STALL_CHECK_S=0"]),
     ],
 )
-def test_the_timeline_and_stalls_are_told_by_variables(words, variables):
+def test_options_of_the_libraries_are_told_by_variables(words, variables):
     assert requested("-np", "1", *words).options.env == variables
 
 
@@ -262,6 +263,12 @@ def test_the_help_names_every_option(capsys):
     for name in ("-np", "-H", "-hostfile", "--start-timeout", "--output-filename", "--timeline-filename", "-cb"):
         assert name in shown
     assert all(name in " ".join(shown.split()) for name in WITHOUT_EFFECT)
+
+
+def test_the_time_for_gloo_is_that_for_the_start_where_no_other_is_given():
+    assert requested("-np", "1", "--gloo-timeout-seconds", "60").options.start_timeout == 60.0
+    words = ["-np", "1", "--gloo-timeout-seconds", "60", "--start-timeout", "90"]
+    assert requested(*words).options.start_timeout == 90.0
 
 
 def test_no_time_for_the_start_is_refused(capfd):
