@@ -27,8 +27,8 @@ PROGRAMS = Path(__file__).with_name("programs")
 MARK = "PYTEST_JOB_OF_KVDIST"
 TIMEOUT_S = 100.0
 """For anything that must happen at all. What must happen soon has a deadline of its own in its test."""
-NOTICED_S = 30.0
-"""From a loss to the end of all who hear of it: half a second where nothing else runs, and less than `PATIENT`."""
+TICKS_MAX = 44
+"""Of a worker between a loss and its own end: 4.4 s by its own clock (`programs/ticking.py`), less than `PATIENT`."""
 PATIENT = {"KVDIST_PATIENCE_S": "60", "KVDIST_EXPLAIN_AFTER_S": "60"}
 """What every job has that is not told otherwise. A machine that runs other tests may let a process stand still for
 seconds, which is no loss and needs no explanation; and a loss that is noticed is noticed by its broken connection."""
@@ -234,6 +234,15 @@ class Job:
             if not data:
                 self._selector.unregister(pipe)
                 pipe.close()
+
+    def ticks(self) -> dict[str, int]:
+        """How often each process has said that it runs."""
+        return {name: process.text.split("\n").count("tick") for name, process in self.processes.items()}
+
+    def assert_soon(self, before: Mapping[str, int], ticks_max: int = TICKS_MAX) -> None:
+        """Check that no process has gone on for long, by its own clock, since it had ticked so often."""
+        gone_on = {name: count - before[name] for name, count in self.ticks().items()}
+        assert max(gone_on.values()) <= ticks_max, f"{gone_on}\n{self.transcript()}"
 
     # Ending.
 

@@ -13,15 +13,15 @@ import time
 import pytest
 
 from kvdist.config.sockets import local_endpoint
-from tests.integration.processes import EXIT_PEER_LOST, NOTICED_S, prefix_of
+from tests.integration.processes import EXIT_PEER_LOST, TICKS_MAX, TIMEOUT_S, prefix_of
 
 VICTIMS = ["worker-1", "server-1", "scheduler"]
 CALLS = ["pushpull", "barrier", "init"]
 QUICK = {"KVDIST_PATIENCE_S": "5"}
 """Long enough that a process which waits for a processor is not taken for one that stands still."""
-TICKS_MAX = 44
-"""Of a survivor between a killing and its end: 4.4 s by its own clock."""
-GRACE = ["--grace", f"{NOTICED_S:g}"]
+QUICK_TICKS_MAX = 100 + TICKS_MAX
+"""With `QUICK`: twice that patience."""
+GRACE = ["--grace", "30"]
 """So that the launcher does not end those who are about to say whom they have lost."""
 
 
@@ -40,9 +40,9 @@ def kill(job, victim, number=signal.SIGKILL):
     return job.kill(victim, number)
 
 
-def ticks(text, name=""):
-    """How often a worker said that it runs; the launcher prints its name before that."""
-    return sum(line == f"{prefix_of(name)}tick" if name else line == "tick" for line in text.splitlines())
+def ticks(text, name):
+    """How often a worker of the launcher said that it runs."""
+    return text.splitlines().count(f"{prefix_of(name)}tick")
 
 
 def named(victim):
@@ -58,24 +58,23 @@ def named(victim):
 def test_kill_9_without_a_launcher_is_named_everywhere(job, victim, call):
     job.cluster(2, 2, "faults.py", "blocked", call)
     all_are_blocked(job, ["worker-0", "worker-1"], call)
-    before = {name: ticks(process.text) for name, process in job.processes.items()}
-    killed_at = kill(job, victim)
+    before = job.ticks()
+    kill(job, victim)
     codes = job.finish()
     assert job.processes[victim].code == -signal.SIGKILL, "the fault happened"
     for name, process in job.processes.items():
         if name == victim:
             continue
-        assert process.ended_at - killed_at < NOTICED_S, f"{name} took too long\n{job.transcript()}"
         assert named(victim) in process.text, job.transcript()
         assert "was lost" in process.text and "the call returned" not in process.text
         assert codes[name] == EXIT_PEER_LOST, job.transcript()
         if name.startswith("worker"):
-            assert ticks(process.text) - before[name] <= TICKS_MAX, job.transcript()
             assert "PeerLostError: " in process.text
             assert "1 is known to be lost" in process.text
             host = local_endpoint(job.port) if victim == "scheduler" else socket.gethostname()
             assert process.lines_with(f"lost {victim!r} on {host!r}: "), job.transcript()
             assert process.lines_with("lost again: "), "the next call fails alike"
+    job.assert_soon(before)
 
 
 @pytest.mark.slow_cases(
@@ -88,9 +87,8 @@ def test_kill_9_under_the_launcher_is_named_everywhere(job, victim, call):
     all_are_blocked(job, ["launcher"], call)
     pid = job.pid_of(victim)
     before = launcher.text
-    killed_at = kill(job, victim)
+    kill(job, victim)
     job.finish()
-    assert launcher.ended_at - killed_at < NOTICED_S, job.transcript()
     assert launcher.code == 128 + signal.SIGKILL
     summary = launcher.text.splitlines()[-1]
     assert f"{victim} (pid {pid}) was killed by signal 9 (SIGKILL)" in summary, job.transcript()
@@ -108,11 +106,12 @@ def test_kill_9_in_the_middle_of_large_transfers_is_named_everywhere(job, victim
     job.cluster(2, 2, "faults.py", "endless", "20000000")
     for name in ("worker-0", "worker-1"):
         job.line(name, "going")
-    killed_at = kill(job, victim)
+    before = job.ticks()
+    kill(job, victim)
     job.finish()
+    job.assert_soon(before)
     for process in job.processes.values():
         if process.name != victim:
-            assert process.ended_at - killed_at < NOTICED_S, f"{process.name} took too long\n{job.transcript()}"
             assert named(victim) in process.text and process.code, job.transcript()
 
 
@@ -124,11 +123,10 @@ def test_kill_9_before_the_cluster_is_complete_is_named_to_those_who_wait(job, v
         job.node(name, 3, 2, "nothing.py", **settings)
     for name in ("server-0", "server-1", "worker-0", "worker-1"):
         job.line(name, f"{name} has waited ")
-    killed_at = kill(job, victim)
+    kill(job, victim)
     job.finish()
     for process in job.processes.values():
         if process.name != victim:
-            assert process.ended_at - killed_at < NOTICED_S, f"{process.name} took too long\n{job.transcript()}"
             assert named(victim) in process.text and process.code, job.transcript()
 
 
@@ -137,11 +135,12 @@ def test_kill_9_before_the_cluster_is_complete_is_named_to_those_who_wait(job, v
 def test_a_process_that_stands_still_is_noticed(job, victim):
     job.cluster(2, 1, "faults.py", "blocked", "pushpull", **QUICK)
     all_are_blocked(job, ["worker-0", "worker-1"], "pushpull")
-    stopped_at = kill(job, victim, signal.SIGSTOP)
+    before = job.ticks()
+    kill(job, victim, signal.SIGSTOP)
     job.finish(but=victim)
+    job.assert_soon(before, QUICK_TICKS_MAX)
     survivors = [process for process in job.processes.values() if process.name != victim]
     for process in survivors:
-        assert process.ended_at - stopped_at < NOTICED_S, job.transcript()
         assert f"{victim} (" in process.text and "was lost" in process.text, job.transcript()
     assert job.processes[victim].code is None, "the fault happened: it did not end by itself"
     job.kill(victim)
@@ -151,10 +150,11 @@ def test_a_process_that_stands_still_is_noticed(job, victim):
 def test_a_scheduler_that_stands_still_is_noticed(job):
     job.cluster(2, 1, "faults.py", "blocked", "pushpull", **QUICK)
     all_are_blocked(job, ["worker-0", "worker-1"], "pushpull")
-    stopped_at = kill(job, "scheduler", signal.SIGSTOP)
+    before = job.ticks()
+    kill(job, "scheduler", signal.SIGSTOP)
     job.finish(but="scheduler")
+    job.assert_soon(before, QUICK_TICKS_MAX)
     for name in ("server-0", "worker-0", "worker-1"):
-        assert job.processes[name].ended_at - stopped_at < NOTICED_S, job.transcript()
         assert named("scheduler") in job.processes[name].text, job.transcript()
     job.kill("scheduler")
     job.finish()
@@ -247,10 +247,10 @@ def test_kill_9_of_the_launcher_ends_everything(job):
     all_are_blocked(job, ["launcher"], "pushpull")
     others = job.children()
     assert len(others) == 5
-    killed_at = kill(job, "launcher")
+    kill(job, "launcher")
     job.finish()
     assert launcher.code == -signal.SIGKILL
-    deadline = killed_at + NOTICED_S
+    deadline = time.monotonic() + TIMEOUT_S
     while (left := set(others.values()) & set(job.marked())) and time.monotonic() < deadline:
         time.sleep(0.02)  # they are the children of nobody whose end could be waited for
     assert not left, f"{left} of {others} are still there\n{job.transcript()}"

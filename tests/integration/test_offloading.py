@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.integration.processes import NOTICED_S, program
+from tests.integration.processes import program
 
 
 def has_gpu() -> bool:
@@ -83,5 +83,4 @@ def test_a_device_whose_memory_is_full_ends_its_server_in_a_sentence_and_everybo
     assert codes["server-0"] == 1 and "Traceback" not in server.text
     assert len(server.lines_with("kvdist: cuda:0 has no memory left for ")) == 1, server.text
     for name, process in job.processes.items():
-        assert process.ended_at - server.ended_at < NOTICED_S, job.transcript()
         assert name == "server-0" or ("server-0" in process.text and codes[name] != 0), job.transcript()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.processes import NOTICED_S, PROGRAMS
+from tests.integration.processes import PROGRAMS
 
 MIB = 1 << 20
 FULL = "no more shared memory, so values are sent between processes of this host"
@@ -98,10 +98,12 @@ def test_kill_9_at_any_moment_of_large_transfers_leaves_no_wrong_number(job, way
         job.line(f"worker-{rank}", "going")
     time.sleep(chosen.uniform(0.0, 0.5))  # the moment is the fault
     assert job.pid_of(victim) in job.marked(), job.transcript()
+    before = job.ticks()
     job.kill(victim)
     survivors = {name: process for name, process in job.processes.items() if name != victim}
-    job.wait(lambda: all("was lost" in one.text for one in survivors.values()), "they all notice", NOTICED_S)
+    job.wait(lambda: all("was lost" in one.text for one in survivors.values()), "they all notice")
     job.finish()
+    job.assert_soon(before)
     assert job.processes[victim].code == -signal.SIGKILL, "the fault happened"
     for name, process in survivors.items():
         assert process.code and f"{victim} (" in process.text and "AssertionError" not in process.text, job.transcript()

@@ -5,10 +5,10 @@ Where a worker has to wait for the test it opens a FIFO, which blocks until the 
 
 import os
 import sys
-import threading
 import time
 
 import numpy as np
+from ticking import start_ticking
 
 from kvdist import BarrierTimeout, ForkError, KvdistError, PeerLostError, kv
 
@@ -27,13 +27,6 @@ def wait_for(fifo):
         words.read()
 
 
-def tick():
-    """Say ten times a second that this process runs: a busy machine slows this clock as it slows kvdist."""
-    while True:
-        time.sleep(0.1)
-        say("tick")
-
-
 def started():
     store = kv.create("dist")
     store.init("w", ones(0))
@@ -46,7 +39,7 @@ def blocked(kind):
     store.barrier()
     call = kind if store.rank == 0 else "barrier" if kind != "barrier" else "pushpull"
     say(f"blocked in {call}, pid {os.getpid()}")
-    threading.Thread(target=tick, daemon=True).start()
+    start_ticking()
     try:
         if call == "barrier":
             store.barrier()
@@ -264,6 +257,7 @@ def endless(elements="3"):
     value = np.ones(int(elements), np.float32)
     store.init("w", value)
     store.pushpull("w", value)
+    start_ticking()
     say("going")
     while True:
         store.pushpull("w", value)

@@ -8,6 +8,7 @@ import os
 import sys
 
 import numpy as np
+from ticking import start_ticking
 
 from kvdist import KvdistError, LazyRows, PeerLostError, RowSparse, kv
 
@@ -203,6 +204,7 @@ def endless(store):
     store.set_optimizer("test")
     store.init("t", RowSparse.zeros(shape))
     rows = whole(shape, 1)
+    start_ticking()
     say(f"going, pid {os.getpid()}")
     try:
         while True:

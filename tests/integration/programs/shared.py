@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from ticking import start_ticking
 
 from kvdist import ForkError, PeerLostError, kv
 
@@ -300,6 +301,7 @@ def endless(way):
     resident, out = resident_like(store, given), fresh_like(given)
     total = summed(ramps, n, 0)
     put(resident, given)
+    start_ticking()
     say("going")
     try:
         for step in range(10**9):
