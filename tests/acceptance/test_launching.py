@@ -203,7 +203,7 @@ def test_the_first_failure_is_told_last_with_its_last_lines_and_gives_the_exit_c
     program = (
         "import os, sys, time\nfor i in range(20): print('line', i, flush=True)\n"
         "if os.environ['KVDIST_RANK'] == '1': raise ValueError('loss is nan')\n"
-        "while True: print('on', flush=True); time.sleep(0.01)"
+        "while True: print('on', file=sys.stderr, flush=True); time.sleep(0.01)"
     )
     summary = tmp_path / "summary.json"
     options = ["--json-summary", str(summary), "--grace", "1"]

@@ -300,9 +300,9 @@ def test_every_line_begins_with_the_time_where_it_is_asked_for(launch):
 
 def test_a_failure_is_concluded_with_its_last_lines_and_how_the_others_ended(launch, tmp_path):
     script = (
-        "import os, time\n"
+        "import os, sys, time\n"
         "if os.environ['KVDIST_RANK'] == '0':\n"
-        "    while True: print('on', flush=True); time.sleep(0.05)\n"
+        "    while True: print('on', file=sys.stderr, flush=True); time.sleep(0.05)\n"
         "os.open(os.environ['READY_FIFO'], os.O_RDONLY)\n"  # the server is there
         "for number in range(12): print('step', number, flush=True)\n"
         "raise ValueError('mine')"
