@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import kvdist.tensorflow as hvd
-from kvdist.errors import CollectiveMismatch
+from kvdist.errors import CollectiveError, CollectiveMismatch
 from tests.collective.ranks import returned, run_ranks
 from tests.keras.models import SAMPLES, data, linear, of_keras, weights
 
@@ -261,6 +261,9 @@ def test_a_process_set_trains_together_and_other_ranks_alone():
         with tf.GradientTape() as tape:
             loss = weight * (rank + 1.0)
         (found,) = hvd.DistributedGradientTape(tape, process_set=pair).gradient(loss, [weight])
+        if rank == 2:
+            with pytest.raises(CollectiveError, match="rank 2 is not in process set"):
+                hvd.allreduce(weight, process_set=pair)
         return found.numpy().tolist()
 
     assert returned(run_ranks(3, step)) == [[1.5], [1.5], [3.0]]
