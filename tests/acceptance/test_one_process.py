@@ -202,9 +202,9 @@ def test_four_workers_make_the_steps_of_one_process(word):
     check(word)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "clip"), [(2, True), (2, False), (4, True)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_ranks_of_horovod_make_the_steps_of_one_process(size, optimizer):
+def test_ranks_of_horovod_make_the_steps_of_one_process(size, clip, optimizer):
     import kvdist.horovod as hvd
 
     def program(rank):
@@ -215,9 +215,10 @@ def test_ranks_of_horovod_make_the_steps_of_one_process(size, optimizer):
 
         def step(number, parts, total):
             for part in parts:
-                (summed_loss(net, part) * size * PASSES / total).backward()
+                (summed_loss(net, part) * size / total).backward()
             ours.synchronize()
-            nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+            if clip:
+                nn.utils.clip_grad_norm_(net.parameters(), CLIP)
             with ours.skip_synchronize():
                 ours.step()
             schedule.step()
@@ -225,7 +226,21 @@ def test_ranks_of_horovod_make_the_steps_of_one_process(size, optimizer):
         return losses(net, step, rank, size)
 
     for found in returned(run_ranks(size, program)):
-        compare(found, optimizer, clip=True)
+        compare(found, optimizer, clip)
+
+
+@two
+def test_rank_0s_weights_are_everybodys_from_the_first_pass_on_if_they_are_broadcast_before(store):
+    """As DistributedDataParallel does when it is made; `step` does it after the first backward pass."""
+    for is_early, wanted in ((True, 2.0 - 0.1 * 2.0), (False, 2.0 - 0.1 * (2.0 + 5.0) / 2)):
+        weight = nn.Parameter(torch.tensor([2.0, 5.0])[store.rank : store.rank + 1].clone())
+        with kv.create("dist") as own:
+            trainer = Trainer([weight], "torch.sgd", {"lr": 0.1}, kvstore=own)
+            if is_early:
+                trainer.broadcast_parameters()
+            (weight.square() / 2).sum().backward()
+            trainer.step()
+        same(weight, wanted, WITHIN)
 
 
 # Half precision.
