@@ -466,8 +466,13 @@ class CoordinatedCheck(ConsistencyCheck):
         return report
 
     def _stuck(self, now: float) -> list[ToCoordinator]:
-        sure, likely = now - STUCK_S, now - self._unsure_s
-        stuck = [(number, group.stuck_at(sure, likely)) for number, group in self._groups.items()]
+        sure, unsure = now - STUCK_S, now - self._unsure_s
+        left = {rank for rank, _, _ in self._leaving}
+        # A rank that leaves waits only for what it has called: the others do not keep it for what they might call.
+        stuck = [
+            (number, group.stuck_at(sure, unsure if left.isdisjoint(group.ranks) else sure))
+            for number, group in self._groups.items()
+        ]
         if any(sequence is not None for _, sequence in stuck):
             self._said_stuck = now
         return [RankWaits(number, sequence) for number, sequence in stuck if sequence is not None]

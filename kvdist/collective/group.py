@@ -238,7 +238,11 @@ class Group:
 
     def note_caller(self) -> None:
         """Count this thread among those that call named operations, because others will call some on its behalf."""
-        self._callers.add(threading.current_thread())
+        own = threading.current_thread()
+        if own not in self._callers:
+            # Some programs make a thread for each call.
+            self._callers.difference_update([one for one in list(self._callers) if not one.is_alive()])
+            self._callers.add(own)
 
     def refuse(self, error: BaseException) -> None:
         """Report to all ranks that this one cannot call the next operation."""
@@ -319,7 +323,7 @@ class Group:
         if signature.name:
             self._names.add(signature.key)
             if not _calls_nothing(threading.current_thread()):
-                self._callers.add(threading.current_thread())
+                self.note_caller()
         call = self._check.called(self.number, signature)
         self._waiting[call] = PendingOperation(call, operation, future, since_ns)
         self._called += 1

@@ -206,6 +206,22 @@ def test_a_thread_may_make_its_first_call_long_after_all_others_wait():
     assert returned(run_ranks(2, program, settings=CollectiveSettings())) == [[[1.0, 1.0]] * 2] * 2
 
 
+def test_threads_that_have_ended_are_not_kept():
+    def program(rank):
+        def call():
+            with using(engine):
+                hvd.allreduce(torch.ones(2), name="a")
+
+        engine = current()
+        for _ in range(5):
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+        return len(engine.group(0)._callers)
+
+    assert returned(run_ranks(1, program)) == [1]
+
+
 def test_an_operation_that_is_done_ends_though_the_next_one_still_waits_for_another_rank():
     def program(rank):
         if rank == 0:

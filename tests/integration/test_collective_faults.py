@@ -25,6 +25,7 @@ for _ in range(5):
 start_ticking()
 print("ready", flush=True)
 """
+WITHOUT_OTHER_THREADS = HEAD.replace("start_ticking()\n", "")
 
 
 class Job:
@@ -198,11 +199,27 @@ except KvdistError as error:
 print("well" if hvd.allreduce(ones, name="on", op=hvd.Sum)[0] == 3 else "ill", flush=True)
 """
     # Without warnings about waits there is no limit to the wait for other threads.
-    job = Job(popen, tmp_path, body, KVDIST_STALL_CHECK_S="0")
+    job = Job(popen, tmp_path, body, WITHOUT_OTHER_THREADS, KVDIST_STALL_CHECK_S="0")
     assert job.ends() == [0, 0, 0], [job.said(rank) for rank in range(3)]
     for rank in range(3):
         assert "failed ranks called different operations as operation 5: rank 0 allreduce 'only 0'" in job.said(rank)
         assert "well" in job.said(rank)
+
+
+def test_names_that_a_rank_leaves_behind_are_an_error_at_once_whatever_other_threads_run(popen, tmp_path):
+    body = """
+if rank == 2:
+    hvd.allreduce_async(ones, name="left behind")
+else:
+    try:
+        hvd.allreduce(ones, name="never called by rank 2")
+    except KvdistError as error:
+        print("heard", error, flush=True)
+"""
+    job = Job(popen, tmp_path, body, KVDIST_STALL_CHECK_S="0")
+    assert job.ends() == [0, 0, 0], [job.said(rank) for rank in range(3)]
+    for rank in range(2):
+        assert "rank 2 allreduce 'left behind'" in job.said(rank)
 
 
 @pytest.mark.slow
@@ -226,7 +243,7 @@ for attempt in range(3):
             raise AssertionError("ranks differ, and nobody has said so")
 print("well", flush=True)
 """
-    job = Job(popen, tmp_path, body)
+    job = Job(popen, tmp_path, body, WITHOUT_OTHER_THREADS)
     assert job.ends() == [0, 0, 0], [job.said(rank) for rank in range(3)]
     for rank in range(3):
         assert "failed ranks called different operations" in job.said(rank) and "well" in job.said(rank)
