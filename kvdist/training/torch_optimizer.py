@@ -76,7 +76,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         given: the user's own optimizer of torch, whose groups count; or None.
 
     Raises:
-        ValueError: the optimizer has a schedule of its own, or `given` has other parameters than the trainer.
+        ValueError: the optimizer has a schedule of its own, or `given` has other parameters than the trainer, or hooks.
     """
 
     _step_supports_amp_scaling = True
@@ -141,6 +141,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         if state:
             self._replace(self._from_torch(state))
             given.state.clear()
+        _refuse_hooks(given)
         given.register_step_pre_hook(lambda *_: _refuse_own("step", "step()"))
         given.register_state_dict_pre_hook(lambda _: _refuse_own("state_dict", "as_torch_optimizer().state_dict()"))
         given.register_load_state_dict_pre_hook(
@@ -451,6 +452,14 @@ def _keys_of_given(parameters: Sequence[Parameter], given: torch.optim.Optimizer
             " it by requires_grad_(False)"
         )
     return keys
+
+
+def _refuse_hooks(given: torch.optim.Optimizer) -> None:
+    if given._optimizer_step_pre_hooks or given._optimizer_step_post_hooks:
+        raise ValueError(
+            "the optimizer has hooks of its step(), which a Trainer never calls: register them on"
+            " trainer.as_torch_optimizer(), and call its step()"
+        )
 
 
 def _refuse_own(method: str, instead: str) -> None:

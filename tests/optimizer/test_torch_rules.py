@@ -71,6 +71,24 @@ def test_a_hundred_steps_agree_with_torch(name, numbers, kernels):
     np.testing.assert_allclose(weight, theirs.detach().numpy(), rtol=1e-6, atol=1e-6)
 
 
+def test_the_product_of_nadam_is_float32_also_where_torch_keeps_it_in_float64():
+    ours, found = (1.0,), {}
+    for count in range(1, 21):
+        ours = rule("nadam").advance(ours, count)
+    for dtype in (torch.float32, torch.float64):
+        torch.set_default_dtype(dtype)
+        try:
+            theirs = torch.nn.Parameter(torch.ones(1))
+            other = torch.optim.NAdam([theirs])
+            for _ in range(20):
+                theirs.grad = torch.ones(1)
+                other.step()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        found[dtype] = float(other.state[theirs]["mu_product"])
+    assert found[torch.float32] == ours[0] != found[torch.float64]
+
+
 def test_the_page_lists_the_rules():
     (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| rules |")]
     assert re.findall(r"`(.*?)`", row) == [cls.name for cls in TORCH_RULES]

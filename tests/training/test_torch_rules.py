@@ -180,6 +180,12 @@ class MyAdam(torch.optim.Adam):
     """A rule of the user's own, perhaps with another equation."""
 
 
+def hooked(weights, register):
+    optimizer = torch.optim.SGD(weights)
+    getattr(optimizer, register)(lambda *_: None)
+    return optimizer
+
+
 @each(
     "make, error, words",
     [
@@ -193,6 +199,8 @@ class MyAdam(torch.optim.Adam):
         (lambda p: torch.optim.Adam, TypeError, "Adam is a class; give an instance.*'torch.adam'"),
         (lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)), TypeError, "lr is a tensor.*float"),
         (lambda p: torch.optim.SGD(p, differentiable=True), ValueError, "gradients do not flow"),
+        (lambda p: hooked(p, "register_step_pre_hook"), ValueError, "hooks of its step.*as_torch_optimizer"),
+        (lambda p: hooked(p, "register_step_post_hook"), ValueError, "hooks of its step.*as_torch_optimizer"),
         (lambda p: torch.optim.SGD(p[:1]), ValueError, "is trained, and the optimizer has it not"),
         (lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))]), ValueError, "that the Trainer has not"),
     ],
