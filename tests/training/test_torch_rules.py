@@ -151,6 +151,21 @@ def test_one_cycle_cycles_the_betas_of_a_given_optimizer_where_the_worker_update
     assert_same(net, other)
 
 
+@each("way, used", [("servers", 0.5), ("workers", 0.5), ("overlap", 0.1)])
+def test_a_rate_that_is_set_before_step_is_that_of_the_step_unless_gradients_have_left(way, used):
+    weight = nn.Parameter(torch.zeros(1))
+    given = torch.optim.SGD([weight], lr=0.1)
+    trainer = Trainer([weight], given, **WAYS[way])
+    weight.sum().backward()
+    trainer.step()  # overlap begins with the second step
+    given.zero_grad()
+    weight.sum().backward()
+    given.param_groups[0]["lr"] = 0.5
+    trainer.step()
+    assert weight.item() == pytest.approx(-0.1 - used)
+    trainer.close()
+
+
 def test_betas_that_change_on_servers_are_refused_and_nothing_is_sent():
     net, trainer, given = by_instance("Adam", {"lr": 0.01}, {}, "servers")
     given.param_groups[0]["betas"] = (0.5, 0.999)  # before the first step they may
