@@ -101,7 +101,7 @@ def run(
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
     network_interface: str | None = None,
-    network_interfaces: str | None = None,
+    network_interfaces: str | Sequence[str] | None = None,
     executable: str | None = None,
     np: int | None = None,
     min_np: int | None = None,
@@ -131,7 +131,8 @@ def run(
         verbose: whether the launcher says where each worker runs and how the job ended.
         executable: the Python that runs the workers; None for this one, on other machines that of the same path.
         ssh_port, ssh_identity_file: port and private key for ssh.
-        network_interface, network_interfaces: the name of the network interface of all other machines.
+        network_interface, network_interfaces: the name of the network interface of all other machines; the latter as
+            text or in a list.
         min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np: refused
             but for None, as the number of workers does not change during a job.
         disable_cache, use_gloo, use_mpi, mpi_args: taken and without effect: nothing is cached, and no MPI takes part.
@@ -259,15 +260,18 @@ def _run_here(wanted: _Wanted, security: Security, supervisor: Supervisor) -> in
         return supervisor.run([(local, processes)], listening, security.secret_of_run())
 
 
-def _request(wanted: _Wanted, ssh_option: list[str], network: str | None, sync_dst_dir: str | None) -> Request:
+def _request(
+    wanted: _Wanted, ssh_option: list[str], network: str | Sequence[str] | None, sync_dst_dir: str | None
+) -> Request:
     """The request for workers on other machines too."""
-    if network is not None and "," in network:
+    names: Sequence[str | None] = network.split(",") if isinstance(network, str) else network or [None]
+    if len(names) > 1:
         raise ConfigError(
             f"network_interfaces is {network!r}: name one interface, the one that all hosts have in common"
         )
     options = parse_options([])
     options.num_workers, options.num_servers = wanted.workers, wanted.servers
-    options.ssh_option, options.interface, options.sync_dst_dir = ssh_option, network, sync_dst_dir
+    options.ssh_option, options.interface, options.sync_dst_dir = ssh_option, names[0], sync_dst_dir
     options.verbose = wanted.is_verbose
     options.env = [f"{name}={value}" for name, value in wanted.env.items()]
     if not wanted.servers:

@@ -259,6 +259,20 @@ def test_what_workers_print_is_also_kept_as_horovod_keeps_it(tmp_path):
     assert [(out / f"rank.{rank}" / "stdout").read_text() for rank in (0, 1)] == ["rank 0\n", "rank 1\n"]
 
 
+def test_one_interface_may_stand_in_a_list_as_horovod_wants_it(monkeypatch):
+    requests = []
+
+    def refuse(request, *_):
+        requests.append(request)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr("kvdist_launch.function._run_on_hosts", refuse)
+    for given in ({"network_interfaces": ["eth0"]}, {"network_interfaces": "eth0"}, {"network_interface": "eth0"}, {}):
+        with pytest.raises(ConfigError, match="seen"):
+            kvdist_launch.run(print, hosts="elsewhere:1", **given)
+    assert [request.options.interface for request in requests] == ["eth0", "eth0", "eth0", None]
+
+
 def test_the_interpreter_and_the_time_to_start_reach_the_workers(tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nMINE=yes exec {sys.executable} "$@"\n')
@@ -271,6 +285,7 @@ def test_the_interpreter_and_the_time_to_start_reach_the_workers(tmp_path):
     "arguments, message",
     [
         ({"hosts": "elsewhere:1", "network_interfaces": "eth0,eth1"}, "'eth0,eth1': name one interface"),
+        ({"hosts": "elsewhere:1", "network_interfaces": ["eth0", "eth1"]}, "'eth1']: name one interface"),
         ({"hosts": "elsewhere:1", "env": {"KVDIST_SECURITY": "curve"}}, "KVDIST_SECURITY is curve, and what processes"),
         ({"hosts": "localhost:1", "num_proc": 2}, "-np asks for 2 processes, but the hosts have 1 slots"),
         ({"min_num_proc": 1}, "min_num_proc is 1: training while processes come and go is not possible yet"),
