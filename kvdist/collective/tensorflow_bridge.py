@@ -180,7 +180,8 @@ def reduced(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Reduce tensors over the ranks, as one unit; the gradient is reduced in the same way."""
-    tensors, name = [tf.convert_to_tensor(tensor) for tensor in tensors], named(name, "allreduce")
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    name = named(name, "allreduce", tensors)
 
     def work(values: list[torch.Tensor]) -> list[torch.Tensor]:
         return collective.grouped_allreduce(values, None, name, compression, op, prescale, postscale, process_set)
@@ -196,7 +197,8 @@ def reduced(
 
 def gathered(tensors: Sequence[Any], name: str | None, process_set: ProcessSet) -> list[Any]:
     """Gather the rows of tensors from all ranks, as one unit; the gradient is that of this rank's rows, averaged."""
-    tensors, name = [tf.convert_to_tensor(tensor) for tensor in tensors], named(name, "allgather")
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    name = named(name, "allgather", tensors)
 
     def work(values: list[torch.Tensor]) -> list[torch.Tensor]:
         return collective.grouped_allgather(values, name, process_set)
@@ -224,12 +226,15 @@ def _of_own_rows(
     return [None if average is None else average[begins[i] : begins[i] + rows[i]] for i, average in enumerate(averages)]
 
 
-def named(name: str | None, kind: str) -> str | None:
+def named(name: str | None, kind: str, tensors: Sequence[Any]) -> str | None:
     """The name of an operation: in the graph of a session a unique one, the same on all ranks.
 
-    The ops of one run have no order there, so that the ranks pair them by name.
+    The ops of one run have no order there, so that the ranks pair them by name. Without one it is that of what is sent,
+    as in Horovod: ranks may make their ops in different orders, or leave some out.
     """
-    return str(tf.compat.v1.get_default_graph().unique_name(name or f"kvdist_{kind}")) if is_deferred() else name
+    if not tensors or not is_deferred():
+        return name
+    return str(tf.compat.v1.get_default_graph().unique_name(name or f"{kind} of {tensors[0].name}"))
 
 
 def of_gradient(name: str | None) -> str | None:
@@ -331,7 +336,7 @@ def check_rows(op: ReduceOp) -> None:
 def _in_one_op(dense: Sequence[Any], rows: Sequence[Any], options: ReduceOptions) -> list[Any]:
     """Reduced tensors, and after them values and indices of gathered rows."""
     parts = [tf.convert_to_tensor(part) for one in rows for part in (one.values, one.indices)]
-    options = dataclasses.replace(options, name=named(options.name, "gradients") or options.name)
+    options = dataclasses.replace(options, name=named(options.name, "allreduce", [*dense, *parts]) or options.name)
     name = f"rows of {options.name}"
 
     def work(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -157,7 +157,8 @@ def broadcast(
         ignore_name_scope: accepted for compatibility, without effect.
         process_set: the ranks that take part.
     """
-    tensor, name = tf.convert_to_tensor(tensor), named(name, "broadcast")
+    tensor = tf.convert_to_tensor(tensor)
+    name = named(name, "broadcast", [tensor])
 
     def work(values: list[torch.Tensor]) -> list[torch.Tensor]:
         return [collective.broadcast_(values[0], root_rank, name, process_set)]
@@ -193,7 +194,8 @@ def alltoall(
     Returns:
         The rows; with `splits` also the number from each rank, int32.
     """
-    tensor, name = tf.convert_to_tensor(tensor), named(name, "alltoall")
+    tensor = tf.convert_to_tensor(tensor)
+    name = named(name, "alltoall", [tensor])
     given = [] if splits is None else [tf.convert_to_tensor(splits)]
 
     def work(values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -268,7 +270,8 @@ def _scattered(
     postscale: float,
     name: str | None,
 ) -> list[Any]:
-    tensors, name = [tf.convert_to_tensor(tensor) for tensor in tensors], named(name, "reducescatter")
+    tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
+    name = named(name, "reducescatter", tensors)
 
     def work(values: list[torch.Tensor]) -> list[torch.Tensor]:
         return collective.grouped_reducescatter(values, name, compression, op, process_set, prescale, postscale)

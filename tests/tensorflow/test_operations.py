@@ -68,6 +68,16 @@ def test_operations_of_one_run_of_a_session_find_each_other_in_any_order_on_a_si
     assert returned(run_ranks(2, operate)) == [expected] * 2
 
 
+def test_operations_without_names_find_each_other_by_their_tensors_where_ranks_make_them_in_different_orders():
+    def operate(rank):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            tensors = [tf.constant([value + rank], name=name) for name, value in (("a", 1.0), ("b", 10.0))]
+            sums = {x.name: hvd.allreduce(x, op=hvd.Sum) for x in (tensors if rank else reversed(tensors))}
+            return lists(session.run([sums["a:0"], sums["b:0"]]))
+
+    assert returned(run_ranks(2, operate)) == [[[3.0], [21.0]]] * 2
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
 def test_every_type_keeps_its_type(dtype):
     def operate(rank):
