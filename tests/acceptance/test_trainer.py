@@ -483,7 +483,7 @@ def test_clip_norm_clips_the_mean_or_the_sum_and_tells_the_norm(store):
     same(weights[0], [-0.6], 1e-6), same(weights[1], [-0.8], 1e-6)
     moved(weights, trainer, [6 * store.rank, 8 * store.rank], size=1)
     assert float(trainer.grad_norm) == 10
-    for other in ({"update_on_kvstore": True}, {"overlap": True}, {"share_weights": True}, {"kvstore": "dist_async"}):
+    for other in ({"overlap": True}, {"share_weights": True}, {"kvstore": "dist_async"}):
         with pytest.raises(ValueError):
             Trainer([parameter([0.0])], "sgd", **{"kvstore": "dist", "clip_norm": 1.0, **other}).broadcast_parameters()
 
