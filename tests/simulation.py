@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -39,7 +39,7 @@ from kvdist.core.server.sparse_table import RowContribution, SparseTable
 from kvdist.core.worker import requests, transfers
 from kvdist.core.worker.transfers import Ready
 from kvdist.core.worker.worker import Worker
-from kvdist.errors import CheckpointError, PeerLostError
+from kvdist.errors import CheckpointError, FencedError, PeerLostError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import HOST_MARK, Member, Role
@@ -77,7 +77,9 @@ class Scenario:
     full: how probable it is that a work of a disk fails.
     encodes: how probable it is that a push of float32 travels encoded; unless it is 0, values come back as halves.
     offloaded: whether servers sum and update on devices.
-    victim: who is hit once the workers are in their `fault_round`-th round: killed, or paused for `pause_s`.
+    victims: who is hit once a worker is in its `fault_round`-th round (-1: has declared its keys), within `spread_s` of
+        that: killed, or paused for `pause_s`.
+    on_loss: what follows when a worker is lost.
     """
 
     num_workers: int = 2
@@ -98,9 +100,11 @@ class Scenario:
     weather: Weather = Weather()
     forced_cuts: int = 0
     """Connections broken for certain while the workers work."""
-    victim: str = ""
+    victims: tuple[str, ...] = ()
     fault_round: int = 1
+    spread_s: float = 0.003
     pause_s: float | None = None
+    on_loss: str = "fail"
     limits: Limits = Limits(slice_bytes=SLICE_BYTES, window_bytes=160)
 
 
@@ -268,6 +272,7 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             scenario.num_workers,
             scenario.num_servers,
             bigarray_bound=BIGARRAY_BOUND,
+            on_loss=scenario.on_loss,
             limits=limits,
         )
         machine = Scheduler(config, network.now)
@@ -294,6 +299,8 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
                 cluster.devices.append(NumpyDevice(rank))
                 arithmetic = arithmetic_on(cluster.devices[-1], REFERENCE)
             machine = Server(introduction, limits, REFERENCE, network.now, arithmetic=arithmetic)
+            assert cluster.oracle is not None
+            cluster.oracle.books.keep_of(machine)
         else:
             machine = Worker(introduction, limits, network.now, HostAggregation(scenario.local_reduce, limits))
     disk = SimulatedDisk(network, cluster.shelf, scenario.full)
@@ -304,27 +311,29 @@ def _turned(cluster: Cluster, user: User) -> None:
     """A worker's node has turned: let its user go on, and strike when it is time."""
     user.advance()
     network, scenario = cluster.network, cluster.scenario
-    if user.round < scenario.fault_round or cluster.struck_at is not None:
+    if user.round < scenario.fault_round or not user.infos or cluster.struck_at is not None:
         return
-    if scenario.victim or scenario.forced_cuts:
+    if scenario.victims or scenario.forced_cuts:
         cluster.struck_at = network.now
         for _ in range(scenario.forced_cuts):
             name = network.random.choice(sorted(cluster.processes))
             network.after(network.random.uniform(0, 0.01), partial(_cut, cluster, name))
-    if scenario.victim:
-        network.after(network.random.uniform(0, 0.003), lambda: _strike(cluster))
+    for name in scenario.victims:
+        network.after(network.random.uniform(0, scenario.spread_s), partial(_strike, cluster, name))
 
 
 def _cut(cluster: Cluster, name: str) -> None:
     cluster.processes[name].transport.cut_one()
 
 
-def _strike(cluster: Cluster) -> None:
+def _strike(cluster: Cluster, name: str) -> None:
     scenario = cluster.scenario
-    victim = cluster.processes[scenario.victim]
+    victim = cluster.processes[name]
     if victim.ended:
         return
     cluster.struck_at = cluster.network.now
+    if _is_given_up(cluster, name) and cluster.oracle is not None:
+        cluster.oracle.lost.add(victim.node.machine.me.node.rank)
     if scenario.pause_s is None:
         victim.crash()
     else:
@@ -350,10 +359,15 @@ def _play(cluster: Cluster) -> int:
 
 def _judge(cluster: Cluster) -> None:
     """Every request has been answered, and nobody failed who had no reason to."""
+    assert cluster.oracle is not None
+    cluster.network.used["in part"] += sum(map(cluster.oracle.books.has_in_part, cluster.oracle.lost))
     for name, user in cluster.users.items():
         process = cluster.processes[name]
-        user.advance()
         if process.crashed:
+            continue
+        user.advance()
+        if user.rank in cluster.oracle.lost:
+            assert user.done, f"{name} did not hear that it was given up"
             continue
         assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
@@ -364,12 +378,16 @@ def _judge(cluster: Cluster) -> None:
     survivors = [process for process in cluster.processes.values() if not process.crashed]
     for process in survivors:
         failure = process.node.failure
+        if process.name in cluster.users and cluster.users[process.name].rank in cluster.oracle.lost:
+            assert isinstance(failure, FencedError), f"{process.name} was given up and ended with {failure!r}"
+            cluster.network.used["fenced"] += 1
+            continue
         if not _must_abort(cluster):
             assert failure is None, f"{process.name} ended with {failure!r}"
             continue
         assert isinstance(failure, PeerLostError), f"{process.name} ended with {failure!r} and no PeerLostError"
         if cluster.scenario.pause_s is None:
-            assert failure.node == cluster.scenario.victim, f"{process.name} blames {failure.node}: {failure}"
+            assert failure.node in cluster.scenario.victims, f"{process.name} blames {failure.node}: {failure}"
             late_s = process.ended_at - (cluster.struck_at or 0.0)
             assert late_s < VERDICT_S, f"{process.name} took {late_s:.2f} s to notice"
 
@@ -384,6 +402,7 @@ def _judge_checkpoints(cluster: Cluster) -> None:
     if _must_abort(cluster):
         return
     stayed = [user for user in cluster.users.values() if user.job.rounds_of(user.rank) == user.job.rounds]
+    stayed = [user for user in stayed if user.rank not in oracle.lost]
     for user in stayed:
         for turn, future in user.saves.items():
             error = future.exception()
@@ -406,7 +425,23 @@ def _judge_checkpoints(cluster: Cluster) -> None:
 
 def _must_abort(cluster: Cluster) -> bool:
     paused_s = cluster.scenario.pause_s or 0.0
-    return paused_s > cluster.scenario.limits.patience_s or any(one.crashed for one in cluster.processes.values())
+    if _is_doomed(cluster):
+        cluster.network.used["doomed"] += 1
+        return True
+    struck = [name for name, process in cluster.processes.items() if process.crashed]
+    struck += [name for name in cluster.scenario.victims if paused_s > cluster.scenario.limits.patience_s]
+    return not all(_is_given_up(cluster, name) for name in struck)
+
+
+def _is_given_up(cluster: Cluster, name: str) -> bool:
+    """Whether the others go on without this process when it is lost."""
+    return cluster.scenario.on_loss == "continue" and name in cluster.users
+
+
+def _is_doomed(cluster: Cluster) -> bool:
+    """Whether a key cannot get its first value any more, by the word of the scheduler."""
+    failure = cluster.processes["scheduler"].node.failure
+    return isinstance(failure, PeerLostError) and "its first value" in str(failure)
 
 
 def _state(cluster: Cluster) -> str:
@@ -425,6 +460,9 @@ PROMPT = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, explain_after_s=1.0)
 """A leader hands back after half a second what a paused worker keeps incomplete."""
 IMPATIENT = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, explain_after_s=0.02)
 """A leader hands back what is incomplete after a few messages, so that it races with what completes it."""
+
+IMPATIENT_OF_SILENCE = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, patience_s=2.0)
+GOING_ON = Scenario(num_workers=4, rounds=6, optimizer="test", saves=0.3, spread_s=0.02, on_loss="continue")
 
 SCENARIOS: dict[str, Scenario] = {
     "calm": Scenario(rounds=6),
@@ -453,9 +491,9 @@ SCENARIOS: dict[str, Scenario] = {
         num_workers=3, rounds=5, leaver_rounds=3, leaver=0, optimizer="momentum", saves=0.7
     ),
     "async checkpoints": Scenario(num_workers=3, rounds=6, mode="async", optimizer="sgd", saves=0.7, full=0.1),
-    "checkpoint and a killed server": Scenario(rounds=5, saves=0.8, victim="server-0", fault_round=2),
+    "checkpoint and a killed server": Scenario(rounds=5, saves=0.8, victims=("server-0",), fault_round=2),
     "checkpoint and a paused worker": Scenario(
-        num_workers=3, rounds=5, saves=0.8, victim="worker-1", pause_s=2.5, limits=PROMPT
+        num_workers=3, rounds=5, saves=0.8, victims=("worker-1",), pause_s=2.5, limits=PROMPT
     ),
     "storm": Scenario(weather=STORM, limits=STORM_LIMITS),
     "async storm": Scenario(mode="async", optimizer="test", weather=STORM, limits=STORM_LIMITS),
@@ -490,9 +528,9 @@ SCENARIOS: dict[str, Scenario] = {
         num_workers=3, rounds=4, encodes=0.6, holds=False, weather=STORM, limits=STORM_LIMITS
     ),
     "encoded on hosts": Scenario(num_workers=4, rounds=4, hosts=2, local_reduce="on", encodes=1.0, holds=False),
-    "killed worker": Scenario(num_workers=3, rounds=5, victim="worker-1"),
-    "killed server": Scenario(rounds=5, victim="server-0"),
-    "killed scheduler": Scenario(rounds=5, victim="scheduler"),
+    "killed worker": Scenario(num_workers=3, rounds=5, victims=("worker-1",)),
+    "killed server": Scenario(rounds=5, victims=("server-0",)),
+    "killed scheduler": Scenario(rounds=5, victims=("scheduler",)),
     "one host": Scenario(num_workers=3, rounds=5, hosts=1, local_reduce="on", holds=False),
     "one host that holds": Scenario(num_workers=3, rounds=5, hosts=1, local_reduce="on", optimizer="sgd"),
     "two hosts": Scenario(num_workers=4, rounds=5, hosts=2, optimizer="test"),
@@ -518,13 +556,39 @@ SCENARIOS: dict[str, Scenario] = {
     "impatient leader leaves": Scenario(
         num_workers=4, rounds=4, leaver_rounds=2, leaver=0, hosts=2, local_reduce="on", limits=IMPATIENT, holds=False
     ),
-    "killed leader": Scenario(num_workers=4, rounds=5, victim="worker-0", hosts=2),
-    "killed follower": Scenario(num_workers=4, rounds=5, victim="worker-2", hosts=2, local_reduce="on"),
-    "paused follower": Scenario(num_workers=4, victim="worker-3", pause_s=2.5, hosts=2, limits=PROMPT),
-    "paused leader": Scenario(num_workers=4, victim="worker-1", pause_s=2.5, hosts=2, limits=PROMPT),
-    "short pause": Scenario(victim="server-1", pause_s=2.5),
-    "long pause": Scenario(num_workers=3, rounds=5, victim="worker-2", pause_s=8.0),
+    "killed leader": Scenario(num_workers=4, rounds=5, victims=("worker-0",), hosts=2),
+    "killed follower": Scenario(num_workers=4, rounds=5, victims=("worker-2",), hosts=2, local_reduce="on"),
+    "paused follower": Scenario(num_workers=4, victims=("worker-3",), pause_s=2.5, hosts=2, limits=PROMPT),
+    "paused leader": Scenario(num_workers=4, victims=("worker-1",), pause_s=2.5, hosts=2, limits=PROMPT),
+    "short pause": Scenario(victims=("server-1",), pause_s=2.5),
+    "long pause": Scenario(num_workers=3, rounds=5, victims=("worker-2",), pause_s=8.0),
     "rows": Scenario(num_workers=3, rounds=6, tables=True, saves=0.0),
+    "goes on": replace(GOING_ON, victims=("worker-1",)),
+    "goes on without rank 0": replace(GOING_ON, victims=("worker-0",)),
+    "goes on without two": replace(GOING_ON, victims=("worker-1", "worker-3")),
+    "goes on with one": replace(GOING_ON, victims=("worker-1", "worker-3", "worker-0")),
+    "goes on in a storm": replace(GOING_ON, victims=("worker-1", "worker-2"), weather=STORM, limits=STORM_LIMITS),
+    "goes on async": replace(GOING_ON, victims=("worker-2",), mode="async", optimizer="sgd"),
+    "goes on encoded": replace(GOING_ON, victims=("worker-2",), encodes=0.6, holds=False),
+    "goes on saving": replace(GOING_ON, victims=("worker-2",), optimizer="momentum", saves=0.8),
+    "goes on saving in a storm": replace(
+        GOING_ON, victims=("worker-2", "worker-0"), weather=STORM, limits=STORM_LIMITS, saves=0.8
+    ),
+    "goes on loading": replace(GOING_ON, victims=("worker-1",), spread_s=0.1, saves=1.0, fault_round=5, full=0.0),
+    "goes on with rows": replace(GOING_ON, victims=("worker-2",), tables=True, saves=0.0),
+    "goes on with rows in a storm": replace(
+        GOING_ON,
+        victims=("worker-2", "worker-1"),
+        weather=STORM,
+        limits=STORM_LIMITS,
+        tables=True,
+        saves=0.0,
+    ),
+    "goes on offloaded": replace(GOING_ON, victims=("worker-3",), offloaded=True, optimizer="momentum"),
+    "goes on from the start": replace(GOING_ON, victims=("worker-1",), fault_round=-1),
+    "goes on or is doomed": replace(GOING_ON, victims=("worker-0",), fault_round=-1, spread_s=0.01),
+    "goes on without a zombie": replace(GOING_ON, victims=("worker-2",), pause_s=8.0, limits=IMPATIENT_OF_SILENCE),
+    "goes on without a server": replace(GOING_ON, victims=("server-1",)),
     "rows updated": Scenario(num_workers=3, num_servers=3, rounds=5, optimizer="test", tables=True, saves=0.0),
     "rows async": Scenario(num_workers=3, rounds=5, mode="async", optimizer="sgd", tables=True, saves=0.0),
     "rows in a storm": Scenario(
@@ -547,9 +611,9 @@ SCENARIOS: dict[str, Scenario] = {
     "rows beside sums of hosts": Scenario(
         num_workers=4, rounds=4, hosts=2, local_reduce="on", optimizer="sgd", tables=True, saves=0.0, limits=PROMPT
     ),
-    "rows and a killed server": Scenario(rounds=5, tables=True, saves=0.0, victim="server-1", fault_round=2),
+    "rows and a killed server": Scenario(rounds=5, tables=True, saves=0.0, victims=("server-1",), fault_round=2),
     "rows and a paused worker": Scenario(
-        num_workers=3, tables=True, saves=0.0, victim="worker-1", pause_s=2.5, limits=PROMPT
+        num_workers=3, tables=True, saves=0.0, victims=("worker-1",), pause_s=2.5, limits=PROMPT
     ),
 }
 """By name, for tests and for the command line."""

@@ -319,6 +319,12 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " every worker the same: one that says otherwise makes the others of its host wait",
         ),
         Setting(
+            "KVDIST_ON_LOSS", word("fail", "continue"), "fail",
+            "what follows when a worker is lost: `fail` ends the job, `continue` lets the others go on without it",
+            "`continue` needs stores that update ([reliability.md](reliability.md)); a lost server or scheduler ends"
+            " the job with both. The scheduler's value counts, and `kvdist-launch --on-loss` sets it",
+        ),
+        Setting(
             "KVDIST_PRIORITY_SLICES", FLAG, False,
             "`1`: every `dist` and `dist_async` store of this worker has [priority"
             " slices](performance.md#priority-slices), as the stores `p3` and `p3store_dist` always have",
@@ -685,7 +691,7 @@ def refuse_replaced(env: Variables) -> None:
 
 # Jobs with servers.
 
-JOB_WIDE = ("job", "bigarray_bound", "placement", "transport", "local_reduce")
+JOB_WIDE = ("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss")
 """Fields that a child process gets even with the default, so that its host's variables do not change them."""
 
 
@@ -717,6 +723,7 @@ class ClusterConfig:
     placement: str = setting("KVDIST_PLACEMENT")
     transport: str = setting("KVDIST_TRANSPORT")
     local_reduce: str = setting("KVDIST_LOCAL_REDUCE")
+    on_loss: str = setting("KVDIST_ON_LOSS")
     supervised: bool = setting("KVDIST_SUPERVISED")
     port_range: tuple[int, int] | None = setting("KVDIST_PORT_RANGE")
     listen_fd: int | None = setting("KVDIST_LISTEN_FD")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from kvdist.core.worker.requests import RunPlan, travels_alone
 from kvdist.nodes import Member
+from kvdist.protocol.messages import OnLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,9 @@ class ClusterView:
     summed: servers to which large slices go as one sum of this host.
     summed_small: the same for small slices.
     leader_shares: another worker sums for this one, and reads its shared memory.
+    members: the ranks of the workers that are there, in order.
+    on_loss: what follows when a worker is lost.
+    lost: how many have been given up.
     """
 
     me: Member
@@ -32,6 +36,9 @@ class ClusterView:
     summed: frozenset[int] = frozenset()
     summed_small: frozenset[int] = frozenset()
     leader_shares: bool = False
+    members: tuple[int, ...] = ()
+    on_loss: OnLoss = OnLoss.FAIL
+    lost: int = 0
 
     def shares_memory(self, server: int) -> bool:
         """Whether this server reads this process's shared memory."""

@@ -189,6 +189,16 @@ class Round(Generic[C, P]):
         """These workers wait for nothing any more. What they have pushed still counts."""
         self.pulls = [pull for pull in self.pulls if pull.member.node.rank not in gone]
 
+    def drop(self, ranks: Set[int]) -> dict[int, int]:
+        """Drop what these lost workers have pushed and no version has. Returns rank → how many pushes versions have.
+
+        Their counters go, too: they would be wrong for another process of that rank, and keep blocks from merging.
+        """
+        for rank in ranks:
+            self.slots.pop(rank, None)
+            self.refused.pop(rank, None)
+        return {rank: self.counted.pop(rank, 0) for rank in ranks}
+
     def drop_departed(self, live: Mapping[int, object]) -> None:
         """Drop the contributions of departed workers: they belong to values that were replaced."""
         self.slots = {rank: one for rank, one in self.slots.items() if rank in live}

@@ -108,6 +108,15 @@ class ErrorCode(enum.IntEnum):
     """Processes wait for each other in a circle."""
 
 
+class OnLoss(enum.IntEnum):
+    """What follows when a worker is lost. 1 is kept for a policy that waits for its return."""
+
+    FAIL = 0
+    """The job ends."""
+    CONTINUE = 2
+    """The others go on without it."""
+
+
 class Flag(enum.IntFlag):
     """What a contribution is; one byte per slice."""
 
@@ -134,6 +143,7 @@ MORE = 128
 """A flag: further rows of the same contribution, or of the same first values, follow."""
 
 Error = Annotated[int, code("error", ErrorCode, "an error")]
+Loss = Annotated[int, code("on-loss", OnLoss, "a policy of losses")]
 Outcomes = Annotated[U8, codes_up_to(max(Outcome), "outcome")]
 _PUSH_FLAGS = Flag.EMPTY | Flag.DELTA | Flag.AVERAGE | Flag.HOLD
 PushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.MEASURE | Flag.APPLY)]
@@ -169,6 +179,8 @@ class Welcome(WireMessage):
     SEQUENCED = False
     rank: UInt32
     incarnation: UInt64
+    on_loss: Loss = OnLoss.FAIL
+    """The scheduler's word, which holds for all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +208,37 @@ class Roster(WireMessage):
 
     KIND = 4
     peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
+    epoch: UInt32 = 0
+    """1, 2, …"""
+    lost: Ranks = ()
+    """The workers given up since the roster before: nothing of theirs is counted any more."""
+    ended: Ranks = ()
+    """Of all that were given up, those whose processes are known since then to have ended: they read nothing more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """How many pushes of a lost worker a server has counted in its slices of a store."""
+
+    rank: UInt32
+    store: UInt32
+    least: UInt32
+    most: UInt32
+    slices: UInt32
+    """With `most`."""
+    of: UInt32
+    """All that have been pushed to by anybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled(WireMessage):
+    """Server → scheduler: this roster is applied, and nothing more of the workers that it gives up will be counted."""
+
+    KIND = 5
+    epoch: UInt32
+    fates: Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "members_max")]
+    valueless: Numbers
+    """The slices here that have no first values."""
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
@@ -305,12 +348,15 @@ class Failed(WireMessage):
 class Barrier(_OfStore):
     """Worker → scheduler: I am at the `counter`-th barrier of this store. Answered by `Done` when all are.
 
-    All of them must say the same in `statement`, or all are answered by `Failed`.
+    All of them must say the same in `statement`, or all are answered by `Failed`. So they are if one says that the
+    barrier needs another `giver`, or if that worker does not arrive because it is gone.
     """
 
     KIND = 17
     counter: UInt64
     statement: Sentence
+    giver: FromMinusOne = -1
+    """The worker whose values the others wait for; -1 for none."""
 
 
 # Data: between workers and servers, and workers of one host. No scheduler involved.
@@ -794,7 +840,7 @@ class Perform(WireMessage):
 
 
 Message = (
-    Hello | Welcome | Rejected | Roster | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
+    Hello | Welcome | Rejected | Roster | Settled | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
     | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused | JoinedPush
     | HandedBack | PullState | ReplaceState | Alive | Ack | Waiting | Goodbye | Abort | Stop | Blocked
     | CheckBlocked

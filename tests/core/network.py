@@ -180,7 +180,7 @@ class Life:
         else:
             self.dialled.dialler.arrive(self.dialled, self.down.popleft())
 
-    def cut(self, reason: str = "connection reset") -> None:
+    def cut(self, reason: str = "connection reset", after_silence: bool = False) -> None:
         """Break: what was under way is lost, but for the end of what the dialling side had queued."""
         if not self.alive:
             return
@@ -191,9 +191,11 @@ class Life:
         self.dialled.waiting = [freight.frames for freight in list(self.up)[kept_from:]]
         self.dialled.life = None
         network.say(f"cut {self.dialled.dialler.name} - {self.acceptor.name}")
-        network.after(network.delay(), lambda: self.dialled.dialler.happen(Disconnected(self.dialled, reason)))
+        network.after(
+            network.delay(), lambda: self.dialled.dialler.happen(Disconnected(self.dialled, reason, after_silence))
+        )
         notice_s = network.delay() + (RECONNECT_S * 1.5 if network.random.random() < 0.3 else 0.0)
-        network.after(notice_s, lambda: self.acceptor.happen(Disconnected(self, reason)))
+        network.after(notice_s, lambda: self.acceptor.happen(Disconnected(self, reason, after_silence)))
         network.after(RECONNECT_S * network.random.uniform(0.1, 1.0), lambda: self.dialled.dialler.dial(self.dialled))
 
     def end(self) -> None:
@@ -296,10 +298,10 @@ class SimulatedTransport(Transport):
             for life in self._lives:
                 life.end()
 
-    def break_off(self, reason: str) -> None:
+    def break_off(self, reason: str, after_silence: bool = False) -> None:
         """Every connection of this side breaks."""
         for life in self._lives:
-            life.cut(reason)
+            life.cut(reason, after_silence)
 
     def cut_one(self) -> bool:
         """Break one connection; False if there is none."""
@@ -352,7 +354,7 @@ class Process:
         self.network.happened["pause"] += 1
         self.network.say(f"pause {self.name} for {seconds:g} s")
         if seconds > silence_s:
-            self.network.after(silence_s, lambda: self.transport.break_off("no sign of life"))
+            self.network.after(silence_s, lambda: self.transport.break_off("no sign of life", after_silence=True))
         self.network.after(seconds, self._resume)
 
     def _resume(self) -> None:

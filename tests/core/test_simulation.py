@@ -88,12 +88,12 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     if scenario.tables:
         yield "rows in parts"
         yield "PushRows in several frames"
-    elif scenario.hosts is None and not scenario.victim:
+    elif scenario.hosts is None and not scenario.victims:
         yield "round of several slices"
     if scenario.hosts is not None and scenario.mode == "sync":
         yield "summed on a host"
     is_short = scenario.pause_s is not None and scenario.pause_s < scenario.limits.patience_s
-    is_complete = not scenario.victim or is_short
+    is_complete = not scenario.victims or is_short
     if is_complete and scenario.saves:
         yield "checkpoint"
         yield "restored"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist.checkpoint.snapshot import EVERYTHING, WEIGHTS
+from kvdist.core.sharding import Slice
 from kvdist.core.worker.requests import (
     DeclareKeys,
     Encoded,
@@ -44,6 +45,7 @@ from kvdist.optimizer.compression import Codec, Half, TopK
 from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Configure, Flag, SavedFile
 from kvdist.runtime.node import AnswerByKey, Node
+from tests.core.ledger import Books
 from tests.core.row_workload import TABLES, RowOracle, RowUser
 from tests.core.shelf import Shelf
 
@@ -117,17 +119,20 @@ class Job:
 
 
 class Oracle:
-    """The contributions of a seed, and the value of every key at every version."""
+    """The contributions of a seed, and the value of every slice at every version, by what servers have counted."""
 
     def __init__(self, job: Job, generator: random.Random) -> None:
         self.job = job
+        self.books = Books()
+        self.lost: set[int] = set()
+        """The ranks that have been struck."""
+        self.slices: dict[int | str, tuple[Slice, ...]] = {}
+        """Key → its slices, once a worker knows them."""
         self.firsts: dict[int | str, Array] = {}
         self.given: dict[tuple[int, int, int | str], Array | None] = {}
         """(rank, round, key) → the gradient, or None for an empty contribution."""
-        self.states: dict[int | str, list[Array]] = {}
-        """Key → its value at each version, of a synchronous store."""
-        self.momenta: dict[int | str, list[Array]] = {}
-        """The same of what the optimizer remembers, if anything."""
+        self._states: dict[int, list[tuple[Array, Array]]] = {}
+        """Slice → its value, and what the optimizer remembers of it, at each version."""
         self.saves = [generator.random() < job.saves for _ in range(job.rounds)]
         """Round → whether a checkpoint follows it."""
         self.together = [generator.random() < 0.8 for _ in range(job.rounds)]
@@ -141,14 +146,18 @@ class Oracle:
                     grad = np.arange(key.size) % 7 + 1 + by_rank * rank + by_turn * turn
                     empty = generator.random() < (0.005 if key.name in TOGETHER else 0.1)
                     self.given[rank, turn, key.name] = None if empty else grad.astype(key.dtype.storage)
-            self.states[key.name], self.momenta[key.name] = self._states(key)
         turns = [job.rounds_of(rank) for rank in self._ranks]
-        self.rows = RowOracle(turns, job.optimizer, generator) if job.tables else None
+        self.rows = RowOracle(turns, job.optimizer, generator, self.books) if job.tables else None
 
     def encore(self, key: Key, weight: Array, momentum: Array | None) -> Array:
         """The value after one more round of ones by all who are there at the end."""
-        summed = np.full(key.size, sum(self.job.rounds_of(rank) == self.job.rounds for rank in self._ranks))
-        return self._updated(key, weight, np.zeros(key.size) if momentum is None else momentum, summed)[0]
+        momentum = np.zeros(key.size) if momentum is None else momentum
+        after = np.copy(weight)
+        for piece in self.slices[key.name]:
+            ones = sum(step == self.job.rounds for one in self.books.rounds[piece.number] for _, step in one)
+            part = slice(piece.start, piece.stop)
+            after[part] = self._updated(key, weight[part], momentum[part], np.full(piece.count, ones))[0]
+        return after
 
     def require_saved(self, shelf: Shelf, folder: str, turn: int) -> None:
         """Whether a checkpoint that was called for after a round has what it must."""
@@ -160,18 +169,51 @@ class Oracle:
         for key in KEYS:
             found = weights[key.name]
             if manifest.exact:
-                wanted = self.states[key.name][turn + 1]
+                wanted, momentum = self.at(key, turn + 1)
                 assert np.array_equal(found, wanted), f"{folder} has {found} of key {key.name!r}, not {wanted}"
+                if momenta:
+                    assert np.array_equal(momenta[key.name], momentum), f"{folder}: {key.name!r}"
             else:
                 change = (found - self.firsts[key.name]) * self._sign
-                least, most = self._pushed(key, turn + 1), self._pushed(key, self.job.rounds)
+                stayed = [rank for rank in self._ranks if rank not in self.lost]
+                least, most = self._pushed(key, turn + 1, stayed), self._pushed(key, self.job.rounds, self._ranks)
                 assert (change >= least).all() and (change <= most).all(), f"{folder} of {key.name!r}: {change}"
-            if momenta:
-                assert np.array_equal(momenta[key.name], self.momenta[key.name][turn + 1]), f"{folder}: {key.name!r}"
 
     def final(self, key: Key) -> Array:
-        """The value at the end, in whichever order a synchronous or asynchronous store counted."""
-        return self.states[key.name][-1]
+        """The value when all that stay have made their pushes, before any more."""
+        return self.at(key, self.job.rounds if self.job.mode == "sync" else None)[0]
+
+    def least_final(self, piece: Slice) -> int:
+        """The first version of a slice that has all pushes of all that are not lost."""
+        ranks = [rank for rank in self._ranks if rank not in self.lost]
+        found = [self.books.version_with(piece.number, rank, self.job.rounds_of(rank)) for rank in ranks]
+        versions = [version for version in found if version is not None]
+        assert len(versions) == len(found), f"pushes to slice {piece.number} are not counted at the end"
+        return max(versions)
+
+    def at(self, key: Key, version: int | None) -> tuple[Array, Array]:
+        """The value of a key, and what the optimizer remembers, at one version of all slices; None for the newest."""
+        value, momentum = (np.zeros(key.size, key.dtype.storage) for _ in range(2))
+        for piece in self.slices[key.name]:
+            states = self.states(key, piece)
+            value[piece.start : piece.stop], momentum[piece.start : piece.stop] = states[
+                -1 if version is None else version
+            ]
+        return value, momentum
+
+    def states(self, key: Key, piece: Slice) -> list[tuple[Array, Array]]:
+        """The same of one slice, at each version that it has had so far."""
+        part = slice(piece.start, piece.stop)
+        first = self.firsts[key.name][part]
+        states = self._states.setdefault(piece.number, [(first, np.zeros_like(first))])
+        for counted in self.books.rounds[piece.number][len(states) - 1 :]:
+            if any(step >= self.job.rounds_of(member.node.rank) for member, step in counted):
+                break  # the round after the store was loaded
+            given = [self.given[member.node.rank, step, key.name] for member, step in counted]
+            present = [grad[part] for grad in given if grad is not None]
+            before = states[-1]
+            states.append(self._updated(key, *before, np.sum(present, axis=0)) if present else before)
+        return states
 
     @property
     def _ranks(self) -> range:
@@ -181,23 +223,10 @@ class Oracle:
     def _sign(self) -> int:
         return 1 if self.job.optimizer == "test" else -1
 
-    def _pushed(self, key: Key, rounds: int) -> Array:
-        """What all have pushed in the first rounds."""
-        turns = [self.given.get((rank, turn, key.name)) for rank in self._ranks for turn in range(rounds)]
+    def _pushed(self, key: Key, rounds: int, ranks: Iterable[int]) -> Array:
+        """What these workers have pushed in the first rounds."""
+        turns = [self.given.get((rank, turn, key.name)) for rank in ranks for turn in range(rounds)]
         return np.sum([np.zeros(key.size), *(grad for grad in turns if grad is not None)], axis=0)
-
-    def _states(self, key: Key) -> tuple[list[Array], list[Array]]:
-        states, momenta = [self.firsts[key.name]], [np.zeros(key.size, key.dtype.storage)]
-        for turn in range(self.job.rounds):
-            given = [self.given.get((rank, turn, key.name)) for rank in self._ranks]
-            present = [grad for grad in given if grad is not None]
-            state, momentum = states[-1], momenta[-1]
-            if present:
-                summed = np.sum(present, axis=0, dtype=key.dtype.storage)
-                state, momentum = self._updated(key, state, momentum, summed)
-            states.append(state)
-            momenta.append(momentum)
-        return states, momenta
 
     def _updated(self, key: Key, state: Array, momentum: Array, summed: Array) -> tuple[Array, Array]:
         summed = summed.astype(key.dtype.storage)
@@ -217,8 +246,6 @@ class Reading:
     results: list[Array]
     pushed: dict[int | str, int]
     seen: dict[int, int]
-    sums: dict[int | str, Array]
-    """Of an asynchronous store: what this worker has contributed before."""
 
 
 @dataclass(eq=False)
@@ -248,7 +275,6 @@ class User:
     _last_turn: list[Future[Any]] = field(default_factory=list)
     _pushed: dict[int | str, int] = field(default_factory=dict)
     _seen: dict[int, int] = field(default_factory=dict)
-    _sums: dict[int | str, Array] = field(default_factory=dict)
     _held: dict[int, tuple[Array, bytes]] = field(default_factory=dict)
     """Slice → the newest value that is read where it lies, and what it was when it came."""
     _leaving: bool = False
@@ -294,6 +320,7 @@ class User:
         )
         yield [declared]
         self.infos = {info.key: info for info in declared.result()}
+        self.oracle.slices = {info.key: info.slices for info in declared.result()}
         if self.job.optimizer is not None:
             name, more = ("sgd", {"momentum": 0.5}) if self.job.optimizer == "momentum" else (self.job.optimizer, {})
             description = create(name, learning_rate=1.0, **more).describe()
@@ -375,9 +402,12 @@ class User:
         yield [future]
         for info, result in zip(reading.infos, reading.results, strict=True):
             key = next(key for key in KEYS if key.name == info.key)
-            assert np.array_equal(result, self.oracle.final(key)), (
-                f"worker {self.rank}: key {info.key!r} ended as {result}, not {self.oracle.final(key)}"
-            )
+            for piece in info.slices:
+                states = [value for value, _ in self.oracle.states(key, piece)][self.oracle.least_final(piece) :]
+                found = result[piece.start : piece.stop]
+                assert any(np.array_equal(found, state) for state in states), (
+                    f"worker {self.rank}: key {info.key!r} ended as {found}, not as one of {states}"
+                )
         if self._rows is not None:
             reads = self._rows.check_the_end()
             yield [future for _, _, future in reads]
@@ -433,10 +463,8 @@ class User:
         infos = [self.infos[name] for name in names]
         grads = {name: self.oracle.given[self.rank, turn, name] for name in names}
         plan = make_plan(infos, 64)
-        for name, grad in grads.items():
+        for name in grads:
             self._pushed[name] = self._pushed.get(name, 0) + 1
-            if grad is not None:
-                self._sums[name] = self._sums.get(name, 0) + grad
         reading = self._reading(infos)
         codecs = [self._codec(run) for run in plan.runs]
         payloads, encoded = zip(
@@ -504,8 +532,7 @@ class User:
     def _reading(self, infos: Sequence[KeyInfo]) -> Reading:
         results: list[Array] = [np.full(info.size, -1, info.dtype.storage) for info in infos]
         pushed = {info.key: self._pushed.get(info.key, 0) for info in infos}
-        sums = {info.key: np.copy(self._sums.get(info.key, np.zeros(info.size))) for info in infos}
-        return Reading(infos, results, pushed, dict(self._seen), sums)
+        return Reading(infos, results, pushed, dict(self._seen))
 
     def _hold(self, number: int, array: Array) -> None:
         """A value has come that is read where it lies; its predecessor was there until now."""
@@ -526,33 +553,28 @@ class User:
     def _check(self, reading: Reading) -> None:
         self.reads += 1
         for info, result in zip(reading.infos, reading.results, strict=True):
-            if self.job.mode == "sync":
-                self._check_versions(reading, info, result)
-            else:
-                self._check_bounds(reading, info, result)
+            key = next(key for key in KEYS if key.name == info.key)
+            for piece in info.slices:
+                self._check_slice(reading, key, piece, result[piece.start : piece.stop])
 
-    def _check_versions(self, reading: Reading, info: KeyInfo, result: Array) -> None:
-        states = self.oracle.states[info.key]
-        for piece in info.slices:
-            least = max(reading.pushed[info.key], reading.seen.get(piece.number, 0))
-            found = result[piece.start : piece.stop]
-            for version in range(least, len(states)):
-                if np.array_equal(states[version][piece.start : piece.stop], found):
-                    self._seen[piece.number] = max(self._seen.get(piece.number, 0), version)
-                    break
-            else:
-                raise AssertionError(
-                    f"worker {self.rank} read {found} of key {info.key!r}, no version from {least} on of"
-                    f" {[state[piece.start : piece.stop].tolist() for state in states]}"
-                )
+    def _check_slice(self, reading: Reading, key: Key, piece: Slice, found: Array) -> None:
+        """It is what the servers had at some version, which has all pushes of this worker so far."""
+        states = [value for value, _ in self.oracle.states(key, piece)]
+        least = max(self._version_with_own(piece.number, reading.pushed[key.name]), reading.seen.get(piece.number, 0))
+        for version in range(least, len(states)):
+            if np.array_equal(states[version], found):
+                self._seen[piece.number] = max(self._seen.get(piece.number, 0), version)
+                break
+        else:
+            raise AssertionError(
+                f"worker {self.rank} read {found} of key {key.name!r}, no version from {least} on of"
+                f" {[state.tolist() for state in states]}"
+            )
 
-    def _check_bounds(self, reading: Reading, info: KeyInfo, result: Array) -> None:
-        key = next(key for key in KEYS if key.name == info.key)
-        sign = 1 if self.job.optimizer == "test" else -1
-        change = sign * (result - self.oracle.firsts[info.key])
-        most = sign * (self.oracle.final(key) - self.oracle.firsts[info.key])
-        assert (change >= reading.sums[info.key]).all(), f"worker {self.rank} does not read its own pushes: {change}"
-        assert (change <= most).all(), f"worker {self.rank} read more than was pushed: {change} > {most}"
+    def _version_with_own(self, number: int, pushes: int) -> int:
+        version = self.oracle.books.version_with(number, self.rank, pushes)
+        assert version is not None, f"worker {self.rank} reads slice {number} before its push {pushes - 1} is counted"
+        return version
 
 
 @dataclass(frozen=True)

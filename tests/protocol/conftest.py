@@ -42,9 +42,10 @@ def _messages() -> list[m.Message]:
     keys: tuple[int | str, ...] = ("fc1.weight", -(1 << 63))
     return [
         m.Hello(-1, "node7", 4242, "tcp://10.0.0.7:9000", 2, 3, "0.1.0"),
-        m.Welcome(1, (1 << 64) - 1),
+        m.Welcome(1, (1 << 64) - 1, m.OnLoss.CONTINUE),
         m.Rejected("the seat is taken"),
-        m.Roster(peers),
+        m.Roster(peers, 3, (1, 4), (4,)),
+        m.Settled(3, (m.Fate(1, 0, 6, 7, 2, 9),), u32(5, 6)),
         m.Declare(1 << 40, 0, "sync", keys, ((3, 0, 5), ()), (1, 4), (3, 4), ("rows", "")),
         m.Placed(5, m.Placement((0, 1), (m.Placement.CUT_AT_ROWS, m.Placement.CUT), 4 << 20), (0, 1)),
         m.Assign(6, 1, "async", keys, ((3, 5), (1 << 37,)), (8, 1), (8, 4), ("", ""), placement),
@@ -52,7 +53,7 @@ def _messages() -> list[m.Message]:
         m.SetOptimizer(8, 0, dict(description)),
         m.Done(9),
         m.Failed(10, 1, "shapes differ"),
-        m.Barrier(11, 2, 3, "8 parameters"),
+        m.Barrier(11, 2, 3, "8 parameters", 1),
         m.InitValues(u32(1, 1), u32(0, 9), arrays([1, 3], [3, 5])),
         m.Push(True, u32(4, 4, 5), u32(0, 11, 12), u32(2, 2, 0), u32(2, 2, 1), u32(32, 0, 1), u8(0, 1, 6),
                ((0.5, NAN, 0.25), (NAN, 0.0, 1.0)), u8(0, 1, 1), arrays([1, 1, 8], [3, 0, 13])),

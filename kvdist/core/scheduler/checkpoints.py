@@ -244,7 +244,7 @@ class Checkpoints:
         first = saves[0][1]
         gone = saving.live - {member.node.rank for member, _ in saves}
         names = ", ".join(f"worker-{rank}" for rank in sorted(gone))
-        lacks = f"{saving.name} has no state of {names}, which left instead of calling save_checkpoint"
+        lacks = f"{saving.name} has no state of {names}, which was lost or left instead of calling save_checkpoint"
         written = Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))
         return [*([Log(lacks)] if names else []), written]
 

@@ -64,6 +64,13 @@ class Deadlocks:
             self._unconfirmed.discard(rank)
         self.due = min(self.due, now + LOOK_AFTER_S)
 
+    def forget(self, member: Member, now: float) -> None:
+        """A worker was given up: what it has reported means nothing, and its confirmation does not come."""
+        self._blocked.pop(member.node.rank, None)
+        self._found, self._unconfirmed = {}, None
+        if self._blocked:
+            self.due = min(self.due, now + LOOK_AFTER_S)
+
     def look(self, live: Set[int], waits: Waits, key_of: KeyOf, now: float) -> tuple[list[Effect], str]:
         """Search again.
 

@@ -330,14 +330,14 @@ class Keys:
         keep = Keep.NOTHING if optimizer is None else optimizer.keep
         itemsizes = [itemsize_of[code] for code in dtypes]
         placement = self._placer.place(keys, shapes, itemsizes, keep, forms, store.slice_bytes)
-        init_rank = min(_ranks(self._membership.workers), default=0)  # rank 0, or the next one if that has left
         for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
-            entry.first_slice, entry.home, entry.init_rank = first, home, init_rank
+            entry.first_slice, entry.home = first, home
 
         pulled_as = tuple([entry.pulled_as for entry in entries])
         columns = (tuple(keys), tuple(shapes), dtypes, pulled_as, tuple(forms))
 
         def placed(failure: str) -> list[Effect]:
+            self._choose_giver(entries)  # again: nobody knows of the first choice yet, and it may be gone by now
             # Only a table can have failed; arrays of the same call are there.
             refused = [entry for entry in entries if failure and entry.form == ROWS]
             for entry in refused:
@@ -351,11 +351,25 @@ class Keys:
             placed,
         )
 
+    def _choose_giver(self, entries: Iterable[DeclaredKey]) -> None:
+        """Rank 0 gives first values, or the next one if that is gone."""
+        rank = min(_ranks(self._membership.workers), default=0)
+        for entry in entries:
+            entry.init_rank = rank
+
     def key_of(self, number: int) -> int | str:
         """The key that a slice belongs to, by the number of the slice."""
+        return self._entry_of(number).key
+
+    def giver_of(self, number: int) -> int | None:
+        """The rank that has been told to give a slice its first value; None if nobody has been told yet."""
+        entry = self._entry_of(number)
+        return entry.init_rank if entry.placed else None
+
+    def _entry_of(self, number: int) -> DeclaredKey:
         entries = [entry for store in self.stores.values() for entry in store.entries.values()]
         before = [entry for entry in entries if 0 <= entry.first_slice <= number]
-        return max(before, key=lambda entry: entry.first_slice).key
+        return max(before, key=lambda entry: entry.first_slice)
 
     def configure(self, sender: Member, message: Configure, now: float) -> list[Effect]:
         """A worker chooses an optimizer."""

@@ -1,12 +1,12 @@
 """Who is in the cluster. Only the scheduler changes this; servers and workers get rosters of it. Pure.
 
 A rank is given once, to a process that is known by the token of its hello, so a repeated hello gets the same answer.
-For now the set is fixed once it is complete, but for members that leave.
+The set is fixed once it is complete, but for members that leave, and for workers that are given up: those are *lost*.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.machine import NEVER
@@ -23,6 +23,24 @@ class ShardOwners:
     primary: int
     replica: int | None = None
     """The server that could take over, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """Why a member that is not heard is suspected, and when it counts as lost."""
+
+    due: float
+    reason: str
+    has_ended: bool
+    """Whether its own host closed the connection, as it does when a process ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Untold:
+    """The ranks of workers that the next roster says were given up, or have ended."""
+
+    lost: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
 
 
 class Membership:
@@ -45,11 +63,14 @@ class Membership:
         """Workers that have said goodbye, and servers that have ended after they were told to."""
         self.absent: set[NodeId] = set()
         """Workers whose processes ended well without having registered."""
+        self.lost: dict[Member, str] = {}
+        """The workers that were given up, and why. They have left, too, but nobody listens to them any more."""
         self.shards = [ShardOwners(rank) for rank in range(config.num_servers)]
         self._config = config
         self._started_on: dict[NodeId, str] = {}
-        self._suspects: dict[Member, tuple[float, str]] = {}
-        """Member → when it counts as lost, and why."""
+        self._suspects: dict[Member, Suspicion] = {}
+        self._ended: set[Member] = set()
+        self._untold = Untold()
         self._tokens: dict[int, Member] = {}
         self._next_incarnation = first_incarnation
 
@@ -111,9 +132,9 @@ class Membership:
     # Being there.
 
     def has(self, member: Member) -> bool:
-        """Whether this very process has its rank, whether it has left or not."""
+        """Whether this very process has its rank, whether it has left or not; it has not if it was given up."""
         peer = self.peers.get(member.node)
-        return peer is not None and peer.member == member
+        return peer is not None and peer.member == member and member not in self.lost
 
     @property
     def present(self) -> tuple[Peer, ...]:
@@ -123,7 +144,8 @@ class Membership:
     def next_roster(self) -> Roster:
         """Who is there now, in a new epoch."""
         self.epoch += 1
-        return Roster(self.present)
+        told, self._untold = self._untold, Untold()
+        return Roster(self.present, self.epoch, tuple(sorted(told.lost)), tuple(sorted(told.ended)))
 
     # Leaving and dying.
 
@@ -135,6 +157,22 @@ class Membership:
         if member is not None:
             self._suspects.pop(member, None)
 
+    def lose(self, member: Member, cause: str, has_ended: bool) -> None:
+        """Give up a worker that is there; its process may go on, unless it is known to have ended."""
+        self.leave(member.node)
+        self.lost[member] = cause
+        self._untold.lost.add(member.node.rank)
+        if has_ended:
+            self.has_ended(member)
+
+    def has_ended(self, member: Member) -> bool:
+        """Note that the process of a lost worker is no more; whether that is news."""
+        is_news = member not in self._ended
+        self._ended.add(member)
+        if is_news:
+            self._untold.ended.add(member.node.rank)
+        return is_news
+
     @property
     def workers_are_gone(self) -> bool:
         """Whether no worker is there, nor will come."""
@@ -145,10 +183,10 @@ class Membership:
         """Whether every server has ended."""
         return sum(node.role is Role.SERVER for node in self.left) == self._config.num_servers
 
-    def suspect(self, member: Member, due: float, reason: str) -> None:
+    def suspect(self, member: Member, due: float, reason: str, after_silence: bool = False) -> None:
         """A member counts as lost at that time, unless it comes back; one that has left does not."""
         if self.has(member) and member.node not in self.left:
-            self._suspects[member] = (due, reason)
+            self._suspects[member] = Suspicion(due, reason, not after_silence)
 
     def trust(self, member: Member) -> None:
         """A suspect has come back."""
@@ -157,14 +195,14 @@ class Membership:
     @property
     def next_loss(self) -> float:
         """When the first suspect counts as lost, or NEVER."""
-        return min((due for due, _ in self._suspects.values()), default=NEVER)
+        return min((suspicion.due for suspicion in self._suspects.values()), default=NEVER)
 
-    def take_lost(self, now: float) -> tuple[Member, str] | None:
+    def take_lost(self, now: float) -> tuple[Member, Suspicion] | None:
         """A suspect whose time is over, and why it was suspected."""
-        for member, (due, reason) in self._suspects.items():
-            if now >= due:
+        for member, suspicion in self._suspects.items():
+            if now >= suspicion.due:
                 del self._suspects[member]
-                return member, reason
+                return member, suspicion
         return None
 
     def validate(self) -> None:
@@ -176,6 +214,7 @@ class Membership:
         live = self.workers | self.servers
         assert live == {peer.member.node: peer.member for peer in self.present}, "a live member has not left"
         assert not self._suspects.keys() - set(live.values()), "only a live member is suspected"
+        assert not self.lost.keys() & set(live.values()), "who was given up is not there"
         owners = [owners for owners in self.shards if owners.replica == owners.primary]
         assert not owners, "a replica is another server than the primary"
 

@@ -8,6 +8,7 @@ hints to members that wait long and the search for deadlocks all ask every agree
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.agreement import Agreement, Answer, MemberWait, Questions
@@ -18,6 +19,7 @@ from kvdist.core.machine import (
     ChildEnded,
     Effect,
     Event,
+    Forget,
     Halt,
     LauncherGone,
     Log,
@@ -32,11 +34,12 @@ from kvdist.core.machine import (
 from kvdist.core.scheduler.checkpoints import Checkpoints
 from kvdist.core.scheduler.deadlocks import Deadlocks
 from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.sharding import Placer
 from kvdist.errors import ConfigError, DeadlockError, KvdistError, PeerLostError
-from kvdist.naming import who_says_what
-from kvdist.nodes import UNRANKED, Member, Role
+from kvdist.naming import name_of, who_says_what
+from kvdist.nodes import UNRANKED, Member, Role, worker
 from kvdist.protocol.messages import (
     Abort,
     Barrier,
@@ -52,14 +55,19 @@ from kvdist.protocol.messages import (
     Hello,
     Load,
     Message,
+    OnLoss,
     Perform,
     Rejected,
     Save,
     Saved,
+    Settled,
     Stop,
     Waiting,
     Welcome,
 )
+
+BarrierWord = tuple[str, int]
+"""What a worker says at a barrier: its statement, and the rank of the giver, or -1."""
 
 ROSTER_GAP_S = 0.001
 """Between two rosters, for each member: to tell all of all costs the square of their number, and a thousand workers
@@ -94,8 +102,10 @@ class Scheduler(Machine):
         )
         self.keys = Keys(self.membership, placer, self._questions)
         self.checkpoints = Checkpoints(self.membership, self.keys, self._questions)
+        self.on_loss = OnLoss[config.on_loss.upper()]
+        self.losses = Losses(self.membership, self.keys, self.on_loss, self._doomed)
         self._deadlocks = Deadlocks()
-        self._barriers: dict[tuple[int, int], Agreement[str]] = {}
+        self._barriers: dict[tuple[int, int], Agreement[BarrierWord]] = {}
         """(store, count) → the barrier, until all workers have passed it."""
         self._passed: dict[int, int] = {}
         """Store → how many of its barriers all workers have passed."""
@@ -123,6 +133,8 @@ class Scheduler(Machine):
             return None
         if source.node.rank == UNRANKED and source.node.role is not Role.SCHEDULER:
             return None if isinstance(message, Hello) else ""
+        if source in self.membership.lost:
+            return self._fenced(source)
         return f"{source} has no seat in this job: it is of an earlier one, or was replaced; start the whole job again"
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
@@ -153,7 +165,9 @@ class Scheduler(Machine):
             case Goodbye() if is_worker:
                 return self._goodbye(sender, message, now)
             case Goodbye() if message.failure:
-                return self._lost(sender, message.failure)
+                return self._lost(sender, message.failure, now)
+            case Settled() if not is_worker:
+                return self.losses.settled(sender, message)
             case Done() if not is_worker:
                 return self._questions.answered(sender, message.request, "")
             case Failed() if not is_worker:
@@ -165,11 +179,12 @@ class Scheduler(Machine):
         """React to connections and to what the launcher saw."""
         match event:
             case PeerDisconnected(member, reason, after_silence):
-                self.membership.suspect(member, now + self.limits.reconnect_grace_s(after_silence), reason)
+                due = now + self.limits.reconnect_grace_s(after_silence)
+                self.membership.suspect(member, due, reason, after_silence)
             case PeerConnected(member):
                 self.membership.trust(member)
             case Unreachable(member, reason):
-                return self._lost(member, reason)
+                return self._lost(member, reason, now)
             case ChildEnded():
                 return self._child_ended(event, now)
             case ProcessStarted(node, host, pid):
@@ -186,8 +201,8 @@ class Scheduler(Machine):
         """Judge the suspects, hint at who is awaited, enforce deadlines."""
         lost = self.membership.take_lost(now)
         if lost is not None:
-            member, reason = lost
-            return self._server_gone(member) if self._is_over else self._lost(member, reason)
+            member, why = lost
+            return self._server_gone(member) if self._is_over else self._lost(member, why.reason, now, why.has_ended)
         if now >= self._stop_by:
             return self._stop(None)
         if not self.membership.is_complete and now >= self._form_by:
@@ -238,7 +253,10 @@ class Scheduler(Machine):
             member = known or self.membership.admit(sender, message)
         except ConfigError as error:
             return [Send(sender, Rejected(str(error)))]
-        effects: list[Effect] = [Send(sender, Welcome(member.node.rank, member.incarnation)), Bind(sender, member)]
+        if member in self.membership.lost:
+            return [Send(sender, Rejected(self._fenced(member)))]
+        welcome = Welcome(member.node.rank, member.incarnation, self.on_loss)
+        effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
         if known is not None:
             return effects
         if self._is_over and member.node.role is Role.SERVER:
@@ -277,7 +295,7 @@ class Scheduler(Machine):
             subject = f"barrier {message.counter}"
             barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, (workers,))
         asks_again = barrier.has_heard(sender)
-        barrier.say(sender, message.statement)
+        barrier.say(sender, (message.statement, message.giver))
         barrier.ask(sender, message.request)
         if asks_again:
             waits = (wait for wait in barrier.waits() if (wait.member, wait.request) == (sender, message.request))
@@ -318,12 +336,15 @@ class Scheduler(Machine):
     def _goodbye(self, sender: Member, message: Goodbye, now: float) -> list[Effect]:
         effects: list[Effect] = [Send(sender, Done(message.request))]
         if message.failure:
-            return effects + self._lost(sender, message.failure)
+            return effects + self._lost(sender, message.failure, now, said=message.failure)
         if sender.node in self.membership.left:
             return effects
         self.membership.leave(sender.node)
-        effects += self._announce_soon(now)
-        effects += [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
+        return effects + self._announce_soon(now) + self._without_departed(now)
+
+    def _without_departed(self, now: float) -> list[Effect]:
+        """A worker is gone: whatever has waited for nobody else goes on."""
+        effects = [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
         return effects + self._end_if_alone(now)
 
     @property
@@ -361,7 +382,10 @@ class Scheduler(Machine):
         if event.clean and self._is_over:
             return self._server_gone(Member(node, 0))
         member = peer.member if peer else Member(node, 0)
-        return self._lost(member, event.cause + ("" if peer else " before it had joined the cluster"))
+        if member in membership.lost:
+            return self._announce_soon(now) if membership.has_ended(member) else []
+        cause = event.cause + ("" if peer else " before it had joined the cluster")
+        return self._lost(member, cause, now, has_ended=True)
 
     def _incomplete_for_ever(self) -> list[Effect]:
         """A worker's process ended without joining: an error if others wait for it."""
@@ -373,14 +397,54 @@ class Scheduler(Machine):
         sentence = f"{absent} {cause}, but {waiting[0]} waits for it: every worker must call kv.create('dist')"
         return self._abort(absent, "", cause, None, sentence)
 
-    def _lost(self, member: Member, cause: str) -> list[Effect]:
+    def _lost(self, member: Member, cause: str, now: float, has_ended: bool = False, said: str = "") -> list[Effect]:
+        """A process is lost: the job ends, or the others go on without it.
+
+        Args:
+            member: it.
+            cause: why, as a phrase.
+            now: the time.
+            has_ended: whether it is known that its process is no more.
+            said: the cause, if these are its own words.
+        """
+        if member in self.membership.lost:
+            return []  # launcher, connection and process itself may all report one death
         peer = self.membership.peers.get(member.node)
         host = peer.host if peer else ""
         step = self.steps.get(member) if member.node.role is Role.WORKER else None
         where = f" (host {peer.host}, pid {peer.pid})" if peer else ""
         # Workers tell their step once a second, and with each message to the scheduler.
         when = "" if step is None else f", last heard of in step {step}"
-        return self._abort(str(member), host, cause, step, f"{member}{where} was lost{when}: {cause}")
+        sentence = f"{member}{where} was lost{when}: {cause}"
+        if self.losses.may_go_on(member, said):
+            self.losses.note(said)
+            return self._go_on_without(member, cause, sentence, has_ended, now)
+        return self._abort(str(member), host, cause, step, sentence)
+
+    def _go_on_without(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:
+        """Give up a worker, and tell all at once, so that no round waits for it."""
+        if member.node in self.membership.left:  # it had finished its part before
+            return [Log(f"{sentence}; it had left before")]
+        self.membership.lose(member, cause, has_ended)
+        self._deadlocks.forget(member, now)
+        others = len(self.membership.workers)
+        told = Log(f"{sentence}; {others} worker{'s go' if others > 1 else ' goes'} on")
+        return [told, Forget(member), *self._announce(now), *self._without_departed(now)]
+
+    def _fenced(self, member: Member) -> str:
+        return (
+            f"{member} was given up ({self.membership.lost[member]}), and the others went on without it: this process"
+            " must not go on"
+        )
+
+    def _doomed(self, key: int | str, giver: Member) -> list[Effect]:
+        """A key can never get its first value, and whoever uses it would wait for ever."""
+        cause = self.membership.lost[giver]
+        sentence = (
+            f"{giver} was lost before it had given {name_of(key)} its first value ({cause}), and nobody else has it:"
+            " start the job again"
+        )
+        return self._abort(str(giver), "", cause, None, sentence)
 
     def _abort(self, node: str, host: str, cause: str, step: int | None, sentence: str) -> list[Effect]:
         if self._stopped:
@@ -412,7 +476,8 @@ class Scheduler(Machine):
 
     def _waits(self) -> Iterator[MemberWait]:
         """All that wait for an agreement, and for whom."""
-        for agreement in (*self._barriers.values(), *self._commands):
+        agreements: list[Agreement[Any]] = [*self._barriers.values(), *self._commands]
+        for agreement in agreements:
             yield from agreement.waits()
         yield from self.checkpoints.waits()
         yield from self.keys.waits()
@@ -425,9 +490,16 @@ class Scheduler(Machine):
         return [wait.hint(now) for wait in sorted(self._waits(), key=lambda wait: wait.since, reverse=True)]
 
 
-def _barrier_answer(barrier: Agreement[str]) -> Answer:
-    said = barrier.disagreement(lambda text: text or "nothing")
+def _barrier_answer(barrier: Agreement[BarrierWord]) -> Answer:
+    said = barrier.disagreement(lambda word: word[0] or "nothing")
     if not said:
+        givers = {giver for _, (_, giver) in barrier.said.values() if giver >= 0}
+        if len(givers) > 1 or any(worker(giver) not in barrier.said for giver in givers):
+            names = ", ".join(f"worker-{giver}" for giver in sorted(givers))
+            reason = (
+                f"{names}, whose values were to be everybody's, was lost or has left in the middle: give them again"
+            )
+            return lambda request: Failed(request, ErrorCode.PEER_LOST, reason)
         return Done
     reason = (
         f"the workers do not agree. {who_says_what(said)}. Every worker must run the same program on the same model"

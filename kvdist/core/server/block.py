@@ -106,7 +106,7 @@ class Block:
     """All blocks here of the same parameter, if there are several: a rule that needs norms updates them together."""
     held: dict[Member, Buffer] = field(default_factory=dict)
     """Worker → the version that it reads where it lies. Each is leased once for that; for good, when the worker leaves,
-    because its process may go on reading."""
+    because its process may go on reading. See `release`."""
     merged_at: int = -1
     """The version at which it was merged; -1 if it was not."""
     merge_after: int = 0
@@ -261,6 +261,16 @@ class Block:
     def forget(self, gone: Set[int]) -> None:
         """These workers wait for nothing any more."""
         self.round.forget(gone)
+
+    def drop(self, lost: Set[int]) -> dict[int, int]:
+        """Drop what lost workers have pushed and is not counted. Returns rank → how many pushes are."""
+        return self.round.drop(lost)
+
+    def release(self, member: Member) -> None:
+        """The process of a lost worker has ended, and reads nothing any more."""
+        held = self.held.pop(member, None)
+        if held is not None:
+            held.leases -= 1
 
     # What travels to workers.
 

@@ -20,21 +20,24 @@ class Peers:
     """Rank → the live worker there."""
     left: set[Member] = field(default_factory=set)
     """Workers that have left; their late messages are ignored."""
+    lost: set[Member] = field(default_factory=set)
+    """Workers that were given up; they are told so."""
     far: set[Member] = field(default_factory=set)
     """The processes to which values cross a network."""
     _host_of: dict[Member, str] = field(default_factory=dict)
     _on_host: dict[str, dict[int, Member]] = field(default_factory=dict)
     """Host → rank → worker, departed ones included: their pushes may arrive after they have left."""
 
-    def update(self, peers: Sequence[Peer], endpoint: str) -> list[Member]:
+    def update(self, peers: Sequence[Peer], lost: Sequence[int], endpoint: str) -> list[Member]:
         """Take a roster.
 
         Args:
             peers: all live processes.
+            lost: the ranks of those that were there, and were given up.
             endpoint: where this server listens.
 
         Returns:
-            The workers that have left, by rank.
+            The workers that are gone, by rank: they have left, or are `lost`.
         """
         before = self.workers
         self.workers = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
@@ -45,8 +48,9 @@ class Peers:
             if host and peer.member.node.role is Role.WORKER:
                 self._host_of[peer.member] = host
                 self._on_host.setdefault(host, {})[peer.member.node.rank] = peer.member
-        gone = [before[rank] for rank in sorted(before.keys() - self.workers.keys())]
-        self.left.update(gone)
+        gone = [member for rank, member in sorted(before.items()) if self.workers.get(rank) != member]
+        self.lost.update(member for member in gone if member.node.rank in lost)
+        self.left.update(member for member in gone if member not in self.lost)
         return gone
 
     def neighbours_of(self, worker: Member) -> dict[int, Member]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import partial
 from types import MappingProxyType
+
+import numpy as np
 
 from kvdist.config.settings import Limits
 from kvdist.core.commands import Handler, perform
@@ -46,6 +48,7 @@ from kvdist.protocol.messages import (
     DropRestored,
     ErrorCode,
     Failed,
+    Fate,
     Goodbye,
     InitRows,
     InitValues,
@@ -65,6 +68,7 @@ from kvdist.protocol.messages import (
     Restore,
     Roster,
     SetOptimizer,
+    Settled,
     Stop,
     TakeRestored,
     Waiting,
@@ -134,6 +138,8 @@ class Server(Machine):
             return None
         if source in self.peers.left:
             return ""
+        if source in self.peers.lost:
+            return f"{source} was given up, and the others went on without it: this process must not go on"
         return f"{source} is not a worker of this cluster: it belongs to an earlier job, or was replaced"
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
@@ -281,14 +287,39 @@ class Server(Machine):
         return Failed(message.request, ErrorCode.CONFIG, failure) if failure else Done(message.request)
 
     def _roster(self, message: Roster, now: float) -> list[Effect]:
-        gone = self.peers.update(self.joining.roster(message), self.joining.introduction.endpoint)
+        gone = self.peers.update(self.joining.roster(message), message.lost, self.joining.introduction.endpoint)
         self.peers.name = str(self.me.node)
-        self.epoch += 1
+        self.epoch = message.epoch
         self._next_look = now + self.limits.explain_after_s
+        lost = {member.node.rank for member in gone if member in self.peers.lost}
+        fates = self._drop(lost) if lost else ()
         for shard in self._shards:
             shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
-        return [*self._replies(), *map(Forget, gone)]
+        effects = [*self._replies(), *(Forget(member) for member in gone if member not in self.peers.lost)]
+        if lost:
+            valueless = [number for shard in self._shards for number in shard.valueless()]
+            settled = Settled(message.epoch, tuple(fates), np.array(valueless, np.uint32))
+            effects.append(Send(SCHEDULER_MEMBER, settled))
+        return [*effects, *self._ended(message.ended)]
+
+    def _drop(self, lost: Set[int]) -> list[Fate]:
+        """Nothing of these workers is counted from now on. Before any round closes without them.
+
+        Marks go first, or a checkpoint would wait for pushes that nobody counts.
+        """
+        self.snapshots.unmark(lost)
+        return [fate for shard in self._shards for fate in shard.drop(lost)]
+
+    def _ended(self, ranks: Sequence[int]) -> list[Effect]:
+        """The processes of these lost workers are gone: what they could still have read may be written again.
+
+        One that was only silent may go on, and must not see values change before it hears that it was given up.
+        """
+        ended = [member for member in self.peers.lost if member.node.rank in ranks]
+        for member in ended:
+            self.dense.release(member)
+        return [Forget(member) for member in ended]
 
     def _replies(self) -> list[Effect]:
         effects = self.replies.take()

@@ -43,6 +43,7 @@ from kvdist.protocol.messages import (
     Assign,
     Counted,
     ErrorCode,
+    Fate,
     Flag,
     InitValues,
     JoinedPush,
@@ -77,11 +78,24 @@ class StoredHolder(Holder, Protocol):
     def forget(self, gone: Set[int]) -> None:
         """Drop what belongs to departed workers. Complete contributions still count."""
 
+    def drop(self, lost: Set[int]) -> dict[int, int]:
+        """Drop what lost workers have pushed and is not counted. Returns rank → how many pushes are."""
+
     def validate(self) -> None:
         """Check every invariant."""
 
 
 H = TypeVar("H", bound=StoredHolder)
+
+
+class Ledger(Protocol):
+    """Is told what becomes of every push."""
+
+    def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+        """The contributions of a round that has just been closed; `holder.round.version` is what they make."""
+
+    def dropped(self, holder: StoredHolder, lost: Set[int]) -> None:
+        """Nothing more of these ranks will be counted here."""
 
 
 class Shard(abc.ABC, Generic[H]):
@@ -93,6 +107,8 @@ class Shard(abc.ABC, Generic[H]):
     """
 
     def __init__(self, replies: Replies, snapshots: Snapshots) -> None:
+        self.ledger: Ledger | None = None
+        """What becomes of every push is written there."""
         self.peers = replies.peers
         self._to = replies.to
         self._traffic = replies.traffic
@@ -122,6 +138,9 @@ class Shard(abc.ABC, Generic[H]):
         """Close its open round as long as it is complete, and answer all that waited for that."""
         together = self._together(holder)
         while rounds := take_round(together, self.peers.workers.keys()):
+            if self.ledger is not None:
+                for one, contributions in zip(together, rounds, strict=True):
+                    self.ledger.counted(one, contributions)
             try:
                 self._apply(together, rounds)
             except (OptimizerMismatch, PushRefused) as error:
@@ -173,6 +192,22 @@ class Shard(abc.ABC, Generic[H]):
         self._to(member).refuse(run, ids, ErrorCode.REFUSED, str(reason))
 
     # What the scheduler says.
+
+    def drop(self, lost: Set[int]) -> list[Fate]:
+        """Drop what these lost workers have pushed and is not counted; say how much is."""
+        counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for holder in self:
+            version = holder.round.version
+            for rank, pushes in holder.drop(lost).items():
+                if version or pushes:
+                    counted.setdefault((rank, holder.store), []).append((pushes, len(holder.ids)))
+            if self.ledger is not None:
+                self.ledger.dropped(holder, lost)
+        return [_fate(rank, store, found) for (rank, store), found in counted.items()]
+
+    def valueless(self) -> list[int]:
+        """The slices without first values."""
+        return [number for holder in self if not holder.has_value for number in holder.ids.tolist()]
 
     def roster(self, gone: Set[int]) -> None:
         """Go on without these ranks: they are no longer waited for, and wait for nothing."""
@@ -303,6 +338,11 @@ class DenseShard(Shard[Block]):
         """Whether the rule may update several slices as one, because it is elementwise."""
         updater = self._updaters.get(store)
         return updater is None or updater.optimizer.is_elementwise
+
+    def release(self, member: Member) -> None:
+        """The process of a lost worker has ended, and reads nothing in place any more."""
+        for block in self:
+            block.release(member)
 
     def set_optimizer(self, store: int, optimizer: Optimizer) -> None:
         """Treat pushes to the store as gradients from now on. Raises `DeviceError` where the optimizer cannot run."""
@@ -556,12 +596,21 @@ class DenseShard(Shard[Block]):
 
     def _wait(self, block: Block) -> RoundWait:
         if not block.has_value:
-            return RoundWait(block.round, f"give {name_of(block.key)} its first value", (0,))
+            first = min(self.peers.workers, default=0)
+            return RoundWait(block.round, f"give {name_of(block.key)} its first value", (first,))
         missing: tuple[int, ...] = ()
         if block.round.slots:
             present = contributors(self._together(block))
             missing = block.round.policy.missing(present, self.peers.workers.keys())
         return RoundWait(block.round, f"push {name_of(block.key)} (step {block.version + 1})", missing)
+
+
+def _fate(rank: int, store: int, counted: Sequence[tuple[int, int]]) -> Fate:
+    """Of (pushes counted, slices with so many)."""
+    pushes = [count for count, _ in counted]
+    least, most = min(pushes), max(pushes)
+    slices = sum(number for count, number in counted if count == most)
+    return Fate(rank, store, least, most, slices, sum(number for _, number in counted))
 
 
 def _consecutive(rows: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ of its worker, so a server knows it in time. Rules that hold here:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -183,6 +183,17 @@ class Snapshots:
                 snapshots[id(snapshot)] = snapshot
         for (which, _), some in due.items():
             self._take(snapshots[which], some)
+
+    def unmark(self, lost: Set[int]) -> None:
+        """What these lost workers had marked may never be counted: the marks of the others decide."""
+        for snapshot in self._snapshots.values():
+            snapshot.marked -= lost  # or what it alone had marked so far would be taken for all there is
+            for number, marks in list(snapshot.marks.items()):
+                for rank in lost & marks.keys():
+                    del marks[rank]
+                if not marks:
+                    del snapshot.marks[number]
+                    self._stop_awaiting(number, snapshot)
 
     def roster(self) -> None:
         """Go on without departed workers. To be called when the rounds that waited for them are closed."""

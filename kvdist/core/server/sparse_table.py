@@ -169,6 +169,10 @@ class SparseTable:
             self.spoilt.pop(rank, None)
             self.rooms.pop(rank, None)
 
+    def drop(self, lost: Set[int]) -> dict[int, int]:
+        """Drop what lost workers have pushed and is not counted. Returns rank → how many pushes are."""
+        return self.round.drop(lost)
+
     def apply(self, contributions: Sequence[RowContribution], optimizer: Optimizer | None) -> None:
         """Change the rows by the contributions of a round.
 

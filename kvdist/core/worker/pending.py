@@ -140,7 +140,9 @@ class BarrierCalls:
     def enter(self, request: EnterBarrier) -> list[Effect]:
         """Arrive at the next barrier of the store."""
         counter = self._passed.get(request.store, 0)
-        barrier = self._open[request.request] = Barrier(request.request, request.store, counter, request.statement)
+        barrier = self._open[request.request] = Barrier(
+            request.request, request.store, counter, request.statement, request.giver
+        )
         return [Send(SCHEDULER_MEMBER, barrier)]
 
     def answered(self, request: int) -> None:

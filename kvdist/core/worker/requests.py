@@ -448,6 +448,8 @@ class EnterBarrier:
     store: int
     timeout_s: float | None = None
     statement: str = ""
+    giver: int = -1
+    """The worker without which this barrier means nothing; -1 for none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

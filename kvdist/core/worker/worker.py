@@ -74,6 +74,7 @@ from kvdist.protocol.messages import (
     Failed,
     Goodbye,
     Message,
+    OnLoss,
     Peer,
     Placed,
     Refused,
@@ -139,6 +140,10 @@ class Worker(Machine):
         self._lost_links: dict[Member, tuple[float, str]] = {}
         """Member → when the broken connection counts as lost, and why it broke."""
         self._next_alive = NEVER
+        self.on_loss = OnLoss.FAIL
+        self._members: tuple[int, ...] = ()
+        """The ranks of the workers that are there."""
+        self._lost_workers = 0
 
     def watch(self, threads: Threads) -> None:
         """Take the user's threads into account; to be called before anything else."""
@@ -322,6 +327,9 @@ class Worker(Machine):
             self._aggregating(ALONE_BYTES_MIN),
             self._aggregating(0),
             leader is not None and leader != self.me and shares(leader),
+            self._members,
+            self.on_loss,
+            self._lost_workers,
         )
 
     def _aggregating(self, nbytes: int) -> frozenset[int]:
@@ -455,6 +463,9 @@ class Worker(Machine):
             case Welcome():
                 self.joining.welcome(message, now)
                 self._next_alive = now + self.limits.heartbeat_s
+                self.on_loss = OnLoss(message.on_loss)
+                if self.on_loss is not OnLoss.FAIL:
+                    self.aggregation = None  # a sum cannot be taken apart when one of those in it is lost
             case Roster():
                 return self._roster(message)
             case Placed():
@@ -480,7 +491,10 @@ class Worker(Machine):
 
     def _roster(self, message: Roster) -> list[Effect]:
         self.peers = self.joining.roster(message)
-        self.epoch += 1
+        self.epoch = message.epoch
+        ranks = [peer.member.node.rank for peer in self.peers if peer.member.node.role is Role.WORKER]
+        self._members = tuple(sorted(ranks))
+        self._lost_workers += len(message.lost)
         effects: list[Effect] = []
         for peer in self.peers:
             rank = peer.member.node.rank

@@ -1,0 +1,109 @@
+"""Workers that the cluster has given up: whether the others go on, and what became of what those had pushed. Pure.
+
+Rules that hold here:
+
+* A loss ends the job unless its policy says that the others go on, the cluster has been complete, and others are there.
+* The same failure said by two processes ends the job: a mistake of the program would take one worker after the other.
+* Every server says once, for each roster that gives somebody up, how many pushes of theirs it has counted in its
+  slices. That never becomes untrue, as it counts nothing of them any more.
+* Only the worker that was told to give a key its first value has it. If that is lost before, the job ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvdist.core.machine import Effect, Log
+from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.membership import Membership
+from kvdist.nodes import Member, Role
+from kvdist.protocol.messages import Fate, OnLoss, Settled
+
+
+@dataclass(slots=True)
+class Settling:
+    """What servers have said of one roster that gives workers up."""
+
+    heard: set[Member] = field(default_factory=set)
+    fates: dict[tuple[int, int], Fate] = field(default_factory=dict)
+    """(rank, store) → over all servers."""
+    valueless: list[int] = field(default_factory=list)
+
+    def add(self, server: Member, message: Settled) -> None:
+        """Take what a server says."""
+        self.heard.add(server)
+        self.valueless += message.valueless.tolist()
+        for fate in message.fates:
+            before = self.fates.get((fate.rank, fate.store))
+            self.fates[fate.rank, fate.store] = fate if before is None else _joined(before, fate)
+
+
+class Losses:
+    """All workers that were given up.
+
+    Args:
+        membership: who is in the cluster.
+        keys: knows who gives first values.
+        on_loss: the policy.
+        doomed: ends the job, because a key can never get its first value from this worker.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        keys: Keys,
+        on_loss: OnLoss,
+        doomed: Callable[[int | str, Member], list[Effect]],
+    ) -> None:
+        self._membership = membership
+        self._keys = keys
+        self._on_loss = on_loss
+        self._doomed = doomed
+        self._said: set[str] = set()
+        """Why lost workers had to end, in their own words."""
+        self._settling: dict[int, Settling] = {}
+        """By epoch."""
+
+    def may_go_on(self, member: Member, said: str) -> bool:
+        """Whether the others go on without this process, which has `said` why it must end, if anything."""
+        there = self._membership
+        if self._on_loss is OnLoss.FAIL or member.node.role is not Role.WORKER or not there.is_complete:
+            return False
+        if said in self._said:
+            return False
+        return bool(there.workers.keys() - {member.node}) or member.node in there.left
+
+    def note(self, said: str) -> None:
+        """A worker is given up that has `said` why, if anything."""
+        self._said |= {said} - {""}
+
+    def settled(self, server: Member, message: Settled) -> list[Effect]:
+        """A server counts nothing more of the workers that a roster gives up."""
+        settling = self._settling.setdefault(message.epoch, Settling())
+        settling.add(server, message)
+        if not self._membership.servers.items() <= {(one.node, one) for one in settling.heard}:
+            return []
+        del self._settling[message.epoch]
+        lost = {member.node.rank: member for member in self._membership.lost}
+        for number in settling.valueless:
+            giver = self._keys.giver_of(number)
+            if giver in lost:
+                return self._doomed(self._keys.key_of(number), lost[giver])
+        return [Log(f"{lost[fate.rank]}: {_told(fate)}") for fate in settling.fates.values()]
+
+
+def _joined(one: Fate, other: Fate) -> Fate:
+    least, most = min(one.least, other.least), max(one.most, other.most)
+    slices = sum(fate.slices for fate in (one, other) if fate.most == most)
+    return Fate(one.rank, one.store, least, most, slices, one.of + other.of)
+
+
+def _told(fate: Fate) -> str:
+    store = f" in store {fate.store}" if fate.store else ""
+    if fate.least == fate.most:
+        return f"{fate.least} pushes of each key count{store}, and nothing of the next"
+    where = f"{fate.slices} of {fate.of} slices"
+    if fate.least + 1 == fate.most:
+        return f"{fate.least} pushes of each key count{store}, and push {fate.most} in part: in {where}"
+    return f"{fate.least} to {fate.most} pushes of a key count{store}, the most in {where}"
