@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import ModuleType
@@ -14,12 +14,17 @@ from unittest import mock
 import pytest
 
 from kvdist.core.host_aggregation import HostRound, HostRounds
+from kvdist.core.machine import Effect
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import PullRequest, Round, Verdict
 from kvdist.core.scheduler.checkpoints import SaveUnderWay
+from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.membership import Membership
+from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import snapshots
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
+from kvdist.core.server.server import Server
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
 from kvdist.core.worker.requests import RunPart
@@ -30,7 +35,7 @@ from kvdist.optimizer.base import Piece
 from kvdist.optimizer.offload import DeviceUpdater, on_device
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
-from kvdist.protocol.messages import Push, TakeRestored
+from kvdist.protocol.messages import Fate, Message, Push, Roster, TakeRestored
 from tests.cases import each
 from tests.core import row_runs, row_workload
 from tests.simulation import IMPATIENT, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
@@ -70,6 +75,16 @@ FAULTS = {
     "rows and a leaver in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "rows and a killed server": ("crash",),
     "rows and a paused worker": ("pause",),
+    "goes on without a zombie": ("pause", "fenced"),
+    "goes on or is doomed": ("crash", "doomed"),
+    "goes on with rows in a storm": ("crash", "cut", "lost", "duplicated"),
+    "goes on saving in a storm": ("crash", "cut", "lost", "duplicated"),
+    "goes on in a storm": ("crash", "cut", "lost", "duplicated"),
+    **{
+        name: ("crash",)
+        for name in SCENARIOS
+        if name.startswith("goes on") and not name.endswith(("storm", "zombie", "doomed"))
+    },
 }
 """Scenario → the faults that must have struck, or it has shown nothing."""
 
@@ -78,6 +93,9 @@ USED = ("Push in several frames", "Values in several frames")
 
 def used_in(scenario: Scenario) -> Iterator[str]:
     """What a scenario must exercise, or it has shown nothing."""
+    is_short = scenario.pause_s is not None and scenario.pause_s < scenario.limits.patience_s
+    goes_on = scenario.on_loss == "continue" and not any(name.startswith("server") for name in scenario.victims)
+    is_complete = not scenario.victims or is_short or goes_on
     yield from USED
     if scenario.holds:
         yield "held"
@@ -88,12 +106,12 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     if scenario.tables:
         yield "rows in parts"
         yield "PushRows in several frames"
-    elif scenario.hosts is None and not scenario.victims:
+    elif scenario.hosts is None and (not scenario.victims or goes_on):
         yield "round of several slices"
     if scenario.hosts is not None and scenario.mode == "sync":
         yield "summed on a host"
-    is_short = scenario.pause_s is not None and scenario.pause_s < scenario.limits.patience_s
-    is_complete = not scenario.victims or is_short
+    if goes_on:
+        yield "in part"
     if is_complete and scenario.saves:
         yield "checkpoint"
         yield "restored"
@@ -354,6 +372,60 @@ def answers_at_once(self: SparseShard, table: SparseTable) -> None:
         self._answer_pull(table, pull)
 
 
+def keeps_what_is_lost(self: Round[Any, Any], ranks: Set[int]) -> dict[int, int]:
+    """What a lost worker has pushed lies there, and counts."""
+    return dict.fromkeys(ranks, 0)
+
+
+def closes_before_it_drops(self: Server, message: Roster, now: float) -> list[Effect]:
+    """Rounds that waited for the lost ones only are closed with what these have pushed."""
+    drop = self._drop
+
+    def late(lost: Set[int]) -> list[Fate]:
+        for one in self._shards:
+            one.roster(lost)
+        return drop(lost)
+
+    with mock.patch.object(self, "_drop", late):
+        return ORIGINAL_ROSTER(self, message, now)
+
+
+def listens_to_the_lost(self: Server, source: Member, message: Message) -> str | None:
+    return None if source in self.peers.lost else ORIGINAL_REFUSES(self, source, message)
+
+
+def thinks_the_silent_have_ended(self: Membership, member: Member, cause: str, has_ended: bool) -> None:
+    """What a worker that was only silent may still read is written again."""
+    ORIGINAL_LOSE(self, member, cause, True)
+
+
+def goes_on_without(agreements: str) -> Callable[[Scheduler, float], list[Effect]]:
+    """When a worker is lost, these agreements wait for it."""
+
+    def without_departed(self: Scheduler, now: float) -> list[Effect]:
+        with mock.patch.object(*{
+            "barriers": (self, "_pass_barriers"),
+            "checkpoints": (self.checkpoints, "advance_all"),
+            "keys": (self.keys, "advance_all"),
+        }[agreements], lambda *_: []):  # fmt: skip
+            return ORIGINAL_WITHOUT(self, now)
+
+    return without_departed
+
+
+def keeps_marks(self: Snapshots, lost: Set[int]) -> None:
+    """A checkpoint waits for pushes of a lost worker."""
+
+
+def knows_no_giver(self: Keys, number: int) -> int | None:
+    """Nobody notices that a key can never get its first value."""
+    return None
+
+
+ORIGINAL_ROSTER = Server._roster
+ORIGINAL_REFUSES = Server.refuses
+ORIGINAL_LOSE = Membership.lose
+ORIGINAL_WITHOUT = Scheduler._without_departed
 ORIGINAL_OFFER = SparseTable.offer
 ORIGINAL_BUFFER = ReplyBuffers.take
 ORIGINAL_COMPLETE = HostRounds._complete
@@ -422,6 +494,28 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(SparseShard, "_answer_pulls", answers_at_once)],
     ),
     "leased answers are written": ("rows async", [(ReplyBuffers, "take", writes_into_leased_answers)]),
+    "what lost workers have pushed counts": ("goes on", [(Round, "drop", keeps_what_is_lost)]),
+    "what lost workers have pushed counts in rows": ("goes on with rows", [(Round, "drop", keeps_what_is_lost)]),
+    "rounds close before what is lost is dropped": ("goes on", [(Server, "_roster", closes_before_it_drops)]),
+    "servers listen to workers that were given up": (
+        "goes on without a zombie",
+        [(Server, "refuses", listens_to_the_lost)],
+    ),
+    "what a silent worker reads is written": (
+        "goes on without a zombie",
+        [(Membership, "lose", thinks_the_silent_have_ended)],
+    ),
+    "barriers wait for lost workers": ("goes on", [(Scheduler, "_without_departed", goes_on_without("barriers"))]),
+    "keys wait for lost workers": (
+        "goes on from the start",
+        [(Scheduler, "_without_departed", goes_on_without("keys"))],
+    ),
+    "checkpoints wait for lost workers": (
+        "goes on saving",
+        [(Scheduler, "_without_departed", goes_on_without("checkpoints"))],
+    ),
+    "marks of lost workers stay": ("goes on saving in a storm", [(Snapshots, "unmark", keeps_marks)]),
+    "first values that never come are awaited": ("goes on or is doomed", [(Keys, "giver_of", knows_no_giver)]),
     "servers without rows get no contribution": (
         "rows",
         [(row_workload, "push_runs", leaves_out_servers_without_rows)],
