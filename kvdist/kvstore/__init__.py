@@ -12,6 +12,7 @@ import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of 
 from kvdist.config import exit_codes
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
 from kvdist.core.policy import with_priority_slices
+from kvdist.errors import ConfigError
 from kvdist.kernels.cpu import choose
 from kvdist.kvstore import registry
 from kvdist.kvstore.adapter import KVStoreBase
@@ -108,6 +109,11 @@ def collective_store(name: str, number: int = 0, predivide: float = 1.0) -> KVSt
 
 
 def _collective(name: str, number: int = 0, updates: bool = False, predivide: float = 1.0) -> CollectiveBackend:
+    if read_setting("KVDIST_ON_LOSS") != "fail":
+        raise ConfigError(
+            f"KVDIST_ON_LOSS is 'continue' (kvdist-launch --on-loss), and the store {name!r} sums among workers, none"
+            " of which can be left out: use a dist store that updates, or fail"
+        )
     try:  # torch, which the other stores do without, is imported here
         from kvdist.kvstore.collective import CollectiveBackend
         from kvdist.kvstore.engine_lifecycle import ENGINE

@@ -142,6 +142,10 @@ class PushPull:
         return self.ignore_sparse and not self.pushes
 
 
+MembershipWatcher = Callable[[tuple[int, ...], tuple[int, ...]], object]
+"""Takes the ranks of the workers that were there, and of those that are."""
+
+
 class DenseTransfers(Protocol):
     """Moves keys that are arrays."""
 
@@ -217,8 +221,11 @@ class Backend(abc.ABC):
         errors: of pushes without a future; the next call raises them.
         arrays: moves arrays.
         rows: moves rows of tables; None without `Ability.ROWS`.
+        watchers: called by `check` when `members` has changed.
+        on_loss: what follows when a worker is lost: ``fail`` or ``continue``.
     """
 
+    on_loss = "fail"
     abilities: frozenset[Ability] = frozenset()
     arrays: DenseTransfers
 
@@ -242,6 +249,7 @@ class Backend(abc.ABC):
         self.compression: StoreCompression | None = None
         self.uncompressed: set[Key] = set()
         self.rows: TableTransfers | None = None
+        self.watchers: list[MembershipWatcher] = []
 
     def require_able(self, ability: Ability) -> None:
         """Raises what `UNABLE` says where the store cannot do something."""
@@ -363,6 +371,11 @@ class Backend(abc.ABC):
     def num_dead_nodes(self) -> int:
         """How many processes are known to be lost."""
         return 0
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the workers that are there, in order."""
+        return tuple(range(self.num_workers))
 
     @abc.abstractmethod
     def check(self) -> None:

@@ -36,6 +36,7 @@ from kvdist.kvstore.backend import (
     Backend,
     Lending,
     LoadJob,
+    MembershipWatcher,
     PushOptions,
     PushPull,
     Reduction,
@@ -102,9 +103,28 @@ class KVStore(KVStoreBase):
     def num_dead_nodes(self) -> int:
         """How many processes of the cluster are known to be lost; it sends no message, and works after a loss too.
 
-        The loss of one ends the job, so it is 0 as long as calls succeed. Workers that left by `close` are not lost.
+        Unless ``KVDIST_ON_LOSS`` lets the others go on, the loss of one ends the job, so it is 0 as long as calls
+        succeed. Workers that left by `close` are not lost.
         """
         return self._backend.num_dead_nodes()
+
+    @property
+    def on_loss(self) -> str:
+        """What follows when a worker is lost: ``fail``, the job ends, or ``continue``, the others go on."""
+        return self._backend.on_loss
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the workers that are there now, in order: all, but for those that have left or were lost."""
+        return self._backend.members
+
+    def on_membership_change(self, function: MembershipWatcher) -> None:
+        """Call ``function(before, after)``, with the ranks of the workers, when `members` has changed.
+
+        It is called on the thread of the next call on this store, at its beginning. Several functions are called in
+        order; what one raises, the call raises.
+        """
+        self._backend.watchers.append(function)
 
     # Keys.
 

@@ -29,7 +29,7 @@ from kvdist.core.worker.requests import (
     UseKernels,
 )
 from kvdist.dtypes import DType
-from kvdist.errors import DeviceError, PeerLostError, PushRefused, StoreClosed
+from kvdist.errors import ConfigError, DeviceError, PeerLostError, PushRefused, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
@@ -54,7 +54,7 @@ from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
-from kvdist.protocol.messages import Command, Configure
+from kvdist.protocol.messages import Command, Configure, OnLoss
 from kvdist.runtime.cluster import Cluster
 
 if TYPE_CHECKING:
@@ -72,6 +72,8 @@ class DistBackend(Backend):
         cluster: this process's membership.
         kernels: what sums over devices on the host.
         devices: the GPUs that it uses; None where values of GPUs are brought to the host.
+        is_internal: whether it is part of another store, and need not update where workers may be lost: a mean of
+            metrics is over those that take part.
     """
 
     abilities = frozenset({Ability.OPTIMIZER, Ability.COMPRESSION, Ability.ROWS, Ability.STATES})
@@ -83,20 +85,26 @@ class DistBackend(Backend):
         cluster: Cluster,
         kernels: Kernels = REFERENCE,
         devices: Devices | None = None,
+        is_internal: bool = False,
     ) -> None:
         config = cluster.config
         super().__init__(type_name, cluster.rank, config.num_workers, config.num_servers, devices, kernels)
         self._policy = policy
+        view = cluster.node.view
+        self.on_loss = view.on_loss.name.lower()
         if policy.is_lockstep:
             self.abilities = self.abilities | {Ability.CLIPPING}
         self._cluster = cluster
         self._number = cluster.open_store()
         self.devices.pin_with(lambda device: cluster.memory.pin(device.pin))
         self.arrays: ArrayTransfers = ArrayTransfers(cluster, policy, self, self._require_usable)
+        self.arrays.must_update = view.on_loss is not OnLoss.FAIL and not is_internal
         self._rows = self.rows = RowTransfers(cluster, self.arrays)
+        self._members = view.members
+        """As the functions of `watch_members` know them."""
         self._barrier_lock = threading.Lock()
         self._is_closed = False
-        self._metrics = MetricsExchange(lambda: KVStore(DistBackend("dist", SYNC, cluster, kernels)))
+        self._metrics = MetricsExchange(lambda: KVStore(DistBackend("dist", SYNC, cluster, kernels, None, True)))
         self._saving: ServerSaving | None = None
 
     @property
@@ -104,7 +112,11 @@ class DistBackend(Backend):
         return self.arrays.optimizer
 
     def num_dead_nodes(self) -> int:
-        return int(isinstance(self._cluster.node.failure, PeerLostError))
+        return self._cluster.node.view.lost + isinstance(self._cluster.node.failure, PeerLostError)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._cluster.node.view.members
 
     # Keys.
 
@@ -157,17 +169,31 @@ class DistBackend(Backend):
             # and no round that was meant for the old values closes on the new ones.
             self._pull([one for one, _ in replaced], None, 0)
             self.check()
-            self.meet()
-            mine = [(one, array) for one, array in replaced if self.keys[one].giver == self.rank]
-            if mine:
-                self.arrays.give(RunKind.REPLACE, mine)
-            # Values that were shown may have been written to: this call is how such a change becomes everybody's.
-            with self._barrier_lock:
-                forget = self._cluster.memory.forget_shown
-                self._cluster.wait(self.arrays.submit(lambda number: EnterBarrier(number, self._number), forget))
+            while not self._is_replaced(replaced):
+                pass  # the giver was lost or has left meanwhile: some values are new and some old
             if self.compression is not None:
                 self.compression.forget(one for one, _ in replaced)
         self._pull(key, out, priority)
+
+    def _is_replaced(self, replaced: Sequence[tuple[Key, Any]]) -> bool:
+        """Replace values by those of rank 0, or of the next one if that is gone; whether all are, for all workers."""
+        self.meet()
+        giver = min(self.members)
+        if giver == self.rank:
+            self.arrays.give(RunKind.REPLACE, replaced)
+
+        def barrier(number: int) -> EnterBarrier:
+            return EnterBarrier(number, self._number, giver=giver)
+
+        # Values that were shown may have been written to: this call is how such a change becomes everybody's.
+        with self._barrier_lock:
+            try:
+                self._cluster.wait(self.arrays.submit(barrier, self._cluster.memory.forget_shown))
+            except PeerLostError:
+                if self._cluster.node.failure is not None:
+                    raise
+                return False
+        return True
 
     def _pull(self, key: Keys, out: Value | None, priority: int) -> None:
         call = PushPull(key, None, out, priority, Lending.EVERYTHING, pushes=False)
@@ -192,6 +218,12 @@ class DistBackend(Backend):
     def pushpull_clipped(self, call: PushPull, clip_norm: float) -> float:
         from kvdist.kvstore.clipping import pushpull_clipped  # a feature at a seam: loaded where it is used
 
+        if self.arrays.must_update:
+            raise ConfigError(
+                "KVDIST_ON_LOSS is 'continue' (kvdist-launch --on-loss), and servers that clip by the norm keep"
+                " gradients from one push to the next, which a lost worker would leave half done: leave clip_norm out,"
+                " or use fail"
+            )
         with self.reporting():
             tables = [one for one in values.keys(call.key) if one in self.keys.tables]
             if tables:
@@ -302,6 +334,10 @@ class DistBackend(Backend):
 
     def check(self) -> None:
         self._cluster.node.begin_call()
+        if self.watchers and self._members != self.members:
+            before, self._members = self._members, self.members
+            for watcher in self.watchers:
+                watcher(before, self._members)
 
     def _require_usable(self) -> None:
         """What a push that waits for room asks from time to time."""

@@ -17,7 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -35,6 +35,7 @@ from kvdist.core.worker.requests import (
     make_plan,
 )
 from kvdist.dtypes import DType
+from kvdist.errors import ConfigError
 from kvdist.kernels.interface import DeviceEvent, Kernels
 from kvdist.kvstore import values
 from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, combined, resolved
@@ -81,6 +82,8 @@ class ArrayTransfers:
     ) -> None:
         self.optimizer: Optimizer | None = None
         """Whose numbers travel with each push."""
+        self.must_update = False
+        """Whether pushes without an optimizer are refused, because workers may be lost without ending the job."""
         self._cluster = cluster
         self._backend = backend
         self._keys = backend.keys
@@ -127,6 +130,8 @@ class ArrayTransfers:
         """
         if not call.pushes:
             return self._pull(call)
+        if self.optimizer is None and self.must_update:
+            refuse_to_sum()
         if call.lending is Lending.NOTHING and not call.pulls:
             return self._push_unread(call)
         if not call.pulls:
@@ -659,6 +664,14 @@ SERVER_DECIDES: Hyperparameters = (math.nan, math.nan, math.nan)
 
 Settings = tuple[list[Hyperparameters], "np.ndarray[Any, Any] | None"]
 """Distinct settings, and for each key of a plan the index of its own; None if all have the first."""
+
+
+def refuse_to_sum() -> NoReturn:
+    """Raises a `ConfigError`: the store only sums, and a sum that lacks a lost worker is nobody's weights."""
+    raise ConfigError(
+        "KVDIST_ON_LOSS is 'continue' (kvdist-launch --on-loss), which needs stores that update, because servers must"
+        " hold the weights, and this one only sums: call set_optimizer before the first push, or use fail"
+    )
 
 
 def hyperparameters_of(info: KeyInfo, optimizer: Optimizer | None) -> Hyperparameters:

@@ -23,7 +23,7 @@ from kvdist.core.worker.requests import KeyInfo, RowChunk, Run, RunKind, RunPlan
 from kvdist.kvstore import values
 from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, TableTransfers, combined
 from kvdist.kvstore.keys import Ids, Rows, as_table, gradient, require_rows, wanted
-from kvdist.kvstore.push_pull import ArrayTransfers, hyperparameters_of
+from kvdist.kvstore.push_pull import ArrayTransfers, hyperparameters_of, refuse_to_sum
 from kvdist.kvstore.rowsparse import RowSparse, recast
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.naming import name_of
@@ -97,6 +97,8 @@ class RowTransfers:
 
     def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
         """Push rows; without any it still counts. None: there is no gradient here."""
+        if self._moves.optimizer is None and self._moves.must_update:
+            refuse_to_sum()
         flags = (Flag.AVERAGE if options.average else 0) | (Flag.EMPTY if rows is None else 0)
         setting = hyperparameters_of(info, self._moves.optimizer)
         nbytes, under_way = 0 if rows is None else sum(array.nbytes for array in rows), self._cluster.under_way

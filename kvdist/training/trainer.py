@@ -56,6 +56,7 @@ from kvdist.training.trainer_config import (
     refuse_updated_there,
     refuse_what_contradicts,
     require_joinable,
+    require_survivable,
     statement,
 )
 from kvdist.training.training_state import TrainingState
@@ -470,6 +471,11 @@ class Trainer:
         return None if self._grad_norm is None else float(self._grad_norm)
 
     @property
+    def version(self) -> int:
+        """How many updates the weights have had, those before a loaded checkpoint included."""
+        return self._updates
+
+    @property
     def nonfinite_steps(self) -> int:
         """The number of steps in which this worker's gradients were not finite and not used.
 
@@ -495,6 +501,7 @@ class Trainer:
                 self._parameters,
                 self._clip_norm is not None,
             )
+            require_survivable(store, self._update_on_kvstore)
             self._begin_with(store)
         self._kvstore = store
         self._started = True

@@ -378,6 +378,16 @@ def _warn_if_alone(name: str) -> None:
         )
 
 
+def require_survivable(store: KVStoreBase, updates_there: bool) -> None:
+    """Raises a `ConfigError`: the job goes on without lost workers, and the only weights may be those of a worker."""
+    if isinstance(store, KVStore) and store.on_loss != "fail" and not updates_there:
+        raise ConfigError(
+            f"KVDIST_ON_LOSS is {store.on_loss!r} (kvdist-launch --on-loss), which needs a store that updates, because"
+            " servers must hold the weights, and this Trainer's workers update (update_on_kvstore=False, clip_norm, or"
+            " an optimizer that servers do not have): change that, or use fail"
+        )
+
+
 def require_joinable(store: KVStoreBase, overlap: bool) -> bool:
     """Whether workers of this store wait for each other, so that `Trainer.join` has something to do.
 

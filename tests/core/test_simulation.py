@@ -494,8 +494,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(SparseShard, "_answer_pulls", answers_at_once)],
     ),
     "leased answers are written": ("rows async", [(ReplyBuffers, "take", writes_into_leased_answers)]),
-    "what lost workers have pushed counts": ("goes on", [(Round, "drop", keeps_what_is_lost)]),
-    "what lost workers have pushed counts in rows": ("goes on with rows", [(Round, "drop", keeps_what_is_lost)]),
+    "what lost workers have pushed counts": ("goes on with one", [(Round, "drop", keeps_what_is_lost)]),
     "rounds close before what is lost is dropped": ("goes on", [(Server, "_roster", closes_before_it_drops)]),
     "servers listen to workers that were given up": (
         "goes on without a zombie",
@@ -511,7 +510,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Scheduler, "_without_departed", goes_on_without("keys"))],
     ),
     "checkpoints wait for lost workers": (
-        "goes on saving",
+        "goes on loading",
         [(Scheduler, "_without_departed", goes_on_without("checkpoints"))],
     ),
     "marks of lost workers stay": ("goes on saving in a storm", [(Snapshots, "unmark", keeps_marks)]),
