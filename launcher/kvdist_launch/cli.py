@@ -24,7 +24,7 @@ from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, Sink
 from kvdist_launch.plan import HostFacts, JobSpec, plan, preview, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import CommandError, LocalProcesses
-from kvdist_launch.request import ROLE_COMMAND, Request, grace_of, hosts_of, job_of
+from kvdist_launch.request import ROLE_COMMAND, Request, goes_on_without, grace_of, hosts_of, job_of
 from kvdist_launch.root_socket import LOOPBACK, listen, listening_here, port_of, ports_of
 from kvdist_launch.security import NONE, PLAIN_HERE
 from kvdist_launch.supervisor import Interrupted, Supervisor
@@ -85,7 +85,8 @@ class _Launch:
     def _begin_attempt(self) -> Supervisor:
         options = self._request.options
         output = JobOutput(self._out, self._err, options.filter or (), self._logs)
-        self._attempts.append(Supervisor(output, self._err, grace_of(options), self._launched))
+        goes_on = goes_on_without(options, os.environ)
+        self._attempts.append(Supervisor(output, self._err, grace_of(options), self._launched, goes_on=goes_on))
         return self._attempts[-1]
 
     def _run_or_explain(self) -> tuple[int, str]:

@@ -12,6 +12,8 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
   goodbye). Otherwise that server is the cause.
 - Without servers the launcher tells no process of a failure: ranks tell each other through their operations, and the
   others are terminated after the grace.
+- Where a job goes on without lost workers (``--on-loss continue``), one that fails is told and recorded, while others
+  run or one has finished. If the scheduler ends the job all the same, the last such failure is the cause.
 - A first interruption sends SIGINT to the workers; servers live on so that workers can still save. What is left after
   the grace is terminated. A second interruption kills.
 
@@ -213,6 +215,7 @@ class Job:
         now: the start of this attempt.
         grace: how long to wait for processes to end.
         launched: the start of the launcher; None is `now`.
+        goes_on: whether the other workers go on when one is lost.
 
     Attributes:
         deadline: when `tick` must be called next; None if only an event can change anything.
@@ -223,9 +226,17 @@ class Job:
     """
 
     def __init__(
-        self, nodes: Sequence[NodeId], now: float, grace: GracePeriods | None = None, launched: float | None = None
+        self,
+        nodes: Sequence[NodeId],
+        now: float,
+        grace: GracePeriods | None = None,
+        launched: float | None = None,
+        goes_on: bool = False,
     ) -> None:
         self._grace = GracePeriods() if grace is None else grace
+        self._goes_on = goes_on
+        self._losses: list[tuple[ProcessExit, float]] = []
+        """The workers without which the others have gone on, and when they failed."""
         self._began = now
         self._nodes = list(nodes)
         self._alive = list(nodes)
@@ -266,6 +277,11 @@ class Job:
             self._judge(one, now)
         if self._phase in (Phase.RUNNING, Phase.CLOSING) and self.cause is not None:
             return self._fail(now)
+        told = [self._tell(one) for one, at in self._losses if at == now and one in batch and not one.is_consequence]
+        return [*told, *self._go_on(now)]
+
+    def _go_on(self, now: float) -> list[Action]:
+        """Nothing has failed the job: what follows when the last worker has ended."""
         if self._phase is Phase.RUNNING and not self._workers_alive():
             self._early_server = None
             self._enter(Phase.CLOSING, now + self._grace.farewell_s)
@@ -328,8 +344,11 @@ class Job:
         elif self._interruption is not None:
             what = f"interrupted by {signal_name(self._interruption)} after {_seconds(now - self._began)}"
         else:
-            counts: Counter[Role] = Counter(node.role for node in self._nodes if node.role is not Role.SCHEDULER)
-            return f"{_counted(counts)} finished in {_seconds(now - self._began)}"
+            lost = {one.node for one, _ in self._losses}
+            nodes = [node for node in self._nodes if node != SCHEDULER and node not in lost]
+            counts: Counter[Role] = Counter(node.role for node in nodes)
+            ways = ", ".join(str(one) for one, _ in self._losses)
+            return f"{_counted(counts)} finished in {_seconds(now - self._began)}" + (f"; {ways}" if ways else "")
         return f"{what}; job ended with exit code {self.exit_code()}"
 
     def _fates_of_others(self) -> str:
@@ -344,7 +363,9 @@ class Job:
         """Decide whether this exit, the next in order of time, is what failed the job."""
         if self._phase not in (Phase.RUNNING, Phase.CLOSING, Phase.FAILING):
             return
-        if one.is_failure:
+        if one.is_failure and self._is_survived(one):
+            self._losses.append((one, now))
+        elif one.is_failure:
             self._accuse(one, now)
         elif self._phase is Phase.RUNNING and one.node == SCHEDULER:
             # It ends with 0 only if the cluster was dissolved in order, servers included.
@@ -352,7 +373,24 @@ class Job:
         elif self._phase is Phase.RUNNING and one.node.role is Role.SERVER:
             self._suspect(one, now)
 
+    def _is_survived(self, one: ProcessExit) -> bool:
+        """Whether the others go on without this process."""
+        if not self._goes_on or self._phase is not Phase.RUNNING or one.node.role is not Role.WORKER:
+            return False
+        ends = [record.exit for record in self.records if record.node.role is Role.WORKER]
+        has_finished = any(end is not None and not end.is_failure for end in ends)
+        return self.cause is None and (has_finished or bool(self._workers_alive()))
+
+    @staticmethod
+    def _tell(one: ProcessExit) -> Say:
+        return Say(f"{one}; the other workers go on")
+
     def _accuse(self, one: ProcessExit, now: float) -> None:
+        if one.is_consequence and self.cause is None and self._losses:
+            # Only the scheduler knows that the job cannot go on; it says so to everybody.
+            own = [loss for loss in self._losses if not loss[0].is_consequence]
+            self._blame(*(own or self._losses)[-1])
+            return
         is_needed = one.node.role is Role.WORKER or bool(self._workers_alive())
         if one.is_consequence and self.cause is None and not is_needed:
             return

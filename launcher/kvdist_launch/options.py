@@ -347,6 +347,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--on-worker-exit",), valued(_restarts, "abort|restart:N", "what follows when a process fails or is"
          " lost, also a server or the scheduler: the job ends, or is started anew as a whole, at most N times"
          " (default: abort)", default=0)),
+        (("--on-loss",), _choice(("fail", "continue"), SETTINGS["KVDIST_ON_LOSS"].help())),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_FORM_TIMEOUT_S"].help())),
         (("--patience",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_PATIENCE_S"].help())),
         (("--grace",), valued(to_seconds, "SECONDS", "how long the others may take to end after a failure, an"

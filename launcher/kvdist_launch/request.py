@@ -100,7 +100,9 @@ GRACE_WITHOUT_SERVERS_S = 2.0
 SPREADS = ("--emit sbatch", "--emit kubernetes", "--launcher slurm")
 """Targets that may place processes on several machines."""
 
-OF_SERVERS = ("--server-module", "--optimizer-module", "--server-device", "--env-server", "--scheduler-on")
+ON_LOSS = "KVDIST_ON_LOSS"
+
+OF_SERVERS = ("--on-loss", "--server-module", "--optimizer-module", "--server-device", "--env-server", "--scheduler-on")
 """Options that have no meaning without servers."""
 
 ELSEWHERE_WITHOUT_SERVERS = {
@@ -167,6 +169,11 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
     env, env_worker = _variables(options, environ), parse_assignments(options.env_worker or ())
     env_server = parse_assignments(options.env_server or ())
     limits_from_env({**environ, **env})  # before anything starts
+    if SETTINGS[ON_LOSS].read({**environ, **env}) != "fail" and target_of(options):
+        raise ConfigError(
+            f"--on-loss is for jobs whose processes kvdist-launch starts itself: {target_of(options)} ends a job with"
+            " the first process that fails; leave one of them out"
+        )
     others = any(not host.is_local for host in hosts)
     if options.stdin is not None and options.stdin >= num_workers:
         raise ConfigError(
@@ -204,6 +211,15 @@ def grace_of(options: argparse.Namespace) -> GracePeriods:
     default_s = GRACE_WITHOUT_SERVERS_S if options.num_servers == 0 else GRACE_S
     grace_s = default_s if options.grace is None else options.grace
     return GracePeriods(grace_s=grace_s, farewell_s=grace_s)
+
+
+def goes_on_without(options: argparse.Namespace, environ: Mapping[str, str]) -> bool:
+    """Whether the other workers go on when one is lost. A wrong value is refused by `job_of`."""
+    word = options.on_loss or environ.get(ON_LOSS, "")
+    for text in options.env or ():
+        name, _, value = text.partition("=")
+        word = value if name == ON_LOSS else word
+    return word.strip().lower() == "continue" and options.num_servers != 0
 
 
 def _require_way(options: argparse.Namespace, hosts: Sequence[Host]) -> None:
@@ -284,6 +300,7 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         "KVDIST_INTERFACE": options.interface,
         "KVDIST_PORT_RANGE": options.port_range and "-".join(map(str, options.port_range)),
         "KVDIST_SERVER_DEVICE": options.server_device,
+        ON_LOSS: options.on_loss,
         "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",
         "KVDIST_FORM_TIMEOUT_S": start_timeout_s,  # until the cluster is complete
         "KVDIST_START_TIMEOUT_S": start_timeout_s,  # until ranks have found each other

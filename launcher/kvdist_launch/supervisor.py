@@ -73,6 +73,7 @@ class Supervisor:
         events: brings exits and interruptions; None takes the signals of this process.
         is_quiet: whether the closing lines are left out, because the caller reports the end in another way.
         calls: what processes get and answer that are called; None if they run commands.
+        goes_on: whether the other workers go on when one is lost.
 
     Attributes:
         job: the state of the attempt.
@@ -88,9 +89,11 @@ class Supervisor:
         events: EventPipe | None = None,
         is_quiet: bool = False,
         calls: Calls | None = None,
+        goes_on: bool = False,
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self.job = Job((), time.monotonic(), grace, launched)
+        self._goes_on = goes_on
         self._output = output
         self._err = err
         self._sinks = {*output.sinks, err}
@@ -157,7 +160,8 @@ class Supervisor:
         self._host_of = {process.node: host for host, some in assignments for process in some}
         self._alive = {process.node for process in processes}
         self._with_stdin = next((process.node for process in processes if process.has_stdin), None)
-        self.job = Job([one.node for one in processes], time.monotonic(), self._grace, self.job.launched)
+        nodes = [one.node for one in processes]
+        self.job = Job(nodes, time.monotonic(), self._grace, self.job.launched, self._goes_on)
         named = ((node, host.host) for node, host in self._host_of.items())
         for warning in self._output.open(named, self._with_stdin):
             self.say(warning)

@@ -474,3 +474,43 @@ def test_the_summary_of_an_earlier_job_is_removed_if_it_is_there(tmp_path):
     path.write_text("{}")
     remove_summary(path)
     assert not path.exists()
+
+
+def surviving_job() -> Job:
+    job = Job(NODES, now=100.0, grace=GRACE, goes_on=True)
+    job.started([(node, "") for node in NODES], 100.0)
+    return job
+
+
+def test_a_job_that_goes_on_tells_who_was_lost_and_ends_well_with_the_others():
+    job = surviving_job()
+    (said,) = end(job, 101.0, (worker(0), -signal.SIGKILL))
+    assert isinstance(said, Say)
+    assert said.text == "worker-0 (pid 1003) was killed by signal 9 (SIGKILL); the other workers go on"
+    assert job.cause is None and job.deadline is None
+    end(job, 102.0, (worker(1), 0))
+    end(job, 103.0, (server(0), 0), (server(1), 0), (SCHEDULER, 0))
+    told = "1 worker and 2 servers finished in 3.5 s; worker-0 (pid 1003) was killed by signal 9 (SIGKILL)"
+    assert (job.exit_code(), sentence(job, 103.5)) == (0, told)
+
+
+def test_the_last_worker_of_a_job_that_goes_on_fails_it():
+    job = surviving_job()
+    end(job, 101.0, (worker(0), -signal.SIGKILL))
+    end(job, 102.0, (worker(1), 3))
+    assert job.cause is not None and job.cause.node == worker(1) and job.exit_code() == 3
+
+
+def test_when_the_scheduler_ends_a_job_that_goes_on_the_last_loss_is_the_cause():
+    job = surviving_job()
+    end(job, 101.0, (worker(0), 1))
+    end(job, 102.0, (SCHEDULER, EXIT_PEER_LOST))
+    assert job.cause is not None and job.cause.node == worker(0) and job.exit_code() == 1
+
+
+def test_who_was_lost_after_others_had_finished_fails_a_job_that_the_scheduler_ends():
+    job = surviving_job()
+    end(job, 101.0, (worker(0), 0))
+    end(job, 102.0, (worker(1), -signal.SIGKILL))
+    end(job, 103.0, (SCHEDULER, EXIT_PEER_LOST), (server(0), EXIT_PEER_LOST), (server(1), EXIT_PEER_LOST))
+    assert job.cause is not None and job.cause.node == worker(1) and job.exit_code() == 137
