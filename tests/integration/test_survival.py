@@ -1,0 +1,132 @@
+"""Workers are killed, and the others go on with exact weights; what still ends the job; what is refused beforehand."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+
+import pytest
+
+from tests.cases import each
+from tests.integration.processes import prefix_of
+
+GOES_ON = ["--on-loss", "continue"]
+STEPS = 16
+ALL = (1 << STEPS) - 1
+
+
+def masks_of(job, rank):
+    """What a worker says of the final weights: rank → the masks of pushes that some element has."""
+    (line,) = [
+        line for line in job.processes["launcher"].lines_with("masks {") if line.startswith(prefix_of(f"worker-{rank}"))
+    ]
+    return ast.literal_eval(line.partition("masks ")[2])
+
+
+def require_exact(job, num_workers, victims, at):
+    """Every push of a survivor is in every element; of a victim all before its last step, and that one, or not."""
+    stayed = [rank for rank in range(num_workers) if rank not in victims]
+    found = [masks_of(job, rank) for rank in stayed]
+    assert all(masks == found[0] for masks in found), job.transcript()
+    for rank in range(num_workers):
+        allowed = {(1 << at) - 1, (1 << (at + 1)) - 1} if rank in victims else {ALL}
+        assert set(found[0][rank]) <= allowed, (rank, found[0], job.transcript())
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "victims", "after_s", "mode"),
+    [
+        (3, [1], 0.0, "dist"),
+        pytest.param(3, [1], 0.02, "dist", marks=pytest.mark.slow),
+        pytest.param(3, [0], 0.005, "dist", marks=pytest.mark.slow),
+        pytest.param(3, [2, 0], 0.01, "dist", marks=pytest.mark.slow),
+        pytest.param(3, [1], 0.01, "dist_async", marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_go_on_with_exact_weights_when_workers_are_killed(job, num_workers, victims, after_s, mode):
+    launcher = job.launch(
+        num_workers, 2, "survival.py", "killed", str(victims), "5", str(after_s), mode, options=GOES_ON
+    )
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    for rank in victims:
+        assert launcher.lines_with(f"worker-{rank} (pid "), job.transcript()
+        assert launcher.lines_with("was killed by signal 9 (SIGKILL); the other workers go on"), "the fault happened"
+        (told,) = [line for line in launcher.lines_with(f"worker-{rank} (host ") if "was lost" in line]
+        assert "killed by signal 9 (SIGKILL)" in told and "on" in told, job.transcript()
+        assert launcher.lines_with(f"worker-{rank}: 5 pushes of each key count"), job.transcript()
+    require_exact(job, num_workers, victims, 5)
+    stayed = tuple(rank for rank in range(num_workers) if rank not in victims)
+    said = f"members {stayed}, {len(victims)} dead, {stayed}"
+    assert len(launcher.lines_with(said)) == len(launcher.lines_with("went on to the end")) == len(stayed)
+    mean = sum(stayed) / len(stayed)
+    assert len(launcher.lines_with(f"mean over those that are there: {mean}")) == len(stayed), job.transcript()
+
+
+@pytest.mark.slow
+def test_the_last_worker_is_not_survived(job):
+    launcher = job.launch(2, 1, "survival.py", "killed", "[0, 1]", "5", "0", options=GOES_ON)
+    job.finish()
+    assert launcher.code in (75, 128 + signal.SIGKILL), job.transcript()
+    assert launcher.lines_with("killed by signal 9 (SIGKILL)") and not launcher.lines_with("went on to the end")
+
+
+@pytest.mark.slow
+def test_one_exception_is_survived_and_the_same_a_second_time_ends_the_job(job):
+    launcher = job.launch(3, 1, "survival.py", "raises", "[1]", options=GOES_ON)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert len(launcher.lines_with("went on to the end")) == 2
+    assert launcher.lines_with("RuntimeError: this script is wrong")
+    launcher = job.launch(3, 1, "survival.py", "raises", "[0, 1]", options=GOES_ON)
+    job.finish()
+    assert launcher.code == 1, job.transcript()
+    assert not launcher.lines_with("went on to the end")
+
+
+@pytest.mark.slow
+def test_a_worker_that_stood_still_for_too_long_is_told_so_and_does_no_harm(job, tmp_path):
+    os.mkfifo(fifo := tmp_path / "fifo")
+    settings = {"KVDIST_PATIENCE_S": "2", "KVDIST_ON_LOSS": "continue", "FIFO": str(fifo)}
+    job.cluster(3, 2, "survival.py", "stopped", **settings)
+    for rank in (0, 2):
+        job.line(f"worker-{rank}", "goes on without it")
+    job.kill("worker-1", signal.SIGCONT)
+    job.wait(lambda: job.processes["worker-1"].code is not None, "the zombie ends")
+    assert "FencedError: worker-1 was given up" in job.processes["worker-1"].text, job.transcript()
+    with open(fifo, "wb"):
+        pass
+    codes = job.finish()
+    assert {name: code for name, code in codes.items() if code} == {"worker-1": codes["worker-1"]}, job.transcript()
+    for rank in (0, 2):
+        found = ast.literal_eval(job.line(f"worker-{rank}", "masks ").partition("masks ")[2])
+        assert found == {0: [ALL], 1: [0b111], 2: [ALL]}, job.transcript()
+
+
+@pytest.mark.slow
+def test_a_lost_server_ends_the_job_all_the_same(job):
+    launcher = job.launch(2, 2, "survival.py", "stopped", options=[*GOES_ON, "--patience", "60"])
+    job.line("launcher", "stands still")
+    job.kill("server-1")
+    job.finish()
+    assert launcher.code == 128 + signal.SIGKILL, job.transcript()
+    assert "server-1" in launcher.text.splitlines()[-1]
+
+
+@each(
+    "scenario, said",
+    [
+        ("only_sums", "which needs stores that update, because servers must hold the weights, and this one only sums"),
+        ("updates_here", "and this Trainer's workers update"),
+        ("without_servers", "the store 'collective' sums among workers, none of which can be left out"),
+        ("clips", "which a lost worker would leave half done"),
+    ],
+)
+@pytest.mark.slow
+def test_what_cannot_go_on_is_refused_in_the_first_step(job, scenario, said):
+    launcher = job.launch(2, 1, "survival.py", scenario, options=GOES_ON)
+    job.finish()
+    assert launcher.code, job.transcript()
+    assert launcher.lines_with("ConfigError: KVDIST_ON_LOSS is 'continue'"), job.transcript()
+    assert said in " ".join(launcher.text.split()), job.transcript()
