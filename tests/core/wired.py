@@ -25,6 +25,7 @@ from kvdist.core.host_aggregation import HostAggregation
 from kvdist.core.joining import Introduction
 from kvdist.core.machine import (
     Bind,
+    ChildEnded,
     CompleteKeys,
     CompleteRequest,
     Connect,
@@ -102,6 +103,7 @@ class Wired:
         servers_on: str = "elsewhere",
         handlers: Mapping[int, Handler] | None = None,
         devices: Sequence[Device] = (),
+        on_loss: str = "fail",
     ) -> None:
         self.devices = devices
         """Per server the GPU on which it computes; none for their hosts."""
@@ -132,7 +134,14 @@ class Wired:
         self._addresses: dict[tuple[Role, int], str] = {(Role.SCHEDULER, 1): "scheduler"}
         self._next_request = 0
         config = ClusterConfig(
-            Role.SCHEDULER, "host-s", 1, num_workers, num_servers, bigarray_bound=bigarray_bound, limits=self.limits
+            Role.SCHEDULER,
+            "host-s",
+            1,
+            num_workers,
+            num_servers,
+            bigarray_bound=bigarray_bound,
+            on_loss=on_loss,
+            limits=self.limits,
         )
         self.scheduler = Scheduler(config, 0.0)
         self.processes: dict[str, Reliable] = {"scheduler": Reliable(self.scheduler, JOB)}
@@ -307,9 +316,14 @@ class Wired:
         """Read."""
         return self._transfer(rank, RunKind.PULL, dict.fromkeys(keys), key_by_key=key_by_key)
 
-    def barrier(self, rank: int, timeout_s: float | None = None, statement: str = "") -> int:
+    def barrier(self, rank: int, timeout_s: float | None = None, statement: str = "", giver: int = -1) -> int:
         """Arrive at a barrier."""
-        return self.ask(rank, lambda number: EnterBarrier(number, 0, timeout_s, statement))
+        return self.ask(rank, lambda number: EnterBarrier(number, 0, timeout_s, statement, giver))
+
+    def kill(self, name: str, cause: str = "killed by signal 9 (SIGKILL)") -> None:
+        """A process ends, and the launcher says so."""
+        self.stopped[name] = None
+        self.observe("scheduler", ChildEnded(self.member(name).node, cause, clean=False))
 
     def set_optimizer(self, rank: int, name: str, **numbers: Any) -> int:
         """Choose the optimizer."""

@@ -197,9 +197,9 @@ class Shard(abc.ABC, Generic[H]):
         """Drop what these lost workers have pushed and is not counted; say how much is."""
         counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for holder in self:
-            version = holder.round.version
+            is_used = bool(holder.round.version or holder.round.slots)
             for rank, pushes in holder.drop(lost).items():
-                if version or pushes:
+                if is_used:
                     counted.setdefault((rank, holder.store), []).append((pushes, len(holder.ids)))
             if self.ledger is not None:
                 self.ledger.dropped(holder, lost)

@@ -1,0 +1,194 @@
+"""Workers that are given up while the others go on: what counts, who is heard, what still ends the job."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdist.core.machine import ChildEnded, PeerDisconnected
+from kvdist.core.server.buffers import Buffer
+from kvdist.errors import FencedError, PeerLostError
+from kvdist.protocol.messages import Flag
+from tests.cases import each
+from tests.core.wired import Wired
+
+KILLED = "killed by signal 9 (SIGKILL)"
+
+
+def going_on(num_workers: int = 3, num_servers: int = 1, **options: int) -> Wired:
+    made = Wired(num_workers, num_servers, on_loss="continue", **options)  # type: ignore[arg-type]
+    made.initialise({"w": [0.0, 0.0, 0.0], "b": [0.0]})
+    for rank in range(num_workers):
+        made.set_optimizer(rank, "test")
+    made.settle()
+    return made
+
+
+@pytest.fixture
+def wired() -> Wired:
+    return going_on()
+
+
+def end_after_silence(wired: Wired, name: str) -> None:
+    """The connections of a process bring nothing any more, and are broken for that."""
+    wired.observe("scheduler", PeerDisconnected(wired.member(name), "no sign of life", after_silence=True))
+    wired.advance(60.0)
+
+
+def held_by(wired: Wired, name: str) -> Buffer | None:
+    return wired.servers[0].dense.blocks.of(0)[0].held.get(wired.member(name))
+
+
+def test_what_is_not_counted_is_dropped_and_the_round_is_closed_by_the_others(wired: Wired) -> None:
+    for rank in (0, 1, 2):
+        wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]})
+    wired.settle()
+    reads = [wired.pushpull(rank, {"w": [10, 10, 10], "b": [10]}) for rank in (0, 2)]
+    wired.push(1, {"w": [100, 100, 100], "b": [100]})
+    wired.settle()
+    wired.pushpull(1, {"w": [500, 500, 500], "b": [500]})  # of the next round
+    wired.settle()
+    assert wired.value(reads[0], "w") == [123, 123, 123]
+    reads = [wired.pushpull(rank, {"w": [1000] * 3, "b": [1000]}) for rank in (0, 2)]
+    wired.lose()  # nothing of these has arrived
+    wired.kill("worker-1")
+    wired.advance(10.0)
+    assert [wired.value(read, "w") for read in reads] == [[2123] * 3] * 2
+    assert any(
+        report.startswith("worker-1 (host ") and report.endswith("; 2 workers go on") for report in wired.reports
+    )
+    assert "worker-1: 2 pushes of each key count, and nothing of the next" in wired.reports
+    for block in wired.servers[0].dense:
+        assert set(block.round.counted) == {0, 2}, "blocks with other counters would not merge"
+
+
+def test_what_is_counted_on_one_server_and_not_on_another_is_said_to_count_in_part() -> None:
+    wired = going_on(2, 2, bigarray_bound=2)
+    wired.pushpull(0, {"w": [1, 1, 1]})
+    wired.settle()
+    wired.push(1, {"w": [10, 10, 10]})
+    wired.wire = type(wired.wire)([one for one in wired.wire if one[1] != "server-1"])
+    wired.deliver(len(wired.wire))
+    wired.kill("worker-1")
+    wired.advance(10.0)
+    read = wired.pull(0, "w")
+    wired.settle()
+    assert sorted(set(wired.value(read, "w"))) == [1, 11]
+    assert any("0 pushes of each key count, and push 1 in part: in 1 of 2 slices" in one for one in wired.reports)
+
+
+@each("asks", ["scheduler", "server-0"])
+def test_who_was_silent_for_too_long_is_told_that_the_others_went_on(asks: str) -> None:
+    wired = going_on()
+    end_after_silence(wired, "worker-1")
+    if asks == "scheduler":
+        wired.barrier(1)
+    else:
+        wired.pull(1, "w")
+    wired.settle()
+    error = wired.stopped["worker-1"]
+    assert isinstance(error, FencedError) and "worker-1 was given up" in str(error)
+    read = wired.pull(0, "w")
+    wired.settle()
+    assert wired.value(read, "w") == [0, 0, 0]
+
+
+def test_the_same_words_of_two_workers_end_the_job_and_the_same_end_does_not() -> None:
+    wired = going_on(5)
+    wired.kill("worker-4")
+    wired.kill("worker-3")
+    wired.leave(2, "ended by an unhandled ValueError: loss is nan")
+    wired.advance(1.0)
+    assert "scheduler" not in wired.stopped
+    wired.leave(1, "ended by an unhandled ValueError: loss is nan")
+    wired.advance(1.0)
+    error = wired.stopped["scheduler"]
+    assert isinstance(error, PeerLostError) and error.node == "worker-1"
+
+
+def test_the_last_worker_ends_the_job_even_if_others_have_finished() -> None:
+    wired = going_on(2)
+    wired.leave(0)
+    wired.advance(1.0)
+    wired.kill("worker-1")
+    wired.advance(1.0)
+    assert isinstance(wired.stopped["scheduler"], PeerLostError)
+
+
+def test_who_fails_after_it_has_left_is_only_told_of() -> None:
+    wired = going_on(2)
+    wired.leave(0)
+    wired.advance(1.0)
+    wired.kill("worker-0", "exited with code 3")
+    wired.advance(1.0)
+    assert "scheduler" not in wired.stopped
+    assert any("exited with code 3; it had left before" in report for report in wired.reports)
+
+
+@each(
+    "said, passes",
+    [
+        ({0: 0, 2: 0}, True),
+        ({0: 1, 2: 1}, False),
+        ({0: 0, 2: 2}, False),
+    ],
+)
+def test_a_barrier_that_needs_a_giver_fails_for_all_without_it(said: dict[int, int], passes: bool) -> None:
+    wired = going_on()
+    requests = [wired.barrier(rank, giver=giver) for rank, giver in said.items()]
+    wired.settle()
+    assert not any(request in wired.completed for request in requests)
+    wired.kill("worker-1")
+    wired.advance(1.0)
+    assert [request in wired.completed for request in requests] == [passes] * 2
+    assert passes or all(isinstance(wired.failed[request], PeerLostError) for request in requests)
+    again = [wired.barrier(rank, giver=0) for rank in said]
+    wired.advance(1.0)
+    assert all(request in wired.completed for request in again)
+
+
+def test_another_worker_gives_first_values_if_the_first_one_is_lost_before_it_was_told() -> None:
+    wired = Wired(2, 1, on_loss="continue")
+    requests = [wired.declare(rank, {"w": (2,)}) for rank in (0, 1)]
+    while not any(to == "server-0" for _, to, _ in wired.wire):
+        wired.deliver()  # the server is asked to keep the key
+    wired.kill("worker-0")
+    wired.settle()
+    (info,) = wired.completed[requests[1]]
+    assert info.giver == 1 and "scheduler" not in wired.stopped
+
+
+def test_a_key_that_can_never_get_its_first_value_ends_the_job() -> None:
+    wired = Wired(2, 1, on_loss="continue")
+    for rank in (0, 1):
+        wired.declare(rank, {"w": (2,)})
+    wired.settle()
+    wired.kill("worker-0")
+    wired.settle()
+    error = wired.stopped["scheduler"]
+    assert isinstance(error, PeerLostError) and "worker-0 was lost before it had given key 'w' its first value" in str(
+        error
+    )
+
+
+def test_what_a_lost_worker_reads_is_free_once_its_process_has_ended(wired: Wired) -> None:
+    for rank in (0, 1, 2):
+        wired.pushpull(rank, {"w": [1, 1, 1]}, flag=int(Flag.HOLD))
+    wired.advance(0.1)
+    held = held_by(wired, "worker-1")
+    assert held is not None
+    before = held.leases
+    end_after_silence(wired, "worker-1")
+    assert held.leases == before, "it may go on reading"
+    wired.kill("worker-1")
+    wired.advance(1.0)
+    assert held.leases == before - 1 and held_by(wired, "worker-1") is None
+
+
+def test_one_death_is_one_loss_whoever_reports_it(wired: Wired) -> None:
+    wired.kill("worker-1")
+    wired.observe("scheduler", PeerDisconnected(wired.member("worker-1"), "closed"))
+    wired.observe("scheduler", ChildEnded(wired.member("worker-1").node, KILLED, clean=False))
+    wired.advance(10.0)
+    assert sum("was lost" in report for report in wired.reports) == 1
+    assert wired.workers[0].view(lambda _: False).members == (0, 2)
+    assert wired.workers[0].view(lambda _: False).lost == 1
