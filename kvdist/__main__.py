@@ -5,7 +5,7 @@ of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with o
 code of your own here: the command line chooses it, never a peer.
 
 ``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.export`. ``kvdist
-config`` shows the settings. ``kvdist doctor`` is the launcher's.
+config`` shows the settings, ``kvdist ledger`` what became of a push. ``kvdist doctor`` is the launcher's.
 
 Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
 environment or on the command line, 1 for anything else.
@@ -41,6 +41,7 @@ from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.registry import registered
+from kvdist.runtime import ledger
 from kvdist.runtime.cluster import HANDLERS, open_server_device, server_node
 from kvdist.runtime.io_thread import ThreadedDisk
 from kvdist.runtime.node import Node
@@ -133,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     commands = parser.add_subparsers(title="other commands", metavar="")
     add_commands(commands)
+    ledger.add_command(commands)
     config = commands.add_parser("config", help="show every setting with its value in this environment")
     config.add_argument("--update", type=Path, metavar="FILE", help="write the tables of settings into FILE instead")
     config.set_defaults(command=_show_config)

@@ -18,6 +18,7 @@ FEATURES = {
     "devices": "kernels.gpu kernels.cupy_cuda kernels.numba_cuda optimizer.offload kvstore.device",
     "GPU backends": "kernels.cupy_cuda kernels.numba_cuda",
     "host aggregation": "core.host_aggregation",
+    "ledger": "runtime.ledger",
     "profiler": "profiler runtime.profiler runtime.trace",
 }
 """Feature → the modules and packages of kvdist that it lives in."""

@@ -364,6 +364,12 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "A server writes them nowhere else", shown_default="where the process was started",
         ),
         Setting(
+            "KVDIST_LEDGER", TEXT, None,
+            "a folder into which each server writes what became of every push",
+            "For debugging: a line for each block and round. `kvdist ledger DIR --worker 3 --push 312` reads it"
+            " ([reliability.md](reliability.md#the-ledger))",
+        ),
+        Setting(
             "KVDIST_SERVER_MODULE", MODULES, (),
             "a module with optimizers or handlers of commands of your own, which scheduler and servers import",
             "Several have commas between. See [handlers of commands](#commands-to-servers). `kvdist-launch"

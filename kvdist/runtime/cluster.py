@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from kvdist.config.addresses import host_name
@@ -272,6 +273,10 @@ def server_node(
         memory.pin(device.pin)
     introduced = introduction(config, endpoint, scheduler)
     machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, HANDLERS, arithmetic)
+    if (folder := read_setting("KVDIST_LEDGER")) is not None:
+        from kvdist.runtime import ledger  # a feature at a seam: loaded where it is used
+
+        ledger.keep(machine, Path(folder))
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=disk)
     prepare(node)
     return node

@@ -75,5 +75,8 @@ class Page:
                 self.books.pushed[number, member] += 1
             self.books.rounds[number].append(counted)
 
+    def refused(self, holder: StoredHolder, contributions: Sequence[Any], reason: str) -> None:
+        """They count all the same."""
+
     def dropped(self, holder: StoredHolder, lost: Set[int]) -> None:
         """What is not counted never will be."""

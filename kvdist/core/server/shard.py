@@ -94,6 +94,9 @@ class Ledger(Protocol):
     def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
         """The contributions of a round that has just been closed; `holder.round.version` is what they make."""
 
+    def refused(self, holder: StoredHolder, contributions: Sequence[Any], reason: str) -> None:
+        """These, which are counted, have not been applied."""
+
     def dropped(self, holder: StoredHolder, lost: Set[int]) -> None:
         """Nothing more of these ranks will be counted here."""
 
@@ -148,6 +151,8 @@ class Shard(abc.ABC, Generic[H]):
                     others = len(one.ids) - 1
                     more = f". So it is for {others} other keys of the same push" if others else ""
                     one.round.refuse(contributions, (code_of(error), f"{error}{more}"))
+                    if self.ledger is not None:
+                        self.ledger.refused(one, contributions, str(error))
             for one, contributions in zip(together, rounds, strict=True):
                 for contribution in contributions:
                     self._answer(one, contribution)

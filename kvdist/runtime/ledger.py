@@ -1,0 +1,129 @@
+"""`KVDIST_LEDGER`: what became of every push, line by line; and `kvdist ledger`, which reads it.
+
+Each server appends to a file of its own in that folder, one JSON object a line, with ``slices`` (their numbers) and
+``key`` (of the first one) in each:
+
+- a round that was closed: ``version``, and ``counted``, a list of [rank, incarnation, number of the push, from 1];
+- one that was refused after that: the same with ``refused``, the reason;
+- workers that were given up: ``lost``, their ranks. Nothing more of them is counted in these slices.
+
+It is for debugging: a line for each block and round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+from kvdist.core.server.server import Server
+from kvdist.core.server.shard import StoredHolder
+from kvdist.naming import name_of
+
+NAMED_MAX = 8
+"""Keys that an answer names."""
+
+
+class FileLedger:
+    """The ledger of one server.
+
+    Args:
+        folder: where its file goes; made if it is not there.
+        name: of the server, once it has one.
+    """
+
+    def __init__(self, folder: Path, name: Callable[[], str]) -> None:
+        self._folder = folder
+        self._name = name
+
+    def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+        """A round has been closed."""
+        self._write(holder, version=holder.round.version, counted=_rows(contributions))
+
+    def refused(self, holder: StoredHolder, contributions: Sequence[Any], reason: str) -> None:
+        """It could not be applied."""
+        self._write(holder, version=holder.round.version, counted=_rows(contributions), refused=reason)
+
+    def dropped(self, holder: StoredHolder, lost: Set[int]) -> None:
+        """Nothing more of these ranks will be counted."""
+        self._write(holder, lost=sorted(lost))
+
+    def _write(self, holder: StoredHolder, **what: object) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        line = {"store": holder.store, "slices": holder.ids.tolist(), "key": holder.round.key, **what}
+        with (self._folder / f"{self._name()}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def keep(server: Server, folder: Path) -> None:
+    """Let a server write its ledger."""
+    server.dense.ledger = server.sparse.ledger = FileLedger(folder, lambda: str(server.me))
+
+
+def fate(folder: Path, rank: int, push: int) -> str:
+    """What became of a push of a worker, by the ledgers in a folder.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    counted: dict[int, int] = {}
+    refused: dict[int, str] = {}
+    lost: set[int] = set()
+    keys: dict[int, int | str] = {}
+    for line in _lines(folder):
+        slices = line["slices"]
+        keys.update((number, line["key"]) for number in slices)
+        if rank in line.get("lost", ()):
+            lost.update(slices)
+        if any((row[0], row[2]) == (rank, push) for row in line.get("counted", ())):
+            counted.update(dict.fromkeys(slices, line["version"]))
+            if "refused" in line:
+                refused.update(dict.fromkeys(slices, line["refused"]))
+    who = f"push {push} of worker-{rank}"
+    if not counted:
+        why = "the worker was given up before" if lost else "it has not been pushed, or its rounds are open"
+        return f"{who} is counted nowhere: {why}"
+    versions = sorted(set(counted.values()))
+    said = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
+    text = f"{who} is counted in {said} of {len(counted)} slices"
+    if missing := lost - counted.keys():
+        text += f", and not in {len(missing)} others ({_named(keys[number] for number in sorted(missing))})"
+    if refused:
+        text += f"; {len(refused)} of them were refused: {next(iter(refused.values()))}"
+    return text
+
+
+def add_command(commands: Any) -> None:
+    """Add ``kvdist ledger`` to the commands of the command line."""
+    parser = commands.add_parser("ledger", help="say what became of a push, by the ledgers that KVDIST_LEDGER wrote")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the ledgers")
+    parser.add_argument("--worker", type=int, required=True, metavar="RANK", help="whose push")
+    parser.add_argument("--push", type=int, required=True, metavar="N", help="its number, from 1")
+    parser.set_defaults(command=_answer)
+
+
+def _answer(options: argparse.Namespace) -> tuple[str, int]:
+    try:
+        return fate(options.folder, options.worker, options.push), 0
+    except FileNotFoundError as error:
+        return str(error), 1
+
+
+def _lines(folder: Path) -> Iterator[dict[str, Any]]:
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise FileNotFoundError(f"there are no ledgers in {folder}: start the job with KVDIST_LEDGER={folder}")
+    for file in files:
+        for line in file.read_text("utf-8").splitlines():
+            yield json.loads(line)
+
+
+def _rows(contributions: Sequence[Any]) -> list[list[int]]:
+    return [[one.member.node.rank, one.member.incarnation, one.step + 1] for one in contributions]
+
+
+def _named(keys: Iterator[int | str]) -> str:
+    names = [name_of(key) for key in dict.fromkeys(keys)]
+    return ", ".join(names[:NAMED_MAX]) + (", …" if len(names) > NAMED_MAX else "")

@@ -1,0 +1,59 @@
+"""The ledger says what became of every push, and `kvdist ledger` reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvdist.__main__ import main
+from kvdist.runtime.ledger import fate, keep
+from tests.core.wired import Wired
+
+
+def train(folder: Path) -> Wired:
+    """Two workers push twice; the second push of worker 1 reaches one of two servers, and then it is killed."""
+    wired = Wired(2, 2, bigarray_bound=2, on_loss="continue")
+    for one in wired.servers:
+        keep(one, folder)
+    wired.initialise({"w": [0.0, 0.0, 0.0], "none": [0.0]})
+    for rank in (0, 1):
+        wired.set_optimizer(rank, "test")
+        wired.push(rank, {"w": [1, 1, 1]})
+    wired.settle()
+    wired.push(0, {"w": [1, 1, 1]})
+    wired.settle()
+    wired.push(1, {"w": [10, 10, 10]})
+    wired.wire = type(wired.wire)([one for one in wired.wire if one[1] != "server-1"])
+    wired.deliver(len(wired.wire))
+    wired.kill("worker-1")
+    wired.advance(10.0)
+    return wired
+
+
+def test_each_push_has_a_fate(tmp_path: Path) -> None:
+    train(tmp_path)
+    assert fate(tmp_path, 0, 2) == "push 2 of worker-0 is counted in version 2 of 2 slices"
+    assert fate(tmp_path, 1, 1).startswith("push 1 of worker-1 is counted in version 1 of 2 slices")
+    assert fate(tmp_path, 1, 2).startswith("push 2 of worker-1 is counted in version 2 of 1 slices, and not in ")
+    assert fate(tmp_path, 1, 3) == "push 3 of worker-1 is counted nowhere: the worker was given up before"
+    assert fate(tmp_path, 0, 9).endswith("counted nowhere: it has not been pushed, or its rounds are open")
+
+
+def test_a_round_that_is_refused_says_why(tmp_path: Path) -> None:
+    wired = Wired(1, 1)
+    keep(wired.servers[0], tmp_path)
+    wired.initialise({"w": [0.0]}, mode="async")
+    wired.push(0, {"w": [1]})
+    wired.settle()
+    assert "were refused: " in fate(tmp_path, 0, 1) and "needs an optimizer" in fate(tmp_path, 0, 1)
+
+
+def test_the_lines_are_json_and_the_command_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "server-0.jsonl").read_text().splitlines()]
+    assert any(line.get("lost") == [1] for line in lines)
+    assert main(["ledger", str(tmp_path), "--worker", "0", "--push", "1"]) == 0
+    assert "push 1 of worker-0 is counted in version 1" in capsys.readouterr().out
+    assert main(["ledger", str(tmp_path / "none"), "--worker", "0", "--push", "1"]) == 1
