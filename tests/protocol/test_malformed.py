@@ -132,7 +132,7 @@ def test_reserved_bytes_that_are_not_zero_are_refused(at, complaint, examples):
     assert complaint in attempt(frames)
 
 
-@each("code", [0, 5, 18, 38, 255])
+@each("code", [0, 6, 18, 38, 255])
 def test_an_unknown_kind_is_refused(code, examples):
     frames = frames_of(examples["Alive"])
     frames[0] = frames[0][:5] + bytes([code]) + frames[0][6:]
@@ -252,10 +252,12 @@ def declare(keys=KEY, shapes=SHAPE, dtypes=b"\1", pulled_as=b"\1", forms=FORM, r
         ("Declare", declare(request=True)),
         ("Placed", [1, [[0], [0]], [0]]),
         ("Placed", [1, [[0], [0], 0], [0]]),
-        ("Roster", [[[[0, 1, 5], "h", 1, "e"]]]),
-        ("Roster", [[[[3, 1, 5], "h", 1, "e"]]]),
-        ("Roster", [[[[2, -1, 5], "h", 1, "e"]]]),
-        ("Roster", [[[[2, 1, 5], "h", 1]]]),
+        ("Welcome", [0, 1, 1]),
+        ("Settled", [1, [[0, 0, 0, 0, 0]], b""]),
+        ("Roster", [[[[0, 1, 5], "h", 1, "e"]], 1, [], []]),
+        ("Roster", [[[[3, 1, 5], "h", 1, "e"]], 1, [], []]),
+        ("Roster", [[[[2, -1, 5], "h", 1, "e"]], 1, [], []]),
+        ("Roster", [[[[2, 1, 5], "h", 1]], 1, [], []]),
         ("Done", []),
         ("Done", [1, 2]),
         ("Done", [-1]),

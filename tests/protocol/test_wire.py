@@ -170,11 +170,14 @@ def by_length(make: Any) -> st.SearchStrategy[Any]:
 
 
 OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies around it)
+RANKS = st.lists(U32, max_size=20).map(tuple)
+FATES = st.lists(st.builds(m.Fate, U32, U32, U32, U32, U32, U32), max_size=20).map(tuple)
 STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES),
-    m.Welcome: st.builds(m.Welcome, U32, U64),
+    m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss])),
     m.Rejected: st.builds(m.Rejected, NAMES),
-    m.Roster: st.builds(m.Roster, PEERS),
+    m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, RANKS),
+    m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
     m.Declare: with_forms(
         lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n))
     ),
@@ -188,7 +191,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.SetOptimizer: st.builds(m.SetOptimizer, U64, U32, DESCRIPTIONS),
     m.Done: st.builds(m.Done, U64),
     m.Failed: st.builds(m.Failed, U64, ERRORS, NAMES),
-    m.Barrier: st.builds(m.Barrier, U64, U32, U64, NAMES),
+    m.Barrier: st.builds(m.Barrier, U64, U32, U64, NAMES, st.integers(-1, U32_MAX)),
     m.InitValues: parallel(m.InitValues, 2, arrays),
     m.Push: LENGTHS.flatmap(pushes),
     m.Pull: parallel(m.Pull, 4),
@@ -207,7 +210,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.RowValues: parallel(m.RowValues, 3, arrays),
     m.Alive: st.just(m.Alive()),
     m.Ack: st.builds(m.Ack, st.booleans()),
-    m.Waiting: st.builds(m.Waiting, NAMES, st.lists(U32, max_size=20).map(tuple), FINITE),
+    m.Waiting: st.builds(m.Waiting, NAMES, RANKS, FINITE),
     m.Goodbye: st.builds(m.Goodbye, U64, NAMES),
     m.Abort: st.builds(m.Abort, ERRORS, NAMES, NAMES, NAMES, st.integers(-1, U32_MAX), NAMES),
     m.Stop: st.just(m.Stop()),

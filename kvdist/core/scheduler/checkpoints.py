@@ -244,7 +244,9 @@ class Checkpoints:
         first = saves[0][1]
         gone = saving.live - {member.node.rank for member, _ in saves}
         names = ", ".join(f"worker-{rank}" for rank in sorted(gone))
-        lacks = f"{saving.name} has no state of {names}, which was lost or left instead of calling save_checkpoint"
+        was_lost = gone <= {member.node.rank for member in self._membership.lost}
+        how = "was lost before it had called" if was_lost else "left instead of calling"
+        lacks = f"{saving.name} has no state of {names}, which {how} save_checkpoint"
         written = Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))
         return [*([Log(lacks)] if names else []), written]
 
