@@ -593,6 +593,7 @@ SCENARIOS: dict[str, Scenario] = {
     "goes on without a zombie": replace(
         GOING_ON, victims=("worker-2",), pause_s=3.8, weather=STORM, limits=IMPATIENT_OF_SILENCE
     ),
+    "goes on without sums of hosts": replace(GOING_ON, victims=("worker-0", "worker-3"), hosts=2, local_reduce="on"),
     "goes on without a server": replace(GOING_ON, victims=("server-1",)),
     "rows updated": Scenario(num_workers=3, num_servers=3, rounds=5, optimizer="test", tables=True, saves=0.0),
     "rows async": Scenario(num_workers=3, rounds=5, mode="async", optimizer="sgd", tables=True, saves=0.0),

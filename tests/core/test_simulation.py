@@ -108,7 +108,7 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         yield "PushRows in several frames"
     elif scenario.hosts is None and (not scenario.victims or goes_on):
         yield "round of several slices"
-    if scenario.hosts is not None and scenario.mode == "sync":
+    if scenario.hosts is not None and scenario.mode == "sync" and not goes_on:
         yield "summed on a host"
     if goes_on:
         yield "in part"

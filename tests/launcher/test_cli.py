@@ -50,6 +50,8 @@ from tests.ports import held_port
         (["-n", "1", "-s", "0", "--server-device", "cpu", "true"], 2, "--server-device is for jobs with servers"),
         (["-n", "1", "-s", "0", "--env-server", "A=1", "true"], 2, "--env-server is for jobs with servers, and -s 0"),
         (["-n", "1", "-s", "0", "-H", "a", "--scheduler-on", "a", "true"], 2, "--scheduler-on is for jobs with serv"),
+        (["-n", "2", "-s", "0", "--on-loss", "continue", "true"], 2, "--on-loss is for jobs with servers"),
+        (["-n", "2", "-s", "1", "--on-loss", "continue", "--emit", "sbatch", "true"], 2, "--emit sbatch ends a job"),
         (["-n", "4", "-s", "0", "--launcher", "mpi", "true"], 2, "mpirun -np 4 COMMAND starts it"),
         (["-n", "4", "-s", "0", "--launcher", "slurm", "true"], 2, "srun --ntasks=4 COMMAND starts it"),
         (["-n", "4", "-s", "0", "--emit", "sbatch", "true"], 2, "with the line srun COMMAND"),
