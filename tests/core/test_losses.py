@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvdist.core.machine import ChildEnded, PeerDisconnected
+from kvdist.core.machine import ChildEnded, PeerDisconnected, Unreachable
 from kvdist.core.server.buffers import Buffer
 from kvdist.errors import FencedError, PeerLostError
 from kvdist.protocol.messages import Flag
@@ -182,6 +182,13 @@ def test_what_a_lost_worker_reads_is_free_once_its_process_has_ended(wired: Wire
     wired.kill("worker-1")
     wired.advance(1.0)
     assert held.leases == before - 1 and held_by(wired, "worker-1") is None
+
+
+def test_a_server_does_not_fail_because_it_cannot_reach_a_lost_worker(wired: Wired) -> None:
+    end_after_silence(wired, "worker-1")
+    wired.observe("server-0", Unreachable(wired.member("worker-1"), "nothing gets through"))
+    wired.advance(1.0)
+    assert not wired.stopped.keys() - {"worker-1"}, "which has heard of it"
 
 
 def test_one_death_is_one_loss_whoever_reports_it(wired: Wired) -> None:

@@ -183,6 +183,8 @@ class Server(Machine):
         elif isinstance(event, Unreachable):
             if event.member == SCHEDULER_MEMBER:
                 return [Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
+            if event.member in self.peers.lost:
+                return []  # it is told so whenever it comes, and acknowledges nothing
             return [Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {event.member}: {event.reason}"))]
         elif isinstance(event, Persisted):
             if isinstance(event.token, Restore | Prepare):
