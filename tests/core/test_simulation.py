@@ -97,6 +97,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     goes_on = scenario.on_loss == "continue" and not any(name.startswith("server") for name in scenario.victims)
     is_complete = not scenario.victims or is_short or goes_on
     yield from USED
+    if scenario.fault_round < 0:
+        return  # most of its runs end early
     if scenario.holds:
         yield "held"
     if scenario.encodes:
