@@ -38,7 +38,7 @@ class Recorder:
     def __init__(self) -> None:
         self.memory, self.traffic, self.optimizer = HeapAllocator(), Traffic(), None
         self.node = self.view = self
-        self.far = False
+        self.far, self.must_update = False, False
         self.config = SimpleNamespace(limits=Limits())
         self.transfers: list[Transfer] = []
         self.finishes: list[Any] = []

@@ -18,6 +18,7 @@ scp -p -- "$HOME"/.kvdist-0123.secret '[fd00::17]:'
   export DMLC_ROLE=scheduler
   export KVDIST_JOB=0123456789abcdef
   export KVDIST_LOCAL_REDUCE=auto
+  export KVDIST_ON_LOSS=fail
   export KVDIST_PLACEMENT=bytes
   export KVDIST_RANK=0
   export KVDIST_TRANSPORT=auto
@@ -42,6 +43,7 @@ lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
   export KVDIST_BIGARRAY_BOUND=77
   export KVDIST_JOB=0123456789abcdef
   export KVDIST_LOCAL_REDUCE=auto
+  export KVDIST_ON_LOSS=fail
   export KVDIST_PLACEMENT=bytes
   export KVDIST_RANK=0
   export KVDIST_TRANSPORT=auto
@@ -72,6 +74,7 @@ lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
   export KVDIST_LOCAL_RANK=0
   export KVDIST_LOCAL_REDUCE=auto
   export KVDIST_LOCAL_SIZE=1
+  export KVDIST_ON_LOSS=fail
   export KVDIST_PLACEMENT=bytes
   export KVDIST_RANK=0
   export KVDIST_TRANSPORT=auto
@@ -104,6 +107,7 @@ lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
   export KVDIST_LOCAL_RANK=0
   export KVDIST_LOCAL_REDUCE=auto
   export KVDIST_LOCAL_SIZE=1
+  export KVDIST_ON_LOSS=fail
   export KVDIST_PLACEMENT=bytes
   export KVDIST_RANK=1
   export KVDIST_TRANSPORT=auto
