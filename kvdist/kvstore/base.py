@@ -659,7 +659,8 @@ class KVStore(KVStoreBase):
         """Give the optimizer these states in place of its own. The values stay.
 
         Every worker calls it with the same states, while no push of any of them is under way. Servers have them from
-        rank 0, before any later push of its; the other workers return at once.
+        the lowest rank that is there, before any later push of its; the other workers return at once, unless the job
+        goes on without lost workers: then all return when the servers have them.
 
         Args:
             keys: keys of arrays.

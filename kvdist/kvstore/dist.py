@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -169,18 +169,21 @@ class DistBackend(Backend):
             # and no round that was meant for the old values closes on the new ones.
             self._pull([one for one, _ in replaced], None, 0)
             self.check()
-            while not self._is_replaced(replaced):
-                pass  # the giver was lost or has left meanwhile: some values are new and some old
+            self._replace_by(lambda: self.arrays.give(RunKind.REPLACE, replaced))
             if self.compression is not None:
                 self.compression.forget(one for one, _ in replaced)
         self._pull(key, out, priority)
 
-    def _is_replaced(self, replaced: Sequence[tuple[Key, Any]]) -> bool:
-        """Replace values by those of rank 0, or of the next one if that is gone; whether all are, for all workers."""
+    def _replace_by(self, give: Callable[[], None]) -> None:
+        """Let rank 0, or the next one if that is gone, give what is to be everybody's; for all workers at once."""
+        while not self._has_given(give):
+            pass  # it was lost or has left in the middle: some is new and some old
+
+    def _has_given(self, give: Callable[[], None]) -> bool:
         self.meet()
         giver = min(self.members)
         if giver == self.rank:
-            self.arrays.give(RunKind.REPLACE, replaced)
+            give()
 
         def barrier(number: int) -> EnterBarrier:
             return EnterBarrier(number, self._number, giver=giver)
@@ -280,8 +283,14 @@ class DistBackend(Backend):
         from kvdist.kvstore.checkpoints import replace_states
 
         infos, optimizer = self._with_states(keys)
-        if self.rank == 0:
+
+        def give() -> None:
             replace_states(self.arrays.ask, infos, states, optimizer)
+
+        if self.arrays.must_update:
+            self._replace_by(give)
+        elif self.rank == min(self.members):
+            give()
 
     def load(self, job: LoadJob) -> Checkpoint:
         if not job.values:

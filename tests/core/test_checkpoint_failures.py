@@ -104,7 +104,7 @@ def test_a_worker_that_never_calls_is_named_and_when_it_leaves_the_others_go_on(
     wired.leave(2)
     wired.settle_works()
     assert all(request in wired.completed for request in requests)
-    assert [text for text in wired.reports if "step 9 has no state of worker-2, which left" in text]
+    assert [text for text in wired.reports if "step 9 has no state of worker-2 (left instead" in text]
     require_moment(tmp_path, range(3), 1)
     require_nothing_left(wired)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvdist.core.machine import ChildEnded, PeerDisconnected, Unreachable
@@ -182,6 +184,31 @@ def test_what_a_lost_worker_reads_is_free_once_its_process_has_ended(wired: Wire
     wired.kill("worker-1")
     wired.advance(1.0)
     assert held.leases == before - 1 and held_by(wired, "worker-1") is None
+
+
+@each("supervised", [False, True])
+def test_a_connection_that_was_closed_is_the_end_of_a_process_where_no_launcher_sees_that(supervised: bool) -> None:
+    wired = going_on()
+    wired.scheduler.config = replace(wired.scheduler.config, supervised=supervised)
+    for rank in (0, 1, 2):
+        wired.pushpull(rank, {"w": [1, 1, 1]}, flag=int(Flag.HOLD))
+    wired.advance(0.1)
+    assert held_by(wired, "worker-1") is not None
+    wired.observe("scheduler", PeerDisconnected(wired.member("worker-1"), "connection reset"))
+    wired.advance(10.0)
+    assert wired.workers[0].view(lambda _: False).members == (0, 2)
+    assert (held_by(wired, "worker-1") is None) == (not supervised)
+
+
+def test_losses_right_after_each_other_share_a_roster() -> None:
+    wired = going_on(5)
+    before = wired.scheduler.membership.epoch
+    for rank in (1, 2, 3):
+        wired.kill(f"worker-{rank}")
+    wired.advance(1.0)
+    assert wired.scheduler.membership.epoch == before + 2
+    assert wired.servers[0].peers.workers.keys() == {0, 4}
+    assert len(wired.servers[0].peers.lost) == 3
 
 
 def test_a_server_does_not_fail_because_it_cannot_reach_a_lost_worker(wired: Wired) -> None:

@@ -8,7 +8,7 @@ Restoring is an agreement of the workers; then every server reads, and all take 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvdist.checkpoint.snapshot import (
@@ -243,12 +243,11 @@ class Checkpoints:
         saves = saving.saves
         first = saves[0][1]
         gone = saving.live - {member.node.rank for member, _ in saves}
-        names = ", ".join(f"worker-{rank}" for rank in sorted(gone))
-        was_lost = gone <= {member.node.rank for member in self._membership.lost}
-        how = "was lost before it had called" if was_lost else "left instead of calling"
-        lacks = f"{saving.name} has no state of {names}, which {how} save_checkpoint"
+        lost = gone & {member.node.rank for member in self._membership.lost}
+        ways = ((lost, "lost before"), (gone - lost, "left instead of"))
+        lacks = " and ".join(f"{_names(ranks)} ({how} calling save_checkpoint)" for ranks, how in ways if ranks)
         written = Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))
-        return [*([Log(lacks)] if names else []), written]
+        return [*([Log(f"{saving.name} has no state of {lacks}")] if lacks else []), written]
 
     def _sweep(self, saving: SaveUnderWay) -> list[Effect]:
         """Remove what was written; only then may any worker try again, perhaps in the same folder."""
@@ -392,6 +391,10 @@ def _place(message: Save | Load) -> tuple[Hashable, ...]:
     """What all workers must say alike."""
     more = (message.step, message.keep) if isinstance(message, Save) else ()
     return (message.folder, message.contents, *more)
+
+
+def _names(ranks: Iterable[int]) -> str:
+    return ", ".join(f"worker-{rank}" for rank in sorted(ranks))
 
 
 def _differ(said: Sequence[tuple[int, Hashable]]) -> str:

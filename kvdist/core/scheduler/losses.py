@@ -101,9 +101,11 @@ def _joined(one: Fate, other: Fate) -> Fate:
 
 def _told(fate: Fate) -> str:
     store = f" in store {fate.store}" if fate.store else ""
+    where, counts = f"{fate.slices} of {fate.of} slices", "push of each key counts"
+    if fate.least != 1:
+        counts = "pushes of each key count"
     if fate.least == fate.most:
-        return f"{fate.least} pushes of each key count{store}, and nothing of the next"
-    where = f"{fate.slices} of {fate.of} slices"
+        return f"{fate.least} {counts}{store}, and nothing of the next"
     if fate.least + 1 == fate.most:
-        return f"{fate.least} pushes of each key count{store}, and push {fate.most} in part: in {where}"
+        return f"{fate.least} {counts}{store}, and push {fate.most} in part: in {where}"
     return f"{fate.least} to {fate.most} pushes of a key count{store}, the most in {where}"

@@ -202,7 +202,9 @@ class Scheduler(Machine):
         lost = self.membership.take_lost(now)
         if lost is not None:
             member, why = lost
-            return self._server_gone(member) if self._is_over else self._lost(member, why.reason, now, why.has_ended)
+            # Something between two hosts may close a connection, too; a launcher says of each process when it ends.
+            has_ended = why.has_ended and not self.config.supervised
+            return self._server_gone(member) if self._is_over else self._lost(member, why.reason, now, has_ended)
         if now >= self._stop_by:
             return self._stop(None)
         if not self.membership.is_complete and now >= self._form_by:
@@ -268,7 +270,7 @@ class Scheduler(Machine):
         return effects
 
     def _announce_soon(self, now: float) -> list[Effect]:
-        """Tell all who has left: now, or with the next ones that leave if there was a roster just before."""
+        """Tell all who is gone: now, or with the next ones that go if there was a roster just before."""
         self._announce_at = self._announced_at + ROSTER_GAP_S * len(self.membership.peers)
         return self._announce(now) if now >= self._announce_at else []
 
@@ -422,14 +424,14 @@ class Scheduler(Machine):
         return self._abort(str(member), host, cause, step, sentence)
 
     def _go_on_without(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:
-        """Give up a worker, and tell all at once, so that no round waits for it."""
+        """Give up a worker, and tell all, so that no round waits for it."""
         if member.node in self.membership.left:  # it had finished its part before
             return [Log(f"{sentence}; it had left before")]
         self.membership.lose(member, cause, has_ended)
         self._deadlocks.forget(member, now)
         others = len(self.membership.workers)
         told = Log(f"{sentence}; {others} worker{'s go' if others > 1 else ' goes'} on")
-        return [told, Forget(member), *self._announce(now), *self._without_departed(now)]
+        return [told, Forget(member), *self._announce_soon(now), *self._without_departed(now)]
 
     def _fenced(self, member: Member) -> str:
         return (
