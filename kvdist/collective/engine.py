@@ -120,11 +120,6 @@ class CollectiveEngine:
         self._check_fork()
         self.group(number).refuse(error)
 
-    def note_caller(self) -> None:
-        """Count this thread among those that call named operations: see `Group.note_caller`."""
-        for group in list(self._groups.values()):
-            group.note_caller()
-
     def join(self) -> int:
         """Let the others go on without this rank until all have called this; return the last rank to call it."""
         return int(self.submit(MarkerOperation(JOIN_SIGNATURE)).result())

@@ -35,16 +35,12 @@ from kvdist.collective.timeline import NO_TIMELINE, Timeline
 from kvdist.errors import CollectiveError, CollectiveMismatch, DuplicateNameError, PeerLostError
 from kvdist.protocol.collective import AllJoined, Mismatch, Participate
 
-Waiters = dict[threading.Thread, tuple[float, Future[Any]]]
-"""Thread that waits for a future → since when, and for which."""
+_waiters: dict[threading.Thread, tuple[float, Future[Any]]] = {}
+"""Thread of this process that waits for an operation → since when, and for which."""
 
 
 class OperationFuture(Future[Any]):
     """The future of an operation, which notes the threads that wait for it."""
-
-    def __init__(self, waiters: Waiters) -> None:
-        super().__init__()
-        self._awaited_by = waiters
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result, or raise the error."""
@@ -56,23 +52,22 @@ class OperationFuture(Future[Any]):
         if self.done():
             return super().exception()
         thread = threading.current_thread()
-        self._awaited_by[thread] = time.monotonic(), self
+        _waiters[thread] = time.monotonic(), self
         try:
             return super().exception(timeout)
         finally:
-            self._awaited_by.pop(thread, None)
+            _waiters.pop(thread, None)
 
 
 class DeviceFuture(OperationFuture):
     """The future of an operation on CUDA tensors.
 
     Args:
-        waiters: as for `OperationFuture`.
         operation: kept until the result is taken, with the tensors that the device may still read.
     """
 
-    def __init__(self, waiters: Waiters, operation: Operation) -> None:
-        super().__init__(waiters)
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
         self._operation: Operation | None = operation
         # An operation without a known device has its tensors on the caller's device.
         self.device = operation.cuda_device if operation.cuda_device is not None else torch.cuda.current_device()
@@ -200,9 +195,6 @@ class Group:
         self._turn = 0
         """The number of the operation that begins next."""
         self._names: set[str] = set()
-        self._callers: set[threading.Thread] = set()
-        """The threads that have called named operations."""
-        self._waiters: Waiters = {}
         self._lock = threading.Lock()
         self._failure: Callable[[str], BaseException] | None = None
         """Makes the error of later calls, given the operation."""
@@ -225,8 +217,7 @@ class Group:
             DuplicateNameError: an operation of that kind and name is under way; the other ranks learn nothing of this.
         """
         signature = operation.signature
-        is_on_device = signature.device == "cuda"
-        future = DeviceFuture(self._waiters, operation) if is_on_device else OperationFuture(self._waiters)
+        future = DeviceFuture(operation) if signature.device == "cuda" else OperationFuture()
         with self._lock:
             if signature.key in self._names:
                 raise DuplicateNameError(
@@ -235,14 +226,6 @@ class Group:
                 )
             self._put(operation, future)
         return future
-
-    def note_caller(self) -> None:
-        """Count this thread among those that call named operations, because others will call some on its behalf."""
-        own = threading.current_thread()
-        if own not in self._callers:
-            # Some programs make a thread for each call.
-            self._callers.difference_update([one for one in list(self._callers) if not one.is_alive()])
-            self._callers.add(own)
 
     def refuse(self, error: BaseException) -> None:
         """Report to all ranks that this one cannot call the next operation."""
@@ -277,22 +260,23 @@ class Group:
         if from_sequence == 0:
             self._channel.abort()
 
-    def stuck_at(self, sure: float, likely: float) -> int | None:
+    def stuck_at(self, since: float, one_left: bool) -> int | None:
         """The first operation that the program waits for, if it can call no other before that ends.
 
         Args:
-            sure: the time since when all threads of the process have waited.
-            likely: the time since when those have that have called named operations.
+            since: all threads of the process have waited since this time.
+            one_left: whether a member calls nothing more; then the threads count that wait for this group.
         """
-        waiters = dict(self._waiters)
-        if not waiters or any(one.is_alive() and one not in waiters for one in list(self._callers)):
+        called = {id(one.future): one for one in list(self._waiting.values())}
+        waits = dict(_waiters)
+        if one_left:
+            waits = {thread: wait for thread, wait in waits.items() if id(wait[1]) in called}
+        elif any(thread not in waits and not _calls_nothing(thread) for thread in threading.enumerate()):
             return None
-        may_call = any(one not in waiters and not _calls_nothing(one) for one in threading.enumerate())
-        if max(since for since, _ in waiters.values()) > (likely if may_call else sure):
+        if any(at > since for at, _ in waits.values()):
             return None
-        awaited = {id(future) for _, future in waiters.values()}
-        called = [one for one in list(self._waiting.values()) if id(one.future) in awaited]
-        return min((one.sequence if one.has_begun else self._turn for one in called), default=None)
+        awaited = [called[id(future)] for _, future in waits.values() if id(future) in called]
+        return min((one.sequence if one.has_begun else self._turn for one in awaited), default=None)
 
     def stop_calls(self) -> int | None:
         """Accept no more operations; return how many were called, None if a pending `join` may add to them."""
@@ -322,8 +306,6 @@ class Group:
         self._has_joined = signature.kind == JOIN
         if signature.name:
             self._names.add(signature.key)
-            if not _calls_nothing(threading.current_thread()):
-                self.note_caller()
         call = self._check.called(self.number, signature)
         self._waiting[call] = PendingOperation(call, operation, future, since_ns)
         self._called += 1

@@ -187,7 +187,8 @@ def test_named_operations_of_two_threads_pair_in_whichever_order_they_run():
     assert returned(run_ranks(2, program)) == [[4.0, 4.0]] * 2
 
 
-def test_a_thread_may_make_its_first_call_long_after_all_others_wait():
+@each("is_first", [True, False])
+def test_a_thread_may_call_a_name_long_after_all_others_wait_for_it(is_first, caplog):
     """Horovod never gives up, and warns; any other thread of the process may be the one that calls the name next."""
 
     def program(rank):
@@ -196,6 +197,8 @@ def test_a_thread_may_make_its_first_call_long_after_all_others_wait():
                 first.append(hvd.allreduce(torch.full((2,), float(rank)), name="ab"[rank], op=hvd.Sum).tolist())
 
         engine, first = current(), []
+        if not is_first:
+            hvd.allreduce(torch.ones(1), name="before")
         thread = threading.Thread(target=wait_for_first)
         thread.start()
         time.sleep(2.5 * STUCK_S)
@@ -203,23 +206,9 @@ def test_a_thread_may_make_its_first_call_long_after_all_others_wait():
         thread.join(60)
         return [second, *first]
 
-    assert returned(run_ranks(2, program, settings=CollectiveSettings())) == [[[1.0, 1.0]] * 2] * 2
-
-
-def test_threads_that_have_ended_are_not_kept():
-    def program(rank):
-        def call():
-            with using(engine):
-                hvd.allreduce(torch.ones(2), name="a")
-
-        engine = current()
-        for _ in range(5):
-            thread = threading.Thread(target=call)
-            thread.start()
-            thread.join()
-        return len(engine.group(0)._callers)
-
-    assert returned(run_ranks(1, program)) == [1]
+    settings = CollectiveSettings(stall_check_s=0.2)
+    assert returned(run_ranks(2, program, settings=settings)) == [[[1.0, 1.0]] * 2] * 2
+    assert "to call allreduce 'a' of float32[2]" in caplog.text
 
 
 def test_an_operation_that_is_done_ends_though_the_next_one_still_waits_for_another_rank():
