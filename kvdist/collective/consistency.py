@@ -291,7 +291,8 @@ class CoordinatedCheck(ConsistencyCheck):
         with self._changed:
             number = calls.called
             calls.called += 1
-            must_wait = calls.waited or calls.is_throttled or signature.kind in ALWAYS_AGREED
+            is_special = signature.kind in ALWAYS_AGREED or signature.is_refused
+            must_wait = calls.waited or calls.is_throttled or is_special
             waits = must_wait or not calls.cache.begin(digest)
             if waits:
                 calls.waited[number] = digest

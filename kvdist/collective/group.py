@@ -29,7 +29,7 @@ from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
 from kvdist.collective.consistency import ConsistencyCheck
-from kvdist.collective.operations import Operation, failed_operation
+from kvdist.collective.operations import Operation
 from kvdist.collective.signature import JOIN, JOIN_SIGNATURE
 from kvdist.collective.timeline import NO_TIMELINE, Timeline
 from kvdist.errors import CollectiveError, CollectiveMismatch, DuplicateNameError, PeerLostError
@@ -194,7 +194,8 @@ class Group:
         """By their call numbers."""
         self._turn = 0
         """The number of the operation that begins next."""
-        self._names: set[str] = set()
+        self._names: dict[str, int] = {}
+        """The call under way by each name; what is refused takes none."""
         self._lock = threading.Lock()
         self._failure: Callable[[str], BaseException] | None = None
         """Makes the error of later calls, given the operation."""
@@ -219,18 +220,13 @@ class Group:
         signature = operation.signature
         future = DeviceFuture(operation) if signature.device == "cuda" else OperationFuture()
         with self._lock:
-            if signature.key in self._names:
+            if signature.key in self._names and not signature.is_refused:
                 raise DuplicateNameError(
                     f"{signature} has the same name as another tensor that is currently being processed: give each its"
                     " own name, or synchronize() the first one before"
                 )
             self._put(operation, future)
         return future
-
-    def refuse(self, error: BaseException) -> None:
-        """Report to all ranks that this one cannot call the next operation."""
-        with self._lock:
-            self._put(failed_operation(error), Future())
 
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
         """Fail the operations from this one on, pending and future.
@@ -247,8 +243,7 @@ class Group:
                 if (called.sequence if called.has_begun else self._turn) >= from_sequence
             ]
             for called in ended:
-                del self._waiting[called.call]
-                self._names.discard(called.operation.signature.key)
+                self._forget(called)
             error = error_of(str(ended[0].operation.signature) if ended else "")
             self._is_broken = True
             if ended:
@@ -304,12 +299,19 @@ class Group:
             raise CollectiveError(f"{operation.signature} is called before join() has returned; wait for that first")
         signature, since_ns = operation.signature, self.timeline.now()
         self._has_joined = signature.kind == JOIN
-        if signature.name:
-            self._names.add(signature.key)
         call = self._check.called(self.number, signature)
+        if signature.name and not signature.is_refused:
+            self._names[signature.key] = call
         self._waiting[call] = PendingOperation(call, operation, future, since_ns)
         self._called += 1
         self._queue.put(True)
+
+    def _forget(self, called: PendingOperation) -> bool:
+        """Let an operation be over; return whether it was not."""
+        key = called.operation.signature.key
+        if self._names.get(key) == called.call:
+            del self._names[key]
+        return self._waiting.pop(called.call, None) is not None
 
     def _note(self, error: BaseException | None) -> None:
         """Remember the loss of a rank, before any future is resolved with it."""
@@ -431,8 +433,7 @@ class Group:
         is_waited_for = False
         with self._lock:
             if called is not None:
-                self._names.discard(called.operation.signature.key)
-                is_waited_for = self._waiting.pop(called.call, None) is not None
+                is_waited_for = self._forget(called)
             self._note(error)
         self._check.done(self.number)
         if called is None or not is_waited_for:
