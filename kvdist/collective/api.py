@@ -40,6 +40,7 @@ from kvdist.collective.operations import (
 from kvdist.collective.process_sets import ProcessSet as ProcessSet
 from kvdist.collective.process_sets import global_process_set as global_process_set
 from kvdist.collective.reduction import Adasum, Average, Compression, NoneCompressor, ReduceOp, Sum, op_of
+from kvdist.collective.signature import kind_of
 from kvdist.protocol.collective import TEXT_BYTES_MAX
 
 Tensors = Sequence[torch.Tensor]
@@ -86,24 +87,29 @@ def synchronize(handle: Handle) -> Any:
 
 
 def submit(
-    process_set: ProcessSet, build: Callable[[Group], Operation], finish: Callable[[Any], Any] = lambda result: result
+    process_set: ProcessSet,
+    kind: str,
+    name: str | None,
+    build: Callable[[Group], Operation],
+    finish: Callable[[Any], Any] = lambda result: result,
 ) -> Handle:
     """Submit the operation that `build` makes for the group of a process set.
 
-    If `build` raises, the other ranks' operation in its place raises too.
+    If `build` raises, the other ranks' operation of this kind and name raises too.
     """
     engine, number = current(), process_set._number()
     group = engine.group(number)
+    known = ""
     try:
+        known = _checked_name(name or "")
         operation = build(group)
-        _check_name(operation.signature.name)
     except Exception as error:
-        engine.refuse(error, number)
+        engine.refuse(error, number, kind, known)
         raise
     return Handle(engine.submit(operation, number), finish)
 
 
-def _check_name(name: str) -> None:
+def _checked_name(name: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"the name of an operation must be a str, not {type(name).__name__}: {name!r}")
     nbytes = len(name.encode("utf-8", "replace"))
@@ -112,11 +118,12 @@ def _check_name(name: str) -> None:
             f"the name of an operation has {nbytes} bytes, more than the {TEXT_BYTES_MAX} that a message holds:"
             f" {name[:60]!r}..."
         )
+    return name
 
 
-def refuse(process_set: ProcessSet, error: Exception) -> NoReturn:
+def refuse(process_set: ProcessSet, error: Exception, kind: str, name: str = "") -> NoReturn:
     """Raise an error, here and on the other ranks, in place of an operation that cannot be called here."""
-    current().refuse(error, process_set._number())
+    current().refuse(error, process_set._number(), kind, name)
     raise error
 
 
@@ -187,12 +194,15 @@ class Call:
     """An operation with its arguments, which an asynchronous, an in-place and a blocking function begin each its way.
 
     Attributes:
+        kind, name: of its signature.
         tensors: its inputs.
         build: makes the operation for a group and the tensors for the results.
         process_set: the ranks that take part.
         finish: makes the result from the operation's.
     """
 
+    kind: str
+    name: str | None
     tensors: TensorList
     build: Callable[[Group, TensorList], Operation]
     process_set: ProcessSet
@@ -200,11 +210,14 @@ class Call:
 
     def begin(self) -> Handle:
         """Begin it with new tensors for the results."""
-        return submit(self.process_set, lambda group: self.build(group, _like(self.tensors)), self.finish)
+        return self._begin(lambda group: self.build(group, _like(self.tensors)))
 
     def begin_in_place(self) -> Handle:
         """Begin it with the inputs as outputs."""
-        return submit(self.process_set, lambda group: self.build(group, self.tensors), self.finish)
+        return self._begin(lambda group: self.build(group, self.tensors))
+
+    def _begin(self, build: Callable[[Group], Operation]) -> Handle:
+        return submit(self.process_set, kind_of(self.kind, len(self.tensors)), self.name, build, self.finish)
 
 
 def arguments_of(make: Callable[Args, Call]) -> Callable[[Callable[[Call], Result]], Callable[Args, Result]]:
@@ -250,7 +263,7 @@ def _grouped_allreduce(
         return AdasumOperation(name or "", given, outputs, group.size, prescale_factor, postscale_factor)
 
     given = list(tensors)
-    return Call(given, build, process_set)
+    return Call("allreduce", name, given, build, process_set)
 
 
 def _allreduce(
@@ -371,6 +384,9 @@ def allreduce(
     return results[0]
 
 
+SPARSE_ALLREDUCE = "sparse allreduce"
+
+
 def sparse_allreduce_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -394,7 +410,7 @@ def sparse_allreduce_async(
             raise ValueError(f"sparse tensors are reduced by Average or Sum, not {reduced.name}")
         # Indices as rows: ranks have different numbers of them.
         parts = [tensor.detach()._indices().t().contiguous(), tensor.detach()._values()]
-        return AllGather(name or "", parts, "sparse allreduce", f"{reduced.name} to {list(tensor.shape)}")
+        return AllGather(name or "", parts, SPARSE_ALLREDUCE, f"{reduced.name} to {list(tensor.shape)}")
 
     def whole(results: Any) -> torch.Tensor:
         indices, values = results
@@ -403,7 +419,7 @@ def sparse_allreduce_async(
         return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
 
     divisor = group_of(process_set).size
-    return submit(process_set, build, whole)
+    return submit(process_set, kind_of(SPARSE_ALLREDUCE, 2), name, build, whole)
 
 
 # Allgather.
@@ -414,14 +430,15 @@ def grouped_allgather_async(
 ) -> Handle:
     """Begin to gather the rows of each tensor from all ranks, as one unit; the result is a list."""
     tensors = list(tensors)
-    return submit(process_set, lambda _: AllGather(name or "", tensors))
+    kind = kind_of("allgather", len(tensors))
+    return submit(process_set, kind, name, lambda _: AllGather(name or "", tensors))
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Begin to gather the rows of all ranks. See `allgather`."""
-    return submit(process_set, lambda _: AllGather(name or "", [tensor]), _first)
+    return submit(process_set, "allgather", name, lambda _: AllGather(name or "", [tensor]), _first)
 
 
 def grouped_allgather(
@@ -475,7 +492,7 @@ def _grouped_broadcast(
         return Broadcast(name or "", given, outputs, root_rank, root_in(group, root_rank))
 
     given = list(tensors)
-    return Call(given, build, process_set)
+    return Call("broadcast", name, given, build, process_set)
 
 
 def _broadcast(
@@ -554,7 +571,7 @@ def broadcast(
 
 def _exchange(tensor: torch.Tensor, splits: torch.Tensor | None, name: str | None, process_set: ProcessSet) -> Handle:
     """Begin an alltoall; the result is the rows and their number from each rank."""
-    return submit(process_set, lambda group: AllToAll(name or "", tensor, splits, group.size))
+    return submit(process_set, "alltoall", name, lambda group: AllToAll(name or "", tensor, splits, group.size))
 
 
 def alltoall_async(
@@ -620,7 +637,10 @@ def grouped_reducescatter_async(
     """Begin to reduce tensors, as one unit, and give each rank its part of the rows; the result is a list."""
     tensors = list(tensors)
     return submit(
-        process_set, lambda _: ReduceScatter(name or "", tensors, ReduceOp(op), prescale_factor, postscale_factor)
+        process_set,
+        kind_of("reducescatter", len(tensors)),
+        name,
+        lambda _: ReduceScatter(name or "", tensors, ReduceOp(op), prescale_factor, postscale_factor),
     )
 
 
@@ -689,4 +709,4 @@ def reducescatter(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank has called it."""
-    submit(process_set, lambda _: BarrierOperation()).result()
+    submit(process_set, "barrier", "", lambda _: BarrierOperation()).result()

@@ -140,7 +140,7 @@ class ConnectingGroup:
         with contextlib.suppress(InvalidStateError):
             self._opened.set_exception(error_of("the connections to the other ranks"))
 
-    def stuck_at(self, sure: float, likely: float) -> int | None:
+    def stuck_at(self, since: float, one_left: bool) -> int | None:
         """None: no operation is called yet."""
 
     def open(self, channel: Channel) -> None:

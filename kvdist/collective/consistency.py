@@ -13,7 +13,6 @@ Threads of users and groups ask, the control thread brings answers. Groups are c
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -210,8 +209,6 @@ DEFINED_MAX = 32_768
 STUCK_S = 1.0
 """How long all threads of a process have waited when that is reported: if all ranks say so, rank 0 refuses operations
 that can never pair."""
-UNSURE_STALLS = 6.0
-"""How many times the wait that is warned about it takes instead where other threads might still call something."""
 EXPLAIN_S = 4.0
 """How long rank 0 may take to explain an error of torch: longer than its own `EXPLAIN_S`."""
 LEFT = "it has called shutdown() or has ended"
@@ -230,10 +227,10 @@ class Failable(Protocol):
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
         """Fail the operations from this one on; `error_of` makes the error for the operation that is waited for."""
 
-    def stuck_at(self, sure: float, likely: float) -> int | None:
+    def stuck_at(self, since: float, one_left: bool) -> int | None:
         """The first operation that the program waits for, if it can call no other before that ends.
 
-        All its threads have waited since `sure`, or those that have called named operations since `likely`.
+        All its threads have waited since then; or, where a member calls nothing more, those that wait for this group.
         """
 
 
@@ -245,24 +242,15 @@ class CoordinatedCheck(ConsistencyCheck):
         host: of this process.
         wake: wakes the control thread; safe from any thread.
         warn: logs a sentence for the user.
-        stall_check_s: waits longer than this are warned about; 0 for never.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        host: str,
-        wake: Callable[[], None],
-        warn: Callable[[str], None],
-        stall_check_s: float = 0.0,
-    ) -> None:
+    def __init__(self, rank: int, host: str, wake: Callable[[], None], warn: Callable[[str], None]) -> None:
         super().__init__()
         self.rank = rank
         self._host = host
         self._wake = wake
         self._warn = warn
         self._changed = threading.Condition(threading.Lock())
-        self._unsure_s = UNSURE_STALLS * stall_check_s or math.inf
         self._groups: dict[int, Failable] = {}
         self._defined: set[bytes] = set()
         self._outbox: deque[ToCoordinator] = deque()
@@ -303,7 +291,8 @@ class CoordinatedCheck(ConsistencyCheck):
         with self._changed:
             number = calls.called
             calls.called += 1
-            must_wait = calls.waited or calls.is_throttled or signature.kind in ALWAYS_AGREED
+            is_special = signature.kind in ALWAYS_AGREED or signature.is_refused
+            must_wait = calls.waited or calls.is_throttled or is_special
             waits = must_wait or not calls.cache.begin(digest)
             if waits:
                 calls.waited[number] = digest
@@ -466,11 +455,10 @@ class CoordinatedCheck(ConsistencyCheck):
         return report
 
     def _stuck(self, now: float) -> list[ToCoordinator]:
-        sure, unsure = now - STUCK_S, now - self._unsure_s
         left = {rank for rank, _, _ in self._leaving}
         # A rank that leaves waits only for what it has called: the others do not keep it for what they might call.
         stuck = [
-            (number, group.stuck_at(sure, unsure if left.isdisjoint(group.ranks) else sure))
+            (number, group.stuck_at(now - STUCK_S, not left.isdisjoint(group.ranks)))
             for number, group in self._groups.items()
         ]
         if any(sequence is not None for _, sequence in stuck):

@@ -139,7 +139,7 @@ class Control(abc.ABC):
         self._store = store
         self._met = met
         self.transport = open_transport(settings)
-        self.check = CoordinatedCheck(world.rank, host_name(), self.transport.wake, self._say, settings.stall_check_s)
+        self.check = CoordinatedCheck(world.rank, host_name(), self.transport.wake, self._say)
         self._has_begun = threading.Event()
         self.hosts: tuple[str, ...] = ()
         self._refusal = ""

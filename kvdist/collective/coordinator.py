@@ -501,7 +501,7 @@ class Coordinator:
                 group.end_join()
                 continue
             lacks_zeros = len(calls) < len(group.ranks) and (signature is None or not signature.takes_zeros)
-            if len(digests) > 1 or (lacks_zeros and not self._is_refused(digest)):
+            if len(digests) > 1 or lacks_zeros:
                 self._agree(group, awaited)
                 self._differ(group, calls)
                 continue
@@ -514,7 +514,7 @@ class Coordinator:
         self._set_throttle(group)
 
     def _next_calls(self, group: GroupProgress) -> tuple[dict[int, int], set[bytes]]:
-        """The ranks' calls that are the next operation or can only be refused, and their digests.
+        """The ranks' calls that are the next operation or can only fail, and their digests.
 
         None if a rank must call it first; without the ranks that have joined and not called it.
         """
@@ -527,7 +527,7 @@ class Coordinator:
         active = group.active()
         calls = self._shared_calls(group)
         is_stuck = bool(active) and all(group.of[rank].stuck_at >= group.agreed for rank in active)
-        if any(self._is_refused(group.of[rank].queue[0][0]) for rank in active) or (is_stuck and not calls):
+        if is_stuck and not calls:
             calls = {rank: group.of[rank].first for rank in active}
         return calls, {group.of[rank].entry(call)[0] for rank, call in calls.items()}
 
@@ -566,10 +566,6 @@ class Coordinator:
             self._tell(sorted(awaited), Agreed(group.number, group.agreed))
             awaited.clear()
 
-    def _is_refused(self, digest: bytes) -> bool:
-        signature = self._signatures.get(digest)
-        return signature is not None and signature.kind == REFUSED
-
     def _differ(self, group: GroupProgress, calls: dict[int, int]) -> None:
         """Report that these ranks differ, or that ranks which have joined cannot take part."""
         entries = {rank: group.of[rank].entry(call) for rank, call in calls.items()}
@@ -588,8 +584,10 @@ class Coordinator:
         ranks_of: dict[str, list[int]] = {}
         for rank, digest in heads.items():
             signature = self._signatures.get(digest)
-            if signature is not None and signature.kind == REFUSED:
-                return f"rank {rank} on host {self._host(rank)} cannot call {where}: {signature.detail}"
+            if signature is not None and signature.is_refused:
+                what = f"{signature.kind} {signature.name!r} ({where})" if signature.name else where
+                reason = signature.detail.removeprefix(REFUSED)
+                return f"rank {rank} on host {self._host(rank)} cannot call {what}: {reason}"
             ranks_of.setdefault(str(signature or "an operation that is not remembered any more"), []).append(rank)
         called = [f"{named(ranks)} {text}" for text, ranks in ranks_of.items()]
         if len(called) > 1:
@@ -608,7 +606,7 @@ class Coordinator:
         if len(calls) == len(group.ranks):
             return
         order = Participate(group.number, group.agreed)
-        if signature is not None and signature.kind != REFUSED:
+        if signature is not None:
             order = Participate(group.number, group.agreed, *astuple(signature))
         self._tell([rank for rank in group.ranks if rank not in calls], order)
 

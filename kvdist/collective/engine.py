@@ -19,7 +19,7 @@ from kvdist.collective.channel import Channel, ConnectingGroup
 from kvdist.collective.consistency import ConsistencyCheck
 from kvdist.collective.control import Control, open_control
 from kvdist.collective.group import Group
-from kvdist.collective.operations import MarkerOperation, Operation, zeros_operation
+from kvdist.collective.operations import MarkerOperation, Operation, failed_operation, zeros_operation
 from kvdist.collective.rendezvous import meet, own_address
 from kvdist.collective.signature import JOIN_SIGNATURE
 from kvdist.collective.timeline import NO_TIMELINE, FileTimeline, Timeline
@@ -110,20 +110,16 @@ class CollectiveEngine:
         self._check_fork()
         return self.group(number).submit(operation)
 
-    def refuse(self, error: BaseException, number: int = ALL_RANKS) -> None:
-        """Report to the ranks of a group that this one cannot call the next operation, so that none waits for it.
+    def refuse(self, error: BaseException, number: int = ALL_RANKS, kind: str = "operation", name: str = "") -> None:
+        """Report to the ranks of a group that this one cannot call an operation, so that none waits for it.
 
         Args:
             error: the reason; the caller raises it here.
             number: of the group.
+            kind, name: of the operation; without a name it is the next one of those without.
         """
         self._check_fork()
-        self.group(number).refuse(error)
-
-    def note_caller(self) -> None:
-        """Count this thread among those that call named operations: see `Group.note_caller`."""
-        for group in list(self._groups.values()):
-            group.note_caller()
+        self.group(number).submit(failed_operation(error, kind, name))
 
     def join(self) -> int:
         """Let the others go on without this rank until all have called this; return the last rank to call it."""

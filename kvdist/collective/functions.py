@@ -29,7 +29,7 @@ from kvdist.collective.api import (
 from kvdist.collective.channel import Channel
 from kvdist.collective.operations import AllGather, Operation, contiguous_values
 from kvdist.collective.reduction import Average
-from kvdist.collective.signature import Signature
+from kvdist.collective.signature import Signature, kind_of
 from kvdist.errors import CollectiveError, ProtocolError
 from kvdist.protocol.objects import Leaf, decode, encode
 
@@ -52,17 +52,19 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: Pr
     named = [(name, tensor) for name, tensor in _named(params) if tensor is not None]
     for name, tensor in named:
         if not isinstance(tensor, torch.Tensor):
-            refuse(
-                process_set,
-                TypeError(
-                    f"{name or 'a parameter'} is a {type(tensor).__name__}, but broadcast_parameters sends tensors:"
-                    " send it with broadcast_object, and leave it out here"
-                ),
+            error = TypeError(
+                f"{name or 'a parameter'} is a {type(tensor).__name__}, but broadcast_parameters sends tensors:"
+                " send it with broadcast_object, and leave it out here"
             )
+            refuse(process_set, error, kind_of("broadcast", len(named)), _label_of(named))
     for device in dict.fromkeys(tensor.device for _, tensor in named):
         here = [(name, tensor) for name, tensor in named if tensor.device == device]
-        label = f"{here[0][0]} to {here[-1][0]}" if here[0][0] else "parameters"
-        synchronize(grouped_broadcast_async_([tensor for _, tensor in here], root_rank, label, process_set))
+        tensors = [tensor for _, tensor in here]
+        synchronize(grouped_broadcast_async_(tensors, root_rank, _label_of(here), process_set))
+
+
+def _label_of(named: list[tuple[str, Any]]) -> str:
+    return f"{named[0][0]} to {named[-1][0]}" if named[0][0] else "parameters"
 
 
 def broadcast_each(
@@ -175,7 +177,10 @@ def broadcast_object(
     is_root = group.ranks[group.rank] == root_rank
     given, failure = _encoded(obj) if is_root else (None, None)
     received = submit(
-        process_set, lambda _: _BroadcastBytes(name or "", given, root_rank, root_in(group, root_rank))
+        process_set,
+        "broadcast_object",
+        name,
+        lambda _: _BroadcastBytes(name or "", given, root_rank, root_in(group, root_rank)),
     ).result()
     if failure is not None:
         raise failure
@@ -201,6 +206,8 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     given, failure = _encoded(obj)
     sizes, raw_bytes = submit(
         process_set,
+        kind_of("allgather_object", 2),
+        name,
         lambda _: AllGather(name or "", [torch.tensor([given.numel()]), given], "allgather_object"),
     ).result()
     if failure is not None:

@@ -29,6 +29,7 @@ from kvdist.collective.api import (
 )
 from kvdist.collective.operations import AllReduce
 from kvdist.collective.reduction import Adasum, Average, Compression, Max, NoneCompressor, ReduceOp, Sum
+from kvdist.collective.signature import kind_of
 
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
@@ -284,6 +285,8 @@ class GradientReducer(GradientBuckets):
         options = self._options
         return submit(
             options.process_set,
+            kind_of("allreduce", len(tensors)),
+            "",
             lambda _: AllReduce("", tensors, tensors, options.op, options.prescale, options.postscale, note),
         )
 
@@ -318,6 +321,8 @@ class GradientReducer(GradientBuckets):
         flags = torch.tensor([int(_is_sparse(parameter.grad)) for parameter in self.parameters], dtype=torch.uint8)
         handle = submit(
             self._options.process_set,
+            "allreduce",
+            "",
             lambda _: AllReduce("", [flags], [flags], Max, note="which gradients are sparse"),
         )
         return frozenset(member for member, flag in enumerate(handle.result()[0].tolist()) if flag)

@@ -29,22 +29,18 @@ from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
 from kvdist.collective.consistency import ConsistencyCheck
-from kvdist.collective.operations import Operation, failed_operation
+from kvdist.collective.operations import Operation
 from kvdist.collective.signature import JOIN, JOIN_SIGNATURE
 from kvdist.collective.timeline import NO_TIMELINE, Timeline
 from kvdist.errors import CollectiveError, CollectiveMismatch, DuplicateNameError, PeerLostError
 from kvdist.protocol.collective import AllJoined, Mismatch, Participate
 
-Waiters = dict[threading.Thread, tuple[float, Future[Any]]]
-"""Thread that waits for a future → since when, and for which."""
+_waiters: dict[threading.Thread, tuple[float, Future[Any]]] = {}
+"""Thread of this process that waits for an operation → since when, and for which."""
 
 
 class OperationFuture(Future[Any]):
     """The future of an operation, which notes the threads that wait for it."""
-
-    def __init__(self, waiters: Waiters) -> None:
-        super().__init__()
-        self._awaited_by = waiters
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result, or raise the error."""
@@ -56,23 +52,22 @@ class OperationFuture(Future[Any]):
         if self.done():
             return super().exception()
         thread = threading.current_thread()
-        self._awaited_by[thread] = time.monotonic(), self
+        _waiters[thread] = time.monotonic(), self
         try:
             return super().exception(timeout)
         finally:
-            self._awaited_by.pop(thread, None)
+            _waiters.pop(thread, None)
 
 
 class DeviceFuture(OperationFuture):
     """The future of an operation on CUDA tensors.
 
     Args:
-        waiters: as for `OperationFuture`.
         operation: kept until the result is taken, with the tensors that the device may still read.
     """
 
-    def __init__(self, waiters: Waiters, operation: Operation) -> None:
-        super().__init__(waiters)
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
         self._operation: Operation | None = operation
         # An operation without a known device has its tensors on the caller's device.
         self.device = operation.cuda_device if operation.cuda_device is not None else torch.cuda.current_device()
@@ -199,10 +194,8 @@ class Group:
         """By their call numbers."""
         self._turn = 0
         """The number of the operation that begins next."""
-        self._names: set[str] = set()
-        self._callers: set[threading.Thread] = set()
-        """The threads that have called named operations."""
-        self._waiters: Waiters = {}
+        self._names: dict[str, int] = {}
+        """The call under way by each name; what is refused takes none."""
         self._lock = threading.Lock()
         self._failure: Callable[[str], BaseException] | None = None
         """Makes the error of later calls, given the operation."""
@@ -225,29 +218,15 @@ class Group:
             DuplicateNameError: an operation of that kind and name is under way; the other ranks learn nothing of this.
         """
         signature = operation.signature
-        is_on_device = signature.device == "cuda"
-        future = DeviceFuture(self._waiters, operation) if is_on_device else OperationFuture(self._waiters)
+        future = DeviceFuture(operation) if signature.device == "cuda" else OperationFuture()
         with self._lock:
-            if signature.key in self._names:
+            if signature.key in self._names and not signature.is_refused:
                 raise DuplicateNameError(
                     f"{signature} has the same name as another tensor that is currently being processed: give each its"
                     " own name, or synchronize() the first one before"
                 )
             self._put(operation, future)
         return future
-
-    def note_caller(self) -> None:
-        """Count this thread among those that call named operations, because others will call some on its behalf."""
-        own = threading.current_thread()
-        if own not in self._callers:
-            # Some programs make a thread for each call.
-            self._callers.difference_update([one for one in list(self._callers) if not one.is_alive()])
-            self._callers.add(own)
-
-    def refuse(self, error: BaseException) -> None:
-        """Report to all ranks that this one cannot call the next operation."""
-        with self._lock:
-            self._put(failed_operation(error), Future())
 
     def fail(self, error_of: Callable[[str], BaseException], from_sequence: int = 0) -> None:
         """Fail the operations from this one on, pending and future.
@@ -264,8 +243,7 @@ class Group:
                 if (called.sequence if called.has_begun else self._turn) >= from_sequence
             ]
             for called in ended:
-                del self._waiting[called.call]
-                self._names.discard(called.operation.signature.key)
+                self._forget(called)
             error = error_of(str(ended[0].operation.signature) if ended else "")
             self._is_broken = True
             if ended:
@@ -277,22 +255,23 @@ class Group:
         if from_sequence == 0:
             self._channel.abort()
 
-    def stuck_at(self, sure: float, likely: float) -> int | None:
+    def stuck_at(self, since: float, one_left: bool) -> int | None:
         """The first operation that the program waits for, if it can call no other before that ends.
 
         Args:
-            sure: the time since when all threads of the process have waited.
-            likely: the time since when those have that have called named operations.
+            since: all threads of the process have waited since this time.
+            one_left: whether a member calls nothing more; then the threads count that wait for this group.
         """
-        waiters = dict(self._waiters)
-        if not waiters or any(one.is_alive() and one not in waiters for one in list(self._callers)):
+        called = {id(one.future): one for one in list(self._waiting.values())}
+        waits = dict(_waiters)
+        if one_left:
+            waits = {thread: wait for thread, wait in waits.items() if id(wait[1]) in called}
+        elif any(thread not in waits and not _calls_nothing(thread) for thread in threading.enumerate()):
             return None
-        may_call = any(one not in waiters and not _calls_nothing(one) for one in threading.enumerate())
-        if max(since for since, _ in waiters.values()) > (likely if may_call else sure):
+        if any(at > since for at, _ in waits.values()):
             return None
-        awaited = {id(future) for _, future in waiters.values()}
-        called = [one for one in list(self._waiting.values()) if id(one.future) in awaited]
-        return min((one.sequence if one.has_begun else self._turn for one in called), default=None)
+        awaited = [called[id(future)] for _, future in waits.values() if id(future) in called]
+        return min((one.sequence if one.has_begun else self._turn for one in awaited), default=None)
 
     def stop_calls(self) -> int | None:
         """Accept no more operations; return how many were called, None if a pending `join` may add to them."""
@@ -320,14 +299,19 @@ class Group:
             raise CollectiveError(f"{operation.signature} is called before join() has returned; wait for that first")
         signature, since_ns = operation.signature, self.timeline.now()
         self._has_joined = signature.kind == JOIN
-        if signature.name:
-            self._names.add(signature.key)
-            if not _calls_nothing(threading.current_thread()):
-                self.note_caller()
         call = self._check.called(self.number, signature)
+        if signature.name and not signature.is_refused:
+            self._names[signature.key] = call
         self._waiting[call] = PendingOperation(call, operation, future, since_ns)
         self._called += 1
         self._queue.put(True)
+
+    def _forget(self, called: PendingOperation) -> bool:
+        """Let an operation be over; return whether it was not."""
+        key = called.operation.signature.key
+        if self._names.get(key) == called.call:
+            del self._names[key]
+        return self._waiting.pop(called.call, None) is not None
 
     def _note(self, error: BaseException | None) -> None:
         """Remember the loss of a rank, before any future is resolved with it."""
@@ -449,8 +433,7 @@ class Group:
         is_waited_for = False
         with self._lock:
             if called is not None:
-                self._names.discard(called.operation.signature.key)
-                is_waited_for = self._waiting.pop(called.call, None) is not None
+                is_waited_for = self._forget(called)
             self._note(error)
         self._check.done(self.number)
         if called is None or not is_waited_for:

@@ -24,7 +24,7 @@ from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
 from kvdist.collective.reduction import Average, ReduceOp, Sum, check_reducible, scale_, settle_
-from kvdist.collective.signature import REFUSED, Signature
+from kvdist.collective.signature import REFUSED, Signature, kind_of
 from kvdist.errors import CollectiveError
 from kvdist.protocol.collective import Participate
 
@@ -40,11 +40,10 @@ class Operation(abc.ABC):
         self, kind: str, name: str, tensors: Sequence[torch.Tensor], detail: str = "", *, any_rows: bool = False
     ) -> None:
         """Set the signature and the device of an operation on these tensors."""
-        kind = kind if len(tensors) == 1 else f"grouped {kind}"
         described = tuple(describe(tensor, any_rows=any_rows) for tensor in tensors)
         device = tensors[0].device if tensors else torch.device("cpu")
         self.cuda_device = device.index if device.type == "cuda" else None
-        self.signature = Signature(kind, name, described, detail, device.type)
+        self.signature = Signature(kind_of(kind, len(tensors)), name, described, detail, device.type)
 
     @abc.abstractmethod
     def begin(self, channel: Channel) -> list[Work]:
@@ -540,9 +539,8 @@ REASON_MAX = 1000
 """The reason is cut at this length: what does not fit in a message would have another digest on rank 0."""
 
 
-def failed_operation(error: BaseException) -> MarkerOperation:
+def failed_operation(error: BaseException, kind: str, name: str) -> MarkerOperation:
     """Make the operation that takes the place of one that this rank could not call, and tells all ranks why."""
     reason = f"{type(error).__name__}: {error}"
-    return MarkerOperation(
-        Signature(REFUSED, "", (), reason if len(reason) <= REASON_MAX else f"{reason[:REASON_MAX]}...")
-    )
+    reason = reason if len(reason) <= REASON_MAX else f"{reason[:REASON_MAX]}..."
+    return MarkerOperation(Signature(kind, name, (), REFUSED + reason))

@@ -93,7 +93,7 @@ def _add(process_set: ProcessSet | Iterable[int], may_exist: bool) -> ProcessSet
         made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         exists = _exists(made, engine, may_exist)
     except ValueError as error:
-        engine.refuse(error)
+        engine.refuse(error, kind=ADD_SET)
         raise
     ranks = tuple(made.ranks)
     signature = Signature(ADD_SET, "", (), f"ranks {', '.join(map(str, ranks))}")

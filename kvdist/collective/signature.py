@@ -10,8 +10,8 @@ from kvdist.protocol.collective import DIGEST_BYTES
 
 JOIN = "join"
 """The kind of `join`: the other ranks go on, and this one takes part with zeros."""
-REFUSED = "refused"
-"""The kind of an operation that a rank could not call; `detail` says why."""
+REFUSED = "refused: "
+"""How the detail of an operation begins that a rank could not call; the reason follows."""
 ADD_SET, REMOVE_SET = "add_process_set", "remove_process_set"
 """The kinds that add and remove a process set; the detail of the latter ends with the set's id."""
 REDUCTIONS = ("allreduce", "grouped allreduce")
@@ -20,8 +20,13 @@ LINEAR_OPS = ("Sum", "Average")
 """Reduction operators that allow it: the first word of the detail."""
 ASIDE = "\x1f"
 """What follows it in a detail is for people: it is shown, and ranks may differ in it."""
-ALWAYS_AGREED = (JOIN, REFUSED, ADD_SET, REMOVE_SET)
-"""Kinds that always wait for agreement, predicted or not."""
+ALWAYS_AGREED = (JOIN, ADD_SET, REMOVE_SET)
+"""Kinds that always wait for agreement, predicted or not; so does what is refused."""
+
+
+def kind_of(kind: str, count: int) -> str:
+    """The kind of an operation on so many tensors."""
+    return kind if count == 1 else f"grouped {kind}"
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,11 @@ class Signature:
     def key(self) -> str:
         """What pairs it with the other ranks' operations: kind and name; '' where their order does."""
         return f"{self.kind} {self.name}" if self.name else ""
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether its rank could not call it."""
+        return self.detail.startswith(REFUSED)
 
     @property
     def takes_zeros(self) -> bool:

@@ -77,7 +77,7 @@ class SyncBatchNorm(_BatchNorm):
         try:
             self._check_input_dim(input)
         except ValueError as error:
-            refuse(self.process_set, error)
+            refuse(self.process_set, error, "allreduce")
         result, mean, variance, count = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, self.process_set
         )

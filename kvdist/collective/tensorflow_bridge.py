@@ -76,7 +76,6 @@ def _in_graph(run: Callable[..., list[Any]], tensors: Sequence[Any], dtypes: Seq
             return [str(error), *(np.zeros(0, dtype.as_numpy_dtype) for dtype in dtypes)]
 
     if is_deferred():
-        current().note_caller()
         difference, *results = _element(run_or_differ, tensors, [tf.string, *dtypes])
     else:
         # Stateful ops wait for each other within a function, also across branches and loops.

@@ -94,6 +94,11 @@ class Adapted:
         """How many workers share the store."""
         return self._store.num_workers
 
+    @property
+    def rank(self) -> int:
+        """This worker's number."""
+        return self._store.rank
+
     def agree(self, statement: str) -> None:
         """Do nothing: the contract has no way to compare what workers say."""
 

@@ -27,6 +27,7 @@ from kvdist.errors import ForkError
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import LIVE, Optimizer
+from kvdist.training.ballot import Ballot
 from kvdist.training.parameters import Parameter
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Overlap(GradientBuckets):
         live: the optimizer whose hyper-parameters the user may change.
         sent: the store's copy of it; None when the workers update.
         refresh: updates `live` when a step begins.
-        ballot_key: the key of the ballot (see `kvdist.training.trainer`) when the workers update.
+        ballot: when the workers update, and there are several.
         bucket_bytes: the size of a bucket.
     """
 
@@ -53,7 +54,7 @@ class Overlap(GradientBuckets):
         live: Optimizer,
         sent: Optimizer | None,
         refresh: Callable[[], None] = lambda: None,
-        ballot_key: int | None = None,
+        ballot: Ballot | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._store = store
@@ -61,7 +62,7 @@ class Overlap(GradientBuckets):
         self._live = live
         self._sent = sent
         self._refresh = refresh
-        self._ballot_key = ballot_key
+        self._ballot = ballot
         self._had: set[int] = set()
         """Keys whose gradients this worker has sent in this step."""
         self._left_out: frozenset[int] = frozenset()
@@ -110,12 +111,13 @@ class Overlap(GradientBuckets):
         Raises:
             KvdistError: the store failed.
             RuntimeError: a gradient was changed after it had been sent.
+            OptimizerMismatch: the workers update, and their optimizers have different numbers.
         """
         self._left_out = left_out
         try:
             self.complete()
             changed = self._changed()
-            ballot = self._vote()
+            had, vote = self._vote()
             if self._sent is not None:
                 self._under_way += [self._pull(bucket) for bucket in reversed(self.buckets)]
         except ForkError:
@@ -135,19 +137,22 @@ class Overlap(GradientBuckets):
                 " overlap=False; or make the trainer with update_on_kvstore=False, and call"
                 " allreduce_grads(average=True), clip, and update() instead of step()"
             )
-        given = [bool(share > 0) for share in ballot[: len(self._trained)]]
+        given = had if vote is None or self._ballot is None else self._ballot.read(vote)[0]
         for (_, parameter), is_given in zip(self._trained, given, strict=True):
             if not is_given:
                 parameter.drop_filled()
+        if vote is not None and self._ballot is not None:
+            self._ballot.require_equal_numbers(vote)
         return given
 
-    def _vote(self) -> NDArray[np.float32]:
-        """Send the ballot; the array holds this worker's gradients, and after the transfer those of all workers."""
+    def _vote(self) -> tuple[list[bool], NDArray[np.float32] | None]:
+        """Which gradients this worker has; and the ballot that was sent, which becomes that of all workers."""
         had = [key in self._had for key, _ in self._trained]
-        ballot = np.array([*had, any(had), False], np.float32)  # the last two as in `Exchange`: this one averages
-        if self._ballot_key is not None:
-            self._under_way.append(self._store.pushpull_async([self._ballot_key], [ballot], average=True))
-        return ballot
+        if self._ballot is None:
+            return had, None
+        vote = self._ballot.cast(had, average=True)
+        self._under_way.append(self._store.pushpull_async([self._ballot.key], [vote], average=True))
+        return had, vote
 
     def _with_somewhere_to_go(
         self, members: list[tuple[int, Parameter]], left_out: set[int]

@@ -24,7 +24,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -76,7 +76,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         given: the user's own optimizer of torch, whose groups count; or None.
 
     Raises:
-        ValueError: the optimizer has a schedule of its own, or `given` has other parameters than the trainer, or hooks.
+        ValueError: the optimizer has a schedule of its own; or `given` has other parameters than the trainer, hooks, or
+            another trainer.
     """
 
     _step_supports_amp_scaling = True
@@ -135,14 +136,15 @@ class TorchOptimizer(torch.optim.Optimizer):
     def _take_over(self, given: torch.optim.Optimizer) -> None:
         """Share the groups of the user's optimizer, go on from its state, and refuse what would now be lost."""
         self.param_groups = given.param_groups
+        if _refuse_step in given._optimizer_step_pre_hooks.values():
+            raise ValueError("the optimizer belongs to another Trainer: make an optimizer for each Trainer")
         self.tell(updates_here=True)  # before the state, as what a group keeps depends on its numbers
         tensors = itertools.chain.from_iterable(group["params"] for group in given.param_groups)
         state = {index: given.state[one] for index, one in enumerate(tensors) if given.state.get(one)}
         if state:
             self._replace(self._from_torch(state))
             given.state.clear()
-        _refuse_hooks(given)
-        given.register_step_pre_hook(lambda *_: _refuse_own("step", "step()"))
+        given.register_step_pre_hook(_refuse_step)
         given.register_state_dict_pre_hook(lambda _: _refuse_own("state_dict", "as_torch_optimizer().state_dict()"))
         given.register_load_state_dict_pre_hook(
             lambda *_: _refuse_own("load_state_dict", "as_torch_optimizer().load_state_dict(state)")
@@ -312,9 +314,11 @@ class TorchOptimizer(torch.optim.Optimizer):
             updates_here: whether the weights are updated in this process.
 
         Raises:
-            ValueError: the groups differ in momentum, or it has changed and the weights are updated on the store.
+            ValueError: the groups differ in momentum, or it has changed and the weights are updated on the store; or
+                the given optimizer has got a hook since.
         """
         if self._given is not None:
+            _refuse_hooks(self._given)
             self._given._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn
         if isinstance(self._live, TorchRule):
             self._tell_rule(self._live, updates_here)
@@ -455,14 +459,20 @@ def _keys_of_given(parameters: Sequence[Parameter], given: torch.optim.Optimizer
 
 
 def _refuse_hooks(given: torch.optim.Optimizer) -> None:
-    if given._optimizer_step_pre_hooks or given._optimizer_step_post_hooks:
-        raise ValueError(
-            "the optimizer has hooks of its step(), which a Trainer never calls: register them on"
-            " trainer.as_torch_optimizer(), and call its step()"
-        )
+    hooks = [*given._optimizer_step_pre_hooks.values(), *given._optimizer_step_post_hooks.values()]
+    for hook in hooks:
+        if hook is not _refuse_step:
+            raise ValueError(
+                f"the optimizer has a hook of its step(), {getattr(hook, '__qualname__', hook)}, which a Trainer never"
+                " calls: register it on trainer.as_torch_optimizer(), and call its step()"
+            )
 
 
-def _refuse_own(method: str, instead: str) -> None:
+def _refuse_step(*_: object) -> NoReturn:
+    _refuse_own("step", "step()")
+
+
+def _refuse_own(method: str, instead: str) -> NoReturn:
     raise RuntimeError(
         f"{method}() of an optimizer that a Trainer has taken over would act on this process alone: call"
         f" trainer.{instead}"

@@ -11,9 +11,8 @@
 * Where possible, errors in this worker's part of a step are raised before anything of it is sent.
 * All parameters travel in one list call, in the order given, so the first layers, which the next forward pass needs
   first, come first. Keys are positions: 0, 1, 2, ….
-* Where workers update, all must update the same parameters. One more key, the ballot, tells which gradients each
-  worker has: a parameter without a gradient on any worker stays as it is everywhere. The ballot also tells whether a
-  worker averages; all workers with gradients must do the same where no server divides.
+* Where workers update, all must update the same parameters by the same numbers. One more key tells: see
+  `kvdist.training.ballot`. A parameter without a gradient on any worker stays as it is everywhere.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from kvdist.checkpoint.shards import updates_in
@@ -38,6 +38,7 @@ from kvdist.naming import NamedKey
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
+from kvdist.training.ballot import Ballot
 from kvdist.training.data import Batches, HandedOut, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
 from kvdist.training.join import Join, NextStep
@@ -329,6 +330,7 @@ class Trainer:
         self._start()
         if self._update_on_kvstore:
             refuse_updated_there("allreduce_grads")
+        self._sync_hyperparameters()
         if self._join is not None:
             raise RuntimeError(
                 "allreduce_grads() within trainer.join(): a worker that is done cannot repeat what is done to gradients"
@@ -524,13 +526,13 @@ class Trainer:
         self._exchange = Exchange(used, self._parameters, self._trained, self._shared)
         self._exchange.broadcast()
         self._note_weights()
-        ballot_key = None if self._update_on_kvstore else self._exchange.open_ballot()
+        ballot = None if self._update_on_kvstore else self._exchange.open_ballot(self._optimizer)
         if self._overlaps:
             assert isinstance(used, KVStore)
             self._optimizer.rescale_grad = self._scale / self._num_devices
             sent_or_none = sent if self._update_on_kvstore else None
             refresh = weakly(self._sync_hyperparameters)
-            self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, refresh, ballot_key)
+            self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, refresh, ballot)
 
     def _state(self, method: str) -> TrainingState:
         self._require_nothing_sent(method, "step()")
@@ -694,9 +696,6 @@ class Trainer:
 
 # The exchange of a step.
 
-CONVENTIONS = 2
-"""Elements of a ballot after those of the parameters: one for averages, one for sums."""
-
 
 class Exchange:
     """The exchange of a trainer with its store.
@@ -719,7 +718,7 @@ class Exchange:
         self._parameters = parameters
         self._trained = trained
         self._keys = [key for key, _ in trained]
-        self._ballot_key = len(parameters)
+        self._ballot: Ballot | None = None
         self._shared = shared
         self.always_averages = False
         """Whether sums are averages in steps with a batch size too."""
@@ -738,15 +737,21 @@ class Exchange:
         assert isinstance(self._store, KVStore)
         self._store.pull(list(range(len(self._parameters))), out=[one.replicas for one in self._parameters])
 
-    def open_ballot(self) -> int | None:
-        """Make the ballot's key, which `sum` needs; None for a single worker."""
-        if self._store.num_workers == 1:
+    def open_ballot(self, optimizer: Optimizer) -> Ballot | None:
+        """Make the ballot, which `sum` needs; None for a single worker.
+
+        Args:
+            optimizer: what each worker updates with.
+        """
+        store, key = self._store, len(self._parameters)
+        if store.num_workers == 1:
             return None
-        self._store.leave_uncompressed([self._ballot_key])
-        ballot = torch.zeros(len(self._trained) + CONVENTIONS, dtype=torch.float32, device="cpu")
-        named = NamedKey(self._ballot_key, "the vote on who has which gradients")
-        self._store.broadcast([named], [ballot], out=[[ballot]])
-        return self._ballot_key
+        store.leave_uncompressed([key])
+        self._ballot = Ballot(key, optimizer, len(self._trained), store.rank, store.num_workers)
+        blank = torch.from_numpy(np.zeros_like(self._ballot.cast([False] * len(self._trained), average=False)))
+        named = NamedKey(key, "the vote on who has which gradients")
+        store.broadcast([named], [blank], out=[[blank]])
+        return self._ballot
 
     def update(self, grads: Grads, average: bool, samples: int, clip_norm: float | None = None) -> float | None:
         """Send gradients to a store that updates, and get the new weights; the norm, if they are clipped."""
@@ -770,40 +775,41 @@ class Exchange:
 
         Raises:
             ValueError: some workers average and others sum, on a store that cannot mix the two.
+            OptimizerMismatch: the workers' optimizers have different numbers.
         """
         average = average or self.always_averages
-        if self._store.num_workers == 1:
-            here = [grad is not None for grad in grads]
+        here = [grad is not None for grad in grads]
+        if self._ballot is None:
             self._sum([position for position, is_here in enumerate(here) if is_here], grads, average)
             return here
-        given = self._sum(range(len(grads)), grads, average, is_voted=True)
+        vote = self._ballot.cast(here, average)
+        self._sum(range(len(grads)), grads, average, (self._ballot.key, torch.from_numpy(vote)))
+        given, is_mixed = self._ballot.read(vote)
         for (_, parameter), is_given in zip(self._trained, given, strict=True):
             if not is_given:
                 parameter.drop_filled()
+        self._ballot.require_equal_numbers(vote)
+        if is_mixed and isinstance(self._store, KVStore) and self._store.type not in DIST_NAMES:
+            raise ValueError(
+                "some workers called step(), which averages over the workers, and others step(batch_size), which sums:"
+                f" the store {self._store.type!r} cannot do both in one step. Call the same on all workers"
+            )
         return given
 
-    def _sum(self, positions: Sequence[int], grads: Grads, average: bool, is_voted: bool = False) -> list[bool]:
-        """Sum the gradients at these positions; with a vote, return for which of them any worker had one."""
+    def _sum(
+        self, positions: Sequence[int], grads: Grads, average: bool, vote: tuple[int, torch.Tensor] | None = None
+    ) -> None:
+        """Sum the gradients at these positions, and a vote: its key and its array."""
         members = [self._trained[position] for position in positions]
         for _, parameter in members:
             parameter.fill_grads()
         keys = [key for key, _ in members]
         given = [grads[position] for position in positions]
         places = [parameter.grads() or [] for _, parameter in members]
-        here = [grad is not None for grad in given]
-        # A worker without gradients, as in a skipped step, accepts either convention.
-        convention = [any(here) and average, any(here) and not average]
-        ballot = torch.tensor([*here, *convention], dtype=torch.float32, device="cpu")
-        if is_voted:
-            keys, given, places = [*keys, self._ballot_key], [*given, [ballot]], [*places, [ballot]]
+        if vote is not None:
+            key, ballot = vote
+            keys, given, places = [*keys, key], [*given, [ballot]], [*places, [ballot]]
         # In place is cheaper, and the usual case: every result has a given gradient.
         complete = all(one is not None and len(one) == len(place) for one, place in zip(given, places, strict=True))
         if keys:
             self._store.pushpull(keys, given, out=None if complete else places, average=average)
-        *shares, averaging, summing = ballot.tolist()
-        if averaging > 0 and summing > 0 and isinstance(self._store, KVStore) and self._store.type not in DIST_NAMES:
-            raise ValueError(
-                "some workers called step(), which averages over the workers, and others step(batch_size), which sums:"
-                f" the store {self._store.type!r} cannot do both in one step. Call the same on all workers"
-            )
-        return [share > 0 for share in shares]

@@ -282,15 +282,39 @@ def test_a_learning_rate_set_in_mid_run_counts_from_the_next_step():
                 same(weight, [total])
 
 
-@two
-def test_workers_that_set_different_rates_in_one_round_are_named():
-    with kv.create("dist") as store:
+@two.each("servers", "workers", "workers with overlap", "allreduce_grads", "collective")
+def test_workers_that_set_different_rates_are_named_and_their_weights_stay(word):
+    with kv.create("collective" if word == "collective" else "dist") as store:
         weight = parameter([0.0])
-        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store)
-        moved([weight], trainer, [1])
-        trainer.set_learning_rate(1.0 + store.rank)
-        with pytest.raises(kvdist.OptimizerMismatch, match="worker-[01]"):
+        how = {"update_on_kvstore": word == "servers", "overlap": word == "workers with overlap"}
+        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store, **how)
+        for rate in (1.0, 2.0):  # the same on all
+            trainer.set_learning_rate(rate)
             moved([weight], trainer, [1])
+        same(weight, [-3])
+        trainer.set_learning_rate(1.0 + store.rank)
+        give(weight, [1.0])
+        with pytest.raises(kvdist.OptimizerMismatch, match=r"worker-0 says.* 1\b.*worker-1 says.* 2\b"):
+            trainer.allreduce_grads() if word == "allreduce_grads" else trainer.step()
+        same(weight, [-3])
+
+
+@two.each("wd", "lr_mult", "betas")
+def test_other_numbers_that_differ_where_workers_update_are_an_error_too(word, store):
+    weight = parameter([0.0])
+    trainer = Trainer([weight], torch.optim.Adam([weight], lr=0.5), kvstore=store, update_on_kvstore=False)
+    moved([weight], trainer, [1])
+    before = weight.tolist()
+    group = trainer.as_torch_optimizer().param_groups[0]
+    if word == "wd":
+        group["weight_decay"] = 0.1 * store.rank
+    elif word == "betas":
+        group["betas"] = (0.8 + 0.1 * store.rank, 0.999)
+    else:
+        trainer.optimizer.lr_mult = {0: 1.0 + store.rank}
+    with pytest.raises(kvdist.OptimizerMismatch, match="worker-0 says: learning rate .*worker-1 says: learning rate"):
+        moved([weight], trainer, [1])
+    same(weight, before)
 
 
 @two

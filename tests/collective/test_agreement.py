@@ -25,6 +25,7 @@ def splits(*numbers, dtype=torch.int32):
 
 
 ONES = torch.ones(6)
+JOBS = 40
 DIFFERENT = {
     "shape": lambda rank: hvd.allreduce(torch.ones(17 + rank)),
     "dimensions": lambda rank: hvd.allreduce(torch.ones([2] * (1 + rank))),
@@ -94,6 +95,71 @@ def test_an_error_of_one_rank_raises_on_all_and_names_it(what):
     assert first[0] == third[0] and "rank 1 on host" in first[0] and "cannot call operation 0" in first[0]
     assert second[0].splitlines()[0] in first[0]
     assert [after for _, after in (first, second, third)] == [[3.0, 3.0]] * 3
+
+
+def test_an_error_of_some_ranks_raises_where_the_others_call_that_name_and_nowhere_else():
+    """Jobs in which every rank has another order, and some call what the others can and they cannot."""
+    right = {
+        "allreduce": lambda name: hvd.allreduce_async(torch.ones(2), name=name, op=hvd.Sum),
+        "grouped allreduce": lambda name: hvd.grouped_allreduce_async([ONES, ONES], name=name, op=hvd.Sum),
+        "allgather": lambda name: hvd.allgather_async(torch.ones(1), name=name),
+        "broadcast": lambda name: hvd.broadcast_async(torch.ones(2), 0, name=name),
+        "reducescatter": lambda name: hvd.reducescatter_async(torch.ones(3), name=name),
+        "alltoall": lambda name: hvd.alltoall_async(torch.ones(3), name=name),
+    }
+    wrong = {
+        "allreduce": lambda name: hvd.allreduce_async(torch.ones(2), True, name, hvd.Sum),
+        "grouped allreduce": lambda name: hvd.grouped_allreduce_async([ONES, "x"], name=name),
+        "allgather": lambda name: hvd.allgather_async(torch.tensor(1.0), name=name),
+        "broadcast": lambda name: hvd.broadcast_async(torch.ones(2), 9, name=name),
+        "reducescatter": lambda name: hvd.reducescatter_async(torch.ones(3), name=name, op=hvd.Max),
+        "alltoall": lambda name: hvd.alltoall_async(torch.ones(4), name=name),
+    }
+
+    def job(seed):
+        """Named operations with the ranks that cannot call them, and the places of three without names."""
+        draw = random.Random(seed)
+        kinds = draw.choices(list(right), k=draw.randint(1, 6))
+        named = [
+            (kind, f"{seed}.{i}", draw.sample(range(3), draw.choice([0, 0, 1, 2]))) for i, kind in enumerate(kinds)
+        ]
+        return named, [("allreduce", None, draw.sample(range(3), draw.choice([0, 0, 1]))) for _ in range(3)]
+
+    def run(rank, seed):
+        named, unnamed = job(seed)
+        draw, handles, errors = random.Random(3 * seed + rank), [], []
+        draw.shuffle(named)
+        while named or unnamed:
+            kind, name, refusing = draw.choice([calls for calls in (named, unnamed) if calls]).pop(0)
+            if rank in refusing:
+                with pytest.raises((NotImplementedError, TypeError, ValueError)):
+                    wrong[kind](name)
+            else:
+                handles.append((kind, name, refusing, right[kind](name)))
+        for kind, name, refusing, handle in handles:
+            if not refusing:
+                handle.result()
+                continue
+            with pytest.raises(CollectiveMismatch) as caught:
+                handle.result()
+            errors.append(str(caught.value))
+            assert name is None or f"cannot call {kind} {name!r} (" in errors[-1]
+            assert any(f"rank {other} on host" in errors[-1] for other in refusing)
+        return hvd.allreduce(torch.ones(1), name=f"after {seed}", op=hvd.Sum).item()
+
+    def program(rank):
+        return [run(rank, seed) for seed in range(JOBS)]
+
+    assert returned(run_ranks(3, program)) == [[3.0] * JOBS] * 3
+
+
+def test_a_name_that_was_refused_is_free_for_the_next_call_of_its_rank():
+    def program(rank):
+        with pytest.raises(ValueError if rank else CollectiveMismatch):
+            hvd.allreduce(ONES, average=True if rank else None, op=hvd.Sum, name="same")
+        return hvd.allreduce(ONES, op=hvd.Sum, name="same").tolist()
+
+    assert returned(run_ranks(2, program)) == [[2.0] * 6] * 2
 
 
 def test_a_reason_of_any_length_is_told():
@@ -187,7 +253,8 @@ def test_named_operations_of_two_threads_pair_in_whichever_order_they_run():
     assert returned(run_ranks(2, program)) == [[4.0, 4.0]] * 2
 
 
-def test_a_thread_may_make_its_first_call_long_after_all_others_wait():
+@each("is_first", [True, False])
+def test_a_thread_may_call_a_name_long_after_all_others_wait_for_it(is_first, caplog):
     """Horovod never gives up, and warns; any other thread of the process may be the one that calls the name next."""
 
     def program(rank):
@@ -196,30 +263,18 @@ def test_a_thread_may_make_its_first_call_long_after_all_others_wait():
                 first.append(hvd.allreduce(torch.full((2,), float(rank)), name="ab"[rank], op=hvd.Sum).tolist())
 
         engine, first = current(), []
+        if not is_first:
+            hvd.allreduce(torch.ones(1), name="before")
         thread = threading.Thread(target=wait_for_first)
         thread.start()
-        time.sleep(2.5 * STUCK_S)
+        time.sleep(1.6 * STUCK_S)
         second = hvd.allreduce(torch.full((2,), float(rank)), name="ba"[rank], op=hvd.Sum).tolist()
         thread.join(60)
         return [second, *first]
 
-    assert returned(run_ranks(2, program, settings=CollectiveSettings())) == [[[1.0, 1.0]] * 2] * 2
-
-
-def test_threads_that_have_ended_are_not_kept():
-    def program(rank):
-        def call():
-            with using(engine):
-                hvd.allreduce(torch.ones(2), name="a")
-
-        engine = current()
-        for _ in range(5):
-            thread = threading.Thread(target=call)
-            thread.start()
-            thread.join()
-        return len(engine.group(0)._callers)
-
-    assert returned(run_ranks(1, program)) == [1]
+    settings = CollectiveSettings(stall_check_s=0.2)
+    assert returned(run_ranks(2, program, settings=settings)) == [[[1.0, 1.0]] * 2] * 2
+    assert "to call allreduce 'a' of float32[2]" in caplog.text
 
 
 def test_an_operation_that_is_done_ends_though_the_next_one_still_waits_for_another_rank():

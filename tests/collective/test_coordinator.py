@@ -226,20 +226,46 @@ def test_a_difference_that_somebody_has_begun_already_ends_the_group():
     assert second.call(SUM) == []
 
 
+def refused(signature, reason="ValueError: splits are wrong"):
+    return Signature(signature.kind, signature.name, (), REFUSED + reason)
+
+
 def test_a_rank_that_could_not_call_is_named_with_its_reason():
     _, (first, second) = callers(2)
-    first.call(SUM)
-    answers = second.call(Signature(REFUSED, "", (), "ValueError: splits are wrong"))
+    first.call(GATHER)
+    answers = second.call(refused(GATHER))
     text = "rank 1 on host h1 cannot call operation 0: ValueError: splits are wrong"
     assert answers == [(rank, Mismatch(0, 0, False, text)) for rank in range(2)]
 
 
+@each("order", [(0, 1), (1, 0)])
+def test_a_call_that_is_refused_is_that_of_its_name_whatever_waits(order):
+    _, ranks = callers(2)
+    calls = [[refused(SUM), OTHER], [OTHER, SUM]]
+    answers = [answer for rank in order for answer in ranks[rank].call(*calls[rank])]
+    failed = [(rank, message.call, message.text) for rank, message in answers if isinstance(message, Mismatch)]
+    text = "rank 0 on host h0 cannot call allreduce 'a' (operation 0): ValueError: splits are wrong"
+    assert failed == [(0, 0, text), (1, 1, text)]
+    for caller in ranks:
+        later = caller.call(GATHER)
+    assert later == [(rank, Agreed(0, 3)) for rank in range(2)]
+
+
 def test_ranks_that_all_could_not_call_go_on():
     _, (first, second) = callers(2)
-    first.call(Signature(REFUSED, "", (), "ValueError: 1 row"))
-    second.call(Signature(REFUSED, "", (), "ValueError: 2 rows"))
+    first.call(refused(SUM, "ValueError: 1 row"))
+    second.call(refused(SUM, "ValueError: 2 rows"))
     first.call(SUM)
     assert second.call(SUM)[-1] == (1, Agreed(0, 2))
+
+
+def test_what_the_others_cannot_call_is_counted_by_who_has_joined():
+    _, (first, second, third) = callers(3)
+    first.call(JOIN_SIGNATURE)
+    second.call(refused(SUM))
+    answers = third.call(refused(SUM))
+    assert [(rank, type(message)) for rank, message in answers] == [(1, Mismatch), (2, Mismatch), (0, Participate)]
+    assert answers[-1] == (0, Participate(0, 0))
 
 
 def test_process_sets_agree_each_for_itself():

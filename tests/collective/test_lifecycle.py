@@ -31,7 +31,7 @@ from kvdist.kvstore import engine_lifecycle
 from kvdist.protocol.collective import AllConnected, RankGone, RankHello, encode
 from kvdist.transport.zeromq import ZeroMQTransport
 from tests.cases import each
-from tests.collective.ranks import HASTY, returned, run_ranks, world_of
+from tests.collective.ranks import bystanders, returned, run_ranks, world_of
 from tests.ports import held_port
 
 ONES = torch.ones(6)
@@ -48,10 +48,11 @@ def in_threads(size, function):
             results[rank] = error
 
     threads = [threading.Thread(target=be, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    with bystanders():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
     return results
 
 
@@ -75,7 +76,7 @@ def test_ranks_can_begin_anew_after_an_end_or_a_failure(fails):
             if generation and rank == 0:
                 # What rank 0 left at its first beginning is still there when rank 1 looks for the second.
                 assert has_looked.wait(30)
-            with using(CollectiveEngine(world_of(rank, 2), met, lambda _, __: store, HASTY)) as engine:
+            with using(CollectiveEngine(world_of(rank, 2), met, lambda _, __: store)) as engine:
                 total = hvd.allreduce(torch.full((3,), float(rank + generation)), op=hvd.Sum)
                 if fails and generation == 0:
                     for name in "abab":

@@ -189,6 +189,26 @@ def test_the_own_step_and_state_of_a_given_optimizer_are_refused():
         with pytest.raises(RuntimeError, match=f"would act on this process alone.*{instead}"):
             call()
     trainer.step()
+    with pytest.raises(ValueError, match="belongs to another Trainer"):
+        Trainer(net.parameters(), given, kvstore=None)
+
+
+@each("register", ["register_step_pre_hook", "register_step_post_hook"])
+def test_a_hook_that_a_given_optimizer_gets_later_is_refused_by_the_next_step_and_the_trainers_own_is_called(register):
+    net, trainer, given = by_instance("SGD", {"lr": 1.0}, {}, "alone")
+    own, called = trainer.as_torch_optimizer(), []
+    getattr(own, register)(lambda *_: called.append(1))
+    handle = getattr(given, register)(print)
+    before = [one.detach().clone() for one in net.parameters()]
+    for step in (trainer.step, own.step):
+        backward(net)
+        with pytest.raises(ValueError, match=r"a hook of its step\(\), print, which a Trainer never calls"):
+            step()
+    assert all(map(torch.equal, before, net.parameters()))
+    handle.remove()
+    called.clear()
+    own.step()
+    assert called == [1] and not any(map(torch.equal, before, net.parameters()))
 
 
 class MyAdam(torch.optim.Adam):
@@ -214,8 +234,8 @@ def hooked(weights, register):
         (lambda p: torch.optim.Adam, TypeError, "Adam is a class; give an instance.*'torch.adam'"),
         (lambda p: torch.optim.Adam(p, lr=torch.tensor(0.1)), TypeError, "lr is a tensor.*float"),
         (lambda p: torch.optim.SGD(p, differentiable=True), ValueError, "gradients do not flow"),
-        (lambda p: hooked(p, "register_step_pre_hook"), ValueError, "hooks of its step.*as_torch_optimizer"),
-        (lambda p: hooked(p, "register_step_post_hook"), ValueError, "hooks of its step.*as_torch_optimizer"),
+        (lambda p: hooked(p, "register_step_pre_hook"), ValueError, "a hook .*<lambda>.*as_torch_optimizer"),
+        (lambda p: hooked(p, "register_step_post_hook"), ValueError, "a hook .*<lambda>.*as_torch_optimizer"),
         (lambda p: torch.optim.SGD(p[:1]), ValueError, "is trained, and the optimizer has it not"),
         (lambda p: torch.optim.SGD([*p, nn.Parameter(torch.ones(1))]), ValueError, "that the Trainer has not"),
     ],

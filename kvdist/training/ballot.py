@@ -1,0 +1,93 @@
+"""`Ballot`: what workers that update by themselves tell each other beside the gradients of a step.
+
+One more key of the same exchange, so it costs no message. Invariants:
+
+* For each parameter it has whether a worker had a gradient, as all must update the same parameters.
+* It has whether a worker averages or sums, as all with gradients must do the same where no server divides.
+* Every worker writes what its optimizer's numbers are into a place of its own, and all see alike whether they differ:
+  then each would make another step, and the weights would drift apart.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdist.errors import OptimizerMismatch
+from kvdist.naming import who_says_what
+from kvdist.optimizer.base import Optimizer, numbers_of
+
+DIGESTS = 1 << 20
+"""How many digests there are: whole numbers that float32 keeps apart, also divided by a number of workers."""
+
+
+class Ballot:
+    """The ballots of a trainer.
+
+    Args:
+        key: its key in the store.
+        optimizer: the optimizer, whose numbers must be the same on every worker.
+        parameters: how many parameters are trained.
+        rank, num_workers: of this worker, and how many there are.
+    """
+
+    def __init__(self, key: int, optimizer: Optimizer, parameters: int, rank: int, num_workers: int) -> None:
+        self.key = key
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._rank = rank
+        self._num_workers = num_workers
+        self._names = [name for name in numbers_of(type(optimizer)) if name != "rescale_grad"]
+
+    def cast(self, had: Sequence[bool], average: bool) -> NDArray[np.float32]:
+        """Return this worker's ballot.
+
+        Args:
+            had: for each trained parameter whether there is a gradient here.
+            average: whether this worker averages. Without any gradient, as in a skipped step, it accepts either.
+        """
+        own = np.zeros((self._num_workers, 2), np.float32)
+        own[self._rank] = self._digest(), self._optimizer.learning_rate
+        convention = [any(had) and average, any(had) and not average]
+        return np.array([*had, *convention, *own.ravel()], np.float32)
+
+    def read(self, result: NDArray[np.float32]) -> tuple[list[bool], bool]:
+        """For each trained parameter whether any worker had a gradient; and whether some average and others sum.
+
+        Args:
+            result: all workers' ballots, summed or averaged.
+        """
+        averaging, summing = result[self._parameters : self._parameters + 2]
+        return (result[: self._parameters] > 0).tolist(), bool(averaging > 0 and summing > 0)
+
+    def require_equal_numbers(self, result: NDArray[np.float32]) -> None:
+        """Compare the workers' optimizers; without any gradient nothing is updated, and they may differ.
+
+        Raises:
+            OptimizerMismatch: they have different numbers; all workers raise it.
+        """
+        said = result[self._parameters + 2 :].reshape(-1, 2)
+        there = np.flatnonzero(said[:, 0])
+        if len(set(said[there, 0].tolist())) <= 1 or not result[: self._parameters].any():
+            return
+        divisor = self._digest() / said[self._rank, 0]  # of an average
+        rates = [f"{rate * divisor:.6g}" for rate in said[there, 1]]
+        more = [f", and a digest {digest * divisor:.0f} of all numbers" for digest in said[there, 0]]
+        own = [
+            (int(rank), f"learning rate {rate}{rest if len(set(rates)) == 1 else ''}")
+            for rank, rate, rest in zip(there, rates, more, strict=True)
+        ]
+        raise OptimizerMismatch(
+            "the optimizers of the workers differ in learning rate, wd, multipliers or momentum, and each updates its"
+            f" own weights, which would drift apart: {who_says_what(own)}. Change the numbers on every worker at the"
+            " same step; the weights are those of the last step"
+        )
+
+    def _digest(self) -> int:
+        """Of all numbers that decide a step; never 0, which is the place of a worker that has left."""
+        live = self._optimizer
+        tables = [sorted(map(repr, table.items())) for table in (live.lr_mult, live.wd_mult) if table]
+        return 1 + zlib.crc32(repr([[vars(live)[name] for name in self._names], tables]).encode()) % (DIGESTS - 1)
