@@ -210,7 +210,7 @@ class KVDist(mx.kv.KVStore):
         """Compress what is pushed to keys of float32 from now on; every worker calls it.
 
         Raises:
-            ValueError: this worker has pushed, and the optimizer remembers more of rows than their values.
+            ValueError: a worker has pushed, and the optimizer remembers more of rows than their values.
         """
         if self._compression is not None or not self._dtypes:
             self._store.set_gradient_compression(compression_params)
@@ -241,7 +241,8 @@ class KVDist(mx.kv.KVStore):
         """
         keys = list(self._dtypes)
         keeps = optimizer is not None and optimizer is self._translated
-        if keeps and self._has_pushed and self._tables and (optimizer.state_names or optimizer.multi_precision):
+        has_states = keeps and self._tables and (optimizer.state_names or optimizer.multi_precision)
+        if has_states and self._store.average(self._has_pushed) > 0:  # on dist_async perhaps by some workers only
             raise ValueError(
                 "set_gradient_compression must come before the first push where an optimizer with states or"
                 f" multi_precision updates row_sparse keys, and {optimizer.name} does"

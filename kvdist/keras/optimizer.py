@@ -21,6 +21,8 @@ from kvdist.collective.gradients import Distributed, ReduceOptions, put_before
 from kvdist.collective.reduction import NoneCompressor
 from kvdist.keras.values import averaged, value_of
 
+Groups = int | Sequence[Sequence[Any]] | None
+
 
 def DistributedOptimizer(
     optimizer: Any,
@@ -31,10 +33,10 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp = Average,
+    num_groups: int = 0,
+    groups: Groups = None,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
-    groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
@@ -52,10 +54,10 @@ def DistributedOptimizer(
         sparse_as_dense: TensorFlow's `IndexedSlices` travel as dense tensors, not as rows that are gathered.
         gradient_predivide_factor: see `ReduceOptions.predivide_factor`.
         op: Average, Sum or Adasum, which combines what each rank's own step changes, not the gradients.
+        num_groups, groups: checked, and without effect: the gradients of a step travel together in any case.
         backward_passes_per_step: calls of `apply` whose gradients add up before they are reduced over the ranks and
             used once; `iterations` counts all calls.
         average_aggregated_gradients: the accumulated gradients are divided by the number of calls.
-        num_groups, groups: checked, and without effect: the gradients of a step travel together in any case.
         process_set: the ranks that take part.
         scale_local_gradients: gradients of local variables are divided by the number of ranks.
 
@@ -95,7 +97,7 @@ def PartialDistributedOptimizer(
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
     op: ReduceOp = Average,
-    groups: int | Sequence[Sequence[Any]] | None = None,
+    groups: Groups = None,
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
@@ -294,6 +296,7 @@ def load_model(
     custom_optimizers: Sequence[type] | None = None,
     custom_objects: Mapping[str, Any] | None = None,
     compression: type[NoneCompressor] = Compression.none,
+    legacy_opts: bool = False,
 ) -> Any:
     """Load a model, and have its optimizer average gradients over the ranks.
 
@@ -305,7 +308,16 @@ def load_model(
         custom_optimizers: classes of optimizers that Keras does not know.
         custom_objects: other classes and functions that it does not know, by their names.
         compression: see `DistributedOptimizer`.
+        legacy_opts: False.
+
+    Raises:
+        ValueError: `legacy_opts` is true.
     """
+    if legacy_opts:
+        raise ValueError(
+            "load_model(legacy_opts=True) is for optimizers of keras.optimizers.legacy, which Keras 3 does not have:"
+            " leave it out, and save the model with an optimizer of Keras 3"
+        )
     objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()}
     model = keras.saving.load_model(filepath, custom_objects={**objects, **(custom_objects or {})})
     if model.optimizer is not None:

@@ -169,7 +169,7 @@ class PinnedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _DeviceResult:
     """A result that an array on a GPU takes."""
 
     start: int
@@ -188,7 +188,7 @@ class _Uploaded:
 
     device: Device
     starts: list[int]
-    wanted: Sequence[_Wanted]
+    wanted: Sequence[_DeviceResult]
     packed: Array | None
 
 
@@ -242,7 +242,7 @@ class Upload:
             for start, (count, dtype) in zip(starts, sizes, strict=True)
         ]
         """Where each of them lands."""
-        self._wanted: dict[int, list[_Wanted]] = {}
+        self._wanted: dict[int, list[_DeviceResult]] = {}
         self._streams: dict[int, tuple[Device, Any]] = {}
 
     def want(self, index: int, place: OnDevice) -> None:
@@ -250,7 +250,7 @@ class Upload:
         device = place.device
         if device.index not in self._streams:
             self._streams[device.index] = device, device.stream()
-        wanted = _Wanted(self._starts[index], self.results[index], place)
+        wanted = _DeviceResult(self._starts[index], self.results[index], place)
         self._wanted.setdefault(device.index, []).append(wanted)
 
     def start(self) -> None:
@@ -263,7 +263,7 @@ class Upload:
                 self._block.marks.append(device.mark())
         self._blocks.give_back(self._block)
 
-    def _upload_to(self, device: Device, wanted: Sequence[_Wanted], done: Sequence[_Uploaded]) -> _Uploaded:
+    def _upload_to(self, device: Device, wanted: Sequence[_DeviceResult], done: Sequence[_Uploaded]) -> _Uploaded:
         """Copy what is wanted on one GPU, from one that has the same and is reached directly, or from the host."""
         starts = [one.start for one in wanted]
         nearest = next((one for one in done if one.starts == starts and device.reaches(one.device)), None)
@@ -277,7 +277,7 @@ class Upload:
         small = [one for one in wanted if not one.is_large]
         return _Uploaded(device, starts, wanted, self._spread(device, small, nearest) if small else None)
 
-    def _spread(self, device: Device, small: Sequence[_Wanted], nearest: _Uploaded | None) -> Array:
+    def _spread(self, device: Device, small: Sequence[_DeviceResult], nearest: _Uploaded | None) -> Array:
         """Bring small results to a GPU in one copy, and to their arrays in one launch. Returns them as they came."""
         start = min(one.start for one in small)
         stop = max(one.start + one.bits.nbytes for one in small)

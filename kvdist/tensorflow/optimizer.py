@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,9 +13,7 @@ from kvdist.collective.gradients import Distributed, ReduceOptions, put_before
 from kvdist.collective.reduction import NoneCompressor
 from kvdist.collective.tensorflow_bridge import averaged_gradients, call, variable_of
 from kvdist.keras.optimizer import DistributedOptimizer as OfKeras
-from kvdist.keras.optimizer import check_groups, variables_of
-
-Groups = int | Sequence[Sequence[Any]] | None
+from kvdist.keras.optimizer import Groups, check_groups, variables_of
 
 
 def DistributedOptimizer(
@@ -81,10 +79,10 @@ def DistributedOptimizer(
         sparse_as_dense,
         gradient_predivide_factor,
         op,
-        backward_passes_per_step,
-        average_aggregated_gradients,
         num_groups,
         groups,
+        backward_passes_per_step,
+        average_aggregated_gradients,
         process_set,
         scale_local_gradients,
     )

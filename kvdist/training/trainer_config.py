@@ -106,7 +106,10 @@ RULES: Mapping[type[torch.optim.Optimizer], type[TorchRule]] = MappingProxyType(
 )
 """The rule for each optimizer of torch that can travel to servers."""
 
-_KEEP_IT = "it can run on each worker without a Trainer: kvdist.horovod.DistributedOptimizer(optimizer)"
+_KEEP_IT = (
+    "it can run on each worker: let a Trainer with 'sgd' and update_on_kvstore=False make the mean of the gradients, by"
+    " allreduce_grads(average=True), and call optimizer.step(); or take kvdist.horovod.DistributedOptimizer(optimizer)"
+)
 _WHY_NOT = {
     "LBFGS": "it evaluates its closure several times in a step",
     "Adafactor": "its states are means over whole rows and columns of a parameter, which servers have in slices",

@@ -77,6 +77,8 @@ WITHOUT_EFFECT: dict[str, tuple[bool, str]] = {
     name.removesuffix("="): (name.endswith("="), why) for why, names in IDLE.items() for name in names.split()
 }
 """Options without effect: whether a value follows, and why."""
+TEXTS = ("--autotune-log-file", "--mpi-args", "--binding-args")
+"""Those whose value is no number."""
 
 NOT_YET = "training while processes come and go is not possible yet; write -np and -H for those of the whole job"
 REFUSED: dict[str, str] = dict.fromkeys(
@@ -179,7 +181,8 @@ def new_parser() -> argparse.ArgumentParser:
     parser = grouped_parser("kvdist-run", USAGE, description, EXAMPLES, GROUPS)
     without = parser.add_argument_group("without effect here")
     for name, (has_value, _) in WITHOUT_EFFECT.items():
-        kind: dict[str, Any] = {"type": str} if has_value else {"action": "store_true"}
+        of_value = str if name in TEXTS else _number
+        kind: dict[str, Any] = {"type": of_value} if has_value else {"action": "store_true"}
         without.add_argument(name, help=argparse.SUPPRESS, **kind)
     idle = ", ".join(WITHOUT_EFFECT)
     without.description = textwrap.fill(f"accepted, with a note: {idle}", WIDTH, break_on_hyphens=False)
@@ -230,6 +233,16 @@ def _at_least_one(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return number
 
 
 def _port(text: str) -> int:

@@ -96,12 +96,17 @@ OPTIMIZERS = {
     "torch.adamw": ("torch.adamw", ADAMW, lambda own: torch.optim.AdamW(own, **ADAMW)),
 }
 """Ours by name, with its numbers, and torch's. `sgd` without momentum is torch's."""
+REFUSED = {
+    "adafactor": lambda own: torch.optim.Adafactor(own, lr=RATE, weight_decay=0.01),
+    "asgd": lambda own: torch.optim.ASGD(own, lr=RATE, t0=10),
+}
+"""What a Trainer does not take: it makes the mean of the gradients, and the optimizer updates on each worker."""
 
 
 @functools.cache
 def in_one_process(optimizer, clip):
     net = network()
-    theirs = OPTIMIZERS[optimizer][2](net.parameters())
+    theirs = (REFUSED.get(optimizer) or OPTIMIZERS[optimizer][2])(net.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: rate_at(step) / RATE)
 
     def step(number, parts, total):
@@ -171,6 +176,27 @@ def as_torch(optimizer, **how):
         return losses(net, step, store.rank, store.num_workers)
 
 
+def by_hand(optimizer, clip=False):
+    """An optimizer that the Trainer does not take, stepped on each worker with the mean gradient of all."""
+    net = network()
+    theirs = REFUSED[optimizer](net.parameters())
+    schedule = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: rate_at(step) / RATE)
+    with kv.create("dist") as store:
+        trainer = Trainer(net.named_parameters(), "sgd", kvstore=store, update_on_kvstore=False)
+
+        def step(number, parts, total):
+            for part in parts:
+                (summed_loss(net, part) * store.num_workers / total).backward()
+            trainer.allreduce_grads(average=True)
+            if clip:
+                nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+            theirs.step()
+            schedule.step()
+
+        return losses(net, step, store.rank, store.num_workers)
+
+
+BY_HAND = {"by hand": by_hand, "by hand-clipped": functools.partial(by_hand, clip=True)}
 MODES = {
     "servers": functools.partial(by_mean, update_on_kvstore=True),
     "servers-clipped": functools.partial(by_mean, update_on_kvstore=True, clip_norm=CLIP),
@@ -183,17 +209,39 @@ MODES = {
     "torch-servers-clipped": functools.partial(as_torch, update_on_kvstore=True, clip_norm=CLIP),
     "torch-clipped": functools.partial(as_torch, clip_norm=CLIP),
 }
-WORDS = [f"{mode}/{optimizer}" for mode in MODES for optimizer in OPTIMIZERS]
+WORDS = [
+    *(f"{mode}/{optimizer}" for mode in MODES for optimizer in OPTIMIZERS),
+    *(f"{mode}/{optimizer}" for mode in BY_HAND for optimizer in REFUSED),
+]
 
 
 def check(word):
     mode, optimizer = word.split("/")
-    compare(MODES[mode](optimizer), optimizer, clip="clipped" in mode)
+    compare({**MODES, **BY_HAND}[mode](optimizer), optimizer, clip="clipped" in mode)
 
 
 @two.each(*WORDS)
 def test_two_workers_make_the_steps_of_one_process(word):
     check(word)
+
+
+@two
+def test_the_state_of_an_optimizer_on_each_worker_is_equal_on_all_and_nothing_compares_its_rate(store):
+    for extra, is_equal in ((0.0, True), (0.01, False)):
+        net = network()
+        optimizer = torch.optim.Adafactor(net.parameters(), lr=0.01 + extra * store.rank)
+        with kv.create("dist") as own:
+            trainer = Trainer(net.named_parameters(), "sgd", kvstore=own, update_on_kvstore=False)
+            for _ in range(2):
+                optimizer.zero_grad()
+                net(torch.randn(4, 6)).square().mean().backward()
+                trainer.allreduce_grads(average=True)
+                optimizer.step()
+        states = [value for one in optimizer.state_dict()["state"].values() for value in one.values()]
+        numbers = torch.cat(
+            [*(value.flatten() for value in states), *(one.detach().flatten() for one in net.parameters())]
+        )
+        assert torch.equal(store.average(numbers), numbers) == is_equal
 
 
 @pytest.mark.slow

@@ -135,7 +135,7 @@ def test_a_rule_with_norms_of_a_whole_parameter_is_applied_to_all_its_slices_at_
         assert pulled[0][key].tolist() == pulled[1][key].tolist() == plain.value(reads[0], key)
 
 
-def test_what_is_measured_and_never_applied_leaves_later_pushes_as_they_are():
+def test_what_is_measured_and_never_applied_leaves_later_pushes_as_they_are_and_is_forgotten():
     wired = made()
     for rank in (0, 1):
         measure(wired, rank, gradient(rank))
@@ -144,6 +144,10 @@ def test_what_is_measured_and_never_applied_leaves_later_pushes_as_they_are():
     wired.settle()
     for key, grad in together(2, 1).items():
         assert wired.value(reads[0], key) == (-grad).tolist()
+    for rank in (0, 1):
+        apply(wired, rank, 1.0)
+    wired.settle()
+    assert {type(error) for error in wired.failed.values()} == {PushRefused}
 
 
 def test_who_has_left_between_the_turns_is_not_waited_for():

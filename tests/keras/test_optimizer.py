@@ -200,6 +200,19 @@ def test_ranks_outside_the_process_set_use_their_own_gradients(keras, hvd):
     assert returned(run_ranks(3, step)) == [[-1.5], [-1.5], [-3.0]]
 
 
+def test_arguments_have_horovods_order(keras, hvd):
+    def step(rank):
+        (weight,) = variables(keras, (1,))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), *plain, 0, None)
+        optimizer.apply([torch.full((1,), rank + 1.0)], [weight])
+        return keras.ops.convert_to_numpy(weight).tolist()
+
+    plain = (None, "", "", hvd.Compression.none, False, 1.0, hvd.Average)
+    assert returned(run_ranks(2, step)) == [[-1.5]] * 2
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), *plain, 2)
+
+
 def test_groups_of_gradients_are_checked(keras, hvd):
     with pytest.raises(ValueError, match="groups is 0; it must be a positive number"):
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), groups=0)

@@ -57,6 +57,13 @@ def test_keras_alone_loads_what_was_saved_and_nothing_in_it_names_this_library(k
     assert "kvdist" not in json.dumps(config)
 
 
+def test_optimizers_of_before_keras_3_are_refused_by_the_name_of_the_argument(hvd, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"load_model\(legacy_opts=True\) is for optimizers of keras.optimizers.legacy"
+    ):
+        hvd.load_model(tmp_path / "model.keras", None, None, hvd.Compression.none, True)
+
+
 class Halving:
     """Makes an optimizer that Keras does not know."""
 

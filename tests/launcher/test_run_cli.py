@@ -187,6 +187,11 @@ def test_what_is_not_possible_is_refused(capsys, name):
         (["-np", "0", "true"], "'0' is not a whole number of at least 1"),
         (["-np", "1", "--network-interfaces", "eth0,eth1", "true"], "name one interface"),
         (["-np", "1", "-p", "70000", "true"], "'70000' is not a port"),
+        (
+            ["-np", "1", "--fusion-threshold-mb", "-1", "true"],
+            "--fusion-threshold-mb: '-1' is not a number of at least 0",
+        ),
+        (["-np", "1", "--cache-capacity=many", "true"], "--cache-capacity: 'many' is not a number of at least 0"),
         (["-np", "1", "--fusion", "3", "true"], "unknown option --fusion; --help lists all"),
         (["--np", "1", "true"], "unknown option --np; did you mean -np PROCESSES"),
         (["-n", "1", "true"], "unknown option -n; did you mean -np PROCESSES?"),

@@ -47,6 +47,20 @@ def test_a_variable_without_a_gradient_is_left_alone_as_by_keras_itself():
     assert returned(run_ranks(2, of_rank)) == [train(keras.optimizers.SGD(0.1, momentum=0.9, weight_decay=0.1))] * 2
 
 
+def test_arguments_of_the_keras_within_have_the_order_of_horovods():
+    def train(rank):
+        variable = tf.Variable([1.0])
+        plain = (None, "", "", hvd.keras.Compression.none, False, 1.0, hvd.Average)
+        optimizer = hvd.keras.DistributedOptimizer(keras.optimizers.SGD(1.0), *plain, 2, True)
+        seen = []
+        for gradient in (1.0, 3.0):
+            optimizer.apply([tf.constant([gradient + rank])], [variable])
+            seen.append(float(variable[0]))
+        return seen
+
+    assert returned(run_ranks(2, train)) == [[1.0, -1.5]] * 2
+
+
 @keras_warns
 def test_a_variable_that_no_pass_of_a_step_uses_is_left_alone_too():
     def train(rank):

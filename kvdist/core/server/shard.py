@@ -572,6 +572,9 @@ class DenseShard(Shard[Block]):
             self._count(rounds)
             optimizer = None if updater is None else updater.optimizer
             rounds = [clipping.turn(block, own, optimizer) for block, own in zip(blocks, rounds, strict=True)]
+        elif blocks[0].kept:
+            for block in blocks:
+                block.kept = ()  # no second push came, as the norm was not finite: memory of a gradient
         self.apply(blocks, rounds, updater)
         self._count(rounds)
 

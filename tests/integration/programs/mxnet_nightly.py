@@ -263,11 +263,13 @@ def compressed_later() -> None:
                 own.push("w", gradient * (store.num_workers / pushes))
             expect(pulled(store, "w", IRREGULAR), pulled(own, "w", IRREGULAR), 2e-5)
             store._barrier()
-    store = made()
-    table(store, "rows", SMALL, "float32")
-    store.set_optimizer(mx.optimizer.create("adam"))
-    store.push("rows", mx.nd.ones(SMALL).tostype("row_sparse"))
-    refused(lambda: store.set_gradient_compression({"type": "2bit"}), ValueError)
+    for name in ("dist_sync", "dist_async"):
+        store = made(name)
+        table(store, "rows", SMALL, "float32")
+        store.set_optimizer(mx.optimizer.create("adam"))
+        if name == "dist_sync" or store.rank == 0:
+            store.push("rows", mx.nd.ones(SMALL).tostype("row_sparse"))
+        refused(lambda store=store: store.set_gradient_compression({"type": "2bit"}), ValueError)
 
 
 def compressed_trainer() -> None:
