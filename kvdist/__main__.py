@@ -271,8 +271,11 @@ def parse_report(line: str) -> ChildEnded | ProcessStarted | None:
     """The event in a line of the launcher; None for a line of another form.
 
     The forms: ``ended worker 1 signal 9``, ``... exit 3``, ``... lost d2`` (its host), ``placed worker 1 d2 4242``.
+    What has ended may be followed by ``life 2``: how often a process of this rank had been started before it.
     """
-    words = line.split()
+    words, life = line.split(), 0
+    if len(words) == 7 and words[0] == "ended" and words[5] == "life" and words[6].isdigit():
+        words, life = words[:5], int(words[6])
     if len(words) != 5 or not words[2].isdigit():
         return None
     try:
@@ -281,11 +284,11 @@ def parse_report(line: str) -> ChildEnded | ProcessStarted | None:
         return None
     match words[0], words[3], words[4]:
         case "ended", "lost", host:
-            return ChildEnded(node, f"lost with its host {host}, which the launcher cannot reach any more", clean=False)
+            return ChildEnded(node, f"lost with its host {host}, which the launcher cannot reach any more", False, life)
         case "ended", "signal", number if number.isdigit():
-            return ChildEnded(node, f"killed by signal {number} ({_signal_name(int(number))})", clean=False)
+            return ChildEnded(node, f"killed by signal {number} ({_signal_name(int(number))})", False, life)
         case "ended", "exit", code if code.isdigit():
-            return ChildEnded(node, f"exited with code {code}", clean=int(code) == 0)
+            return ChildEnded(node, f"exited with code {code}", int(code) == 0, life)
         case "placed", host, pid if pid.isdigit():
             return ProcessStarted(node, host, int(pid))
     return None

@@ -39,6 +39,7 @@ CLUSTER = {
             "ended worker 1 lost d2\n",
             ChildEnded(worker(1), "lost with its host d2, which the launcher cannot reach any more", clean=False),
         ),
+        ("ended worker 0 exit 3 life 2", ChildEnded(worker(0), "exited with code 3", False, life=2)),
         ("placed worker 1 d2 4242\n", ProcessStarted(worker(1), "d2", 4242)),
     ],
 )
@@ -59,6 +60,8 @@ def test_a_launchers_line_tells_what_it_did_and_saw(line, event):
         "ended worker 1 signal KILL",
         "ended worker 1 vanished 9",
         "ended wizard 1 exit 0",
+        "ended worker 1 exit 0 life two",
+        "ended worker 1 exit 0 life",
         "started worker 1 exit 0",
         "placed worker 1 d2",
         "placed worker 1 d2 pid",

@@ -142,6 +142,8 @@ class ChildEnded:
     cause: str
     clean: bool
     """Whether it ended with exit code 0."""
+    life: int = 0
+    """How often a process of this rank had been started before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from typing import Any
 
 from kvdist.config.settings import Limits
 from kvdist.errors import ConfigError, KvdistError
-from kvdist.nodes import NodeId
+from kvdist.nodes import SCHEDULER, NodeId
 from kvdist_launch.agent_protocol import (
     GREETING,
     PIPE_READ_BYTES,
@@ -34,7 +35,7 @@ from kvdist_launch.agent_protocol import (
     encode_exit,
     encode_node,
 )
-from kvdist_launch.job import ProcessExit
+from kvdist_launch.exits import ProcessExit
 from kvdist_launch.probe import HostProbe, facts_of_this_host
 from kvdist_launch.processes import INTERRUPTIONS, CommandError, LocalProcesses, SignalPipe
 from kvdist_launch.root_socket import turn_away
@@ -64,6 +65,7 @@ class Agent:
         self._processes = LocalProcesses(self._selector, self)
         self._probe = HostProbe(self._selector)
         self._alive: list[NodeId] = []
+        self._listening: socket.socket | None = None
         self._call = bytearray()
         self._heard_at = time.monotonic()
         self._patience_s = Limits.patience_s
@@ -84,6 +86,7 @@ class Agent:
                 else:
                     self._drain()
             finally:
+                self._stop_listening()
                 self._probe.close()
                 self._processes.release()
         return 1 if self._is_lost else 0
@@ -91,7 +94,7 @@ class Agent:
     # As the listener of the processes.
 
     def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
-        self._alive = [node for node, _ in pids]
+        self._alive += [node for node, _ in pids]
         self._writer.send("started", pids=[[encode_node(node), pid] for node, pid in pids])
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
@@ -102,6 +105,8 @@ class Agent:
         self._writer.send("output_ended", node=encode_node(node), stream=stream)
 
     def ended(self, exits: Sequence[ProcessExit]) -> None:
+        if any(one.node == SCHEDULER and not one.is_failure for one in exits):
+            self._stop_listening()  # it will not be started again
         gone = {one.node for one in exits}
         self._alive = [node for node in self._alive if node not in gone]
         self._writer.send("ended", endings=[encode_exit(one) for one in exits])
@@ -146,19 +151,24 @@ class Agent:
 
     def _start(self, fields: dict[str, Any]) -> None:
         processes = [decode_process(one) for one in fields["processes"]]
-        # The socket is the scheduler's alone from now on: after the scheduler's end nothing must accept connections.
-        listening = self._probe.take_listening()
-        if listening is not None:
-            turn_away(listening)
+        found = self._probe.take_listening()
+        if found is not None:
+            turn_away(found)
+            self._listening = found
         try:
             secret = fields.get("secret")
-            self._processes.start(processes, listening, None if secret is None else bytes.fromhex(secret))
+            self._processes.start(processes, self._listening, None if secret is None else bytes.fromhex(secret))
         except ConfigError as error:
             code = error.exit_code if isinstance(error, CommandError) else 0
             self._writer.send("refused", text=str(error), code=code)
-        finally:
-            if listening is not None:
-                listening.close()
+        if not fields["keeps_socket"]:
+            # The socket is the scheduler's alone from now on: after its end nothing must accept connections.
+            self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
 
     # The loop.
 

@@ -18,7 +18,7 @@ from typing import Any
 from kvdist.errors import KvdistError
 from kvdist.nodes import NodeId, Role
 from kvdist_launch.environment import Environment
-from kvdist_launch.job import ProcessExit
+from kvdist_launch.exits import ProcessExit
 from kvdist_launch.plan import Process
 
 GREETING = b"kvdist-agent 1"
@@ -213,9 +213,10 @@ def decode_process(fields: dict[str, Any], host: int = 0) -> Process:
 
 def encode_exit(one: ProcessExit) -> dict[str, Any]:
     """How a process ended, as JSON."""
-    return {"node": encode_node(one.node), "pid": one.pid, "status": one.status}
+    return {"node": encode_node(one.node), "pid": one.pid, "status": one.status, "life": one.life}
 
 
 def decode_exit(fields: dict[str, Any], host: str) -> ProcessExit:
     """The exit that `encode_exit` encoded, on the host of that name."""
-    return ProcessExit(decode_node(fields["node"]), int(fields["pid"]), int(fields["status"]), host=host)
+    node, life = decode_node(fields["node"]), int(fields["life"])
+    return ProcessExit(node, int(fields["pid"]), int(fields["status"]), host=host, life=life)

@@ -17,8 +17,9 @@ from kvdist.config.sockets import open_files_warning, raise_open_files_limit
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.environment import RESTARTS, forwarded
+from kvdist_launch.exits import SIGNAL_BASE
 from kvdist_launch.hosts import Host
-from kvdist_launch.job import SIGNAL_BASE, last_concluded, remove_summary, summary, write_summary
+from kvdist_launch.job import last_concluded, remove_summary, summary, write_summary
 from kvdist_launch.options import asked, parse_options, split_command, target_of
 from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, Sink
 from kvdist_launch.plan import HostFacts, JobSpec, plan, preview, thread_note, worker_lines
@@ -85,9 +86,17 @@ class _Launch:
     def _begin_attempt(self) -> Supervisor:
         options = self._request.options
         output = JobOutput(self._out, self._err, options.filter or (), self._logs)
-        goes_on = goes_on_without(options, os.environ)
-        self._attempts.append(Supervisor(output, self._err, grace_of(options), self._launched, goes_on=goes_on))
-        return self._attempts[-1]
+        goes_on, restarts = goes_on_without(options, os.environ), None
+        if options.restart:
+            # Imported here because few ask for it, and every job would wait for it.
+            from kvdist_launch.restarts import Restarts
+
+            restarts = Restarts(options.restart)
+        supervisor = Supervisor(
+            output, self._err, grace_of(options), self._launched, goes_on=goes_on, restarts=restarts
+        )
+        self._attempts.append(supervisor)
+        return supervisor
 
     def _run_or_explain(self) -> tuple[int, str]:
         """Run the job. Returns the exit code, and what was wrong if the job was not started, or not all of it."""

@@ -23,7 +23,7 @@ SECURITY_VARIABLES = ("KVDIST_SECURITY", "KVDIST_SECRET_FILE")
 """Set by the user for the job as a whole; the launcher decides by them, and sets them for every process."""
 
 RESTARTS = "KVDIST_RESTARTS"
-"""Tells the processes how often the job was started before, if it was."""
+"""Tells a process how often it was started before, or its job, if it was."""
 
 OWNED_VARIABLES = frozenset(
     [

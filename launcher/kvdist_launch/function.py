@@ -26,8 +26,9 @@ from typing import Any
 from kvdist.errors import ConfigError, DeadlineExceeded, KvdistError
 from kvdist.nodes import NodeId, Role
 from kvdist_launch.environment import parse_assignments
+from kvdist_launch.exits import ProcessExit, signal_name
 from kvdist_launch.hosts import Host
-from kvdist_launch.job import GracePeriods, ProcessExit, signal_name
+from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import parse_options
 from kvdist_launch.output import JobOutput, LogFiles, TextSink
 from kvdist_launch.plan import PYTHON, HostFacts, JobSpec, plan, worker_lines

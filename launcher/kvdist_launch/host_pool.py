@@ -38,8 +38,8 @@ from kvdist_launch.agent_protocol import (
     encode_node,
     encode_process,
 )
+from kvdist_launch.exits import HOST_LOST, ProcessExit
 from kvdist_launch.hosts import Host
-from kvdist_launch.job import HOST_LOST, ProcessExit
 from kvdist_launch.output import LineSplitter, all_printable, printable, text_table
 from kvdist_launch.plan import Process
 from kvdist_launch.probe import HostProbe, facts_of_this_host
@@ -80,7 +80,6 @@ class RemoteProcesses(HostProcesses):
     Attributes:
         facts: the first frame of the agent, about its host; None until then.
         answers: kind → the fields of the last answer of that kind.
-        failure: why the host is lost; empty while it is not.
     """
 
     def __init__(
@@ -99,6 +98,7 @@ class RemoteProcesses(HostProcesses):
         self._selector = selector
         self._listener = listener
         self._alive: dict[NodeId, int] = {}
+        self._lives: dict[NodeId, int] = {}
         self._refusal: CommandError | None = None
         self._ssh = _start_ssh(argv)
         self._decoder = FrameDecoder()
@@ -128,9 +128,11 @@ class RemoteProcesses(HostProcesses):
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
         # A scheduler there listens at the agent's own socket; `listening` is of this machine.
-        self._alive = {process.node: 0 for process in processes}
+        for process in processes:
+            self._alive[process.node], self._lives[process.node] = 0, process.life
         secret_text = None if secret is None else secret.hex()
-        self._writer.send("start", processes=[encode_process(one) for one in processes], secret=secret_text)
+        encoded = [encode_process(one) for one in processes]
+        self._writer.send("start", processes=encoded, secret=secret_text, keeps_socket=self.keeps_socket)
 
     def call(self, data: bytes) -> None:
         for begin in range(0, len(data), PAYLOAD_BYTES_MAX):
@@ -202,7 +204,10 @@ class RemoteProcesses(HostProcesses):
         self.failure = reason
         self._writer.close()
         self._stdin.close()  # if its agent is there after all, it ends what it has
-        exits = [ProcessExit(node, pid, HOST_LOST, host=self.host, lost=reason) for node, pid in self._alive.items()]
+        exits = [
+            ProcessExit(node, pid, HOST_LOST, host=self.host, lost=reason, life=self._lives[node])
+            for node, pid in self._alive.items()
+        ]
         self._alive.clear()
         if exits:
             self._listener.ended(exits)
@@ -253,8 +258,9 @@ class RemoteProcesses(HostProcesses):
                     self._alive.pop(one.node, None)
                 self._listener.settled(exits)
             case "started":
-                self._alive = {decode_node(node): int(pid) for node, pid in fields["pids"]}
-                self._listener.started(self.host, list(self._alive.items()))
+                pids = {decode_node(node): int(pid) for node, pid in fields["pids"]}
+                self._alive.update(pids)
+                self._listener.started(self.host, list(pids.items()))
             case "refused":
                 self._alive.clear()
                 text = printable(str(fields["text"]))
@@ -378,9 +384,19 @@ class HostPool:
                 local = LocalProcesses(supervisor.selector, supervisor, supervisor.exits)
                 self.connections.append(HostConnection(host, local, facts_of_this_host()))
                 continue
-            argv = agent_command(host, host.python or python, ssh)
-            remote = RemoteProcesses(host.name, argv, supervisor.selector, supervisor, ssh.patience_s)
-            self.connections.append(HostConnection(host, remote))
+            self.connections.append(HostConnection(host, self._dial(host)))
+
+    def _dial(self, host: Host) -> RemoteProcesses:
+        argv = agent_command(host, host.python or self._python, self.ssh)
+        return RemoteProcesses(host.name, argv, self._supervisor.selector, self._supervisor, self.ssh.patience_s)
+
+    def dial_again(self, connection: HostConnection) -> HostProcesses:
+        """The processes of a host, by way of a new agent if there is none any more."""
+        processes = connection.processes
+        if processes.failure or (isinstance(processes, RemoteProcesses) and processes.is_silent):
+            processes.hang_up()
+            connection.processes = self._dial(connection.host)
+        return connection.processes
 
     def __enter__(self) -> HostPool:
         return self

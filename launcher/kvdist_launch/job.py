@@ -14,6 +14,9 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
   others are terminated after the grace.
 - Where a job goes on without lost workers (``--on-loss continue``), one that fails is told and recorded, while others
   run or one has finished. If the scheduler ends the job all the same, the last such failure is the cause.
+- Where single processes are started again (``--restart N``), `Restarts` says whether and when. Each start is a life of
+  its own, and the end of an earlier life changes nothing. Once the job fails, is interrupted, or was dissolved by the
+  scheduler, nothing is started any more.
 - A first interruption sends SIGINT to the workers; servers live on so that workers can still save. What is left after
   the grace is terminated. A second interruption kills.
 
@@ -25,9 +28,9 @@ A summary (``--json-summary``) is one JSON object:
 - ``sentence``: the closing sentence for people.
 - ``first_failure``: null, or the cause: ``node`` (``worker-3``), ``role``, ``rank``, ``host`` (empty if there is only
   one machine), ``pid``, ``exit_code`` or ``signal``, ``after_s`` since its own start, ``last_lines`` (both outputs).
-- ``processes``: one for each that was started, those of earlier attempts too: ``node``, ``host``, ``pid``,
-  ``exit_code`` or ``signal``, ``started_s`` and ``ended_s`` since the launcher's start. A process of a lost host has
-  ``lost``, a sentence, in the place of the code.
+- ``processes``: one for each that was started, those of earlier attempts and lives too: ``node``, ``host``, ``pid``,
+  ``restarts`` (how often it had been started before), ``exit_code`` or ``signal``, ``started_s`` and ``ended_s`` since
+  the launcher's start. A process of a lost host has ``lost``, a sentence, in the place of the code.
 """
 
 from __future__ import annotations
@@ -35,114 +38,27 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import re
 import signal
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvdist.config.exit_codes import EXIT_PEER_LOST
-from kvdist.errors import PeerLostError, RankLostError
 from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist.version import __version__
+from kvdist_launch.exits import SIGNAL_BASE, ProcessExit, signal_name
 
-PEER_LOST_TRACEBACK = re.compile(
-    rb"(?:\[rank[0-9]+\]: )?(?:%s):"
-    % b"|".join(f"{one.__module__}.{one.__qualname__}".encode() for one in (PeerLostError, RankLostError))
-)
-"""How the last line of a traceback begins if a worker did not catch the error; torch.distributed puts the rank before
-it. Most such workers end with EXIT_PEER_LOST, but a program may have a hook of its own for uncaught exceptions."""
+if TYPE_CHECKING:
+    from kvdist_launch.restarts import Restarts
 
-HOST_LOST = 255
-"""The exit code of ssh after a lost connection, and of a job that loses a host."""
-
-SENTENCE_MAX = 300
-"""Characters of another process's last line that are repeated."""
-
-SIGNAL_BASE = 128
-"""A shell's exit code for a process that a signal killed is this plus the signal's number."""
+TIMES_MAX = 4
+"""Ends of one process by the same signal or code, of which each is listed with its time."""
 
 REPEAT_S = 0.25
 """Signals within this time are one request: `timeout`, hang-ups and wrappers that forward signals send two."""
 
 INDENT = "    "
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessExit:
-    """How one process ended.
-
-    Attributes:
-        status: its exit code, or minus the number of the signal that killed it (as in `subprocess`).
-        last_error_line: the last line it printed to standard error.
-        host: the host it ran on; empty if there is only this machine.
-        lost: why its host cannot be reached any more, if so; `status` is then not its own.
-    """
-
-    node: NodeId
-    pid: int
-    status: int
-    last_error_line: bytes = b""
-    host: str = ""
-    lost: str = ""
-
-    @property
-    def is_failure(self) -> bool:
-        """Whether it ended in any other way than exit code 0."""
-        return self.status != 0
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether it failed because another process was lost, by its exit code or its own traceback."""
-        says_so = self.node.role is Role.WORKER and PEER_LOST_TRACEBACK.match(self.last_error_line) is not None
-        return self.status == EXIT_PEER_LOST or (self.status == 1 and says_so)
-
-    @property
-    def lost_peer(self) -> str:
-        """Which peer a consequence lost and why: its last line, in the words of the scheduler."""
-        line = self.last_error_line.decode(errors="replace") if self.is_consequence else ""
-        return line.partition(": ")[2].strip()[:SENTENCE_MAX]
-
-    @property
-    def doubt(self) -> int:
-        """Orders exits seen at the same moment: the likelier one is the first cause, the lower."""
-        if self.status < 0 or self.lost:
-            return 0
-        return 3 if self.is_consequence else 1 if self.is_failure else 2
-
-    @property
-    def exit_code(self) -> int:
-        """The launcher's exit code if this is the cause."""
-        if self.is_consequence:
-            return EXIT_PEER_LOST
-        return SIGNAL_BASE - self.status if self.status < 0 else self.status
-
-    @property
-    def report(self) -> str:
-        """The line for the scheduler's standard input, without line end."""
-        how = f"signal {-self.status}" if self.status < 0 else f"exit {self.status}"
-        return f"ended {self.node.role} {self.node.rank} {f'lost {self.host}' if self.lost else how}"
-
-    def __str__(self) -> str:
-        who = f"{self.node} on {self.host} (pid {self.pid})" if self.host else f"{self.node} (pid {self.pid})"
-        if self.lost:
-            return f"{who} was lost: {self.lost}"
-        if self.status < 0:
-            return f"{who} was killed by {signal_name(-self.status)}"
-        if self.is_consequence:
-            lost = self.lost_peer
-            return f"{who} lost a peer and ended with exit code {self.status}" + (f" ({lost})" if lost else "")
-        return f"{who} {'failed' if self.status else 'ended early'} with exit code {self.status}"
-
-
-def signal_name(number: int) -> str:
-    """``signal 9 (SIGKILL)``, or the bare number if the system has no name for it."""
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"
 
 
 @dataclass(frozen=True)
@@ -175,7 +91,15 @@ class Say:
     text: str
 
 
-Action = SendSignal | Say
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Start `node` again; it had been started `life` times before."""
+
+    node: NodeId
+    life: int
+
+
+Action = SendSignal | Say | Restart
 
 
 @dataclass
@@ -216,9 +140,9 @@ class Job:
         grace: how long to wait for processes to end.
         launched: the start of the launcher; None is `now`.
         goes_on: whether the other workers go on when one is lost.
+        restarts: says who is started again; None if nobody is.
 
     Attributes:
-        deadline: when `tick` must be called next; None if only an event can change anything.
         cause: the exit that failed the job; None while there is none.
         records: every process that was started.
         sentence: how the attempt ended; empty until `conclude`.
@@ -232,11 +156,20 @@ class Job:
         grace: GracePeriods | None = None,
         launched: float | None = None,
         goes_on: bool = False,
+        restarts: Restarts | None = None,
     ) -> None:
         self._grace = GracePeriods() if grace is None else grace
         self._goes_on = goes_on
         self._losses: list[tuple[ProcessExit, float]] = []
-        """The workers without which the others have gone on, and when they failed."""
+        """The failures after which the others have gone on, and when they were."""
+        self._restarts = restarts
+        self._due: dict[NodeId, float] = {}
+        """Who is to be started again, and when."""
+        self._lives: Counter[NodeId] = Counter()
+        """How often each was started again."""
+        self._is_dissolved = False
+        self._why = ""
+        """What follows the cause, after a semicolon."""
         self._began = now
         self._nodes = list(nodes)
         self._alive = list(nodes)
@@ -247,15 +180,21 @@ class Job:
         self._cause_at = now
         self.launched = now if launched is None else launched
         self.cause: ProcessExit | None = None
-        self.deadline: float | None = None
+        self._phase_until: float | None = None
+        """The end of the phase."""
         self.records: list[ProcessRecord] = []
         self.sentence = ""
         self.last_lines: list[str] = []
 
     @property
+    def deadline(self) -> float | None:
+        """When `tick` must be called next; None if only an event can change anything."""
+        return min((at for at in (self._phase_until, *self._due.values()) if at is not None), default=None)
+
+    @property
     def is_over(self) -> bool:
-        """Whether every process has ended."""
-        return not self._alive
+        """Whether every process has ended, and none is to be started again."""
+        return not self._alive and not self._due
 
     @property
     def is_interrupted(self) -> bool:
@@ -268,21 +207,19 @@ class Job:
 
     def ended(self, exits: Iterable[ProcessExit], now: float) -> list[Action]:
         """Take note of processes that ended; those of one call count as having ended at the same moment."""
-        batch = sorted(exits, key=lambda one: one.doubt)
+        batch = sorted((one for one in exits if one.life >= self._lives[one.node]), key=lambda one: one.doubt)
         for one in batch:
             self._alive.remove(one.node)
             for record in self._running(one.node):
                 record.exit, record.ended_s = one, now - self.launched
-        for one in batch:
-            self._judge(one, now)
+        told = [action for one in batch for action in self._judge(one, now)]
         if self._phase in (Phase.RUNNING, Phase.CLOSING) and self.cause is not None:
             return self._fail(now)
-        told = [self._tell(one) for one, at in self._losses if at == now and one in batch and not one.is_consequence]
         return [*told, *self._go_on(now)]
 
     def _go_on(self, now: float) -> list[Action]:
         """Nothing has failed the job: what follows when the last worker has ended."""
-        if self._phase is Phase.RUNNING and not self._workers_alive():
+        if self._phase is Phase.RUNNING and not self._is_worked_on():
             self._early_server = None
             self._enter(Phase.CLOSING, now + self._grace.farewell_s)
         elif self._phase is Phase.INTERRUPTED and not self._workers_alive():
@@ -296,7 +233,7 @@ class Job:
         self._interruption, self._interrupted_at = number, now
         if self._phase in (Phase.TERMINATING, Phase.KILLING):
             return self._kill()
-        if self._phase is not Phase.RUNNING:
+        if self._phase is not Phase.RUNNING or not self._workers_alive():
             return self._terminate(now)
         self._enter(Phase.INTERRUPTED, now + self._grace.grace_s)
         text = f"{signal_name(number)}: asking the workers to end; a second one kills everything at once"
@@ -304,14 +241,23 @@ class Job:
 
     def tick(self, now: float) -> list[Action]:
         """Do what is due at `now`."""
-        if self.deadline is None or now < self.deadline:
-            return []
+        again = self._start_due(now)
+        if self._phase_until is None or now < self._phase_until:
+            return again
         if self._phase is Phase.TERMINATING:
             return self._kill()
         if self._phase is Phase.RUNNING and self._early_server is not None:
             self._blame(*self._early_server)
             return self._terminate(now)
         return self._overdue() + self._terminate(now)
+
+    def _start_due(self, now: float) -> list[Action]:
+        nodes = [node for node, at in self._due.items() if at <= now]
+        for node in nodes:
+            del self._due[node]
+        self._alive += nodes
+        self._lives.update(nodes)
+        return [Restart(node, self._lives[node]) for node in nodes]
 
     def exit_code(self) -> int:
         """The launcher's exit code, once the job is over."""
@@ -329,10 +275,11 @@ class Job:
         """
         self.sentence, self.last_lines = self._closing_sentence(now), list(last_lines)
         if self.cause is None:
-            return [self.sentence]
+            return [*self._lives_told(), self.sentence]
         reasons = [f"the last lines of {self.cause.node}:", *(INDENT + line for line in last_lines)]
         others = self._fates_of_others()
-        return [*(reasons if last_lines and not is_on_screen else []), *([others] if others else []), self.sentence]
+        shown = reasons if last_lines and not is_on_screen else []
+        return [*shown, *self._lives_told(), *([others] if others else []), self.sentence]
 
     def record_of_cause(self, cause: ProcessExit) -> ProcessRecord:
         """The record of the process that failed the job."""
@@ -340,58 +287,100 @@ class Job:
 
     def _closing_sentence(self, now: float) -> str:
         if self.cause is not None:
-            what = f"{self.cause} after {_seconds(self._cause_at - self._began)}"
+            what = f"{self.cause} after {_seconds(self._cause_at - self._began)}{self._why}"
         elif self._interruption is not None:
             what = f"interrupted by {signal_name(self._interruption)} after {_seconds(now - self._began)}"
         else:
-            lost = {one.node for one, _ in self._losses}
-            nodes = [node for node in self._nodes if node != SCHEDULER and node not in lost]
+            lost = [one for one in self._last_exits() if any(one is loss for loss, _ in self._losses)]
+            gone = {one.node for one in lost}
+            nodes = [node for node in self._nodes if node != SCHEDULER and node not in gone]
             counts: Counter[Role] = Counter(node.role for node in nodes)
-            ways = ", ".join(str(one) for one, _ in self._losses)
+            ways = ", ".join(map(str, lost))
             return f"{_counted(counts)} finished in {_seconds(now - self._began)}" + (f"; {ways}" if ways else "")
         return f"{what}; job ended with exit code {self.exit_code()}"
 
     def _fates_of_others(self) -> str:
         """How every other process ended, one clause for each way."""
         fates: dict[str, Counter[Role]] = {}
+        last = self._last_exits()
         for record in self.records:
-            if record.exit is not None and record.exit is not self.cause:
+            if record.exit is not None and record.exit is not self.cause and any(record.exit is one for one in last):
                 fates.setdefault(_fate(record, record.exit), Counter())[record.node.role] += 1
         return "; ".join(_clause(fate, counts) for fate, counts in fates.items())
 
-    def _judge(self, one: ProcessExit, now: float) -> None:
-        """Decide whether this exit, the next in order of time, is what failed the job."""
+    def _last_exits(self) -> list[ProcessExit]:
+        """How each process ended the last time."""
+        return list({record.node: record.exit for record in self.records if record.exit is not None}.values())
+
+    def _lives_told(self) -> list[str]:
+        """For each process that was started again a line: how often, and how it ended each time."""
+        ends: dict[NodeId, list[tuple[str, float]]] = {}
+        since_s = self._began - self.launched
+        for record in self.records:
+            if record.exit is not None and record.exit.is_failure and not record.was_signalled:
+                ends.setdefault(record.node, []).append((record.exit.way, record.ended_s - since_s))
+        names = {node: "the scheduler" if node == SCHEDULER else str(node) for node in self._lives}
+        return [f"{names[node]} was started {1 + n} times; it {_ways(ends[node])}" for node, n in self._lives.items()]
+
+    def _judge(self, one: ProcessExit, now: float) -> list[Action]:
+        """Decide whether this exit, the next in order of time, is what failed the job. Returns what to say if not."""
         if self._phase not in (Phase.RUNNING, Phase.CLOSING, Phase.FAILING):
-            return
-        if one.is_failure and self._is_survived(one):
-            self._losses.append((one, now))
-        elif one.is_failure:
-            self._accuse(one, now)
-        elif self._phase is Phase.RUNNING and one.node == SCHEDULER:
+            return []
+        if one.is_failure:
+            told = self._survive(one, now)
+            if told is None:
+                self._accuse(one, now)
+            return told or []
+        if self._phase is Phase.RUNNING and one.node == SCHEDULER:
             # It ends with 0 only if the cluster was dissolved in order, servers included.
-            self._early_server, self.deadline = None, None
-        elif self._phase is Phase.RUNNING and one.node.role is Role.SERVER:
+            self._early_server, self._phase_until = None, None
+            return self._dissolve()
+        if self._phase is Phase.RUNNING and one.node.role is Role.SERVER:
             self._suspect(one, now)
+        return []
+
+    def _dissolve(self) -> list[Action]:
+        late = ", ".join(map(str, self._due))
+        self._is_dissolved = True
+        self._due.clear()
+        return [Say(f"{late}: not started again, as the others have finished")] if late else []
+
+    def _survive(self, one: ProcessExit, now: float) -> list[Action] | None:
+        """Let the others go on after a failure, if they can. Returns what to say; None if it fails the job."""
+        if self._phase is not Phase.RUNNING or self.cause is not None:
+            return None
+        verdict = self._restarts.judge(one, self._lived_s(one)) if self._restarts and not self._is_dissolved else None
+        if verdict is not None and verdict.ends_job:
+            self._why = f"; {verdict.text}"
+            return None
+        if verdict is not None and verdict.delay_s is not None:
+            self._due[one.node] = now + verdict.delay_s
+        elif not self._is_survived(one):
+            return None
+        self._losses.append((one, now))
+        if one.node in self._due:
+            return [Say(f"{one}; {verdict.text if verdict else ''}")]
+        why = f"; {verdict.text}" if verdict else ""
+        return [] if one.is_consequence and not why else [Say(f"{one}{why}; the other workers go on")]
+
+    def _lived_s(self, one: ProcessExit) -> float:
+        return next((record.ended_s - record.started_s for record in self.records if record.exit is one), 0.0)
 
     def _is_survived(self, one: ProcessExit) -> bool:
         """Whether the others go on without this process."""
-        if not self._goes_on or self._phase is not Phase.RUNNING or one.node.role is not Role.WORKER:
+        if not self._goes_on or one.node.role is not Role.WORKER:
             return False
         ends = [record.exit for record in self.records if record.node.role is Role.WORKER]
-        has_finished = any(end is not None and not end.is_failure for end in ends)
-        return self.cause is None and (has_finished or bool(self._workers_alive()))
-
-    @staticmethod
-    def _tell(one: ProcessExit) -> Say:
-        return Say(f"{one}; the other workers go on")
+        return self._is_worked_on() or any(end is not None and not end.is_failure for end in ends)
 
     def _accuse(self, one: ProcessExit, now: float) -> None:
-        if one.is_consequence and self.cause is None and self._losses:
+        losses = [loss for loss in self._losses if loss[0].node not in self._alive]
+        if one.is_consequence and self.cause is None and losses:
             # Only the scheduler knows that the job cannot go on; it says so to everybody.
-            own = [loss for loss in self._losses if not loss[0].is_consequence]
-            self._blame(*(own or self._losses)[-1])
+            own = [loss for loss in losses if not loss[0].is_consequence]
+            self._blame(*(own or losses)[-1])
             return
-        is_needed = one.node.role is Role.WORKER or bool(self._workers_alive())
+        is_needed = one.node.role is Role.WORKER or self._is_worked_on()
         if one.is_consequence and self.cause is None and not is_needed:
             return
         if self.cause is None and self._early_server is not None and one.is_consequence:
@@ -400,8 +389,8 @@ class Job:
             self._blame(one, now)
 
     def _suspect(self, one: ProcessExit, now: float) -> None:
-        if self._early_server is None and self._workers_alive() and SCHEDULER in self._alive:
-            self._early_server, self.deadline = (one, now), now + self._grace.grace_s
+        if self._early_server is None and self._is_worked_on() and SCHEDULER in self._alive:
+            self._early_server, self._phase_until = (one, now), now + self._grace.grace_s
 
     def _blame(self, one: ProcessExit, at: float) -> None:
         self.cause, self._cause_at = one, at
@@ -411,10 +400,11 @@ class Job:
         if self.is_over:
             return []
         what = self.cause and (self.cause.lost_peer or self.cause)
-        return [Say(f"{what}; waiting up to {self._grace.grace_s:g} s for the other processes to exit")]
+        return [Say(f"{what}{self._why}; waiting up to {self._grace.grace_s:g} s for the other processes to exit")]
 
-    def _enter(self, phase: Phase, deadline: float | None) -> None:
-        self._phase, self.deadline = phase, deadline
+    def _enter(self, phase: Phase, until: float | None) -> None:
+        self._phase, self._phase_until = phase, until
+        self._due.clear()
 
     def _overdue(self) -> list[Action]:
         """Name the processes that keep the job from ending."""
@@ -447,6 +437,23 @@ class Job:
     def _workers_alive(self) -> list[NodeId]:
         return [node for node in self._alive if node.role is Role.WORKER]
 
+    def _is_worked_on(self) -> bool:
+        """Whether there are workers, or will be."""
+        return any(node.role is Role.WORKER for node in (*self._alive, *self._due))
+
+
+def _ways(ends: Sequence[tuple[str, float]]) -> str:
+    """How a process ended several times, each with its time: equal ways once."""
+    times: dict[str, list[float]] = {}
+    for way, at_s in ends:
+        times.setdefault(way, []).append(at_s)
+    parts = []
+    for way, found in times.items():
+        listed = [f"{at_s:.1f}" for at_s in found]
+        after = _joined(listed) if len(found) <= TIMES_MAX else listed[-1]
+        parts.append(f"{way}{f' {len(found)} times, the last time' if len(found) > TIMES_MAX else ''} after {after} s")
+    return ", ".join(parts)
+
 
 def _seconds(duration_s: float) -> str:
     return f"{duration_s:.1f} s"
@@ -478,6 +485,11 @@ def _counted(counts: Counter[Role]) -> str:
         for role in (Role.WORKER, Role.SERVER, Role.SCHEDULER)
         if counts[role]
     ]
+    return _joined(parts)
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """``a, b and c``."""
     return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
@@ -536,9 +548,10 @@ def _record_fields(record: ProcessRecord, how: ProcessExit) -> dict[str, Any]:
 
 
 def _exit_fields(how: ProcessExit) -> dict[str, Any]:
+    of_process = {"pid": how.pid, "restarts": how.life}
     if how.lost:
-        return {"pid": how.pid, "lost": how.lost}
-    return {"pid": how.pid, **({"signal": -how.status} if how.status < 0 else {"exit_code": how.status})}
+        return {**of_process, "lost": how.lost}
+    return {**of_process, **({"signal": -how.status} if how.status < 0 else {"exit_code": how.status})}
 
 
 def write_summary(path: Path, fields: dict[str, Any]) -> None:

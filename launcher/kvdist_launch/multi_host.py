@@ -22,15 +22,16 @@ from kvdist.config.environment import limits_from_env
 from kvdist.config.settings import with_twins
 from kvdist.config.sockets import open_files_warning
 from kvdist.errors import ConfigError
+from kvdist.nodes import Role
 from kvdist_launch.environment import RESTARTS
 from kvdist_launch.host_pool import HostConnection, HostPool, judge, require_all, table
 from kvdist_launch.hosts import Host
-from kvdist_launch.plan import LAUNCHER, HostFacts, JobSpec, Process, plan, root_host, thread_note, worker_lines
+from kvdist_launch.plan import LAUNCHER, HostFacts, JobSpec, Process, moved, plan, root_host, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import HostProcesses, LocalProcesses
 from kvdist_launch.root_socket import listen, port_of, ports_of, turn_away
 from kvdist_launch.ssh import RsyncRun, SyncOptions, progress_bars, python_of_hosts, ssh_options
-from kvdist_launch.supervisor import Supervisor
+from kvdist_launch.supervisor import Assignment, Supervisor
 from kvdist_launch.watchdog import Watchdog
 
 ANY_ADDRESS, ANY_IPV4_ADDRESS = "::", "0.0.0.0"
@@ -162,14 +163,27 @@ class _HostJob:
             self._copy(self._sync)
         facts = self._facts()
         launcher = HostFacts(usable_cores(), sys.executable, self._addresses[0], self._environ)
-        processes = plan(replace(self._job, port=port), self._hosts, facts, launcher)
+        job = replace(self._job, port=port)
+        processes = plan(job, self._hosts, facts, launcher)
         for note in self._notes(processes, facts):
             self._supervisor.say(note)
         if self._listening is not None:
             turn_away(self._listening)
         assignments = self._assignments(processes)
         self._pool.dismiss_idle(host for host, _ in assignments)
-        return self._supervisor.run(assignments, self._listening, self._job.security.secret_of_run())
+        workers = {process.node: process for process in processes if process.node.role is Role.WORKER}
+
+        def elsewhere(process: Process) -> Assignment:
+            """Another place for a process whose host is lost."""
+            lost = {index for index, one in enumerate(self._connections) if one.processes.failure}
+            if process.node in workers:
+                others = [one for node, one in workers.items() if node != process.node]
+                process = moved(job, self._hosts, facts, launcher, others, process, lost)
+                workers[process.node] = process
+            return self._pool.dial_again(self._connections[process.host]), process
+
+        secret = self._job.security.secret_of_run()
+        return self._supervisor.run(assignments, self._listening, secret, elsewhere)
 
     def _connect(self) -> None:
         """Reach all hosts. If one cannot be reached, all that is wrong with any of them is reported at once."""

@@ -109,7 +109,7 @@ class _Parser(argparse.ArgumentParser):
             if action.help != argparse.SUPPRESS:
                 candidates[name] = f"{name} {action.metavar or ''}".strip()
         for action in self._actions:
-            # `--restart` for `--on-worker-exit abort|restart:N`, `--workers` for `-n WORKERS`.
+            # `--abort` for `--on-worker-exit abort|restart:N`, `--workers` for `-n WORKERS`.
             for value in re.findall(r"\b[a-z]{3,}\b|\b[A-Z]+S\b", str(action.metavar or "")):
                 candidates.setdefault(f"--{value.lower()}", candidates.get(action.option_strings[0], ""))
         longer = [one for one in candidates if one.startswith(unknown)]
@@ -220,6 +220,12 @@ def _restarts(text: str) -> int:
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r}: write abort, or restart:N with a number from 1 to 9999")
     return int(match.group(1) or 0)
+
+
+def _number_of_restarts(text: str) -> int:
+    if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: write how often each worker may be started again, from 1 to 9999")
+    return int(text)
 
 
 def _worker(text: str) -> int:
@@ -348,6 +354,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
          " lost, also a server or the scheduler: the job ends, or is started anew as a whole, at most N times"
          " (default: abort)", default=0)),
         (("--on-loss",), _choice(("fail", "continue"), SETTINGS["KVDIST_ON_LOSS"].help())),
+        (("--restart",), valued(_number_of_restarts, "N", "start a worker that is lost again, each at most N times, on"
+         " another host if its own is gone; with --on-loss continue")),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_FORM_TIMEOUT_S"].help())),
         (("--patience",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_PATIENCE_S"].help())),
         (("--grace",), valued(to_seconds, "SECONDS", "how long the others may take to end after a failure, an"

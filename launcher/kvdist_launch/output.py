@@ -350,6 +350,12 @@ class LogFiles:
             self._say(f"{paths[stream]}: {error.strerror}; the log files end here, the job goes on")
             self.close()
 
+    def mark(self, node: NodeId, text: str) -> None:
+        """Add a line of the launcher's own to each file of a process."""
+        for path, stream in {path: stream for stream, path in enumerate(self._paths(node))}.items():
+            if path in self._descriptors:
+                self.write(node, stream, [text.encode() + b"\n"])
+
     def close(self) -> None:
         """Write no more."""
         self._has_ended = True
@@ -415,15 +421,30 @@ class JobOutput:
         """
         known = list(processes)
         for node, host in known:
-            self._last[node] = deque(maxlen=LAST_LINES)
-            is_raw = node == with_stdin
-            is_shown = is_raw or not self._patterns or any(_matches(one, node, host) for one in self._patterns)
-            for number, sink in enumerate(self.sinks):
-                self._streams[node, number] = _OutputStream(sink, sink.prefix(node, host), is_shown, is_raw)
+            self._expect(node, host, is_raw=node == with_stdin)
         if self._logs is not None:
             self._logs.open(node for node, _ in known)
         idle = [one for one in self._patterns if not any(_matches(one, node, host) for node, host in known)]
         return [f"--filter {','.join(idle)} matches no process of this job"] if idle else []
+
+    def open_again(self, node: NodeId, host: str, life: int, with_stdin: NodeId | None = None) -> None:
+        """Expect output of a process that is started again. What it printed before stays in its log only.
+
+        Args:
+            node, host, with_stdin: as for `open`.
+            life: how often it was started before.
+        """
+        for stream in (OUT, ERR):
+            self.finish(node, stream)
+        self._expect(node, host, is_raw=node == with_stdin)
+        if self._logs is not None:
+            self._logs.mark(node, f"{PROGRAM}: {node} is started again ({life})")
+
+    def _expect(self, node: NodeId, host: str, is_raw: bool) -> None:
+        self._last[node] = deque(maxlen=LAST_LINES)
+        is_shown = is_raw or not self._patterns or any(_matches(one, node, host) for one in self._patterns)
+        for number, sink in enumerate(self.sinks):
+            self._streams[node, number] = _OutputStream(sink, sink.prefix(node, host), is_shown, is_raw)
 
     def feed(self, node: NodeId, stream: int, data: bytes) -> None:
         """A process has printed."""

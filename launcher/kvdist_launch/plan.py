@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvdist.config.environment import cluster_from_env
@@ -27,6 +27,7 @@ from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist_launch.environment import (
     ADDRESS_VARIABLES,
     OWNED_VARIABLES,
+    RESTARTS,
     SECURITY_VARIABLES,
     Environment,
     forwarded,
@@ -218,6 +219,16 @@ class Process:
     is_called: bool = False
     has_stdin: bool = False
 
+    @property
+    def life(self) -> int:
+        """How often it was started before."""
+        return int(self.environment.settings.get(RESTARTS, "0"))
+
+    def again(self, life: int) -> Process:
+        """It, as it is started when it was `life` times before."""
+        settings = {**self.environment.settings, RESTARTS: str(life)}
+        return replace(self, environment=replace(self.environment, settings=settings))
+
 
 @dataclass(frozen=True)
 class JobSpec:
@@ -267,26 +278,62 @@ def plan(job: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts], launch
             on another machine; the message names it.
     """
     placements = _placements(job, hosts)
+    return [_process(job, one, hosts, facts, launcher, is_root=one is placements[0]) for one in placements]
+
+
+def _process(
+    job: JobSpec,
+    one: ProcessPlace,
+    hosts: Sequence[Host],
+    facts: Sequence[HostFacts],
+    launcher: HostFacts,
+    is_root: bool,
+) -> Process:
     root = root_host(job, hosts)
     address = (launcher if root is None else facts[root]).address
-    processes = []
-    for one in placements:
-        role, host = one.node.role, None if one.host == LAUNCHER else hosts[one.host]
-        own = launcher if host is None else facts[one.host]
-        processes.append(
-            Process(
-                one.node,
-                one.host,
-                _argv(job.command if role is Role.WORKER else job.role_command, own.python),
-                _environment(job, own.scheduler or address, one, host, own, launcher),
-                None if host is None else job.cwd,
-                is_told_of_endings=role is Role.SCHEDULER,
-                is_root=one is placements[0],
-                is_called=job.is_called and role is Role.WORKER,
-                has_stdin=_has_stdin(job, one.node, host),
-            )
-        )
-    return processes
+    role, host = one.node.role, None if one.host == LAUNCHER else hosts[one.host]
+    own = launcher if host is None else facts[one.host]
+    return Process(
+        one.node,
+        one.host,
+        _argv(job.command if role is Role.WORKER else job.role_command, own.python),
+        _environment(job, own.scheduler or address, one, host, own, launcher),
+        None if host is None else job.cwd,
+        is_told_of_endings=role is Role.SCHEDULER,
+        is_root=is_root,
+        is_called=job.is_called and role is Role.WORKER,
+        has_stdin=_has_stdin(job, one.node, host),
+    )
+
+
+def moved(
+    job: JobSpec,
+    hosts: Sequence[Host],
+    facts: Sequence[HostFacts],
+    launcher: HostFacts,
+    others: Sequence[Process],
+    process: Process,
+    lost: Collection[int],
+) -> Process:
+    """A worker whose host is lost, as it runs on the host with a free slot and the fewest workers, else on its own.
+
+    Args:
+        job, hosts, facts, launcher: as for `plan`.
+        others: the other workers, as they run now or last ran.
+        process: the worker.
+        lost: the indices of the hosts that are lost.
+    """
+    taken = Counter(one.host for one in others)
+    spare = [
+        index
+        for index, host in enumerate(hosts)
+        if index not in lost and _has_room(host, process.node.role, taken[index])
+    ]
+    index = min(spare, key=lambda one: taken[one], default=process.host)
+    used = {one.environment.settings[PLACES[0]] for one in others if one.host == index}
+    local_rank = next(number for number in range(len(used) + 1) if str(number) not in used)
+    place = ProcessPlace(process.node, index, local_rank, local_size=taken[index] + 1, cross_size=1)
+    return _process(job, place, hosts, facts, launcher, is_root=False)
 
 
 def root_host(job: JobSpec, hosts: Sequence[Host]) -> int | None:

@@ -24,7 +24,7 @@ from typing import IO, Protocol
 
 from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId
-from kvdist_launch.job import ProcessExit
+from kvdist_launch.exits import ProcessExit
 from kvdist_launch.plan import Process
 from kvdist_launch.root_socket import VARIABLE as LISTEN_VARIABLE
 from kvdist_launch.security import VARIABLE as SECRET_VARIABLE
@@ -152,23 +152,28 @@ class HostProcesses(abc.ABC):
 
     Attributes:
         host: the host's name, for people; empty for this machine.
+        failure: why the host is lost; empty while it is not.
+        keeps_socket: whether the root may be started again, and needs its socket then.
     """
 
     host = ""
+    failure = ""
+    keeps_socket = False
 
     @abc.abstractmethod
     def start(
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
-        """Start these, in order.
+        """Start these, in order, beside those that run. One that has ended may be started again.
 
         Args:
             processes: at least one.
             listening: the socket of the job's root, if it is one of them and the socket is on this machine.
-            secret: what encrypts the job's traffic; None if nothing is encrypted.
+            secret: what encrypts the job's traffic, the same each time; None if nothing is encrypted.
 
         Raises:
-            CommandError: one could not be started; none is left.
+            CommandError: one of the first ones could not be started; none is left. If one that is started again cannot
+                be, it counts as having ended.
         """
 
     @abc.abstractmethod
@@ -224,6 +229,7 @@ class ChildProcess:
 
     def __init__(self, process: Process, settings: Mapping[str, str], listening: socket.socket | None = None) -> None:
         self.node = process.node
+        self.life = process.life
         env = {**process.environment.over(os.environ), **settings}
         self._selector: selectors.BaseSelector | None = None
         self._unsent = memoryview(b"")
@@ -275,7 +281,7 @@ class ChildProcess:
         if result is None:
             return None
         status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        return ProcessExit(self.node, self.pid, status)
+        return ProcessExit(self.node, self.pid, status, life=self.life)
 
     def signal_group(self, number: int) -> None:
         """Send a signal to it and to whatever it has started in its group."""
@@ -340,7 +346,7 @@ class LocalProcesses(HostProcesses):
         self._selector = selector
         self._listener = listener
         self._exits = exits
-        self._watchers: list[threading.Thread] = []
+        self._watchers: dict[NodeId, threading.Thread] = {}
         self._children: dict[NodeId, ChildProcess] = {}
         self._running: list[ChildProcess] = []
         self._open: dict[tuple[NodeId, int], IO[bytes]] = {}
@@ -351,36 +357,75 @@ class LocalProcesses(HostProcesses):
     def start(
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
-        settings: dict[str, str] = {}
         # First, so that a launcher that is killed while it starts processes leaves none.
-        self._watchdog = Watchdog()
-        for job in {process.environment.settings.get(MARK, "") for process in processes} - {""}:
-            self._watchdog.mark(MARK, job)
-        if secret is not None:
+        watchdog = self._watch(processes)
+        if secret is not None and self._secret is None:
             self._secret = SecretFile(secret)
-            settings[SECRET_VARIABLE] = str(self._secret.path)
+        settings = {} if self._secret is None else {SECRET_VARIABLE: str(self._secret.path)}
+        made: list[ChildProcess] = []
         for process in processes:
+            is_again = self._retire(process.node)
             try:
                 child = ChildProcess(process, settings, listening if process.is_root else None)
             except OSError as error:
-                self.release()
-                code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
-                text = f"{process.node} could not be started: {process.argv[0]}: {error.strerror}"
-                raise CommandError(text, code) from error
-            self._watchdog.watch(child.pid)
+                self._refuse(process, error, is_again)
+                continue
+            watchdog.watch(child.pid)
             self._children[child.node] = child
-            self._running.append(child)
-        self._is_paused = False
-        for child in self._running:
-            for stream, pipe in enumerate(child.outputs):
-                os.set_blocking(pipe.fileno(), False)
-                self._open[child.node, stream] = pipe
+            made.append(child)
+        self._running += made
+        for child in made:
+            self._attend(child)
+        self._listener.started(self.host, [(child.node, child.pid) for child in made])
+
+    def _watch(self, processes: Sequence[Process]) -> Watchdog:
+        """The watchdog of these processes."""
+        if self._watchdog is None:
+            self._watchdog = Watchdog()
+            self._is_paused = False
+            for job in {process.environment.settings.get(MARK, "") for process in processes} - {""}:
+                self._watchdog.mark(MARK, job)
+        return self._watchdog
+
+    def _attend(self, child: ChildProcess) -> None:
+        """Read what a process prints from now on, and wait for its end."""
+        for stream, pipe in enumerate(child.outputs):
+            os.set_blocking(pipe.fileno(), False)
+            self._open[child.node, stream] = pipe
+            if not self._is_paused:
                 self._selector.register(pipe, selectors.EVENT_READ, partial(self._read, child.node, stream))
-            if self._exits is not None:
-                thread = threading.Thread(target=_post_exit, args=(child.pid, self._exits), name=f"kvdist-{child.node}")
-                thread.start()
-                self._watchers.append(thread)
-        self._listener.started(self.host, [(child.node, child.pid) for child in self._running])
+        if self._exits is not None:
+            thread = threading.Thread(target=_post_exit, args=(child.pid, self._exits), name=f"kvdist-{child.node}")
+            thread.start()
+            self._watchers[child.node] = thread
+
+    def _retire(self, node: NodeId) -> bool:
+        """Let go of a process that has ended and is to be started again, if it was ever started. Returns whether."""
+        child = self._children.pop(node, None)
+        if child is None:
+            return False
+        for stream in (OUT, ERR, RESULT):
+            # Somebody whom it had started may still hold it, and would be taken for its successor.
+            if (node, stream) in self._open:
+                self._end_output(node, stream)
+        if node in self._watchers:
+            self._watchers.pop(node).join()
+        child.reap()
+        if self._watchdog is not None:
+            self._watchdog.forget(child.pid)
+        return True
+
+    def _refuse(self, process: Process, error: OSError, is_again: bool) -> None:
+        """A process cannot be started."""
+        code = NOT_FOUND if isinstance(error, FileNotFoundError) else NOT_EXECUTABLE
+        text = f"{process.node} could not be started: {process.argv[0]}: {error.strerror}"
+        if not is_again:
+            self.release()
+            raise CommandError(text, code) from error
+        exits = [ProcessExit(process.node, 0, code, life=process.life)]
+        self._listener.output(process.node, ERR, f"{text}\n".encode())
+        self._listener.ended(exits)
+        self._listener.settled(exits)
 
     def call(self, data: bytes) -> None:
         for child in self._running:
@@ -428,7 +473,7 @@ class LocalProcesses(HostProcesses):
         # No child is reaped while a thread waits for it: a process id that is free again may be a stranger's.
         for child in self._children.values():
             child.signal_group(signal.SIGKILL)
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.join()
         self._watchers.clear()
         for child in self._children.values():
@@ -451,8 +496,11 @@ class LocalProcesses(HostProcesses):
             return
         if data:
             self._listener.output(node, stream, data)
-            return
-        del self._open[node, stream]
+        else:
+            self._end_output(node, stream)
+
+    def _end_output(self, node: NodeId, stream: int) -> None:
+        pipe = self._open.pop((node, stream))
         if not self._is_paused:
             self._selector.unregister(pipe)
         self._listener.output_ended(node, stream)

@@ -102,7 +102,10 @@ SPREADS = ("--emit sbatch", "--emit kubernetes", "--launcher slurm")
 
 ON_LOSS = "KVDIST_ON_LOSS"
 
-OF_SERVERS = ("--on-loss", "--server-module", "--optimizer-module", "--server-device", "--env-server", "--scheduler-on")
+OF_SERVERS = (
+    *("--on-loss", "--restart", "--server-module", "--optimizer-module", "--server-device", "--env-server"),
+    "--scheduler-on",
+)
 """Options that have no meaning without servers."""
 
 ELSEWHERE_WITHOUT_SERVERS = {
@@ -169,11 +172,6 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
     env, env_worker = _variables(options, environ), parse_assignments(options.env_worker or ())
     env_server = parse_assignments(options.env_server or ())
     limits_from_env({**environ, **env})  # before anything starts
-    if SETTINGS[ON_LOSS].read({**environ, **env}) != "fail" and target_of(options):
-        raise ConfigError(
-            f"--on-loss is for jobs whose processes kvdist-launch starts itself: {target_of(options)} ends a job with"
-            " the first process that fails; leave one of them out"
-        )
     others = any(not host.is_local for host in hosts)
     if options.stdin is not None and options.stdin >= num_workers:
         raise ConfigError(
@@ -181,6 +179,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         )
     if not num_servers:
         _require_fit_without_servers(options, num_workers)
+    _require_fitting_restarts(options, SETTINGS[ON_LOSS].read({**environ, **env}))
     for option, variables in (("--env-server", env_server), ("--env-worker", env_worker)):
         for name in set(variables) & set(SECURITY_VARIABLES):
             raise ConfigError(f"{option} {name}: all processes of a job need the same; write --env {name}=...")
@@ -211,6 +210,27 @@ def grace_of(options: argparse.Namespace) -> GracePeriods:
     default_s = GRACE_WITHOUT_SERVERS_S if options.num_servers == 0 else GRACE_S
     grace_s = default_s if options.grace is None else options.grace
     return GracePeriods(grace_s=grace_s, farewell_s=grace_s)
+
+
+def _require_fitting_restarts(options: argparse.Namespace, on_loss: str) -> None:
+    """Refuse what contradicts itself about the loss of processes."""
+    if on_loss != "fail" and target_of(options):
+        raise ConfigError(
+            f"--on-loss is for jobs whose processes kvdist-launch starts itself: {target_of(options)} ends a job with"
+            " the first process that fails; leave one of them out"
+        )
+    if options.on_worker_exit and (options.restart or on_loss != "fail"):
+        other = f"--restart {options.restart}" if options.restart else f"--on-loss {on_loss}"
+        raise ConfigError(
+            f"--on-worker-exit restart:{options.on_worker_exit} starts the whole job anew after a loss, and {other}"
+            " lets it go on; leave one of them out"
+        )
+    if options.restart and on_loss == "fail":
+        raise ConfigError(
+            f"--restart {options.restart} starts lost workers again while the others go on, and without --on-loss a"
+            f" loss ends the job: add --on-loss continue, or write --on-worker-exit restart:{options.restart} to start"
+            " the whole job anew"
+        )
 
 
 def goes_on_without(options: argparse.Namespace, environ: Mapping[str, str]) -> bool:

@@ -11,16 +11,23 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvdist.nodes import SCHEDULER, NodeId
-from kvdist_launch.job import INDENT, Action, GracePeriods, Job, ProcessExit, Say, SendSignal, signal_name
+from kvdist_launch.exits import ProcessExit, signal_name
+from kvdist_launch.job import INDENT, Action, GracePeriods, Job, Restart, Say, SendSignal
 from kvdist_launch.output import JobOutput, Sink, short_name
 from kvdist_launch.plan import Process
 from kvdist_launch.processes import INTERRUPTIONS, RESULT, EventPipe, HostProcesses, SignalPipe
+
+if TYPE_CHECKING:
+    from kvdist_launch.restarts import Restarts
+
+Assignment = tuple[HostProcesses, Process]
+"""A process, and those of the host on which it is to run."""
 
 DRAIN_S = 0.5
 """How long to wait for output of processes that outlive the one that started them (such as ``tee``)."""
@@ -74,6 +81,7 @@ class Supervisor:
         is_quiet: whether the closing lines are left out, because the caller reports the end in another way.
         calls: what processes get and answer that are called; None if they run commands.
         goes_on: whether the other workers go on when one is lost.
+        restarts: says which processes are started again; None is none.
 
     Attributes:
         job: the state of the attempt.
@@ -90,10 +98,12 @@ class Supervisor:
         is_quiet: bool = False,
         calls: Calls | None = None,
         goes_on: bool = False,
+        restarts: Restarts | None = None,
     ) -> None:
         self.selector = selectors.DefaultSelector()
         self.job = Job((), time.monotonic(), grace, launched)
         self._goes_on = goes_on
+        self._restarts = restarts
         self._output = output
         self._err = err
         self._sinks = {*output.sinks, err}
@@ -104,6 +114,12 @@ class Supervisor:
         self._calls = calls
         self._hosts: list[HostProcesses] = []
         self._host_of: dict[NodeId, HostProcesses] = {}
+        self._processes: dict[NodeId, Process] = {}
+        self._listening: socket.socket | None = None
+        self._secret: bytes | None = None
+        self._elsewhere: Callable[[Process], Assignment] | None = None
+        self._known: dict[NodeId, str] = {}
+        """The last line about each process, for a scheduler that is started again."""
         self._alive: set[NodeId] = set()
         self._with_stdin: NodeId | None = None
         self._has_explained_stdin = False
@@ -116,6 +132,7 @@ class Supervisor:
         assignments: Sequence[tuple[HostProcesses, Sequence[Process]]],
         listening: socket.socket | None = None,
         secret: bytes | None = None,
+        elsewhere: Callable[[Process], Assignment] | None = None,
     ) -> int:
         """Start everything, wait until all has ended, say how, and return the job's exit code.
 
@@ -123,23 +140,27 @@ class Supervisor:
             assignments: what each host is to start, in order.
             listening: the socket of a scheduler (or rank 0) of this machine.
             secret: what encrypts the job's traffic.
+            elsewhere: finds another place for a process whose host was lost; None if all run on this machine.
 
         Raises:
             CommandError: a process could not be started; none is left.
             ConfigError: log files cannot be written; nothing was started.
         """
+        self._listening, self._secret, self._elsewhere = listening, secret, elsewhere
         self._expect(assignments)
         with self:
             try:
                 for host, processes in assignments:
+                    host.keeps_socket = self._keeps_socket
                     host.start(processes, listening, secret)
                     self.job.started([(process.node, host.host) for process in processes], time.monotonic())
-                if listening is not None:
-                    listening.close()
+                if not self._keeps_socket:
+                    self._stop_listening()
                 self._call(self._calls)
                 self._watch()
                 self._drain()
             finally:
+                self._stop_listening()
                 for host in self._hosts:
                     host.hang_up()
                 for host in self._hosts:
@@ -147,6 +168,15 @@ class Supervisor:
         if not self._is_quiet:
             self._conclude()
         return self.job.exit_code()
+
+    @property
+    def _keeps_socket(self) -> bool:
+        """Whether the root may be started again, and needs its socket then."""
+        return self._restarts is not None and self._restarts.concerns(SCHEDULER)
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
 
     def _call(self, calls: Calls | None) -> None:
         if calls is not None:
@@ -158,10 +188,11 @@ class Supervisor:
         processes = [process for _, some in assignments for process in some]
         self._hosts = [host for host, _ in assignments]
         self._host_of = {process.node: host for host, some in assignments for process in some}
+        self._processes = {process.node: process for process in processes}
         self._alive = {process.node for process in processes}
         self._with_stdin = next((process.node for process in processes if process.has_stdin), None)
         nodes = [one.node for one in processes]
-        self.job = Job(nodes, time.monotonic(), self._grace, self.job.launched, self._goes_on)
+        self.job = Job(nodes, time.monotonic(), self._grace, self.job.launched, self._goes_on, self._restarts)
         named = ((node, host.host) for node, host in self._host_of.items())
         for warning in self._output.open(named, self._with_stdin):
             self.say(warning)
@@ -214,7 +245,7 @@ class Supervisor:
     def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
         if host:
             for node, pid in pids:
-                self._tell_scheduler(f"placed {node.role} {node.rank} {host} {pid}")
+                self._tell_scheduler(node, f"placed {node.role} {node.rank} {host} {pid}")
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
         if stream == RESULT:
@@ -234,18 +265,42 @@ class Supervisor:
             self._output.finish(node, stream)
 
     def ended(self, exits: Sequence[ProcessExit]) -> None:
+        exits = [one for one in exits if one.life == self._processes[one.node].life]
         self._alive.difference_update(one.node for one in exits)
         for one in exits:
-            self._tell_scheduler(one.report)
+            self._tell_scheduler(one.node, one.report)
+            if one.node == SCHEDULER and not one.is_failure:
+                self._stop_listening()  # it will not be started again, so nothing must be accepted there
 
     def settled(self, exits: Sequence[ProcessExit]) -> None:
         # The last output of the processes is on the screen by now, so reasons stand before conclusions.
         explained = [replace(one, last_error_line=self._output.last_error_line(one.node)) for one in exits]
         self._perform(self.job.ended(explained, time.monotonic()))
 
-    def _tell_scheduler(self, line: str) -> None:
+    def _tell_scheduler(self, about: NodeId, line: str) -> None:
+        self._known[about] = line
         if SCHEDULER in self._alive:
             self._host_of[SCHEDULER].tell(SCHEDULER, line)
+
+    def _start_again(self, node: NodeId, life: int) -> None:
+        """Start a process that has ended; if its host is lost, on another one."""
+        host, process = self._host_of[node], self._processes[node]
+        if host.failure and self._elsewhere is not None:
+            host, process = self._elsewhere(process)
+            host.keeps_socket = self._keeps_socket
+            if host not in self._hosts:
+                self._hosts.append(host)
+            self.say(f"{node} is started again on {host.host or 'this machine'}")
+        process = process.again(life)
+        self._host_of[node], self._processes[node] = host, process
+        self._alive.add(node)
+        self._known.pop(node, None)
+        self._output.open_again(node, host.host, life, self._with_stdin)
+        self.job.started([(node, host.host)], time.monotonic())
+        host.start([process], self._listening if process.is_root else None, self._secret)
+        if node == SCHEDULER:
+            for line in self._known.values():
+                host.tell(SCHEDULER, line)
 
     # The loop.
 
@@ -310,3 +365,5 @@ class Supervisor:
                     self.say(text)
                 case SendSignal(node, number):
                     self._host_of[node].signal_group(node, number)
+                case Restart(node, life):
+                    self._start_again(node, life)

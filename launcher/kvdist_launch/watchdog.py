@@ -2,9 +2,10 @@
 
 A launcher that gets SIGKILL cannot clean up, and its workers may be computing or sleeping without ever noticing. The
 program reads lines from a pipe: ``group 4242`` is a process group that must not outlive the launcher, written as soon
-as it exists; ``mark NAME=VALUE`` is in the environment of all processes of the job and of no others, and finds
-processes that were just being started or left their group; ``done`` as the last line means that the launcher ended in
-order. Without ``done``, the processes get a moment to end as the scheduler tells them, then SIGTERM, then SIGKILL.
+as it exists; ``gone 4242`` takes that back, as the number may become a stranger's; ``mark NAME=VALUE`` is in the
+environment of all processes of the job and of no others, and finds processes that were just being started or left their
+group; ``done`` as the last line means that the launcher ended in order. Without ``done``, the processes get a moment to
+end as the scheduler tells them, then SIGTERM, then SIGKILL.
 
 The alternative, PR_SET_PDEATHSIG, needs code between fork and exec (slow, and unsafe beside threads), fires when the
 starting *thread* ends, and reaches no grandchildren. The program imports only modules that Python has loaded anyway.
@@ -42,6 +43,10 @@ class Watchdog:
         """Name a process group that has been started."""
         self._tell(f"group {group}")
 
+    def forget(self, group: int) -> None:
+        """A group that was named is no more."""
+        self._tell(f"gone {group}")
+
     def mark(self, name: str, value: str) -> None:
         """Name a variable that all processes have that are started from now on."""
         self._tell(f"mark {name}={value}")
@@ -69,7 +74,12 @@ def main() -> int:
         return 0
     # A last line without an end was cut off.
     lines = [line.split(b" ", 1) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
-    groups = [int(value) for word, value in lines if word == b"group"]
+    groups: dict[int, None] = {}
+    for word, value in lines:
+        if word == b"group":
+            groups[int(value)] = None
+        elif word == b"gone":
+            groups.pop(int(value), None)
     marks = [value[:-1] for word, value in lines if word == b"mark"]
     for number, delay_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, TERMINATE_S)):
         time.sleep(delay_s)

@@ -6,6 +6,7 @@ import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,21 @@ FAILS_WHEN_READY = (
     "exit(3)"
 )
 """A worker: rank 1 fails once a server has said that it and the scheduler are there, the others do not end."""
+
+
+SSH = """\
+#!/bin/sh
+# In place of ssh: the last word is what the far shell would run; hosts named "deaf" do not let anybody in,
+# "changed" have another key, "loud" greet at length.
+for word in "$@"; do host=$before before=$word; done
+[ "$host" = hung ] && exec sleep 60
+[ -e "$(dirname "$0")/../locked" ] && host=deaf
+[ "$host" = deaf ] && { echo "deaf: Permission denied (publickey)." >&2; exit 255; }
+[ "$host" = changed ] && { cat "$(dirname "$0")/../warning" >&2; exit 255; }
+[ "$host" = loud ] && seq 100000
+echo "Welcome to $host, you have new mail"
+SSH_CONNECTION="127.0.0.1 5000 127.0.0.1 22" exec sh -c "$before"
+"""
 
 
 def prefix_of(name: str) -> str:
@@ -90,6 +106,18 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     for each in started:
         each.process.send_signal(signal.SIGTERM)  # Does nothing to one that has ended.
         each.process.communicate(timeout=TIMEOUT_S)
+
+
+@pytest.fixture
+def launch_on(launch, tmp_path, monkeypatch):
+    """``launch_on('a,b', ...)``: run a job on hosts of these names, all of them this machine."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    ssh = tools / "ssh"
+    ssh.write_text(SSH)
+    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    return lambda hosts, *words: launch("-H", hosts, "--security", "none", *words)
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
 """Stand-ins for ``python -m kvdist``: a scheduler and servers that obey the launcher, without a network.
 
 The servers wait on a FIFO that the scheduler holds open: a byte means goodbye (exit 0), its end that the scheduler
-is lost (exit 75). The variables SCHEDULER_DOES and SERVER_DOES make them misbehave. A server opens the FIFO that
+is lost (exit 75). The variables SCHEDULER_DOES and SERVER_DOES make them misbehave; with ``go on`` the scheduler
+does not mind lost workers, and says where it listens. A server opens the FIFO that
 READY_FIFO names, if it is set, when it hears of such things, and so waits for whoever opens the other end.
 """
 
 import os
 import signal
+import socket
 import sys
 
 PEER_LOST = 75
@@ -17,13 +19,19 @@ def scheduler() -> int:
         print("address in use", file=sys.stderr)
         return 1
     goodbye = os.open(os.environ["GOODBYE_FIFO"], os.O_RDWR)
+    if os.environ.get("SCHEDULER_DOES") == "go on":
+        listening = socket.socket(fileno=int(os.environ["KVDIST_LISTEN_FD"]))
+        assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        print(f"listens at {listening.getsockname()}", flush=True)
     print(f"pid {os.getpid()}", flush=True)
     waiting = {"worker": int(os.environ["DMLC_NUM_WORKER"]), "server": int(os.environ["DMLC_NUM_SERVER"])}
     for line in sys.stdin:
         print(line, end="", flush=True)
         if line.startswith("placed "):
             continue
-        _, role, _, how, number = line.split()
+        _, role, _, how, number, *_ = line.split()
+        if role == "worker" and os.environ.get("SCHEDULER_DOES") == "go on" and (how, number) != ("exit", "0"):
+            continue
         if (how, number) != ("exit", "0"):
             return PEER_LOST
         waiting[role] -= 1

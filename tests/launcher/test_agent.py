@@ -21,32 +21,6 @@ GONE_S = 15.0
 """Within this time nothing is left of a job whose launcher or agent is gone. It takes 3 s, and silence alone would
 take an agent 20 s to notice."""
 
-SSH = """\
-#!/bin/sh
-# In place of ssh: the last word is what the far shell would run; hosts named "deaf" do not let anybody in,
-# "changed" have another key, "loud" greet at length.
-for word in "$@"; do host=$before before=$word; done
-[ "$host" = hung ] && exec sleep 60
-[ -e "$(dirname "$0")/../locked" ] && host=deaf
-[ "$host" = deaf ] && { echo "deaf: Permission denied (publickey)." >&2; exit 255; }
-[ "$host" = changed ] && { cat "$(dirname "$0")/../warning" >&2; exit 255; }
-[ "$host" = loud ] && seq 100000
-echo "Welcome to $host, you have new mail"
-SSH_CONNECTION="127.0.0.1 5000 127.0.0.1 22" exec sh -c "$before"
-"""
-
-
-@pytest.fixture
-def launch_on(launch, tmp_path, monkeypatch):
-    """``launch_on('a,b', ...)``: run a job on hosts of these names, all of them this machine."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    ssh = tools / "ssh"
-    ssh.write_text(SSH)
-    ssh.chmod(ssh.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    return lambda hosts, *words: launch("-H", hosts, "--security", "none", *words)
-
 
 def test_a_job_runs_on_other_hosts_as_on_this_one(launch_on):
     job = launch_on("a,b", "-n", "3", "-s", "2", "python", "-c", "import os; print('rank', os.environ['KVDIST_RANK'])")
@@ -255,7 +229,7 @@ class Agent:
             "is_root": False,
             "is_called": False,
         }
-        self.say("start", processes=[one], secret=secret)
+        self.say("start", processes=[one], secret=secret, keeps_socket=False)
         return int(self.answer("started").fields["pids"][0][1])
 
 

@@ -51,6 +51,18 @@ from tests.ports import held_port
         (["-n", "1", "-s", "0", "--env-server", "A=1", "true"], 2, "--env-server is for jobs with servers, and -s 0"),
         (["-n", "1", "-s", "0", "-H", "a", "--scheduler-on", "a", "true"], 2, "--scheduler-on is for jobs with serv"),
         (["-n", "2", "-s", "0", "--on-loss", "continue", "true"], 2, "--on-loss is for jobs with servers"),
+        (["-n", "2", "-s", "0", "--restart", "3", "true"], 2, "--restart is for jobs with servers"),
+        (["-n", "2", "--restart", "3", "true"], 2, "add --on-loss continue, or write --on-worker-exit restart:3"),
+        (
+            ["-n", "2", "--on-loss", "continue", "--restart", "3", "--on-worker-exit", "restart:2", "true"],
+            2,
+            "--on-worker-exit restart:2 starts the whole job anew after a loss, and --restart 3 lets it go on",
+        ),
+        (
+            ["-n", "2", "--on-loss", "continue", "--on-worker-exit", "restart:2", "true"],
+            2,
+            "and --on-loss continue lets it go on; leave one of them out",
+        ),
         (["-n", "2", "-s", "1", "--on-loss", "continue", "--emit", "sbatch", "true"], 2, "--emit sbatch ends a job"),
         (["-n", "4", "-s", "0", "--launcher", "mpi", "true"], 2, "mpirun -np 4 COMMAND starts it"),
         (["-n", "4", "-s", "0", "--launcher", "slurm", "true"], 2, "srun --ntasks=4 COMMAND starts it"),
@@ -98,7 +110,8 @@ def test_a_value_of_an_option_that_cannot_be_read_is_a_usage_error(capsys, words
 @each(
     "words, near",
     [
-        ("--restart 1", "--restart; did you mean --on-worker-exit abort|restart:N?"),
+        ("--restarts 1", "--restarts; did you mean --restart N?"),
+        ("--abort", "--abort; did you mean --on-worker-exit abort|restart:N?"),
         ("--worker 2", "--worker; did you mean -n WORKERS?"),
         ("-np 2", "-np; did you mean -n WORKERS?"),
         ("--num 2", "--num; did you mean --num-workers WORKERS or --num-servers SERVERS?"),

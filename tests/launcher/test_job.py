@@ -11,17 +11,8 @@ import pytest
 from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.nodes import SCHEDULER, NodeId, server, worker
 from kvdist.version import __version__
-from kvdist_launch.job import (
-    GracePeriods,
-    Job,
-    ProcessExit,
-    Say,
-    SendSignal,
-    last_concluded,
-    remove_summary,
-    summary,
-    write_summary,
-)
+from kvdist_launch.exits import ProcessExit
+from kvdist_launch.job import GracePeriods, Job, Say, SendSignal, last_concluded, remove_summary, summary, write_summary
 from tests.cases import each
 
 NODES = [SCHEDULER, server(0), server(1), worker(0), worker(1)]
@@ -381,6 +372,7 @@ def test_the_summary_has_everything_that_a_program_wants_to_know():
             "rank": 1,
             "host": "d2",
             "pid": 1004,
+            "restarts": 0,
             "exit_code": 3,
             "after_s": 4.25,
             "last_lines": ["ValueError: x"],
@@ -388,7 +380,7 @@ def test_the_summary_has_everything_that_a_program_wants_to_know():
     }
     assert [one["node"] for one in processes] == [str(node) for node in HOSTS]
     assert processes[5] == {
-        "node": "worker-2", "host": "d1", "pid": 1005, "signal": 9, "started_s": 0.25, "ended_s": 9.5,
+        "node": "worker-2", "host": "d1", "pid": 1005, "restarts": 0, "signal": 9, "started_s": 0.25, "ended_s": 9.5,
     }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from kvdist_launch.plan import (
     JobSpec,
     Process,
     ProcessPlace,
+    moved,
     place,
     plan,
     preview,
@@ -510,3 +511,25 @@ def test_a_quoted_word_is_itself_to_bash_and_cannot_steer_a_terminal(text):
     shown = subprocess.run(["bash", "-c", f"printf %s {quoted(text)}"], capture_output=True, check=True).stdout
     assert shown == text.encode(errors="surrogateescape")
     assert not text.isprintable() or shlex.split(quoted(text)) == [text]
+
+
+def test_a_worker_whose_host_is_lost_moves_to_the_host_with_room_that_has_the_fewest_workers():
+    hosts = parse_hostfile("a slots=3\nb slots=2\nc slots=2\nd role=server\n", "hosts")
+    facts = [HostFacts(8, f"/{host.name}/python", host.name) for host in hosts]
+    here = HostFacts(8, "/here/python", "here")
+    job = new_job(num_workers=4, num_servers=1)
+    workers = {one.node: one for one in plan(job, hosts, facts, here) if one.node.role is Role.WORKER}
+    assert [one.host for one in workers.values()] == [0, 1, 1, 2]
+
+    def move(rank: int, *lost: int) -> tuple[int, str, str]:
+        others = [one for node, one in workers.items() if node != worker(rank)]
+        found = workers[worker(rank)] = moved(job, hosts, facts, here, others, workers[worker(rank)], lost)
+        assert found.node == worker(rank) and not found.is_root
+        return found.host, found.environment.settings["KVDIST_LOCAL_RANK"], found.environment.front["PATH"]
+
+    assert move(0, 0) == (2, "1", "/c")
+    assert move(1, 1) == (0, "0", "/a")
+    assert move(2, 1) == (0, "1", "/a")
+    assert move(0, 2, 1) == (0, "2", "/a")
+    assert move(3, 2, 0) == (1, "0", "/b")
+    assert move(0, 0, 1, 2) == (0, "2", "/a"), "there is no room left, so it stays where it was"

@@ -1,0 +1,110 @@
+"""How a process of the job has ended, and in which words that is told. Pure."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass
+
+from kvdist.config.exit_codes import EXIT_PEER_LOST
+from kvdist.errors import PeerLostError, RankLostError
+from kvdist.nodes import NodeId, Role
+
+PEER_LOST_TRACEBACK = re.compile(
+    rb"(?:\[rank[0-9]+\]: )?(?:%s):"
+    % b"|".join(f"{one.__module__}.{one.__qualname__}".encode() for one in (PeerLostError, RankLostError))
+)
+"""How the last line of a traceback begins if a worker did not catch the error; torch.distributed puts the rank before
+it. Most such workers end with EXIT_PEER_LOST, but a program may have a hook of its own for uncaught exceptions."""
+
+HOST_LOST = 255
+"""The exit code of ssh after a lost connection, and of a job that loses a host."""
+
+SENTENCE_MAX = 300
+"""Characters of another process's last line that are repeated."""
+
+SIGNAL_BASE = 128
+"""A shell's exit code for a process that a signal killed is this plus the signal's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExit:
+    """How one process ended.
+
+    Attributes:
+        status: its exit code, or minus the number of the signal that killed it (as in `subprocess`).
+        last_error_line: the last line it printed to standard error.
+        host: the host it ran on; empty if there is only this machine.
+        lost: why its host cannot be reached any more, if so; `status` is then not its own.
+        life: how often it had been started before, as its ``KVDIST_RESTARTS`` says.
+    """
+
+    node: NodeId
+    pid: int
+    status: int
+    last_error_line: bytes = b""
+    host: str = ""
+    lost: str = ""
+    life: int = 0
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ended in any other way than exit code 0."""
+        return self.status != 0
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it failed because another process was lost, by its exit code or its own traceback."""
+        says_so = self.node.role is Role.WORKER and PEER_LOST_TRACEBACK.match(self.last_error_line) is not None
+        return self.status == EXIT_PEER_LOST or (self.status == 1 and says_so)
+
+    @property
+    def lost_peer(self) -> str:
+        """Which peer a consequence lost and why: its last line, in the words of the scheduler."""
+        line = self.last_error_line.decode(errors="replace") if self.is_consequence else ""
+        return line.partition(": ")[2].strip()[:SENTENCE_MAX]
+
+    @property
+    def doubt(self) -> int:
+        """Orders exits seen at the same moment: the likelier one is the first cause, the lower."""
+        if self.status < 0 or self.lost:
+            return 0
+        return 3 if self.is_consequence else 1 if self.is_failure else 2
+
+    @property
+    def exit_code(self) -> int:
+        """The launcher's exit code if this is the cause."""
+        if self.is_consequence:
+            return EXIT_PEER_LOST
+        return SIGNAL_BASE - self.status if self.status < 0 else self.status
+
+    @property
+    def report(self) -> str:
+        """The line for the scheduler's standard input, without line end."""
+        how = f"signal {-self.status}" if self.status < 0 else f"exit {self.status}"
+        life = f" life {self.life}" if self.life else ""
+        return f"ended {self.node.role} {self.node.rank} {f'lost {self.host}' if self.lost else how}{life}"
+
+    @property
+    def way(self) -> str:
+        """How it ended, as what follows its name."""
+        if self.lost:
+            return f"was lost: {self.lost}"
+        if self.status < 0:
+            return f"was killed by {signal_name(-self.status)}"
+        if self.is_consequence:
+            lost = self.lost_peer
+            return f"lost a peer and ended with exit code {self.status}" + (f" ({lost})" if lost else "")
+        return f"{'failed' if self.status else 'ended early'} with exit code {self.status}"
+
+    def __str__(self) -> str:
+        who = f"{self.node} on {self.host} (pid {self.pid})" if self.host else f"{self.node} (pid {self.pid})"
+        return f"{who} {self.way}"
+
+
+def signal_name(number: int) -> str:
+    """``signal 9 (SIGKILL)``, or the bare number if the system has no name for it."""
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,116 @@
+"""Which processes of a job are started again after they have ended, and when (``--restart N``). Pure.
+
+Rules:
+
+- A process that a signal killed is started again; a worker also after a lost peer (exit code 75), with its host lost,
+  and after any other failure.
+- Not after the same failure a second time, whichever workers they were: the same last line on standard error, or of
+  processes that say nothing and lived for less than a minute the same exit code. A mistake of the program would take
+  one worker after the other, so this ends the job.
+- The first start comes at once, the next ones after 1, 2, 4 and more seconds, at most 30. A process that has lived
+  for a minute begins anew.
+- Each process is started again at most N times.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvdist.errors import FencedError
+from kvdist.nodes import NodeId, Role
+from kvdist_launch.exits import SENTENCE_MAX, ProcessExit
+
+RESTARTED = frozenset({Role.WORKER})
+"""The roles whose processes can join the cluster that they were lost to."""
+
+HEALTHY_S = 60.0
+"""Who has lived so long did not end by the way it was started."""
+
+DELAY_MAX_S = 30.0
+
+CONSEQUENCE_DELAY_S = 1.0
+"""Who lost a peer may have been told that the job ends; by then the process that is the cause of it has ended too."""
+
+TORCH_PREFIX = re.compile(r"^\[rank[0-9]+\]: ")
+FENCED = f"{FencedError.__module__}.{FencedError.__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What follows a failure.
+
+    Attributes:
+        text: it, as what follows a semicolon.
+        delay_s: when the process is started again; None is never.
+        ends_job: whether the others must not go on either.
+    """
+
+    text: str
+    delay_s: float | None = None
+    ends_job: bool = False
+
+
+class Restarts:
+    """How often each process was started, and what it had said when it ended.
+
+    Args:
+        limit: how often each may be started again.
+        roles: whose processes are.
+    """
+
+    def __init__(self, limit: int, roles: Collection[Role] = RESTARTED) -> None:
+        self._limit = limit
+        self._roles = roles
+        self._count: Counter[NodeId] = Counter()
+        self._in_a_row: Counter[NodeId] = Counter()
+        self._said: dict[str, NodeId] = {}
+
+    def concerns(self, node: NodeId) -> bool:
+        """Whether this process may be started again."""
+        return node.role in self._roles
+
+    def judge(self, one: ProcessExit, lived_s: float) -> Verdict | None:
+        """What follows this failure; None if it is one that no start would mend.
+
+        Args:
+            one: how the process ended.
+            lived_s: seconds since its start.
+        """
+        is_worker = one.node.role is Role.WORKER
+        if one.node.role not in self._roles or not (is_worker or (one.status < 0 and not one.lost)):
+            return None
+        words = _own_words(one, lived_s)
+        if words in self._said:
+            before = "it" if self._said[words] == one.node else str(self._said[words])
+            return Verdict(f"{before} had ended by the same before, so it is not started again: {words}", ends_job=True)
+        if words:
+            self._said[words] = one.node
+        if self._count[one.node] >= self._limit:
+            return Verdict(f"it is not started again, as it has been {_times(self._limit)} (--restart {self._limit})")
+        self._count[one.node] += 1
+        delay_s = self._delay_s(one, lived_s)
+        when = f" in {delay_s:g} s" if delay_s else ""
+        return Verdict(f"starting it again{when} ({self._count[one.node]} of {self._limit})", delay_s)
+
+    def _delay_s(self, one: ProcessExit, lived_s: float) -> float:
+        row = self._in_a_row[one.node] = 0 if lived_s >= HEALTHY_S else self._in_a_row[one.node]
+        self._in_a_row[one.node] += 1
+        delay_s = min(2.0 ** (row - 1), DELAY_MAX_S) if row else 0.0
+        return max(delay_s, CONSEQUENCE_DELAY_S) if one.is_consequence else delay_s
+
+
+def _own_words(one: ProcessExit, lived_s: float) -> str:
+    """Why it ended, where that is its own doing; empty if it is not, or not known."""
+    if one.status < 0 or one.lost or one.is_consequence:
+        return ""
+    line = TORCH_PREFIX.sub("", one.last_error_line.decode(errors="replace").strip())[:SENTENCE_MAX]
+    if line.startswith(FENCED):
+        return ""  # the others gave it up, whatever it did
+    return line or (f"exit code {one.status}" if lived_s < HEALTHY_S else "")
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"

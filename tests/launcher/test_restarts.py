@@ -1,0 +1,318 @@
+"""Which processes are started again, and when: by rules with literal times, then with real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+
+import pytest
+
+from kvdist.config.exit_codes import EXIT_PEER_LOST
+from kvdist.nodes import SCHEDULER, Role, server, worker
+from kvdist_launch.exits import ProcessExit
+from kvdist_launch.job import GracePeriods, Job, Restart, Say, summary
+from kvdist_launch.restarts import HEALTHY_S, Restarts
+from tests.cases import each
+
+KILLED = -signal.SIGKILL
+NODES = [SCHEDULER, server(0), worker(0), worker(1)]
+FENCED = b"kvdist.errors.FencedError: worker-1 was given up 14.2 s ago"
+
+
+def ended(node=worker(1), status=KILLED, line=b"", life=0, lost=""):  # noqa: B008  # a value
+    return ProcessExit(node, 7, status, line, "d2" if lost else "", lost, life)
+
+
+@each(
+    "first, second, ends_job",
+    [
+        (ended(), ended(), False),
+        (ended(status=75), ended(status=75), False),
+        (ended(status=255, lost="no answer"), ended(status=255, lost="no answer"), False),
+        (ended(status=1, line=FENCED), ended(status=1, line=FENCED), False),
+        (ended(status=1, line=b"ValueError: x\n"), ended(status=1, line=b"ValueError: x\n"), True),
+        (ended(status=1, line=b"ValueError: x\n"), ended(worker(0), 1, b"[rank0]: ValueError: x\n"), True),
+        (ended(status=1, line=b"ValueError: x\n"), ended(status=1, line=b"ValueError: y\n"), False),
+        (ended(status=3), ended(worker(0), 3), True),
+        (ended(status=3), ended(status=4), False),
+        (ended(status=3), ended(status=KILLED), False),
+    ],
+)
+def test_the_same_mistake_twice_ends_the_job_and_what_befalls_a_process_does_not(first, second, ends_job):
+    restarts = Restarts(5)
+    assert restarts.judge(first, 1.0).delay_s is not None
+    assert restarts.judge(second, 1.0).ends_job == ends_job
+
+
+def test_an_exit_code_alone_is_the_same_mistake_only_of_processes_that_lived_shortly():
+    restarts = Restarts(5)
+    assert not restarts.judge(ended(status=3), HEALTHY_S).ends_job
+    assert not restarts.judge(ended(status=3), HEALTHY_S).ends_job
+
+
+def test_starts_come_later_each_time_and_a_minute_of_health_is_a_new_beginning():
+    restarts = Restarts(99)
+    assert [restarts.judge(ended(), 1.0).delay_s for _ in range(8)] == [0, 1, 2, 4, 8, 16, 30, 30]
+    assert [restarts.judge(ended(), lived_s).delay_s for lived_s in (HEALTHY_S, 1.0)] == [0, 1]
+    assert restarts.judge(ended(worker(0)), 1.0).delay_s == 0, "each has delays of its own"
+    assert Restarts(1).judge(ended(status=EXIT_PEER_LOST), 1.0).delay_s == 1, "it may be a consequence"
+
+
+def test_each_process_is_started_again_so_often_and_no_more():
+    restarts = Restarts(2)
+    assert [restarts.judge(ended(), 1.0).text for _ in range(3)] == [
+        "starting it again (1 of 2)",
+        "starting it again in 1 s (2 of 2)",
+        "it is not started again, as it has been 2 times (--restart 2)",
+    ]
+    assert restarts.judge(ended(worker(0)), 1.0).delay_s == 0
+
+
+@each(
+    "one, is_judged",
+    [
+        (ended(server(0)), False),
+        (ended(SCHEDULER), True),
+        (ended(SCHEDULER, EXIT_PEER_LOST), False),
+        (ended(SCHEDULER, 2), False),
+        (ended(SCHEDULER, 255, lost="no answer"), False),
+    ],
+)
+def test_others_than_workers_are_started_again_after_a_signal_if_their_role_can_join_again(one, is_judged):
+    verdict = Restarts(3, {Role.WORKER, Role.SCHEDULER}).judge(one, 1.0)
+    assert (verdict is not None) == is_judged
+
+
+# The job.
+
+
+def new_job(goes_on=True, limit=5, roles=(Role.WORKER,)):
+    job = Job(NODES, 100.0, GracePeriods(5.0, 5.0, 2.0), goes_on=goes_on, restarts=Restarts(limit, roles))
+    job.started([(node, "") for node in NODES], 100.0)
+    return job
+
+
+def again(job, node, now):
+    """Start `node` again at its time, as the supervisor does. Returns its life."""
+    assert job.deadline == now
+    (action,) = job.tick(now)
+    assert isinstance(action, Restart) and action.node == node
+    job.started([(node, "")], now)
+    return action.life
+
+
+def finish(job, now, *lives):
+    for number, life in enumerate(lives):
+        job.ended([ended(worker(number), 0, life=life)], now)
+    job.ended([ended(SCHEDULER, 0), ended(server(0), 0)], now)
+
+
+def test_a_killed_worker_is_started_again_and_the_summary_says_how_often_and_why():
+    job = new_job()
+    (said,) = job.ended([ended()], 101.0)
+    assert said == Say("worker-1 (pid 7) was killed by signal 9 (SIGKILL); starting it again (1 of 5)")
+    assert again(job, worker(1), 101.0) == 1
+    assert job.ended([ended(life=1)], 102.0) and again(job, worker(1), 103.0) == 2
+    finish(job, 110.0, 0, 2)
+    assert (job.is_over, job.exit_code()) == (True, 0)
+    assert job.conclude(110.0) == [
+        "worker-1 was started 3 times; it was killed by signal 9 (SIGKILL) after 1.0 and 2.0 s",
+        "2 workers and 1 server finished in 10.0 s",
+    ]
+    told = [one for one in summary([job], 0, 110.0)["processes"] if one["node"] == "worker-1"]
+    assert [(one["restarts"], one.get("signal")) for one in told] == [(0, 9), (1, 9), (2, None)]
+
+
+def test_many_ends_of_one_kind_are_counted():
+    job, now = new_job(limit=99), 100.0
+    for life in range(6):
+        now += HEALTHY_S
+        job.ended([ended(life=life)], now)
+        again(job, worker(1), now)
+    finish(job, 500.0, 0, 6)
+    assert job.conclude(500.0)[0] == (
+        "worker-1 was started 7 times; it was killed by signal 9 (SIGKILL) 6 times, the last time after 360.0 s"
+    )
+
+
+def test_what_is_said_of_an_earlier_life_changes_nothing():
+    job = new_job()
+    job.ended([ended()], 101.0)
+    again(job, worker(1), 101.0)
+    assert job.ended([ended()], 102.0) == [] and job.deadline is None
+    finish(job, 110.0, 0, 1)
+    assert job.is_over and job.exit_code() == 0
+
+
+def test_a_job_whose_workers_are_all_gone_waits_for_those_that_come_again():
+    job = new_job()
+    job.ended([ended(), ended(worker(0), 0)], 101.0)
+    assert not job.is_over and again(job, worker(1), 101.0) == 1
+    finish(job, 110.0, *())
+    job.ended([ended(life=1, status=0)], 111.0)
+    assert job.is_over and job.exit_code() == 0
+
+
+def test_the_same_exception_twice_fails_the_job_with_a_sentence():
+    job = new_job()
+    job.ended([ended(worker(0), 1, b"ValueError: loss is nan")], 101.0)
+    again(job, worker(0), 101.0)
+    (said,) = job.ended([ended(status=1, line=b"ValueError: loss is nan")], 102.0)
+    reason = "worker-0 had ended by the same before, so it is not started again: ValueError: loss is nan"
+    assert said == Say(
+        f"worker-1 (pid 7) failed with exit code 1; {reason}; waiting up to 5 s for the other processes to exit"
+    )
+    job.ended([ended(node, 75) for node in NODES[:2]] + [ended(worker(0), 75, life=1)], 103.0)
+    assert job.is_over and job.exit_code() == 1
+    assert job.conclude(103.0)[-1] == (
+        f"worker-1 (pid 7) failed with exit code 1 after 2.0 s; {reason}; job ended with exit code 1"
+    )
+
+
+@each("goes_on, exit_code", [(True, 0), (False, 137)])
+def test_a_worker_that_may_not_be_started_again_is_lost(goes_on, exit_code):
+    job = new_job(goes_on, limit=1)
+    job.ended([ended()], 101.0)
+    again(job, worker(1), 101.0)
+    (said,) = job.ended([ended(life=1)], 102.0)
+    assert "not started again, as it has been once (--restart 1)" in said.text if goes_on else "waiting" in said.text
+    finish(job, 103.0, 0)
+    assert (job.is_over, job.exit_code()) == (True, exit_code)
+
+
+def test_a_job_that_the_scheduler_has_dissolved_starts_nothing():
+    job = new_job()
+    job.ended([ended(status=75)], 101.0)
+    assert job.deadline == 102.0
+    job.ended([ended(worker(0), 0)], 101.1)
+    (said,) = job.ended([ended(SCHEDULER, 0)], 101.2)
+    assert said.text == "worker-1: not started again, as the others have finished"
+    job.ended([ended(server(0), 0)], 101.3)
+    assert job.is_over and job.exit_code() == 0
+
+
+def test_an_interrupted_or_failed_job_starts_nothing():
+    job = new_job()
+    job.ended([ended(status=75), ended(worker(0), 75)], 101.0)
+    job.interrupt(signal.SIGINT, 101.5)
+    assert not [one for one in job.tick(105.0) if isinstance(one, Restart)]
+    job = new_job()
+    job.ended([ended(status=75)], 101.0)
+    job.ended([ended(server(0))], 101.1)
+    assert job.cause.node == server(0) and not [one for one in job.tick(103.0) if isinstance(one, Restart)]
+
+
+def test_a_loss_that_was_made_good_is_not_what_fails_the_job_later():
+    job = new_job()
+    job.ended([ended()], 101.0)
+    again(job, worker(1), 101.0)
+    job.ended([ended(SCHEDULER, EXIT_PEER_LOST)], 200.0)
+    assert job.cause.node == SCHEDULER
+    job.ended([ended(server(0))], 200.1)
+    assert job.cause.node == server(0) and job.exit_code() == 137
+
+
+# Real processes.
+
+DIES = (
+    "import os, sys, time\n"
+    "rank, life = os.environ['KVDIST_RANK'], int(os.environ.get('KVDIST_RESTARTS', '0'))\n"
+    "print('life', life, 'pid', os.getpid(), flush=True)\n"
+    "if rank == '1' and life < int(sys.argv[1]): os.kill(os.getpid(), 9)\n"
+)
+WORDS = ("--on-loss", "continue", "--env", "SCHEDULER_DOES=go on")
+
+
+def lives(out, prefix="w1"):
+    return [line.split()[3] for line in out.splitlines() if line.startswith(prefix) and " life " in line]
+
+
+def test_a_worker_that_kills_itself_is_started_until_it_succeeds(launch, tmp_path):
+    logs, told = tmp_path / "logs", tmp_path / "summary"
+    files = ("--log-dir", str(logs), "--json-summary", str(told))
+    words = (*WORDS, "--restart", "9", *files, "python", "-c", DIES, "2")
+    code, out, err = launch("-n", "2", "-s", "1", *words).finish()
+    assert code == 0, err
+    assert lives(out) == ["0", "1", "2"]
+    reports = [line.removeprefix("sched │ ") for line in out.splitlines() if "ended worker 1" in line]
+    assert reports == ["ended worker 1 signal 9", "ended worker 1 signal 9 life 1", "ended worker 1 exit 0 life 2"]
+    log = (logs / "worker-1.log").read_text().splitlines()
+    assert [line.split()[:2] for line in log[::2]] == [["life", "0"], ["life", "1"], ["life", "2"]]
+    assert log[1::2] == [f"kvdist-launch: worker-1 is started again ({life})" for life in (1, 2)]
+    assert [one["restarts"] for one in json.loads(told.read_text())["processes"] if one["node"] == "worker-1"] == [
+        0,
+        1,
+        2,
+    ]
+    assert "worker-1 was started 3 times; it was killed by signal 9 (SIGKILL)" in err
+
+
+def test_what_a_killed_worker_had_started_is_ended_before_the_next_life(launch, is_gone):
+    script = (
+        "import os, subprocess, time\n"
+        "if 'KVDIST_RESTARTS' in os.environ: raise SystemExit(0)\n"
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "print('child', child.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    job = launch("-n", "1", "-s", "1", *WORDS, "--restart", "1", "python", "-c", script)
+    child = int(job.line_with(" child ").split()[-1])
+    code, _, err = job.finish()
+    assert code == 0 and is_gone(child), err
+
+
+def test_an_exception_that_comes_again_ends_the_job(launch):
+    script = "import time; time.sleep(0.1); raise ValueError('loss is nan')"
+    words = (*WORDS, "--restart", "9", "--grace", "0.2", "python", "-c", script)
+    code, _, err = launch("-n", "1", "-s", "1", *words).finish()
+    assert code == 1
+    assert (
+        "it had ended by the same before, so it is not started again: ValueError: loss is nan" in err.splitlines()[-1]
+    )
+
+
+def test_a_program_that_is_gone_when_it_is_to_start_again_counts_as_having_ended(launch, tmp_path):
+    program = tmp_path / "train"
+    program.write_text(f"#!{sys.executable}\nimport os\nos.unlink({str(program)!r})\nos.kill(os.getpid(), 9)\n")
+    program.chmod(0o755)
+    job = launch("-n", "1", "-s", "1", *WORDS, "--restart", "9", "--grace", "0.2", str(program))
+    code, _, err = job.finish()
+    assert code == 127 and f"worker-0 could not be started: {program}: No such file" in err
+
+
+def test_processes_that_were_started_again_end_with_a_killed_launcher(launch, is_gone):
+    script = DIES + "time.sleep(60)\n"
+    job = launch("-n", "2", "-s", "1", *WORDS, "--restart", "9", "python", "-c", script, "1")
+    pid = int(job.line_with("w1 │ life 1 ").split()[-1])
+    job.process.kill()
+    assert is_gone(pid, 15.0)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """A hostfile: server on a, one slot each on b and c."""
+    path = tmp_path / "hosts"
+    path.write_text("a role=server\nb role=worker slots=1\nc role=worker slots=1\n")
+    return str(path)
+
+
+LOSES_HOST = (
+    "import os, sys, time\n"
+    "life = int(os.environ.get('KVDIST_RESTARTS', '0'))\n"
+    "print('life', life, flush=True)\n"
+    "if not life and os.environ['KVDIST_RANK'] == '0':\n"
+    "    os.kill(os.getppid(), 9)\n"
+    "    time.sleep(60)\n"
+)
+
+
+@each("workers, place", [("1", "c"), ("2", "b")])
+def test_a_worker_whose_agent_is_killed_is_started_on_a_spare_host_or_there_again(launch_on, hosts, workers, place):
+    words = ("-n", workers, "-s", "1", *WORDS, "--restart", "3", "python", "-c", LOSES_HOST)
+    code, out, err = launch_on(hosts, *words).finish()
+    assert code == 0, err
+    assert "worker-0 on b (pid " in err and "was lost: the connection to b ended" in err
+    assert f"worker-0 is started again on {place}" in err
+    assert lives(out, f"w0@{place}")[-1] == "1"
+    assert "ended worker 0 lost b\n" in out and f"placed worker 0 {place} " in out
