@@ -19,9 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvdist.config.addresses import local_address_towards
+from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
-from kvdist_launch.environment import OTHER_NAME, OWNED_VARIABLES, Environment
+from kvdist_launch.environment import ON_LOSS, OTHER_NAME, OWNED_VARIABLES, RESTARTS, Environment
 from kvdist_launch.hosts import Host
 from kvdist_launch.options import target_of
 from kvdist_launch.plan import DEVICES, LAUNCHER, PLACES, HostFacts, JobSpec, Process, place_name, plan
@@ -103,29 +104,65 @@ def heredoc(lines: Sequence[str], word: str) -> list[str]:
     return [*lines, word]
 
 
+def goes_on(environment: Environment) -> bool:
+    """Whether the others go on without a worker that is lost."""
+    return environment.settings.get(ON_LOSS, "fail") != "fail"
+
+
+def run_again(argv: Sequence[str], restarts: int, after: str = "") -> list[str]:
+    """The lines that run a program, and at most `restarts` times again after a signal or exit code 75.
+
+    Args:
+        after: what follows the words of the command, such as a redirection.
+    """
+    if not restarts:
+        return [f"exec {shlex.join(argv)}{after}"]
+    # A command may have several lines, which must stay as they are.
+    return [line.format(restarts=restarts, command=f"{shlex.join(argv)}{after}") for line in AGAIN.split("\n")]
+
+
+AGAIN = f"""\
+export {RESTARTS}=0
+until {{command}}; do
+  code=$?
+  [ "$code" -gt 128 ] || [ "$code" = {EXIT_PEER_LOST} ] || exit "$code"
+  [ "${RESTARTS}" -lt {{restarts}} ] || exit "$code"
+  {RESTARTS}=$(({RESTARTS} + 1))
+  sleep $(({RESTARTS} < 30 ? {RESTARTS} : 30))
+done"""
+"""A shell's exit code for a program that a signal killed is above 128."""
+
 UNSUPERVISED = "KVDIST_SUPERVISED"
 """Left out, as no launcher reports exits of processes to the scheduler."""
 
 
-def manual(processes: Sequence[Process], hosts: Sequence[Host], folder: str, secret: str | None) -> str:
+def manual(
+    processes: Sequence[Process], hosts: Sequence[Host], folder: str, secret: str | None, restarts: int = 0
+) -> str:
     """The blocks for all processes, in starting order, with an empty line between them.
 
     Args:
         folder: where processes start that have no folder of their own.
         secret: the name of a file in the home folder of each host for the job's secret; None needs none.
+        restarts: how often a block may start its worker again.
     """
-    blocks = [["# Start these in any order, each in a shell on its host. They end together."]]
+    ends = WORKERS_COME_BACK if goes_on(processes[0].environment) else "They end together."
+    blocks = [[f"# Start these in any order, each in a shell on its host. {ends}"]]
     if secret is not None:
         blocks.append(_secret_lines(hosts, secret))
     for process in processes:
         lines = [f"cd {shlex.quote(process.cwd or folder)} || exit", *exports(_unsupervised(process))]
         if secret is not None:
             lines.append(f'export KVDIST_SECRET_FILE="$HOME"/{shlex.quote(secret)}')
-        lines.append(f"exec {shlex.join(process.argv)}")
+        lines += run_again(process.argv, restarts if process.node.role is Role.WORKER else 0)
         # Only lines of ours move in: a value that has several lines keeps them as they are.
         indented = [f"  {line}" for line in lines]
         blocks.append([f"# {process.node}, on {place_name(process, hosts)}", "(", *indented, ")"])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
+
+
+WORKERS_COME_BACK = """A worker that is lost can be started again:
+# paste its block once more, here or on another host that has the files."""
 
 
 def _unsupervised(process: Process, *left_out: str) -> Environment:
@@ -222,7 +259,7 @@ secret={secret}
 
 # Starts one step; its tasks read the script on standard input, after a line that is known only here.
 step() {{
-  exec srun --overlap --kill-on-bad-exit=1 --label "$@" /bin/sh -s \\
+  exec srun --overlap {on_loss} --label "$@" /bin/sh -s \\
     < <(printf 'address=%s port=%s secret=%s\\n' "$address" "$port" "$secret" && cat)
 }}
 """
@@ -271,26 +308,29 @@ OPTIONS = {
 VARIABLES = {Role.SCHEDULER: "scheduler", Role.SERVER: "servers", Role.WORKER: "workers"}
 
 
-def sbatch(roles: Sequence[RoleSpec], word: str, is_secret: bool) -> str:
+def sbatch(roles: Sequence[RoleSpec], word: str, is_secret: bool, restarts: int = 0) -> str:
     """The batch script.
 
     Args:
         word: a line that does not occur in any value.
         is_secret: whether the processes get a common secret to encrypt with.
+        restarts: how often a task may start its worker again.
     """
-    text = SLURM_HEAD.format(tasks=sum(spec.count for spec in roles), secret=MAKE_SECRET if is_secret else "")
+    on_loss = "--kill-on-bad-exit=0 --no-kill" if goes_on(roles[0].environment) else "--kill-on-bad-exit=1"
+    tasks = sum(spec.count for spec in roles)
+    text = SLURM_HEAD.format(tasks=tasks, secret=MAKE_SECRET if is_secret else "", on_loss=on_loss)
     for spec in roles:
         options = OPTIONS[spec.role].format(count=spec.count)
         lines = [
             f"step {options} <<'{word}' &",
-            *heredoc(_task_script(spec, is_secret), word),
+            *heredoc(_task_script(spec, is_secret, restarts if spec.role is Role.WORKER else 0), word),
             f"{VARIABLES[spec.role]}=$!",
         ]
         text += "\n" + "\n".join(lines) + "\n"
     return text + TAIL.format(grace=GRACE_S)
 
 
-def _task_script(spec: RoleSpec, is_secret: bool) -> list[str]:
+def _task_script(spec: RoleSpec, is_secret: bool, restarts: int) -> list[str]:
     """What each task runs. The braces make the shell read all of it before anything else reads standard input."""
     lines = ["{", *exports(spec.environment, OF_A_TASK if is_secret else OF_A_TASK[:-1])]
     lines += ['export DMLC_PS_ROOT_URI="$address" DMLC_PS_ROOT_PORT="$port" KVDIST_JOB="slurm-$SLURM_JOB_ID"']
@@ -299,7 +339,7 @@ def _task_script(spec: RoleSpec, is_secret: bool) -> list[str]:
         lines += SET_PLACES.split("\n")
     if is_secret:
         lines += USE_SECRET.split("\n")
-    return [*lines, f"exec {shlex.join(spec.argv)} </dev/null", "}"]
+    return [*lines, *run_again(spec.argv, restarts, " </dev/null"), "}"]
 
 
 # Kubernetes: a JobSet with one replicated job a role, a headless service, and a secret, as YAML.
@@ -310,6 +350,7 @@ def _task_script(spec: RoleSpec, is_secret: bool) -> list[str]:
 
 ESCAPES = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t"}
 RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+FAILURES_FIELD = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
 SECRET_FOLDER = "/run/kvdist"
 
 WAIT_FOR_NAME = """\
@@ -373,7 +414,7 @@ ROLE = """\
           parallelism: {count}
           completions: {count}
           completionMode: "Indexed"
-          backoffLimit: 0
+          {again}
           template:
             spec:
               restartPolicy: "Never"
@@ -412,13 +453,16 @@ WAIT = """\
 {command}"""
 
 
-def kubernetes(roles: Sequence[RoleSpec], name: str, image: str, port: int, secret: str | None) -> str:
+def kubernetes(
+    roles: Sequence[RoleSpec], name: str, image: str, port: int, secret: str | None, restarts: int = 0
+) -> str:
     """The manifests, for ``kubectl apply -f``.
 
     Args:
         name: of everything in them: a DNS label.
         image: the container image, which has kvdist and the user's program.
         secret: in base64; None leaves encryption out.
+        restarts: how often there may be a new pod for a worker.
 
     Raises:
         ConfigError: a word or a variable has bytes that are not UTF-8, which YAML cannot hold.
@@ -431,6 +475,7 @@ def kubernetes(roles: Sequence[RoleSpec], name: str, image: str, port: int, secr
         text += ROLE.format(
             role=spec.role,
             count=spec.count,
+            again=f"backoffLimitPerIndex: {restarts}" if _is_spared(spec) else "backoffLimit: 0",
             image=quoted_image,
             command=_items(map(_dollars, spec.argv)),
             env=_variables_of_pod(spec, scheduler, port, secret is not None),
@@ -440,6 +485,11 @@ def kubernetes(roles: Sequence[RoleSpec], name: str, image: str, port: int, secr
         if spec.role is not Role.SCHEDULER:
             text += WAIT.format(image=quoted_image, command=_items(["python", "-c", WAIT_FOR_NAME, scheduler]))
     return text
+
+
+def _is_spared(spec: RoleSpec) -> bool:
+    """Whether the others go on without a process of this role."""
+    return spec.role is Role.WORKER and goes_on(spec.environment)
 
 
 def _variables_of_pod(spec: RoleSpec, scheduler: str, port: int, is_secret: bool) -> str:
@@ -457,6 +507,7 @@ def _variables_of_pod(spec: RoleSpec, scheduler: str, port: int, is_secret: bool
         # A pod is a host of its own.
         text += _variable("KVDIST_LOCAL_RANK", "0") + _variable("KVDIST_LOCAL_SIZE", "1")
         text += _variable("KVDIST_CROSS_RANK", field=RANK_FIELD) + _variable("KVDIST_CROSS_SIZE", str(spec.count))
+        text += _variable(RESTARTS, field=FAILURES_FIELD) if _is_spared(spec) else ""
     return text + (_variable("KVDIST_SECRET_FILE", f"{SECRET_FOLDER}/secret") if is_secret else "")
 
 
@@ -501,7 +552,7 @@ UNDERSTOOD = frozenset(
     [
         "--num-workers", "--num-servers", "--server-module", "--optimizer-module", "--server-device", "--hostfile",
         "-x", "--env", "--env-server", "--env-worker", "--env-file", "--security", "--emit", "--launcher", "--image",
-        "--dry-run", "--verbose",
+        "--dry-run", "--verbose", "--on-loss", "--restart",
     ]
 )  # fmt: skip
 """The options that have an effect on processes that another system starts."""
@@ -539,9 +590,10 @@ def script_of(
         ConfigError: the options do not fit each other, or something is missing.
     """
     word = f"KVDIST_{job.name}"
-    is_secret = job.security.encrypts
+    is_secret, restarts = job.security.encrypts, options.restart or 0
     if options.emit is None and options.launcher == "none":
-        return manual(processes, hosts, os.getcwd(), f".kvdist-{job.name}.secret" if is_secret else None)
+        secret_name = f".kvdist-{job.name}.secret" if is_secret else None
+        return manual(processes, hosts, os.getcwd(), secret_name, restarts)
     if options.emit is None and options.launcher == "mpi":
         reached = [str(host) for host in hosts if host.user is not None or host.port is not None]
         if reached:
@@ -551,11 +603,11 @@ def script_of(
             )
         return mpi(processes, hosts, socket.gethostname(), word, is_secret)
     if options.emit in (None, "sbatch"):
-        return sbatch(roles_of(job, launcher, launcher.python), word, is_secret)
+        return sbatch(roles_of(job, launcher, launcher.python), word, is_secret, restarts)
     # This machine's variables are wrong in a container; only what the user asks for goes there.
     roles = roles_of(job, replace(launcher, environ={}), "python")
     secret = base64.b64encode(os.urandom(32)).decode() if is_secret else None
-    return kubernetes(roles, f"kvdist-{job.name[:8]}", options.image, CONTAINER_PORT, secret)
+    return kubernetes(roles, f"kvdist-{job.name[:8]}", options.image, CONTAINER_PORT, secret, restarts)
 
 
 def require_understood(options: argparse.Namespace, given: Sequence[str]) -> None:

@@ -22,6 +22,9 @@ from kvdist.errors import ConfigError
 SECURITY_VARIABLES = ("KVDIST_SECURITY", "KVDIST_SECRET_FILE")
 """Set by the user for the job as a whole; the launcher decides by them, and sets them for every process."""
 
+ON_LOSS = "KVDIST_ON_LOSS"
+"""What follows when a worker is lost."""
+
 RESTARTS = "KVDIST_RESTARTS"
 """Tells a process how often it was started before, or its job, if it was."""
 

@@ -18,6 +18,7 @@ from kvdist.config.environment import limits_from_env
 from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError
 from kvdist_launch.environment import (
+    ON_LOSS,
     SECURITY_VARIABLES,
     Environment,
     interpreter_front,
@@ -99,8 +100,6 @@ GRACE_WITHOUT_SERVERS_S = 2.0
 
 SPREADS = ("--emit sbatch", "--emit kubernetes", "--launcher slurm")
 """Targets that may place processes on several machines."""
-
-ON_LOSS = "KVDIST_ON_LOSS"
 
 OF_SERVERS = (
     *("--on-loss", "--restart", "--server-module", "--optimizer-module", "--server-device", "--env-server"),
@@ -214,10 +213,10 @@ def grace_of(options: argparse.Namespace) -> GracePeriods:
 
 def _require_fitting_restarts(options: argparse.Namespace, on_loss: str) -> None:
     """Refuse what contradicts itself about the loss of processes."""
-    if on_loss != "fail" and target_of(options):
+    if on_loss != "fail" and target_of(options) == "--launcher mpi":
         raise ConfigError(
-            f"--on-loss is for jobs whose processes kvdist-launch starts itself: {target_of(options)} ends a job with"
-            " the first process that fails; leave one of them out"
+            f"--on-loss {on_loss} lets a job go on without lost workers, and mpirun ends it with the first process that"
+            " fails; take another way to start it"
         )
     if options.on_worker_exit and (options.restart or on_loss != "fail"):
         other = f"--restart {options.restart}" if options.restart else f"--on-loss {on_loss}"

@@ -63,7 +63,7 @@ from tests.ports import held_port
             2,
             "and --on-loss continue lets it go on; leave one of them out",
         ),
-        (["-n", "2", "-s", "1", "--on-loss", "continue", "--emit", "sbatch", "true"], 2, "--emit sbatch ends a job"),
+        (["-n", "2", "--on-loss", "continue", "--launcher", "mpi", "true"], 2, "mpirun ends it with the first process"),
         (["-n", "4", "-s", "0", "--launcher", "mpi", "true"], 2, "mpirun -np 4 COMMAND starts it"),
         (["-n", "4", "-s", "0", "--launcher", "slurm", "true"], 2, "srun --ntasks=4 COMMAND starts it"),
         (["-n", "4", "-s", "0", "--emit", "sbatch", "true"], 2, "with the line srun COMMAND"),

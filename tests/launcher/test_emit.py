@@ -24,6 +24,7 @@ from kvdist_launch.emit import (
     manual,
     mpi,
     roles_of,
+    run_again,
     sbatch,
     yaml_text,
 )
@@ -76,6 +77,56 @@ def test_a_text_is_what_its_file_says(name):
     if os.environ.get("WRITE_GOLDEN"):
         path.write_text(text, "utf-8")
     assert text == path.read_text("utf-8")
+
+
+GOES_ON = {"env": {"TEXT": AWKWARD, "KVDIST_ON_LOSS": "continue"}}
+RUNS_AGAIN = {
+    "manual.sh": lambda: manual(
+        plan(new_job(**GOES_ON), HOSTS, [HostFacts(8, "/venv/bin/python", "d")] * 3, LAUNCHER), HOSTS, "/", None, 3
+    ),
+    "sbatch.sh": lambda: sbatch(parts(**GOES_ON), WORD, is_secret=True, restarts=3),
+    "kubernetes.txt": lambda: kubernetes(parts(**GOES_ON), "kvdist-0123", "me/train:1", 9191, None, restarts=3),
+}
+
+
+@each(
+    "name, once, for_each_worker",
+    [
+        ("manual.sh", "can be started again:\n# paste its block once more", '[ "$KVDIST_RESTARTS" -lt 3 ] || exit'),
+        ("sbatch.sh", "srun --overlap --kill-on-bad-exit=0 --no-kill --label", ""),
+        ("sbatch.sh", '[ "$KVDIST_RESTARTS" -lt 3 ] || exit "$code"', ""),
+        ("kubernetes.txt", "          backoffLimitPerIndex: 3\n", ""),
+        ("kubernetes.txt", "batch.kubernetes.io/job-index-failure-count", ""),
+    ],
+)
+def test_workers_are_started_again_where_the_others_go_on_without_them(name, once, for_each_worker):
+    text = RUNS_AGAIN[name]()
+    assert text.count(once) == 1 and once not in TEXTS[name]()
+    assert not for_each_worker or text.count(for_each_worker) == 2
+    assert name != "kubernetes.txt" or text.count("backoffLimit: 0") == 2, "of the scheduler and the servers"
+    if name.endswith(".sh"):
+        done = subprocess.run(
+            ["bash" if name == "sbatch.sh" else "sh", "-n"], input=text, text=True, capture_output=True
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@each(
+    "ends, starts, code",
+    [
+        ("kill -9 $$; kill -15 $$; exit 0", 3, 0),
+        ("exit 75; exit 3; exit 0", 2, 3),
+        ("kill -9 $$; exit 75; exit 75; exit 75", 3, 75),
+        ("exit 0", 1, 0),
+    ],
+)
+def test_a_shell_runs_a_program_again_after_a_signal_or_75_and_not_too_often(ends, starts, code, tmp_path):
+    said = tmp_path / "said"
+    program = f"echo $KVDIST_RESTARTS >> {said}; case $KVDIST_RESTARTS in "
+    program += " ".join(f"{life}) {end} ;;" for life, end in enumerate(ends.split("; "))) + " esac"
+    script = "\n".join(["sleep() { :; }", *run_again(["sh", "-c", program, "a name\nof two lines"], 2, " </dev/null")])
+    assert subprocess.run(["sh", "-s"], input=script, text=True).returncode == code
+    assert said.read_text().split() == [str(life) for life in range(starts)]
 
 
 @each("name", ["manual.sh", "sbatch.sh", "mpi.sh"])
