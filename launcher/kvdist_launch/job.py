@@ -226,6 +226,13 @@ class Job:
             return self._terminate(now)
         return []
 
+    def given_up(self, node: NodeId, life: int) -> list[Action]:
+        """The others go on without a process that may still be there, stopped or cut off: it must not go on either."""
+        if self._phase is not Phase.RUNNING or node not in self._alive or self._lives[node] != life:
+            return []
+        text = f"{node} has been given up, and its process is ended, as the others go on without it"
+        return [Say(text), SendSignal(node, signal.SIGKILL)]
+
     def interrupt(self, number: int, now: float) -> list[Action]:
         """The launcher got the signal `number`: ask the workers to end; a second time, kill everything."""
         if self._interruption is not None:
@@ -320,7 +327,8 @@ class Job:
             if record.exit is not None and record.exit.is_failure and not record.was_signalled:
                 ends.setdefault(record.node, []).append((record.exit.way, record.ended_s - since_s))
         names = {node: "the scheduler" if node == SCHEDULER else str(node) for node in self._lives}
-        return [f"{names[node]} was started {1 + n} times; it {_ways(ends[node])}" for node, n in self._lives.items()]
+        lines = {node: f"{names[node]} was started {1 + starts} times" for node, starts in self._lives.items()}
+        return [f"{line}; it {_ways(ends[node])}" for node, line in lines.items()]
 
     def _judge(self, one: ProcessExit, now: float) -> list[Action]:
         """Decide whether this exit, the next in order of time, is what failed the job. Returns what to say if not."""

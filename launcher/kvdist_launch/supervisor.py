@@ -16,10 +16,10 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from kvdist.nodes import SCHEDULER, NodeId
+from kvdist.nodes import SCHEDULER, NodeId, worker
 from kvdist_launch.exits import ProcessExit, signal_name
 from kvdist_launch.job import INDENT, Action, GracePeriods, Job, Restart, Say, SendSignal
-from kvdist_launch.output import JobOutput, Sink, short_name
+from kvdist_launch.output import GIVEN_UP, OUT, JobOutput, LineSplitter, Sink, short_name
 from kvdist_launch.plan import Process
 from kvdist_launch.processes import INTERRUPTIONS, RESULT, EventPipe, HostProcesses, SignalPipe
 
@@ -118,6 +118,7 @@ class Supervisor:
         self._listening: socket.socket | None = None
         self._secret: bytes | None = None
         self._elsewhere: Callable[[Process], Assignment] | None = None
+        self._verdicts = LineSplitter()
         self._known: dict[NodeId, str] = {}
         """The last line about each process, for a scheduler that is started again."""
         self._alive: set[NodeId] = set()
@@ -253,12 +254,20 @@ class Supervisor:
                 self._calls.received(node, data)
             return
         self._output.feed(node, stream, data)
+        if node == SCHEDULER and stream == OUT:
+            self._take_verdicts(data)
         if DEBUGGER_PROMPT in data and node != self._with_stdin and not self._has_explained_stdin:
             self._has_explained_stdin = True
             self.say(
                 f"{node} has stopped in a debugger, but has no standard input: to type there, start the job on this"
                 f" machine with kvdist-launch --stdin {short_name(node)}"
             )
+
+    def _take_verdicts(self, data: bytes) -> None:
+        """The scheduler may say that it has given up a worker."""
+        for found in filter(None, map(GIVEN_UP.fullmatch, self._verdicts.feed(data))):
+            rank, life = map(int, found.groups())
+            self._perform(self.job.given_up(worker(rank), life))
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         if stream != RESULT:

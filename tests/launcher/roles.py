@@ -2,8 +2,9 @@
 
 The servers wait on a FIFO that the scheduler holds open: a byte means goodbye (exit 0), its end that the scheduler
 is lost (exit 75). The variables SCHEDULER_DOES and SERVER_DOES make them misbehave; with ``go on`` the scheduler
-does not mind lost workers, and says where it listens. A server opens the FIFO that
-READY_FIFO names, if it is set, when it hears of such things, and so waits for whoever opens the other end.
+does not mind lost workers, and says where it listens; with ``give up`` it also gives up worker 1, life 0, when worker 0
+has finished. A server opens the FIFO that READY_FIFO names, if it is set, when it hears of such things, and so waits
+for whoever opens the other end.
 """
 
 import os
@@ -15,11 +16,13 @@ PEER_LOST = 75
 
 
 def scheduler() -> int:
-    if os.environ.get("SCHEDULER_DOES") == "fail":
+    does = os.environ.get("SCHEDULER_DOES")
+    goes_on = does in ("go on", "give up")
+    if does == "fail":
         print("address in use", file=sys.stderr)
         return 1
     goodbye = os.open(os.environ["GOODBYE_FIFO"], os.O_RDWR)
-    if os.environ.get("SCHEDULER_DOES") == "go on":
+    if goes_on:
         listening = socket.socket(fileno=int(os.environ["KVDIST_LISTEN_FD"]))
         assert listening.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
         print(f"listens at {listening.getsockname()}", flush=True)
@@ -27,10 +30,12 @@ def scheduler() -> int:
     waiting = {"worker": int(os.environ["DMLC_NUM_WORKER"]), "server": int(os.environ["DMLC_NUM_SERVER"])}
     for line in sys.stdin:
         print(line, end="", flush=True)
+        if does == "give up" and line == "ended worker 0 exit 0\n":
+            print("given up worker 1 life 0", flush=True)
         if line.startswith("placed "):
             continue
         _, role, _, how, number, *_ = line.split()
-        if role == "worker" and os.environ.get("SCHEDULER_DOES") == "go on" and (how, number) != ("exit", "0"):
+        if goes_on and role == "worker" and (how, number) != ("exit", "0"):
             continue
         if (how, number) != ("exit", "0"):
             return PEER_LOST

@@ -11,7 +11,7 @@ import pytest
 from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.nodes import SCHEDULER, Role, server, worker
 from kvdist_launch.exits import ProcessExit
-from kvdist_launch.job import GracePeriods, Job, Restart, Say, summary
+from kvdist_launch.job import GracePeriods, Job, Restart, Say, SendSignal, summary
 from kvdist_launch.restarts import HEALTHY_S, Restarts
 from tests.cases import each
 
@@ -213,6 +213,16 @@ def test_a_loss_that_was_made_good_is_not_what_fails_the_job_later():
     assert job.cause.node == server(0) and job.exit_code() == 137
 
 
+def test_a_process_that_was_given_up_is_killed_if_it_is_of_the_present_life():
+    job = new_job()
+    said, sent = job.given_up(worker(1), 0)
+    assert isinstance(said, Say) and sent == SendSignal(worker(1), signal.SIGKILL)
+    job.ended([ended()], 101.0)
+    assert job.given_up(worker(1), 0) == [], "it has ended"
+    again(job, worker(1), 101.0)
+    assert job.given_up(worker(1), 0) == [] and job.given_up(worker(1), 1)
+
+
 # Real processes.
 
 DIES = (
@@ -260,6 +270,20 @@ def test_what_a_killed_worker_had_started_is_ended_before_the_next_life(launch, 
     child = int(job.line_with(" child ").split()[-1])
     code, _, err = job.finish()
     assert code == 0 and is_gone(child), err
+
+
+def test_a_stopped_worker_that_the_scheduler_has_given_up_is_killed_and_started_again(launch):
+    script = (
+        "import os, signal\n"
+        "rank, life = os.environ['KVDIST_RANK'], os.environ.get('KVDIST_RESTARTS', '0')\n"
+        "print('life', life, flush=True)\n"
+        "if (rank, life) == ('1', '0'): os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    words = (*WORDS, "--env", "SCHEDULER_DOES=give up", "--restart", "1", "python", "-c", script)
+    code, out, err = launch("-n", "2", "-s", "1", *words).finish()
+    assert code == 0 and lives(out)[-1] == "1", err
+    assert "worker-1 has been given up, and its process is ended" in err and "given up worker" not in out
+    assert "killed by signal 9 (SIGKILL); starting it again (1 of 1)" in err
 
 
 def test_an_exception_that_comes_again_ends_the_job(launch):
