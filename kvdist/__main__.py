@@ -42,7 +42,7 @@ from kvdist.errors import ConfigError, KvdistError, PeerLostError
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.registry import registered
 from kvdist.runtime import ledger
-from kvdist.runtime.cluster import HANDLERS, open_server_device, server_node
+from kvdist.runtime.cluster import HANDLERS, keep_events, open_server_device, server_node
 from kvdist.runtime.io_thread import ThreadedDisk
 from kvdist.runtime.node import Node
 from kvdist.runtime.process_name import name_process
@@ -97,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
         if config.role is Role.SCHEDULER:
             release_when_terminated()  # here, as its locks are taken by another thread
+            keep_events(node)
         node.run()
         _tell_of_strangers(node)
     except KvdistError as error:
@@ -135,6 +136,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="other commands", metavar="")
     add_commands(commands)
     ledger.add_command(commands)
+    why = commands.add_parser("why", help="say from the dumps of a job why it failed, and who waited for whom")
+    why.add_argument("folder", type=Path, metavar="FOLDER", help="what kvdist-launch --dump or KVDIST_DUMP named")
+    why.add_argument("--replay", action="store_true", help="tell new machines all that the dumps say, and compare")
+    why.set_defaults(command=_why)
     config = commands.add_parser("config", help="show every setting with its value in this environment")
     config.add_argument("--update", type=Path, metavar="FILE", help="write the tables of settings into FILE instead")
     config.set_defaults(command=_show_config)
@@ -151,6 +156,12 @@ def _show_config(options: argparse.Namespace) -> tuple[str, int]:
         (f"{name:<{width}}  " + ("" if value is None else row.kind.text(value))).rstrip() for name, row, value in rows
     ]
     return "\n".join(lines), 0
+
+
+def _why(options: argparse.Namespace) -> tuple[str, int]:
+    from kvdist.why import compared, explained  # a feature at a seam: loaded where it is used
+
+    return compared(options.folder) if options.replay else (explained(options.folder), 0)
 
 
 def _modules(variable: str, option: str, names: Sequence[str]) -> tuple[str, ...]:

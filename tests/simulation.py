@@ -11,6 +11,7 @@ been answered, and every process must have ended. A failure names its seed: `run
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 import time
@@ -28,6 +29,8 @@ if __name__ == "__main__":
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
 from kvdist.core.joining import Introduction
+from kvdist.core.record import Reader, Writer
+from kvdist.core.replay import Difference, replay
 from kvdist.core.round import Verdict
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import server, shard
@@ -48,6 +51,7 @@ from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.messages import CompressedPush, Push
 from kvdist.runtime.node import Node
+from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
 from tests.core.network import Network, Process, SimulatedTransport, Weather
 from tests.core.shelf import FULL, Shelf, SimulatedDisk
@@ -138,6 +142,9 @@ class Cluster:
     oracle: Oracle | None = None
     devices: list[NumpyDevice] = field(default_factory=list)
     struck_at: float | None = None
+    dumps: Path | None = None
+    """Where processes that fail write their dumps. With it all that machines are told is kept, and told again to new
+    ones at the end."""
 
 
 class SimulationError(AssertionError):
@@ -199,19 +206,26 @@ def counting(used: Counter[str]) -> Iterator[None]:
         yield
 
 
-def run(seed: int, scenario: Scenario) -> Result:
+def run(seed: int, scenario: Scenario, dumps: Path | None = None) -> Result:
     """Simulate one cluster to its end.
+
+    Args:
+        seed: what everything follows from.
+        scenario: what is simulated.
+        dumps: where processes that fail write their dumps; and all that machines were told is told again to new ones,
+            which must answer the same.
 
     Raises:
         SimulationError: an invariant broke, a value was wrong, a request or a process did not end.
     """
     network = Network(seed, scenario.weather)
-    cluster = Cluster(scenario, seed, network)
+    cluster = Cluster(scenario, seed, network, dumps=dumps)
     try:
         with small_messages(), counting(network.used):
             _build(cluster)
             events = _play(cluster)
             _judge(cluster)
+            _replay(cluster)
     except AssertionError as error:
         raise SimulationError(f"seed {seed}: {error}") from error
     ends = [process.ended_at for process in cluster.processes.values()]
@@ -304,7 +318,10 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
         else:
             machine = Worker(introduction, limits, network.now, HostAggregation(scenario.local_reduce, limits))
     disk = SimulatedDisk(network, cluster.shelf, scenario.full)
-    return Node(machine, transport, 4711, limits.explain_after_s, lambda: network.now, disk)
+    node = Node(machine, transport, 4711, limits.explain_after_s, lambda: network.now, disk)
+    if cluster.dumps is not None:
+        node.ring = Ring(machine, 4711, EVENTS_MAX, cluster.dumps, lambda: network.now)
+    return node
 
 
 def _turned(cluster: Cluster, user: User) -> None:
@@ -393,6 +410,19 @@ def _judge(cluster: Cluster) -> None:
             assert failure.node in cluster.scenario.victims, f"{process.name} blames {failure.node}: {failure}"
             late_s = process.ended_at - (cluster.struck_at or 0.0)
             assert late_s < VERDICT_S, f"{process.name} took {late_s:.2f} s to notice"
+
+
+def _replay(cluster: Cluster) -> None:
+    """New machines that are told the same answer the same, from records that were written down and read back."""
+    for process in () if cluster.dumps is None else cluster.processes.values():
+        ring = process.node.ring
+        assert ring is not None and not ring.dropped
+        writer, reader = Writer(), Reader()
+        lines = [json.dumps(writer.plain(entry)) for entry in (ring.beginning, *ring.entries)]
+        beginning, *entries = [reader.value(json.loads(line)) for line in lines]
+        outcome = replay(beginning, entries)
+        assert not isinstance(outcome, Difference), f"{process.name}: {outcome}"
+        cluster.network.used["replayed"] += len(entries)
 
 
 def _judge_checkpoints(cluster: Cluster) -> None:

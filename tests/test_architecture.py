@@ -42,6 +42,7 @@ FLOORS = {
     "kvdist.kv": 8,
     "kvdist.profiler": 8,
     "kvdist.training": 8,
+    "kvdist.why": 7,
     "kvdist.horovod": 9,
     "kvdist.keras": 9,
     "kvdist.tensorflow": 9,

@@ -15,6 +15,7 @@ FEATURES = {
     " checkpoint.shards",
     "clipping": "core.server.clipping kvstore.clipping",
     "compression": "optimizer.compression kvstore.compression",
+    "dumps": "core.record core.replay runtime.ring why",
     "devices": "kernels.gpu kernels.cupy_cuda kernels.numba_cuda optimizer.offload kvstore.device",
     "GPU backends": "kernels.cupy_cuda kernels.numba_cuda",
     "host aggregation": "core.host_aggregation",

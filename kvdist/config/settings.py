@@ -370,6 +370,18 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " ([reliability.md](reliability.md#the-ledger))",
         ),
         Setting(
+            "KVDIST_DUMP", TEXT, None,
+            "a folder for dumps: what each process heard and answered last, written when the job fails or waits long;"
+            " `kvdist why FOLDER` reads them",
+            "No values and no secrets are in a dump. `kvdist-launch --dump DIR` does the same. Where hosts share no"
+            " folder, bring their dumps together. See [reliability.md](reliability.md#why-a-job-failed)",
+        ),
+        Setting(
+            "KVDIST_DUMP_EVENTS", whole_number(1), 4096,
+            "how many events a dump has at most",
+            "`kvdist why --replay` needs all of a process, so take more for that",
+        ),
+        Setting(
             "KVDIST_SERVER_MODULE", MODULES, (),
             "a module with optimizers or handlers of commands of your own, which scheduler and servers import",
             "Several have commas between. See [handlers of commands](#commands-to-servers). `kvdist-launch"

@@ -127,7 +127,7 @@ def decode(frames: Sequence[memoryview | bytes], limits: WireLimits = DEFAULT) -
     """
     if not frames:
         raise ProtocolError("a message without frames")
-    kind, stamp = _read_stamp(frames[0])
+    kind, stamp = read_stamp(frames[0])
     least, most = (3, 2 + limits.payload_frames_max) if kind.has_payload else (2, 2)
     if not least <= len(frames) <= most:
         wanted = str(least) if least == most else f"{least} to {most}"
@@ -151,7 +151,12 @@ def _pack_stamp(stamp: Stamp, kind: int, sequenced: bool) -> bytes:
     )  # fmt: skip
 
 
-def _read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, Stamp]:
+def read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, Stamp]:
+    """What an envelope says: the format of the message and its stamp.
+
+    Raises:
+        ProtocolError: it is not an envelope of this version.
+    """
     start = bytes(memoryview(frame)[:5])
     if start[:4] != MAGIC or len(start) < 5:
         raise ProtocolError("not a kvdist message: the first frame does not begin with KVDI and a version")

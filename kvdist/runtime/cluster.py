@@ -242,8 +242,24 @@ atexit.register(PROCESS_CLUSTER.at_exit)
 
 def prepare(node: Node) -> None:
     """Do with the node of a worker or a server what is to be done before it runs."""
+    keep_events(node)
     for preparation in PREPARATIONS:
         preparation(node)
+
+
+def keep_events(node: Node) -> None:
+    """Let a node write its last events to a file if it fails, where ``KVDIST_DUMP`` says so."""
+    folder = read_setting("KVDIST_DUMP")
+    if folder is not None:
+        from kvdist.runtime.ring import (
+            Ring,
+            write_at_exit,
+            write_when_terminated,
+        )  # a feature at a seam: loaded where it is used
+
+        node.ring = Ring(node.machine, node.reliable.job, read_setting("KVDIST_DUMP_EVENTS"), Path(folder).absolute())
+        write_when_terminated(node.ring)
+        write_at_exit(node.ring)
 
 
 def server_node(

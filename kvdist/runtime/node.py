@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvdist.checkpoint.snapshot import DiskResult
 from kvdist.config.exit_codes import exit_with_peer_lost
@@ -63,6 +63,9 @@ from kvdist.protocol.wire import VersionMismatch, decode, encode
 from kvdist.runtime.io_thread import Disk, ThreadedDisk
 from kvdist.runtime.waits import AwaitedFuture, note_call
 from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, MemoryShared, Route, Transport
+
+if TYPE_CHECKING:  # a feature at a seam: nodes run without it
+    from kvdist.runtime.ring import Ring
 
 LOG = logging.getLogger("kvdist")
 
@@ -279,6 +282,8 @@ class Node:
         """Messages whose sender is not whom its key belongs to."""
         self.trace: Tracer | None = None
         """Notes what happens here, if that is wanted. Any thread sets it, so read it once."""
+        self.ring: Ring | None = None
+        """Keeps what the machine was told last and what it answered, if that is wanted; set before the node runs."""
         self._explain_after_s = explain_after_s
         self._explained_until = NEVER
         self._clock = clock
@@ -405,7 +410,7 @@ class Node:
         asked = self._take_mail()
         due = self.reliable.deadline <= heard_at
         if due:
-            self._carry_out(self.reliable.tick(heard_at))
+            self._tick(heard_at)
         self._explain(heard_at)
         self._send_outgoing()
         return bool(events) or asked or due
@@ -420,7 +425,7 @@ class Node:
         self._stop(None)
         if not self._closed:
             self._closed = True
-            self._carry_out(self.reliable.tick(self._clock() + ACK_DELAY_S))
+            self._tick(self._clock() + ACK_DELAY_S)
             self._send_outgoing()
             self.transport.close(LINGER_S)
             self._disk.close(LINGER_S)
@@ -430,6 +435,8 @@ class Node:
         for answer, _ in self._answers.values():
             answer.set_exception(self._reason())
         self._answers.clear()
+        if self.ring is not None:
+            self.ring.ended(self.failure)
 
     def _stop(self, failure: Exception | None) -> None:
         if not self.stopped:
@@ -459,9 +466,12 @@ class Node:
             return
         if self._routes.get(source) != route and not self._adopt(route, packet):
             return
-        trace = self.trace
+        trace, ring = self.trace, self.ring
         since_ns = 0 if trace is None else time.monotonic_ns()
-        self._carry_out(self.reliable.receive(packet, self._clock()))
+        now = self._clock()
+        if ring is not None:
+            ring.received(now, frames, packet.message)
+        self._carry_out(self.reliable.receive(packet, now))
         if trace is not None:
             trace.handled(packet, since_ns)
 
@@ -549,13 +559,13 @@ class Node:
 
     def _came_back(self, member: Member | None) -> None:
         if member is not None:
-            self._carry_out(self.reliable.observe(PeerConnected(member), self._clock()))
+            self._observe(PeerConnected(member), self._clock())
 
     def _went_away(self, route: Route, reason: str, after_silence: bool = False) -> None:
         member = self._members.get(route)
         # A member that is heard under another route by now has come back already.
         if member is not None and self._routes.get(member) == route:
-            self._carry_out(self.reliable.observe(PeerDisconnected(member, reason, after_silence), self._clock()))
+            self._observe(PeerDisconnected(member, reason, after_silence), self._clock())
 
     def _forget_route(self, route: Route) -> None:
         """The connection of a route is over: nothing of a stranger's is kept, and a member may come back anywhere."""
@@ -589,11 +599,23 @@ class Node:
         for event in events:
             if isinstance(event, Persisted) and event.failure:
                 LOG.error("%s: %s", self.machine.me, event.failure)
-            self._carry_out(self.reliable.observe(event, now))
+            self._observe(event, now)
         machine = self.machine
         if requests and isinstance(machine, Worker):
+            if self.ring is not None:
+                self.ring.asked(now, requests)
             self._carry_out(self.reliable.perform(lambda: machine.submit(requests, now), now))
         return bool(requests or events)
+
+    def _observe(self, event: Event, now: float) -> None:
+        if self.ring is not None:
+            self.ring.observed(now, event)
+        self._carry_out(self.reliable.observe(event, now))
+
+    def _tick(self, now: float) -> None:
+        if self.ring is not None:
+            self.ring.ticked(now)
+        self._carry_out(self.reliable.tick(now))
 
     def _publish(self) -> None:
         """Show other threads what has changed in the cluster."""
@@ -619,7 +641,10 @@ class Node:
     def _carry_out(self, effects: Sequence[Effect]) -> None:
         if self.machine.epoch != self.view.epoch or self.machine.me is not self.view.me:
             self._publish()
+        ring = self.ring
         for effect in effects:
+            if ring is not None and type(effect) is not Transmit:
+                ring.did(effect)
             match effect:
                 case Transmit(to, packet):
                     self._transmit(to, packet)
@@ -658,8 +683,10 @@ class Node:
         self.post(Persisted(token, product, failure))
 
     def _transmit(self, to: Member, packet: Packet) -> None:
-        route = self._routes.get(to)
+        route, ring = self._routes.get(to), self.ring
         # Without a route the peer is away: what matters is repeated when it is back.
+        if ring is not None and (route is None or isinstance(packet.message, Rejected)):
+            ring.sent(to, ())
         if route is None:
             return
         if isinstance(packet.message, Rejected):
@@ -671,6 +698,8 @@ class Node:
             # What a user may hand in is checked at the call; what slips through must not leave others waiting.
             self._stop(KvdistError(f"{self.machine.me} has something to say that no message can carry: {error}"))
             return
+        if ring is not None:
+            ring.sent(to, frames)
         if route not in self._outgoing and route not in self._sharing:
             self.transport.send(route, frames)
             return
@@ -714,7 +743,10 @@ class Node:
             self._explained_until = since
         elif now >= min(self._explained_until, NEVER) + self._explain_after_s or self._explained_until == NEVER:
             self._explained_until = since + waits * self._explain_after_s
-            LOG.warning("%s", self.machine.explain(now))
+            text = self.machine.explain(now)
+            LOG.warning("%s", text)
+            if self.ring is not None and text is not None:
+                self.ring.explained(now, text)
 
 
 def _introduces(packet: Packet, sender: NodeId) -> bool:

@@ -340,6 +340,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
     )),
     ("output", (
         (("--log-dir",), valued(to_line, "DIR", "also write the output of each process to a file in DIR")),
+        (("--dump",), valued(to_line, "DIR", "where every process writes what it heard and answered last if the job"
+         " fails or waits long; `kvdist why DIR` explains it")),
         (("--filter",), valued(_filters, "NAMES", "show only the output of these processes, as in"
          " w0,s*,worker-[0-3]")),
         (("--verbose",), flag("say where each worker runs, and which kernels the servers use")),

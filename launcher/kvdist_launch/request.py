@@ -320,6 +320,7 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         "KVDIST_PORT_RANGE": options.port_range and "-".join(map(str, options.port_range)),
         "KVDIST_SERVER_DEVICE": options.server_device,
         ON_LOSS: options.on_loss,
+        "KVDIST_DUMP": options.dump and os.path.abspath(options.dump),
         "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",
         "KVDIST_FORM_TIMEOUT_S": start_timeout_s,  # until the cluster is complete
         "KVDIST_START_TIMEOUT_S": start_timeout_s,  # until ranks have found each other

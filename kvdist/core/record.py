@@ -1,0 +1,413 @@
+"""What a machine was told and what it answered, as a record that can be written down. Pure.
+
+A record has no payloads: of values and gradients only their sizes, and of what is indexed the ids. Numbers, names and
+times are kept exactly. Nothing in a record runs code when it is read back. `kvdist.core.replay` plays it to a machine.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import numpy as np
+
+from kvdist.checkpoint.snapshot import FileRecord, Manifest, ReadSlice, SavedKey
+from kvdist.config.settings import ClusterConfig, Limits
+from kvdist.core.joining import Introduction
+from kvdist.core.machine import (
+    Bind,
+    CompleteKeys,
+    CompleteRequest,
+    Connect,
+    Effect,
+    Event,
+    FailRequest,
+    Halt,
+    Log,
+    Persist,
+    Persisted,
+)
+from kvdist.core.sharding import Slice
+from kvdist.core.worker.requests import (
+    Encoded,
+    KeyInfo,
+    Request,
+    RowChunk,
+    Run,
+    RunKind,
+    RunPlan,
+    RunSlice,
+    Transfer,
+    UseKernels,
+)
+from kvdist.dtypes import DType
+from kvdist.kernels.reference import REFERENCE
+from kvdist.naming import NamedKey
+from kvdist.nodes import Member, NodeId, Role
+from kvdist.optimizer.states import SliceState
+from kvdist.protocol.arrays import INDEX, Coded, Encoding, as_octets, offsets
+from kvdist.protocol.messages import CompressedPush, InitRows, Message, Packet, PullRows, PushRows, SavedFile
+from kvdist.protocol.wire import decode
+
+ROW_ID = np.dtype("<i8")
+
+
+@dataclass(slots=True)
+class Ascending:
+    """Ids in a payload: `count` numbers of `width` bytes at byte `offset` that ascend to `last`."""
+
+    offset: int
+    count: int
+    width: int
+    last: int
+
+
+@dataclass(slots=True)
+class Received:
+    """A message came: its envelope and header, the bytes of its payload (-1 for none), and the ids in there."""
+
+    now: float
+    envelope: bytes
+    header: bytes
+    nbytes: int
+    ids: tuple[Ascending, ...] = ()
+
+    def packet(self) -> Packet:
+        """The message, with zeros for values."""
+        if self.nbytes < 0:
+            return decode([self.envelope, self.header])
+        payload = bytearray(self.nbytes)
+        for one in self.ids:
+            dtype = ROW_ID if one.width == ROW_ID.itemsize else INDEX
+            np.frombuffer(payload, dtype, one.count, one.offset)[:] = np.arange(one.last - one.count, one.last) + 1
+        return decode([self.envelope, self.header, bytes(payload)])
+
+
+@dataclass(slots=True)
+class Observed:
+    """An event that is no message; `work` is which work with the disk it ends, counted from 0, or -1."""
+
+    now: float
+    event: Event
+    work: int = -1
+
+
+@dataclass(slots=True)
+class Ticked:
+    """Something fell due."""
+
+    now: float
+
+
+@dataclass(slots=True)
+class Asked:
+    """Calls of the user."""
+
+    now: float
+    requests: Sequence[Any]
+
+
+@dataclass(slots=True)
+class ThreadsSaid:
+    """What a worker heard when it asked this about the user's threads."""
+
+    question: str
+    answer: float | str | None
+
+
+@dataclass(slots=True)
+class Sent:
+    """A message left: its envelope and header; none if there was no connection."""
+
+    to: Member
+    envelope: bytes = b""
+    header: bytes = b""
+
+
+@dataclass(slots=True)
+class Did:
+    """Any other effect; see `words_of`."""
+
+    words: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Explained:
+    """What a person was told of a long wait."""
+
+    now: float
+    text: str
+
+
+Input = Received | Observed | Ticked | Asked
+Entry = Input | ThreadsSaid | Sent | Did | Explained
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """How a machine was made.
+
+    Attributes:
+        now: the time.
+        job: the job's tag.
+        limits: sizes and times.
+        config, first_incarnation: of a scheduler.
+        introduction: of a server or a worker.
+        commands: which ones a server has handlers for.
+        local_reduce: how a worker aggregates on its host; '' if it does not.
+    """
+
+    now: float
+    job: int
+    limits: Limits
+    config: ClusterConfig | None = None
+    first_incarnation: int = 0
+    introduction: Introduction | None = None
+    commands: tuple[int, ...] = ()
+    local_reduce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """A `Run` without the memory of its user."""
+
+    plan: RunPlan
+    nbytes: int
+    """Of its payload; -1 for none."""
+    sinks: int
+    """How many arrays take values."""
+    flags: Any
+    settings: tuple[tuple[float, float, float], ...]
+    setting_of: Any
+    keeps: bool
+    stays: bool
+    samples: int
+    chunks: tuple[tuple[int, int], ...]
+    """(rows, bytes) of each."""
+    row_length: int
+    encoded: Encoded | None
+    states: Any
+
+    def run(self) -> Run:
+        """The run, with zeros for values."""
+        return Run(
+            self.plan,
+            None if self.nbytes < 0 else _zeros(self.nbytes),
+            self._sinks(),
+            self.flags,
+            self.settings,
+            self.setting_of,
+            {} if self.keeps else None,
+            self.stays,
+            self.samples,
+            [RowChunk(rows, _zeros(nbytes)) for rows, nbytes in self.chunks],
+            self.row_length,
+            self.encoded,
+            self.states,
+        )
+
+    def _sinks(self) -> list[Any]:
+        counts = [rows * self.row_length for rows, _ in self.chunks] or self.plan.counts.tolist()
+        columns = zip(counts, self.plan.dtypes.tolist(), strict=False)
+        return [np.zeros(count, DType(code).storage) for count, code in columns][: self.sinks]
+
+
+def _zeros(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))
+
+
+def recorded(request: Request) -> Any:
+    """A request without the memory of its user."""
+    if not isinstance(request, Transfer):
+        return request
+    runs: Any = tuple(map(_recorded_run, request.runs))
+    return dataclasses.replace(request, runs=runs)
+
+
+def _recorded_run(run: Run) -> RecordedRun:
+    return RecordedRun(
+        run.plan,
+        -1 if run.payload is None else len(run.payload),
+        len(run.sinks),
+        run.flags,
+        run.settings,
+        run.setting_of,
+        run.kept is not None,
+        run.stays,
+        run.samples,
+        tuple([(chunk.rows, len(chunk.payload)) for chunk in run.chunks]),
+        run.row_length,
+        run.encoded,
+        run.states,
+    )
+
+
+def played(request: Any) -> Request:
+    """A request as a machine takes it, of a recorded one."""
+    if not isinstance(request, Transfer):
+        return request  # type: ignore[no-any-return]
+    return dataclasses.replace(request, runs=[run.run() for run in request.runs])  # type: ignore[attr-defined]
+
+
+def ids_of(message: Message) -> tuple[Ascending, ...]:
+    """The ids in the payload of a message, which a record keeps."""
+    match message:
+        case CompressedPush(arrays=coded) if coded.encoding == Encoding.TOP_K:
+            return _top_k(coded)
+        case InitRows(arrays=arrays) | PushRows(arrays=arrays) | PullRows(arrays=arrays):
+            width, each = ROW_ID.itemsize, 1 if isinstance(message, PullRows) else 2
+            payload = b"".join(arrays.frames)
+            found = []
+            starts, _ = offsets(arrays.dtypes, arrays.counts)
+            for start, count in zip(starts[::each].tolist(), arrays.counts[::each].tolist(), strict=True):
+                if count:
+                    last = int(np.frombuffer(payload, ROW_ID, 1, start + (count - 1) * width)[0])
+                    found.append(Ascending(start, count, width, last))
+            return tuple(found)
+    return ()
+
+
+def _top_k(coded: Coded) -> tuple[Ascending, ...]:
+    octets = as_octets(coded)
+    starts, _ = offsets(octets.dtypes, octets.counts)
+    pairs = zip(starts.tolist(), coded.entries.tolist(), strict=True)
+    return tuple(Ascending(start, count, INDEX.itemsize, count - 1) for start, count in pairs if count)
+
+
+def words_of(effect: Effect, work: int = -1) -> tuple[Any, ...]:
+    """An effect that sends nothing, in words; `work` counts works with the disk."""
+    match effect:
+        case Connect(to, endpoint):
+            return "connect", str(to), endpoint
+        case Bind(_, member):
+            return "bind", str(member), member.incarnation
+        case CompleteRequest(request):
+            return "complete", request
+        case CompleteKeys(request, keys, error):
+            return "complete keys", request, tuple(keys), "" if error is None else str(error)
+        case FailRequest(request, error):
+            return "fail", request, f"{type(error).__name__}: {error}"
+        case Log(text):
+            return "log", text
+        case Persist(_, task):
+            return "persist", work, type(task).__name__, task.folder
+        case Halt(error):
+            return "halt", "" if error is None else f"{type(error).__name__}: {error}"
+    raise TypeError(f"{effect!r} is no effect that a node carries out")
+
+
+# As text.
+
+_DATACLASSES: dict[str, type[Any]] = {
+    one.__name__: one
+    for one in (
+        *get_args(Entry), *get_args(Event), *get_args(Request), Ascending, Beginning, ClusterConfig, Encoded,
+        FileRecord, Introduction, KeyInfo, Limits, Manifest, Member, NodeId, ReadSlice, RecordedRun, RunPlan, RunSlice,
+        SavedFile, SavedKey, Slice, SliceState,
+    )
+}  # fmt: skip
+_ENUMS: dict[str, type[enum.Enum]] = {one.__name__: one for one in (DType, Encoding, Role, RunKind)}
+
+
+class Writer:
+    """Makes entries of a record into what JSON can hold. A plan that many transfers use is written once."""
+
+    def __init__(self) -> None:
+        self._plans: dict[int, int] = {}
+
+    def plain(self, value: Any) -> Any:
+        """A value as numbers, texts, lists and objects."""
+        match value:
+            case enum.Enum():
+                return {"$": type(value).__name__, "v": value.value}
+            case NamedKey():
+                return {"$": "NamedKey", "v": int(value), "name": value.name}
+            case None | bool() | int() | float() | str():
+                return value
+            case bytes():
+                return {"$": "bytes", "v": base64.b64encode(value).decode()}
+            case np.ndarray():
+                data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+                return {"$": "array", "dtype": value.dtype.str, "shape": list(value.shape), "v": data}
+            case np.generic():
+                return value.item()
+            case Mapping():
+                return {"$": "map", "v": [[self.plain(key), self.plain(one)] for key, one in value.items()]}
+            case RunPlan() if id(value) in self._plans:
+                return {"$": "plan", "v": self._plans[id(value)]}
+            case UseKernels():
+                return {"$": "UseKernels", "v": value.request}
+            case _ if type(value).__name__ in _DATACLASSES:
+                return self._object(value)
+        return [self.plain(one) for one in value]
+
+    def _object(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, RunPlan):
+            self._plans[id(value)] = len(self._plans)
+        names = [field.name for field in dataclasses.fields(value) if field.init]
+        return {"$": type(value).__name__, **{name: self.plain(getattr(value, name)) for name in names}}
+
+
+class Reader:
+    """Makes entries of what a `Writer` made, in the same order."""
+
+    def __init__(self) -> None:
+        self._plans: list[Any] = []
+
+    def value(self, plain: Any) -> Any:
+        """The value.
+
+        Raises:
+            ValueError: this is not what a `Writer` of this version makes.
+        """
+        if isinstance(plain, list):
+            return tuple([self.value(one) for one in plain])
+        if not isinstance(plain, dict):
+            return plain
+        name, inner = plain.get("$"), plain.get("v")
+        match name:
+            case "bytes":
+                return base64.b64decode(inner)  # type: ignore[arg-type]
+            case "array":
+                return np.frombuffer(base64.b64decode(plain["v"]), plain["dtype"]).reshape(plain["shape"]).copy()
+            case "map":
+                return {self.value(key): self.value(one) for key, one in plain["v"]}
+            case "plan":
+                return self._plans[plain["v"]]
+            case "NamedKey":
+                return NamedKey(plain["v"], plain["name"])
+            case "UseKernels":
+                return UseKernels(plain["v"], REFERENCE)
+            case str() if name in _ENUMS:
+                return _ENUMS[name](inner)
+            case str() if name in _DATACLASSES:
+                return self._object(_DATACLASSES[name], plain)
+        raise ValueError(f"an object of unknown kind {name!r:.60}")
+
+    def _object(self, kind: type[Any], plain: dict[str, Any]) -> Any:
+        place = len(self._plans)
+        if kind is RunPlan:
+            self._plans.append(None)
+        value = kind(**{name: self.value(one) for name, one in plain.items() if name != "$"})
+        if kind is RunPlan:
+            self._plans[place] = value
+        return value
+
+
+def without_values(event: Persisted) -> Persisted:
+    """What came of a work with the disk, with zeros for values and without its token."""
+
+    def zeros(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return np.zeros_like(value)
+        if isinstance(value, tuple):
+            return tuple(map(zeros, value))
+        if isinstance(value, ReadSlice):
+            return dataclasses.replace(value, weight=zeros(value.weight), state=zeros(value.state))
+        return dataclasses.replace(value, arrays=zeros(value.arrays)) if isinstance(value, SliceState) else value
+
+    return Persisted(None, zeros(event.product), event.failure)

@@ -1,0 +1,345 @@
+"""The last events of a node: what its machine was told and what it answered, and the file that they are written to.
+
+Nothing is kept but what `kvdist.core.record` says: no values. The file, a *dump*, is written when the process fails, is
+told to end by SIGTERM, has an uncaught exception, or explains a long wait; a later one takes the place of an earlier
+one. `kvdist.why` reads it. A process that is killed writes nothing.
+
+A dump is a text of lines. The first one is a JSON object about the process, each other one an entry of the record.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from kvdist.config.addresses import host_name
+from kvdist.core.machine import Effect, Event, Machine, Persist, Persisted
+from kvdist.core.record import (
+    Asked,
+    Beginning,
+    Did,
+    Entry,
+    Explained,
+    Observed,
+    Received,
+    Sent,
+    ThreadsSaid,
+    Ticked,
+    Writer,
+    ids_of,
+    recorded,
+    without_values,
+    words_of,
+)
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.server import Server
+from kvdist.core.worker.pending import Threads
+from kvdist.core.worker.requests import Leave, Request
+from kvdist.core.worker.worker import Worker
+from kvdist.errors import PeerLostError
+from kvdist.nodes import Member
+from kvdist.protocol.messages import Abort, Message
+from kvdist.runtime.trace import write
+from kvdist.runtime.waits import OWN_THREADS
+from kvdist.transport.base import Buffer
+from kvdist.version import __version__
+
+LOG = logging.getLogger("kvdist")
+
+HEADERS_BYTES_MAX = 32 << 20
+"""What the headers of all entries may have together, so that long lists of keys do not fill the memory."""
+FRAMES_MAX = 12
+"""The innermost calls of a thread that a dump has."""
+
+
+class Ring:
+    """The last events of one node, from the moment its machine was made.
+
+    Args:
+        machine: whose events they are. It must not have been told anything yet.
+        job: the job's tag.
+        events_max: how many are kept.
+        folder: where the dump goes; None for nowhere.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        job: int,
+        events_max: int,
+        folder: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.beginning = beginning_of(machine, job)
+        self.entries: deque[Entry] = deque()
+        self.dropped = 0
+        """Entries that are gone."""
+        self._machine = machine
+        self._events_max = events_max
+        self._folder = folder
+        self._clock = clock
+        self._owner = os.getpid()
+        self._written: Path | None = None
+        self._headers_bytes = 0
+        self._works: dict[int, object] = {}
+        """Number → token of each work with the disk that is not done."""
+        self._next_work = 0
+        self._wait = ""
+        """What this process waited for when its end began; see `_note_wait`."""
+        self._calls: dict[str, list[str]] = {}
+        """What the user's threads did then."""
+        self._failure_said = ""
+        """The failure with which the user's program left."""
+        if isinstance(machine, Worker):
+            machine.watch(_HeardThreads(machine._threads, self))
+
+    # What the node does.
+
+    def received(self, now: float, frames: Sequence[Buffer], message: Message) -> None:
+        """A message came."""
+        if type(message) is Abort:
+            self._note_wait()
+        envelope, header, *payload = frames
+        nbytes = sum([memoryview(frame).nbytes for frame in payload]) if payload else -1
+        entry = Received(now, bytes(envelope), bytes(header), nbytes, ids_of(message) if payload else ())
+        self._keep(entry, len(entry.header))
+
+    def observed(self, now: float, event: Event) -> None:
+        """An event that is no message."""
+        work = -1
+        if isinstance(event, Persisted):
+            work = next(number for number, token in self._works.items() if token is event.token)
+            del self._works[work]
+            event = without_values(event)
+        self._keep(Observed(now, event, work))
+
+    def ticked(self, now: float) -> None:
+        """Something fell due."""
+        self._keep(Ticked(now))
+
+    def asked(self, now: float, requests: Sequence[Request]) -> None:
+        """The user has called."""
+        for request in requests:
+            if isinstance(request, Leave):
+                self._failure_said = request.failure
+                self._note_wait()
+        self._keep(Asked(now, tuple(map(recorded, requests))))
+
+    def threads_said(self, question: str, answer: Any) -> Any:
+        """The machine has asked something about the user's threads."""
+        self._keep(ThreadsSaid(question, answer))
+        return answer
+
+    def sent(self, to: Member, frames: Sequence[Buffer]) -> None:
+        """A message left, or did not, without frames."""
+        entry = Sent(to, bytes(frames[0]), bytes(frames[1])) if frames else Sent(to)
+        self._keep(entry, len(entry.header))
+
+    def did(self, effect: Effect) -> None:
+        """Any other effect."""
+        work = self._next_work
+        if isinstance(effect, Persist):
+            self._works[work] = effect.token
+            self._next_work += 1
+        self._keep(Did(words_of(effect, work)))
+
+    def explained(self, now: float, text: str) -> None:
+        """A person was told of a long wait."""
+        self._keep(Explained(now, text))
+        self.write("a long wait")
+
+    def ended(self, failure: Exception | None) -> None:
+        """The node has stopped."""
+        if failure is not None:
+            self.write(f"{type(failure).__name__}: {failure}", failure)
+        elif self._failure_said:
+            self.write(self._failure_said)
+        elif isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            self.write(f"ended by signal {signal.SIGINT.value} ({signal.SIGINT.name})")
+        elif self._written is not None:
+            self._written.unlink(missing_ok=True)  # of a wait that is over
+
+    def _note_wait(self) -> None:
+        """The end has begun: soon the machine has forgotten its calls, and the user's threads do other things."""
+        if not self._calls:
+            self._wait, self._calls = self._explained(), _calls_of_user()
+
+    def _keep(self, entry: Entry, nbytes: int = 0) -> None:
+        entries = self.entries
+        entries.append(entry)
+        self._headers_bytes += nbytes
+        while len(entries) > self._events_max or self._headers_bytes > HEADERS_BYTES_MAX:
+            oldest = entries.popleft()
+            self.dropped += 1
+            if isinstance(oldest, Received | Sent):
+                self._headers_bytes -= len(oldest.header)
+
+    # The dump.
+
+    def write(self, reason: str, failure: Exception | None = None) -> None:
+        """Put the dump into its folder; say so if that cannot be done.
+
+        Args:
+            reason: why it is written now, for people.
+            failure: why the node stopped.
+        """
+        if self._folder is None or os.getpid() != self._owner:  # a forked child has nothing to tell
+            return
+        path = self._folder / f"{self._machine.me}.{self._owner}.dump"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write(path, self._lines(reason, failure))
+        except OSError as error:
+            LOG.warning("%s cannot write its dump to %s: %s", self._machine.me, path, error)
+        else:
+            self._written = path
+
+    def _lines(self, reason: str, failure: Exception | None) -> Iterator[str]:
+        writer, entries = Writer(), self.entries.copy()
+        about = {
+            "kvdist": __version__,
+            "process": str(self._machine.me),
+            "host": host_name(),
+            "pid": os.getpid(),
+            "reason": reason,
+            "failure": None if failure is None else _told(failure),
+            "wait": self._wait or self._explained(),
+            "wall": time.time(),
+            "monotonic": self._clock(),
+            "step": self._machine.step,
+            "dropped": self.dropped,
+            "threads": {**(self._calls or _calls_of_user()), **_uncaught()},
+            "beginning": writer.plain(self.beginning),
+        }
+        yield json.dumps(about) + "\n"
+        for entry in entries:
+            yield json.dumps(writer.plain(entry)) + "\n"
+
+    def _explained(self) -> str:
+        try:
+            return self._machine.explain(self._clock()) or ""
+        except RuntimeError:  # a signal handler looks at it on another thread, and it changed meanwhile
+            return ""
+
+
+class _HeardThreads:
+    """The user's threads; what the machine hears of them is kept."""
+
+    def __init__(self, threads: Threads, ring: Ring) -> None:
+        self._threads = threads
+        self._ring = ring
+
+    def blocked_since(self) -> float | None:
+        """See `kvdist.core.worker.pending.Threads`, as the others."""
+        return self._ring.threads_said("blocked_since", self._threads.blocked_since())  # type: ignore[no-any-return]
+
+    def may_act(self, now: float) -> str:
+        """The threads that may act. Asked for explanations alone, which are no answers of the machine."""
+        return self._threads.may_act(now)
+
+    def longest_wait_since(self) -> float | None:
+        """Since when one waits."""
+        return self._ring.threads_said(  # type: ignore[no-any-return]
+            "longest_wait_since", self._threads.longest_wait_since()
+        )
+
+    def room_wait(self) -> str:
+        """What a push waits for."""
+        return self._ring.threads_said("room_wait", self._threads.room_wait())  # type: ignore[no-any-return]
+
+
+def beginning_of(machine: Machine, job: int) -> Beginning:
+    """How a machine was made that has not been told anything yet."""
+    if isinstance(machine, Scheduler):
+        first = machine.membership._next_incarnation
+        return Beginning(machine._started_at, job, machine.limits, machine.config, first)
+    assert isinstance(machine, Server | Worker)
+    joining = machine.joining
+    commands = tuple(sorted(machine._handlers)) if isinstance(machine, Server) else ()
+    aggregation = machine.aggregation if isinstance(machine, Worker) else None
+    local_reduce = "" if aggregation is None else aggregation._setting
+    return Beginning(joining.started_at, job, machine.limits, None, 0, joining.introduction, commands, local_reduce)
+
+
+def _told(failure: Exception) -> dict[str, Any]:
+    about: dict[str, Any] = {"type": type(failure).__name__, "text": str(failure)}
+    if isinstance(failure, PeerLostError):
+        about |= {"node": failure.node, "host": failure.host, "cause": failure.cause, "step": failure.step}
+    return about
+
+
+def _calls_of_user() -> dict[str, list[str]]:
+    """Thread of the user → its calls, the innermost first."""
+    frames = sys._current_frames()
+    return {
+        thread.name: _calls(frames.get(thread.ident or 0))
+        for thread in threading.enumerate()
+        if thread.name not in OWN_THREADS
+    }
+
+
+def _calls(frame: FrameType | None) -> list[str]:
+    calls: list[str] = []
+    while frame is not None and len(calls) < FRAMES_MAX:
+        calls.append(_place(frame, frame.f_lineno))
+        frame = frame.f_back
+    return calls
+
+
+def _uncaught() -> dict[str, list[str]]:
+    """The calls that an uncaught exception went through, the innermost first, if there was one."""
+    trace: TracebackType | None = getattr(sys, "last_traceback", None)
+    calls = (
+        [] if trace is None else [_place(frame, line) for frame, line in traceback.walk_tb(trace)][::-1][:FRAMES_MAX]
+    )
+    return {threading.main_thread().name: calls} if calls else {}
+
+
+def _place(frame: FrameType, line: int) -> str:
+    code = frame.f_code
+    return f"{code.co_filename}:{line}" + ("" if code.co_name == "<module>" else f" in {code.co_name}")
+
+
+def write_at_exit(ring: Ring) -> None:
+    """Write the dump when the interpreter ends by an exception."""
+
+    def at_exit() -> None:
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            ring._note_wait()
+            ring.write(f"an uncaught {type(error).__name__}: {error}")
+
+    atexit.register(at_exit)
+
+
+def write_when_terminated(ring: Ring) -> None:
+    """Let SIGTERM write the dump before it ends this process, or before the program's own handler runs.
+
+    Outside the main thread nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    before = signal.getsignal(signal.SIGTERM)
+
+    def end_by(number: int, frame: FrameType | None) -> None:
+        ring.write(f"ended by signal {number} ({signal.Signals(number).name})")
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end_by)

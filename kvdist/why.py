@@ -1,0 +1,397 @@
+"""``kvdist why FOLDER``: read the dumps of a job, and say in a paragraph who was awaited, by whom, and why.
+
+A dump is what a process heard and answered last (`kvdist.runtime.ring`). The clocks of hosts differ, so the times of a
+dump are shifted until no message arrives before it was sent. With ``--replay`` a new machine is told all that a dump
+says, and has to answer the same (`kvdist.core.replay`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvdist.core.machine import ChildEnded, Event
+from kvdist.core.record import Asked, Beginning, Entry, Explained, Observed, Reader, Received, Sent, Ticked
+from kvdist.core.replay import Difference, replay
+from kvdist.errors import KvdistError
+from kvdist.protocol.messages import Stamp
+from kvdist.protocol.wire import read_stamp
+
+NAME = re.compile(r"(?:worker|server)-\d+|scheduler")
+WAITING = re.compile(r"waiting (?P<seconds>[\d.]+) s for (?P<who>.*?) to (?P<deed>.*)", re.DOTALL)
+INTERRUPTED = re.compile(r"ended by signal (?:1|2|15) |KeyboardInterrupt")
+NOT_THE_USERS = re.compile(r"/kvdist/|/lib/python[^/]*/(?!site-packages/)|/site-packages/|<frozen ")
+LISTED_MAX = 4
+"""Processes that a sentence names."""
+
+
+class NoDumps(KvdistError):
+    """There is nothing to read."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait of one process for others.
+
+    Attributes:
+        seconds: how long it had lasted.
+        awaited: the names of the processes.
+        deed: what they have to do, such as ``push key 'fc1' (step 21)``.
+    """
+
+    seconds: float
+    awaited: tuple[str, ...]
+    deed: str
+
+
+@dataclass
+class Dump:
+    """One process at the end of its record."""
+
+    about: Mapping[str, Any]
+    beginning: Beginning
+    entries: Sequence[Entry]
+    ahead_s: float = 0.0
+    """How far its clock is ahead of the others'."""
+
+    @property
+    def process(self) -> str:
+        """Its name, such as ``worker-1``."""
+        return str(self.about["process"])
+
+    @property
+    def where(self) -> str:
+        """Its name with its host and process id."""
+        return f"{self.process} (host {self.about['host']}, pid {self.about['pid']})"
+
+    def wall(self, now: float) -> float:
+        """The time of day of a moment of its clock, in seconds since 1970."""
+        return float(self.about["wall"]) + (now - float(self.about["monotonic"])) - self.ahead_s
+
+    @property
+    def ended_at(self) -> float:
+        """When it was written."""
+        return self.wall(float(self.about["monotonic"]))
+
+    @property
+    def explained(self) -> str:
+        """What it last told a person of a long wait; '' if nothing."""
+        return next((entry.text for entry in reversed(self.entries) if isinstance(entry, Explained)), "")
+
+    @cached_property
+    def stamps(self) -> list[tuple[float, bool, Stamp]]:
+        """(when, whether it came, its stamp) of every message."""
+        found: list[tuple[float, bool, Stamp]] = []
+        now = self.beginning.now
+        for entry in self.entries:
+            if isinstance(entry, Received | Observed | Ticked | Asked):
+                now = entry.now
+            if isinstance(entry, Received) or (isinstance(entry, Sent) and entry.envelope):
+                found.append((now, isinstance(entry, Received), read_stamp(entry.envelope)[1]))
+        return found
+
+    def call(self) -> str:
+        """Where the program's main thread was, such as ``train.py:12 in load``; '' if that is not known."""
+        calls = self.about["threads"].get("MainThread", [])
+        own = [call for call in calls if not NOT_THE_USERS.search(call)]
+        return next(iter(own), "")
+
+
+# Reading.
+
+
+def read_dumps(folder: Path) -> list[Dump]:
+    """The dumps of the newest job in a folder, with aligned clocks.
+
+    Raises:
+        NoDumps: there is none that can be read.
+    """
+    dumps, refused = [], []
+    for path in sorted(folder.glob("*.dump")):
+        try:
+            dumps.append(read_dump(path))
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            refused.append(f"{path.name} is not a dump of this version of kvdist ({type(error).__name__}: {error})")
+    if not dumps:
+        why = "; ".join(refused) or "it has no file *.dump"
+        raise NoDumps(
+            f"{folder} has no dumps to explain: {why}. Start the job with kvdist-launch --dump {folder}, or with"
+            f" KVDIST_DUMP={folder} in the environment; they are written when it fails or waits long"
+        )
+    newest = max(dumps, key=lambda dump: dump.ended_at).beginning.job
+    dumps = [dump for dump in dumps if dump.beginning.job == newest]
+    align(dumps)
+    return dumps
+
+
+def read_dump(path: Path) -> Dump:
+    """One dump.
+
+    Raises:
+        ValueError: it is not one, or another version's.
+    """
+    with open(path, encoding="utf-8") as lines:
+        about = json.loads(next(lines, ""))
+        reader = Reader()
+        beginning = reader.value(about.pop("beginning"))
+        return Dump(about, beginning, [reader.value(json.loads(line)) for line in lines])
+
+
+def align(dumps: Sequence[Dump]) -> None:
+    """Find how far the clock of each dump is ahead of the first one's, where messages went both ways."""
+    first, *others = dumps
+    for other in others:
+        there, back = quickest(first, other), quickest(other, first)
+        if there is not None and back is not None and first.about["host"] != other.about["host"]:
+            other.ahead_s = (there - back) / 2
+
+
+def quickest(source: Dump, target: Dump) -> float | None:
+    """The shortest time that a message took, as the two clocks show it; None if none is in both records."""
+    sent = {
+        (str(stamp.source), stamp.seq): source.wall(now)
+        for now, came, stamp in source.stamps
+        if not came and stamp.seq and _is_of(stamp, source)
+    }
+    took = [
+        target.wall(now) - sent[str(stamp.source), stamp.seq]
+        for now, came, stamp in target.stamps
+        if came and (str(stamp.source), stamp.seq) in sent
+    ]
+    return min(took, default=None)
+
+
+def _is_of(stamp: Stamp, dump: Dump) -> bool:
+    return str(stamp.source) == dump.process
+
+
+# Explaining.
+
+
+@dataclass
+class Story:
+    """What the dumps of a job say together."""
+
+    dumps: Sequence[Dump]
+    by_name: dict[str, Dump] = field(init=False)
+    verdict: Mapping[str, Any] | None = field(init=False)
+    """The failure that the first process said to be the reason; None if the job was interrupted, or only waits."""
+    waits: dict[str, Wait] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Of a rank that was started again the last life.
+        self.by_name = {dump.process: dump for dump in sorted(self.dumps, key=lambda dump: dump.ended_at)}
+        scheduler_first = sorted(self.dumps, key=lambda dump: (dump.process != "scheduler", dump.ended_at))
+        failures = [dump.about["failure"] for dump in scheduler_first if dump.about["failure"]]
+        self.interrupted = any(INTERRUPTED.search(dump.about["reason"]) for dump in self.dumps)
+        self.verdict = None if self.interrupted or not failures else failures[0]
+        self.waits = {dump.process: wait for dump in self.dumps if (wait := self._wait_of(dump))}
+
+    def _wait_of(self, dump: Dump) -> Wait | None:
+        texts = [dump.about["wait"], dump.explained]
+        for text in reversed(texts) if self.interrupted else texts:
+            found = WAITING.search(text)
+            if found is not None:
+                awaited = tuple(name for name in NAME.findall(found["who"]) if name != dump.process)
+                return Wait(float(found["seconds"]), awaited, found["deed"])
+        return None
+
+    def paragraph(self) -> str:
+        """The whole explanation."""
+        verdict = self.verdict
+        if verdict is None:
+            sentences = self._of_a_wait()
+        elif verdict["type"] == "PeerLostError":
+            sentences = self._of_a_loss(verdict)
+        elif verdict["type"] == "DeadlockError":
+            sentences = self._of_a_deadlock(verdict)
+        else:
+            sentences = iter([f"The job ended because of this: {verdict['text']}.", *self._of_a_wait(False)])
+        return " ".join(sentences)
+
+    def _of_a_loss(self, verdict: Mapping[str, Any]) -> Iterator[str]:
+        node = verdict["node"]
+        dump = self.by_name.get(node)
+        yield f"The job ended at {clock(self._lost_at(node))} because of {self._where(node)}: {verdict['cause']}."
+        if dump is not None:
+            if dump.about["reason"] != verdict["cause"]:
+                yield f"Its own reason: {dump.about['reason']}."
+            if call := dump.call():
+                yield f"Its main thread was at {call}."
+        yield from self._last_word(node)
+        yield from self._waits_for(node)
+        if dump is None:
+            yield from _advice(node, verdict["cause"], verdict["host"])
+        others = [dump.process for dump in self.dumps if dump.process != node]
+        if others:
+            yield f"{listed(others)} ended only because of that."
+
+    def _of_a_deadlock(self, verdict: Mapping[str, Any]) -> Iterator[str]:
+        _, _, rest = verdict["text"].partition("deadlock: ")
+        yield f"No process was lost; workers waited for each other, and none could go on. {rest or verdict['text']}."
+        named = [self.by_name[name] for name in dict.fromkeys(NAME.findall(verdict["text"])) if name in self.by_name]
+        places = [f"{dump.process} at {call}" for dump in named if (call := dump.call())]
+        if places:
+            yield f"They waited in these lines: {'; '.join(places)}."
+
+    def _of_a_wait(self, alone: bool = True) -> Iterator[str]:
+        if alone:
+            reasons = "it was interrupted" if self.interrupted else "these dumps are of long waits"
+            yield f"No process of this job was lost; {reasons}."
+        party = self.awaited()
+        if party is None:
+            yield "None of them had waited long for another (KVDIST_EXPLAIN_AFTER_S, 10 s unless set)."
+            return
+        name, in_cycle = party
+        if in_cycle:
+            yield f"They waited for each other in a circle that {name} is part of, so that none could go on."
+        else:
+            yield f"Everybody waited for {self._where(name)}."
+        yield from self._waits_for(name)
+        dump = self.by_name.get(name)
+        if dump is None:
+            yield from self._last_word(name)
+            yield f"{name} has written no dump, so it waited for nobody. See what it does: {STACK_ADVICE}."
+        elif not in_cycle and (call := dump.call()):
+            yield f"{upper(name)} itself waited for nobody: its main thread was at {call}."
+
+    def awaited(self) -> tuple[str, bool] | None:
+        """The process at the end of the longest chain of waits, and whether the chain is a circle."""
+        ends: dict[str, int] = defaultdict(int)
+        for name in self.waits:
+            seen = [name]
+            while (wait := self.waits.get(seen[-1])) is not None and wait.awaited:
+                after = min(wait.awaited, key=lambda one: (one in self.waits, one))
+                if after in seen:
+                    return after, True
+                seen.append(after)
+            if len(seen) > 1:
+                ends[seen[-1]] += 1
+        return (max(ends, key=lambda name: ends[name]), False) if ends else None
+
+    def _waits_for(self, name: str) -> Iterator[str]:
+        """Who waited for a process, then who waited for those, and so on."""
+        reached, level = {name}, {name}
+        while level:
+            groups: dict[Wait, list[str]] = defaultdict(list)
+            for waiter, wait in self.waits.items():
+                if waiter not in reached and level & set(wait.awaited):
+                    groups[Wait(0.0, wait.awaited, wait.deed)].append(waiter)
+            for wait, waiters in groups.items():
+                seconds = max(self.waits[waiter].seconds for waiter in waiters)
+                since = f" {seconds:.1f} s" if seconds >= 0.1 else ""
+                yield f"{upper(listed(waiters))} waited{since} for {listed(wait.awaited)} to {wait.deed}."
+            level = {waiter for waiters in groups.values() for waiter in waiters}
+            reached |= level
+
+    def _lost_at(self, name: str) -> float:
+        """When a process was seen to end; otherwise when the first dump was written."""
+        for dump in self.dumps:
+            for entry in dump.entries:
+                if isinstance(entry, Observed) and _is_end_of(name, entry.event):
+                    return dump.wall(entry.now)
+        own = self.by_name.get(name)
+        return min(dump.ended_at for dump in self.dumps) if own is None else own.ended_at
+
+    def _last_word(self, name: str) -> Iterator[str]:
+        """When a process was last heard of, and by whom."""
+        heard = [
+            (dump.wall(now), dump.process, stamp.step)
+            for dump in self.dumps
+            for now, came, stamp in dump.stamps
+            if came and str(stamp.source) == name
+        ]
+        if heard:
+            when, who, step = max(heard)
+            in_step = f", in step {step}" if step and name.startswith("worker") else ""
+            yield f"It was last heard of at {clock(when)}, by {who}{in_step}."
+
+    def _where(self, name: str) -> str:
+        dump = self.by_name.get(name)
+        if dump is not None:
+            return dump.where
+        for failure in (dump.about["failure"] for dump in self.dumps):
+            found = re.search(rf"{name} \(host [^)]*\)", failure["text"]) if failure else None
+            if found:
+                return found[0]
+        return name
+
+
+STACK_ADVICE = "py-spy dump --pid PID shows its calls"
+
+
+def _is_end_of(name: str, event: Event) -> bool:
+    return isinstance(event, ChildEnded) and str(event.node) == name and not event.clean
+
+
+def _advice(name: str, cause: str, host: str) -> Iterator[str]:
+    """Where to look for why a process ended that wrote no dump."""
+    if "SIGKILL" in cause:
+        on = f" on {host}" if host else ""
+        yield f"Signal 9 often comes from the kernel when memory is short: see dmesg{on}."
+    else:
+        yield f"{name} has written no dump; its last lines of output may say more."
+
+
+def upper(text: str) -> str:
+    """A sentence, of a text; the names of processes stay as they are."""
+    return text if NAME.match(text) else text[:1].upper() + text[1:]
+
+
+def listed(names: Iterable[str]) -> str:
+    """``worker-0, worker-1 and 3 more``."""
+    known = sorted(dict.fromkeys(names))
+    shown = known[:LISTED_MAX] + ([f"{len(known) - LISTED_MAX} more"] if len(known) > LISTED_MAX else [])
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+
+
+def clock(wall: float) -> str:
+    """A time of day, with milliseconds."""
+    return time.strftime("%H:%M:%S", time.localtime(wall)) + f".{int(wall % 1 * 1000):03d}"
+
+
+# The command.
+
+
+def explained(folder: Path) -> str:
+    """The paragraph about the newest job whose dumps lie in a folder.
+
+    Raises:
+        NoDumps: none do.
+    """
+    return Story(read_dumps(folder)).paragraph()
+
+
+def compared(folder: Path) -> tuple[str, int]:
+    """For each dump whether a new machine that is told what it says answers the same; and 1 if one does not, else 0.
+
+    Raises:
+        NoDumps: there are none.
+    """
+    dumps = read_dumps(folder)
+    wrong = [_difference(dump) for dump in dumps]
+    lines = [
+        f"{dump.where}: {said or f'{len(dump.entries)} events, and the same answers'}"
+        for dump, said in zip(dumps, wrong, strict=True)
+    ]
+    return "\n".join(lines), int(any(wrong))
+
+
+def _difference(dump: Dump) -> str:
+    dropped = dump.about["dropped"]
+    if dropped:
+        return f"its first {dropped} events are gone; for a replay set KVDIST_DUMP_EVENTS above {len(dump.entries)}"
+    outcome = replay(dump.beginning, dump.entries)
+    if not isinstance(outcome, Difference):
+        return ""
+    return (
+        f"other answers to input {outcome.number}, {outcome.told}: recorded is {outcome.recorded}, replayed"
+        f" {outcome.replayed}"
+    )

@@ -1,0 +1,71 @@
+"""``kvdist why`` names who was awaited, from the dumps of simulated clusters whose processes die or stand still."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvdist.why import NoDumps, Story, align, explained, read_dumps
+from tests.cases import each
+from tests.simulation import SCENARIOS, run
+
+
+@each(
+    "name, victim",
+    [
+        ("killed worker", "worker-1"),
+        ("killed server", "server-0"),
+        ("killed scheduler", "scheduler"),
+        ("killed leader", "worker-0"),
+        ("rows and a killed server", "server-1"),
+    ],
+)
+def test_the_process_that_was_lost_is_named_and_who_waited_for_it(name: str, victim: str, tmp_path: Path) -> None:
+    result = run(2, SCENARIOS[name], tmp_path)
+    assert result.happened["crash"] == 1
+    assert not list(tmp_path.glob(f"{victim}.*")), "a killed process writes nothing"
+    text = explained(tmp_path)
+    assert f" because of {victim}" in text.partition(". ")[0], text
+    waits = [wait for wait in Story(read_dumps(tmp_path)).waits.values() if victim in wait.awaited]
+    for wait in waits:
+        assert f"for {victim}" in text or wait.deed in text, text
+
+
+def test_waits_that_ended_well_leave_no_dump(tmp_path: Path) -> None:
+    result = run(1, SCENARIOS["paused follower"], tmp_path)
+    assert result.happened["pause"] == 1
+    assert tmp_path.is_dir() and not list(tmp_path.iterdir()), "they were written while the wait lasted"
+
+
+def test_clocks_are_aligned_by_messages_that_went_both_ways(tmp_path: Path) -> None:
+    run(2, SCENARIOS["killed worker"], tmp_path)
+    dumps = read_dumps(tmp_path)
+    scheduler = next(dump for dump in dumps if dump.process == "scheduler")
+    other = next(dump for dump in dumps if dump.process == "server-0")
+    wall = 1_000_000.0 + other.about["monotonic"] - scheduler.about["monotonic"]  # one clock, that of the simulator
+    scheduler.about = {**scheduler.about, "wall": 1_000_000.0}
+    other.about = {**other.about, "wall": wall + 5.0, "host": "elsewhere"}
+    align([scheduler, other])
+    assert other.ahead_s == pytest.approx(5.0, abs=0.02), "messages take 2 ms"
+
+
+def test_dumps_of_an_earlier_job_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+    run(2, SCENARIOS["killed worker"], tmp_path / "one")
+    for path in (tmp_path / "one").glob("*.dump"):
+        text = path.read_text().replace('"job": 4711', '"job": 4712', 1).replace('"wall": ', '"wall": -', 1)
+        (tmp_path / "one" / f"old-{path.name}").write_text(text)
+    assert len(list((tmp_path / "one").glob("old-*"))) > 1
+    assert {dump.beginning.job for dump in read_dumps(tmp_path / "one")} == {4711}
+
+
+@each(
+    "text", ["", "{}\n", "[]\n", "no json\n", '{"beginning": {"$": "Popen", "v": 1}}\n', '{"beginning": 1}\n{"$": 3}\n']
+)
+def test_what_is_no_dump_is_refused_with_a_sentence(text: str, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    tmp_path.mkdir()
+    (tmp_path / "worker-0.1.dump").write_text(text)
+    with pytest.raises(NoDumps, match=r"has no dumps to explain: worker-0\.1\.dump is not a dump of this version"):
+        read_dumps(tmp_path)
