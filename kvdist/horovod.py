@@ -6,8 +6,8 @@ built in. `init` also works in jobs with servers, whose ranks meet through the c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 try:
     import torch
@@ -42,6 +42,26 @@ __all__ = [
     "sycl_built",
 ]
 __all__ += collective.__all__
+
+
+def without_elastic(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module that has Horovod's names but for ``elastic``."""
+
+    def missing(name: str) -> Any:
+        if name == "elastic":
+            raise NotImplementedError(
+                f"{module}.elastic is not offered: ranks cannot come and go within a job, so that there is no run, no"
+                " State and no ElasticSampler. Restart from a checkpoint: save one now and then, load the last one when"
+                " the script begins, and start it with `kvdist-launch -s 0 --on-worker-exit restart:N`. Or train on"
+                " servers, by a Trainer with kvstore='dist', where `--on-loss continue` goes on without lost workers"
+            )
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing
+
+
+if not TYPE_CHECKING:  # for type checkers all other names would exist too
+    __getattr__ = without_elastic(__name__)
 
 HorovodInternalError = CollectiveError
 """What an operation raises that other ranks have broken: `kvdist.errors.CollectiveError`."""

@@ -5,6 +5,8 @@ callbacks do the rest; `docs/collective.md` has the six steps. What is saved kno
 loads it.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 try:
     import keras as _keras
 except ImportError as error:
@@ -49,6 +51,7 @@ from kvdist.horovod import (
     rocm_built,
     shutdown,
     sycl_built,
+    without_elastic,
 )
 from kvdist.keras import callbacks
 from kvdist.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
@@ -59,6 +62,9 @@ if _keras.backend.backend() not in ("torch", "tensorflow"):
         f"kvdist.keras trains on Keras' torch and tensorflow backends, and the backend is {_keras.backend.backend()!r}:"
         " set KERAS_BACKEND=torch before keras is imported"
     )
+
+if not _TYPE_CHECKING:
+    __getattr__ = without_elastic(__name__)
 
 __all__ = [
     "Adasum",

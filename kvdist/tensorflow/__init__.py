@@ -5,6 +5,8 @@ of an old script change. The engine is torch's, so that torch is installed besid
 does not matter.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 try:
     import tensorflow as _tensorflow  # noqa: F401
 except ImportError as error:
@@ -49,6 +51,7 @@ from kvdist.horovod import (
     rocm_built,
     shutdown,
     sycl_built,
+    without_elastic,
 )
 from kvdist.tensorflow import keras
 from kvdist.tensorflow.compression import Compression
@@ -81,6 +84,9 @@ from kvdist.tensorflow.optimizer import (
     PartialDistributedGradientTape,
 )
 from kvdist.tensorflow.sync_batch_norm import SyncBatchNormalization
+
+if not _TYPE_CHECKING:
+    __getattr__ = without_elastic(__name__)
 
 __all__ = [
     "Adasum",

@@ -189,3 +189,15 @@ def test_a_rank_whose_losses_are_means_trains_beside_one_whose_losses_are_sums()
         return weight.tolist()
 
     assert returned(run_ranks(2, program)) == [[-2.5, -2.5]] * 2
+
+
+def test_elastic_training_is_refused_with_what_to_do_instead():
+    for use in (lambda: hvd.elastic.run, lambda: hvd.elastic.TorchState(epoch=0)):
+        with pytest.raises(
+            NotImplementedError, match=r"kvdist\.horovod\.elastic is not .*restart:N.*--on-loss continue"
+        ):
+            use()
+    with pytest.raises(NotImplementedError, match="ElasticSampler"):
+        from kvdist.horovod import elastic  # noqa: F401
+    with pytest.raises(AttributeError, match=r"module 'kvdist\.horovod' has no attribute 'elastics'"):
+        _ = hvd.elastics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from tests.collective.ranks import returned, run_ranks
@@ -42,3 +43,8 @@ def test_a_value_that_was_given_is_not_changed(keras, hvd):
         return mine.tolist(), tensor.tolist()
 
     assert returned(run_ranks(2, reduce)) == [([0.0] * 3, [0.0] * 3), ([1.0] * 3, [1.0] * 3)]
+
+
+def test_elastic_training_is_refused_by_its_name(hvd):
+    with pytest.raises(NotImplementedError, match=r"kvdist\.keras\.elastic is not offered"):
+        _ = hvd.elastic.KerasState

@@ -342,3 +342,9 @@ def test_compressions_cast_tensors_of_tensorflow():
         small, ctx = compression.compress(tf.ones(2, tf.float64))
         assert (small.dtype, compression.decompress(small, ctx).dtype) == (dtype, tf.float64)
         assert compression.compress(tf.ones(2, tf.int32))[0].dtype == tf.int32
+
+
+def test_elastic_training_is_refused_by_its_name():
+    for module in (hvd, hvd.keras):
+        with pytest.raises(NotImplementedError, match=f"{module.__name__}.elastic is not offered".replace(".", "[.]")):
+            _ = module.elastic.run

@@ -1,13 +1,17 @@
 """`kvdist.keras` where scripts have ``import horovod.tensorflow.keras as hvd``: Keras 3 on TensorFlow."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvdist import keras as _keras
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
 from kvdist.collective.reduction import NoneCompressor
+from kvdist.horovod import without_elastic
 from kvdist.keras import *  # noqa: F403
 from kvdist.keras import __all__ as __all__
 from kvdist.keras.optimizer import Groups
+
+if not TYPE_CHECKING:
+    __getattr__ = without_elastic(__name__)
 
 
 def DistributedOptimizer(  # type: ignore[no-redef]
