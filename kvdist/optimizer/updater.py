@@ -212,9 +212,13 @@ class Updater:
             weight: a NumPy array of a floating type and any shape; written.
 
         Raises:
-            TypeError: the types differ, or are not floating types.
+            TypeError: the types differ, or are not floating types; or the weight is no array, such as a list.
             ValueError: the shapes differ.
         """
+        if not hasattr(weight, "dtype"):
+            raise TypeError(
+                "an Updater takes one key with its gradient and its weight, both arrays: call it once for each key"
+            )
         dtype = from_name(weight.dtype.name)
         if grad.shape != weight.shape:
             raise ValueError(f"{name_of(index)}: the gradient has shape {grad.shape}, the weight {weight.shape}")

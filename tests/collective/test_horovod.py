@@ -9,6 +9,7 @@ import kvdist
 import kvdist.collective
 import kvdist.horovod as hvd
 from kvdist import CollectiveError, Trainer, kv
+from kvdist.config.environment import horovod_without_effect
 from kvdist.optimizer import create
 from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
@@ -47,6 +48,14 @@ def test_a_program_that_begins_after_a_store_stays_a_rank_when_that_is_closed():
 def test_communicators_are_refused_with_what_to_use():
     with pytest.raises(ValueError, match="give some of the ranks as process_sets"):
         hvd.init(comm=[0, 1])
+
+
+def test_elastic_training_autotuning_and_hierarchical_operations_are_not_there_and_said():
+    with pytest.raises(AttributeError, match="no attribute 'elastic'"):
+        hvd.elastic  # noqa: B018
+    names = ("HOROVOD_AUTOTUNE", "HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER")
+    told = horovod_without_effect(dict.fromkeys(names, "1"))
+    assert sorted(sentence.split(" has no effect: ")[0] for sentence in told) == sorted(names)
 
 
 def test_what_was_built_in_is_told_as_it_is():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -218,3 +222,9 @@ def test_groups_of_gradients_are_checked(keras, hvd):
         hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), groups=0)
     with pytest.warns(DeprecationWarning, match="num_groups"):
         assert hvd.DistributedOptimizer(keras.optimizers.SGD(0.1), num_groups=2) is not None
+
+
+def test_another_backend_of_keras_is_refused_with_what_to_set(keras):
+    program = "import keras; keras.backend.backend = lambda: 'jax'; import kvdist.keras"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ})
+    assert "torch and tensorflow backends, and the backend is 'jax': set KERAS_BACKEND=torch" in ended.stderr

@@ -126,21 +126,6 @@ def test_an_option_that_there_is_not_is_refused_in_a_sentence_with_the_nearest_o
     assert capsys.readouterr().err == f"kvdist-launch: error: unknown option {near}\n"
 
 
-@each(
-    "words, message",
-    [
-        (["--p3"], "unknown option --p3"),
-        (["--launcher", "sge"], "invalid choice: 'sge'"),
-        (["--launcher", "yarn"], "invalid choice: 'yarn'"),
-        (["--env", "LR"], "'LR' does not set a variable; write NAME=VALUE"),
-    ],
-)
-def test_what_only_mxnets_launcher_has_is_refused(capfd, words, message):
-    with contextlib.suppress(SystemExit):
-        assert main(["-n1", *words, "true"]) == 2
-    assert message in capfd.readouterr().err
-
-
 def test_schedulers_and_servers_are_told_of_optimizer_modules_and_workers_are_not(capfd):
     words = ["-n", "1", "--optimizer-module", "my_rules,team.rules", "--optimizer-module", "more", "echo", "worker"]
     main(words, role_command=["echo", "role"])
