@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from kvdist.config.environment import read_setting
-from kvdist.errors import PeerLostError
+from kvdist.errors import FencedError, PeerLostError
 
 EXIT_PEER_LOST = 75
 """This process ended because another one was lost: sysexits.h's EX_TEMPFAIL, which says that trying again may help."""
@@ -42,6 +42,8 @@ def shorten_tracebacks() -> _Hook:
 def exit_with_peer_lost() -> None:
     """From now on, as a peer is lost, an uncaught `PeerLostError` ends the process with `EXIT_PEER_LOST`.
 
+    So does a `FencedError`, as the others have lost this process.
+
     Where a launcher started this process it is shown in one line, without a traceback: every process has it, and what
     counts is why the peer was lost. Our hook becomes the outermost one again, because one that was installed over it
     would not expect that it raises `SystemExit`. An interactive interpreter does not end. Nor does an exception of a
@@ -55,7 +57,7 @@ class _Hook:
     """A `sys.excepthook` around the program's own, or another library's, which prints the exception.
 
     Attributes:
-        ends: whether an uncaught `PeerLostError` ends the process.
+        ends: whether an uncaught `PeerLostError` or `FencedError` ends the process.
         is_launched: whether a launcher started this process, with others.
     """
 
@@ -66,7 +68,7 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.inspect)
-        ends = self.ends and isinstance(error, PeerLostError) and not is_interactive
+        ends = self.ends and isinstance(error, PeerLostError | FencedError) and not is_interactive
         if not (is_interactive or sys.flags.dev_mode):
             for one in _chain(error):
                 _cut(one.__traceback__)

@@ -91,6 +91,13 @@ class Log:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class TellLauncher:
+    """Print a line on standard output, for the launcher that started this process."""
+
+    line: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Persist:
     """Do this with the disk while everything else goes on; what came of it is `Persisted` with the same token."""
@@ -106,7 +113,10 @@ class Halt:
     error: Exception | None = None
 
 
-Effect = Send | Transmit | Connect | Bind | Forget | CompleteRequest | CompleteKeys | FailRequest | Log | Persist | Halt
+Effect = (
+    Send | Transmit | Connect | Bind | Forget | CompleteRequest | CompleteKeys | FailRequest
+    | Log | TellLauncher | Persist | Halt
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ one place where effects are carried out.
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import os
 import threading
@@ -43,6 +44,7 @@ from kvdist.core.machine import (
     Persist,
     Persisted,
     Send,
+    TellLauncher,
     Transmit,
 )
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
@@ -51,6 +53,7 @@ from kvdist.core.worker.worker import Worker
 from kvdist.errors import (
     AuthenticationError,
     ConfigError,
+    FencedError,
     ForkError,
     KvdistError,
     PeerLostError,
@@ -440,7 +443,7 @@ class Node:
 
     def _stop(self, failure: Exception | None) -> None:
         if not self.stopped:
-            if isinstance(failure, PeerLostError):
+            if isinstance(failure, PeerLostError | FencedError):
                 exit_with_peer_lost()
             self.failure = failure
             self.stopped = True
@@ -672,6 +675,9 @@ class Node:
                     self._members[route] = member
                 case Log(text):
                     LOG.warning("%s", text)
+                case TellLauncher(line):
+                    with contextlib.suppress(OSError):  # the launcher has gone, which is noticed elsewhere
+                        print(line, flush=True)  # noqa: T201 (that is what it is for)
                 case Persist(token, work):
                     self._disk.begin(work, partial(self._persisted, token))
                 case Halt(failure):

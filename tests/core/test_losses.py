@@ -186,18 +186,33 @@ def test_what_a_lost_worker_reads_is_free_once_its_process_has_ended(wired: Wire
     assert held.leases == before - 1 and held_by(wired, "worker-1") is None
 
 
-@each("supervised", [False, True])
-def test_a_connection_that_was_closed_is_the_end_of_a_process_where_no_launcher_sees_that(supervised: bool) -> None:
+@each("supervised, silent_s, is_end", [(False, 0.0, True), (False, 7.5, False), (True, 0.0, False)])
+def test_a_connection_that_was_closed_at_once_is_an_end_where_no_launcher_sees_ends(
+    supervised: bool, silent_s: float, is_end: bool
+) -> None:
     wired = going_on()
     wired.scheduler.config = replace(wired.scheduler.config, supervised=supervised)
     for rank in (0, 1, 2):
         wired.pushpull(rank, {"w": [1, 1, 1]}, flag=int(Flag.HOLD))
     wired.advance(0.1)
     assert held_by(wired, "worker-1") is not None
+    wired.stopped["worker-1"] = None
+    wired.advance(silent_s)
     wired.observe("scheduler", PeerDisconnected(wired.member("worker-1"), "connection reset"))
     wired.advance(10.0)
     assert wired.workers[0].view(lambda _: False).members == (0, 2)
-    assert (held_by(wired, "worker-1") is None) == (not supervised)
+    assert (held_by(wired, "worker-1") is None) == is_end
+
+
+def test_the_launcher_is_told_of_workers_that_may_still_run() -> None:
+    wired = going_on(5)
+    wired.scheduler.config = replace(wired.scheduler.config, supervised=True)
+    wired.kill("worker-3")
+    wired.leave(2, "ended by an unhandled ValueError: loss is nan")
+    end_after_silence(wired, "worker-1")
+    assert wired.told == ["given up worker 1 life 0"]
+    wired.kill("worker-1")
+    assert "scheduler" not in wired.stopped
 
 
 def test_losses_right_after_each_other_share_a_roster() -> None:

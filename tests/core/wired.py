@@ -37,6 +37,7 @@ from kvdist.core.machine import (
     Persist,
     Persisted,
     Send,
+    TellLauncher,
     Transmit,
 )
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
@@ -124,6 +125,8 @@ class Wired:
         """Request → the indices of the keys that were answered alone, each with its error."""
         self.stopped: dict[str, Exception | None] = {}
         self.reports: list[str] = []
+        self.told: list[str] = []
+        """What the launcher has been told."""
         self.results: dict[int, dict[int | str, Array]] = {}
         """Request → per key the memory that takes the value."""
         self.infos: dict[int | str, KeyInfo] = {}
@@ -250,6 +253,8 @@ class Wired:
                     self.carry_out(name, self.processes[name].tick(self.now + ACK_DELAY_S))
                 case Log(text):
                     self.reports.append(text)
+                case TellLauncher(line):
+                    self.told.append(line)
                 case Persist(token, work):
                     self.works.append(OpenWork(name, token, work))
                 case Connect() | Halt():

@@ -11,6 +11,8 @@ import pytest
 
 from tests.cases import each
 from tests.integration.processes import prefix_of
+from tests.integration.test_shared_memory import memory_of
+from tests.namespaces import CARD, NO_CARD, link, run
 
 GOES_ON = ["--on-loss", "continue"]
 STEPS = 16
@@ -65,6 +67,38 @@ def test_the_others_go_on_with_exact_weights_when_workers_are_killed(job, num_wo
     assert len(launcher.lines_with(f"mean over those that are there: {mean}")) == len(stayed), job.transcript()
 
 
+def is_prefix(mask):
+    """Whether these are the first pushes, without a gap."""
+    return mask & (mask + 1) == 0
+
+
+@pytest.mark.parametrize(("victims", "after_s"), [([1], 0.0), pytest.param([0, 2], 0.003, marks=pytest.mark.slow)])
+def test_rows_of_tables_are_exact_when_workers_are_killed(job, victims, after_s):
+    launcher = job.launch(3, 2, "survival.py", "rows", str(victims), "5", str(after_s), options=GOES_ON)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert len(launcher.lines_with("was killed by signal 9 (SIGKILL); the other workers go on")) == len(victims)
+    require_exact(job, 3, victims, 5)
+
+
+@each(
+    "way, told",
+    [
+        ("exits", "failed with exit code 3"),
+        ("is interrupted", "signal 2 (SIGINT)"),
+        ("is terminated", "signal 15 (SIGTERM)"),
+    ],
+)
+@pytest.mark.slow
+def test_a_worker_that_ends_in_the_middle_is_survived_whatever_its_way(job, way, told):
+    launcher = job.launch(2, 1, "survival.py", "ends", way, options=GOES_ON)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    (line,) = launcher.lines_with("; the other workers go on")
+    assert "worker-1 (pid" in line and told in line, job.transcript()
+    assert masks_of(job, 0) == {0: [ALL], 1: [0b11111]}, job.transcript()
+
+
 @pytest.mark.slow
 def test_the_last_worker_is_not_survived(job):
     launcher = job.launch(2, 1, "survival.py", "killed", "[0, 1]", "5", "0", options=GOES_ON)
@@ -99,10 +133,64 @@ def test_a_worker_that_stood_still_for_too_long_is_told_so_and_does_no_harm(job,
     with open(fifo, "wb"):
         pass
     codes = job.finish()
-    assert {name: code for name, code in codes.items() if code} == {"worker-1": codes["worker-1"]}, job.transcript()
+    assert {name: code for name, code in codes.items() if code} == {"worker-1": 75}, job.transcript()
     for rank in (0, 2):
         found = ast.literal_eval(job.line(f"worker-{rank}", "masks ").partition("masks ")[2])
         assert found == {0: [ALL], 1: [0b111], 2: [ALL]}, job.transcript()
+
+
+@pytest.mark.slow
+def test_a_worker_that_reads_nothing_for_longer_than_the_patience_is_not_lost(job):
+    launcher = job.launch(2, 1, "survival.py", "reads_nothing", "12", options=[*GOES_ON, "--patience", "6"])
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert len(launcher.lines_with("0 dead")) == 2
+    assert masks_of(job, 0) == masks_of(job, 1) == {0: [ALL], 1: [ALL]}
+
+
+@pytest.mark.slow
+def test_servers_keep_nothing_of_workers_that_have_ended(job, tmp_path):
+    workers, megabyte = 13, 1 << 20
+    os.mkfifo(fifo := tmp_path / "fifo")
+    launcher = job.launch(workers, 1, "survival.py", "forgotten", options=GOES_ON, FIFO=str(fifo))
+    job.line("launcher", "begins")
+    fifo.open("wb").close()
+    job.line("launcher", "is alone")
+    nbytes = memory_of(job.pid_of("server-0"))["RssShmem:"]
+    fifo.open("wb").close()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert len(launcher.lines_with("was killed by signal 9 (SIGKILL); the other workers go on")) == workers - 1
+    # Three or four versions, and what one worker pushes. Each of the lost has pushed 8 MB, and has read 8 MB.
+    assert nbytes < 8 * 8 * megabyte, nbytes
+
+
+OTHER_ADDRESS = "10.213.7.3"
+"""Of the first host, for its scheduler alone."""
+
+
+@each("lost", ["scheduler", "server-0"])
+@pytest.mark.slow
+@pytest.mark.machines
+def test_a_worker_that_is_cut_off_from_one_process_is_given_up_and_the_others_are_exact(job, tmp_path, lost):
+    with link() as (near, far):
+        run("ip", "-n", near.namespace, "address", "add", f"{OTHER_ADDRESS}/24", "dev", CARD)
+        settings = {"DMLC_PS_ROOT_URI": OTHER_ADDRESS, "KVDIST_SECURITY": "none", "KVDIST_ON_LOSS": "continue"}
+        for name in ("scheduler", "server-0", "worker-0", "worker-1"):
+            host = far if name == "worker-1" else near
+            where = {**settings, "DMLC_NODE_HOST": host.address, "KVDIST_PATIENCE_S": "4"}
+            job.node(name, 2, 1, "survival.py", "cut_off", str(tmp_path), host=host, **where)
+        for rank in (0, 1):
+            job.line(f"worker-{rank}", "waits for the cut")
+        far.send_to_card(OTHER_ADDRESS if lost == "scheduler" else near.address, NO_CARD)
+        (tmp_path / "cut").touch()
+        codes = job.finish()
+    assert codes == {"scheduler": 0, "server-0": 0, "worker-0": 0, "worker-1": 75}, job.transcript()
+    assert re.search(r"worker-1 \(host .*\) was lost.*; 1 worker goes on", job.processes["scheduler"].text)
+    assert job.processes["worker-1"].lines_with(f"PeerLostError: {lost} ("), job.transcript()
+    found = ast.literal_eval(job.line("worker-0", "masks ").partition("masks ")[2])
+    assert found[0] == [ALL] and all(map(is_prefix, found[1])), job.transcript()
+    (tmp_path / "cut").unlink()
 
 
 @pytest.mark.slow

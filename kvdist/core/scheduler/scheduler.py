@@ -29,6 +29,7 @@ from kvdist.core.machine import (
     Persisted,
     ProcessStarted,
     Send,
+    TellLauncher,
     Unreachable,
 )
 from kvdist.core.scheduler.checkpoints import Checkpoints
@@ -111,6 +112,8 @@ class Scheduler(Machine):
         """Store → how many of its barriers all workers have passed."""
         self._commands: list[Agreement[str]] = []
         """Until every server has run them."""
+        self._heard: dict[Member, float] = {}
+        """Worker → when it last said anything."""
         self._started_at = now
         self._form_by = now + config.limits.form_timeout_s
         self._next_look = now + config.limits.explain_after_s
@@ -140,6 +143,8 @@ class Scheduler(Machine):
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of a server or a worker."""
         is_worker = sender.node.role is Role.WORKER
+        if is_worker:
+            self._heard[sender] = now
         match message:
             case Hello():
                 return self._hello(sender, message)
@@ -180,7 +185,9 @@ class Scheduler(Machine):
         match event:
             case PeerDisconnected(member, reason, after_silence):
                 due = now + self.limits.reconnect_grace_s(after_silence)
-                self.membership.suspect(member, due, reason, after_silence)
+                # libzmq does not say whether it was itself that closed a silent connection within a host.
+                is_silent = after_silence or now - self._heard.get(member, now) > self.limits.quiet_s
+                self.membership.suspect(member, due, reason, is_silent)
             case PeerConnected(member):
                 self.membership.trust(member)
             case Unreachable(member, reason):
@@ -420,7 +427,11 @@ class Scheduler(Machine):
         sentence = f"{member}{where} was lost{when}: {cause}"
         if self.losses.may_go_on(member, said):
             self.losses.note(said)
-            return self._go_on_without(member, cause, sentence, has_ended, now)
+            effects = self._go_on_without(member, cause, sentence, has_ended, now)
+            # Who says itself why it must end is ending. One that was silent may be stopped, and would be so for ever.
+            is_there = member in self.membership.lost and not has_ended and not said
+            is_told = is_there and self.config.supervised
+            return [*effects, TellLauncher(f"given up worker {member.node.rank} life 0")] if is_told else effects
         return self._abort(str(member), host, cause, step, sentence)
 
     def _go_on_without(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:

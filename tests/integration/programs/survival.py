@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from kvdist import kv
+from kvdist import LazyRows, RowSparse, kv
 
 STEPS = 16
 """Of all workers; three of them fit into the 53 bits of a float64."""
@@ -37,9 +37,13 @@ def step_of(rank, step):
 
 
 def tell_weights(store):
+    tell_masks(store, store.pull(list(SIZES)))
+
+
+def tell_masks(store, values):
     """Say which pushes are counted: for each worker the masks that some element has, such as 65535 for all 16."""
     found = {}
-    for weights in store.pull(list(SIZES)):
+    for weights in values:
         for value in np.unique(-weights).tolist():
             for rank in range(store.num_workers):
                 found.setdefault(rank, set()).add((int(value) >> (STEPS * rank)) % (1 << STEPS))
@@ -77,6 +81,109 @@ def killed(victims, at, after_s, mode="dist"):
     say("went on to the end")
 
 
+def rows(victims, at, after_s):
+    """Some workers are killed while all push rows of a table."""
+    store = kv.create("dist")
+    store.set_optimizer("sgd", learning_rate=1.0)
+    store.init("table", LazyRows((90_000, 4), np.float64))
+    ids = np.arange(0, 90_000, 3)
+    for step in range(STEPS):
+        if step == int(at) and store.rank in ast.literal_eval(victims):
+            threading.Timer(float(after_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
+        value = np.full((len(ids), 4), 2.0 ** (STEPS * store.rank + step))
+        store.push("table", RowSparse(ids, value, (90_000, 4)))
+        found = store.row_sparse_pull("table", row_ids=ids)
+        if step == int(at) and store.rank in ast.literal_eval(victims):
+            time.sleep(60)
+    tell_masks(store, [found.values])
+    say("went on to the end")
+
+
+def ends(way):
+    """Worker 1 ends by itself in the middle."""
+    store = started()
+    names = list(SIZES)
+    for step in range(STEPS):
+        if store.rank == 1 and step == 5:
+            WAYS[way]()
+        store.pushpull(names, step_of(store.rank, step))
+    tell_weights(store)
+    say("went on to the end")
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+WAYS = {
+    "exits": lambda: sys.exit(3),
+    "is interrupted": interrupt,
+    "is terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),
+}
+
+
+def cut_off(folder):
+    """All push while worker 1 is cut off from another process."""
+    store = started()
+    names = list(SIZES)
+    for step in range(STEPS):
+        if step == 3:
+            say("waits for the cut")
+            while not os.path.exists(os.path.join(folder, "cut")):
+                time.sleep(0.01)
+        store.pushpull(names, step_of(store.rank, step))
+        time.sleep(0.3)
+    while store.num_dead_nodes() == 0:
+        time.sleep(0.01)
+    tell_weights(store)
+    store.close()
+    say("went on to the end")
+
+
+def forgotten():
+    """All but worker 0 are killed one after the other while they read weights in the servers' memory."""
+    store = kv.create("dist")
+    store.set_optimizer("sgd", learning_rate=1.0)
+    if store.rank == 0:
+        pause("begins")
+    store.init("w", np.zeros(MEGABYTES << 17))
+    ones, out = np.ones(MEGABYTES << 17), np.zeros(MEGABYTES << 17)
+    for step in range(1, store.num_workers):
+        (shown,) = store.pushpull_shared("w", ones, out)
+        assert shown is not None, "it is read where it lies"
+        if step == store.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+    while len(store.members) > 1:
+        time.sleep(0.01)
+    store.pushpull_shared("w", ones, out)
+    pause("is alone")
+    say("went on to the end")
+
+
+MEGABYTES = 8
+
+
+def pause(text):
+    say(text)
+    with open(os.environ["FIFO"], "rb") as words:
+        words.read()
+
+
+def reads_nothing(seconds):
+    """Worker 1 has asked for weights, and looks at nothing for longer than the patience."""
+    store = started("dist_async")
+    names = list(SIZES)
+    for step in range(STEPS):
+        future = store.pushpull_async(names, step_of(store.rank, step))
+        if store.rank == 1 and step == 3:
+            time.sleep(float(seconds))
+        future.result()
+    say(f"{store.num_dead_nodes()} dead")
+    store.barrier()
+    tell_weights(store)
+    say("went on to the end")
+
+
 def raises(ranks):
     """Some workers have the same bug, one after the other."""
     store = started()
@@ -101,9 +208,7 @@ def stopped():
     tell_weights(store)
     while store.num_dead_nodes() == 0:
         time.sleep(0.01)
-    say("goes on without it")
-    with open(os.environ["FIFO"], "rb") as words:
-        words.read()
+    pause("goes on without it")
     store.pull("small")
     store.close()
     say("went on to the end")
