@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError, DeadlineExceeded, KvdistError
 from kvdist.nodes import NodeId, Role
 from kvdist_launch.environment import parse_assignments
@@ -109,6 +110,7 @@ def run(
     max_np: int | None = None,
     *,
     servers: int = 0,
+    on_loss: str | None = None,
     env: Mapping[str, str] | None = None,
     sync_dst_dir: str | None = None,
     timeout_s: float | None = None,
@@ -138,6 +140,8 @@ def run(
             but for None, as the number of workers does not change during a job.
         disable_cache, use_gloo, use_mpi, mpi_args: taken and without effect: nothing is cached, and no MPI takes part.
         servers: number of servers; 0 is a job of workers alone, which use collective operations.
+        on_loss: ``continue`` lets the other workers go on without one that fails, whose result is then None; ``fail``,
+            or None where KVDIST_ON_LOSS is not set, ends the job.
         env: variables for every process.
         sync_dst_dir: a folder on the other machines, to which the current one is copied and in which workers start;
             None starts them in the current folder, which all must have.
@@ -164,6 +168,13 @@ def run(
     own = parse_assignments(f"{name}={value}" for name, value in (env or {}).items())
     if start_timeout is not None:
         own = {**dict.fromkeys(("KVDIST_FORM_TIMEOUT_S", "KVDIST_START_TIMEOUT_S"), f"{start_timeout:g}"), **own}
+    if on_loss is not None:
+        own = {"KVDIST_ON_LOSS": on_loss, **own}
+    goes_on = SETTINGS["KVDIST_ON_LOSS"].read({**os.environ, **own}) != "fail"
+    if goes_on and on_loss is not None and not servers:
+        raise ConfigError(
+            f"on_loss is {on_loss!r}, which needs servers, as they hold the weights: give servers=1 or more"
+        )
     is_here = all(host.is_local for host in places)
     wanted = _Wanted(count, servers, own, bool(verbose), executable, tuple(places))
     if is_here:
@@ -175,7 +186,7 @@ def run(
         start = partial(
             _run_on_hosts, _request(wanted, ssh_option_of(ssh_port, ssh_identity_file), network, sync_dst_dir)
         )
-    calls = _WorkerCalls(pack_call(func, args, kwargs or {}, is_here), count)
+    calls = _WorkerCalls(pack_call(func, args, kwargs or {}, is_here), count, goes_on and servers > 0)
     _run_calls(calls, start, timeout_s, bool(verbose), output_filename)
     return calls.results()
 
@@ -218,7 +229,9 @@ def _run_calls(
     out, err = TextSink(sys.stdout), TextSink(sys.stderr)
     logs = None if output_folder is None else LogFiles(Path(output_folder), err.say, len(calls))
     grace = GracePeriods(grace_s=GRACE_S)
-    supervisor = Supervisor(JobOutput(out, err, logs=logs), err, grace, None, events, not is_verbose, calls)
+    supervisor = Supervisor(
+        JobOutput(out, err, logs=logs), err, grace, None, events, not is_verbose, calls, goes_on=calls.goes_on
+    )
     deadline, raised = _Deadline(timeout_s, events), _Deadline(GRACE_S, events)
     calls.attend(supervisor, deadline, raised)
     with deadline, raised:
@@ -337,13 +350,15 @@ class _WorkerCalls:
     Args:
         data: the bytes that every worker is sent.
         count: how many workers there are.
+        goes_on: whether the others go on when one is lost.
 
     Attributes:
         raised: the ranks whose functions have raised, the first one first.
     """
 
-    def __init__(self, data: bytes, count: int) -> None:
+    def __init__(self, data: bytes, count: int, goes_on: bool = False) -> None:
         self.data = data
+        self.goes_on = goes_on
         self.raised: list[int] = []
         self._answers = [WorkerAnswer(partial(self._has_raised, rank)) for rank in range(count)]
         self._began = time.monotonic()
@@ -369,19 +384,21 @@ class _WorkerCalls:
 
     def _has_raised(self, rank: int) -> None:
         self.raised.append(rank)
-        if not self._supervisor.job.is_interrupted:  # else it raised because it was told to end
+        if not (self.goes_on or self._supervisor.job.is_interrupted):  # else it raised because it was told to end
             self._raised_deadline.begin(time.monotonic())
 
     def results(self) -> list[Any]:
-        """What every worker's function returned.
+        """What every worker's function returned; None for workers without which the others have gone on.
 
         Raises:
             WorkerFailure: a worker ended with exit code 0 before its function had returned.
         """
+        records = self._supervisor.job.records if self.goes_on else ()
+        lost = {one.node.rank for one in records if one.node.role is Role.WORKER and one.exit and one.exit.is_failure}
         for rank, answer in enumerate(self._answers):
-            if "bytes" not in answer.head:
+            if "bytes" not in answer.head and rank not in lost:
                 raise self.failure(rank, 0, ())
-        return [answer.take_result() for answer in self._answers]
+        return [None if rank in lost else answer.take_result() for rank, answer in enumerate(self._answers)]
 
     def failure(self, rank: int, status: int | None, last_lines: Sequence[str], lost: str = "") -> WorkerFailure:
         """The failure of a worker, by its own report, or else by the way its process ended.

@@ -194,6 +194,18 @@ def test_a_worker_that_is_cut_off_from_one_process_is_given_up_and_the_others_ar
 
 
 @pytest.mark.slow
+def test_the_launcher_ends_a_worker_that_stands_still_for_good_and_was_given_up(job):
+    launcher = job.launch(2, 1, "survival.py", "stopped_for_good", options=[*GOES_ON, "--patience", "3"])
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("worker-1 has been given up, and its process is ended"), job.transcript()
+    assert not [line for line in launcher.lines_with("given up worker 1 life 0") if "│" in line], "for the launcher"
+    assert launcher.lines_with("brought nothing for long") or launcher.lines_with("was closed or broke")
+    assert masks_of(job, 0) == {0: [ALL], 1: [0b111]}, job.transcript()
+    assert len(launcher.lines_with("went on to the end")) == 1
+
+
+@pytest.mark.slow
 def test_a_lost_server_ends_the_job_all_the_same(job):
     launcher = job.launch(2, 2, "survival.py", "stopped", options=[*GOES_ON, "--patience", "60"])
     job.line("launcher", "stands still")

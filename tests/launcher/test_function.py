@@ -107,6 +107,31 @@ def test_variables_reach_the_workers_and_those_of_the_launcher_are_refused():
         kvdist_launch.run(fn, env={"KVDIST_RANK": "7"})
 
 
+def test_a_worker_that_is_lost_has_no_result_where_the_others_go_on():
+    fn = by_value(
+        "import os, signal, time\n"
+        "import numpy as np\n"
+        "from kvdist import kv\n"
+        "def fn(how):\n"
+        "    store = kv.create('dist')\n"
+        "    store.set_optimizer('sgd', learning_rate=1.0)\n"
+        "    store.init('w', np.zeros(2))\n"
+        "    if store.rank == 1 and how == 'killed': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if store.rank == 1: raise LookupError('no such thing')\n"
+        "    store.pushpull('w', np.ones(2))\n"
+        "    while store.num_dead_nodes() == 0: time.sleep(0.01)\n"
+        "    return store.members\n"
+    )
+    for how in ("killed", "raises"):
+        assert kvdist_launch.run(fn, (how,), np=3, servers=1, on_loss="continue") == [(0, 2), None, (0, 2)]
+    with pytest.raises(kvdist_launch.WorkerFailure, match="LookupError: no such thing"):
+        kvdist_launch.run(fn, ("raises",), np=3, servers=1)
+    with pytest.raises(ConfigError, match="on_loss is 'continue', which needs servers"):
+        kvdist_launch.run(fn, ("raises",), np=3, on_loss="continue")
+    with pytest.raises(ConfigError, match="KVDIST_ON_LOSS"):
+        kvdist_launch.run(fn, ("raises",), np=3, servers=1, on_loss="perhaps")
+
+
 def test_a_job_that_asks_for_encryption_gets_its_secret(monkeypatch):
     fn = by_value("def fn():\n    from kvdist import kv\n    return kv.create('dist').num_workers")
     assert kvdist_launch.run(fn, np=1, servers=1, env={"KVDIST_SECURITY": "curve"}) == [1]
@@ -244,6 +269,7 @@ def test_the_arguments_are_those_of_horovod_in_its_order():
     assert [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD] == HOROVODS.split()
     assert [one.name for one in parameters if one.kind is one.KEYWORD_ONLY] == [
         "servers",
+        "on_loss",
         "env",
         "sync_dst_dir",
         "timeout_s",

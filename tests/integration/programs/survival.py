@@ -214,6 +214,19 @@ def stopped():
     say("went on to the end")
 
 
+def stopped_for_good():
+    """Worker 1 stands still, and nobody wakes it up."""
+    store = started()
+    names = list(SIZES)
+    for step in range(STEPS):
+        if store.rank == 1 and step == 3:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        store.pushpull(names, step_of(store.rank, step))
+    tell_weights(store)
+    store.close()
+    say("went on to the end")
+
+
 def only_sums():
     """A store without an optimizer cannot go on without a worker."""
     store = kv.create("dist")
