@@ -319,7 +319,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         """
         if self._given is not None:
             _refuse_hooks(self._given)
-            self._given._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn
+        for shown in (self, self._given or self):
+            shown._opt_called = True  # type: ignore[attr-defined]  # or torch's schedulers warn after `Trainer.step`
         if isinstance(self._live, TorchRule):
             self._tell_rule(self._live, updates_here)
         else:

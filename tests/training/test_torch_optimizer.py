@@ -328,11 +328,14 @@ def test_as_with_torch_a_gradient_is_used_as_often_as_there_are_steps():
     np.testing.assert_array_equal(weight.detach(), -2)
 
 
-def test_nothing_of_torch_warns():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _, (net, optimizer), _ = pair()
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        net(torch.ones(1, 5)).sum().backward()
-        optimizer.step()
-        scheduler.step()
+def test_nothing_of_torch_warns_whoever_makes_the_step():
+    for makes in ("optimizer", "trainer"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            net = network()
+            trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.1})
+            optimizer = trainer.as_torch_optimizer()
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            net(torch.ones(1, 5)).sum().backward()
+            (optimizer if makes == "optimizer" else trainer).step()
+            scheduler.step()
