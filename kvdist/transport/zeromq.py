@@ -55,9 +55,9 @@ from kvdist.transport.sockets import (
 from kvdist.transport.tcp_info import CAN_JUDGE
 
 BACKLOG = 4096
-HANDSHAKE_MS, HANDSHAKE_MS_DIALLED = 5_000, 6_000
-"""How long a listener waits for a handshake to end, for which it may be too busy itself; and a dialler: longer, so that
-the listener hangs up, and knows that only time ran out."""
+HANDSHAKE_MS, HANDSHAKE_MS_DIALLED = 5_000, 8_000
+"""How long a listener waits for a handshake to end, for which it may be too busy itself; and a dialler, which begins to
+wait before the listener accepts: longer, so that the listener hangs up, and knows that only time ran out."""
 LOOKS_PER_SILENCE, SILENCE_LOOK_S_MAX = 8, 1.0
 """How often silent connections are looked for: per allowed silence, and at the least."""
 

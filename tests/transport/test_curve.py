@@ -345,6 +345,19 @@ def test_a_listener_that_is_busy_for_longer_than_a_handshake_makes_no_stranger_o
         assert bound.strangers_refused == 0 and "refused a connection" not in caplog.text
 
 
+def test_a_peer_that_ran_out_of_patience_with_a_busy_listener_is_not_called_one_with_another_secret(
+    monkeypatch, caplog
+):
+    monkeypatch.setattr("kvdist.transport.zeromq.HANDSHAKE_MS_DIALLED", 700)
+    caller, bound = transport(worker(0)), transport(SCHEDULER)
+    with opened(caller, bound):
+        caller.send(caller.connect(bound.bind("tcp://127.0.0.1:0"), SCHEDULER), [b"hello"])
+        until([caller], Disconnected)  # nobody answers the door
+        until([bound, caller], Arrived)
+        said = "it has ended, found this process too busy, or has another secret or none"
+        assert refusals(caplog, "") == refusals(caplog, said) != []
+
+
 def test_the_mechanism_of_a_listener_is_what_it_greets_with(monkeypatch):
     monkeypatch.setattr("kvdist.transport.handshake.PATIENCE_S", PATIENCE_S)
     secret, plain = transport(SCHEDULER), transport(None)
