@@ -167,6 +167,10 @@ class Job:
         """Who is to be started again, and when."""
         self._lives: Counter[NodeId] = Counter()
         """How often each was started again."""
+        self._joined: dict[NodeId, int] = {}
+        """Of those that were started again: the life that has joined the others."""
+        self._late: list[NodeId] = []
+        """Who had not joined them when they had finished."""
         self._is_dissolved = False
         self._why = ""
         """What follows the cause, after a semicolon."""
@@ -225,6 +229,10 @@ class Job:
         elif self._phase is Phase.INTERRUPTED and not self._workers_alive():
             return self._terminate(now)
         return []
+
+    def joined(self, node: NodeId, life: int) -> None:
+        """A process that was started again takes part."""
+        self._joined[node] = life
 
     def given_up(self, node: NodeId, life: int) -> list[Action]:
         """The others go on without a process that may still be there, stopped or cut off: it must not go on either."""
@@ -299,7 +307,7 @@ class Job:
             what = f"interrupted by {signal_name(self._interruption)} after {_seconds(now - self._began)}"
         else:
             lost = [one for one in self._last_exits() if any(one is loss for loss, _ in self._losses)]
-            gone = {one.node for one in lost}
+            gone = {*self._late, *(one.node for one in lost)}
             nodes = [node for node in self._nodes if node != SCHEDULER and node not in gone]
             counts: Counter[Role] = Counter(node.role for node in nodes)
             ways = ", ".join(map(str, lost))
@@ -334,7 +342,7 @@ class Job:
         """Decide whether this exit, the next in order of time, is what failed the job. Returns what to say if not."""
         if self._phase not in (Phase.RUNNING, Phase.CLOSING, Phase.FAILING):
             return []
-        if one.is_failure:
+        if one.is_failure and one.node not in self._late:
             told = self._survive(one, now)
             if told is None:
                 self._accuse(one, now)
@@ -348,10 +356,13 @@ class Job:
         return []
 
     def _dissolve(self) -> list[Action]:
-        late = ", ".join(map(str, self._due))
+        """The others have finished: who was to join them again has nothing to join, and would wait for long."""
         self._is_dissolved = True
+        self._late = [one for one in self._workers_alive() if self._joined.get(one, 0) != self._lives[one]]
+        told: list[Action] = [Say(f"{one} is not started again: the others have finished") for one in self._due]
+        told += [Say(f"{one} is ended, as the others have finished before it had joined them") for one in self._late]
         self._due.clear()
-        return [Say(f"{late}: not started again, as the others have finished")] if late else []
+        return told + self._signal_all(signal.SIGKILL, self._late)
 
     def _survive(self, one: ProcessExit, now: float) -> list[Action] | None:
         """Let the others go on after a failure, if they can. Returns what to say; None if it fails the job."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvdist.nodes import SCHEDULER, NodeId, worker
 from kvdist_launch.exits import ProcessExit, signal_name
 from kvdist_launch.job import INDENT, Action, GracePeriods, Job, Restart, Say, SendSignal
-from kvdist_launch.output import GIVEN_UP, OUT, JobOutput, LineSplitter, Sink, short_name
+from kvdist_launch.output import NEWS, OUT, JobOutput, LineSplitter, Sink, short_name
 from kvdist_launch.plan import Process
 from kvdist_launch.processes import INTERRUPTIONS, RESULT, EventPipe, HostProcesses, SignalPipe
 
@@ -118,7 +118,7 @@ class Supervisor:
         self._listening: socket.socket | None = None
         self._secret: bytes | None = None
         self._elsewhere: Callable[[Process], Assignment] | None = None
-        self._verdicts = LineSplitter()
+        self._news = LineSplitter()
         self._known: dict[NodeId, str] = {}
         """The last line about each process, for a scheduler that is started again."""
         self._alive: set[NodeId] = set()
@@ -255,7 +255,7 @@ class Supervisor:
             return
         self._output.feed(node, stream, data)
         if node == SCHEDULER and stream == OUT:
-            self._take_verdicts(data)
+            self._take_news(data)
         if DEBUGGER_PROMPT in data and node != self._with_stdin and not self._has_explained_stdin:
             self._has_explained_stdin = True
             self.say(
@@ -263,11 +263,14 @@ class Supervisor:
                 f" machine with kvdist-launch --stdin {short_name(node)}"
             )
 
-    def _take_verdicts(self, data: bytes) -> None:
-        """The scheduler may say that it has given up a worker."""
-        for found in filter(None, map(GIVEN_UP.fullmatch, self._verdicts.feed(data))):
-            rank, life = map(int, found.groups())
-            self._perform(self.job.given_up(worker(rank), life))
+    def _take_news(self, data: bytes) -> None:
+        """What the scheduler says of workers."""
+        for found in filter(None, map(NEWS.fullmatch, self._news.feed(data))):
+            node, life = worker(int(found[2])), int(found[3])
+            if found[1] == b"joined":
+                self.job.joined(node, life)
+            else:
+                self._perform(self.job.given_up(node, life))
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         if stream != RESULT:

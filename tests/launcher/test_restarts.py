@@ -98,6 +98,7 @@ def again(job, node, now):
     assert job.deadline == now
     (action,) = job.tick(now)
     assert isinstance(action, Restart) and action.node == node
+    job.joined(node, action.life)
     job.started([(node, "")], now)
     return action.life
 
@@ -187,9 +188,26 @@ def test_a_job_that_the_scheduler_has_dissolved_starts_nothing():
     assert job.deadline == 102.0
     job.ended([ended(worker(0), 0)], 101.1)
     (said,) = job.ended([ended(SCHEDULER, 0)], 101.2)
-    assert said.text == "worker-1: not started again, as the others have finished"
+    assert said.text == "worker-1 is not started again: the others have finished"
     job.ended([ended(server(0), 0)], 101.3)
     assert job.is_over and job.exit_code() == 0
+
+
+@each("has_joined", [True, False])
+def test_who_has_not_joined_the_others_when_they_finish_is_ended(has_joined):
+    job = new_job()
+    job.ended([ended()], 101.0)
+    again(job, worker(1), 101.0)
+    job.joined(worker(1), int(has_joined))  # what is said of an earlier life comes late
+    job.ended([ended(worker(0), 0)], 105.0)
+    told = job.ended([ended(SCHEDULER, 0), ended(server(0), 0)], 105.1)
+    assert [one for one in told if isinstance(one, SendSignal)] == [SendSignal(worker(1), signal.SIGKILL)] * (
+        not has_joined
+    )
+    job.ended([ended(status=0 if has_joined else KILLED, life=1)], 106.0)
+    assert job.is_over and job.exit_code() == 0
+    finished = "2 workers" if has_joined else "1 worker"
+    assert job.conclude(106.0)[-1] == f"{finished} and 1 server finished in 6.0 s"
 
 
 def test_an_interrupted_or_failed_job_starts_nothing():
