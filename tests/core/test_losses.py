@@ -233,6 +233,16 @@ def test_a_server_does_not_fail_because_it_cannot_reach_a_lost_worker(wired: Wir
     assert not wired.stopped.keys() - {"worker-1"}, "which has heard of it"
 
 
+def test_a_worker_that_a_server_cannot_reach_ends_and_the_others_go_on(wired: Wired) -> None:
+    wired.observe("server-0", Unreachable(wired.member("worker-1"), "nothing gets through"))
+    wired.settle()
+    error = wired.stopped.pop("worker-1")
+    assert isinstance(error, FencedError) and str(error) == "server-0 cannot reach worker-1: nothing gets through"
+    wired.kill("worker-1", "exited with code 75")
+    wired.advance(1.0)
+    assert wired.stopped.keys() == {"worker-1"} and wired.servers[0].peers.workers.keys() == {0, 2}
+
+
 def test_one_death_is_one_loss_whoever_reports_it(wired: Wired) -> None:
     wired.kill("worker-1")
     wired.observe("scheduler", PeerDisconnected(wired.member("worker-1"), "closed"))

@@ -55,6 +55,7 @@ from kvdist.protocol.messages import (
     JoinedPush,
     MarkPushes,
     Message,
+    OnLoss,
     Perform,
     Prepare,
     Pull,
@@ -104,6 +105,7 @@ class Server(Machine):
     ) -> None:
         self.limits = limits
         self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
+        self.on_loss = OnLoss.FAIL
         self.epoch = 0
         self.step = 0
         self.steps: dict[Member, int] = {}
@@ -185,6 +187,8 @@ class Server(Machine):
                 return [Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
             if event.member in self.peers.lost:
                 return []  # it is told so whenever it comes, and acknowledges nothing
+            if self.on_loss is not OnLoss.FAIL:  # the worker ends, and the others go on
+                return [Send(event.member, Rejected(f"{self.me} cannot reach {event.member}: {event.reason}"))]
             return [Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {event.member}: {event.reason}"))]
         elif isinstance(event, Persisted):
             if isinstance(event.token, Restore | Prepare):
@@ -252,6 +256,7 @@ class Server(Machine):
         match message:
             case Welcome():
                 self.joining.welcome(message, now)
+                self.on_loss = OnLoss(message.on_loss)
                 self._next_alive = now + self.limits.heartbeat_s
             case Rejected():
                 return [Halt(self.joining.refusal(message))]
