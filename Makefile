@@ -4,7 +4,7 @@
 # make test-tensorflow  the tests of kvdist.tensorflow, in an environment of its own
 # make test-all  the slow tests too, those of kvdist.tensorflow, and those of the bridge to MXNet, in an environment of its own; numba's kernels compiled for GPUs
 # make soak      thousands of seeds of the simulated cluster; SOAK_SEEDS=20000 for more
-# make fuzz      the tests of properties with examples that no run has seen; a failing one prints how to repeat it
+# make fuzz      the tests of properties with examples that no run has seen; then the decoders, led by coverage (atheris): a minute, FUZZ_SECONDS=3600 for more
 # make lint      ruff
 # make types     mypy, strict
 # make docs      the documentation as a site, in build/site; a broken link or a public name without a docstring fails
@@ -29,6 +29,7 @@ BENCH_FLAGS ?=
 GPU_PYTHON = PYTHONPATH="$(CURDIR):$(CURDIR)/launcher:$$PYTHONPATH" $(or $(PYTHON),python3)
 GPU_FLAGS ?=
 SOAK_SEEDS ?= 2000
+FUZZ_SECONDS ?= 60
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -68,6 +69,9 @@ soak: $(VENV)/.installed-dev
 
 fuzz: $(VENV)/.installed-dev
 	$(PYTEST) -m "hypothesis and not machines" --hypothesis-profile=elsewhere
+	@if $(PIP_INSTALL) atheris 2>/dev/null; then \
+	  mkdir -p build/fuzz && $(BIN)/python -m tests.fuzz.decoders -max_total_time=$(FUZZ_SECONDS) -print_final_stats=1 build/fuzz tests/fuzz/corpus; \
+	else echo "make: atheris is not to be had for $$($(BIN)/python --version): DECODERS ARE NOT FUZZED BY COVERAGE" >&2; fi
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/python -m ruff check .

@@ -32,7 +32,7 @@ def arrays(dtypes: list[int], counts: list[int]) -> Arrays:
     return Arrays(u8(*dtypes), u32(*counts), bytes(index % 251 for index in range(total)))
 
 
-def _messages() -> list[m.Message]:
+def messages() -> list[m.Message]:
     placement = m.Placement((0, 1), (1, m.Placement.CUT), 4 << 20)
     description = {"name": "adam", "beta1": 0.9, "clip_gradient": None, "lazy": True, "begin": -3}
     peers = (
@@ -144,4 +144,4 @@ def stamped_fixture() -> Callable[[m.Message], m.Packet]:
 @pytest.fixture(scope="session")
 def examples() -> dict[str, m.Packet]:
     """A valid packet of each kind, by the name of its class."""
-    return {type(message).__name__: stamped(message) for message in _messages()}
+    return {type(message).__name__: stamped(message) for message in messages()}
