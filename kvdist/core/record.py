@@ -297,7 +297,7 @@ def words_of(effect: Effect, work: int = -1) -> tuple[Any, ...]:
             return "persist", work, type(task).__name__, task.folder
         case Halt(error):
             return "halt", "" if error is None else f"{type(error).__name__}: {error}"
-    raise TypeError(f"{effect!r} is no effect that a node carries out")
+    return type(effect).__name__, *[str(getattr(effect, field.name)) for field in dataclasses.fields(effect)]
 
 
 # As text.

@@ -202,7 +202,7 @@ class Ring:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write(path, self._lines(reason, failure))
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  # a job never fails because it could not say why it does
             LOG.warning("%s cannot write its dump to %s: %s", self._machine.me, path, error)
         else:
             self._written = path

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from kvdist.checkpoint.snapshot import Sweep
 from kvdist.config.settings import ClusterConfig
+from kvdist.core.machine import Effect, Event, Forget, Send, Transmit
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.nodes import Role
+from kvdist.nodes import Member, Role, server
 from kvdist.runtime import ring as rings
 from kvdist.runtime.ring import Ring
 from kvdist.why import read_dumps
@@ -53,3 +57,19 @@ def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: py
     (tmp_path / "file").write_text("")
     make(tmp_path / "file" / "dumps").ended(ValueError("wrong"))
     assert "scheduler cannot write its dump to " in caplog.text
+
+
+def test_every_effect_and_event_can_be_kept(tmp_path: Path) -> None:
+    ring = make(tmp_path, 1000)
+    member = Member(server(1), 7)
+    fields = {"to": member, "stranger": member, "member": member, "node": member.node, "keys": (1,), "text": "a"}
+    fields |= {"request": 3, "error": ValueError("b"), "endpoint": "c", "line": "d", "token": "e", "cause": "f"}
+    fields |= {"work": Sweep("/folder"), "reason": "g", "clean": True, "host": "h", "pid": 4}
+    effects = [kind for kind in get_args(Effect) if kind not in (Send, Transmit, Forget)]
+    for kind in (*effects, *get_args(Event)):
+        names = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+        one = kind(**{name: fields[name] for name in names})
+        ring.did(one) if kind in effects else ring.observed(1.0, one)
+    ring.write("wanted")
+    (dump,) = read_dumps(tmp_path)
+    assert len(dump.entries) == len(effects) + len(get_args(Event)) and len(effects) > 8
