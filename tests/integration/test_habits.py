@@ -18,6 +18,6 @@ def test_workers_keep_together_whatever_one_of_them_does(job, tmp_path, workers)
     launcher = job.processes["launcher"]
     assert len(launcher.lines_with("checked on")) == workers, job.transcript()
     said = launcher.lines_with(
-        "parameter 1 of shape (15,) on worker-1 is not finite: 1 NaN and 0 infinite of 15 elements"
+        "parameter 1 of shape (3, 5) on worker-1 is not finite: 1 NaN and 0 infinite of 15 elements"
     )
     assert len(said) == 2 and all(line.startswith("w1 │ refused: ") for line in said), job.transcript()

@@ -136,7 +136,7 @@ def changed():
         try:
             trainer.step()
         except RuntimeError as error:
-            assert "parameter 1 was changed outside of step()" in str(error), error
+            assert "parameter 1 of shape (3, 5) was changed outside of step()" in str(error), error
         else:
             raise AssertionError("a change was not noticed")
         trainer.broadcast_parameters()
