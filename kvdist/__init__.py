@@ -23,6 +23,7 @@ from kvdist.errors import (
     FencedError,
     ForkError,
     InitMismatch,
+    JobOver,
     KeyNotInitialised,
     KvdistError,
     NoCheckpoint,
@@ -87,6 +88,7 @@ __all__ = [
     "split_and_load",
     "split_data",
     "sync_buffers",
+    "JobOver",
 ]
 
 _MODULES = {

@@ -56,6 +56,13 @@ class StoreClosed(KvdistError, RuntimeError):
     """The store was used after `close()`."""
 
 
+class JobOver(StoreClosed):
+    """This process was started again, or later than the others, and they have finished meanwhile.
+
+    Nothing is wrong: where it is not caught, the process ends with exit code 0.
+    """
+
+
 class ForkError(KvdistError, RuntimeError):
     """The store was used in a forked child; sockets and threads do not survive a fork."""
 

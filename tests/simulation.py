@@ -29,6 +29,7 @@ if __name__ == "__main__":
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
 from kvdist.core.joining import Introduction
+from kvdist.core.machine import ChildEnded
 from kvdist.core.record import Reader, Writer
 from kvdist.core.replay import Difference, replay
 from kvdist.core.round import Verdict
@@ -42,10 +43,10 @@ from kvdist.core.server.sparse_table import RowContribution, SparseTable
 from kvdist.core.worker import requests, transfers
 from kvdist.core.worker.transfers import Ready
 from kvdist.core.worker.worker import Worker
-from kvdist.errors import CheckpointError, FencedError, PeerLostError
+from kvdist.errors import CheckpointError, FencedError, JobOver, PeerLostError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.nodes import HOST_MARK, Member, Role
+from kvdist.nodes import HOST_MARK, Member, Role, worker
 from kvdist.optimizer import offload
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
@@ -84,6 +85,8 @@ class Scenario:
     victims: who is hit once a worker is in its `fault_round`-th round (-1: has declared its keys), within `spread_s` of
         that: killed, or paused for `pause_s`.
     on_loss: what follows when a worker is lost.
+    again: in how many seconds a victim is started again, at least and at most; None = never.
+    lives: how often, if each is struck again.
     """
 
     num_workers: int = 2
@@ -109,6 +112,8 @@ class Scenario:
     spread_s: float = 0.003
     pause_s: float | None = None
     on_loss: str = "fail"
+    again: tuple[float, float] | None = None
+    lives: int = 1
     limits: Limits = Limits(slice_bytes=SLICE_BYTES, window_bytes=160)
 
 
@@ -145,6 +150,10 @@ class Cluster:
     dumps: Path | None = None
     """Where processes that fail write their dumps. With it all that machines are told is kept, and told again to new
     ones at the end."""
+    struck: set[str] = field(default_factory=set)
+    """The processes that were hit, and are given up for that."""
+    starting: int = 0
+    """Processes that are about to be started again."""
 
 
 class SimulationError(AssertionError):
@@ -254,26 +263,50 @@ def _build(cluster: Cluster) -> None:
         scenario.saves,
         scenario.encodes,
         scenario.tables,
+        scenario.again is not None,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
-
-    def start(name: str, role: Role, rank: int) -> None:
-        process = cluster.processes[name] = Process(
-            name, network, lambda transport: _node(cluster, role, rank, transport)
-        )
-        if role is Role.WORKER:
-            user = cluster.users[name] = User(rank, process.node, job, oracle, network.random, cluster.shelf)
-            process.after_turn = lambda: _turned(cluster, user)
-            user.advance()
+    oracle.books.newcomers_above = scenario.num_workers + scenario.num_servers
 
     order = [("scheduler", Role.SCHEDULER, 0)]
     order += [(f"server-{rank}", Role.SERVER, rank) for rank in range(scenario.num_servers)]
     order += [(f"worker-{rank}", Role.WORKER, rank) for rank in range(scenario.num_workers)]
     for name, role, rank in order:
-        network.after(network.random.uniform(0, 0.3), partial(start, name, role, rank))
+        network.after(network.random.uniform(0, 0.3), partial(_start, cluster, name, role, rank))
 
 
-def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport) -> Node:
+def _start(cluster: Cluster, name: str, role: Role, rank: int, life: int = 0) -> None:
+    network, oracle = cluster.network, cluster.oracle
+    assert oracle is not None
+    process = cluster.processes[name] = Process(
+        name, network, lambda transport: _node(cluster, role, rank, transport, life)
+    )
+    if role is Role.WORKER:
+        user = User(rank, process.node, oracle.job, oracle, network.random, cluster.shelf, life)
+        cluster.users[name] = user
+        process.after_turn = lambda: _turned(cluster, user)
+        user.advance()
+
+
+def _tell(cluster: Cluster, rank: int, life: int) -> None:
+    """The launcher's line about a process that was killed comes late now and then."""
+    cluster.processes["scheduler"].node.post(ChildEnded(worker(rank), "killed", False, life))
+
+
+def _start_again(cluster: Cluster, rank: int, life: int) -> None:
+    """Start a worker again that was killed, unless the job has ended meanwhile; a launcher would know."""
+    cluster.starting -= 1
+    if cluster.processes["scheduler"].ended:
+        cluster.network.used["not started again"] += 1
+        return
+    name = f"worker-{rank}, life {life}"
+    cluster.network.used["started again"] += 1
+    _start(cluster, name, Role.WORKER, rank, life)
+    if life < cluster.scenario.lives:
+        cluster.network.after(cluster.network.random.uniform(0.01, 1.0), partial(_strike, cluster, name))
+
+
+def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport, life: int = 0) -> Node:
     network, scenario = transport.network, cluster.scenario
     limits = scenario.limits
     machine: Scheduler | Server | Worker
@@ -297,7 +330,7 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             endpoint = transport.bind(f"memory://{role}-{rank}{mark}")
         introduction = Introduction(
             role,
-            (1 if role is Role.SERVER else 2) * 1_000_000 + rank,
+            (1 if role is Role.SERVER else 2 + life) * 1_000_000 + rank,
             rank,
             f"host-{rank}",
             100 + rank,
@@ -306,6 +339,7 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             scenario.num_servers,
             __version__,
             SCHEDULER_ENDPOINT,
+            life,
         )
         if role is Role.SERVER:
             arithmetic = None
@@ -350,9 +384,17 @@ def _strike(cluster: Cluster, name: str) -> None:
         return
     cluster.struck_at = cluster.network.now
     if _is_given_up(cluster, name) and cluster.oracle is not None:
-        cluster.oracle.lost.add(victim.node.machine.me.node.rank)
+        cluster.oracle.lost.add(cluster.users[name].rank)
+        cluster.struck.add(name)
     if scenario.pause_s is None:
         victim.crash()
+        if scenario.again is not None and name in cluster.users:
+            user = cluster.users[name]
+            cluster.starting += 1
+            delay_s = cluster.network.random.uniform(*scenario.again)
+            told_s = cluster.network.random.uniform(0.0, 1.0)
+            cluster.network.after(told_s, partial(_tell, cluster, user.rank, user.life))
+            cluster.network.after(delay_s, partial(_start_again, cluster, user.rank, user.life + 1))
     else:
         victim.pause(scenario.pause_s, scenario.limits.patience_s)
 
@@ -363,7 +405,8 @@ def _play(cluster: Cluster) -> int:
     expected = 1 + cluster.scenario.num_servers + cluster.scenario.num_workers
     events = 0
     while True:
-        if len(cluster.processes) == expected and all(process.ended for process in cluster.processes.values()):
+        is_complete = len(cluster.processes) >= expected and not cluster.starting
+        if is_complete and all(process.ended for process in cluster.processes.values()):
             return events
         if not network.step():
             raise AssertionError(f"nothing will ever happen again: {_state(cluster)}")
@@ -383,9 +426,14 @@ def _judge(cluster: Cluster) -> None:
         if process.crashed:
             continue
         user.advance()
-        if user.rank in cluster.oracle.lost:
+        if name in cluster.struck:
             assert user.done, f"{name} did not hear that it was given up"
             continue
+        if user.life and isinstance(user.error, JobOver):
+            assert user.since is None, f"{name} took part, and was told that it is too late"
+            cluster.network.used["too late"] += 1
+            continue
+        cluster.network.used["joined"] += user.life > 0
         assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
         assert user.done, f"{name} did not come to its end"
@@ -395,7 +443,9 @@ def _judge(cluster: Cluster) -> None:
     survivors = [process for process in cluster.processes.values() if not process.crashed]
     for process in survivors:
         failure = process.node.failure
-        if process.name in cluster.users and cluster.users[process.name].rank in cluster.oracle.lost:
+        if isinstance(failure, JobOver):
+            continue
+        if process.name in cluster.struck:
             is_late = isinstance(failure, PeerLostError) and failure.node == "scheduler"  # the job was over by then
             assert isinstance(failure, FencedError) or is_late, (
                 f"{process.name} was given up and ended with {failure!r}"
@@ -436,6 +486,8 @@ def _judge_checkpoints(cluster: Cluster) -> None:
         return
     stayed = [user for user in cluster.users.values() if user.job.rounds_of(user.rank) == user.job.rounds]
     stayed = [user for user in stayed if user.rank not in oracle.lost]
+    joined = [user for name, user in cluster.users.items() if user.life and name not in cluster.struck]
+    stayed += [user for user in joined if user.since is not None and user.since < user.job.rounds]
     for user in stayed:
         for turn, future in user.saves.items():
             error = future.exception()
@@ -496,6 +548,18 @@ IMPATIENT = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, explain_after_s=0.
 
 IMPATIENT_OF_SILENCE = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, patience_s=2.0)
 GOING_ON = Scenario(num_workers=4, rounds=6, optimizer="test", saves=0.3, spread_s=0.02, on_loss="continue")
+JOINING = Scenario(
+    num_workers=4,
+    rounds=12,
+    optimizer="test",
+    saves=0.3,
+    holds=False,
+    spread_s=0.05,
+    on_loss="continue",
+    again=(0.02, 0.4),
+    weather=Weather(delay_s=0.03),
+)
+"""A round takes about as long as a process that is started again."""
 
 SCENARIOS: dict[str, Scenario] = {
     "calm": Scenario(rounds=6),
@@ -625,6 +689,29 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "goes on without sums of hosts": replace(GOING_ON, victims=("worker-0", "worker-3"), hosts=2, local_reduce="on"),
     "goes on without a server": replace(GOING_ON, victims=("server-1",)),
+    "joins": replace(JOINING, victims=("worker-1",)),
+    "joins as rank 0": replace(JOINING, victims=("worker-0",)),
+    "joins beside another": replace(JOINING, victims=("worker-1", "worker-2")),
+    "joins with a far scheduler": replace(
+        JOINING,
+        victims=("worker-1", "worker-2"),
+        rounds=20,
+        saves=0.0,
+        spread_s=0.0,
+        again=(0.1, 0.3),
+        weather=Weather(delay_s=0.005, scheduler_delay_s=0.15),
+    ),
+    "joins again and again": replace(JOINING, victims=("worker-1", "worker-0"), rounds=24, lives=5),
+    "joins in a storm": replace(JOINING, victims=("worker-1",), weather=STORM, limits=STORM_LIMITS),
+    "joins again and again in a storm": replace(
+        JOINING, victims=("worker-2", "worker-1"), rounds=16, lives=4, weather=STORM, limits=STORM_LIMITS
+    ),
+    "joins while others save": replace(JOINING, victims=("worker-1",), optimizer="momentum", saves=0.8),
+    "joins with rows": replace(JOINING, victims=("worker-2",), tables=True, saves=0.0),
+    "joins async": replace(JOINING, victims=("worker-2",), mode="async", optimizer="sgd", saves=0.0),
+    "joins late": replace(JOINING, victims=("worker-1",), rounds=4, fault_round=3, again=(0.0, 0.6)),
+    "joins from the start": replace(JOINING, victims=("worker-1",), fault_round=-1, rounds=8),
+    "joins offloaded": replace(JOINING, victims=("worker-2",), offloaded=True, optimizer="momentum"),
     "rows updated": Scenario(num_workers=3, num_servers=3, rounds=5, optimizer="test", tables=True, saves=0.0),
     "rows async": Scenario(num_workers=3, rounds=5, mode="async", optimizer="sgd", tables=True, saves=0.0),
     "rows in a storm": Scenario(

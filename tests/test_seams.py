@@ -20,6 +20,7 @@ FEATURES = {
     "GPU backends": "kernels.cupy_cuda kernels.numba_cuda",
     "host aggregation": "core.host_aggregation",
     "ledger": "runtime.ledger",
+    "newcomers": "core.scheduler.newcomers core.worker.newcomer",
     "profiler": "profiler runtime.profiler runtime.trace",
 }
 """Feature → the modules and packages of kvdist that it lives in."""

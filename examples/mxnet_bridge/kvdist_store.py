@@ -71,7 +71,6 @@ class KVDist(mx.kv.KVStore):
         self._mode = "dist_async" if "_async" in name else "dist"
         self._store = kv.create(self._mode)
         self._dtypes: dict = {}
-        self._shapes: dict = {}
         """Of every key."""
         self._tables: set = set()
         """Keys whose first value was row_sparse."""
@@ -255,25 +254,17 @@ class KVDist(mx.kv.KVStore):
         if optimizer is not None:
             store.set_optimizer(optimizer)
         if keys:
+            values = old.pull(keys, ignore_sparse=False)
             if self._mode == "dist_async":
-                old.pull(keys, ignore_sparse=False)
                 old.barrier()  # now everybody's pushes are in the values
-            # Rank 0's values count; the others say shapes alone, which costs no memory.
-            is_first = self._store.rank == 0
-            store.init(keys, old.pull(keys, ignore_sparse=False) if is_first else list(map(self._blank, keys)))
+                values = old.pull(keys, ignore_sparse=False)
+            store.init(keys, values)
         dense = [key for key in keys if key not in self._tables]
         if keeps and dense:
             store.replace_optimizer_states(dense, old.optimizer_states(dense))
             store.barrier()
         old.close()
         self._store = store
-
-    def _blank(self, key):
-        """What declares a key: memory that nothing has written to, or no rows."""
-        shape, dtype = self._shapes[key], self._dtypes[key]
-        if key in self._tables:
-            return RowSparse(np.empty(0, np.int64), np.empty((0, *shape[1:]), dtype), shape)
-        return np.empty(shape, dtype)
 
     def save_optimizer_states(self, fname, dump_optimizer: bool = False) -> None:
         """Save what the servers remember of every key in the folder `fname`, and the counts of updates beside it.
@@ -324,7 +315,6 @@ class KVDist(mx.kv.KVStore):
             if getattr(parameter, "_grad_stype", "default") == "row_sparse" and isinstance(first, np.ndarray):
                 firsts[place] = RowSparse(np.arange(len(first)), first, first.shape)
         self._dtypes.update((key, arrays[0].dtype) for key, arrays in zip(keys, values, strict=True))
-        self._shapes.update((key, arrays[0].shape) for key, arrays in zip(keys, values, strict=True))
         self._tables.update(key for key, first in zip(keys, firsts, strict=True) if isinstance(first, RowSparse))
         if self._compression is not None:
             self._store.leave_uncompressed([key for key in keys if self._dtypes[key] != np.float32])

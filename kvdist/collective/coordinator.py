@@ -528,7 +528,7 @@ class Coordinator:
         calls = self._shared_calls(group)
         is_stuck = bool(active) and all(group.of[rank].stuck_at >= group.agreed for rank in active)
         if is_stuck and not calls:
-            calls = {rank: self._stuck_call(group.of[rank]) for rank in active}
+            calls = {rank: group.of[rank].first for rank in active}
         return calls, {group.of[rank].entry(call)[0] for rank, call in calls.items()}
 
     def _shared_calls(self, group: GroupProgress) -> dict[int, int]:
@@ -544,14 +544,6 @@ class Coordinator:
                 return calls
             group.ready.popleft()
         return {}
-
-    def _stuck_call(self, progress: RankProgress) -> int:
-        """The oldest call of a rank that is stuck; one that it refused by its name waits on for that of the others."""
-        for call, key in progress.keys.items():
-            signature = self._signatures.get(progress.entry(call)[0])
-            if not (key and signature is not None and signature.is_refused):
-                return progress.places[key][0]
-        return progress.first
 
     def _key(self, digest: bytes) -> str:
         signature = self._signatures.get(digest)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from kvdist.config.environment import read_setting
-from kvdist.errors import FencedError, PeerLostError
+from kvdist.errors import FencedError, JobOver, PeerLostError
 
 EXIT_PEER_LOST = 75
 """This process ended because another one was lost: sysexits.h's EX_TEMPFAIL, which says that trying again may help."""
@@ -28,7 +28,7 @@ INNER_MODULES = ("concurrent", "contextlib")
 
 
 def shorten_tracebacks() -> _Hook:
-    """From now on let `sys.excepthook` show all frames of the program, and few of ours.
+    """From now on let `sys.excepthook` show all frames of the program, and few of ours, and end well by a `JobOver`.
 
     All are shown with ``python -X dev`` and in an interactive interpreter, where a debugger may look at them later.
     Returns the hook.
@@ -68,6 +68,9 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         is_interactive = hasattr(sys, "ps1") or bool(sys.flags.inspect)
+        if isinstance(error, JobOver) and not is_interactive:
+            sys.stderr.write(f"kvdist: {error}\n")
+            raise SystemExit(0)
         ends = self.ends and isinstance(error, PeerLostError | FencedError) and not is_interactive
         if not (is_interactive or sys.flags.dev_mode):
             for one in _chain(error):

@@ -242,8 +242,9 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_RESTARTS", whole_number(0), None,
-            "set by the launcher: how often the job was started anew before, with `--on-worker-exit restart:N`; absent"
-            " the first time",
+            "set by the launcher: how often this process was started before; absent the first time",
+            "With `--on-worker-exit restart:N` that is the whole job. A worker that is started again while the others"
+            " go on joins them ([reliability.md](reliability.md#newcomers))",
         ),
         Setting(
             "KVDIST_LISTEN_FD", whole_number(0), None,
@@ -323,6 +324,12 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "what follows when a worker is lost: `fail` ends the job, `continue` lets the others go on without it",
             "`continue` needs stores that update ([reliability.md](reliability.md)); a lost server or scheduler ends"
             " the job with both. The scheduler's value counts, and `kvdist-launch --on-loss` sets it",
+        ),
+        Setting(
+            "KVDIST_MAX_WORKERS", whole_number(1), None,
+            "how many workers there may be with `KVDIST_ON_LOSS=continue`, when more join a running job",
+            "The scheduler's value counts. Give it to workers that join, too: their ranks are above the others'",
+            shown_default="as many as there are at the start",
         ),
         Setting(
             "KVDIST_PRIORITY_SLICES", FLAG, False,
@@ -709,7 +716,7 @@ def refuse_replaced(env: Variables) -> None:
 
 # Jobs with servers.
 
-JOB_WIDE = ("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss")
+JOB_WIDE = ("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss", "max_workers")
 """Fields that a child process gets even with the default, so that its host's variables do not change them."""
 
 
@@ -742,6 +749,8 @@ class ClusterConfig:
     transport: str = setting("KVDIST_TRANSPORT")
     local_reduce: str = setting("KVDIST_LOCAL_REDUCE")
     on_loss: str = setting("KVDIST_ON_LOSS")
+    max_workers: int | None = setting("KVDIST_MAX_WORKERS")
+    restarts: int | None = setting("KVDIST_RESTARTS")
     supervised: bool = setting("KVDIST_SUPERVISED")
     port_range: tuple[int, int] | None = setting("KVDIST_PORT_RANGE")
     listen_fd: int | None = setting("KVDIST_LISTEN_FD")
@@ -758,7 +767,7 @@ class ClusterConfig:
                 "this job has no servers (DMLC_NUM_SERVER is 0): use kv.create('collective'), or start it with servers"
                 " by kvdist-launch -s 2 or kvdist_launch.run(..., servers=2)"
             )
-        count = {Role.WORKER: self.num_workers, Role.SERVER: self.num_servers, Role.SCHEDULER: 1}[self.role]
+        count = {Role.WORKER: self.most_workers, Role.SERVER: self.num_servers, Role.SCHEDULER: 1}[self.role]
         if self.rank is not None and self.rank >= count:
             raise ConfigError(f"KVDIST_RANK is {self.rank}, but the cluster has only {count} {self.role}(s)")
         check_security(self.security, self.secret_file)
@@ -806,6 +815,11 @@ class ClusterConfig:
                 " does not know its rank: set KVDIST_RANK for each server, or name one device"
             )
         return self.server_devices[(rank or 0) % len(self.server_devices)]
+
+    @property
+    def most_workers(self) -> int:
+        """How many workers there may be at a time."""
+        return max(self.num_workers, self.max_workers or 0) if self.on_loss != "fail" else self.num_workers
 
     def require_private(self, host: str) -> None:
         """Refuse to listen where other machines can reach us, unless that was asked for.

@@ -74,9 +74,18 @@ class Agreement(Generic[Statement]):
         since: when it began.
         askers: who may ask for its answer.
         quorum: whose word is needed, group by group.
+        spared: but not that of these.
     """
 
-    def __init__(self, subject: str, deed: str, since: float, askers: Live, quorum: Sequence[Live] = ()) -> None:
+    def __init__(
+        self,
+        subject: str,
+        deed: str,
+        since: float,
+        askers: Live,
+        quorum: Sequence[Live] = (),
+        spared: Iterable[Member] = (),
+    ) -> None:
         self.subject = subject
         self.deed = deed
         self.since = since
@@ -84,6 +93,8 @@ class Agreement(Generic[Statement]):
         """In the order in which they spoke first."""
         self.waits_for: Agreement[str] | None = None
         """What has to be agreed next, once this is complete."""
+        self.spared: set[Member] = set(spared)
+        """Members of the quorum that take no part, because they joined later in the program."""
         self._askers = askers
         self._quorum = quorum
         self._asked: dict[tuple[Member, int], None] = {}
@@ -98,7 +109,7 @@ class Agreement(Generic[Statement]):
     @property
     def is_complete(self) -> bool:
         """Whether every member of the quorum has spoken."""
-        return len(self.said) >= sum(map(len, self._quorum)) and not self.missing()
+        return len(self.said) + len(self.spared) >= sum(map(len, self._quorum)) and not self.missing()
 
     def say(self, member: Member, statement: Statement) -> None:
         """Note what a member says."""
@@ -124,7 +135,8 @@ class Agreement(Generic[Statement]):
     def missing(self) -> tuple[NodeId, ...]:
         """The members whose word is needed and not given, of the first group that lacks one."""
         for group in self._quorum:
-            missing = [node for node, member in group.items() if not self.has_heard(member)]
+            silent = [(node, member) for node, member in group.items() if not self.has_heard(member)]
+            missing = [node for node, member in silent if member not in self.spared]
             if missing:
                 return tuple(sorted(missing, key=lambda node: node.rank))
         return ()

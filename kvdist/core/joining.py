@@ -11,6 +11,8 @@ from kvdist.protocol.messages import Hello, Peer, Rejected, Roster, Welcome
 
 SCHEDULER_MEMBER = Member(SCHEDULER, 1)
 HELLO_INTERVAL_S = 0.5
+KEPT_HELLO_INTERVAL_S = 0.1
+"""When the scheduler has heard it, but the rank is still that of a process which may be dead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class Introduction:
     num_servers: int
     version: str
     scheduler_endpoint: str
+    life: int = 0
+    """How often a process of this rank was started before."""
 
 
 class Joining:
@@ -50,6 +54,7 @@ class Joining:
         self.complete = False
         self.hint = ""
         """Who is missing, as the scheduler says."""
+        self._heard_at = now
         self._next_hello = now
         self._dialled = False
 
@@ -64,7 +69,7 @@ class Joining:
         if self.complete:
             return NEVER
         if self.welcomed_at is None:
-            return min(self._next_hello, self.started_at + self.connect_timeout_s)
+            return min(self._next_hello, self._heard_at + self.connect_timeout_s)
         return self.welcomed_at + self.form_timeout_s
 
     def tick(self, now: float) -> list[Effect]:
@@ -79,7 +84,7 @@ class Joining:
             if now >= self.welcomed_at + self.form_timeout_s:
                 raise DeadlineExceeded(self.explain(now) or "")
             return []
-        if now >= self.started_at + self.connect_timeout_s:
+        if now >= self._heard_at + self.connect_timeout_s:
             raise DeadlineExceeded(
                 f"the scheduler at {self.introduction.scheduler_endpoint} did not answer within"
                 f" {self.connect_timeout_s:g} s: is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
@@ -93,6 +98,13 @@ class Joining:
             effects.append(Connect(SCHEDULER_MEMBER, self.introduction.scheduler_endpoint))
         self._next_hello = now + HELLO_INTERVAL_S
         return [*effects, Send(SCHEDULER_MEMBER, self._hello())]
+
+    def hinted(self, deed: str, now: float) -> None:
+        """The scheduler says who is missing. It is there, so its answer may take long."""
+        self.hint = deed
+        if self.welcomed_at is None:
+            self._heard_at = now
+            self._next_hello = min(self._next_hello, now + KEPT_HELLO_INTERVAL_S)
 
     def disconnected(self, now: float) -> None:
         """The connection to the scheduler broke, and a hello or its answer with it: say it again."""
@@ -122,6 +134,8 @@ class Joining:
             return None
         if self.welcomed_at is None:
             waited = now - self.started_at
+            if self.hint:
+                return f"waiting for {self.hint}, since {waited:.1f} s"
             return (
                 f"waiting for the scheduler at {self.introduction.scheduler_endpoint} to answer, since {waited:.1f} s"
             )
@@ -134,4 +148,13 @@ class Joining:
     def _hello(self) -> Hello:
         intro = self.introduction
         wanted = -1 if intro.wanted_rank is None else intro.wanted_rank
-        return Hello(wanted, intro.host, intro.pid, intro.endpoint, intro.num_workers, intro.num_servers, intro.version)
+        return Hello(
+            wanted,
+            intro.host,
+            intro.pid,
+            intro.endpoint,
+            intro.num_workers,
+            intro.num_servers,
+            intro.version,
+            intro.life,
+        )

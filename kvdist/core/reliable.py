@@ -246,17 +246,18 @@ class Reliable:
         """Run any other method of the machine and stamp what it sends."""
         return self._stamped(action(), now)
 
-    def rejection(self, reason: str, asked: Stamp | None = None) -> Packet:
+    def rejection(self, reason: str, asked: Stamp | None = None, is_over: bool = False) -> Packet:
         """A refusal, which says nothing of this job or process that a stranger could use.
 
         Args:
             reason: what to tell the other side.
             asked: of the message that is refused; None if it cannot be read.
+            is_over: see `Rejected`.
         """
         role = self.machine.me.node.role
         me = Member(NodeId(role, 0 if role is Role.SCHEDULER else UNRANKED), 0)
         job, to = (0, 0) if asked is None else (asked.job, asked.source.incarnation)
-        return Packet(Stamp(job, TERM, 0, me, to, 0, 0, 0), Rejected(reason))
+        return Packet(Stamp(job, TERM, 0, me, to, 0, 0, 0), Rejected(reason, is_over))
 
     def validate(self) -> None:
         """Check every invariant of the links and of the machine."""
@@ -361,7 +362,7 @@ class Reliable:
     def _transmit(self, send: Send, now: float) -> Transmit:
         if isinstance(send.message, Rejected):
             asked = Stamp(self.job, TERM, 0, send.to, 0, 0, 0, 0)
-            return Transmit(send.to, self.rejection(send.message.reason, asked))
+            return Transmit(send.to, self.rejection(send.message.reason, asked, send.message.is_over))
         if not send.message.SEQUENCED or send.to.node.rank == UNRANKED:
             return self._unsequenced(send.to, send.message)
         link = self._link(send.to)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+from kvdist.core.machine import NEVER
 from kvdist.core.policy import Policy
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.naming import name_of
@@ -61,6 +62,28 @@ class Contributed(Protocol):
 C = TypeVar("C", bound=Contributed)
 
 
+@dataclass(slots=True)
+class Admission:
+    """What a round has to know while workers join that came later. Without it, a worker takes part in all versions."""
+
+    limit: int | None = None
+    """No version above this is made: the scheduler looks for the one from which on newcomers take part."""
+    since: dict[int, float] = field(default_factory=dict)
+    """Worker rank → the version from which on it takes part, if that is still to come; NEVER if it is not known yet."""
+
+    def allows(self, version: int) -> bool:
+        """Whether the version after this one may be made."""
+        return self.limit is None or version < self.limit
+
+    def of(self, ranks: Iterable[int], version: int) -> set[int]:
+        """Those of these workers that take part in the version after this one."""
+        return {rank for rank in ranks if self.since.get(rank, 0) <= version}
+
+    def is_skipped(self, live: Set[int]) -> bool:
+        """Whether none of these workers takes part yet, but one will: then a version is made of nothing."""
+        return any(self.since.get(rank, 0) < NEVER for rank in live)
+
+
 class Verdict(enum.Enum):
     """What `Round.offer` did."""
 
@@ -100,6 +123,10 @@ class Round(Generic[C, P]):
     again: the first answer may have gone to a neighbour that left before it had passed it on."""
     pulls: list[P] = field(default_factory=list)
     open_since: float = 0.0
+    admission: Admission | None = None
+    """None nearly always."""
+    later: frozenset[int] = frozenset()
+    """The ranks of the workers that have joined later."""
 
     @property
     def is_quiet(self) -> bool:
@@ -146,11 +173,14 @@ class Round(Generic[C, P]):
 
     def is_complete(self, live: Set[int]) -> bool:
         """Whether it can be closed while these workers are alive."""
+        if self.admission is not None:
+            return _is_complete(self.policy, self.admission, self.version, self.slots.keys(), live)
         return bool(self.slots) and self.policy.is_full(self.slots.keys(), live)
 
-    def missing(self, live: Set[int]) -> tuple[int, ...]:
-        """The ranks whose contributions are awaited."""
-        return self.policy.missing(self.slots.keys(), live) if self.slots else ()
+    def missing(self, live: Set[int], present: Set[int] | None = None) -> tuple[int, ...]:
+        """The ranks whose contributions are awaited; `present` are those that are there, if not all in slots count."""
+        awaited = live if self.admission is None else self.admission.of(live, self.version)
+        return self.policy.missing(self.slots.keys() if present is None else present, awaited) if self.slots else ()
 
     def take(self, ranks: Sequence[int] | None = None) -> list[C]:
         """Count contributions, in rank order, which makes a version.
@@ -158,11 +188,43 @@ class Round(Generic[C, P]):
         Args:
             ranks: whose; None for the ones that the policy chooses.
         """
-        contributions = [self.slots.pop(rank) for rank in ranks or self.policy.chosen(self.slots)]
+        contributions = [self.slots.pop(rank) for rank in ranks or self.policy.chosen(self.ready())]
         self.version += 1
         for contribution in contributions:
             self.counted[contribution.member.node.rank] = contribution.step + 1
+        if self.admission is not None:
+            self._tidy(self.admission)
         return contributions
+
+    def ready(self) -> Set[int]:
+        """The ranks whose contributions may be in the next version."""
+        present = self.slots.keys()
+        return present if self.admission is None else self.admission.of(present, self.version)
+
+    # Newcomers: workers that join a running job. Counters of workers are aligned with versions: a worker's next push is
+    # for the version after `counted` of them, so a newcomer's begin at the version in which it takes part first.
+
+    def hold(self) -> int:
+        """Make one more version at most, until `admit`. Returns the present one."""
+        self.admission = self.admission or Admission()
+        self.admission.limit = self.version + 1
+        return self.version
+
+    def admit(self, ranks: Iterable[int], version: int | None) -> None:
+        """Let workers take part from a version on; None for not yet, and the next call says when."""
+        admission = self.admission = self.admission or Admission()
+        admission.limit = None
+        for rank in ranks:
+            admission.since[rank] = NEVER if version is None else version
+            if version is not None:
+                self.counted[rank] = version
+                self.later |= {rank}
+        self._tidy(admission)
+
+    def _tidy(self, admission: Admission) -> None:
+        admission.since = {rank: since for rank, since in admission.since.items() if since > self.version}
+        if not admission.since and admission.limit is None:
+            self.admission = None
 
     def refuse(self, contributions: Sequence[C], refusal: Refusal) -> None:
         """Note that these, which are counted, have not been applied."""
@@ -197,6 +259,8 @@ class Round(Generic[C, P]):
         for rank in ranks:
             self.slots.pop(rank, None)
             self.refused.pop(rank, None)
+            if self.admission is not None:
+                self.admission.since.pop(rank, None)
         return {rank: self.counted.pop(rank, 0) for rank in ranks}
 
     def drop_departed(self, live: Mapping[int, object]) -> None:
@@ -228,17 +292,27 @@ class Holder(Protocol):
 
 def contributors(holders: Sequence[Holder]) -> Set[int]:
     """The ranks whose contributions to the open round all of these have."""
-    return set.intersection(*(set(holder.round.slots) for holder in holders))
+    return set.intersection(*(set(holder.round.ready()) for holder in holders))
 
 
 def is_complete(holders: Sequence[Holder], live: Set[int]) -> bool:
     """Whether their rounds can be closed, all with contributions of the same workers, while these are alive."""
     if len(holders) == 1:
         return holders[0].round.is_complete(live) and holders[0].has_value
-    present = contributors(holders)
-    return (
-        bool(present) and all(holder.has_value for holder in holders) and holders[0].round.policy.is_full(present, live)
-    )
+    if not all(holder.has_value for holder in holders):
+        return False
+    present, one = contributors(holders), holders[0].round
+    if one.admission is not None:
+        return _is_complete(one.policy, one.admission, one.version, present, live)
+    return bool(present) and one.policy.is_full(present, live)
+
+
+def _is_complete(policy: Policy, admission: Admission, version: int, present: Set[int], live: Set[int]) -> bool:
+    """Whether the next version can be made of these contributions, while workers join."""
+    awaited, ready = admission.of(live, version), admission.of(present, version)
+    if not admission.allows(version):
+        return False
+    return policy.is_full(ready, awaited) if ready else not awaited and admission.is_skipped(live)
 
 
 def take_round(holders: Sequence[Holder], live: Set[int]) -> list[list[Any]]:
@@ -272,8 +346,15 @@ def scale_of(contribution: Contributed, total: int, optimizer: Optimizer | None)
     return rescale / total if contribution.flags & _AVERAGE else rescale
 
 
-def agreed_settings(key: int | str, present: Sequence[Contributed]) -> tuple[float | None, float | None]:
+def agreed_settings(
+    key: int | str, present: Sequence[Contributed], later: Set[int]
+) -> tuple[float | None, float | None]:
     """The learning rate and weight decay of a round; None where the server's optimizer decides.
+
+    Args:
+        key: for messages.
+        present: what is in the round.
+        later: the ranks of workers that have joined later, whose schedules may have begun anew: the others' words hold.
 
     Raises:
         OptimizerMismatch: the workers say different ones.
@@ -281,6 +362,11 @@ def agreed_settings(key: int | str, present: Sequence[Contributed]) -> tuple[flo
     first = present[0].setting
     for other in present[1:]:
         if other.setting != first and other.setting[:2] != first[:2]:
+            if later:
+                elders = [one for one in present if one.member.node.rank not in later]
+                if len(elders) < len(present):
+                    eldest = min(present, key=lambda one: one.member.incarnation)
+                    return agreed_settings(key, elders or [eldest], frozenset())
             said = "; ".join(f"{c.member} {_said(c.setting)}" for c in present)
             raise OptimizerMismatch(
                 f"workers disagree on the learning rate or weight decay of {name_of(key)} in one round: {said}."

@@ -28,6 +28,7 @@ from kvdist.protocol.wire_types import (
     FromMinusOne,
     Givers,
     Keys,
+    Members,
     Name,
     Names,
     Numbers,
@@ -169,6 +170,8 @@ class Hello(WireMessage):
     num_workers: UInt32
     num_servers: UInt32
     version: Name
+    life: UInt32 = 0
+    """How often a process of this rank was started before, as its launcher says; 0 if nobody says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,8 @@ class Rejected(WireMessage):
     KIND = 3
     SEQUENCED = False
     reason: Sentence
+    is_over: Boolean = False
+    """Whether it is too late, because the job has ended well; nothing is wrong then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +217,10 @@ class Roster(WireMessage):
     """1, 2, …"""
     lost: Ranks = ()
     """The workers given up since the roster before: nothing of theirs is counted any more."""
-    ended: Ranks = ()
+    ended: Members = ()
     """Of all that were given up, those whose processes are known since then to have ended: they read nothing more."""
+    newcomers: Ranks = ()
+    """Of `peers`, the workers that no round waits for: a `Cut` makes members of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +279,8 @@ class Declare(_OfKeys):
     """Worker → scheduler: this worker initialises these keys next."""
 
     KIND = 10
+    pushes: UInt32 = 0
+    """How many pushes it has made, of the key that it has pushed most: its place in the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,6 +366,8 @@ class Barrier(_OfStore):
     statement: Sentence
     giver: FromMinusOne = -1
     """The worker whose values the others wait for; -1 for none."""
+    pushes: UInt32 = 0
+    """As in `Declare`."""
 
 
 # Data: between workers and servers, and workers of one host. No scheduler involved.
@@ -751,6 +762,8 @@ class MarkPushes(WireMessage):
     """Whether these are the last of the slices."""
     ids: Numbers
     steps: Numbers
+    pushes: UInt32 = 0
+    """As in `Declare`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -769,6 +782,8 @@ class Save(_FromWorker):
     """What the worker itself wants to have back."""
     failure: Sentence
     """Why the worker cannot take part; empty if it does."""
+    pushes: UInt32 = 0
+    """As in `Declare`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -790,6 +805,8 @@ class Load(_FromWorker):
     KIND = 44
     failure: Sentence
     """Why the worker cannot take part; empty if it does."""
+    pushes: UInt32 = 0
+    """As in `Declare`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -811,6 +828,73 @@ class DropRestored(_OfStore):
     """Scheduler → server: some server could not read; forget what you have read."""
 
     KIND = 47
+
+
+# Newcomers: workers that join a running job.
+
+LATER = (1 << 32) - 1
+"""In place of a counter: no round of this slice waits for the worker before another `Counters` says when."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(WireMessage):
+    """Worker that came later → scheduler: my next push is of this store, where no round waits for me yet.
+
+    To a server it says no more than that this worker is there.
+    """
+
+    KIND = 84
+    store: UInt32
+
+
+@dataclass(frozen=True, slots=True)
+class FindCut(WireMessage):
+    """Scheduler → server: which is the highest version of your slices? Make at most one more of each until a `Cut`."""
+
+    KIND = 80
+    request: UInt64
+
+
+@dataclass(frozen=True, slots=True)
+class CutFound(WireMessage):
+    """Server → scheduler: the highest version of slices that are updated in rounds; 0 if there are none."""
+
+    KIND = 81
+    request: UInt64
+    highest: UInt32
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(WireMessage):
+    """Scheduler → server: rounds wait for these workers from a version on. Tell them by `Counters`.
+
+    Without a store they become members, and take part from this version on in all slices that were as far as that.
+    With one they take part from now on in the slices of that store that have not waited for them yet.
+    """
+
+    KIND = 82
+    request: UInt64
+    store: FromMinusOne
+    version: UInt32
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counters(WireMessage):
+    """Server → worker that came later: where your push counters of my slices begin, or `LATER`."""
+
+    KIND = 83
+    ids: Numbers
+    steps: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Numbered(WireMessage):
+    """Scheduler → worker that came later: your next checkpoint of this store is the `counter`-th of all workers."""
+
+    KIND = 85
+    store: UInt32
+    counter: UInt64
 
 
 # Commands.
@@ -846,6 +930,7 @@ Message = (
     | CheckBlocked
     | InitRows | PushRows | PullRows | RowValues
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
+    | Ready | FindCut | CutFound | Cut | Counters | Numbered
     | Command | Perform
 )  # fmt: skip
 

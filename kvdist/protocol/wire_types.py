@@ -269,6 +269,7 @@ MEMBER = WireType(
 Names = Annotated[tuple[str, ...], list_of("names", _NAME, "entries_max")]
 Requests = Annotated[tuple[int, ...], list_of("requests", _UINT64, "entries_max")]
 Ranks = Annotated[tuple[int, ...], list_of("ranks", _UINT32, "members_max")]
+Members = Annotated[tuple[Member, ...], list_of("members", MEMBER, "members_max")]
 Description = Annotated[dict[str, str | int | float | bool | None], WireType("description", _read_description)]
 
 

@@ -345,6 +345,7 @@ def introduction(config: ClusterConfig, endpoint: str, scheduler_endpoint: str) 
         config.num_servers,
         __version__,
         scheduler_endpoint,
+        config.restarts or 0,
     )
 
 

@@ -251,19 +251,6 @@ def test_a_call_that_is_refused_is_that_of_its_name_whatever_waits(order):
     assert later == [(rank, Agreed(0, 3)) for rank in range(2)]
 
 
-def test_a_name_that_was_refused_waits_on_for_its_call_where_ranks_are_stuck_with_others():
-    coordinator, (first, second) = callers(2)
-    first.call(refused(SUM), OTHER)
-    second.call(GATHER)
-    coordinator.hear(0, RankWaits(0, 0), 1.0)
-    differ = coordinator.hear(1, RankWaits(0, 0), 1.0)
-    assert [(rank, message.call) for rank, message in differ if isinstance(message, Mismatch)] == [(0, 1), (1, 0)]
-    assert "rank 0 allreduce 'b'" in differ[0][1].text and "rank 1 allgather" in differ[0][1].text
-    told = second.call(SUM)
-    assert [(rank, message.call) for rank, message in told if isinstance(message, Mismatch)] == [(0, 0), (1, 1)]
-    assert "rank 0 on host h0 cannot call allreduce 'a'" in told[0][1].text
-
-
 def test_ranks_that_all_could_not_call_go_on():
     _, (first, second) = callers(2)
     first.call(refused(SUM, "ValueError: 1 row"))

@@ -26,11 +26,15 @@ class Books:
 
     Attributes:
         rounds: slice → the contributions to its versions 1, 2, …
-        pushed: (slice, worker) → how many of its pushes are counted.
+        pushed: (slice, worker) → how many of its pushes are counted, with those before it joined.
+        since: a worker that has joined later → how many pushes the others had made by then.
     """
 
+    since: dict[Member, int] = field(default_factory=dict)
     rounds: dict[int, list[Counted]] = field(default_factory=lambda: defaultdict(list))
     pushed: Counter[tuple[int, Member]] = field(default_factory=Counter)
+    newcomers_above: int = 0
+    """The incarnations of those that were there from the start are not higher."""
 
     def keep_of(self, server: Server) -> None:
         """Keep the books of a server, too."""
@@ -53,6 +57,14 @@ class Books:
             counts[number] += pushes * (member.node.rank == rank)
         return len(set(counts.values())) > 1
 
+    def begin(self, number: int, member: Member, step: int, version: int) -> None:
+        """A worker is counted in a slice for the first time. It begins with the same step in all of them."""
+        if step:
+            assert member.incarnation > self.newcomers_above, f"the first pushes of {member} are not counted"
+            assert step == version, f"push {step} of {member} is counted in version {version + 1}"
+            assert self.since.setdefault(member, step) == step, f"{member} has joined in several steps"
+        self.pushed[number, member] = step
+
 
 @dataclass
 class Page:
@@ -70,6 +82,8 @@ class Page:
             )
             for member, step in counted:
                 assert not self.is_lost(member), f"{member} is counted after its loss was settled"
+                if (number, member) not in self.books.pushed:
+                    self.books.begin(number, member, step, holder.round.version - 1)
                 before = self.books.pushed[number, member]
                 assert step == before, f"push {step} of {member} is counted after {before} of them"
                 self.books.pushed[number, member] += 1

@@ -33,6 +33,8 @@ class Weather:
 
     delay_s: float = 0.002
     """The longest that a message is under way."""
+    scheduler_delay_s: float | None = None
+    """The same to and from the scheduler, if that is farther away."""
     loss: float = 0.0
     """Probability that a single message vanishes."""
     duplication: float = 0.0
@@ -83,9 +85,10 @@ class Network:
         self.happened[kind] += 1
         return True
 
-    def delay(self) -> float:
-        """How long the next message is under way, in seconds."""
-        return self.random.uniform(0.0001, self.weather.delay_s)
+    def delay(self, ends: Sequence[str] = ()) -> float:
+        """How long the next message is under way between these, in seconds."""
+        far_s = self.weather.scheduler_delay_s
+        return self.random.uniform(0.0001, far_s if far_s and "scheduler" in ends else self.weather.delay_s)
 
     def say(self, text: str) -> None:
         """Write a line of the trace."""
@@ -165,11 +168,11 @@ class Life:
         network.say(f"{ends[not upwards]} -> {ends[upwards]} {_kind(freight.frames)}")
         if upwards:
             self.up.append(freight)
-            self.up_at = max(self.up_at, network.now + network.delay())
+            self.up_at = max(self.up_at, network.now + network.delay(ends))
             network.at(self.up_at, lambda: self._arrive(upwards))
         else:
             self.down.append(freight)
-            self.down_at = max(self.down_at, network.now + network.delay())
+            self.down_at = max(self.down_at, network.now + network.delay(ends))
             network.at(self.down_at, lambda: self._arrive(upwards))
 
     def _arrive(self, upwards: bool) -> None:

@@ -167,6 +167,10 @@ class RowUser:
         future.add_done_callback(lambda done: None if done.exception() else finish_with(done.result()))
         return future
 
+    def begin_at(self, turn: int) -> None:
+        """The others have contributed so often before this worker came."""
+        self._pushed = {table.name: turn for table in TABLES}
+
     def initialise(self) -> list[Future[Any]]:
         """Give the first values of those that have some."""
         futures = []

@@ -14,12 +14,13 @@ from unittest import mock
 import pytest
 
 from kvdist.core.host_aggregation import HostRound, HostRounds
-from kvdist.core.machine import Effect
+from kvdist.core.machine import ChildEnded, Effect, Send
 from kvdist.core.reliable import PeerLink, Reliable
-from kvdist.core.round import PullRequest, Round, Verdict
-from kvdist.core.scheduler.checkpoints import SaveUnderWay
+from kvdist.core.round import Admission, PullRequest, Round, Verdict
+from kvdist.core.scheduler.checkpoints import Checkpoints, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
+from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import snapshots
 from kvdist.core.server.block import Block, Contribution
@@ -27,6 +28,7 @@ from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.server import Server
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
+from kvdist.core.worker import newcomer
 from kvdist.core.worker.requests import RunPart
 from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
 from kvdist.dtypes import DType
@@ -35,7 +37,7 @@ from kvdist.optimizer.base import Piece
 from kvdist.optimizer.offload import DeviceUpdater, on_device
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
-from kvdist.protocol.messages import Fate, Message, Push, Roster, TakeRestored
+from kvdist.protocol.messages import Fate, Load, Message, Push, Rejected, Roster, TakeRestored
 from tests.cases import each
 from tests.core import row_runs, row_workload
 from tests.simulation import IMPATIENT, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
@@ -85,6 +87,11 @@ FAULTS = {
         for name in SCENARIOS
         if name.startswith("goes on") and not name.endswith(("storm", "zombie", "doomed"))
     },
+    **{
+        name: ("crash", "started again", "joined", *(("lost", "cut") if scenario.weather is STORM else ()))
+        for name, scenario in SCENARIOS.items()
+        if name.startswith("joins")
+    },
 }
 """Scenario → the faults that must have struck, or it has shown nothing."""
 
@@ -133,6 +140,13 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "encoded in a storm",
     "hosts in cuts",
     "impatient hosts",
+    "joins again and again in a storm",
+    "joins as rank 0",
+    "joins async",
+    "joins beside another",
+    "joins from the start",
+    "joins offloaded",
+    "joins with rows",
     "leader leaves in a storm",
     "leader leaves one host",
     "long async",
@@ -424,6 +438,70 @@ def knows_no_giver(self: Keys, number: int) -> int | None:
     return None
 
 
+def counts_early_pushes(self: Round[Any, Any]) -> Set[int]:
+    """What a newcomer has pushed for a later version is in the next one."""
+    return self.slots.keys()
+
+
+def waits_from_the_start(self: Admission, ranks: Any, version: int) -> set[int]:
+    """A round waits for newcomers that push for a later version."""
+    return set(ranks)
+
+
+def promises_nothing(self: Admission, version: int) -> bool:
+    """Slices go on while the scheduler looks for the highest version."""
+    return True
+
+
+def cuts_twice_at_once(self: Newcomers) -> list[Effect]:
+    self._line, self._cutting = [*(self._cutting or ()), *self._line], None
+    return ORIGINAL_NEXT_CUT(self)
+
+
+def tells_of_the_cluster_at_once(self: Newcomers, stranger: Member, hello: Any, now: float) -> list[Effect]:
+    """A newcomer speaks to servers that have not heard of it."""
+    effects = ORIGINAL_HELLO(self, stranger, hello, now)
+    waiting, self.introductions = self.introductions, {}
+    return [*effects, *(Send(member, self._membership.roster) for member in waiting)]
+
+
+def begins_at_none(self: SliceTable, ids: Any, steps: Any) -> None:
+    """A newcomer counts its pushes from the first one."""
+
+
+def refuses_early_hellos(self: Newcomers, node: Any, stranger: Member, hello: Any, now: float) -> list[Effect]:
+    return [Send(stranger, Rejected("it is taken"))]
+
+
+def loads_for_newcomers(self: Newcomers, sender: Member, message: Message) -> list[Effect] | None:
+    """What a newcomer loads at its start waits for the others, who load later."""
+    return None if isinstance(message, Load) else ORIGINAL_ANSWER(self, sender, message)
+
+
+def waits_for_newcomers(self: Membership, pushes: int) -> set[Member]:
+    """What the others agree on before the newcomer's place in the program waits for it."""
+    return set()
+
+
+def spares_nobody(self: Any, members: Any) -> None:
+    """What is being agreed on when a newcomer becomes a member waits for it."""
+
+
+def forgets_lives(self: Scheduler, event: ChildEnded, now: float) -> list[Effect]:
+    """A line about an earlier process of a rank is about the present one."""
+    peer = self.membership.peers[event.node]
+    return ORIGINAL_ENDED(self, replace(event, life=self.membership.lives[peer.member]), now)
+
+
+def numbers_of_its_own(self: Newcomers, sender: Member, message: Any, opened: Any, count: int) -> int | None:
+    """A newcomer's barriers are those that it has counted itself."""
+    return message.counter
+
+
+ORIGINAL_NEXT_CUT = Newcomers._next_cut
+ORIGINAL_HELLO = Newcomers.hello
+ORIGINAL_ANSWER = Newcomers.answer
+ORIGINAL_ENDED = Scheduler._child_ended
 ORIGINAL_ROSTER = Server._roster
 ORIGINAL_REFUSES = Server.refuses
 ORIGINAL_LOSE = Membership.lose
@@ -441,7 +519,7 @@ ORIGINAL_HOLD = Block.hold
 ORIGINAL_PART = Block._part
 ORIGINAL_WEIGHT = DeviceUpdater._weight
 
-Patches = list[tuple[type | ModuleType, str, Callable[..., Any]]]
+Patches = list[tuple[type | ModuleType, str, Any]]
 MUTANTS: dict[str, tuple[str, Patches]] = {
     "a round counts messages, and they come twice": (
         "storm",
@@ -517,6 +595,20 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "marks of lost workers stay": ("goes on saving in a storm", [(Snapshots, "unmark", keeps_marks)]),
     "first values that never come are awaited": ("goes on or is doomed", [(Keys, "giver_of", knows_no_giver)]),
+    "early pushes of newcomers count": ("joins", [(Round, "ready", counts_early_pushes)]),
+    "rounds wait for newcomers too early": ("joins", [(Admission, "of", waits_from_the_start)]),
+    "slices go on while a cut is made": ("joins with a far scheduler", [(Admission, "allows", promises_nothing)]),
+    "two cuts at once": ("joins with a far scheduler", [(Newcomers, "_next_cut", cuts_twice_at_once)]),
+    "newcomers speak before servers know them": ("joins", [(Newcomers, "hello", tells_of_the_cluster_at_once)]),
+    "counters of newcomers begin at none": ("joins", [(SliceTable, "begin_at", begins_at_none)]),
+    "newcomers give values": ("joins", [(newcomer, "GIVES", ())]),
+    "newcomers load": ("joins while others save", [(Newcomers, "answer", loads_for_newcomers)]),
+    "an early hello is refused": ("joins", [(Newcomers, "_keep", refuses_early_hellos)]),
+    "what comes before a newcomer waits for it": ("joins", [(Membership, "spared", waits_for_newcomers)]),
+    "what is under way waits for a newcomer": ("joins while others save", [(Checkpoints, "spare", spares_nobody)]),
+    "servers' checkpoints wait for a newcomer": ("joins while others save", [(Snapshots, "spare", spares_nobody)]),
+    "a late line ends the next life": ("joins again and again", [(Scheduler, "_child_ended", forgets_lives)]),
+    "newcomers count barriers alone": ("joins", [(Newcomers, "number", numbers_of_its_own)]),
     "servers without rows get no contribution": (
         "rows",
         [(row_workload, "push_runs", leaves_out_servers_without_rows)],

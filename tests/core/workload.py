@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvdist.checkpoint.snapshot import EVERYTHING, WEIGHTS
 from kvdist.core.sharding import Slice
 from kvdist.core.worker.requests import (
+    ClaimFolder,
     DeclareKeys,
     Encoded,
     EnterBarrier,
@@ -38,6 +39,7 @@ from kvdist.core.worker.requests import (
     Transfer,
     make_plan,
 )
+from kvdist.core.worker.worker import Worker
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError, KvdistError
 from kvdist.kernels.reference import REFERENCE
@@ -47,7 +49,7 @@ from kvdist.protocol.messages import Configure, Flag, SavedFile
 from kvdist.runtime.node import AnswerByKey, Node
 from tests.core.ledger import Books
 from tests.core.row_workload import TABLES, RowOracle, RowUser
-from tests.core.shelf import Shelf
+from tests.core.shelf import FULL, Shelf
 
 Array = npt.NDArray[Any]
 Program = Generator[Sequence["Future[Any]"], None, None]
@@ -98,6 +100,7 @@ class Job:
     encodes: how probable it is that a run of float32 travels encoded, in an encoding that loses nothing of its numbers;
         unless it is 0, values of float32 come back as halves.
     tables: whether there are tables of rows, too.
+    in_step: whether a worker finishes a round before it begins the next one, as a `Trainer` does.
     """
 
     num_workers: int
@@ -110,6 +113,7 @@ class Job:
     saves: float = 0.0
     encodes: float = 0.0
     tables: bool = False
+    in_step: bool = False
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -126,6 +130,8 @@ class Oracle:
         self.books = Books()
         self.lost: set[int] = set()
         """The ranks that have been struck."""
+        self.went_back = False
+        """Whether a worker has begun to load a checkpoint: from then on values are those of no round."""
         self.slices: dict[int | str, tuple[Slice, ...]] = {}
         """Key → its slices, once a worker knows them."""
         self.firsts: dict[int | str, Array] = {}
@@ -258,6 +264,8 @@ class User:
     oracle: Oracle
     random: random.Random
     shelf: Shelf
+    life: int = 0
+    """How often a process of its rank was started before."""
     infos: dict[int | str, KeyInfo] = field(default_factory=dict)
     round: int = -1
     done: bool = False
@@ -266,6 +274,8 @@ class User:
     reads: int = 0
     saves: dict[int, Future[Any]] = field(default_factory=dict)
     """Round → the checkpoint that was called for after it."""
+    since: int | None = None
+    """The round in which it has joined the others, if it came later."""
     restored: bool | None = None
     """Whether the newest checkpoint could be loaded at the end; None if there was none."""
     _landed: list[Future[Any]] = field(default_factory=list)
@@ -278,6 +288,8 @@ class User:
     _held: dict[int, tuple[Array, bytes]] = field(default_factory=dict)
     """Slice → the newest value that is read where it lies, and what it was when it came."""
     _leaving: bool = False
+    _first: list[int] | None = None
+    """The slices of its first push, until it knows which push that is."""
     _rows: RowUser | None = None
     """What it does with tables of rows."""
 
@@ -286,6 +298,7 @@ class User:
         if self._program is None:
             self._program = self._work()
         self._check_held()
+        self._note_since()
         while not self.done and all(future.done() for future in self._waiting):
             try:
                 for future in self._waiting:
@@ -330,11 +343,21 @@ class User:
             yield [self._rows.declare(STORE)]
         if self.rank == 0:
             yield [self._initialise(), *(() if self._rows is None else self._rows.initialise())]
-        for turn in range(self.job.rounds_of(self.rank)):
+        if self.life:
+            yield from self._join()
+        begun = 0 if self.since is None else self.since
+        if begun > self.job.rounds:  # the others are at their ends
+            yield [self._ask(Leave)]
+            return
+        for turn in range(begun, self.job.rounds_of(self.rank)):
             self.round = turn
-            yield from self._take_turn(turn)
-            if self.oracle.saves[turn]:
-                yield from self._save(turn)
+            if turn != self.since:
+                yield from self._take_turn(turn)
+            yield from self._end_turn(turn)
+        if begun == self.job.rounds:
+            yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+            yield [self._ask(Leave)]
+            return
         if self.job.rounds_of(self.rank) == self.job.rounds:
             yield from self._check_the_end()
             yield from self._go_back()
@@ -342,6 +365,65 @@ class User:
             yield self._landed
         self._let_go()
         yield [self._ask(Leave)]
+
+    def _join(self) -> Program:
+        """As a script that starts anew: what it does at the start changes nothing, then it pushes ones."""
+        yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+        garbage = {key.name: np.full(key.size, 13, key.dtype.storage) for key in KEYS}
+        yield [self._transfer(RunKind.REPLACE, garbage)]
+        if self.shelf.manifests:
+            folder = min(self.shelf.manifests)
+            yield [self._ask(lambda number: LoadStore(number, STORE, folder, EVERYTHING))]
+        is_checked = not self.oracle.went_back
+        yield [self._read(self._some_keys(), is_checked)[1]]
+        ones = {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS}
+        pushed = self._transfer(RunKind.PUSH, ones)
+        assert self._machine._newcomer is not None, "it has come late"
+        # The oracle has to know what it gives before servers have it, so as soon as the worker itself knows its place.
+        self._first = [piece.number for info in self.infos.values() for piece in info.slices]
+        yield [pushed]
+        self._note_since()
+        if self._rows is not None:
+            assert self.since is not None
+            tables = [table.name for table in TABLES]
+            self._rows.begin_at(self.since)
+            if self.since < self.job.rounds:
+                yield [one for table in tables for one in self._rows.contribute(self.since, table)]
+
+    @property
+    def _machine(self) -> Worker:
+        machine = self.node.machine
+        assert isinstance(machine, Worker)
+        return machine
+
+    def _note_since(self) -> None:
+        newcomer = None if self._first is None else self._machine._newcomer
+        if self._first is None or newcomer is None or not newcomer.is_member:
+            return
+        slices, numbers = self._machine.transfers.slices, self._first
+        counters = {int(slices.pushed[number]) for number in numbers}
+        assert len(counters) == 1, f"worker {self.rank} has joined at {sorted(counters)}"
+        self._first = None
+        since = self.since = counters.pop() - 1
+        for key in KEYS:
+            self.oracle.given[self.rank, since, key.name] = np.ones(key.size, key.dtype.storage)
+            self._pushed[key.name] = since + 1
+
+    def _transfer(self, kind: RunKind, given: dict[int | str, Array]) -> Future[Any]:
+        plan = make_plan(list(self.infos.values()), 64)
+        runs = [Run(run, memoryview(_payload(run, plan.keys, given)), settings=SERVER_DECIDES) for run in plan.runs]
+        runs = [replace(run, flags=np.zeros(len(run.plan.ids), np.uint8)) for run in runs]
+        return self._ask(lambda number: Transfer(number, kind, kind.value, runs))
+
+    def _end_turn(self, turn: int) -> Program:
+        if self.job.in_step:
+            yield self._last_turn
+        if self.job.leaver_rounds is None and turn % 2 == 1:
+            yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+        if not self.job.in_step and self.random.random() < 0.5:
+            yield self._last_turn
+        if self.oracle.saves[turn]:
+            yield from self._save(turn)
 
     def _is_narrow(self, dtype: DType) -> bool:
         return bool(self.job.encodes) and dtype is DType.FLOAT32
@@ -383,10 +465,6 @@ class User:
             for name in tables:
                 outstanding += self._rows.contribute(turn, name)
         self._last_turn = outstanding
-        if self.job.leaver_rounds is None and turn % 2 == 1:
-            yield [self._ask(lambda number: EnterBarrier(number, STORE))]
-        if self.random.random() < 0.5:
-            yield outstanding
 
     def _some_keys(self) -> list[int | str]:
         if self.random.random() < 0.7:
@@ -420,9 +498,11 @@ class User:
         if not self.shelf.manifests:
             return
         folder = max(self.shelf.manifests)
+        self.oracle.went_back = True
         loading = self._ask(lambda number: LoadStore(number, STORE, folder, EVERYTHING))
         yield [_landing(loading)]
         self.restored = loading.exception() is None
+        assert self.restored or FULL in str(loading.exception()), f"{folder} was not loaded: {loading.exception()}"
         if not self.restored:
             values = {key.name: self.oracle.final(key) for key in KEYS}
             yield from self._require(values, "a checkpoint that could not be loaded has changed something")
@@ -430,11 +510,7 @@ class User:
         weights = self.shelf.gathered(folder, WEIGHTS)
         yield from self._require(weights, "what was saved is not what was loaded")
         yield [self._ask(lambda number: EnterBarrier(number, STORE))]
-        plan = make_plan(list(self.infos.values()), 64)
-        ones = {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS}
-        runs = [Run(run, memoryview(_payload(run, plan.keys, ones)), settings=SERVER_DECIDES) for run in plan.runs]
-        runs = [replace(run, flags=np.zeros(len(run.plan.ids), np.uint8)) for run in runs]
-        yield [self._ask(lambda number: Transfer(number, RunKind.PUSH, "encore", runs))]
+        yield [self._transfer(RunKind.PUSH, {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS})]
         yield [self._ask(lambda number: EnterBarrier(number, STORE))]
         momenta = self.shelf.gathered(folder, "momentum") if self.job.optimizer == "momentum" else {}
         after = {key.name: self.oracle.encore(key, weights[key.name], momenta.get(key.name)) for key in KEYS}
@@ -453,6 +529,9 @@ class User:
     def _save(self, turn: int) -> Program:
         """Save what there is after a round; sometimes wait for it, or for an earlier one."""
         place = (STORE, f"/checkpoints/step-{turn:03}", EVERYTHING, "0123456789abcdef", turn, 0, SavedFile("", 0, ""))
+        if self.life and not self.saves:
+            claim = self._ask(lambda number: ClaimFolder(number, *place[:3]))
+            yield [_landing(claim)]
         future = self._ask(lambda number: SaveStore(number, *place, tuple(self.infos.values())))
         self.saves[turn] = future
         self._landed.append(_landing(future))

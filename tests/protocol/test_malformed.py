@@ -212,9 +212,9 @@ def u64s(*numbers: int) -> bytes:
 KEY, SHAPE, FORM = [u32s(1), b"w"], [b"\1", u64s(1)], [u32s(0), b""]
 
 
-def declare(keys=KEY, shapes=SHAPE, dtypes=b"\1", pulled_as=b"\1", forms=FORM, request=1):
+def declare(keys=KEY, shapes=SHAPE, dtypes=b"\1", pulled_as=b"\1", forms=FORM, request=1, pushes=0):
     """The header of a Declare of one key, which is right but for what is given."""
-    return [request, 0, "sync", keys, shapes, dtypes, pulled_as, forms]
+    return [request, 0, "sync", keys, shapes, dtypes, pulled_as, forms, pushes]
 
 
 @each(
@@ -254,10 +254,11 @@ def declare(keys=KEY, shapes=SHAPE, dtypes=b"\1", pulled_as=b"\1", forms=FORM, r
         ("Placed", [1, [[0], [0], 0], [0]]),
         ("Welcome", [0, 1, 1]),
         ("Settled", [1, [[0, 0, 0, 0, 0]], b""]),
-        ("Roster", [[[[0, 1, 5], "h", 1, "e"]], 1, [], []]),
-        ("Roster", [[[[3, 1, 5], "h", 1, "e"]], 1, [], []]),
-        ("Roster", [[[[2, -1, 5], "h", 1, "e"]], 1, [], []]),
-        ("Roster", [[[[2, 1, 5], "h", 1]], 1, [], []]),
+        ("Roster", [[[[0, 1, 5], "h", 1, "e"]], 1, [], [], []]),
+        ("Roster", [[[[3, 1, 5], "h", 1, "e"]], 1, [], [], []]),
+        ("Roster", [[[[2, -1, 5], "h", 1, "e"]], 1, [], [], []]),
+        ("Roster", [[[[2, 1, 5], "h", 1]], 1, [], [], []]),
+        ("Roster", [[], 1, [], [[2, 1]], []]),
         ("Done", []),
         ("Done", [1, 2]),
         ("Done", [-1]),

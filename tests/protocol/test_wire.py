@@ -173,13 +173,13 @@ OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies aroun
 RANKS = st.lists(U32, max_size=20).map(tuple)
 FATES = st.lists(st.builds(m.Fate, U32, U32, U32, U32, U32, U32), max_size=20).map(tuple)
 STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
-    m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES),
+    m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES, U32),
     m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss])),
-    m.Rejected: st.builds(m.Rejected, NAMES),
-    m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, RANKS),
+    m.Rejected: st.builds(m.Rejected, NAMES, st.booleans()),
+    m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, st.lists(MEMBERS, max_size=20).map(tuple), RANKS),
     m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
     m.Declare: with_forms(
-        lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n))
+        lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), U32)
     ),
     m.Placed: by_length(lambda n: st.builds(m.Placed, U64, placements(n), *equal_lists(n, U32))),
     m.Assign: with_forms(
@@ -191,7 +191,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.SetOptimizer: st.builds(m.SetOptimizer, U64, U32, DESCRIPTIONS),
     m.Done: st.builds(m.Done, U64),
     m.Failed: st.builds(m.Failed, U64, ERRORS, NAMES),
-    m.Barrier: st.builds(m.Barrier, U64, U32, U64, NAMES, st.integers(-1, U32_MAX)),
+    m.Barrier: st.builds(m.Barrier, U64, U32, U64, NAMES, st.integers(-1, U32_MAX), U32),
     m.InitValues: parallel(m.InitValues, 2, arrays),
     m.Push: LENGTHS.flatmap(pushes),
     m.Pull: parallel(m.Pull, 4),
@@ -217,17 +217,25 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Blocked: (LENGTHS | st.just(0)).flatmap(blocked),
     m.CheckBlocked: st.just(m.CheckBlocked()),
     m.MarkPushes: (LENGTHS | st.just(0)).flatmap(
-        lambda n: st.builds(m.MarkPushes, U32, U64, NAMES, CONTENTS, NAMES, U64, st.booleans(), numbers(n), numbers(n))
+        lambda n: st.builds(
+            m.MarkPushes, U32, U64, NAMES, CONTENTS, NAMES, U64, st.booleans(), numbers(n), numbers(n), U32
+        )
     ),
     m.Claim: st.builds(m.Claim, U64, U32, U64, NAMES, CONTENTS),
     m.Claimed: st.builds(m.Claimed, U64, NAMES),
     m.Prepare: st.builds(m.Prepare, U64, U32, NAMES, CONTENTS, NAMES),
-    m.Save: st.builds(m.Save, U64, U32, U64, NAMES, CONTENTS, NAMES, U64, U32, U32, FILES, NAMES),
+    m.Save: st.builds(m.Save, U64, U32, U64, NAMES, CONTENTS, NAMES, U64, U32, U32, FILES, NAMES, U32),
     m.Saved: st.builds(m.Saved, U32, U64, FILES, NAMES),
-    m.Load: st.builds(m.Load, U64, U32, U64, NAMES, CONTENTS, NAMES),
+    m.Load: st.builds(m.Load, U64, U32, U64, NAMES, CONTENTS, NAMES, U32),
     m.Restore: st.builds(m.Restore, U64, U32, NAMES, CONTENTS),
     m.TakeRestored: st.builds(m.TakeRestored, U64, U32),
     m.DropRestored: st.builds(m.DropRestored, U64, U32),
+    m.FindCut: st.builds(m.FindCut, U64),
+    m.CutFound: st.builds(m.CutFound, U64, U32),
+    m.Cut: st.builds(m.Cut, U64, st.integers(-1, U32_MAX), U32, RANKS),
+    m.Counters: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Counters, numbers(n), numbers(n))),
+    m.Ready: st.builds(m.Ready, U32),
+    m.Numbered: st.builds(m.Numbered, U32, U64),
     m.Command: st.builds(m.Command, U64, U32, NAMES),
     m.Perform: st.builds(m.Perform, U64, U32, NAMES),
 }

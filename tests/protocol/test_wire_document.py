@@ -24,7 +24,17 @@ DOCUMENT = Path(kvdist.protocol.__file__).with_name("WIRE.md").read_text(encodin
 SENDERS = {
     "process", "worker", "server", "scheduler", "any", "scheduler, server", "server, worker", "receiver of a request",
 }  # fmt: skip
-RECEIVERS = {"process", "worker", "server", "scheduler", "any", "its sender", "server, worker", "scheduler, worker"}
+RECEIVERS = {
+    "process",
+    "worker",
+    "server",
+    "scheduler",
+    "any",
+    "its sender",
+    "server, worker",
+    "scheduler, worker",
+    "scheduler, server",
+}
 
 
 def table(first_column: str) -> list[dict[str, str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvdist.checkpoint.snapshot import (
     FileRecord,
@@ -147,10 +148,30 @@ class Checkpoints:
         """By directory."""
         self._saving: dict[tuple[int, int], SaveUnderWay] = {}
         self._loading: dict[tuple[int, int], LoadUnderWay] = {}
+        self._saves: dict[int, int] = {}
+        """Store → how many checkpoints there were."""
+        self._loads: dict[int, int] = {}
 
     def __len__(self) -> int:
         """How many are under way."""
         return len(self._saving) + len(self._loading)
+
+    def saving_of(self, store: int) -> tuple[dict[int, Agreement[Any]], int]:
+        """The checkpoints of a store under way, by number, and how many there were."""
+        saving = {one.counter: one.agreement for one in self._saving.values() if one.store == store}
+        return saving, self._saves.get(store, 0)
+
+    def loading_of(self, store: int) -> tuple[dict[int, Agreement[Any]], int]:
+        """The loads of a store under way, by number, and how many there were."""
+        loading = {number: one.agreement for (of, number), one in self._loading.items() if of == store}
+        return loading, self._loads.get(store, 0)
+
+    def spare(self, members: Iterable[Member]) -> None:
+        """Go on without these workers, which join now."""
+        for saving in self._saving.values():
+            saving.agreement.spared.update(members)
+        for loading in self._loading.values():
+            loading.agreement.spared.update(members)
 
     # Saving.
 
@@ -190,6 +211,7 @@ class Checkpoints:
         saving = self._open(message, now)
         earlier = saving.saves
         if not earlier:
+            saving.agreement.spared |= self._membership.spared(message.pushes)
             saving.keys = self._saved_keys(message.store)
         saving.agreement.say(sender, message)
         effects = saving.agreement.ask(sender, message.request)
@@ -232,6 +254,7 @@ class Checkpoints:
             agreement: Agreement[Save | SavedFile] = Agreement("checkpoint", "", now, workers, (workers, servers))
             live = frozenset(node.rank for node in workers)
             saving = self._saving[place] = SaveUnderWay(*place, live, servers, agreement)
+            self._saves[message.store] = message.counter + 1
         return saving
 
     def _advance(self, saving: SaveUnderWay) -> list[Effect]:
@@ -242,7 +265,8 @@ class Checkpoints:
             return self._sweep(saving)
         saves = saving.saves
         first = saves[0][1]
-        gone = saving.live - {member.node.rank for member, _ in saves}
+        spared = {member.node.rank for member in saving.agreement.spared}
+        gone = saving.live - {member.node.rank for member, _ in saves} - spared
         lost = gone & {member.node.rank for member in self._membership.lost}
         ways = ((lost, "lost before"), (gone - lost, "left instead of"))
         lacks = " and ".join(f"{_names(ranks)} ({how} calling save_checkpoint)" for ranks, how in ways if ranks)
@@ -292,8 +316,10 @@ class Checkpoints:
         loading = self._loading.get(place)
         if loading is None:
             subject, deed = "loading of a checkpoint", "call load_checkpoint"
-            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, (workers,)))
+            spared = self._membership.spared(message.pushes)
+            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, (workers,), spared))
             self._loading[place] = loading
+            self._loads[message.store] = message.counter + 1
         loading.agreement.say(sender, message)
         return [*loading.agreement.ask(sender, message.request), *self._begin_loading(loading)]
 

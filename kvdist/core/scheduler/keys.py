@@ -145,8 +145,14 @@ class StoreKeys:
     _declarers: dict[tuple[frozenset[int], int], frozenset[int]] = field(default_factory=dict)
     """Ranks and one more → all of them."""
 
-    def declare(self, sender: Member, message: Declare, now: float) -> str:
+    def declare(self, sender: Member, message: Declare, now: float, spared: Iterable[int] = ()) -> str:
         """Note that a worker is about to initialise keys.
+
+        Args:
+            sender: the worker.
+            message: what it says.
+            now: the time.
+            spared: the ranks that need not declare them, because they have joined later in the program.
 
         Returns:
             '', or why it cannot. Other requests that wait for such a key fail, too: see `take_conflicts`.
@@ -160,6 +166,8 @@ class StoreKeys:
                 entry = self.entries[key] = self._unplaced[key] = DeclaredKey(
                     key, shape, dtype, sender, pulled_as, form
                 )
+            elif entry.placed and entry.said != (shape, dtype, pulled_as, form):
+                conflict = conflict or _another_model(entry, (shape, dtype, pulled_as, form))
             elif not entry.conflict and entry.said != (shape, dtype, pulled_as, form):
                 self._disputed.setdefault(key, {})[rank] = shape, dtype, pulled_as, form
                 self.due = min(self.due, now + DISPUTE_S)
@@ -172,6 +180,8 @@ class StoreKeys:
             if entry.declared is not before or not after:  # nearly all keys have the same
                 before = entry.declared
                 after = self._with(before, rank)
+                for other in spared:
+                    after = self._with(after, other)
             entry.declared = after
             entries.append(entry)
         if not conflict:
@@ -201,6 +211,12 @@ class StoreKeys:
                 entry.waiters = entry.waiters + ones if entry.waiters else ones
                 request.missing += 1
         self.requests.append(request)
+
+    def spare(self, ranks: Iterable[int]) -> None:
+        """Place the keys that are being declared without these."""
+        for entry in self._unplaced.values():
+            for rank in ranks:
+                entry.declared = self._with(entry.declared, rank)
 
     def take_conflicts(self) -> list[tuple[KeyRequest, str]]:
         """The requests that wait for a key about which workers disagree, each once; they are removed."""
@@ -292,7 +308,8 @@ class Keys:
             slice_bytes = self._placer.slice_bytes_of(POLICIES[message.mode])
             store = self.stores[message.store] = StoreKeys(message.store, message.mode, sender, slice_bytes)
         effects: list[Effect] = []
-        conflict = store.declare(sender, message, now)
+        spared = [member.node.rank for member in self._membership.spared(message.pushes)]
+        conflict = store.declare(sender, message, now, spared)
         if conflict:
             effects.append(Send(sender, Failed(message.request, ErrorCode.INIT_MISMATCH, conflict)))
         if store.settle_disputes(_ranks(self._membership.workers), now) or conflict:
@@ -353,9 +370,20 @@ class Keys:
 
     def _choose_giver(self, entries: Iterable[DeclaredKey]) -> None:
         """Rank 0 gives first values, or the next one if that is gone."""
-        rank = min(_ranks(self._membership.workers), default=0)
+        rank = min(_ranks(self._membership.workers or self._membership.newcomers), default=0)
         for entry in entries:
             entry.init_rank = rank
+
+    def has_placed(self, message: Declare) -> bool:
+        """Whether all keys of a declaration have their places."""
+        store = self.stores.get(message.store)
+        entries = {} if store is None else store.entries
+        return all(key in entries and (entries[key].placed or entries[key].conflict) for key in message.keys)
+
+    def spare(self, ranks: Sequence[int]) -> None:
+        """Place what is being declared without these workers, which join now."""
+        for store in self.stores.values():
+            store.spare(ranks)
 
     def key_of(self, number: int) -> int | str:
         """The key that a slice belongs to, by the number of the slice."""
@@ -460,6 +488,18 @@ def _cannot_update(chosen: InstalledOptimizer | None, message: Declare) -> str:
 def _kind(form: str) -> str:
     """What rows begin as, if it is a table of rows."""
     return "" if not form else ", as a table of rows" if form == ROWS else f", as a table of rows that begin as {form}"
+
+
+def _another_model(entry: DeclaredKey, said: Declared) -> str:
+    """Why a worker cannot take part that declares a key otherwise which all have agreed on."""
+    own, theirs = (
+        f"shape {shape}, dtype {DType(dtype).label}, values in {DType(pulled_as).label}{_kind(form)}"
+        for shape, dtype, pulled_as, form in (said, entry.said)
+    )
+    return (
+        f"this worker declares {name_of(entry.key)} with {own}, and the cluster has it with {theirs}: it runs another"
+        " model; nothing was changed"
+    )
 
 
 def _shown(description: Description) -> str:

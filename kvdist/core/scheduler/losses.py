@@ -72,7 +72,8 @@ class Losses:
             return False
         if said in self._said:
             return False
-        return bool(there.workers.keys() - {member.node}) or member.node in there.left
+        others = (there.workers.keys() | there.newcomers.keys()) - {member.node}
+        return bool(others) or member.node in there.left
 
     def note(self, said: str) -> None:
         """A worker is given up that has `said` why, if anything."""

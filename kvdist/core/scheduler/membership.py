@@ -6,7 +6,7 @@ The set is fixed once it is complete, but for members that leave, and for worker
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.machine import NEVER
@@ -37,10 +37,10 @@ class Suspicion:
 
 @dataclass(frozen=True, slots=True)
 class Untold:
-    """The ranks of workers that the next roster says were given up, or have ended."""
+    """The workers that the next roster says were given up, or have ended."""
 
     lost: set[int] = field(default_factory=set)
-    ended: set[int] = field(default_factory=set)
+    ended: set[Member] = field(default_factory=set)
 
 
 class Membership:
@@ -57,7 +57,13 @@ class Membership:
         self.peers: dict[NodeId, Peer] = {}
         """All that have registered; a rank stays with its process when that has left."""
         self.workers: dict[NodeId, Member] = {}
-        """Those that are there; agreements refer to it."""
+        """Those that are there, without newcomers; agreements refer to it."""
+        self.newcomers: dict[NodeId, Member] = {}
+        """Workers that have come when the cluster was complete, until a cut makes members of them."""
+        self.since: dict[Member, int] = {}
+        """Workers that became members so → how many pushes the others had made that they had not."""
+        self.lives: dict[Member, int] = {}
+        """How often a process of its rank was started before each, as it says itself."""
         self.servers: dict[NodeId, Member] = {}
         self.left: set[NodeId] = set()
         """Workers that have said goodbye, and servers that have ended after they were told to."""
@@ -99,19 +105,35 @@ class Membership:
         Raises:
             ConfigError: it cannot have one; the message says why.
         """
-        role = stranger.node.role
+        role, is_late = stranger.node.role, self.is_complete
         node = self._rank_for(role, hello)
         member = Member(node, self._next_incarnation)
         self._next_incarnation += 1
         self._tokens[stranger.incarnation] = member
         self.peers[node] = Peer(member, hello.host, hello.pid, hello.endpoint)
-        (self.workers if role is Role.WORKER else self.servers)[node] = member
+        self.lives[member] = hello.life
+        self.left.discard(node)
+        workers = self.newcomers if is_late else self.workers
+        (workers if role is Role.WORKER else self.servers)[node] = member
         return member
+
+    def make_member(self, member: Member, since: int) -> None:
+        """A cut lets rounds wait for a newcomer."""
+        self.workers[member.node] = self.newcomers.pop(member.node)
+        self.since[member] = since
+
+    def spared(self, pushes: int) -> set[Member]:
+        """The workers that have joined later in the program than after so many pushes, and take no part in this."""
+        return {member for member, since in self.since.items() if since >= pushes}
+
+    def is_there(self, node: NodeId) -> bool:
+        """Whether a worker of this rank is there, as a member or a newcomer."""
+        return node in self.workers or node in self.newcomers
 
     @property
     def is_complete(self) -> bool:
         """Whether all have registered."""
-        return len(self.peers) == self._config.num_workers + self._config.num_servers
+        return len(self.peers) >= self._config.num_workers + self._config.num_servers
 
     def has_started(self, node: NodeId, host: str, pid: int) -> None:
         """The launcher has started a process there."""
@@ -145,17 +167,23 @@ class Membership:
         """Who is there now, in a new epoch."""
         self.epoch += 1
         told, self._untold = self._untold, Untold()
-        return Roster(self.present, self.epoch, tuple(sorted(told.lost)), tuple(sorted(told.ended)))
+        return replace(self.roster, lost=tuple(sorted(told.lost)), ended=tuple(told.ended))
+
+    @property
+    def roster(self) -> Roster:
+        """Who is there now, for one that has heard nothing yet."""
+        return Roster(self.present, self.epoch, newcomers=tuple(sorted(node.rank for node in self.newcomers)))
 
     # Leaving and dying.
 
     def leave(self, node: NodeId) -> None:
         """A worker has said goodbye, or a server has ended after it was told to. Its rank stays its own."""
         self.left.add(node)
-        live = self.workers if node.role is Role.WORKER else self.servers
-        member = live.pop(node, None)
-        if member is not None:
-            self._suspects.pop(member, None)
+        for live in (self.servers, self.workers, self.newcomers):
+            member = live.pop(node, None)
+            if member is not None:
+                self._suspects.pop(member, None)
+                self.since.pop(member, None)
 
     def lose(self, member: Member, cause: str, has_ended: bool) -> None:
         """Give up a worker that is there; its process may go on, unless it is known to have ended."""
@@ -170,12 +198,14 @@ class Membership:
         is_news = member not in self._ended
         self._ended.add(member)
         if is_news:
-            self._untold.ended.add(member.node.rank)
+            self._untold.ended.add(member)
         return is_news
 
     @property
     def workers_are_gone(self) -> bool:
         """Whether no worker is there, nor will come."""
+        if self.is_complete:
+            return not (self.workers or self.newcomers)
         return sum(node.role is Role.WORKER for node in self.left | self.absent) == self._config.num_workers
 
     @property
@@ -211,7 +241,9 @@ class Membership:
         assert len(set(incarnations)) == len(incarnations), "an incarnation belongs to one process"
         for node, peer in self.peers.items():
             assert peer.member.node == node, "a process has its own rank"
-        live = self.workers | self.servers
+        assert not self.workers.keys() & self.newcomers.keys(), "a newcomer is no member yet"
+        assert not self.since.keys() - set(self.workers.values()), "who has joined later is there"
+        live = self.workers | self.newcomers | self.servers
         assert live == {peer.member.node: peer.member for peer in self.present}, "a live member has not left"
         assert not self._suspects.keys() - set(live.values()), "only a live member is suspected"
         assert not self.lost.keys() & set(live.values()), "who was given up is not there"
@@ -230,18 +262,25 @@ class Membership:
                 f" {config.num_workers} and {config.num_servers}: DMLC_NUM_WORKER and DMLC_NUM_SERVER must agree"
             )
         count = config.num_workers if role is Role.WORKER else config.num_servers
+        if role is Role.WORKER and self.is_complete:
+            count = config.most_workers
         if hello.wanted_rank >= count:
             raise ConfigError(f"it asks for rank {hello.wanted_rank}, but there are only {count} {role}(s)")
         if hello.wanted_rank < 0:
-            free = [rank for rank in range(count) if NodeId(role, rank) not in self.peers]
+            free = [rank for rank in range(count) if self._is_free(NodeId(role, rank))]
             if not free:
                 raise ConfigError(f"the cluster has its {count} {role}(s) already")
             return NodeId(role, free[0])
         node = NodeId(role, hello.wanted_rank)
-        taken = self.peers.get(node)
-        if taken is not None:
+        if not self._is_free(node):
+            taken = self.peers[node]
             raise ConfigError(
                 f"{taken.member} is taken by process {taken.pid} on {taken.host}; process {hello.pid} on"
                 f" {hello.host} claims the same rank: each needs a KVDIST_RANK of its own"
             )
         return node
+
+    def _is_free(self, node: NodeId) -> bool:
+        """Whether nobody has had this rank, or who had it was given up."""
+        taken = self.peers.get(node)
+        return taken is None or taken.member in self.lost

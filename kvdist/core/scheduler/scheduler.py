@@ -8,7 +8,8 @@ hints to members that wait long and the search for deadlocks all ask every agree
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.agreement import Agreement, Answer, MemberWait, Questions
@@ -48,6 +49,7 @@ from kvdist.protocol.messages import (
     Claim,
     Command,
     Configure,
+    CutFound,
     Declare,
     Done,
     ErrorCode,
@@ -66,6 +68,9 @@ from kvdist.protocol.messages import (
     Waiting,
     Welcome,
 )
+
+if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
+    from kvdist.core.scheduler.newcomers import Newcomers
 
 BarrierWord = tuple[str, int]
 """What a worker says at a barrier: its statement, and the rank of the giver, or -1."""
@@ -104,6 +109,12 @@ class Scheduler(Machine):
         self.keys = Keys(self.membership, placer, self._questions)
         self.checkpoints = Checkpoints(self.membership, self.keys, self._questions)
         self.on_loss = OnLoss[config.on_loss.upper()]
+        self.newcomers: Newcomers | None = None
+        if self.on_loss is not OnLoss.FAIL:
+            from kvdist.core.scheduler.newcomers import Newcomers  # a feature at a seam: loaded where it is used
+
+            patience_s = config.limits.reconnect_grace_s(True) + config.limits.patience_s
+            self.newcomers = Newcomers(self.membership, self.keys, self._questions, patience_s, self)
         self.losses = Losses(self.membership, self.keys, self.on_loss, self._doomed)
         self._deadlocks = Deadlocks()
         self._barriers: dict[tuple[int, int], Agreement[BarrierWord]] = {}
@@ -122,6 +133,8 @@ class Scheduler(Machine):
         """When a change that has not been told yet must be."""
         self._stop_by = NEVER
         self._stopped = False
+        self._now = now
+        """When the last message or event came."""
 
     @property
     def deadline(self) -> float:
@@ -142,12 +155,25 @@ class Scheduler(Machine):
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of a server or a worker."""
+        self._now = now
+        effects = self._handle(sender, message, now)
+        return effects if self.newcomers is None else effects + self.newcomers.advance()
+
+    def again(self, sender: Member, message: Message) -> list[Effect]:
+        """Handle a message that had to wait."""
+        return self._handle(sender, message, self._now) if self.membership.has(sender) else []
+
+    def _handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         is_worker = sender.node.role is Role.WORKER
         if is_worker:
             self._heard[sender] = now
+        if is_worker and self.newcomers is not None:
+            answer = self.newcomers.answer(sender, message)
+            if answer is not None:
+                return answer
         match message:
             case Hello():
-                return self._hello(sender, message)
+                return self._hello(sender, message, now)
             case Declare() if is_worker:
                 return self.keys.declare(sender, message, now)
             case Configure() if is_worker:
@@ -158,11 +184,12 @@ class Scheduler(Machine):
                 self._deadlocks.report(sender, message, now)
                 return []
             case Claim() if is_worker:
-                return self.checkpoints.claim(sender, message, now)
+                return self._claim(sender, message, now)
             case Save() if is_worker:
                 return self.checkpoints.save(sender, message, now)
             case Load() if is_worker:
-                return self.checkpoints.load(sender, message, now)
+                number = self._number(sender, message, *self.checkpoints.loading_of(message.store))
+                return [] if number is None else self.checkpoints.load(sender, replace(message, counter=number), now)
             case Saved() if not is_worker:
                 return self.checkpoints.saved(sender, message, now)
             case Command() if is_worker:
@@ -173,6 +200,8 @@ class Scheduler(Machine):
                 return self._lost(sender, message.failure, now)
             case Settled() if not is_worker:
                 return self.losses.settled(sender, message)
+            case CutFound() if not is_worker and self.newcomers is not None:
+                return self.newcomers.found(sender, message)
             case Done() if not is_worker:
                 return self._questions.answered(sender, message.request, "")
             case Failed() if not is_worker:
@@ -182,6 +211,7 @@ class Scheduler(Machine):
 
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to connections and to what the launcher saw."""
+        self._now = now
         match event:
             case PeerDisconnected(member, reason, after_silence):
                 due = now + self.limits.reconnect_grace_s(after_silence)
@@ -206,6 +236,7 @@ class Scheduler(Machine):
 
     def tick(self, now: float) -> list[Effect]:
         """Judge the suspects, hint at who is awaited, enforce deadlines."""
+        self._now = now
         lost = self.membership.take_lost(now)
         if lost is not None:
             member, why = lost
@@ -231,8 +262,11 @@ class Scheduler(Machine):
         return []
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
-        """A server has heard that it shall stop: the only message here that has a token."""
-        return self._server_gone(member)
+        """A server has heard that it shall stop, which has the server as its token, or who is new."""
+        if all(isinstance(token, Member) for token in tokens):
+            return self._server_gone(member)
+        introductions = [one for token in tokens if isinstance(token, tuple) for one in token]
+        return [] if self.newcomers is None else self.newcomers.acknowledged(member, introductions)
 
     @property
     def waiting_since(self) -> float | None:
@@ -250,15 +284,18 @@ class Scheduler(Machine):
         """Check every invariant."""
         self.membership.validate()
         for barrier in self._barriers.values():
-            assert not self.membership.workers or not barrier.is_complete, "a complete barrier is passed at once"
+            is_passing = not barrier.is_complete or barrier.waits_for is not None
+            assert not self.membership.workers or is_passing, "a complete barrier is passed at once"
             barrier.validate()
         self.checkpoints.validate()
 
     # Joining.
 
-    def _hello(self, sender: Member, message: Hello) -> list[Effect]:
+    def _hello(self, sender: Member, message: Hello, now: float) -> list[Effect]:
         try:
             known = self.membership.known(sender, message)
+            if known is None and self.newcomers is not None and self.membership.is_complete:
+                return self._hello_late(self.newcomers, sender, message, now)
             member = known or self.membership.admit(sender, message)
         except ConfigError as error:
             return [Send(sender, Rejected(str(error)))]
@@ -276,6 +313,13 @@ class Scheduler(Machine):
             effects += self._incomplete_for_ever()
         return effects
 
+    def _hello_late(self, newcomers: Newcomers, sender: Member, message: Hello, now: float) -> list[Effect]:
+        if sender.node.role is not Role.WORKER:
+            return [Send(sender, Rejected(f"the cluster is complete, and a {sender.node.role} cannot join later"))]
+        if self._is_over:
+            return [Send(sender, Rejected(newcomers.over, is_over=True))]
+        return newcomers.hello(sender, message, now)
+
     def _announce_soon(self, now: float) -> list[Effect]:
         """Tell all who is gone: now, or with the next ones that go if there was a roster just before."""
         self._announce_at = self._announced_at + ROSTER_GAP_S * len(self.membership.peers)
@@ -286,7 +330,22 @@ class Scheduler(Machine):
         self._announced_at, self._announce_at = now, NEVER
         roster = self.membership.next_roster()
         self.epoch = self.membership.epoch
-        return [Send(peer.member, roster) for peer in roster.peers]
+        if self.newcomers is None or not self.newcomers.introductions:
+            return [Send(peer.member, roster) for peer in roster.peers]
+        introductions = self.newcomers.introductions
+        known = [peer.member for peer in roster.peers if peer.member not in introductions]
+        token = tuple(introductions.values())
+        return [Send(one, roster, token if one.node.role is Role.SERVER else None) for one in known]
+
+    def announce(self) -> list[Effect]:
+        """Tell all who is there, now."""
+        return self._announce(self._now)
+
+    def spare(self, members: Sequence[Member]) -> None:
+        """Let nothing that is agreed on now wait for these."""
+        for barrier in self._barriers.values():
+            barrier.spared.update(members)
+        self.checkpoints.spare(members)
 
     # Barriers and commands.
 
@@ -296,13 +355,18 @@ class Scheduler(Machine):
         Each makes a statement, which may be empty. Those of a barrier must be equal, or it fails for all: so workers
         find out that they are about to train different models before the first gradient.
         """
-        if message.counter < self._passed.get(message.store, 0):
+        passed = self._passed.get(message.store, 0)
+        opened = {number: one for (store, number), one in self._barriers.items() if store == message.store}
+        number = self._number(sender, message, opened, passed)
+        if number is None:
+            return []
+        if number < passed:
             return [Send(sender, Done(message.request))]
-        place, workers = (message.store, message.counter), self.membership.workers
+        place, workers = (message.store, number), self.membership.workers
         barrier = self._barriers.get(place)
         if barrier is None:
-            subject = f"barrier {message.counter}"
-            barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, (workers,))
+            subject, spared = f"barrier {number}", self.membership.spared(message.pushes)
+            barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, (workers,), spared)
         asks_again = barrier.has_heard(sender)
         barrier.say(sender, (message.statement, message.giver))
         barrier.ask(sender, message.request)
@@ -315,11 +379,40 @@ class Scheduler(Machine):
         """Let all go on where all live workers have arrived."""
         effects: list[Effect] = []
         for (store, counter), barrier in list(self._barriers.items()):
-            if barrier.is_complete:
-                del self._barriers[store, counter]
-                self._passed[store] = counter + 1
-                effects += barrier.settle(_barrier_answer(barrier))
+            if barrier.is_complete and barrier.waits_for is None:
+                effects += self._pass(store, counter, barrier)
         return effects
+
+    def _pass(self, store: int, counter: int, barrier: Agreement[BarrierWord]) -> list[Effect]:
+        """Let all go on that stand at a barrier; newcomers among them take part in everything from here on."""
+
+        def settle(_: str = "") -> list[Effect]:
+            del self._barriers[store, counter]
+            self._passed[store] = counter + 1
+            return barrier.settle(_barrier_answer(barrier))
+
+        there = [member for member, _ in barrier.said.values() if self.membership.workers.get(member.node) == member]
+        joining = [] if self.newcomers is None else self.newcomers.joining(store, there)
+        if self.newcomers is None or not joining:
+            return settle()
+        return self.newcomers.join(joining, store, settle, barrier)
+
+    def _number(
+        self, sender: Member, message: Barrier | Load | Claim, opened: Mapping[int, Agreement[Any]], count: int
+    ) -> int | None:
+        """The number that all workers give to a call; None if that is not known yet, and the call waits."""
+        if self.newcomers is None:
+            return message.counter
+        return self.newcomers.number(sender, message, opened, count)
+
+    def _claim(self, sender: Member, message: Claim, now: float) -> list[Effect]:
+        number = self._number(sender, message, *self.checkpoints.saving_of(message.store))
+        if number is None:
+            return []
+        effects: list[Effect] = []
+        if number != message.counter and self.newcomers is not None:
+            effects = self.newcomers.tell(sender, message, number)
+        return effects + self.checkpoints.claim(sender, replace(message, counter=number), now)
 
     def _command(self, sender: Member, message: Command, now: float) -> list[Effect]:
         """All servers run a worker's command; it is answered when the last one has."""
@@ -349,6 +442,9 @@ class Scheduler(Machine):
         if sender.node in self.membership.left:
             return effects
         self.membership.leave(sender.node)
+        if self.newcomers is not None:
+            self.newcomers.forget(sender)
+            effects += [] if self.membership.workers else self.newcomers.end()
         return effects + self._announce_soon(now) + self._without_departed(now)
 
     def _without_departed(self, now: float) -> list[Effect]:
@@ -383,6 +479,8 @@ class Scheduler(Machine):
     def _child_ended(self, event: ChildEnded, now: float) -> list[Effect]:
         node, membership = event.node, self.membership
         peer = membership.peers.get(node)
+        if self.newcomers is not None and peer is not None and membership.lives[peer.member] != event.life:
+            return self._earlier_ended(event, now)
         if event.clean and node.role is Role.WORKER and (node in membership.left or peer is None):
             if peer is None:
                 membership.absent.add(node)
@@ -395,6 +493,13 @@ class Scheduler(Machine):
             return self._announce_soon(now) if membership.has_ended(member) else []
         cause = event.cause + ("" if peer else " before it had joined the cluster")
         return self._lost(member, cause, now, has_ended=True)
+
+    def _earlier_ended(self, event: ChildEnded, now: float) -> list[Effect]:
+        """Not the process that has this rank has ended, but one before it, or the next one before its hello."""
+        lives = self.membership.lives
+        news = [one for one in self.membership.lost if one.node == event.node and lives[one] == event.life]
+        told = [self.membership.has_ended(member) for member in news]
+        return self._announce_soon(now) if any(told) else []
 
     def _incomplete_for_ever(self) -> list[Effect]:
         """A worker's process ended without joining: an error if others wait for it."""
@@ -430,8 +535,9 @@ class Scheduler(Machine):
             effects = self._go_on_without(member, cause, sentence, has_ended, now)
             # Who says itself why it must end is ending. One that was silent may be stopped, and would be so for ever.
             is_there = member in self.membership.lost and not has_ended and not said
-            is_told = is_there and self.config.supervised
-            return [*effects, TellLauncher(f"given up worker {member.node.rank} life 0")] if is_told else effects
+            if is_there and self.config.supervised:
+                effects.append(TellLauncher(f"given up worker {member.node.rank} life {self.membership.lives[member]}"))
+            return effects
         return self._abort(str(member), host, cause, step, sentence)
 
     def _go_on_without(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:
@@ -441,7 +547,9 @@ class Scheduler(Machine):
         self.membership.lose(member, cause, has_ended)
         self._deadlocks.forget(member, now)
         others = len(self.membership.workers)
-        told = Log(f"{sentence}; {others} worker{'s go' if others > 1 else ' goes'} on")
+        told = Log(f"{sentence}; {others} worker{' goes' if others == 1 else 's go'} on")
+        if self.newcomers is not None:
+            self.newcomers.forget(member)
         return [told, Forget(member), *self._announce_soon(now), *self._without_departed(now)]
 
     def _fenced(self, member: Member) -> str:

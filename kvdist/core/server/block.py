@@ -317,6 +317,7 @@ class Block:
             counted=dict(own.counted),
             refused=dict(own.refused),
             pulls=list(own.pulls),
+            admission=None if own.admission is None else replace(own.admission, since=dict(own.admission.since)),
         )
         ids, extents = self.ids[begin:end], self.extents[begin:end]
         part = Block(self.store, ids, extents, pool, round_, self.kernels, self.pulled_as)
@@ -338,6 +339,7 @@ class Block:
             and not (self.joint or other.joint)
             and (self.store, self.dtype, self.pulled_as) == (other.store, other.dtype, other.pulled_as)
             and (mine.version, mine.counted) == (its.version, its.counted)
+            and mine.admission is its.admission is None
             and self.published is not None
             and other.published is not None
             and not (mine.refused or its.refused or self.held or other.held or self.kept or other.kept)
@@ -406,7 +408,7 @@ def apply_round(
     if spoken is None:
         return
     require_optimizer(first.key, first.round.policy, updater)
-    lr, wd = agreed_settings(first.key, spoken)
+    lr, wd = agreed_settings(first.key, spoken, first.round.later)
     optimizer = None if updater is None else updater.optimizer
     targets, pieces = [], []
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvdist.config.endpoints import crosses_network
 from kvdist.nodes import Member, Role, host_of
-from kvdist.protocol.messages import Peer
+from kvdist.protocol.messages import Roster
 
 
 @dataclass(slots=True)
@@ -18,6 +18,10 @@ class Peers:
     """Of this server, for messages."""
     workers: dict[int, Member] = field(default_factory=dict)
     """Rank → the live worker there."""
+    newcomers: dict[int, Member] = field(default_factory=dict)
+    """Rank → the worker there that no round waits for yet."""
+    since: dict[int, int] = field(default_factory=dict)
+    """Rank of a worker that has joined later → how many pushes the others had made, and it had not, when it joined."""
     left: set[Member] = field(default_factory=set)
     """Workers that have left; their late messages are ignored."""
     lost: set[Member] = field(default_factory=set)
@@ -28,19 +32,20 @@ class Peers:
     _on_host: dict[str, dict[int, Member]] = field(default_factory=dict)
     """Host → rank → worker, departed ones included: their pushes may arrive after they have left."""
 
-    def update(self, peers: Sequence[Peer], lost: Sequence[int], endpoint: str) -> list[Member]:
+    def update(self, message: Roster, endpoint: str) -> list[Member]:
         """Take a roster.
 
         Args:
-            peers: all live processes.
-            lost: the ranks of those that were there, and were given up.
+            message: it.
             endpoint: where this server listens.
 
         Returns:
-            The workers that are gone, by rank: they have left, or are `lost`.
+            The workers that are gone, by rank: they have left, or are lost.
         """
-        before = self.workers
-        self.workers = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
+        peers, before = message.peers, [*self.workers.values(), *self.newcomers.values()]
+        there = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
+        self.newcomers = {rank: there.pop(rank) for rank in message.newcomers if rank in there}
+        self.workers = there
         for peer in peers:
             host = host_of(peer.endpoint)
             if crosses_network(endpoint) and not (host and host == host_of(endpoint)):
@@ -48,10 +53,24 @@ class Peers:
             if host and peer.member.node.role is Role.WORKER:
                 self._host_of[peer.member] = host
                 self._on_host.setdefault(host, {})[peer.member.node.rank] = peer.member
-        gone = [member for rank, member in sorted(before.items()) if self.workers.get(rank) != member]
-        self.lost.update(member for member in gone if member.node.rank in lost)
+        present = {*self.workers.values(), *self.newcomers.values()}
+        gone = sorted(set(before) - present, key=lambda member: member.node.rank)
+        for member in gone:
+            self.since.pop(member.node.rank, None)
+        self.lost.update(member for member in gone if member.node.rank in message.lost)
         self.left.update(member for member in gone if member not in self.lost)
         return gone
+
+    def admit(self, ranks: Sequence[int], version: int) -> None:
+        """Make members of newcomers."""
+        for rank in ranks:
+            self.workers[rank] = self.newcomers.pop(rank)
+            self.since[rank] = version
+
+    def has(self, member: Member) -> bool:
+        """Whether this very worker is there, as a member or as a newcomer."""
+        rank = member.node.rank
+        return self.workers.get(rank) == member or self.newcomers.get(rank) == member
 
     def neighbours_of(self, worker: Member) -> dict[int, Member]:
         """Rank → the workers whose contributions a worker may bring: those of its host, departed ones included."""

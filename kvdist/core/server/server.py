@@ -44,11 +44,15 @@ from kvdist.protocol.messages import (
     Alive,
     Assign,
     CompressedPush,
+    Counters,
+    Cut,
+    CutFound,
     Done,
     DropRestored,
     ErrorCode,
     Failed,
     Fate,
+    FindCut,
     Goodbye,
     InitRows,
     InitValues,
@@ -136,7 +140,7 @@ class Server(Machine):
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to the scheduler and to the live workers of the roster."""
-        if source == SCHEDULER_MEMBER or self.peers.workers.get(source.node.rank) == source:
+        if source == SCHEDULER_MEMBER or self.peers.has(source):
             return None
         if source in self.peers.left:
             return ""
@@ -262,6 +266,10 @@ class Server(Machine):
                 return [Halt(self.joining.refusal(message))]
             case Roster():
                 return self._roster(message, now)
+            case FindCut():
+                return [Send(SCHEDULER_MEMBER, CutFound(message.request, max(one.hold() for one in self._shards)))]
+            case Cut():
+                return self._cut(message)
             case Assign():
                 return [Send(SCHEDULER_MEMBER, self._assigned(message))]
             case SetOptimizer():
@@ -294,7 +302,8 @@ class Server(Machine):
         return Failed(message.request, ErrorCode.CONFIG, failure) if failure else Done(message.request)
 
     def _roster(self, message: Roster, now: float) -> list[Effect]:
-        gone = self.peers.update(self.joining.roster(message), message.lost, self.joining.introduction.endpoint)
+        self.joining.roster(message)
+        gone = self.peers.update(message, self.joining.introduction.endpoint)
         self.peers.name = str(self.me.node)
         self.epoch = message.epoch
         self._next_look = now + self.limits.explain_after_s
@@ -318,12 +327,24 @@ class Server(Machine):
         self.snapshots.unmark(lost)
         return [fate for shard in self._shards for fate in shard.drop(lost)]
 
-    def _ended(self, ranks: Sequence[int]) -> list[Effect]:
+    def _cut(self, message: Cut) -> list[Effect]:
+        """Let rounds wait for workers that came later, and tell them from when on."""
+        if message.store < 0:
+            self.peers.admit(message.ranks, message.version)
+            self.snapshots.spare(message.ranks)
+        found = [one for shard in self._shards for one in shard.admit(message)]
+        effects = self._replies()
+        for rank in message.ranks:
+            mine = np.array([(number, step) for of, number, step in found if of == rank], np.uint32).reshape(-1, 2)
+            effects.append(Send(self.peers.workers[rank], Counters(mine[:, 0].copy(), mine[:, 1].copy())))
+        return [*effects, Send(SCHEDULER_MEMBER, Done(message.request))]
+
+    def _ended(self, members: Sequence[Member]) -> list[Effect]:
         """The processes of these lost workers are gone: what they could still have read may be written again.
 
         One that was only silent may go on, and must not see values change before it hears that it was given up.
         """
-        ended = [member for member in self.peers.lost if member.node.rank in ranks]
+        ended = [member for member in members if member in self.peers.lost]
         for member in ended:
             self.dense.release(member)
         return [Forget(member) for member in ended]

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
-from kvdist.core.machine import Effect, Send
+from kvdist.core.machine import NEVER, Effect, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.round import Holder, PullRequest, Round, Verdict, contributors, is_complete, setting_of, take_round
 from kvdist.core.server import block_state
@@ -40,8 +40,10 @@ from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.updater import Arithmetic, SliceUpdater
 from kvdist.protocol.arrays import U8, U32, Arrays, Bits, Payload, PayloadView, padded, stretches, views
 from kvdist.protocol.messages import (
+    LATER,
     Assign,
     Counted,
+    Cut,
     ErrorCode,
     Fate,
     Flag,
@@ -165,7 +167,9 @@ class Shard(abc.ABC, Generic[H]):
             self._answer_pull(holder, pull)
 
     def _close_open(self) -> None:
-        for holder in self._open():
+        """Close the rounds that are complete, now that others are awaited."""
+        joining = [one for one in self if one.round.admission is not None and one.round.is_quiet]
+        for holder in [*self._open(), *joining]:
             self.close_if_ready(holder)
 
     def _together(self, holder: H) -> Sequence[H]:
@@ -209,6 +213,44 @@ class Shard(abc.ABC, Generic[H]):
             if self.ledger is not None:
                 self.ledger.dropped(holder, lost)
         return [_fate(rank, store, found) for (rank, store), found in counted.items()]
+
+    def hold(self) -> int:
+        """Make one more version of each slice at most, until `admit`; returns the highest one that rounds have made."""
+        rounds = [one.round for one in self if one.round.policy.is_lockstep and self.updates(one.store)]
+        return max((round_.hold() for round_ in rounds), default=0)
+
+    def admit(self, message: Cut) -> list[tuple[int, int, int]]:
+        """Let workers that came later take part: see `Cut`. Returns (rank, slice, where its counter begins)."""
+        found: list[tuple[int, int, int]] = []
+        for holder in self:
+            ranks = message.ranks if message.store < 0 else _lacking(holder, message)
+            if not ranks and message.store >= 0:
+                continue
+            version = self._version_for(holder, message) if holder.round.policy.is_lockstep else 0
+            holder.round.admit(ranks, version)
+            step = LATER if version is None else version
+            found += [(rank, number, step) for rank in ranks for number in holder.ids.tolist()]
+        self._close_open()
+        return found
+
+    def _version_for(self, holder: H, message: Cut) -> int | None:
+        """From which version on workers take part that came later; None for not yet.
+
+        All slices of a step have the same one. Slices that are pushed less often, such as means of an epoch, have other
+        versions, which say nothing of the step. Their moment is a barrier, where none of their rounds is open.
+        """
+        round_ = holder.round
+        if message.store >= 0:
+            return round_.version + any(one.round.slots for one in self._together(holder))
+        limit = None if round_.admission is None else round_.admission.limit
+        # While this slice stood still at its limit, others of the step may have been one version ahead, and were found
+        # when they had made one more.
+        is_in_step = limit is not None and limit >= message.version - 2
+        return message.version if is_in_step else None
+
+    @abc.abstractmethod
+    def updates(self, store: int) -> bool:
+        """Whether pushes to a store are gradients."""
 
     def valueless(self) -> list[int]:
         """The slices without first values."""
@@ -348,6 +390,10 @@ class DenseShard(Shard[Block]):
         """The process of a lost worker has ended, and reads nothing in place any more."""
         for block in self:
             block.release(member)
+
+    def updates(self, store: int) -> bool:
+        """Whether pushes to a store are gradients."""
+        return store in self._updaters
 
     def set_optimizer(self, store: int, optimizer: Optimizer) -> None:
         """Treat pushes to the store as gradients from now on. Raises `DeviceError` where the optimizer cannot run."""
@@ -609,7 +655,7 @@ class DenseShard(Shard[Block]):
         missing: tuple[int, ...] = ()
         if block.round.slots:
             present = contributors(self._together(block))
-            missing = block.round.policy.missing(present, self.peers.workers.keys())
+            missing = block.round.missing(self.peers.workers.keys(), present)
         return RoundWait(block.round, f"push {name_of(block.key)} (step {block.version + 1})", missing)
 
 
@@ -722,7 +768,7 @@ class Replies:
         """Everything collected since the last time. A worker that left meanwhile gets nothing."""
         effects: list[Effect] = []
         for member, reply in self._all.items():
-            if self.peers.workers.get(member.node.rank) == member:
+            if self.peers.has(member):
                 is_near = member not in self.peers.far
                 effects += reply.messages(member, self.limits.slice_bytes, self.traffic, is_near)
             else:
@@ -919,3 +965,11 @@ def _u32(numbers: Sequence[int]) -> U32:
 
 def _u8(numbers: Sequence[int]) -> U8:
     return np.array(numbers, np.uint8)
+
+
+def _lacking(holder: StoredHolder, message: Cut) -> list[int]:
+    """Those of the workers of a cut that do not take part in this one's rounds yet, if it is of the cut's store."""
+    admission = holder.round.admission
+    if admission is None or holder.store != message.store:
+        return []
+    return [rank for rank in message.ranks if admission.since.get(rank) == NEVER]

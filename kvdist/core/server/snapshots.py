@@ -99,6 +99,8 @@ class ServerSnapshot:
     leased: list[Buffer] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
     """Ranks that have marked all their slices."""
+    spared: set[int] = field(default_factory=set)
+    """Ranks of workers that do not take part, because they joined later in the program."""
     is_begun: bool = False
     """Its file is being written, or is there: it takes no more slices."""
     is_writing: bool = False
@@ -147,6 +149,7 @@ class Snapshots:
         if snapshot is None:
             where = (message.folder, message.contents, message.run, message.step)
             snapshot = ServerSnapshot(message.store, message.counter, *where)
+            snapshot.spared = {rank for rank, since in self._peers.since.items() if since >= message.pushes}
             self._snapshots[message.store, message.counter] = snapshot
         if not message.contents:
             snapshot.fail(f"{sender} cannot take part")
@@ -157,7 +160,7 @@ class Snapshots:
         found = [] if snapshot.failure else self._enter(snapshot, message, rank)
         if message.last:
             snapshot.marked.add(rank)
-            _require_alike(snapshot, self._peers.workers)
+            _require_alike(snapshot, self._awaited(snapshot))
         self.ready[snapshot] = None
         self.look(found)
 
@@ -173,7 +176,7 @@ class Snapshots:
                 source, holder = self._found(number)
                 round_, marks = holder.round, snapshot.marks[number]
                 is_exact = round_.policy.is_lockstep
-                if not holder.has_value or not _is_due(round_, marks, self._peers.workers, is_exact):
+                if not holder.has_value or not _is_due(round_, marks, self._awaited(snapshot), is_exact):
                     continue
                 late = [rank for rank, step in marks.items() if is_exact and round_.counted.get(rank, 0) != step]
                 if late:
@@ -195,11 +198,20 @@ class Snapshots:
                     del snapshot.marks[number]
                     self._stop_awaiting(number, snapshot)
 
+    def spare(self, ranks: Sequence[int]) -> None:
+        """Wait for no marks of these, which join while checkpoints are under way."""
+        for snapshot in self._snapshots.values():
+            snapshot.spared.update(ranks)
+
+    def _awaited(self, snapshot: ServerSnapshot) -> Set[int]:
+        """The ranks that have to mark."""
+        return self._peers.workers.keys() - snapshot.spared
+
     def roster(self) -> None:
         """Go on without departed workers. To be called when the rounds that waited for them are closed."""
         self.look(list(self.awaited))
         for snapshot in self._snapshots.values():
-            _require_alike(snapshot, self._peers.workers)
+            _require_alike(snapshot, self._awaited(snapshot))
             self.ready[snapshot] = None
 
     def take_effects(self) -> list[Effect]:
@@ -232,7 +244,7 @@ class Snapshots:
             assert all(one in self.awaited[number] for number in one.marks), "every awaited slice is listed"
             assert len(one.leased) <= len(one.taken), "what is leased is to be written"
             assert not one.failure or one.is_writing or not (one.marks or one.taken), "what has failed keeps nothing"
-            waits = one.is_writing or one.marks or not self._peers.workers.keys() <= one.marked
+            waits = one.is_writing or one.marks or not self._awaited(one) <= one.marked
             assert waits, "what is complete is reported"
 
     def _find(self, number: int) -> tuple[SnapshotSource, Holder] | None:
@@ -281,7 +293,7 @@ class Snapshots:
             return [
                 Persist(snapshot, WriteShard(snapshot.folder, self._peers.name, slices, snapshot.run, snapshot.step))
             ]
-        if not self._peers.workers.keys() <= snapshot.marked:
+        if not self._awaited(snapshot) <= snapshot.marked:
             return []
         del self._snapshots[snapshot.store, snapshot.counter]
         file = NO_FILE if snapshot.failure else snapshot.file
@@ -321,19 +333,19 @@ class Snapshots:
         self.ready[snapshot] = None
 
 
-def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Mapping[int, Member], is_exact: bool) -> bool:
+def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Set[int], is_exact: bool) -> bool:
     if is_exact:
         return any(round_.counted.get(rank, 0) >= step for rank, step in marks.items())
-    return workers.keys() <= marks.keys() and all(round_.counted.get(rank, 0) >= step for rank, step in marks.items())
+    return workers <= marks.keys() and all(round_.counted.get(rank, 0) >= step for rank, step in marks.items())
 
 
-def _require_alike(snapshot: ServerSnapshot, workers: Mapping[int, Member]) -> None:
+def _require_alike(snapshot: ServerSnapshot, workers: Set[int]) -> None:
     """Fail unless all workers, once they have marked, have marked every awaited slice; else it would wait for ever."""
-    if not workers.keys() <= snapshot.marked:
+    if not workers <= snapshot.marked:
         return
     for number, marks in snapshot.marks.items():
-        if not workers.keys() <= marks.keys():
-            ranks = ", ".join(f"worker-{rank}" for rank in sorted(workers.keys() - marks.keys()))
+        if not workers <= marks.keys():
+            ranks = ", ".join(f"worker-{rank}" for rank in sorted(workers - marks.keys()))
             snapshot.fail(
                 f"{ranks} did not know slice {number} yet, which other workers save:"
                 " call save_checkpoint when every init has returned"

@@ -184,7 +184,7 @@ class SparseTable:
         present = [contribution for contribution in contributions if not contribution.is_empty]
         if not present:
             return
-        lr, wd = agreed_settings(key, present)
+        lr, wd = agreed_settings(key, present, self.round.later)
         scales = [scale_of(contribution, len(contributions), optimizer) for contribution in present]
         try:
             self.rows.update([self._joined(c) for c in present], scales, optimizer, lr, wd)
@@ -313,6 +313,10 @@ class SparseShard(Shard[SparseTable]):
     def set_optimizer(self, store: int, optimizer: Optimizer) -> None:
         """Treat pushes to the store as gradients from now on."""
         self._optimizers[store] = optimizer
+
+    def updates(self, store: int) -> bool:
+        """Whether pushes to a store are gradients."""
+        return store in self._optimizers
 
     # What is here.
 

@@ -137,11 +137,11 @@ class BarrierCalls:
         self._open: dict[int, Barrier] = {}
         """By request."""
 
-    def enter(self, request: EnterBarrier) -> list[Effect]:
-        """Arrive at the next barrier of the store."""
+    def enter(self, request: EnterBarrier, pushes: int) -> list[Effect]:
+        """Arrive at the next barrier of the store, after so many pushes."""
         counter = self._passed.get(request.store, 0)
         barrier = self._open[request.request] = Barrier(
-            request.request, request.store, counter, request.statement, request.giver
+            request.request, request.store, counter, request.statement, request.giver, pushes
         )
         return [Send(SCHEDULER_MEMBER, barrier)]
 
@@ -203,7 +203,11 @@ class SavingCalls:
         claim = Claim(request.request, request.store, counter, request.folder, request.contents)
         return [Send(SCHEDULER_MEMBER, claim)]
 
-    def save(self, request: SaveStore, servers: dict[int, Member]) -> list[Effect]:
+    def number(self, store: int, counter: int) -> None:
+        """The next checkpoint of a store has this number: there were others before this worker came."""
+        self._saved[store] = counter
+
+    def save(self, request: SaveStore, servers: dict[int, Member], pushes: int) -> list[Effect]:
         """Mark the pushes of this worker at every server, before any later one leaves."""
         counter = self._saved.get(request.store, 0)
         self._saved[request.store] = counter + 1
@@ -219,9 +223,9 @@ class SavingCalls:
                 steps, is_last = self._transfers.slices.pushed[some], start + SLICES_PER_MARK >= len(ids)
                 contents = () if request.failure else request.contents
                 where = (request.store, counter, request.folder, contents, request.run, request.step)
-                effects.append(Send(servers[rank], MarkPushes(*where, is_last, some, steps)))
+                effects.append(Send(servers[rank], MarkPushes(*where, is_last, some, steps, pushes)))
         place = (request.store, counter, request.folder, request.contents, request.run, request.step, request.keep)
-        save = Save(request.request, *place, len(request.keys), request.file, request.failure)
+        save = Save(request.request, *place, len(request.keys), request.file, request.failure, pushes)
         return [*effects, Send(SCHEDULER_MEMBER, save)]
 
     def hinted(self, hint: Waiting) -> bool:
@@ -235,7 +239,7 @@ class SavingCalls:
         """Ask for it as soon as no push of this worker is under way."""
         self.waiting.append(request)
 
-    def settle(self) -> list[Effect]:
+    def settle(self, pushes: int) -> list[Effect]:
         """Send the loads that waited, once no push is under way."""
         if not self._transfers.is_idle:
             return []
@@ -243,7 +247,8 @@ class SavingCalls:
         for request in self.waiting:
             counter = self._loaded.get(request.store, 0)
             self._loaded[request.store] = counter + 1
-            load = Load(request.request, request.store, counter, request.folder, request.contents, request.failure)
+            place = (request.store, counter, request.folder, request.contents)
+            load = Load(request.request, *place, request.failure, pushes)
             effects.append(Send(SCHEDULER_MEMBER, load))
         self.waiting.clear()
         return effects

@@ -241,6 +241,12 @@ class SliceTable:
                 column = getattr(self, name)
                 setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
 
+    def begin_at(self, ids: U32, steps: U32) -> None:
+        """Count pushes from here on: those before were made by others, when this worker was not there."""
+        if len(ids):
+            self.grow(int(ids.max()) + 1)
+            self.pushed[ids] = steps
+
     def enter(self, run: Run) -> RunPart | None:
         """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
         ids = run.plan.ids

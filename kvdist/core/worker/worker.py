@@ -8,6 +8,7 @@ Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdist.config.endpoints import crosses_network, stays_on_host
@@ -59,7 +60,7 @@ from kvdist.core.worker.requests import (
     label_of,
 )
 from kvdist.core.worker.transfers import LEADER, Credit, Transfers
-from kvdist.errors import DeadlineExceeded, FencedError, KvdistError, StoreClosed
+from kvdist.errors import DeadlineExceeded, FencedError, JobOver, KvdistError, StoreClosed
 from kvdist.naming import names_of, waiting
 from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
@@ -70,13 +71,16 @@ from kvdist.protocol.messages import (
     Command,
     Configure,
     Counted,
+    Counters,
     Done,
     Failed,
     Goodbye,
     Message,
+    Numbered,
     OnLoss,
     Peer,
     Placed,
+    Ready,
     Refused,
     Rejected,
     Roster,
@@ -88,6 +92,7 @@ from kvdist.protocol.messages import (
 
 if TYPE_CHECKING:  # a feature at a seam: workers run without it
     from kvdist.core.host_aggregation import HostAggregation
+    from kvdist.core.worker.newcomer import Newcomer
 
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler to judge."""
@@ -141,6 +146,8 @@ class Worker(Machine):
         """Member → when the broken connection counts as lost, and why it broke."""
         self._next_alive = NEVER
         self.on_loss = OnLoss.FAIL
+        self._newcomer: Newcomer | None = None
+        """If this worker has joined later."""
         self._members: tuple[int, ...] = ()
         """The ranks of the workers that are there."""
         self._lost_workers = 0
@@ -177,6 +184,14 @@ class Worker(Machine):
                 effects += self._accept(request, now)
         return effects + self._settle(now)
 
+    def _counters(self, newcomer: Newcomer, sender: Member, message: Counters, now: float) -> list[Effect]:
+        """A server says from when on its rounds wait for this worker."""
+        self.step = max(self.step, newcomer.counters(sender, message))
+        effects: list[Effect] = []
+        for request in newcomer.take():
+            effects += self._accept(request, now)
+        return effects
+
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to the scheduler, to the servers of the roster, and to workers of this host that push together."""
         if source == SCHEDULER_MEMBER or self._is_peer(source):
@@ -195,16 +210,22 @@ class Worker(Machine):
         match message:
             case Values() | RowValues() | Counted() | Refused():
                 effects = self._answered(message)
+            case Counters() if self._newcomer is not None:
+                effects = self._counters(self._newcomer, sender, message, now)
             case _ if sender.node.role is Role.WORKER and self.aggregation is not None:
                 self.aggregation.handle(sender, message, now)
             case Waiting():
                 effects = self._hinted(message, now)
-            case Rejected(reason):
-                refusal = FencedError(reason) if self.joining.complete else self.joining.refusal(message)
-                effects = self._fail_all(refusal)
+            case Rejected():
+                effects = self._fail_all(self._refusal(message))
             case _ if sender.node.role is Role.SCHEDULER:
                 effects = self._control(message, now)
         return effects + self._settle(now)
+
+    def _refusal(self, message: Rejected) -> KvdistError:
+        if message.is_over:
+            return JobOver(message.reason)
+        return FencedError(message.reason) if self.joining.complete else self.joining.refusal(message)
 
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection."""
@@ -352,6 +373,10 @@ class Worker(Machine):
     # Calls of the user.
 
     def _accept(self, request: Request, now: float) -> list[Effect]:
+        if self._newcomer is not None:
+            answered = self._newcomer.accept(request)
+            if answered is not None:
+                return answered
         match request:
             case Register():
                 self._open(request.request, "joining the cluster", now)
@@ -362,7 +387,7 @@ class Worker(Machine):
                 self._declared[request.request] = request
                 if POLICIES[request.mode].by_priority:
                     self.transfers.keep_little_flying()
-                return [Send(SCHEDULER_MEMBER, request.message)]
+                return [Send(SCHEDULER_MEMBER, replace(request.message, pushes=self.step))]
             case Transfer():
                 return self._transfer(request, now)
             case UseKernels():
@@ -374,13 +399,13 @@ class Worker(Machine):
             case EnterBarrier():
                 label = f"barrier ({request.statement})" if request.statement else "barrier"
                 self._open(request.request, label, now, request.timeout_s)
-                return self._barriers.enter(request)
+                return self._barriers.enter(request, self.step)
             case ClaimFolder():
                 self._open(request.request, f"lock of the folder of {request.folder}", now)
                 return self._saving.claim(request)
             case SaveStore():
                 self._open(request.request, f"checkpoint of step {request.step}", now).in_background = True
-                return self._saving.save(request, self.servers)
+                return self._saving.save(request, self.servers, self.step)
             case LoadStore():
                 self._open(request.request, "loading of a checkpoint", now)
                 self._saving.load(request)
@@ -439,7 +464,7 @@ class Worker(Machine):
             return []
         effects = [] if self.aggregation is None else self.aggregation.settle(now)
         if self._saving.waiting:
-            effects += self._saving.settle()
+            effects += self._saving.settle(self.step)
         for rank, message, credit in self.transfers.take():
             leader = self._leader if rank == LEADER else None
             to = self.servers[rank] if leader is None else leader
@@ -481,6 +506,8 @@ class Worker(Machine):
                 if pending is not None:
                     pending.error = refusal(message.code, message.reason)
                     return [self._close(pending)]
+            case Numbered(store, counter):
+                self._saving.number(store, counter)
             case CheckBlocked():
                 return [Send(SCHEDULER_MEMBER, self._blocked.report(self._leave_in_line, now))]
             case Abort():
@@ -490,10 +517,14 @@ class Worker(Machine):
         return []
 
     def _roster(self, message: Roster) -> list[Effect]:
+        if not self.joining.complete and self.me.node.rank in message.newcomers:
+            from kvdist.core.worker.newcomer import Newcomer  # a feature at a seam: loaded where it is used
+
+            self._newcomer = Newcomer(self.transfers, self.servers)
         self.peers = self.joining.roster(message)
         self.epoch = message.epoch
         ranks = [peer.member.node.rank for peer in self.peers if peer.member.node.role is Role.WORKER]
-        self._members = tuple(sorted(ranks))
+        self._members = tuple(sorted(set(ranks) - set(message.newcomers)))
         self._lost_workers += len(message.lost)
         effects: list[Effect] = []
         for peer in self.peers:
@@ -502,6 +533,8 @@ class Worker(Machine):
                 self.servers[rank] = peer.member
                 self.transfers.add_server(rank, stays_on_host(peer.endpoint))
                 effects.append(Connect(peer.member, peer.endpoint))
+                if self._newcomer is not None:
+                    effects.append(Send(peer.member, Ready(0)))  # or it knows no way to this worker
         for effect in () if self.aggregation is None else self.aggregation.roster(self.me, self.peers):
             if isinstance(effect, Forget):
                 self._lost_links.pop(effect.member, None)
@@ -534,6 +567,8 @@ class Worker(Machine):
                 aggregated += [piece.number for piece, size in sizes if aggregation.aggregates(piece.server, size)]
             other = None if pulled_as is dtype else pulled_as
             infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))
+        if self._newcomer is not None and declared.keys:
+            self._newcomer.declared(declared, min(placement.first_slices), last)
         self.transfers.slices.grow(last + 1)
         self.transfers.slices.aggregated[aggregated] = True
         self.transfers.slices.is_lockstep[in_rounds] = True
@@ -575,7 +610,8 @@ class Worker(Machine):
 
     def _fail_rest(self, error: Exception) -> list[Effect]:
         self.transfers.clear()
-        return self._pending.fail_all(error)
+        held = [] if self._newcomer is None else self._newcomer.fail(error)
+        return [*self._pending.fail_all(error), *held]
 
     def _fail_all(self, error: Exception) -> list[Effect]:
         """Fail all requests, present and later ones."""
@@ -604,7 +640,7 @@ class Worker(Machine):
 
     def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
         if not self.joining.complete:
-            self.joining.hint = hint.deed
+            self.joining.hinted(hint.deed, now)
             return []
         if self._saving.hinted(hint):
             return []

@@ -1,0 +1,306 @@
+"""Workers that join a running job: a rank that was started again, or one more than there were at the start. Pure.
+
+A newcomer is welcomed at once, hears who is in the cluster when every server knows it, and looks on: nothing that it
+calls before its first push changes anything. With that push it asks to be a member. The scheduler looks for the
+highest version of all slices, while every server promises to make one more at most; from the version after it on,
+T, every round waits for the newcomer. Nobody stops for that. Rules that hold here:
+
+* A newcomer is counted in no version before its T, and awaited in all from T on.
+* One cut at a time: all that wait meanwhile share the next one. It is made even if they are gone, as it ends the
+  promise.
+* T is a place in the program: after T pushes. What the others agree on before that place does not wait for the
+  newcomer; what comes after it does. Its own barriers and loads get the numbers that the others' have, once it is known
+  which is its first; so do its checkpoints, when it claims a folder.
+* Slices that are not pushed at each step (of means, say) have no version that says where in the program they are. A
+  newcomer takes part in a store of such slices from its first barrier there on, at which all workers stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvdist.core.agreement import Agreement, Questions
+from kvdist.core.machine import Bind, Effect, Send
+from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.membership import Membership
+from kvdist.errors import ConfigError
+from kvdist.nodes import Member, NodeId, Role
+from kvdist.protocol.messages import (
+    Barrier,
+    Claim,
+    Command,
+    Configure,
+    Cut,
+    CutFound,
+    Declare,
+    Done,
+    ErrorCode,
+    Failed,
+    FindCut,
+    Hello,
+    Load,
+    Message,
+    Numbered,
+    OnLoss,
+    Peer,
+    Ready,
+    Rejected,
+    Waiting,
+    Welcome,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Introduction:
+    """A newcomer whose existence servers have to learn before it may speak to them. A token of their rosters."""
+
+    member: Member
+    unaware: set[Member]
+
+
+Call = Barrier | Load | Claim
+"""What all workers do as often, and count."""
+
+
+class Rest(Protocol):
+    """What the scheduler does for newcomers."""
+
+    on_loss: OnLoss
+
+    def announce(self) -> list[Effect]:
+        """Tell all who is there."""
+
+    def again(self, sender: Member, message: Message) -> list[Effect]:
+        """Handle what had to wait."""
+
+    def spare(self, members: Sequence[Member]) -> None:
+        """Let nothing that is agreed on now wait for these."""
+
+
+class Newcomers:
+    """All that have come later.
+
+    Args:
+        membership: who is in the cluster.
+        keys: what is declared.
+        questions: what servers are asked.
+        patience_s: how long a rank may be wanted by a second process before that is refused.
+        scheduler: does the rest.
+    """
+
+    def __init__(
+        self, membership: Membership, keys: Keys, questions: Questions, patience_s: float, scheduler: Rest
+    ) -> None:
+        self._membership = membership
+        self._keys = keys
+        self._questions = questions
+        self._patience_s = patience_s
+        self._scheduler = scheduler
+        self.over = "the job is over: all other workers had finished before this one could take part"
+        """What is said to a process that comes too late."""
+        self.introductions: dict[Member, Introduction] = {}
+        """Newcomers that not all servers know of."""
+        self._early: dict[NodeId, tuple[Member, float]] = {}
+        """Rank → a process that wants it, though its last process has not been given up yet, and since when."""
+        self._line: list[Member] = []
+        self._cutting: tuple[Member, ...] | None = None
+        """Those that become members by the cut that is being made; None while none is."""
+        self._highest = 0
+        self._waiting: list[tuple[Member, Message]] = []
+        """What cannot be answered before another worker has said the same."""
+        self._shifts: dict[tuple[Member, type[Message], int], int] = {}
+        """(who has joined later, kind of call, store) → what is added to the number that it gives its calls."""
+        self._joined: dict[Member, set[int]] = {}
+        """Who has joined later → the stores where it takes part in all slices."""
+
+    # Coming.
+
+    def hello(self, stranger: Member, hello: Hello, now: float) -> list[Effect]:
+        """A process wants to join the running job."""
+        node = NodeId(Role.WORKER, hello.wanted_rank)
+        if hello.wanted_rank >= 0 and self._membership.is_there(node):
+            return self._keep(node, stranger, hello, now)
+        try:
+            member = self._membership.admit(stranger, hello)
+        except ConfigError as error:
+            return [Send(stranger, Rejected(str(error)))]
+        self._early.pop(member.node, None)
+        self.introductions[member] = Introduction(member, set(self._membership.servers.values()))
+        welcome = Welcome(member.node.rank, member.incarnation, self._scheduler.on_loss)
+        return [Send(stranger, welcome), Bind(stranger, member), *self._scheduler.announce()]
+
+    def _keep(self, node: NodeId, stranger: Member, hello: Hello, now: float) -> list[Effect]:
+        """The process that has this rank may be dead: hellos are repeated until that is known, or that it lives."""
+        wants, since = self._early.get(node, (stranger, now))
+        if wants != stranger:
+            since = now
+        self._early[node] = stranger, since
+        holder = self._membership.peers[node]
+        if now < since + self._patience_s:
+            return [Send(stranger, Waiting(f"{_process(holder)} to be given up, whose rank it wants", (), 0.0))]
+        del self._early[node]
+        reason = (
+            f"two processes say that they are {node}: {_process(holder)}, which is alive, and pid {hello.pid} on"
+            f" {hello.host}: each needs a KVDIST_RANK of its own"
+        )
+        return [Send(stranger, Rejected(reason))]
+
+    def acknowledged(self, server: Member, introductions: Iterable[Introduction]) -> list[Effect]:
+        """A server knows of these newcomers; those that all know of may hear of the cluster."""
+        effects: list[Effect] = []
+        for introduction in introductions:
+            introduction.unaware.discard(server)
+            if not introduction.unaware and introduction.member in self.introductions:
+                del self.introductions[introduction.member]
+                effects.append(Send(introduction.member, self._membership.roster))
+        return effects
+
+    # Going.
+
+    def forget(self, member: Member) -> None:
+        """A worker was given up, or has left."""
+        self.introductions.pop(member, None)
+        self._joined.pop(member, None)
+        self._line = [one for one in self._line if one != member]
+        self._waiting = [one for one in self._waiting if one[0] != member]
+        self._shifts = {place: shift for place, shift in self._shifts.items() if place[0] != member}
+
+    def end(self) -> list[Effect]:
+        """The last member has finished well: who has only looked on is too late."""
+        late = [*self._membership.newcomers.values()]
+        for member in late:
+            self._membership.leave(member.node)
+        self.introductions.clear()
+        return [Send(member, Rejected(self.over, is_over=True)) for member in late]
+
+    # Looking on.
+
+    def answer(self, sender: Member, message: Message) -> list[Effect] | None:
+        """What a worker hears that looks on; None for what everybody hears.
+
+        Its program begins anew, while the others are in the middle of theirs: what they have agreed on stays.
+        """
+        if isinstance(message, Ready):
+            return self._ready(sender, message)
+        if self._membership.newcomers.get(sender.node) != sender:
+            return None
+        match message:
+            case Barrier() | Load() | Command():
+                return [Send(sender, Done(message.request))]
+            case Claim():
+                reason = f"{sender} has joined later: it saves with the others after its first step, not before"
+                return [Send(sender, Failed(message.request, ErrorCode.CHECKPOINT, reason))]
+            case Declare() if self._membership.workers and not self._keys.has_placed(message):
+                self._waiting.append((sender, message))
+                return []
+            case Configure() if self._membership.workers and message.store not in self._keys.optimizers:
+                self._waiting.append((sender, message))
+                return []
+            case _:
+                return None
+
+    def advance(self) -> list[Effect]:
+        """Handle again what had to wait, as long as some of it gets on."""
+        effects: list[Effect] = []
+        before = -1
+        while self._waiting and len(self._waiting) != before:
+            waiting, self._waiting = self._waiting, []
+            before = len(waiting)
+            for sender, message in waiting:
+                effects += self._scheduler.again(sender, message)
+        return effects
+
+    # Becoming a member.
+
+    def _ready(self, sender: Member, message: Ready) -> list[Effect]:
+        if self._membership.newcomers.get(sender.node) == sender:
+            self._line.append(sender)
+            return self._next_cut()
+        joined = self._joined.get(sender)
+        if joined is None or message.store in joined:
+            return []  # it is told where its counters begin
+        return self.join([sender], message.store, lambda _: [])
+
+    def _next_cut(self) -> list[Effect]:
+        if self._cutting is not None or not self._line:
+            return []
+        self._cutting, self._line = tuple(self._line), []
+        self._highest = 0
+        return self._questions.ask(FindCut, self._found)
+
+    def found(self, server: Member, message: CutFound) -> list[Effect]:
+        """A server says how far its slices are."""
+        self._highest = max(self._highest, message.highest)
+        return self._questions.answered(server, message.request, "")
+
+    def _found(self, _: str) -> list[Effect]:
+        """All servers have said how far they are, and make one more version of each slice at most."""
+        there = [one for one in self._cutting or () if self._membership.newcomers.get(one.node) == one]
+        version, ranks = self._highest + 1, tuple(one.node.rank for one in there)
+        for member in there:
+            self._membership.make_member(member, version)
+            self._joined[member] = set()
+        self._keys.spare(ranks)
+        self._scheduler.spare(there)
+        cut = self._questions.ask(lambda request: Cut(request, -1, version, ranks), self._made)
+        return [*cut, *(self._scheduler.announce() if there else [])]
+
+    def _made(self, _: str) -> list[Effect]:
+        self._cutting = None
+        return self._next_cut()
+
+    # Taking part.
+
+    def joining(self, store: int, members: Iterable[Member]) -> list[Member]:
+        """Those of these workers that are at a barrier of this store for the first time since they have joined."""
+        return [member for member in members if store not in self._joined.get(member, (store,))]
+
+    def join(
+        self,
+        members: Sequence[Member],
+        store: int,
+        then: Callable[[str], list[Effect]],
+        cause: Agreement[Any] | None = None,
+    ) -> list[Effect]:
+        """Let these take part in all slices of a store, if there are some that are not pushed at each step."""
+        for member in members:
+            self._joined[member].add(store)
+        ranks = tuple(member.node.rank for member in members)
+        return self._questions.ask(lambda request: Cut(request, store, 0, ranks), then, cause)
+
+    def number(self, sender: Member, message: Call, opened: Mapping[int, Agreement[Any]], count: int) -> int | None:
+        """The number that all workers give to the call of one of them; None if that is not known yet.
+
+        Args:
+            sender: who calls.
+            message: its call, which waits for another worker's if the number is not known.
+            opened: what is open of this kind in this store, by number.
+            count: how many there were, at least.
+        """
+        if sender not in self._membership.since:
+            return message.counter
+        place = (sender, type(message), message.store)
+        if place not in self._shifts:
+            first = min((number for number, one in opened.items() if sender not in one.spared), default=None)
+            if first is None and any(self._knows(other, place) for other in self._membership.workers.values()):
+                self._waiting.append((sender, message))
+                return None
+            if first is None:
+                first = max([count, *(number + 1 for number in opened)])
+            self._shifts[place] = first - message.counter
+        return message.counter + self._shifts[place]
+
+    def tell(self, sender: Member, message: Claim, number: int) -> list[Effect]:
+        """Tell a worker the number of its checkpoint, which it says to servers."""
+        self._shifts[sender, Claim, message.store] = 0
+        return [Send(sender, Numbered(message.store, number))]
+
+    def _knows(self, other: Member, place: tuple[Member, type[Message], int]) -> bool:
+        """Whether another worker's calls of this kind say which the next one is."""
+        return other != place[0] and (other not in self._membership.since or (other, *place[1:]) in self._shifts)
+
+
+def _process(peer: Peer) -> str:
+    return f"{peer.member} (pid {peer.pid} on {peer.host})"
