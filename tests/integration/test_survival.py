@@ -67,6 +67,30 @@ def test_the_others_go_on_with_exact_weights_when_workers_are_killed(job, num_wo
     assert len(launcher.lines_with(f"mean over those that are there: {mean}")) == len(stayed), job.transcript()
 
 
+@pytest.mark.parametrize(
+    ("victims", "times"),
+    [([1], 1), pytest.param([0], 1, marks=pytest.mark.slow), pytest.param([1, 2], 2, marks=pytest.mark.slow)],
+)
+def test_workers_that_are_killed_and_started_again_join_the_others_with_exact_weights(job, victims, times):
+    restart = [*GOES_ON, "--restart", str(times)]
+    launcher = job.launch(3, 2, "survival.py", "joins", str(victims), "2", str(times), options=restart)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert len(launcher.lines_with("was killed by signal 9 (SIGKILL)")) >= times * len(victims), "the fault happened"
+    assert len(launcher.lines_with("went on to the end")) == 3, job.transcript()
+    found = [masks_of(job, rank) for rank in range(3)]
+    assert found[0] == found[1] == found[2], job.transcript()
+    for rank in range(3):
+        if rank not in victims:
+            assert found[0][rank] == [ALL], job.transcript()
+            continue
+        (line,) = [one for one in launcher.lines_with(f"life {times} has joined in step") if f"w{rank} " in one[:4]]
+        joined = int(line.rpartition(" ")[2])
+        own = {mask >> (joined + 1) for mask in found[0][rank]}
+        assert own == {(1 << (STEPS - joined - 1)) - 1}, "every push since it has joined counts, once"
+        assert not any(mask >> joined & 1 for mask in found[0][rank]), "it has joined with zeros"
+
+
 def is_prefix(mask):
     """Whether these are the first pushes, without a gap."""
     return mask & (mask + 1) == 0

@@ -81,6 +81,33 @@ def killed(victims, at, after_s, mode="dist"):
     say("went on to the end")
 
 
+def joins(victims, at, times):
+    """Some workers are killed, once or again and again, and join the others each time they are started again."""
+    victims, at, life = ast.literal_eval(victims), int(at), int(os.environ.get("KVDIST_RESTARTS", "0"))
+    store = started()
+    names, begun = list(SIZES), 0
+    if life:
+        outs = [np.zeros(size) for size in SIZES.values()]
+        store.pushpull(names, [np.zeros(size) for size in SIZES.values()], out=outs)
+        elder = min(set(range(store.num_workers)) - set(victims))
+        masks = {(int(-value) >> (STEPS * elder)) % (1 << STEPS) for out in outs for value in np.unique(out).tolist()}
+        assert len(masks) == 1, f"worker-{elder} is counted differently in different elements: {masks}"
+        begun = masks.pop().bit_length()  # as many rounds have been closed
+        say(f"life {life} has joined in step {begun - 1}")
+    for step in range(begun, STEPS):
+        if store.rank in victims and life < int(times) and step >= at + 2 * life:
+            threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            store.push(names, step_of(store.rank, step))
+            time.sleep(60)
+        while store.rank not in victims and step > at and len(store.members) < store.num_workers:
+            time.sleep(0.01)
+        store.pushpull(names, step_of(store.rank, step))
+    store.barrier()
+    tell_weights(store)
+    store.close()
+    say("went on to the end")
+
+
 def rows(victims, at, after_s):
     """Some workers are killed while all push rows of a table."""
     store = kv.create("dist")
