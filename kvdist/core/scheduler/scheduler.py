@@ -318,7 +318,9 @@ class Scheduler(Machine):
             return [Send(sender, Rejected(f"the cluster is complete, and a {sender.node.role} cannot join later"))]
         if self._is_over:
             return [Send(sender, Rejected(newcomers.over, is_over=True))]
-        return newcomers.hello(sender, message, now)
+        effects = newcomers.hello(sender, message, now)
+        joined = [effect.member for effect in effects if isinstance(effect, Bind)] if self.config.supervised else []
+        return [*effects, *(TellLauncher(f"joined worker {one.node.rank} life {message.life}") for one in joined)]
 
     def _announce_soon(self, now: float) -> list[Effect]:
         """Tell all who is gone: now, or with the next ones that go if there was a roster just before."""
