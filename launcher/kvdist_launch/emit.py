@@ -150,16 +150,31 @@ def manual(
     blocks = [[f"# Start these in any order, each in a shell on its host. {ends}"]]
     if secret is not None:
         blocks.append(_secret_lines(hosts, secret))
-    for process in processes:
+    titled = [(f"# {process.node}, on {place_name(process, hosts)}", process) for process in processes]
+    most = processes[-1].environment.settings.get(MAX_WORKERS)
+    if most is not None:
+        titled.append((MORE.format(most), _without_place(processes[-1])))
+    for title, process in titled:
         lines = [f"cd {shlex.quote(process.cwd or folder)} || exit", *exports(_unsupervised(process))]
         if secret is not None:
             lines.append(f'export KVDIST_SECRET_FILE="$HOME"/{shlex.quote(secret)}')
         lines += run_again(process.argv, restarts if process.node.role is Role.WORKER else 0)
         # Only lines of ours move in: a value that has several lines keeps them as they are.
         indented = [f"  {line}" for line in lines]
-        blocks.append([f"# {process.node}, on {place_name(process, hosts)}", "(", *indented, ")"])
+        blocks.append([title, "(", *indented, ")"])
     return "\n\n".join("\n".join(block) for block in blocks) + "\n"
 
+
+def _without_place(process: Process) -> Process:
+    """A worker that asks for no rank and is told no place among the others."""
+    settings = process.environment.settings
+    left = {name: value for name, value in settings.items() if name not in ("KVDIST_RANK", *PLACES)}
+    return replace(process, environment=replace(process.environment, settings=left))
+
+
+MAX_WORKERS = "KVDIST_MAX_WORKERS"
+MORE = """\
+# One more worker, at any time, on any host that has the files; once for each, up to {} workers in all."""
 
 WORKERS_COME_BACK = """A worker that is lost can be started again:
 # paste its block once more, here or on another host that has the files."""
@@ -552,7 +567,7 @@ UNDERSTOOD = frozenset(
     [
         "--num-workers", "--num-servers", "--server-module", "--optimizer-module", "--server-device", "--hostfile",
         "-x", "--env", "--env-server", "--env-worker", "--env-file", "--security", "--emit", "--launcher", "--image",
-        "--dry-run", "--verbose", "--on-loss", "--restart",
+        "--dry-run", "--verbose", "--on-loss", "--restart", "--max-workers",
     ]
 )  # fmt: skip
 """The options that have an effect on processes that another system starts."""

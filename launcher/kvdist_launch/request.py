@@ -102,8 +102,8 @@ SPREADS = ("--emit sbatch", "--emit kubernetes", "--launcher slurm")
 """Targets that may place processes on several machines."""
 
 OF_SERVERS = (
-    *("--on-loss", "--restart", "--server-module", "--optimizer-module", "--server-device", "--env-server"),
-    "--scheduler-on",
+    *("--on-loss", "--restart", "--max-workers", "--server-module", "--optimizer-module", "--server-device"),
+    *("--env-server", "--scheduler-on"),
 )
 """Options that have no meaning without servers."""
 
@@ -178,7 +178,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         )
     if not num_servers:
         _require_fit_without_servers(options, num_workers)
-    _require_fitting_restarts(options, SETTINGS[ON_LOSS].read({**environ, **env}))
+    _require_fitting_restarts(options, SETTINGS[ON_LOSS].read({**environ, **env}), num_workers)
     for option, variables in (("--env-server", env_server), ("--env-worker", env_worker)):
         for name in set(variables) & set(SECURITY_VARIABLES):
             raise ConfigError(f"{option} {name}: all processes of a job need the same; write --env {name}=...")
@@ -211,7 +211,7 @@ def grace_of(options: argparse.Namespace) -> GracePeriods:
     return GracePeriods(grace_s=grace_s, farewell_s=grace_s)
 
 
-def _require_fitting_restarts(options: argparse.Namespace, on_loss: str) -> None:
+def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_workers: int) -> None:
     """Refuse what contradicts itself about the loss of processes."""
     if on_loss != "fail" and target_of(options) == "--launcher mpi":
         raise ConfigError(
@@ -224,6 +224,13 @@ def _require_fitting_restarts(options: argparse.Namespace, on_loss: str) -> None
             f"--on-worker-exit restart:{options.on_worker_exit} starts the whole job anew after a loss, and {other}"
             " lets it go on; leave one of them out"
         )
+    if options.max_workers is not None and on_loss == "fail":
+        raise ConfigError(
+            f"--max-workers {options.max_workers}: others can join only where losses do not end the job; add --on-loss"
+            " continue"
+        )
+    if options.max_workers is not None and options.max_workers < num_workers:
+        raise ConfigError(f"--max-workers {options.max_workers} is less than the {num_workers} workers at the start")
     if options.restart and on_loss == "fail":
         raise ConfigError(
             f"--restart {options.restart} starts lost workers again while the others go on, and without --on-loss a"
@@ -321,6 +328,7 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         "KVDIST_SERVER_DEVICE": options.server_device,
         ON_LOSS: options.on_loss,
         "KVDIST_DUMP": options.dump and os.path.abspath(options.dump),
+        "KVDIST_MAX_WORKERS": None if options.max_workers is None else str(options.max_workers),
         "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",
         "KVDIST_FORM_TIMEOUT_S": start_timeout_s,  # until the cluster is complete
         "KVDIST_START_TIMEOUT_S": start_timeout_s,  # until ranks have found each other

@@ -63,6 +63,12 @@ from tests.ports import held_port
             2,
             "and --on-loss continue lets it go on; leave one of them out",
         ),
+        (
+            ["-n", "2", "--max-workers", "3", "true"],
+            2,
+            "others can join only where losses do not end the job; add --on",
+        ),
+        (["-n", "4", "--on-loss", "continue", "--max-workers", "3", "true"], 2, "3 is less than the 4 workers at the"),
         (["-n", "2", "--on-loss", "continue", "--launcher", "mpi", "true"], 2, "mpirun ends it with the first process"),
         (["-n", "4", "-s", "0", "--launcher", "mpi", "true"], 2, "mpirun -np 4 COMMAND starts it"),
         (["-n", "4", "-s", "0", "--launcher", "slurm", "true"], 2, "srun --ntasks=4 COMMAND starts it"),

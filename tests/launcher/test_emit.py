@@ -111,6 +111,16 @@ def test_workers_are_started_again_where_the_others_go_on_without_them(name, onc
         assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_one_more_worker_asks_for_no_rank_and_has_a_block_of_its_own():
+    job = new_job(env={"KVDIST_ON_LOSS": "continue", "KVDIST_MAX_WORKERS": "5"})
+    facts = [HostFacts(8, "/venv/bin/python", "d")] * 3
+    text = manual(plan(job, HOSTS, facts, LAUNCHER), HOSTS, "/", None)
+    *_, last, more = text.split("\n\n")
+    assert more.startswith("# One more worker, at any time") and "up to 5 workers in all" in more
+    assert "export KVDIST_RANK=1" in last and "export KVDIST_RANK" not in more and " KVDIST_RANK " in more
+    assert not any(f"export {name}" in more for name in PLACES)
+
+
 @each(
     "ends, starts, code",
     [
