@@ -1,4 +1,5 @@
 # make demo      the main job: a launched cluster of real processes trains a network
+# make demo-faults  the same digits twice: undisturbed, and while workers are killed at random and come back
 # make test      lint, strict types, the documentation, and the tests but for the slow ones
 # make test-machines  jobs on several machines: namespaces with real ssh daemons, Slurm, Open MPI; as root it installs those
 # make test-tensorflow  the tests of kvdist.tensorflow, in an environment of its own
@@ -34,7 +35,7 @@ FUZZ_SECONDS ?= 60
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-machines test-tensorflow test-all soak fuzz lint types docs bench bench-full bench-other gpu clean
+.PHONY: help demo demo-faults test test-machines test-tensorflow test-all soak fuzz lint types docs bench bench-full bench-other gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -42,6 +43,9 @@ help:
 # Without activating the environment: the workers' `python` must be the one that has kvdist.
 demo: $(VENV)/.installed-examples
 	PATH="$(CURDIR)/$(BIN):$$PATH" kvdist-launch -n 2 -s 2 python examples/digits.py
+
+demo-faults: $(VENV)/.installed-examples
+	$(BIN)/python examples/faults.py
 
 test: lint types docs
 	$(PYTEST) -m "not slow and not machines"

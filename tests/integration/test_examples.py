@@ -55,6 +55,17 @@ def test_the_demo_reaches_97_percent_with_the_same_accuracy_on_both_workers(job)
     assert "2 workers and 2 servers finished in " in launcher.text.splitlines()[-1]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(DEMO_S + 20)
+def test_the_demo_of_faults_kills_a_worker_and_ends_as_well_as_undisturbed(job):
+    words = ("--kills", "1", "--every", "1", "--epochs", "30")
+    demo = job.start("demo", [sys.executable, str(EXAMPLES / "faults.py"), *words])
+    job.succeed(DEMO_S)
+    assert re.search(r"kill -9 worker-[012] ", demo.text), "the fault happened"
+    assert re.search(r"worker-[012]: killed once, and each time the others went on; started 2 times", demo.text)
+    assert len(demo.lines_with("accuracy ")) == 2, demo.text
+
+
 def test_the_demo_runs_without_a_launcher_and_says_how_to_have_one(job):
     alone = job.start("alone", [sys.executable, DIGITS, "--epochs", "1"])
     job.succeed()
