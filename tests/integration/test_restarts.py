@@ -35,3 +35,12 @@ def test_workers_that_are_killed_or_stopped_come_back_and_every_push_counts_once
         assert not ends or launcher.lines_with(told), "the fault happened"
     given_up = launcher.lines_with("has been given up, and its process is ended")
     assert len(given_up) == (WORKERS - 1) * (number == "SIGSTOP"), job.transcript()
+
+
+def test_who_comes_back_when_the_others_have_finished_is_ended_and_the_job_has_succeeded(job, tmp_path):
+    options = ["--on-loss", "continue", "--restart", "9"]
+    launcher = job.launch(3, 2, "survival.py", "comes_late", str(tmp_path / "back"), options=options)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("worker-1 is ended, as the others have finished before it had joined them")
+    assert launcher.lines_with("2 workers and 2 servers finished in"), job.transcript()
