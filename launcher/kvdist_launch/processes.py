@@ -38,8 +38,9 @@ NOT_EXECUTABLE = 126
 INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 """Signals by which the user or the system asks a job to end."""
 
-MARK = "KVDIST_JOB"
-"""The variable that all processes of a job have, with a value of its own."""
+MARK = "KVDIST_WATCHDOG"
+"""The variable that all processes with one watchdog have, with a value of its own. A process that is started again
+after its agent was killed has another one: the agent's watchdog must not end it with what that had started."""
 
 OUT, ERR, RESULT = 0, 1, 2
 """The outputs of a process; the third one is that of a process that is called, see `plan.Process`."""
@@ -351,6 +352,7 @@ class LocalProcesses(HostProcesses):
         self._running: list[ChildProcess] = []
         self._open: dict[tuple[NodeId, int], IO[bytes]] = {}
         self._watchdog: Watchdog | None = None
+        self._mark = os.urandom(8).hex()
         self._secret: SecretFile | None = None
         self._is_paused = False
 
@@ -358,10 +360,12 @@ class LocalProcesses(HostProcesses):
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
         # First, so that a launcher that is killed while it starts processes leaves none.
-        watchdog = self._watch(processes)
+        watchdog = self._watch()
         if secret is not None and self._secret is None:
             self._secret = SecretFile(secret)
-        settings = {} if self._secret is None else {SECRET_VARIABLE: str(self._secret.path)}
+        settings = {MARK: self._mark}
+        if self._secret is not None:
+            settings[SECRET_VARIABLE] = str(self._secret.path)
         made: list[ChildProcess] = []
         for process in processes:
             is_again = self._retire(process.node)
@@ -378,13 +382,12 @@ class LocalProcesses(HostProcesses):
             self._attend(child)
         self._listener.started(self.host, [(child.node, child.pid) for child in made])
 
-    def _watch(self, processes: Sequence[Process]) -> Watchdog:
-        """The watchdog of these processes."""
+    def _watch(self) -> Watchdog:
+        """The watchdog of all that are started here."""
         if self._watchdog is None:
             self._watchdog = Watchdog()
             self._is_paused = False
-            for job in {process.environment.settings.get(MARK, "") for process in processes} - {""}:
-                self._watchdog.mark(MARK, job)
+            self._watchdog.mark(MARK, self._mark)
         return self._watchdog
 
     def _attend(self, child: ChildProcess) -> None:
