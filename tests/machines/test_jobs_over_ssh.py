@@ -98,6 +98,51 @@ def test_a_machine_that_drops_off_is_named_and_its_processes_end_too(machines, l
         machine.set_link(up=True)
 
 
+COMES_BACK = """
+import os
+import numpy as np
+from kvdist import kv
+
+store = kv.create("dist")
+store.set_optimizer("sgd", learning_rate=1.0)
+store.init(["all", "again"], [np.zeros(5000), np.zeros(1)])
+is_back, pushes = "KVDIST_RESTARTS" in os.environ, 0
+out = [np.zeros(5000), np.zeros(1)]
+while -out[1][0] < 20:
+    store.pushpull(["all", "again"], [np.ones(5000), np.full(1, float(is_back))], out=out)
+    pushes += 1
+    print("round", pushes, flush=True)
+print("made", pushes, "counted", -out[0].min(), -out[0].max(), flush=True)
+store.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["agent", "cable"])
+def test_a_worker_whose_machine_is_gone_is_started_on_another_one(machines, launch, project, how):
+    (project / "back.py").write_text(COMES_BACK)
+    (project / "hosts").write_text("d1 slots=1\nd2 role=worker slots=1\nd3 role=worker slots=1\n")
+    job = launch(
+        "-n", "2", "-s", "1", "-H", "hosts", "--sync-dst-dir", str(machines.destination),
+        "--on-loss", "continue", "--restart", "9", "--patience", "3", "python", "back.py",
+    )  # fmt: skip
+    job.wait_for("w1@d3 │ round 20")
+    machine = machines.machines["d3"]
+    try:
+        if how == "cable":
+            machine.set_link(up=False)
+        else:
+            for pid in [pid for pid, line in machine.processes().items() if "kvdist_launch.agent" in line]:
+                os.kill(pid, signal.SIGKILL)
+        assert job.finish() == 0, job.text
+    finally:
+        machine.set_link(up=True)
+    assert job.lines_with("worker-1 on d3 (pid ") and job.lines_with("worker-1 is started again on d1")
+    assert job.lines_with("w1@d1 │ made "), job.text
+    counts = [line.split("counted ")[1].split() for line in job.lines_with("counted ")]
+    assert len(counts) == 2 and counts[0] == counts[1] and counts[0][0] == counts[0][1], job.text
+    assert machines.left_after(60.0) == [], "the agent there has heard nothing any more"
+
+
 def test_a_machine_without_that_python_is_named_before_anything_starts(machines, launch, project):
     (project / "hosts").write_text("d1\nd2 python=/opt/nothing/bin/python\n")
     job = launch(*tutorial(machines, "end", "1"))
