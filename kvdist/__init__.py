@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from kvdist.kvstore.rowsparse import LazyRows, RowSparse
     from kvdist.training.data import SplitSampler, split_and_load, split_data
     from kvdist.training.embedding import Embedding
+    from kvdist.training.queue_sampler import QueueSampler
     from kvdist.training.replicas import Replicas, replicate, sync_buffers
     from kvdist.training.trainer import Trainer
 
@@ -71,6 +72,7 @@ __all__ = [
     "PeerLostError",
     "ProtocolError",
     "PushRefused",
+    "QueueSampler",
     "RankLostError",
     "Replicas",
     "RowSparse",
@@ -104,6 +106,7 @@ _NAMES = {
     "Embedding": "kvdist.training.embedding",
     "KVStore": "kvdist.kvstore.base",
     "LazyRows": "kvdist.kvstore.rowsparse",
+    "QueueSampler": "kvdist.training.queue_sampler",
     "Replicas": "kvdist.training.replicas",
     "RowSparse": "kvdist.kvstore.rowsparse",
     "SplitSampler": "kvdist.training.data",

@@ -54,6 +54,7 @@ from kvdist.protocol.messages import CompressedPush, Push
 from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
+from tests.core.leasing import LeasingUser, require_used_once
 from tests.core.network import Network, Process, SimulatedTransport, Weather
 from tests.core.shelf import FULL, Shelf, SimulatedDisk
 from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
@@ -79,6 +80,7 @@ class Scenario:
     holds: whether results are read where servers keep them now and then.
     saves: how probable it is that a checkpoint follows a round.
     tables: whether there are tables of rows, too.
+    examples: how many examples the data has that workers lease; 0 for rounds without data.
     full: how probable it is that a work of a disk fails.
     encodes: how probable it is that a push of float32 travels encoded; unless it is 0, values come back as halves.
     offloaded: whether servers sum and update on devices.
@@ -101,6 +103,7 @@ class Scenario:
     holds: bool = True
     saves: float = 0.35
     tables: bool = False
+    examples: int = 0
     full: float = 0.04
     encodes: float = 0.0
     offloaded: bool = False
@@ -264,6 +267,7 @@ def _build(cluster: Cluster) -> None:
         scenario.encodes,
         scenario.tables,
         scenario.again is not None,
+        scenario.examples,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
     oracle.books.newcomers_above = scenario.num_workers + scenario.num_servers
@@ -282,7 +286,8 @@ def _start(cluster: Cluster, name: str, role: Role, rank: int, life: int = 0) ->
         name, network, lambda transport: _node(cluster, role, rank, transport, life)
     )
     if role is Role.WORKER:
-        user = User(rank, process.node, oracle.job, oracle, network.random, cluster.shelf, life)
+        kind = LeasingUser if oracle.job.examples else User
+        user = kind(rank, process.node, oracle.job, oracle, network.random, cluster.shelf, life)
         cluster.users[name] = user
         process.after_turn = lambda: _turned(cluster, user)
         user.advance()
@@ -437,7 +442,10 @@ def _judge(cluster: Cluster) -> None:
         assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
         assert user.done, f"{name} did not come to its end"
-    _judge_checkpoints(cluster)
+    if cluster.scenario.examples:
+        _judge_examples(cluster)
+    else:
+        _judge_checkpoints(cluster)
     cluster.network.used["offloaded"] += sum(device.downloaded_bytes > 0 for device in cluster.devices)
     assert not any(device.pending for device in cluster.devices), "a copy is under way after its round"
     survivors = [process for process in cluster.processes.values() if not process.crashed]
@@ -473,6 +481,19 @@ def _replay(cluster: Cluster) -> None:
         outcome = replay(beginning, entries)
         assert not isinstance(outcome, Difference), f"{process.name}: {outcome}"
         cluster.network.used["replayed"] += len(entries)
+
+
+def _judge_examples(cluster: Cluster) -> None:
+    """All are used once, and every checkpoint was made."""
+    assert cluster.oracle is not None
+    users = [user for user in cluster.users.values() if isinstance(user, LeasingUser)]
+    require_used_once(users, cluster.oracle.books, cluster.scenario.examples)
+    for user in users:
+        if user.rank not in cluster.oracle.lost:
+            for version, future in user.saves.items():
+                error = future.exception()
+                assert error is None or FULL in str(error), f"checkpoint of version {version}: {error!r}"
+    cluster.network.used["checkpoint"] += len(cluster.shelf.manifests)
 
 
 def _judge_checkpoints(cluster: Cluster) -> None:
@@ -560,6 +581,8 @@ JOINING = Scenario(
     weather=Weather(delay_s=0.03),
 )
 """A round takes about as long as a process that is started again."""
+
+LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
 
 SCENARIOS: dict[str, Scenario] = {
     "calm": Scenario(rounds=6),
@@ -712,6 +735,14 @@ SCENARIOS: dict[str, Scenario] = {
     "joins late": replace(JOINING, victims=("worker-1",), rounds=4, fault_round=3, again=(0.0, 0.6)),
     "joins from the start": replace(JOINING, victims=("worker-1",), fault_round=-1, rounds=8),
     "joins offloaded": replace(JOINING, victims=("worker-2",), offloaded=True, optimizer="momentum"),
+    "leases": replace(LEASES, victims=()),
+    "leases of lost workers": LEASES,
+    "leases of all but one": replace(LEASES, victims=("worker-1", "worker-3", "worker-0"), spread_s=0.2),
+    "leases in a storm": replace(LEASES, victims=("worker-1", "worker-2"), weather=STORM, limits=STORM_LIMITS),
+    "leases of a zombie": replace(LEASES, victims=("worker-2",), pause_s=3.8, limits=IMPATIENT_OF_SILENCE),
+    "leases async": replace(LEASES, mode="async", saves=0.0),
+    "leases near the end": replace(LEASES, victims=("worker-0", "worker-1", "worker-2"), fault_round=14, spread_s=0.01),
+    "leases and a leaver": replace(LEASES, victims=("worker-2",), leaver=1, leaver_rounds=4),
     "rows updated": Scenario(num_workers=3, num_servers=3, rounds=5, optimizer="test", tables=True, saves=0.0),
     "rows async": Scenario(num_workers=3, rounds=5, mode="async", optimizer="sgd", tables=True, saves=0.0),
     "rows in a storm": Scenario(

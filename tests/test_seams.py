@@ -19,6 +19,7 @@ FEATURES = {
     "devices": "kernels.gpu kernels.cupy_cuda kernels.numba_cuda optimizer.offload kvstore.device",
     "GPU backends": "kernels.cupy_cuda kernels.numba_cuda",
     "host aggregation": "core.host_aggregation",
+    "leases of examples": "core.scheduler.leases training.queue_sampler",
     "ledger": "runtime.ledger",
     "newcomers": "core.scheduler.newcomers core.worker.newcomer",
     "profiler": "profiler runtime.profiler runtime.trace",

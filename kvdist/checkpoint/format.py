@@ -283,6 +283,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         **asdict(manifest),
         "keys": [_described_key(one) for one in manifest.keys],
     }
+    if manifest.data is None:
+        del body["data"]
     replace_file(folder / NAME, _with_checksum(body))
 
 
@@ -356,7 +358,14 @@ def _parsed(body: dict[str, Any]) -> Manifest:
         tuple(_with_different_names([_parsed_key(**one) for one in body["keys"]], "key", lambda one: one.key)),
         tuple(_with_different_names([_parsed_file(**one) for one in body["files"]], "file", lambda one: one.name)),
         _parsed_run(body.get("run", "")),
+        _parsed_data(body.get("data")),
     )
+
+
+def _parsed_data(data: Any) -> dict[str, Any] | None:
+    if data is not None and type(data) is not dict:
+        raise ValueError("the place in the data is not a table")
+    return data
 
 
 def _parsed_run(run: Any) -> str:

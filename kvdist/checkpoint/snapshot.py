@@ -97,6 +97,7 @@ class Manifest:
         num_workers, num_servers: who wrote it. Any number can read it.
         keys: in the order of their initialisation.
         files: all of them.
+        data: where the workers were in their data, as numbers and lists; None where nothing was leased.
     """
 
     step: int
@@ -109,6 +110,7 @@ class Manifest:
     keys: tuple[SavedKey, ...]
     files: tuple[FileRecord, ...]
     run: str = ""
+    data: Mapping[str, Any] | None = None
 
     @property
     def shards(self) -> list[FileRecord]:

@@ -51,6 +51,10 @@ class Contributed(Protocol):
         """How many pushes the worker made before it."""
 
     @property
+    def samples(self) -> int:
+        """How many examples it sums; 0 if that is not said."""
+
+    @property
     def setting(self) -> Setting:
         """The numbers of the optimizer that it came with."""
 
@@ -118,6 +122,8 @@ class Round(Generic[C, P]):
     """Worker rank → its contribution."""
     counted: dict[int, int] = field(default_factory=dict)
     """Worker rank → how many of its pushes are in the value, or were refused for good."""
+    examples: dict[int, int] = field(default_factory=dict)
+    """Worker rank → how many examples those pushes summed, of the workers that say it."""
     refused: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
     """Worker rank → the counter of its last push, if that was refused for good. A worker that repeats the push is told
     again: the first answer may have gone to a neighbour that left before it had passed it on."""
@@ -192,6 +198,9 @@ class Round(Generic[C, P]):
         self.version += 1
         for contribution in contributions:
             self.counted[contribution.member.node.rank] = contribution.step + 1
+            if contribution.samples:
+                rank = contribution.member.node.rank
+                self.examples[rank] = self.examples.get(rank, 0) + contribution.samples
         if self.admission is not None:
             self._tidy(self.admission)
         return contributions
@@ -261,6 +270,7 @@ class Round(Generic[C, P]):
             self.refused.pop(rank, None)
             if self.admission is not None:
                 self.admission.since.pop(rank, None)
+            self.examples.pop(rank, None)
         return {rank: self.counted.pop(rank, 0) for rank in ranks}
 
     def drop_departed(self, live: Mapping[int, object]) -> None:

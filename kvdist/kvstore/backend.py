@@ -223,9 +223,11 @@ class Backend(abc.ABC):
         rows: moves rows of tables; None without `Ability.ROWS`.
         watchers: called by `check` when `members` has changed.
         on_loss: what follows when a worker is lost: ``fail`` or ``continue``.
+        position: where a process that trains alone is in its data, for checkpoints.
     """
 
     on_loss = "fail"
+    position: Callable[[], Mapping[str, Any] | None] = staticmethod(lambda: None)
     abilities: frozenset[Ability] = frozenset()
     arrays: DenseTransfers
 

@@ -99,6 +99,7 @@ class Checkpoint:
         state: what this worker gave as `state`; None if it gave nothing, or did not exist.
         states: rank → what that worker gave; for a run that goes on with another number of workers.
         exact: whether it is one moment of the whole store; not so for asynchronous stores.
+        data: where a `QueueSampler` was, which goes on there by itself; None without one.
     """
 
     folder: Path
@@ -106,6 +107,7 @@ class Checkpoint:
     state: Any = None
     states: Mapping[int, Any] = field(default_factory=dict)
     exact: bool = True
+    data: Mapping[str, Any] | None = None
 
 
 class CheckpointFuture(Future[Path]):
@@ -354,7 +356,7 @@ def found_checkpoint(job: LoadJob, rank: int) -> Checkpoint:
     folder = folders.find(absolute(job.directory), None if job.step is None else as_step(job.step))
     manifest = read_manifest(folder)
     states = {one: content.state for one, content in read_workers(folder, manifest).items()}
-    return Checkpoint(folder, manifest.step, states.get(rank), states, manifest.exact)
+    return Checkpoint(folder, manifest.step, states.get(rank), states, manifest.exact, manifest.data)
 
 
 def contents_of(job: LoadJob) -> tuple[str, ...]:
@@ -494,6 +496,8 @@ class WorkerSaving(Saving):
         self._held = held
         self._updater = updater
         self._locks = Locks()
+        self.position: Callable[[], Mapping[str, Any] | None] = lambda: None
+        """Where this process is in its data."""
 
     @property
     def rank(self) -> int:
@@ -585,7 +589,8 @@ class WorkerSaving(Saving):
             shard = perform(WriteShard(folder, "server-0", slices, run, step), self._locks)
             assert isinstance(shard, FileRecord)
             keys, description = _saved_keys(held), _description(updater)
-            manifest = Manifest(step, contents, MODE, True, description, 1, 1, keys, (shard, *files), run)
+            position = self.position()
+            manifest = Manifest(step, contents, MODE, True, description, 1, 1, keys, (shard, *files), run, position)
             perform(WriteManifest(folder, manifest, place.keep), self._locks)
         except CheckpointError:
             self._sweep(place.folder)

@@ -25,6 +25,7 @@ from kvdist.core.worker.requests import (
     DeclareKeys,
     EnterBarrier,
     KeyInfo,
+    Request,
     RunKind,
     UseKernels,
 )
@@ -55,7 +56,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
 from kvdist.protocol.messages import Command, Configure, OnLoss
-from kvdist.runtime.cluster import Cluster
+from kvdist.runtime.cluster import Cluster, Leasing
 
 if TYPE_CHECKING:
     from kvdist.kvstore.checkpoints import Checkpoint, ServerSaving
@@ -263,7 +264,26 @@ class DistBackend(Backend):
 
     # Files.
 
+    def lease(self, make: Callable[[int, int], Request]) -> Any:
+        """Ask the scheduler for examples, or tell it of them.
+
+        Args:
+            make: makes the request of its number and the store's.
+        """
+        return self._cluster.ask(lambda request: make(request, self._number))
+
+    @property
+    def leasing(self) -> Leasing | None:
+        """What this process has leased of the cluster's data, if it ever has."""
+        return self._cluster.leasing
+
+    @leasing.setter
+    def leasing(self, leasing: Leasing) -> None:
+        self._cluster.leasing = leasing
+
     def save(self, job: SaveJob) -> Future[Path]:
+        if self._cluster.leasing is not None:
+            self._cluster.leasing.tell()
         return self._files().save(self.keys.all, job)
 
     def claim(self, job: SaveJob) -> None:

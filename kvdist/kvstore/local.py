@@ -182,6 +182,7 @@ class LocalBackend(Backend):
             from kvdist.kvstore.checkpoints import WorkerSaving
 
             self._saving = WorkerSaving(None, self.held, lambda: self.arrays.updaters)
+            self._saving.position = lambda: self.position()
         return self._saving
 
     def _with_states(self) -> Updaters:

@@ -235,6 +235,8 @@ class Fate:
     """With `most`."""
     of: UInt32
     """All that have been pushed to by anybody."""
+    examples: UInt64 = 0
+    """How many examples its pushes summed, where most are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -923,6 +925,75 @@ class Perform(WireMessage):
     body: Body
 
 
+# Leases: which examples of the data set a worker trains on next.
+
+
+@dataclass(frozen=True, slots=True)
+class Lease(_OfStore):
+    """Worker → scheduler: lease me examples."""
+
+    KIND = 90
+    number: UInt32
+    """The pass through the data: 0, 1, …"""
+    length: UInt64
+    """Examples in the data set."""
+    epochs: UInt32
+    """How often the pass takes each of them."""
+    shuffle: Boolean
+    seed: UInt64
+    batch: UInt32
+    """Examples in a batch."""
+    wanted: UInt32
+    """How many at most."""
+    used: UInt64
+    """How many of its examples this process has used, since it began."""
+    version: UInt64
+    """How many updates the weights have had that it knows."""
+    rests: Boolean
+    """Whether it has nothing more to train on: if there is nothing now, wait until there is, and do not wait for me."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leased(WireMessage):
+    """Scheduler → worker: the places `start` … `stop` - 1 in the order of this epoch are yours; none if both are equal.
+
+    To a worker that has rested it says, too, how many barriers, checkpoints and loads of each store there have been.
+    """
+
+    KIND = 91
+    request: UInt64
+    epoch: UInt32
+    start: UInt64
+    stop: UInt64
+    is_over: Boolean
+    """Whether all examples of the pass are used."""
+    version: UInt64
+    """The most updates that any worker knows."""
+    stores: Numbers
+    barriers: Numbers
+    saves: Numbers
+    loads: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Rest(WireMessage):
+    """Scheduler → server: do not wait for these workers until you hear otherwise; their pushes still count."""
+
+    KIND = 92
+    request: UInt64
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Used(WireMessage):
+    """Worker → scheduler: so many of my examples are used; with `gives_back` others may have the rest."""
+
+    KIND = 93
+    request: UInt64
+    used: UInt64
+    gives_back: Boolean
+
+
 Message = (
     Hello | Welcome | Rejected | Roster | Settled | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
     | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused | JoinedPush
@@ -932,6 +1003,7 @@ Message = (
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
     | Ready | FindCut | CutFound | Cut | Counters | Numbered
     | Command | Perform
+    | Lease | Leased | Rest | Used
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvdist.config.addresses import host_name
 from kvdist.config.environment import cluster_from_env, embedded_cluster_from_env, read_setting, without_effect
@@ -60,6 +60,16 @@ EMBEDDED_ENDPOINT = "inproc://kvdist-scheduler"
 EMBEDDED_SERVER_ENDPOINT = "inproc://kvdist-server"
 
 
+class Leasing(Protocol):
+    """What this process has leased of the cluster's data."""
+
+    def tell(self) -> None:
+        """Say how many are used."""
+
+    def give_back(self) -> None:
+        """Let others have what is not used."""
+
+
 class Cluster:
     """One membership. Made by `ProcessCluster.join`, not by hand.
 
@@ -86,6 +96,8 @@ class Cluster:
         self.rank = -1
         self.stores_open = 0
         self._next_store = 0
+        self.leasing: Leasing | None = None
+        """If this process trains on leased examples, which others may have when it leaves."""
         self._held: set[Future[Any]] = set()
         self._thread = threading.Thread(target=run, name="kvdist-node", daemon=True)
 
@@ -148,6 +160,8 @@ class Cluster:
         if wait and not failure:
             for future in list(self._held):
                 future.exception()
+        if self.leasing is not None and not (failure or self.node.stopped):
+            self.leasing.give_back()
         endless: KvdistError | None = None
         if not self.node.stopped:
             try:

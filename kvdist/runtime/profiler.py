@@ -54,6 +54,7 @@ from kvdist.protocol.messages import (
     Configure,
     InitValues,
     JoinedPush,
+    Lease,
     Packet,
     Perform,
     Pull,
@@ -61,6 +62,7 @@ from kvdist.protocol.messages import (
     ReplaceValues,
     Roster,
     Stop,
+    Used,
     Values,
 )
 from kvdist.runtime.cluster import HANDLERS, PREPARATIONS
@@ -249,7 +251,7 @@ def _told(request: Request) -> tuple[str, dict[str, Any]]:
             return label, {"bytes": nbytes, "slices": sum(len(run.plan.ids) for run in runs), "priority": priority}
         case DeclareKeys(keys=keys):
             return f"declaration of {len(keys)} key(s)", {"keys": len(keys)}
-        case Configure() | Command():
+        case Configure() | Command() | Lease() | Used():
             return label_of(request), {}
         case EnterBarrier():
             return "barrier", {}

@@ -10,6 +10,7 @@ this module does not import torch.
 
 from __future__ import annotations
 
+import abc
 import itertools
 import operator
 import random
@@ -473,20 +474,43 @@ class SplitSampler:
             self._unknown = unknown
 
 
-class Batches:
-    """Iterates a loader and lets its `SplitSampler` count the batches that have reached a step.
+class DrivenSampler(abc.ABC):
+    """A sampler that iterates its loader itself, within `Batches`."""
 
-    The result of `kvdist.Trainer.batches`. Each iteration is one of the loader's. A loader with another sampler, or
-    none, is only iterated.
+    @abc.abstractmethod
+    def drive(self, trainer: Any, loader: Any, batch: int | None, drops_last: bool) -> Iterator[Any]:
+        """Iterate a loader, with batches of this size, None if that is not known."""
+
+    @property
+    @abc.abstractmethod
+    def unused(self) -> int:
+        """How many examples were handed out since the last step, which the next one sums."""
+
+    @abc.abstractmethod
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """A checkpoint was loaded, which was saved at this place in the data."""
+
+    @abc.abstractmethod
+    def _use(self, iteration: int, used: int | None, unknown: str) -> None:
+        """A step has used examples of an iteration; see `SplitSampler._use`."""
+
+
+class Batches:
+    """Iterates a loader and lets its `SplitSampler` or `QueueSampler` count the batches that have reached a step.
+
+    The result of `kvdist.Trainer.batches`. Each iteration is one of the loader's, but with a `QueueSampler`. A loader
+    with another sampler, or none, is only iterated.
 
     Args:
         loader: a ``torch.utils.data.DataLoader``, or another iterable.
         handed_out: sampler → the arguments of `SplitSampler._use` at the next step; see `count_as_used`.
+        trainer: whose steps they are.
     """
 
-    def __init__(self, loader: Any, handed_out: HandedOut) -> None:
+    def __init__(self, loader: Any, handed_out: HandedOut, trainer: Any = None) -> None:
         self._loader = loader
         self._handed_out = handed_out
+        self._trainer = trainer
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -495,6 +519,9 @@ class Batches:
         sampler, batch_size, drops_last = _batching(self._loader)
         if sampler is None:
             yield from self._loader
+            return
+        if isinstance(sampler, DrivenSampler):
+            yield from sampler.drive(self._trainer, self._loader, batch_size, drops_last)
             return
         before = sampler._iterations
         sampler._follow()
@@ -524,7 +551,7 @@ class Batches:
                 sampler._use(iteration, sampler._end, "")
 
 
-HandedOut: TypeAlias = "dict[SplitSampler, tuple[int, int | None, str]]"
+HandedOut: TypeAlias = "dict[SplitSampler | DrivenSampler, tuple[int, int | None, str]]"
 
 
 def count_as_used(handed_out: HandedOut) -> None:
@@ -534,8 +561,8 @@ def count_as_used(handed_out: HandedOut) -> None:
     handed_out.clear()
 
 
-def _batching(loader: Any) -> tuple[SplitSampler | None, int | None, bool]:
-    """The `SplitSampler` of a loader, and how the loader makes batches.
+def _batching(loader: Any) -> tuple[SplitSampler | DrivenSampler | None, int | None, bool]:
+    """The sampler of a loader that counts batches, and how the loader makes them.
 
     Returns:
         The sampler, None for another one; the batch size, None where it is not known beforehand; whether a smaller last
@@ -543,16 +570,16 @@ def _batching(loader: Any) -> tuple[SplitSampler | None, int | None, bool]:
     """
     from torch.utils.data import BatchSampler, DataLoader  # there is a trainer, so there is torch
 
-    maker = getattr(loader, "batch_sampler", None)
+    maker: Any = getattr(loader, "batch_sampler", None)
     if maker is None:
         maker = getattr(loader, "sampler", None)
-    sampler = maker if isinstance(maker, SplitSampler) else getattr(maker, "sampler", None)
-    if not isinstance(sampler, SplitSampler):
+    sampler: Any = maker if isinstance(maker, SplitSampler | DrivenSampler) else getattr(maker, "sampler", None)
+    if not isinstance(sampler, SplitSampler | DrivenSampler):
         return None, None, False
     if isinstance(loader, DataLoader) and getattr(loader, "in_order", True):
         if sampler is maker:
             return sampler, 1, False
-        if type(maker) is BatchSampler:
+        if type(maker) is BatchSampler or type(maker).__module__ == "torchdata.stateful_dataloader.sampler":
             return sampler, maker.batch_size, maker.drop_last
     return sampler, None, False
 

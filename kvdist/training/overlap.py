@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,8 @@ from kvdist.training.parameters import Parameter
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
+
 
 class Overlap(GradientBuckets):
     """Sends the gradients of a trainer's steps as they come.
@@ -44,6 +46,7 @@ class Overlap(GradientBuckets):
         sent: the store's copy of it; None when the workers update.
         refresh: updates `live` when a step begins.
         ballot: when the workers update, and there are several.
+        samples: says how many examples the step sums, or 0.
         bucket_bytes: the size of a bucket.
     """
 
@@ -55,6 +58,7 @@ class Overlap(GradientBuckets):
         sent: Optimizer | None,
         refresh: Callable[[], None] = lambda: None,
         ballot: Ballot | None = None,
+        samples: Callable[[], int | None] = lambda: 0,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self._store = store
@@ -63,6 +67,7 @@ class Overlap(GradientBuckets):
         self._sent = sent
         self._refresh = refresh
         self._ballot = ballot
+        self._samples = samples
         self._had: set[int] = set()
         """Keys whose gradients this worker has sent in this step."""
         self._left_out: frozenset[int] = frozenset()
@@ -96,7 +101,7 @@ class Overlap(GradientBuckets):
         keys = [key for key, _ in members]
         grads = [None if key in left_out else parameter.grads() for key, parameter in members]
         send = self._store.pushpull_async if self._sent is None else self._store.push_async
-        self._under_way.append(send(keys, grads, priority=bucket.priority, average=True))
+        self._under_way.append(send(keys, grads, priority=bucket.priority, average=True, samples=self._samples() or 0))
         self._watch([parameter for _, parameter in members])
 
     def finish(self, left_out: frozenset[int] = frozenset()) -> list[bool]:
@@ -192,13 +197,12 @@ class Overlap(GradientBuckets):
         return ", ".join(dict.fromkeys(changed))
 
 
-def weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """Wrap a method so that it does not keep its object alive."""
+def weakly(method: Callable[[], T]) -> Callable[[], T | None]:
+    """Wrap a method so that it does not keep its object alive; without the object it returns None."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call() -> T | None:
         alive = reference()
-        if alive is not None:
-            alive()
+        return None if alive is None else alive()
 
     return call

@@ -39,7 +39,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
 from kvdist.training.ballot import Ballot
-from kvdist.training.data import Batches, HandedOut, count_as_used
+from kvdist.training.data import Batches, DrivenSampler, HandedOut, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
 from kvdist.training.join import Join, NextStep
 from kvdist.training.overlap import Overlap, weakly
@@ -148,6 +148,10 @@ class Trainer:
         self._nonfinite_steps = 0
         self._updates = 0
         self._handed_out: HandedOut = {}
+        self._queue: DrivenSampler | None = None
+        """What `batches` has iterated last."""
+        self._position: Mapping[str, Any] | None = None
+        """In the data, of a checkpoint that was loaded."""
         self._loaded_states: Sequence[SliceState | None] = [None] * sum(one.trained for one in self._parameters)
         """Of the trained parameters, until the first step has a place for them."""
         self._torch_optimizer: TorchOptimizer | None = None
@@ -224,7 +228,7 @@ class Trainer:
             loader: a ``torch.utils.data.DataLoader`` with ``sampler=SplitSampler(...)``, or with torch's
                 ``BatchSampler`` of one; any other iterable.
         """
-        return Batches(loader, self._handed_out)
+        return Batches(loader, self._handed_out, self)
 
     def skip_step(self) -> None:
         """Take part in a step without gradients, such as when this worker's gradients cannot be used.
@@ -406,6 +410,9 @@ class Trainer:
         if self._update_on_kvstore and self._exchange is not None:
             self._exchange.fetch()
         self._note_weights()
+        self._position = checkpoint.data
+        if self._queue is not None and checkpoint.data is not None:
+            self._queue.restore(checkpoint.data)
         return checkpoint
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -532,7 +539,8 @@ class Trainer:
             self._optimizer.rescale_grad = self._scale / self._num_devices
             sent_or_none = sent if self._update_on_kvstore else None
             refresh = weakly(self._sync_hyperparameters)
-            self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, refresh, ballot)
+            more = (refresh, ballot, weakly(self._unused))
+            self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, *more)
 
     def _state(self, method: str) -> TrainingState:
         self._require_nothing_sent(method, "step()")
@@ -587,7 +595,8 @@ class Trainer:
             self._update_here(divisor, [grad is not None for grad in grads])
         elif self._update_on_kvstore:
             self._optimizer.rescale_grad = self._scale / divisor
-            self._update_there(grads, average, samples=0 if average else max(1, round(divisor)))
+            samples = 0 if average else max(1, round(divisor))
+            self._update_there(grads, average, samples if self._queue is None else self._queue.unused)
         else:
             # Each worker divides before the sum: others may give other sizes, or skip this step.
             divide(grads, divisor)
@@ -609,7 +618,7 @@ class Trainer:
         if self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
             self._watch.note_grads()
         elif self._update_on_kvstore:
-            self._update_there(nothing, average=True, samples=0)
+            self._update_there(nothing, average=True, samples=self._unused())
         else:
             self._update_here(1, self._exchange.sum(nothing, average=True))
 
@@ -621,6 +630,17 @@ class Trainer:
         self._start()
         self._step(None, Stale.USE)
         count_as_used(self._handed_out)
+
+    def _catch_up(self, version: int) -> None:
+        """Take the weights that others have made while this worker was not awaited."""
+        self._updates = max(self._updates, version)
+        if self._exchange is not None and self._update_on_kvstore:
+            self._exchange.fetch()
+            self._note_weights()
+
+    def _unused(self) -> int:
+        """How many examples of a queue the next step sums."""
+        return 0 if self._queue is None else self._queue.unused
 
     def _finish_overlap(self, overlap: Overlap, divisor: float, on_stale: Stale) -> None:
         stale = self._watch.left_out(Stale.USE if on_stale is Stale.USE else Stale.LEAVE_OUT)

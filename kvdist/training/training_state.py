@@ -7,7 +7,7 @@ first worker writes these, each adds its own `state`, and none returns before al
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,12 @@ class TrainingState:
         if self._updating is not None:
             return self._updating.save_checkpoint(directory, step, state=state, keep=keep, names=names)
         return self._workers.save(SaveJob(directory, step, state, keep, names))
+
+    def tell_position(self, position: Callable[[], Mapping[str, Any] | None]) -> None:
+        """Save the place in the data with every checkpoint from now on, as this says it."""
+        self._workers.position = position
+        if self._updating is not None:
+            self._updating._backend.position = position
 
     def close(self) -> None:
         """Release the locks of checkpoint folders, so that other jobs may save there; the store stays open.

@@ -63,6 +63,7 @@ class Fed:
     def roster(self, workers: dict[int, Member]) -> None:
         gone = self.peers.workers.keys() - workers.keys()
         self.peers.workers = workers
+        self.peers.rest(set())
         self.tables.roster(gone)
 
     def allocate(self, nbytes: int) -> Any:

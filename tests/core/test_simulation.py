@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import ModuleType
@@ -19,16 +19,19 @@ from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
 from kvdist.core.scheduler.checkpoints import Checkpoints, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.leases import Holder, Leases, Queue, Range
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import snapshots
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
+from kvdist.core.server.peers import Peers
 from kvdist.core.server.server import Server
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
 from kvdist.core.worker import newcomer
+from kvdist.core.worker.pending import BarrierCalls
 from kvdist.core.worker.requests import RunPart
 from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
 from kvdist.dtypes import DType
@@ -78,6 +81,8 @@ FAULTS = {
     "rows and a killed server": ("crash",),
     "rows and a paused worker": ("pause",),
     "goes on without a zombie": ("pause", "fenced"),
+    "leases of a zombie": ("pause", "fenced"),
+    "leases in a storm": ("crash", "cut", "lost", "duplicated"),
     "goes on or is doomed": ("crash", "doomed"),
     "goes on with rows in a storm": ("crash", "cut", "lost", "duplicated"),
     "goes on saving in a storm": ("crash", "cut", "lost", "duplicated"),
@@ -85,7 +90,7 @@ FAULTS = {
     **{
         name: ("crash",)
         for name in SCENARIOS
-        if name.startswith("goes on") and not name.endswith(("storm", "zombie", "doomed"))
+        if name.startswith(("goes on", "leases ")) and not name.endswith(("storm", "zombie", "doomed"))
     },
     **{
         name: ("crash", "started again", "joined", *(("lost", "cut") if scenario.weather is STORM else ()))
@@ -104,6 +109,10 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     goes_on = scenario.on_loss == "continue" and not any(name.startswith("server") for name in scenario.victims)
     is_complete = not scenario.victims or is_short or goes_on
     yield from USED
+    if scenario.examples:
+        if scenario.saves:
+            yield "checkpoint"
+        return
     if scenario.fault_round < 0:
         return  # most of its runs end early
     if scenario.holds:
@@ -149,6 +158,10 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "joins with rows",
     "leader leaves in a storm",
     "leader leaves one host",
+    "leases",
+    "leases and a leaver",
+    "leases async",
+    "leases of all but one",
     "long async",
     "offloaded",
     "offloaded and a leaver",
@@ -502,6 +515,52 @@ ORIGINAL_NEXT_CUT = Newcomers._next_cut
 ORIGINAL_HELLO = Newcomers.hello
 ORIGINAL_ANSWER = Newcomers.answer
 ORIGINAL_ENDED = Scheduler._child_ended
+
+
+def leases_twice(self: Queue, batch: int, wanted: int, workers: int) -> Range | None:
+    """A range stays free when it is leased."""
+    taken = ORIGINAL_LEASE(self, batch, wanted, workers)
+    if taken is not None and taken.start % 4 == 0:
+        self.give_back([taken])
+    return taken
+
+
+def gives_back_at_once(self: Leases, member: Member) -> list[Effect]:
+    """What a lost worker has told of decides, not what servers have counted."""
+    self._waiting.pop(member, None)
+    return self._take_back(member)
+
+
+def gives_back_what_counts(self: Leases, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
+    return ORIGINAL_SETTLED(self, epoch, ())
+
+
+def awaits_all(self: Peers, ranks: Set[int]) -> None:
+    """Rounds wait for workers without data."""
+    self.resting, self.awaited = set(ranks), set(self.workers)
+
+
+def ends_when_nothing_is_free(self: Leases) -> list[Effect]:
+    """What others still hold, or may have lost, is not waited for."""
+    holders, unsettled = self._holders, self._unsettled
+    self._holders, self._unsettled = {member: Holder(0) for member in holders}, {}
+    try:
+        return ORIGINAL_ADVANCE(self)
+    finally:
+        self._holders, self._unsettled = holders, unsettled
+
+
+def tells_no_numbers(self: BarrierCalls, stores: Any, counts: Any) -> None:
+    """Who has rested knows nothing of the barriers that the others have passed."""
+
+
+def wakes_into_checkpoints(self: Checkpoints) -> bool:
+    return False
+
+
+ORIGINAL_LEASE = Queue.lease
+ORIGINAL_SETTLED = Leases.settled
+ORIGINAL_ADVANCE = Leases.advance
 ORIGINAL_ROSTER = Server._roster
 ORIGINAL_REFUSES = Server.refuses
 ORIGINAL_LOSE = Membership.lose
@@ -609,6 +668,22 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "servers' checkpoints wait for a newcomer": ("joins while others save", [(Snapshots, "spare", spares_nobody)]),
     "a late line ends the next life": ("joins again and again", [(Scheduler, "_child_ended", forgets_lives)]),
     "newcomers count barriers alone": ("joins", [(Newcomers, "number", numbers_of_its_own)]),
+    "examples are leased twice": ("leases", [(Queue, "lease", leases_twice)]),
+    "leases of the lost go back before servers have settled": (
+        "leases of lost workers",
+        [(Leases, "lost", gives_back_at_once)],
+    ),
+    "what servers have counted of the lost goes back": (
+        "leases of lost workers",
+        [(Leases, "settled", gives_back_what_counts)],
+    ),
+    "rounds wait for workers without data": ("leases", [(Peers, "rest", awaits_all)]),
+    "the data end while others hold some": ("leases near the end", [(Leases, "advance", ends_when_nothing_is_free)]),
+    "who has rested does not know of barriers": ("leases", [(BarrierCalls, "begin_at", tells_no_numbers)]),
+    "checkpoints wait for who has rested": (
+        "leases",
+        [(Checkpoints, "is_saving", property(wakes_into_checkpoints))],
+    ),
     "servers without rows get no contribution": (
         "rows",
         [(row_workload, "push_runs", leaves_out_servers_without_rows)],

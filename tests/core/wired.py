@@ -418,6 +418,7 @@ class Wired:
         setting: tuple[float, float, float] = SERVER_DECIDES,
         flag: int = 0,
         key_by_key: bool = False,
+        samples: int = 0,
     ) -> int:
         infos = [self.infos[key] for key in values]
         plan = make_plan(infos, self.limits.slice_bytes)
@@ -428,7 +429,7 @@ class Wired:
             flags = [flag if arrays[i] is not None else flag | Flag.EMPTY for i in run.key_of]
             sinks = [results[infos[piece.index].key][piece.start : piece.stop] for piece in run.pieces]
             payload = None if kind is RunKind.PULL else memoryview(_payload(run, arrays))
-            runs.append(Run(run, payload, sinks, np.array(flags, np.uint8), (setting,)))
+            runs.append(Run(run, payload, sinks, np.array(flags, np.uint8), (setting,), samples=samples))
         label = f"{kind.value} of key {', '.join(map(repr, values))}"
         request = self.ask(rank, lambda number: Transfer(number, kind, label, runs, priority, key_by_key))
         self.results[request] = results

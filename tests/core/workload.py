@@ -101,6 +101,7 @@ class Job:
         unless it is 0, values of float32 come back as halves.
     tables: whether there are tables of rows, too.
     in_step: whether a worker finishes a round before it begins the next one, as a `Trainer` does.
+    examples: how many examples the data has that workers lease; 0 for rounds without data.
     """
 
     num_workers: int
@@ -114,6 +115,7 @@ class Job:
     encodes: float = 0.0
     tables: bool = False
     in_step: bool = False
+    examples: int = 0
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -319,6 +321,31 @@ class User:
         return future
 
     def _work(self) -> Program:
+        yield from self._begin()
+        if self.life:
+            yield from self._join()
+        begun = 0 if self.since is None else self.since
+        if begun > self.job.rounds:  # the others are at their ends
+            yield [self._ask(Leave)]
+            return
+        for turn in range(begun, self.job.rounds_of(self.rank)):
+            self.round = turn
+            if turn != self.since:
+                yield from self._take_turn(turn)
+            yield from self._end_turn(turn)
+        if begun == self.job.rounds:
+            yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+            yield [self._ask(Leave)]
+            return
+        if self.job.rounds_of(self.rank) == self.job.rounds:
+            yield from self._check_the_end()
+            yield from self._go_back()
+        elif self.random.random() < 0.5:
+            yield self._landed
+        self._let_go()
+        yield [self._ask(Leave)]
+
+    def _begin(self) -> Program:
         yield [self._ask(Register)]
         declared = self._ask(
             lambda number: DeclareKeys(
@@ -343,28 +370,6 @@ class User:
             yield [self._rows.declare(STORE)]
         if self.rank == 0:
             yield [self._initialise(), *(() if self._rows is None else self._rows.initialise())]
-        if self.life:
-            yield from self._join()
-        begun = 0 if self.since is None else self.since
-        if begun > self.job.rounds:  # the others are at their ends
-            yield [self._ask(Leave)]
-            return
-        for turn in range(begun, self.job.rounds_of(self.rank)):
-            self.round = turn
-            if turn != self.since:
-                yield from self._take_turn(turn)
-            yield from self._end_turn(turn)
-        if begun == self.job.rounds:
-            yield [self._ask(lambda number: EnterBarrier(number, STORE))]
-            yield [self._ask(Leave)]
-            return
-        if self.job.rounds_of(self.rank) == self.job.rounds:
-            yield from self._check_the_end()
-            yield from self._go_back()
-        elif self.random.random() < 0.5:
-            yield self._landed
-        self._let_go()
-        yield [self._ask(Leave)]
 
     def _join(self) -> Program:
         """As a script that starts anew: what it does at the start changes nothing, then it pushes ones."""

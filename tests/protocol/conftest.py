@@ -45,8 +45,8 @@ def messages() -> list[m.Message]:
         m.Welcome(1, (1 << 64) - 1, m.OnLoss.CONTINUE),
         m.Rejected("the seat is taken", True),
         m.Roster(peers, 3, (1, 4), (Member(worker(4), 1 << 63),), (2,)),
-        m.Settled(3, (m.Fate(1, 0, 6, 7, 2, 9),), u32(5, 6)),
         m.Declare(1 << 40, 0, "sync", keys, ((3, 0, 5), ()), (1, 4), (3, 4), ("rows", ""), 9),
+        m.Settled(3, (m.Fate(1, 0, 6, 7, 2, 9, 1 << 33),), u32(5, 6)),
         m.Placed(5, m.Placement((0, 1), (m.Placement.CUT_AT_ROWS, m.Placement.CUT), 4 << 20), (0, 1)),
         m.Assign(6, 1, "async", keys, ((3, 5), (1 << 37,)), (8, 1), (8, 4), ("", ""), placement),
         m.Configure(7, 0, dict(description)),
@@ -103,6 +103,10 @@ def messages() -> list[m.Message]:
         m.Numbered(1, 1 << 40),
         m.Command(13, 7, "größer"),
         m.Perform(14, (1 << 32) - 1, ""),
+        m.Lease(18, 1, 2, 1 << 33, 3, True, 7, 32, 128, 96, 40, False),
+        m.Leased(18, 2, 64, 1 << 33, False, 41, u32(0, 2), u32(5, 0), u32(1, 1), u32(0, 3)),
+        m.Rest(19, (0, 3)),
+        m.Used(20, 1 << 33, True),
     ]  # fmt: skip
 
 

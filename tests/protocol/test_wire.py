@@ -171,12 +171,18 @@ def by_length(make: Any) -> st.SearchStrategy[Any]:
 
 OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies around it)
 RANKS = st.lists(U32, max_size=20).map(tuple)
-FATES = st.lists(st.builds(m.Fate, U32, U32, U32, U32, U32, U32), max_size=20).map(tuple)
+FATES = st.lists(st.builds(m.Fate, U32, U32, U32, U32, U32, U32, U64), max_size=20).map(tuple)
 STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES, U32),
     m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss])),
     m.Rejected: st.builds(m.Rejected, NAMES, st.booleans()),
     m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, st.lists(MEMBERS, max_size=20).map(tuple), RANKS),
+    m.Lease: st.builds(m.Lease, U64, U32, U32, U64, U32, st.booleans(), U64, U32, U32, U64, U64, st.booleans()),
+    m.Leased: (LENGTHS | st.just(0)).flatmap(
+        lambda n: st.builds(m.Leased, U64, U32, U64, U64, st.booleans(), U64, *[numbers(n)] * 4)
+    ),
+    m.Rest: st.builds(m.Rest, U64, RANKS),
+    m.Used: st.builds(m.Used, U64, U64, st.booleans()),
     m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
     m.Declare: with_forms(
         lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), U32)

@@ -8,9 +8,9 @@ Restoring is an agreement of the workers; then every server reads, and all take 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from kvdist.checkpoint.snapshot import (
     FileRecord,
@@ -129,6 +129,18 @@ class LoadUnderWay:
     """What the first worker said."""
     agreement: Agreement[Load]
     is_reading: bool = False
+    take_data: Callable[[], None] = lambda: None
+    """Lets the workers go on where they were in their data."""
+
+
+class DataPositions(Protocol):
+    """Knows where the workers are in their data."""
+
+    def position(self, place: tuple[int, int]) -> dict[str, Any] | None:
+        """Where they were when they called for the checkpoint of this store and counter."""
+
+    def saved(self, place: tuple[int, int]) -> list[Effect]:
+        """The checkpoint has come to its end, good or bad."""
 
 
 class Checkpoints:
@@ -148,9 +160,13 @@ class Checkpoints:
         """By directory."""
         self._saving: dict[tuple[int, int], SaveUnderWay] = {}
         self._loading: dict[tuple[int, int], LoadUnderWay] = {}
-        self._saves: dict[int, int] = {}
-        """Store → how many checkpoints there were."""
-        self._loads: dict[int, int] = {}
+        self.saves: dict[int, int] = {}
+        """Store → how many checkpoints of it there were."""
+        self.loads: dict[int, int] = {}
+        self.data: DataPositions | None = None
+        """Where the workers are in their data, if that is known here."""
+        self.restoring_data: Callable[[Mapping[str, Any]], Callable[[], None]] | None = None
+        """Reads such a position, and returns what takes it over."""
 
     def __len__(self) -> int:
         """How many are under way."""
@@ -159,12 +175,12 @@ class Checkpoints:
     def saving_of(self, store: int) -> tuple[dict[int, Agreement[Any]], int]:
         """The checkpoints of a store under way, by number, and how many there were."""
         saving = {one.counter: one.agreement for one in self._saving.values() if one.store == store}
-        return saving, self._saves.get(store, 0)
+        return saving, self.saves.get(store, 0)
 
     def loading_of(self, store: int) -> tuple[dict[int, Agreement[Any]], int]:
         """The loads of a store under way, by number, and how many there were."""
         loading = {number: one.agreement for (of, number), one in self._loading.items() if of == store}
-        return loading, self._loads.get(store, 0)
+        return loading, self.loads.get(store, 0)
 
     def spare(self, members: Iterable[Member]) -> None:
         """Go on without these workers, which join now."""
@@ -172,6 +188,11 @@ class Checkpoints:
             saving.agreement.spared.update(members)
         for loading in self._loading.values():
             loading.agreement.spared.update(members)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being made."""
+        return bool(self._saving)
 
     # Saving.
 
@@ -251,10 +272,11 @@ class Checkpoints:
         saving = self._saving.get(place)
         if saving is None:
             workers, servers = self._membership.workers, dict(self._membership.servers)
-            agreement: Agreement[Save | SavedFile] = Agreement("checkpoint", "", now, workers, (workers, servers))
+            there = self._membership.there
+            agreement: Agreement[Save | SavedFile] = Agreement("checkpoint", "", now, there, (workers, servers))
             live = frozenset(node.rank for node in workers)
             saving = self._saving[place] = SaveUnderWay(*place, live, servers, agreement)
-            self._saves[message.store] = message.counter + 1
+            self.saves[message.store] = message.counter + 1
         return saving
 
     def _advance(self, saving: SaveUnderWay) -> list[Effect]:
@@ -267,6 +289,7 @@ class Checkpoints:
         first = saves[0][1]
         spared = {member.node.rank for member in saving.agreement.spared}
         gone = saving.live - {member.node.rank for member, _ in saves} - spared
+        gone -= {node.rank for node in self._membership.resting}
         lost = gone & {member.node.rank for member in self._membership.lost}
         ways = ((lost, "lost before"), (gone - lost, "left instead of"))
         lacks = " and ".join(f"{_names(ranks)} ({how} calling save_checkpoint)" for ranks, how in ways if ranks)
@@ -286,7 +309,8 @@ class Checkpoints:
             saving.failure = failure
             return self._sweep(saving)
         del self._saving[saving.store, saving.counter]
-        return saving.agreement.settle(lambda request: _answer(request, saving.failure))
+        effects = saving.agreement.settle(lambda request: _answer(request, saving.failure))
+        return effects if self.data is None else effects + self.data.saved((saving.store, saving.counter))
 
     def _manifest(self, saving: SaveUnderWay, first: Save) -> Manifest:
         mode, optimizer = self._keys.stores[saving.store].mode, self._keys.optimizers.get(saving.store)
@@ -301,6 +325,7 @@ class Checkpoints:
             saving.keys,
             tuple(FileRecord(file.name, file.nbytes, file.sha256) for file in saving.files),
             first.run,
+            None if self.data is None else self.data.position((saving.store, saving.counter)),
         )
 
     def _saved_keys(self, store: int) -> tuple[SavedKey, ...]:
@@ -319,7 +344,7 @@ class Checkpoints:
             spared = self._membership.spared(message.pushes)
             loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, (workers,), spared))
             self._loading[place] = loading
-            self._loads[message.store] = message.counter + 1
+            self.loads[message.store] = message.counter + 1
         loading.agreement.say(sender, message)
         return [*loading.agreement.ask(sender, message.request), *self._begin_loading(loading)]
 
@@ -344,6 +369,8 @@ class Checkpoints:
         try:
             description = None if optimizer is None else optimizer.description
             manifest.require(self._saved_keys(asked.store), description, asked.contents)
+            if manifest.data is not None and self.restoring_data is not None:
+                self._loading[asked.store, asked.counter].take_data = self.restoring_data(manifest.data)
         except (CheckpointError, ValueError) as error:
             return self._end_loading(asked, str(error))
 
@@ -366,6 +393,8 @@ class Checkpoints:
 
     def _end_loading(self, asked: Load, failure: str) -> list[Effect]:
         loading = self._loading.pop((asked.store, asked.counter))
+        if not failure:
+            loading.take_data()
         return loading.agreement.settle(lambda request: _answer(request, failure))
 
     # Both.

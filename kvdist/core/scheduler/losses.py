@@ -11,8 +11,9 @@ Rules that hold here:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvdist.core.machine import Effect, Log
 from kvdist.core.scheduler.keys import Keys
@@ -37,6 +38,13 @@ class Settling:
         for fate in message.fates:
             before = self.fates.get((fate.rank, fate.store))
             self.fates[fate.rank, fate.store] = fate if before is None else _joined(before, fate)
+
+
+class SettledLeases(Protocol):
+    """Knows what lost workers had leased."""
+
+    def settled(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
+        """All servers have applied this roster, and say so of those that it gives up."""
 
 
 class Losses:
@@ -64,6 +72,8 @@ class Losses:
         """Why lost workers had to end, in their own words."""
         self._settling: dict[int, Settling] = {}
         """By epoch."""
+        self.leases: SettledLeases | None = None
+        """What lost workers had leased, if anything is leased at all."""
 
     def may_go_on(self, member: Member, said: str) -> bool:
         """Whether the others go on without this process, which has `said` why it must end, if anything."""
@@ -72,7 +82,7 @@ class Losses:
             return False
         if said in self._said:
             return False
-        others = (there.workers.keys() | there.newcomers.keys()) - {member.node}
+        others = (there.there.keys() | there.newcomers.keys()) - {member.node}
         return bool(others) or member.node in there.left
 
     def note(self, said: str) -> None:
@@ -91,13 +101,16 @@ class Losses:
             giver = self._keys.giver_of(number)
             if giver in lost:
                 return self._doomed(self._keys.key_of(number), lost[giver])
-        return [Log(f"{lost[fate.rank]}: {_told(fate)}") for fate in settling.fates.values()]
+        effects: list[Effect] = [Log(f"{lost[fate.rank]}: {_told(fate)}") for fate in settling.fates.values()]
+        if self.leases is not None:
+            effects += self.leases.settled(message.epoch, settling.fates.values())
+        return effects
 
 
 def _joined(one: Fate, other: Fate) -> Fate:
     least, most = min(one.least, other.least), max(one.most, other.most)
     slices = sum(fate.slices for fate in (one, other) if fate.most == most)
-    return Fate(one.rank, one.store, least, most, slices, one.of + other.of)
+    return Fate(one.rank, one.store, least, most, slices, one.of + other.of, max(one.examples, other.examples))
 
 
 def _told(fate: Fate) -> str:

@@ -6,6 +6,7 @@ The set is fixed once it is complete, but for members that leave, and for worker
 
 from __future__ import annotations
 
+from collections import ChainMap
 from dataclasses import dataclass, field, replace
 
 from kvdist.config.settings import ClusterConfig
@@ -64,6 +65,10 @@ class Membership:
         """Workers that became members so → how many pushes the others had made that they had not."""
         self.lives: dict[Member, int] = {}
         """How often a process of its rank was started before each, as it says itself."""
+        self.resting: dict[NodeId, Member] = {}
+        """Workers that are there, but have nothing to train on: nobody waits for them."""
+        self.there = ChainMap(self.workers, self.resting)
+        """Both; only to be read."""
         self.servers: dict[NodeId, Member] = {}
         self.left: set[NodeId] = set()
         """Workers that have said goodbye, and servers that have ended after they were told to."""
@@ -128,7 +133,7 @@ class Membership:
 
     def is_there(self, node: NodeId) -> bool:
         """Whether a worker of this rank is there, as a member or a newcomer."""
-        return node in self.workers or node in self.newcomers
+        return node in self.there or node in self.newcomers
 
     @property
     def is_complete(self) -> bool:
@@ -179,11 +184,24 @@ class Membership:
     def leave(self, node: NodeId) -> None:
         """A worker has said goodbye, or a server has ended after it was told to. Its rank stays its own."""
         self.left.add(node)
-        for live in (self.servers, self.workers, self.newcomers):
+        for live in (self.servers, self.workers, self.resting, self.newcomers):
             member = live.pop(node, None)
             if member is not None:
                 self._suspects.pop(member, None)
                 self.since.pop(member, None)
+
+    def rest(self, node: NodeId) -> bool:
+        """A worker has nothing to train on; whether it was awaited before."""
+        member = self.workers.pop(node, None)
+        if member is not None:
+            self.resting[node] = member
+        return member is not None
+
+    def wake(self, node: NodeId) -> None:
+        """It has."""
+        member = self.resting.pop(node, None)
+        if member is not None:
+            self.workers[node] = member
 
     def lose(self, member: Member, cause: str, has_ended: bool) -> None:
         """Give up a worker that is there; its process may go on, unless it is known to have ended."""
@@ -205,7 +223,7 @@ class Membership:
     def workers_are_gone(self) -> bool:
         """Whether no worker is there, nor will come."""
         if self.is_complete:
-            return not (self.workers or self.newcomers)
+            return not (self.there or self.newcomers)
         return sum(node.role is Role.WORKER for node in self.left | self.absent) == self._config.num_workers
 
     @property
@@ -242,8 +260,8 @@ class Membership:
         for node, peer in self.peers.items():
             assert peer.member.node == node, "a process has its own rank"
         assert not self.workers.keys() & self.newcomers.keys(), "a newcomer is no member yet"
-        assert not self.since.keys() - set(self.workers.values()), "who has joined later is there"
-        live = self.workers | self.newcomers | self.servers
+        assert not self.since.keys() - set(self.there.values()), "who has joined later is there"
+        live = self.workers | self.resting | self.newcomers | self.servers
         assert live == {peer.member.node: peer.member for peer in self.present}, "a live member has not left"
         assert not self._suspects.keys() - set(live.values()), "only a live member is suspected"
         assert not self.lost.keys() & set(live.values()), "who was given up is not there"

@@ -192,10 +192,10 @@ class Newcomers:
             case Claim():
                 reason = f"{sender} has joined later: it saves with the others after its first step, not before"
                 return [Send(sender, Failed(message.request, ErrorCode.CHECKPOINT, reason))]
-            case Declare() if self._membership.workers and not self._keys.has_placed(message):
+            case Declare() if self._membership.there and not self._keys.has_placed(message):
                 self._waiting.append((sender, message))
                 return []
-            case Configure() if self._membership.workers and message.store not in self._keys.optimizers:
+            case Configure() if self._membership.there and message.store not in self._keys.optimizers:
                 self._waiting.append((sender, message))
                 return []
             case _:
@@ -291,6 +291,11 @@ class Newcomers:
                 first = max([count, *(number + 1 for number in opened)])
             self._shifts[place] = first - message.counter
         return message.counter + self._shifts[place]
+
+    def align(self, member: Member, stores: Iterable[int]) -> None:
+        """A worker hears the numbers of all that there has been: it counts as the others from now on."""
+        if member in self._membership.since:
+            self._shifts.update({(member, kind, store): 0 for kind in (Barrier, Load, Claim) for store in stores})
 
     def tell(self, sender: Member, message: Claim, number: int) -> list[Effect]:
         """Tell a worker the number of its checkpoint, which it says to servers."""

@@ -56,6 +56,7 @@ from kvdist.protocol.messages import (
     Failed,
     Goodbye,
     Hello,
+    Lease,
     Load,
     Message,
     OnLoss,
@@ -65,11 +66,13 @@ from kvdist.protocol.messages import (
     Saved,
     Settled,
     Stop,
+    Used,
     Waiting,
     Welcome,
 )
 
 if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
+    from kvdist.core.scheduler.leases import Leases
     from kvdist.core.scheduler.newcomers import Newcomers
 
 BarrierWord = tuple[str, int]
@@ -116,6 +119,9 @@ class Scheduler(Machine):
             patience_s = config.limits.reconnect_grace_s(True) + config.limits.patience_s
             self.newcomers = Newcomers(self.membership, self.keys, self._questions, patience_s, self)
         self.losses = Losses(self.membership, self.keys, self.on_loss, self._doomed)
+        self.leases: Leases | None = None
+        """There are some once a worker has asked for one, or a checkpoint was loaded that had some."""
+        self.checkpoints.restoring_data = lambda position: self._with_leases().restoring(position)
         self._deadlocks = Deadlocks()
         self._barriers: dict[tuple[int, int], Agreement[BarrierWord]] = {}
         """(store, count) → the barrier, until all workers have passed it."""
@@ -186,6 +192,8 @@ class Scheduler(Machine):
             case Claim() if is_worker:
                 return self._claim(sender, message, now)
             case Save() if is_worker:
+                if self.leases is not None:
+                    self.leases.mark(sender, (message.store, message.counter))
                 return self.checkpoints.save(sender, message, now)
             case Load() if is_worker:
                 number = self._number(sender, message, *self.checkpoints.loading_of(message.store))
@@ -198,6 +206,10 @@ class Scheduler(Machine):
                 return self._goodbye(sender, message, now)
             case Goodbye() if message.failure:
                 return self._lost(sender, message.failure, now)
+            case Lease() if is_worker:
+                return self._with_leases().lease(sender, message, now)
+            case Used() if is_worker:
+                return self._with_leases().used(sender, message)
             case Settled() if not is_worker:
                 return self.losses.settled(sender, message)
             case CutFound() if not is_worker and self.newcomers is not None:
@@ -288,6 +300,8 @@ class Scheduler(Machine):
             assert not self.membership.workers or is_passing, "a complete barrier is passed at once"
             barrier.validate()
         self.checkpoints.validate()
+        if self.leases is not None:
+            self.leases.validate()
 
     # Joining.
 
@@ -446,7 +460,9 @@ class Scheduler(Machine):
         self.membership.leave(sender.node)
         if self.newcomers is not None:
             self.newcomers.forget(sender)
-            effects += [] if self.membership.workers else self.newcomers.end()
+            effects += [] if self.membership.there else self.newcomers.end()
+        if self.leases is not None:
+            effects += self.leases.left(sender)
         return effects + self._announce_soon(now) + self._without_departed(now)
 
     def _without_departed(self, now: float) -> list[Effect]:
@@ -548,11 +564,40 @@ class Scheduler(Machine):
             return [Log(f"{sentence}; it had left before")]
         self.membership.lose(member, cause, has_ended)
         self._deadlocks.forget(member, now)
-        others = len(self.membership.workers)
+        others = len(self.membership.there)
         told = Log(f"{sentence}; {others} worker{' goes' if others == 1 else 's go'} on")
         if self.newcomers is not None:
             self.newcomers.forget(member)
-        return [told, Forget(member), *self._announce_soon(now), *self._without_departed(now)]
+        effects: list[Effect] = [told, Forget(member)]
+        if self.leases is not None:
+            effects += self.leases.lost(member)
+        return [*effects, *self._announce_soon(now), *self._without_departed(now)]
+
+    def _with_leases(self) -> Leases:
+        if self.leases is None:
+            from kvdist.core.scheduler.leases import Leases  # a feature at a seam: loaded where it is used
+
+            leases = Leases(
+                self.membership,
+                self._questions,
+                self._go_on_without_data,
+                self._numbers,
+                lambda: self.checkpoints.is_saving,
+            )
+            self.leases = self.checkpoints.data = self.losses.leases = leases
+        return self.leases
+
+    def _go_on_without_data(self, now: float) -> list[Effect]:
+        """A worker rests: whatever has waited for nobody else goes on."""
+        return [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
+
+    def _numbers(self, member: Member) -> Sequence[Sequence[int]]:
+        """Stores, and of each how many barriers, checkpoints and loads there were: for a worker that has rested."""
+        saves, loads = self.checkpoints.saves, self.checkpoints.loads
+        stores = sorted(self._passed.keys() | saves.keys() | loads.keys())
+        if self.newcomers is not None:
+            self.newcomers.align(member, stores)
+        return (stores, *([counts.get(store, 0) for store in stores] for counts in (self._passed, saves, loads)))
 
     def _fenced(self, member: Member) -> str:
         return (
@@ -604,6 +649,8 @@ class Scheduler(Machine):
             yield from agreement.waits()
         yield from self.checkpoints.waits()
         yield from self.keys.waits()
+        if self.leases is not None:
+            yield from self.leases.waits()
 
     def _hints(self, now: float) -> list[Effect]:
         """Tell members that may have waited long for whom they wait; of several hints a worker shows the last one."""

@@ -315,6 +315,7 @@ class Block:
             key=self.key_of(begin),
             slots={rank: replace(one, values=one.values[elements]) for rank, one in own.slots.items()},
             counted=dict(own.counted),
+            examples=dict(own.examples),
             refused=dict(own.refused),
             pulls=list(own.pulls),
             admission=None if own.admission is None else replace(own.admission, since=dict(own.admission.since)),
@@ -338,7 +339,7 @@ class Block:
             and other.version >= other.merge_after
             and not (self.joint or other.joint)
             and (self.store, self.dtype, self.pulled_as) == (other.store, other.dtype, other.pulled_as)
-            and (mine.version, mine.counted) == (its.version, its.counted)
+            and (mine.version, mine.counted, mine.examples) == (its.version, its.counted, its.examples)
             and mine.admission is its.admission is None
             and self.published is not None
             and other.published is not None

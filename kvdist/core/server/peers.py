@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from kvdist.config.endpoints import crosses_network
@@ -18,6 +18,9 @@ class Peers:
     """Of this server, for messages."""
     workers: dict[int, Member] = field(default_factory=dict)
     """Rank → the live worker there."""
+    awaited: set[int] = field(default_factory=set)
+    """The ranks of those that rounds and checkpoints wait for: all workers but those that rest."""
+    resting: set[int] = field(default_factory=set)
     newcomers: dict[int, Member] = field(default_factory=dict)
     """Rank → the worker there that no round waits for yet."""
     since: dict[int, int] = field(default_factory=dict)
@@ -57,6 +60,7 @@ class Peers:
         gone = sorted(set(before) - present, key=lambda member: member.node.rank)
         for member in gone:
             self.since.pop(member.node.rank, None)
+        self.rest(self.resting - {member.node.rank for member in gone})
         self.lost.update(member for member in gone if member.node.rank in message.lost)
         self.left.update(member for member in gone if member not in self.lost)
         return gone
@@ -66,11 +70,17 @@ class Peers:
         for rank in ranks:
             self.workers[rank] = self.newcomers.pop(rank)
             self.since[rank] = version
+        self.rest(self.resting)
 
     def has(self, member: Member) -> bool:
         """Whether this very worker is there, as a member or as a newcomer."""
         rank = member.node.rank
         return self.workers.get(rank) == member or self.newcomers.get(rank) == member
+
+    def rest(self, ranks: Set[int]) -> None:
+        """Wait for all workers but these."""
+        self.resting = set(ranks)
+        self.awaited = self.workers.keys() - self.resting
 
     def neighbours_of(self, worker: Member) -> dict[int, Member]:
         """Rank → the workers whose contributions a worker may bring: those of its host, departed ones included."""

@@ -70,6 +70,7 @@ from kvdist.protocol.messages import (
     Rejected,
     ReplaceState,
     ReplaceValues,
+    Rest,
     Restore,
     Roster,
     SetOptimizer,
@@ -286,6 +287,8 @@ class Server(Machine):
                 return [Halt(verdict(message))]
             case Waiting():
                 pass  # a hint for members that join; the scheduler prints it too
+            case Rest():
+                return self._rest(message)
             case Stop():
                 self._stopping = True
                 return [Halt()]
@@ -318,6 +321,14 @@ class Server(Machine):
             settled = Settled(message.epoch, tuple(fates), np.array(valueless, np.uint32))
             effects.append(Send(SCHEDULER_MEMBER, settled))
         return [*effects, *self._ended(message.ended)]
+
+    def _rest(self, message: Rest) -> list[Effect]:
+        """Go on without the workers that have no data; what waited only for them goes on."""
+        self.peers.rest(set(message.ranks))
+        for shard in self._shards:
+            shard.roster(set())
+        self.snapshots.roster()
+        return [*self._replies(), Send(SCHEDULER_MEMBER, Done(message.request))]
 
     def _drop(self, lost: Set[int]) -> list[Fate]:
         """Nothing of these workers is counted from now on. Before any round closes without them.

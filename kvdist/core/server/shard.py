@@ -142,7 +142,7 @@ class Shard(abc.ABC, Generic[H]):
     def close_if_ready(self, holder: H) -> None:
         """Close its open round as long as it is complete, and answer all that waited for that."""
         together = self._together(holder)
-        while rounds := take_round(together, self.peers.workers.keys()):
+        while rounds := take_round(together, self.peers.awaited):
             if self.ledger is not None:
                 for one, contributions in zip(together, rounds, strict=True):
                     self.ledger.counted(one, contributions)
@@ -205,14 +205,18 @@ class Shard(abc.ABC, Generic[H]):
     def drop(self, lost: Set[int]) -> list[Fate]:
         """Drop what these lost workers have pushed and is not counted; say how much is."""
         counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        examples: dict[tuple[int, int], int] = {}
         for holder in self:
             is_used = bool(holder.round.version or holder.round.slots)
+            for rank in lost & holder.round.examples.keys():
+                place = (rank, holder.store)
+                examples[place] = max(examples.get(place, 0), holder.round.examples[rank])
             for rank, pushes in holder.drop(lost).items():
                 if is_used:
                     counted.setdefault((rank, holder.store), []).append((pushes, len(holder.ids)))
             if self.ledger is not None:
                 self.ledger.dropped(holder, lost)
-        return [_fate(rank, store, found) for (rank, store), found in counted.items()]
+        return [_fate(*place, found, examples.get(place, 0)) for place, found in counted.items()]
 
     def hold(self) -> int:
         """Make one more version of each slice at most, until `admit`; returns the highest one that rounds have made."""
@@ -302,7 +306,7 @@ class Shard(abc.ABC, Generic[H]):
         for holder in self:
             holder.validate()
             together = self._together(holder)
-            assert not is_complete(together, self.peers.workers.keys()), "a full round is closed at once"
+            assert not is_complete(together, self.peers.awaited), "a full round is closed at once"
             waiting = holder.round.pulls if holder.has_value else ()
             assert not any(map(holder.round.satisfies, waiting)), "a pull that can be answered is answered"
 
@@ -655,16 +659,16 @@ class DenseShard(Shard[Block]):
         missing: tuple[int, ...] = ()
         if block.round.slots:
             present = contributors(self._together(block))
-            missing = block.round.missing(self.peers.workers.keys(), present)
+            missing = block.round.missing(self.peers.awaited, present)
         return RoundWait(block.round, f"push {name_of(block.key)} (step {block.version + 1})", missing)
 
 
-def _fate(rank: int, store: int, counted: Sequence[tuple[int, int]]) -> Fate:
+def _fate(rank: int, store: int, counted: Sequence[tuple[int, int]], examples: int) -> Fate:
     """Of (pushes counted, slices with so many)."""
     pushes = [count for count, _ in counted]
     least, most = min(pushes), max(pushes)
     slices = sum(number for count, number in counted if count == most)
-    return Fate(rank, store, least, most, slices, sum(number for _, number in counted))
+    return Fate(rank, store, least, most, slices, sum(number for _, number in counted), examples)
 
 
 def _consecutive(rows: Sequence[int]) -> list[tuple[int, int]]:

@@ -205,7 +205,7 @@ class Snapshots:
 
     def _awaited(self, snapshot: ServerSnapshot) -> Set[int]:
         """The ranks that have to mark."""
-        return self._peers.workers.keys() - snapshot.spared
+        return self._peers.awaited - snapshot.spared
 
     def roster(self) -> None:
         """Go on without departed workers. To be called when the rounds that waited for them are closed."""

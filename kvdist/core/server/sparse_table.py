@@ -451,7 +451,7 @@ class SparseShard(Shard[SparseTable]):
         return buffer, RowValues(_u32(pull.run), table.ids, _u32(table.round.version), arrays)
 
     def _wait(self, table: SparseTable) -> RoundWait:
-        live, round_ = self.peers.workers.keys(), table.round
+        live, round_ = self.peers.awaited, table.round
         if not table.has_value:
             return RoundWait(round_, f"give {name_of(round_.key)} its first values", (min(live, default=0),))
         # A worker that pulls waits for its own pushes.

@@ -145,6 +145,10 @@ class BarrierCalls:
         )
         return [Send(SCHEDULER_MEMBER, barrier)]
 
+    def begin_at(self, stores: U32, counts: U32) -> None:
+        """So many barriers of these stores were passed meanwhile, without this worker."""
+        self._passed.update(zip(stores.tolist(), counts.tolist(), strict=True))
+
     def answered(self, request: int) -> None:
         """Note that a barrier was passed: the next one of its store has another number."""
         barrier = self._open.pop(request, None)
@@ -196,6 +200,11 @@ class SavingCalls:
         """Loads that wait until no push is under way. Empty nearly always."""
         self.hint: Waiting | None = None
         """Who is missing in a checkpoint."""
+
+    def begin_at(self, stores: U32, saves: U32, loads: U32) -> None:
+        """So many checkpoints and loads of these stores were begun meanwhile, without this worker."""
+        self._saved.update(zip(stores.tolist(), saves.tolist(), strict=True))
+        self._loaded.update(zip(stores.tolist(), loads.tolist(), strict=True))
 
     def claim(self, request: ClaimFolder) -> list[Effect]:
         """Ask for the directory into which the next checkpoint is to be saved."""

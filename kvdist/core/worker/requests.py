@@ -21,7 +21,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
 from kvdist.protocol.arrays import U8, U32, Bits, Payload, coded_sizes, offsets, padded
-from kvdist.protocol.messages import HEAD_OF_USERS_MAX, MORE, Command, Configure, Declare, Flag, SavedFile
+from kvdist.protocol.messages import HEAD_OF_USERS_MAX, MORE, Command, Configure, Declare, Flag, Lease, SavedFile, Used
 
 Column = TypeVar("Column", U8, U32)
 """One number per slice."""
@@ -513,13 +513,19 @@ Request = (
     | ClaimFolder
     | SaveStore
     | LoadStore
+    | Lease
+    | Used
     | Leave
 )
 """`Configure` and `Command` are handed to the scheduler as they are, and complete when all servers have done it."""
 
 
-def label_of(request: Configure | Command) -> str:
-    """What is asked of the servers, for people."""
+def label_of(request: Configure | Command | Lease | Used) -> str:
+    """What is asked of the servers or the scheduler, for people."""
+    if isinstance(request, Lease):
+        return "lease of examples"
+    if isinstance(request, Used):
+        return "account of the examples used"
     if isinstance(request, Configure):
         return "set_optimizer"
     which = f"command {request.head}" if request.head <= HEAD_OF_USERS_MAX else "a command of kvdist"

@@ -75,6 +75,8 @@ from kvdist.protocol.messages import (
     Done,
     Failed,
     Goodbye,
+    Lease,
+    Leased,
     Message,
     Numbered,
     OnLoss,
@@ -85,6 +87,7 @@ from kvdist.protocol.messages import (
     Rejected,
     Roster,
     RowValues,
+    Used,
     Values,
     Waiting,
     Welcome,
@@ -393,7 +396,7 @@ class Worker(Machine):
             case UseKernels():
                 self.transfers.kernels = request.kernels
                 return [CompleteRequest(request.request)]
-            case Configure() | Command():
+            case Configure() | Command() | Lease() | Used():
                 self._open(request.request, label_of(request), now)
                 return [Send(SCHEDULER_MEMBER, request)]
             case EnterBarrier():
@@ -508,6 +511,11 @@ class Worker(Machine):
                     return [self._close(pending)]
             case Numbered(store, counter):
                 self._saving.number(store, counter)
+            case Leased():
+                self._barriers.begin_at(message.stores, message.barriers)
+                self._saving.begin_at(message.stores, message.saves, message.loads)
+                pending = self._pending.get(message.request)
+                return [] if pending is None else [self._close(pending, message)]
             case CheckBlocked():
                 return [Send(SCHEDULER_MEMBER, self._blocked.report(self._leave_in_line, now))]
             case Abort():

@@ -1,0 +1,397 @@
+"""Leases of examples: which worker trains on which part of the data. Pure.
+
+A pass goes over all examples, `epochs` times each. What nobody has is free, in ranges of places in the order of an
+epoch; workers make that order from the seed. Rules that hold here:
+
+* Every place of an epoch is free, leased to one worker, or used.
+* A worker uses its ranges in order, so that one number says which of its examples are used.
+* What a lost worker has not used is free again when every server has said how much of its pushes counts, not before.
+* A worker that has nothing to train on rests: nobody waits for it, in rounds, barriers or checkpoints. Those that rest
+  go on only when no other works, so that none comes into the middle of a step, and when every server awaits them.
+* The pass is over when nothing is free, leased or unsettled, and no worker is on its way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvdist.core.agreement import Agreement, MemberWait, Questions
+from kvdist.core.machine import Effect, Send
+from kvdist.core.scheduler.membership import Membership
+from kvdist.nodes import Member
+from kvdist.protocol.messages import Done, ErrorCode, Failed, Fate, Lease, Leased, Rest, Used
+
+SHARES = 8
+"""A lease is at most 1 / (SHARES · workers) of what is left of an epoch, so that its end waits for little."""
+
+_NUMBERS = ("length", "epochs", "seed")
+NO_NUMBERS: Sequence[Sequence[int]] = ((), (), (), ())
+
+Place = tuple[int, int]
+"""A checkpoint: the store, and how many were made of it before."""
+
+
+class Range(NamedTuple):
+    """The places `start` … `stop` - 1 in the order of an epoch."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Plan(NamedTuple):
+    """What a sampler was made with."""
+
+    length: int
+    epochs: int
+    shuffle: bool
+    seed: int
+
+    def __str__(self) -> str:
+        return f"QueueSampler({self.length}, epochs={self.epochs}, shuffle={self.shuffle}, seed={self.seed})"
+
+
+class Queue:
+    """The free ranges of a pass.
+
+    Args:
+        ranges: what is free.
+    """
+
+    def __init__(self, ranges: Iterable[Range]) -> None:
+        self.free = merged(ranges)
+        """In the order in which they are leased; no two touch."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> Queue:
+        """All examples of a pass."""
+        return cls(Range(epoch, 0, plan.length) for epoch in range(plan.epochs) if plan.length)
+
+    def lease(self, batch: int, wanted: int, workers: int) -> Range | None:
+        """Take whole batches from the first range, as far as there are; None if nothing is free.
+
+        Args:
+            batch: examples in a batch.
+            wanted: how many at most.
+            workers: how many share what is left.
+        """
+        if not self.free:
+            return None
+        first = self.free[0]
+        left = sum(len(one) for one in self.free if one.epoch == first.epoch)
+        size = max(batch, min(wanted, left // (SHARES * max(1, workers))) // batch * batch)
+        taken = Range(first.epoch, first.start, min(first.start + size, first.stop))
+        rest = Range(first.epoch, taken.stop, first.stop)
+        self.free[:1] = [rest] if len(rest) else []
+        return taken
+
+    def give_back(self, ranges: Iterable[Range]) -> None:
+        """Make ranges free again."""
+        self.free = merged([*self.free, *ranges])
+
+
+def merged(ranges: Iterable[Range]) -> list[Range]:
+    """The same places in as few ranges as possible, in order; some may be named twice."""
+    found: list[Range] = []
+    for one in sorted(ranges):
+        last = found[-1] if found else None
+        if last is not None and last.epoch == one.epoch and one.start <= last.stop:
+            found[-1] = Range(last.epoch, last.start, max(last.stop, one.stop))
+        elif len(one):
+            found.append(one)
+    return found
+
+
+def position_of(number: int, plan: Plan, left: Iterable[Range]) -> dict[str, Any]:
+    """A place in the data, for a checkpoint: numbers and lists that JSON can express.
+
+    Args:
+        number: of the pass.
+        plan: what its sampler was made with.
+        left: what of it is not used.
+    """
+    return {"number": number, **plan._asdict(), "left": [list(one) for one in merged(left)]}
+
+
+def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
+    """The pass, its plan, and what is left of it, of a `position_of`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        number, length, epochs, seed = (operator.index(position[name]) for name in ("number", *_NUMBERS))
+        left = [Range(*map(operator.index, one)) for one in position["left"]]
+        plan = Plan(length, epochs, bool(position["shuffle"]), seed)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"the place in the data is not readable ({error})") from None
+    if any(not (0 <= one.epoch < epochs and 0 <= one.start < one.stop <= length) for one in left):
+        raise ValueError(f"the place in the data has places that {plan} has not")
+    return number, plan, Queue(left)
+
+
+@dataclass(slots=True)
+class Holder:
+    """What a worker has leased.
+
+    Attributes:
+        store: whose pushes tell what it has used.
+        used: how many examples, of all that it was ever given.
+        ranges: what it has not used, in the order in which it will.
+    """
+
+    store: int
+    used: int = 0
+    ranges: list[Range] = field(default_factory=list)
+
+    def use(self, used: int) -> None:
+        """It has used so many; fewer than it is known to have used already changes nothing."""
+        more = max(0, used - self.used)
+        self.used += more
+        while more and self.ranges:
+            first = self.ranges[0]
+            taken = min(more, len(first))
+            rest = Range(first.epoch, first.start + taken, first.stop)
+            self.ranges[:1] = [rest] if len(rest) else []
+            more -= taken
+
+    @property
+    def left(self) -> int:
+        """How many examples it has not used."""
+        return sum(map(len, self.ranges))
+
+
+class Leases:
+    """The passes of one job, one after the other.
+
+    Args:
+        membership: who is in the cluster.
+        questions: what servers are asked.
+        go_on: lets agreements go on that have waited only for a worker that rests now.
+        numbers: (stores, barriers, saves, loads): what this worker has to know that has rested.
+        is_saving: whether a checkpoint is being made.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        questions: Questions,
+        go_on: Callable[[float], list[Effect]],
+        numbers: Callable[[Member], Sequence[Sequence[int]]],
+        is_saving: Callable[[], bool],
+    ) -> None:
+        self._membership = membership
+        self._questions = questions
+        self._go_on = go_on
+        self._numbers = numbers
+        self._is_saving = is_saving
+        self._number = -1
+        """Of the pass."""
+        self._plan: Plan | None = None
+        self._said_by = ""
+        self._queue = Queue(())
+        self._is_over = False
+        self._version = 0
+        self._holders: dict[Member, Holder] = {}
+        self._waiting: dict[Member, tuple[Lease, float]] = {}
+        """Those that rest, or were never awaited; what they have asked, and when."""
+        self._unsettled: dict[Member, int] = {}
+        """Lost worker → the last roster that did not say so."""
+        self._marked: dict[Place, list[Range]] = {}
+        """Checkpoint under way → what its workers had not used when they called, or were given later."""
+
+    # What workers say.
+
+    def lease(self, sender: Member, message: Lease, now: float) -> list[Effect]:
+        """Give a worker its next range, or let it rest."""
+        refusal = self._refusal(sender, message)
+        if refusal:
+            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, refusal))]
+        holder = self._holders.setdefault(sender, Holder(message.store, message.used))
+        holder.use(message.used)
+        self._version = max(self._version, message.version)
+        if message.number < self._number:
+            return [Send(sender, self._answer(message, None, is_over=True))]
+        if self._is_over:
+            return self._tell(lambda: [Send(sender, self._answer(message, None, is_over=True))])
+        if given := self._give(sender, message):
+            return [Send(sender, self._answer(message, given))]
+        if not message.rests:
+            return [Send(sender, self._answer(message, None))]
+        self._waiting[sender] = (message, now)
+        return self.advance() or self._rest(sender, now)
+
+    def used(self, sender: Member, message: Used) -> list[Effect]:
+        """A worker is about to save, or to leave."""
+        holder = self._holders.get(sender, Holder(0))
+        if message.used > holder.used + holder.left:
+            reason = f"{sender} says that it has used {message.used} examples, but it was leased fewer"
+            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+        holder.use(message.used)
+        effects: list[Effect] = [Send(sender, Done(message.request))]
+        if not message.gives_back:
+            return effects
+        if not holder.ranges:
+            reason = f"{sender} gives back examples, but it has none: a lease is given back once"
+            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+        return effects + self._take_back(sender)
+
+    def left(self, member: Member) -> list[Effect]:
+        """A worker has said goodbye: all that it has pushed counts, and that is all it has used."""
+        self._waiting.pop(member, None)
+        effects = self._take_back(member)
+        self._holders.pop(member, None)
+        return effects
+
+    def lost(self, member: Member) -> list[Effect]:
+        """A worker is given up, and the next roster says so: how much it has used is not known yet."""
+        self._waiting.pop(member, None)
+        if self._holders.get(member, Holder(0)).ranges:
+            self._unsettled[member] = self._membership.epoch
+        return self.advance()
+
+    def settled(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
+        """All servers have applied a roster: what they have not counted of those that it gives up is free again."""
+        said = list(fates)
+        for member in [member for member, since in self._unsettled.items() if since < epoch]:
+            holder = self._holders[member]
+            for fate in said:
+                if (fate.rank, fate.store) == (member.node.rank, holder.store):
+                    holder.use(fate.examples)
+            del self._unsettled[member]
+            self._queue.give_back(self._holders.pop(member).ranges)
+        return self.advance()
+
+    def _refusal(self, sender: Member, message: Lease) -> str:
+        """Why a worker cannot have what it asks for; opens the next pass."""
+        plan = Plan(message.length, message.epochs, message.shuffle, message.seed)
+        if self._plan is None or (self._is_over and message.number == self._number + 1):
+            self._plan, self._said_by = plan, str(sender)
+            self._number, self._queue, self._is_over = message.number, Queue.of(plan), False
+        if message.number > self._number:
+            return f"{sender} begins another QueueSampler while {self._plan} of this job has not come to its end"
+        if message.number == self._number and plan != self._plan:
+            return f"the workers do not agree: {self._said_by} has {self._plan}, {sender} has {plan}"
+        return ""
+
+    def _give(self, sender: Member, message: Lease) -> Range | None:
+        taken = self._queue.lease(max(1, message.batch), message.wanted, len(self._membership.there))
+        if taken is not None:
+            self._holders[sender].ranges.append(taken)
+            for marked in self._marked.values():
+                marked.append(taken)
+        return taken
+
+    def _take_back(self, member: Member) -> list[Effect]:
+        holder = self._holders.get(member)
+        if holder is None:
+            return []
+        self._queue.give_back(holder.ranges)
+        holder.ranges = []
+        return self.advance()
+
+    # Resting.
+
+    def _rest(self, member: Member, now: float) -> list[Effect]:
+        """Do not wait for this worker any more."""
+        if not self._membership.rest(member.node):
+            return []  # it is not waited for yet
+        return [*self._tell(list), *self._go_on(now)]
+
+    def advance(self) -> list[Effect]:
+        """End the pass, or let workers go on that rest, if this is the time."""
+        if not self._waiting or self._unsettled or any(one.ranges for one in self._holders.values()):
+            return []
+        if self._membership.workers.keys() - {member.node for member in self._waiting}:
+            return []  # if there is anything, those that work take it
+        if self._is_saving():
+            return []  # a checkpoint that has begun without them must not wait for them
+        self._is_over = not self._queue.free
+        woken: list[tuple[Member, Lease, Range | None]] = []
+        for member, (message, _) in list(self._waiting.items()):
+            given = self._give(member, message)
+            if given or self._is_over:
+                woken.append((member, message, given))
+                del self._waiting[member]
+                self._membership.wake(member.node)
+
+        def answers() -> list[Effect]:
+            return [
+                Send(member, self._answer(message, given, self._is_over, self._numbers(member)))
+                for member, message, given in woken
+            ]
+
+        return self._tell(answers)
+
+    def _tell(self, then: Callable[[], list[Effect]]) -> list[Effect]:
+        """Tell the servers who rests; go on when all know."""
+        ranks = tuple(sorted(node.rank for node in self._membership.resting))
+        told: Agreement[str] = Agreement("the list of workers without data", "", 0.0, {})
+        return self._questions.ask(lambda request: Rest(request, ranks), lambda _: then(), told)
+
+    def _answer(
+        self, message: Lease, given: Range | None, is_over: bool = False, numbers: Sequence[Sequence[int]] = NO_NUMBERS
+    ) -> Leased:
+        columns = [np.array(column, np.uint32) for column in numbers]
+        return Leased(message.request, *(given or Range(0, 0, 0)), is_over, self._version, *columns)
+
+    # Checkpoints.
+
+    def mark(self, sender: Member, place: Place) -> None:
+        """A worker saves: what it uses from now on is not in that checkpoint."""
+        holder = self._holders.get(sender, Holder(0))
+        self._marked.setdefault(place, []).extend(holder.ranges)
+
+    def position(self, place: Place) -> dict[str, Any] | None:
+        """Where a checkpoint is in the data: the pass, and what of it was not used then."""
+        marked = self._marked.get(place, [])
+        if self._plan is None:
+            return None
+        held = [one for holder in self._holders.values() for one in holder.ranges]
+        return position_of(self._number, self._plan, [*self._queue.free, *held, *marked])
+
+    def saved(self, place: Place) -> list[Effect]:
+        """A checkpoint has come to its end, made or not: who rests may go on."""
+        self._marked.pop(place, None)
+        return self.advance()
+
+    def restoring(self, position: Mapping[str, Any]) -> Callable[[], None]:
+        """Read a position; what is returned goes on there. What workers hold is void then, and they know it.
+
+        Raises:
+            ValueError: it is no position.
+        """
+        number, plan, queue = restored(position)
+
+        def restore() -> None:
+            self._number, self._plan, self._queue, self._is_over = number, plan, queue, not queue.free
+            self._said_by = "the checkpoint that was loaded"
+            self._holders.clear()
+
+        return restore
+
+    def waits(self) -> Iterator[MemberWait]:
+        """Those that have nothing to train on wait for those that have."""
+        busy = tuple(member.node for member, one in self._holders.items() if one.ranges)
+        for member, (message, since) in self._waiting.items():
+            yield MemberWait(member, message.request, since, busy, "the list of lost workers", "use their examples")
+
+    def validate(self) -> None:
+        """Check every invariant."""
+        held = [one for holder in self._holders.values() for one in holder.ranges]
+        places = sorted([*self._queue.free, *held])
+        for one, other in pairwise(places):
+            assert one.epoch < other.epoch or one.stop <= other.start, "a place is leased to one worker at a time"
+        assert not (self._is_over and (places or self._unsettled)), "a pass is over when all is used"
+        assert self._unsettled.keys() <= self._holders.keys(), (
+            "the ranges of a lost worker are kept until servers settle it"
+        )

@@ -1,0 +1,454 @@
+"""`QueueSampler`: workers take the next examples when they need them; each is used once, on however many workers.
+
+The scheduler leases ranges of places (`kvdist.core.scheduler.leases`); a process alone has a queue of its own. The
+order of an epoch is a permutation that every worker makes from (seed, epoch), so nobody sends one. Walk of a batch: the
+loader asks the sampler, which leases a range when it has none left → `drive` hands the batch out, and knows how many
+examples that are → the trainer's step tells the servers with its push, and the sampler once it has returned (`_use`).
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import logging
+import operator
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdist.core.scheduler.leases import Holder, Plan, Queue, Range, position_of, restored
+from kvdist.core.worker.requests import Request
+from kvdist.errors import ConfigError, KvdistError
+from kvdist.kvstore.backend import Backend
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.dist import DistBackend
+from kvdist.protocol.messages import Lease, Used
+from kvdist.training.data import DrivenSampler
+
+if TYPE_CHECKING:
+    from kvdist.training.trainer import Trainer
+
+BATCHES_PER_LEASE = 4
+"""For each worker process of a loader: so few that a lost worker has few, so many that leases are rare."""
+SEED_MAX = (1 << 64) - 1
+LENGTH_MAX = (1 << 63) - 1
+EPOCHS_MAX = (1 << 31) - 1
+
+LOG = logging.getLogger("kvdist")
+
+
+class Answer(NamedTuple):
+    """What there is to train on.
+
+    Attributes:
+        given: the next range; None if there is nothing now.
+        is_over: whether all examples of the pass are used, by whomever.
+        version: the most updates of the weights that any worker knows of.
+    """
+
+    given: Range | None
+    is_over: bool
+    version: int
+
+
+class Leasing(abc.ABC):
+    """Where a process gets its examples, and what it has of them.
+
+    Attributes:
+        number: of the pass that comes next, or goes on.
+        holder: what is leased and not used.
+        is_shared: whether others train on the same data.
+    """
+
+    is_shared = False
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.holder = Holder(0)
+
+    @abc.abstractmethod
+    def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> Answer:
+        """The next range, which is held now; with `rests` wait until there is one, or the end."""
+
+    @abc.abstractmethod
+    def give_back(self) -> None:
+        """Let others have what is not used, before this process leaves."""
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """A checkpoint was loaded: go on where it was saved. What was leased is void."""
+        self.holder.ranges.clear()
+        self.number = min(self.number, restored(position)[0])
+
+
+class OwnQueue(Leasing):
+    """The data of a process that trains alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._plan: Plan | None = None
+        self._pass = 0
+        self._queue = Queue(())
+
+    def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> Answer:
+        """See `Leasing`. Nobody else could give anything back, so nothing to lease means the end.
+
+        Raises:
+            ValueError: the checkpoint that was loaded is of other data.
+        """
+        if self._plan is None or self.number > self._pass:
+            self._plan, self._pass, self._queue = plan, self.number, Queue.of(plan)
+        if plan != self._plan:
+            raise ValueError(
+                f"{self._plan} has not come to its end, perhaps in a loaded checkpoint, and this is {plan}"
+            )
+        if self.number < self._pass:
+            return Answer(None, True, version)
+        given = self._queue.lease(batch, wanted, 1)
+        if given is not None:
+            self.holder.ranges.append(given)
+        return Answer(given, rests and given is None, version)
+
+    def give_back(self) -> None:
+        """See `Leasing`."""
+        self._queue.give_back(self.holder.ranges)
+        self.holder.ranges.clear()
+
+    def position(self) -> dict[str, Any] | None:
+        """For a checkpoint."""
+        if self._plan is None:
+            return None
+        return position_of(self._pass, self._plan, [*self._queue.free, *self.holder.ranges])
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """See `Leasing`."""
+        super().restore(position)
+        self._pass, self._plan, self._queue = restored(position)
+
+
+class SharedQueue(Leasing):
+    """The data of a cluster, as the scheduler leases it; one in each process.
+
+    Args:
+        ask: hands the worker a request, which it gets a number and the store's number for, and waits for the result.
+    """
+
+    is_shared = True
+
+    def __init__(self, ask: Callable[[Callable[[int, int], Request]], Any]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> Answer:
+        """See `Leasing`.
+
+        Raises:
+            ConfigError: the workers' samplers differ, or another one has not come to its end.
+        """
+        said = (self.number, *plan, batch, wanted, self.holder.used, version, rests)
+        leased = self.ask(lambda request, store: Lease(request, store, *said))
+        given = Range(leased.epoch, leased.start, leased.stop)
+        if len(given):
+            self.holder.ranges.append(given)
+        return Answer(given if len(given) else None, leased.is_over, leased.version)
+
+    def tell(self) -> None:
+        """Say how much is used, before a checkpoint."""
+        self.ask(lambda request, _: Used(request, self.holder.used, False))
+
+    def give_back(self) -> None:
+        """See `Leasing`."""
+        if self.holder.ranges:
+            self.holder.ranges.clear()
+            with contextlib.suppress(KvdistError):  # the cluster has ended first, or will ask the servers
+                self.ask(lambda request, _: Used(request, self.holder.used, True))
+
+
+class QueueSampler(DrivenSampler):
+    """Indices of a data set that all workers take from one queue, for ``DataLoader(sampler=...)``.
+
+    Every example is used once per epoch, on however many workers there are, and whoever dies. The scheduler leases each
+    worker a few batches at a time; what a lost worker has not used goes to others as soon as the servers have said how
+    many of its pushes count. Its last step may have been counted in part: that counts as done, and is logged.
+
+    Iterate ``for batch in trainer.batches(loader)``, once: it makes all `epochs`, and ends for all workers when every
+    example is used. A worker that finds nothing to lease is not waited for meanwhile. The position is saved in every
+    checkpoint, and `load_checkpoint` goes on there, also on another number of workers. On SIGTERM, as spot machines
+    send it, the loop finishes its batch, gives back what it has leased, and raises ``SystemExit(0)``.
+
+    Loaders with worker processes may be used, and ``StatefulDataLoader``; batches must be torch's, without
+    ``drop_last``. With several workers the store must be a ``dist`` one, and update. Works alone, too.
+
+    Args:
+        length: examples in the data set, the same on every worker.
+        epochs: how often one iteration uses each of them.
+        shuffle: a new order in each epoch, the same on every worker; otherwise ascending.
+        seed: makes the orders, 0 or more, the same on every worker.
+        store: the store of the trainer; None: whichever that has.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    def __init__(
+        self, length: int, *, epochs: int = 1, shuffle: bool = True, seed: int = 0, store: object = None
+    ) -> None:
+        numbers = (("length", length, 0, LENGTH_MAX), ("epochs", epochs, 1, EPOCHS_MAX), ("seed", seed, 0, SEED_MAX))
+        for name, number, least, most in numbers:
+            if not least <= operator.index(number) <= most:
+                raise ValueError(f"{name} is {number}; it must be a whole number from {least} to {most}")
+        self._plan = Plan(operator.index(length), operator.index(epochs), bool(shuffle), operator.index(seed))
+        self._store = store
+        self._leasing: Leasing | None = None
+        self._first_pass = 0
+        """When it was used first: its epochs count from there."""
+        self._handed = 0
+        """How many examples were in the batches that the program has got, the used ones included."""
+        self._yielded = 0
+        """How many the loader has asked for in this iteration."""
+        self._batch = self._wanted = 1
+        self._version = 0
+        self._is_begun = self._is_over = False
+        self._is_driven = False
+        self._iterations = 0
+        self._order: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
+        """The last epoch whose order was needed, and that."""
+
+    def __repr__(self) -> str:
+        return str(self._plan)
+
+    def __iter__(self) -> Iterator[int]:
+        if not self._is_driven:
+            raise RuntimeError(
+                "a QueueSampler is iterated by `for batch in trainer.batches(loader)`, which says what was used: this"
+                " loader, or the sampler, was iterated by itself"
+            )
+        self._iterations += 1
+        self._yielded = 0
+        return self._indices(self._iterations)
+
+    def _indices(self, iteration: int) -> Iterator[int]:
+        """What is leased and not used, then what else there is to lease now."""
+        ranges = deque(self._held.ranges)
+        while True:
+            one = ranges.popleft() if ranges else self._lease(rests=False)
+            if one is None:
+                return
+            for index in self._examples(one):
+                if iteration != self._iterations:
+                    return  # another one has begun, and this is the rest of a loader that was left
+                self._yielded += 1
+                yield index
+
+    def _examples(self, one: Range) -> Sequence[int]:
+        """The examples at the places of a range."""
+        if not self._plan.shuffle:
+            return range(one.start, one.stop)
+        assert self._leasing is not None
+        epoch = (self._leasing.number - self._first_pass) * self._plan.epochs + one.epoch
+        if self._order[0] != epoch:
+            self._order = (epoch, order_of(self._plan.length, self._plan.seed, epoch))
+        examples: list[int] = self._order[1][one.start : one.stop].tolist()
+        return examples
+
+    def _lease(self, *, rests: bool) -> Range | None:
+        assert self._leasing is not None
+        answer = self._leasing.lease(self._plan, self._batch, self._wanted, self._version, rests=rests)
+        self._version = max(self._version, answer.version)
+        self._is_over, self._is_begun = answer.is_over, not answer.is_over
+        return answer.given
+
+    # What the trainer calls.
+
+    def drive(self, trainer: Trainer, loader: Any, batch: int | None, drops_last: bool) -> Iterator[Any]:
+        """Iterate a loader until all examples are used; see `kvdist.Trainer.batches`."""
+        if batch is None or drops_last:
+            raise ValueError(
+                "with a QueueSampler the DataLoader must make torch's batches in order, so that it is known which"
+                " examples each has (batch_size=, or torch's BatchSampler; in_order=True), and leave none out"
+                " (drop_last=False)"
+            )
+        self._bind(trainer)
+        self._batch = batch
+        self._wanted = BATCHES_PER_LEASE * batch * max(1, getattr(loader, "num_workers", 0))
+        self._version, self._is_over = trainer.version, False
+        with Departure() as departure:
+            while True:
+                yield from self._until_nothing_is_leased(trainer, loader, departure)
+                if not self._go_on(trainer, departure):
+                    return
+
+    def _bind(self, trainer: Trainer) -> None:
+        if self._store is not None and self._store is not trainer.kvstore:
+            raise ValueError("the QueueSampler was made with another store than this trainer has: leave store= out")
+        if trainer._join is not None:
+            raise RuntimeError("a QueueSampler needs no trainer.join(): a worker without examples is not waited for")
+        trainer._start()
+        before = trainer._queue
+        if before is self:
+            return
+        if isinstance(before, QueueSampler) and before._is_begun:
+            raise RuntimeError(f"{before} has not come to its end, and {self} begins: train on one after the other")
+        trainer._queue = self
+        self._leasing = before._leasing if isinstance(before, QueueSampler) else leasing_of(trainer)
+        assert self._leasing is not None
+        self._leasing.give_back()  # what another trainer of this process has left
+        self._first_pass = self._leasing.number
+
+    @property
+    def _held(self) -> Holder:
+        """What is leased and not used."""
+        assert self._leasing is not None
+        return self._leasing.holder
+
+    def _until_nothing_is_leased(self, trainer: Trainer, loader: Any, departure: Departure) -> Iterator[Any]:
+        begun = self._handed = self._held.used
+        self._is_driven = True
+        try:
+            for count, batch in enumerate(loader, 1):
+                self._leave_if_asked(departure)
+                self._handed = min(begun + count * self._batch, begun + self._yielded)
+                trainer._handed_out[self] = (self._iterations, self._handed, "")
+                yield batch
+                self._version = trainer.version
+                self._leave_if_asked(departure)
+        finally:
+            self._is_driven = False
+        if self.unused:
+            trainer._handed_out.pop(self, None)
+            LOG.warning(
+                "%d examples were handed out and no step has used them: they count as used. Call trainer.step() for the"
+                " last batches, too",
+                self.unused,
+            )
+            self._use(self._iterations, self._handed, "")
+
+    def _go_on(self, trainer: Trainer, departure: Departure) -> bool:
+        """Wait, outside of the rounds, for more examples; False at the end of the pass."""
+        assert self._leasing is not None
+        if not self._is_over:
+            with departure.at_once():
+                self._lease(rests=True)
+        if self._leasing.is_shared:
+            trainer._catch_up(self._version)
+        if self._is_over:
+            self._leasing.number += 1
+        return not self._is_over
+
+    def _leave_if_asked(self, departure: Departure) -> None:
+        if departure.is_asked:
+            assert self._leasing is not None
+            self._leasing.give_back()
+            LOG.warning("SIGTERM: this worker has finished its batch and leaves; what it had leased is for others")
+            raise SystemExit(0)
+
+    @property
+    def unused(self) -> int:
+        """How many examples were handed out since the last step, which the next one sums."""
+        if self._leasing is None:
+            return 0
+        return self._handed - self._held.used
+
+    def _use(self, iteration: int, used: int | None, unknown: str) -> None:
+        if iteration == self._iterations and used is not None:
+            self._held.use(used)
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """A checkpoint was loaded.
+
+        Raises:
+            RuntimeError: a loader is being iterated, and has read ahead.
+        """
+        if self._is_driven:
+            raise RuntimeError("load_checkpoint() was called within the loop over trainer.batches(): leave it before")
+        assert self._leasing is not None
+        self._leasing.restore(position)
+        self._handed = self._held.used
+        self._iterations += 1
+
+
+def leasing_of(trainer: Trainer) -> Leasing:
+    """Where the samplers of a trainer get their examples.
+
+    Raises:
+        ConfigError: no scheduler can lease them, or a worker that has rested could not get the weights of the others.
+    """
+    store, backend = trainer.kvstore, _backend_of(trainer)
+    if isinstance(backend, DistBackend) and trainer._update_on_kvstore:
+        shared = backend.leasing if isinstance(backend.leasing, SharedQueue) else SharedQueue(backend.lease)
+        shared.ask, backend.leasing = backend.lease, shared
+        if trainer._position is not None:
+            shared.restore(trainer._position)
+        return shared
+    if store is not None and store.num_workers > 1:
+        raise ConfigError(
+            f"a QueueSampler with {store.num_workers} workers needs a store 'dist...' that updates, where a worker that"
+            f" had nothing to do gets the weights of the others; this Trainer has {store.type!r}"
+            f"{'' if trainer._update_on_kvstore else ' and its workers update'}: use SplitSampler there"
+        )
+    own = OwnQueue()
+    if trainer._position is not None:
+        own.restore(trainer._position)
+    trainer._state("batches").tell_position(own.position)
+    return own
+
+
+def _backend_of(trainer: Trainer) -> Backend | None:
+    store = trainer.kvstore
+    return store._backend if isinstance(store, KVStore) else None
+
+
+def order_of(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """The order of an epoch: a permutation of all examples, the same on every machine."""
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(length)
+
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class Departure:
+    """While it is entered on the main thread, SIGTERM asks this process to leave, instead of ending it at once.
+
+    A handler of the program is called as well; a signal that the program ignores is ignored.
+    """
+
+    def __init__(self) -> None:
+        self.is_asked = False
+        self._is_idle = False
+        self._before: Any = None
+        self._is_entered = False
+
+    def __enter__(self) -> Departure:
+        self._before = signal.getsignal(signal.SIGTERM)
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self._before not in (signal.SIG_IGN, None):
+            signal.signal(signal.SIGTERM, self._ask)
+            self._is_entered = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_entered and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._before)
+
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within this, there is nothing to finish."""
+        self._is_idle = True
+        try:
+            if self.is_asked:
+                raise SystemExit(0)
+            yield
+        finally:
+            self._is_idle = False
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self.is_asked = True
+        if callable(self._before) and getattr(self._before, "__module__", "") != "kvdist.checkpoint.locks":
+            self._before(number, frame)
+        if self._is_idle:
+            raise SystemExit(0)

@@ -1,0 +1,123 @@
+"""The user of a simulated worker that trains on leased examples, and what must hold of them at the end."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from kvdist.core.worker.requests import EnterBarrier, Leave, Run, RunKind, Transfer, make_plan
+from kvdist.protocol.messages import Lease, Leased, Used
+from tests.core.ledger import Books
+from tests.core.workload import KEYS, SERVER_DECIDES, STORE, Program, User, _payload, _sinks
+
+EPOCHS = 2
+BATCH = 3
+
+Place = tuple[int, int]
+"""(epoch, place in its order)."""
+
+
+@dataclass(eq=False)
+class LeasingUser(User):
+    """Pushes ones for each batch, every slice in every step, and leaves when all examples are used."""
+
+    trained: list[list[Place]] = field(default_factory=list)
+    """Per push the places that it sums."""
+    _places: deque[Place] = field(default_factory=deque)
+    _used: int = 0
+    _version: int = 0
+
+    def _work(self) -> Program:
+        yield from self._begin()
+        while (yield from self._get_more()):
+            step = len(self.trained)
+            self.round = step
+            if step == self.job.leaver_rounds and self.rank == self.job.leaver:
+                yield from self._go()
+                return
+            self.trained.append([self._places.popleft() for _ in range(min(BATCH, len(self._places)))])
+            yield [self._push(len(self.trained[-1]))]
+            self._used += len(self.trained[-1])
+            self._version += 1
+            if self._version % 5 == 0:
+                yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+            if self._version % 3 == 0 and self.job.saves:
+                yield [self._ask(lambda number: Used(number, self._used, False))]
+                yield from self._save(self._version)
+        yield self._landed
+        for statement in ("the end", "the very end"):
+            yield [self._ask(lambda number, said=statement: EnterBarrier(number, STORE, statement=said))]
+        yield from self._require(self._final(), "something is missing at the end")
+        self.reads += 1
+        self._let_go()
+        yield [self._ask(Leave)]
+
+    def _go(self) -> Program:
+        """As a spot machine has to, with examples that it has not used."""
+        yield self._landed
+        if self._places:
+            yield [self._ask(lambda number: Used(number, self._used, True))]
+        self._let_go()
+        yield [self._ask(Leave)]
+
+    def _get_more(self) -> Any:
+        """Have a place at least; returns False at the end."""
+        if self._places and self.random.random() < 0.6:
+            return True
+        leased = yield from self._lease(rests=False)
+        while not self._places and not leased.is_over:
+            leased = yield from self._lease(rests=True)
+        return bool(self._places)
+
+    def _lease(self, *, rests: bool) -> Any:
+        asked: Future[Leased] = self._ask(
+            lambda number: Lease(
+                number, STORE, 0, self.job.examples, EPOCHS, True, 7, BATCH, 12, self._used, self._version, rests
+            )
+        )
+        yield [asked]
+        leased = asked.result()
+        self._version = max(self._version, leased.version)
+        self._places.extend((leased.epoch, place) for place in range(leased.start, leased.stop))
+        return leased
+
+    def _push(self, samples: int) -> Future[Any]:
+        infos = list(self.infos.values())
+        plan = make_plan(infos, 64)
+        ones = {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS}
+        reading = self._reading(infos)
+        runs = [
+            Run(run, memoryview(_payload(run, plan.keys, ones)), _sinks(run, reading.results), settings=SERVER_DECIDES)
+            for run in plan.runs
+        ]
+        runs = [replace(run, flags=np.zeros(len(run.plan.ids), np.uint8), samples=samples) for run in runs]
+        return self._ask(lambda number: Transfer(number, RunKind.PUSHPULL, "step", runs))
+
+    def _final(self) -> dict[int | str, Any]:
+        """First values, and a one for each push that is counted."""
+        values = {}
+        for key in KEYS:
+            value = np.copy(self.oracle.firsts[key.name])
+            for piece in self.oracle.slices[key.name]:
+                value[piece.start : piece.stop] += sum(map(len, self.oracle.books.rounds[piece.number]))
+            values[key.name] = value
+        return values
+
+
+def require_used_once(users: Sequence[LeasingUser], books: Books, examples: int) -> None:
+    """Each place of each epoch is in exactly one push that any server has counted."""
+    counts: Counter[Place] = Counter()
+    for user in users:
+        counted = [pushes for (_, member), pushes in books.pushed.items() if member.node.rank == user.rank]
+        for places in user.trained[: max(counted, default=0)]:
+            counts.update(places)
+    for epoch in range(EPOCHS):
+        for place in range(examples):
+            found = counts.pop((epoch, place), 0)
+            assert found == 1, f"place {place} of epoch {epoch} is counted {found} times"
+    assert not counts, f"places that are not in the data: {sorted(counts)}"

@@ -1,0 +1,136 @@
+"""Leases of examples, as the scheduler keeps them: what is refused, what goes back, where a checkpoint is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvdist.core.scheduler.leases import Holder, Plan, Queue, Range, merged, position_of, restored
+from kvdist.errors import ConfigError
+from kvdist.protocol.messages import Lease, Leased, Used
+from tests.cases import each
+from tests.core.wired import Wired
+
+PLAN = (100, 2, True, 7)
+
+
+@pytest.fixture
+def wired() -> Wired:
+    made = Wired(3, 1, on_loss="continue")
+    made.initialise({"w": [0.0]})
+    for rank in range(3):
+        made.set_optimizer(rank, "test")
+    made.settle()
+    return made
+
+
+def lease(wired: Wired, rank: int, used: int = 0, *, number: int = 0, plan: Any = PLAN, rests: bool = False) -> int:
+    request = wired.ask(rank, lambda one: Lease(one, 0, number, *plan, 10, 40, used, used, rests))
+    wired.settle()
+    return request
+
+
+def given(wired: Wired, request: int) -> Range:
+    leased = wired.completed[request]
+    assert isinstance(leased, Leased)
+    return Range(leased.epoch, leased.start, leased.stop)
+
+
+def refusal(wired: Wired, request: int) -> str:
+    error = wired.failed[request]
+    assert isinstance(error, ConfigError)
+    return str(error)
+
+
+def test_ranges_are_whole_batches_and_shrink_towards_the_end_of_an_epoch() -> None:
+    queue = Queue.of(Plan(1000, 2, True, 0))
+    sizes = []
+    while (taken := queue.lease(10, 40, 3)) is not None:
+        sizes.append(len(taken))
+    assert sizes[0] == 40 and sizes[-1] == 10 and sum(sizes) == 2000
+    assert all(size % 10 == 0 for size in sizes)
+
+
+def test_ranges_that_touch_are_one_and_those_that_are_named_twice_count_once() -> None:
+    ranges = [Range(0, 30, 40), Range(0, 0, 10), Range(0, 10, 20), Range(0, 35, 50), Range(1, 50, 60), Range(1, 5, 5)]
+    assert merged(ranges) == [Range(0, 0, 20), Range(0, 30, 50), Range(1, 50, 60)]
+
+
+def test_what_is_used_goes_from_the_first_range_on() -> None:
+    holder = Holder(0, 5, [Range(0, 0, 10), Range(0, 40, 50)])
+    holder.use(3)  # an older number
+    holder.use(18)
+    assert (holder.ranges, holder.left) == ([Range(0, 43, 50)], 7)
+
+
+def test_a_place_in_the_data_is_read_back() -> None:
+    plan, left = Plan(100, 2, True, 7), [Range(0, 90, 100), Range(1, 0, 100)]
+    number, again, queue = restored(position_of(3, plan, left))
+    assert (number, again, queue.free) == (3, plan, left)
+
+
+@each(
+    "change",
+    [{"left": [[0, 90, 101]]}, {"left": [[2, 0, 5]]}, {"left": [[0, 5]]}, {"left": 3}, {"seed": "x"}, {"length": None}],
+)
+def test_a_place_that_is_none_is_refused(change: dict[str, Any]) -> None:
+    position = position_of(0, Plan(100, 2, True, 7), [Range(0, 90, 100)])
+    with pytest.raises(ValueError, match="the place in the data"):
+        restored({**position, **change})
+
+
+def test_workers_get_different_ranges_and_a_lost_one_gives_back_what_no_server_has_counted(wired: Wired) -> None:
+    ranges = [given(wired, lease(wired, rank)) for rank in range(3)]
+    assert ranges == [Range(0, 0, 10), Range(0, 10, 20), Range(0, 20, 30)]
+    for rank in range(3):
+        wired.pushpull(rank, {"w": [1]}, samples=4)
+    wired.settle()
+    wired.push(1, {"w": [1]}, samples=4)  # nobody else pushes in that round
+    wired.settle()
+    wired.kill("worker-1")
+    wired.advance(10.0)
+    assert given(wired, lease(wired, 0, 4)) == Range(0, 14, 20)
+
+
+def test_a_lease_is_given_back_once(wired: Wired) -> None:
+    lease(wired, 0)
+    first = wired.ask(0, lambda one: Used(one, 4, True))
+    wired.settle()
+    again = wired.ask(0, lambda one: Used(one, 4, True))
+    wired.settle()
+    assert first in wired.completed and given(wired, lease(wired, 1)) == Range(0, 4, 14)
+    assert refusal(wired, again).endswith("worker-0 gives back examples, but it has none: a lease is given back once")
+
+
+def test_nobody_has_used_more_than_it_was_given(wired: Wired) -> None:
+    lease(wired, 0)
+    request = wired.ask(0, lambda one: Used(one, 11, False))
+    wired.settle()
+    assert "worker-0 says that it has used 11 examples, but it was leased fewer" in refusal(wired, request)
+
+
+def test_workers_whose_samplers_differ_are_told_so(wired: Wired) -> None:
+    lease(wired, 0)
+    request = lease(wired, 1, plan=(90, 2, True, 7))
+    assert "the workers do not agree: worker-0 has QueueSampler(100, epochs=2" in refusal(wired, request)
+    assert "worker-1 has QueueSampler(90, epochs=2" in refusal(wired, request)
+
+
+def test_one_sampler_comes_after_the_other(wired: Wired) -> None:
+    lease(wired, 0)
+    assert "begins another QueueSampler while" in refusal(wired, lease(wired, 1, number=1))
+
+
+def test_the_pass_is_over_for_all_when_all_is_used_and_the_next_one_begins(wired: Wired) -> None:
+    short = (15, 1, False, 0)
+    assert given(wired, lease(wired, 0, plan=short)) == Range(0, 0, 10)
+    assert given(wired, lease(wired, 1, plan=short)) == Range(0, 10, 15)
+    resting = lease(wired, 2, plan=short, rests=True)
+    assert wired.servers[0].peers.awaited == {0, 1}
+    others = [lease(wired, 0, 10, plan=short, rests=True), lease(wired, 1, 5, plan=short, rests=True)]
+    assert [wired.completed[request].is_over for request in (resting, *others)] == [True] * 3
+    assert wired.completed[resting].version == 10, "the most updates that anybody knows"
+    assert wired.servers[0].peers.awaited == {0, 1, 2}
+    assert wired.completed[lease(wired, 2, plan=short)].is_over, "who comes late is told, too"
+    assert given(wired, lease(wired, 2, number=1, plan=short)) == Range(0, 0, 10)

@@ -1,0 +1,83 @@
+"""A worker that trains on a queue of examples; the weights say how often each was counted.
+
+    python leases.py LENGTH EPOCHS BATCH LOADER_WORKERS STORE VICTIMS [FOLDER]
+
+Example i moves element i of one parameter by 1, and element LENGTH - 1 - i of another. VICTIMS maps ranks to the
+example counts after which they kill themselves, some milliseconds into the step that follows.
+"""
+
+import ast
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from kvdist import QueueSampler, Trainer, kv
+
+if "LOADER_TEMP" in os.environ:
+    tempfile.tempdir = os.environ["LOADER_TEMP"]  # what the loaders of a killed process leave there goes with the test
+LENGTH, EPOCHS, BATCH, LOADER_WORKERS = map(int, sys.argv[1:5])
+VICTIMS = ast.literal_eval(sys.argv[6])
+FOLDER = sys.argv[7] if len(sys.argv) > 7 else ""
+
+
+class Numbers(Dataset):
+    """The example at i is i."""
+
+    def __len__(self):
+        return LENGTH
+
+    def __getitem__(self, index):
+        return index
+
+
+def kill_soon(after_s):
+    threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+
+
+def main():
+    weights = [torch.nn.Parameter(torch.zeros(LENGTH)) for _ in range(2)]
+    store = kv.create(sys.argv[5])
+    trainer = Trainer(weights, "sgd", {"learning_rate": 1.0}, kvstore=store)
+    saves = FOLDER and not os.path.isdir(FOLDER)
+    store.barrier()
+    if FOLDER and not saves:
+        trainer.load_checkpoint(FOLDER)
+    other = store.rank if "OTHER_LENGTH" in os.environ else 0
+    sampler = QueueSampler(LENGTH + other, epochs=EPOCHS, seed=7)
+    loader = DataLoader(Numbers(), BATCH, sampler=sampler, num_workers=LOADER_WORKERS)
+    used = 0
+    victim_after = VICTIMS.get(store.rank, None)
+    steps = 0
+    for numbers in trainer.batches(loader):
+        print(f"has {min(numbers.tolist())} and {len(numbers) - 1} more", flush=True)
+        (weights[0][numbers].sum() + weights[1][LENGTH - 1 - numbers].sum()).backward()
+        if victim_after is not None and used >= victim_after:
+            kill_soon(random.Random(f"{store.rank} {used}").uniform(0, 0.004))
+            victim_after = None
+        time.sleep(0.002 * ((store.rank % 3) + 1) if store.rank not in VICTIMS else 0.001)
+        trainer.step(1)
+        for weight in weights:
+            weight.grad = None
+        used += len(numbers)
+        steps += 1
+        if saves and trainer.version == 20:
+            trainer.save_checkpoint(FOLDER, 20)
+            break
+    counts = [(-weights[0]).round().to(int).tolist(), (-weights[1].flip(0)).round().to(int).tolist()]
+    found = Counter(zip(*counts, strict=True))
+    print(f"used {used} in {steps} steps, version {trainer.version}; counts {dict(found)}", flush=True)
+    mean = store.average(float(used))
+    print(f"mean {mean}", flush=True)
+    store.close()
+
+
+if __name__ == "__main__":
+    main()

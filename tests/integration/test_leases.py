@@ -1,0 +1,99 @@
+"""Workers train on a queue of examples: each is counted once, whoever dies, leaves, or goes on with a checkpoint."""
+
+from __future__ import annotations
+
+import ast
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+GOES_ON = ["--on-loss", "continue"]
+BATCH = 8
+
+
+def found(job):
+    """What the workers that came to the end say: the steps and examples of each, and how often examples count."""
+    lines = job.processes["launcher"].lines_with(" steps, version ")
+    numbers = [re.search(r"used (\d+) in (\d+) steps, version (\d+); counts (\{.*\})$", line) for line in lines]
+    assert numbers and all(numbers), job.transcript()
+    assert len({one[4] for one in numbers}) == 1, "all have the same weights at the end"
+    assert len({one[3] for one in numbers}) == 1, "and know how many updates they have had"
+    return [(int(one[1]), int(one[2])) for one in numbers], ast.literal_eval(numbers[0][4])
+
+
+@pytest.mark.parametrize(
+    ("store", "loader_workers", "num_workers", "victims"),
+    [
+        ("dist", "0", 6, {1: 100, 2: 200, 4: 150, 5: 300}),
+        pytest.param("dist", "2", 4, {0: 64, 3: 400}, marks=pytest.mark.slow),
+        pytest.param("dist_async", "0", 5, {0: 200, 2: 80, 3: 300}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_example_is_counted_once_when_workers_are_killed(
+    job, tmp_path, store, loader_workers, num_workers, victims
+):
+    command = ("leases.py", "10000", "1", str(BATCH), loader_workers, store, str(victims))
+    launcher = job.launch(num_workers, 2, *command, options=GOES_ON, LOADER_TEMP=str(tmp_path))
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert len(launcher.lines_with("was killed by signal 9 (SIGKILL); the other worker")) == len(victims)
+    used, counts = found(job)
+    assert len(used) == num_workers - len(victims)
+    in_part = len(launcher.lines_with(" in part: in "))
+    assert sum(counts.values()) == 10_000
+    assert all(max(both) == 1 for both in counts), "nothing twice, and nothing left out everywhere"
+    assert counts.get((1, 1), 0) >= 10_000 - in_part * BATCH, "only what is said to count in part does"
+
+
+def test_who_gets_sigterm_leaves_with_nothing_but_its_leases_and_exit_code_0(job):
+    launcher = job.launch(3, 1, "leases.py", "4000", "1", str(BATCH), "0", "dist", "{}")
+    job.line("launcher", "w1 │ has ")
+    job.kill("worker-1", signal.SIGTERM)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("SIGTERM: this worker has finished its batch and leaves"), job.transcript()
+    used, counts = found(job)
+    assert len(used) == 2 and counts == {(1, 1): 4000}, job.transcript()
+
+
+@pytest.mark.slow
+def test_another_number_of_workers_goes_on_where_a_checkpoint_was_saved(job, tmp_path):
+    folder = str(tmp_path / "saved")
+    launcher = job.launch(
+        3, 2, "leases.py", "2000", "2", "16", "2", "dist", "{}", folder, KVDIST_CHECKPOINT_ROOT=str(tmp_path)
+    )
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    used, counts = found(job)
+    before = sum(examples for examples, _ in used)
+    assert 0 < before < 4000 and set(counts) <= {(0, 0), (1, 1)}
+    launcher = job.launch(
+        2, 1, "leases.py", "2000", "2", "8", "0", "dist", "{}", folder, KVDIST_CHECKPOINT_ROOT=str(tmp_path)
+    )
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    used, counts = found(job)
+    assert before + sum(examples for examples, _ in used) == 4000
+    assert counts == {(2, 2): 2000}
+
+
+@pytest.mark.slow
+def test_workers_with_other_lengths_are_told_so(job):
+    launcher = job.launch(2, 1, "leases.py", "900", "1", "8", "0", "dist", "{}", OTHER_LENGTH="1")
+    job.finish()
+    assert launcher.code, job.transcript()
+    said = " ".join(launcher.text.split())
+    assert re.search(r"the workers do not agree: worker-\d has QueueSampler\((900|901), epochs=1", said), said
+
+
+@pytest.mark.slow
+def test_the_example_uses_each_example_once(job):
+    program = str(Path(__file__).resolve().parents[2] / "examples" / "queue_of_examples.py")
+    launcher = job.launch(3, 1, sys.executable, program, "--examples", "900", options=GOES_ON)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    used = [int(line.split("used ")[1].split()[0]) for line in launcher.lines_with(" examples, version ")]
+    assert len(used) == 3 and sum(used) == 2700
