@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -147,10 +148,12 @@ def test_one_exception_is_survived_and_the_same_a_second_time_ends_the_job(job):
 @pytest.mark.slow
 def test_a_worker_that_stood_still_for_too_long_is_told_so_and_does_no_harm(job, tmp_path):
     os.mkfifo(fifo := tmp_path / "fifo")
-    settings = {"KVDIST_PATIENCE_S": "2", "KVDIST_ON_LOSS": "continue", "FIFO": str(fifo)}
+    settings = {"KVDIST_PATIENCE_S": "5", "KVDIST_ON_LOSS": "continue", "FIFO": str(fifo)}
     job.cluster(3, 2, "survival.py", "stopped", **settings)
     for rank in (0, 2):
         job.line(f"worker-{rank}", "goes on without it")
+    status = Path(f"/proc/{job.pid_of('worker-1')}/status")
+    job.wait(lambda: "State:\tT" in status.read_text(), "worker-1 stands still")
     job.kill("worker-1", signal.SIGCONT)
     job.wait(lambda: job.processes["worker-1"].code is not None, "the zombie ends")
     assert "FencedError: worker-1 was given up" in job.processes["worker-1"].text, job.transcript()
