@@ -33,6 +33,7 @@ from kvdist.core.machine import ChildEnded
 from kvdist.core.record import Reader, Writer
 from kvdist.core.replay import Difference, replay
 from kvdist.core.round import Verdict
+from kvdist.core.scheduler.recovery import ReturnedScheduler
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import server, shard
 from kvdist.core.server.block import Block, Contribution, apply_round
@@ -46,7 +47,7 @@ from kvdist.core.worker.worker import Worker
 from kvdist.errors import CheckpointError, FencedError, JobOver, PeerLostError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.nodes import HOST_MARK, Member, Role, worker
+from kvdist.nodes import HOST_MARK, Member, NodeId, Role, worker
 from kvdist.optimizer import offload
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
@@ -66,6 +67,9 @@ EVENTS_MAX = 100_000
 TIME_MAX_S = 400.0
 """Simulated seconds after which whoever still waits hangs."""
 SLICE_BYTES = 64
+FORMED = -2
+AWAY_S = 10.0
+"""Simulated seconds within which all register with a scheduler that was started again."""
 VERDICT_S = 1.0
 """Simulated seconds within which everybody must know of a death."""
 
@@ -84,8 +88,8 @@ class Scenario:
     full: how probable it is that a work of a disk fails.
     encodes: how probable it is that a push of float32 travels encoded; unless it is 0, values come back as halves.
     offloaded: whether servers sum and update on devices.
-    victims: who is hit once a worker is in its `fault_round`-th round (-1: has declared its keys), within `spread_s` of
-        that: killed, or paused for `pause_s`.
+    victims: who is hit once a worker is in its `fault_round`-th round (-1: has declared its keys; -2: has joined),
+        within `spread_s` of that: killed, or paused for `pause_s`.
     on_loss: what follows when a worker is lost.
     again: in how many seconds a victim is started again, at least and at most; None = never.
     lives: how often, if each is struck again.
@@ -114,6 +118,8 @@ class Scenario:
     fault_round: int = 1
     spread_s: float = 0.003
     pause_s: float | None = None
+    returns_s: float = 0.0
+    """A killed scheduler is started again within so many seconds; 0: it is not."""
     on_loss: str = "fail"
     again: tuple[float, float] | None = None
     lives: int = 1
@@ -157,6 +163,7 @@ class Cluster:
     """The processes that were hit, and are given up for that."""
     starting: int = 0
     """Processes that are about to be started again."""
+    term: int = 1
 
 
 class SimulationError(AssertionError):
@@ -279,7 +286,7 @@ def _build(cluster: Cluster) -> None:
         network.after(network.random.uniform(0, 0.3), partial(_start, cluster, name, role, rank))
 
 
-def _start(cluster: Cluster, name: str, role: Role, rank: int, life: int = 0) -> None:
+def _start(cluster: Cluster, name: str, role: Role, rank: int, life: int = 0) -> Process:
     network, oracle = cluster.network, cluster.oracle
     assert oracle is not None
     process = cluster.processes[name] = Process(
@@ -291,6 +298,7 @@ def _start(cluster: Cluster, name: str, role: Role, rank: int, life: int = 0) ->
         cluster.users[name] = user
         process.after_turn = lambda: _turned(cluster, user)
         user.advance()
+    return process
 
 
 def _tell(cluster: Cluster, rank: int, life: int) -> None:
@@ -311,6 +319,25 @@ def _start_again(cluster: Cluster, rank: int, life: int) -> None:
         cluster.network.after(cluster.network.random.uniform(0.01, 1.0), partial(_strike, cluster, name))
 
 
+def _closed(cluster: Cluster) -> int:
+    """How many rounds all slices have had."""
+    assert cluster.oracle is not None
+    return sum(map(len, cluster.oracle.books.rounds.values()))
+
+
+def _return(cluster: Cluster, closed: int) -> None:
+    """The launcher starts the scheduler again, and says what it has seen of others meanwhile, or most of it."""
+    network = cluster.network
+    network.used["closed meanwhile"] += _closed(cluster) > closed
+    cluster.term += 1
+    network.happened["return"] += 1
+    node = _start(cluster, "scheduler", Role.SCHEDULER, 0).node
+    for name, process in cluster.processes.items():
+        if process.ended and name != "scheduler" and (not process.crashed or network.random.random() < 0.7):
+            role, _, rank = name.partition("-")
+            node.post(ChildEnded(NodeId(Role(role), int(rank)), "killed by signal 9 (SIGKILL)", not process.crashed))
+
+
 def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport, life: int = 0) -> Node:
     network, scenario = transport.network, cluster.scenario
     limits = scenario.limits
@@ -325,9 +352,13 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             scenario.num_servers,
             bigarray_bound=BIGARRAY_BOUND,
             on_loss=scenario.on_loss,
+            scheduler_away_s=AWAY_S if scenario.returns_s else None,
             limits=limits,
         )
-        machine = Scheduler(config, network.now)
+        if cluster.term == 1:
+            machine = Scheduler(config, network.now)
+        else:
+            machine = ReturnedScheduler(config, network.now, cluster.term)
     else:
         endpoint = ""
         if role is Role.SERVER or scenario.hosts is not None:
@@ -367,7 +398,8 @@ def _turned(cluster: Cluster, user: User) -> None:
     """A worker's node has turned: let its user go on, and strike when it is time."""
     user.advance()
     network, scenario = cluster.network, cluster.scenario
-    if user.round < scenario.fault_round or not user.infos or cluster.struck_at is not None:
+    begins = user.node.machine.epoch > 0 if scenario.fault_round == FORMED else bool(user.infos)
+    if user.round < scenario.fault_round or not begins or cluster.struck_at is not None:
         return
     if scenario.victims or scenario.forced_cuts:
         cluster.struck_at = network.now
@@ -375,7 +407,8 @@ def _turned(cluster: Cluster, user: User) -> None:
             name = network.random.choice(sorted(cluster.processes))
             network.after(network.random.uniform(0, 0.01), partial(_cut, cluster, name))
     for name in scenario.victims:
-        network.after(network.random.uniform(0, scenario.spread_s), partial(_strike, cluster, name))
+        spared_s = 0.03 if scenario.fault_round == FORMED else 0.0  # all others have to hear of each other
+        network.after(spared_s + network.random.uniform(0, scenario.spread_s), partial(_strike, cluster, name))
 
 
 def _cut(cluster: Cluster, name: str) -> None:
@@ -400,6 +433,14 @@ def _strike(cluster: Cluster, name: str) -> None:
             told_s = cluster.network.random.uniform(0.0, 1.0)
             cluster.network.after(told_s, partial(_tell, cluster, user.rank, user.life))
             cluster.network.after(delay_s, partial(_start_again, cluster, user.rank, user.life + 1))
+        if scenario.returns_s and name == "scheduler":
+            disk = victim.node._disk
+            assert isinstance(disk, SimulatedDisk)
+            disk.crash()
+            closed = _closed(cluster)
+            cluster.network.after(
+                cluster.network.random.uniform(0.05, scenario.returns_s), partial(_return, cluster, closed)
+            )
     else:
         victim.pause(scenario.pause_s, scenario.limits.patience_s)
 
@@ -535,6 +576,8 @@ def _must_abort(cluster: Cluster) -> bool:
         cluster.network.used["doomed"] += 1
         return True
     struck = [name for name, process in cluster.processes.items() if process.crashed]
+    if cluster.scenario.returns_s:
+        struck = [name for name in struck if name != "scheduler"]
     struck += [name for name in cluster.scenario.victims if paused_s > cluster.scenario.limits.patience_s]
     return not all(_is_given_up(cluster, name) for name in struck)
 
@@ -581,6 +624,9 @@ JOINING = Scenario(
     weather=Weather(delay_s=0.03),
 )
 """A round takes about as long as a process that is started again."""
+SLOW = Weather(delay_s=0.02)
+"""What is under way is so for long, and may be lost with the one who has said it."""
+RETURNS = replace(GOING_ON, num_workers=3, returns_s=1.5)
 
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
 
@@ -743,6 +789,30 @@ SCENARIOS: dict[str, Scenario] = {
     "leases async": replace(LEASES, mode="async", saves=0.0),
     "leases near the end": replace(LEASES, victims=("worker-0", "worker-1", "worker-2"), fault_round=14, spread_s=0.01),
     "leases and a leaver": replace(LEASES, victims=("worker-2",), leaver=1, leaver_rounds=4),
+    "scheduler returns": replace(RETURNS, victims=("scheduler",)),
+    "scheduler returns while keys are declared": replace(
+        RETURNS, victims=("scheduler",), fault_round=-1, spread_s=0.02, tables=True, saves=0.0
+    ),
+    "scheduler returns while keys are placed": replace(
+        RETURNS, victims=("scheduler",), fault_round=FORMED, spread_s=0.04, num_servers=3, rounds=3, weather=SLOW
+    ),
+    "scheduler returns to checkpoints": replace(
+        RETURNS, victims=("scheduler",), optimizer="momentum", saves=0.9, full=0.1, spread_s=0.3, weather=SLOW
+    ),
+    "scheduler returns in a storm": replace(
+        RETURNS, victims=("scheduler",), weather=STORM, limits=STORM_LIMITS, saves=0.7
+    ),
+    "scheduler returns twice": replace(RETURNS, victims=("scheduler",) * 3, rounds=12, returns_s=0.1, spread_s=0.4),
+    "scheduler returns to the end": replace(RETURNS, victims=("scheduler",), fault_round=5, spread_s=0.1, saves=0.5),
+    "scheduler and a worker": replace(RETURNS, victims=("scheduler", "worker-2"), spread_s=0.02),
+    "scheduler while a loss is settled": replace(RETURNS, victims=("worker-1", "scheduler"), spread_s=0.5),
+    "scheduler and a worker with rows": replace(
+        RETURNS, victims=("scheduler", "worker-2"), tables=True, saves=0.0, weather=STORM, limits=STORM_LIMITS
+    ),
+    "scheduler returns where losses end the job": replace(RETURNS, victims=("scheduler",), on_loss="fail"),
+    "scheduler returns and leaver": replace(
+        RETURNS, victims=("scheduler",), leaver_rounds=3, fault_round=2, spread_s=0.2
+    ),
     "rows updated": Scenario(num_workers=3, num_servers=3, rounds=5, optimizer="test", tables=True, saves=0.0),
     "rows async": Scenario(num_workers=3, rounds=5, mode="async", optimizer="sgd", tables=True, saves=0.0),
     "rows in a storm": Scenario(

@@ -24,6 +24,7 @@ from kvdist.checkpoint.snapshot import (
     DiskResult,
     DiskTask,
     LockFolder,
+    Manifest,
     ReadManifest,
     ReadShards,
     ReadSlice,
@@ -141,7 +142,7 @@ def perform(task: DiskTask, locks: Locks, root: Path | None = None) -> DiskResul
     with explained(f"{folder} could not be used for a checkpoint"):
         match task:
             case LockFolder():
-                return locks.take(directory)
+                return locks.take(directory, task.run)
             case UnlockFolder():
                 locks.release(directory)
             case CheckFolder():
@@ -151,7 +152,8 @@ def perform(task: DiskTask, locks: Locks, root: Path | None = None) -> DiskResul
                 return write_slices(folder, task.stem, task.slices, task.run, task.step)
             case WriteManifest():
                 locks.take(directory)
-                write_manifest(folder, task.manifest)
+                if not _is_written(folder, task.manifest):
+                    write_manifest(folder, task.manifest)
                 _tidy(folder, task.keep, root)
             case ReadManifest():
                 return read_manifest(folder)
@@ -160,6 +162,14 @@ def perform(task: DiskTask, locks: Locks, root: Path | None = None) -> DiskResul
             case Sweep():
                 sweep(folder)
     return None
+
+
+def _is_written(folder: Path, manifest: Manifest) -> bool:
+    """Whether a scheduler has done it that was killed before it could say so."""
+    try:
+        return manifest.shares_files_with(read_manifest(folder))
+    except (OSError, CheckpointError):
+        return False
 
 
 def _read(shards: Shards, wanted: Iterable[WantedSlice], contents: tuple[str, ...]) -> tuple[ReadSlice, ...]:

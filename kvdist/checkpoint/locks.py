@@ -56,8 +56,12 @@ class _Lock:
 class Locks:
     """The folders into which one store, or the scheduler of a job, saves."""
 
-    def take(self, directory: Path) -> str:
+    def take(self, directory: Path, run: str = "") -> str:
         """Lock a folder, which is made if need be, unless this process holds the lock already.
+
+        Args:
+            directory: the folder.
+            run: that of the process whose place this one takes; empty for one of its own.
 
         Returns:
             The run: what tells this job from others.
@@ -67,6 +71,8 @@ class Locks:
             OSError: the folder cannot be written.
         """
         with _MUTEX:
+            if run and not _RUN:
+                _RUN.append(run)
             place = directory.resolve()
             lock = _HELD.get(place)
             if lock is not None and not _is_at(lock.descriptor, place / NAME):

@@ -117,6 +117,10 @@ class Manifest:
         """The files with arrays."""
         return [file for file in self.files if not WORKER_FILE.fullmatch(file.name)]
 
+    def shares_files_with(self, other: Manifest) -> bool:
+        """Whether both are of one attempt: no other makes files of the same names."""
+        return not {file.name for file in self.shards}.isdisjoint(file.name for file in other.shards)
+
     @property
     def workers(self) -> dict[int, FileRecord]:
         """Rank → what that worker wanted to have back."""
@@ -294,9 +298,13 @@ class ReadSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LockFolder:
-    """Keep other jobs from saving where this checkpoint is to lie; gives the run, which its files are to name."""
+    """Keep other jobs from saving where this checkpoint is to lie; gives the run, which its files are to name.
+
+    A process that takes the place of one that was lost has that one's `run`; empty for one of its own.
+    """
 
     folder: str
+    run: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -244,7 +244,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "KVDIST_RESTARTS", whole_number(0), None,
             "set by the launcher: how often this process was started before; absent the first time",
             "With `--on-worker-exit restart:N` that is the whole job. A worker that is started again while the others"
-            " go on joins them ([reliability.md](reliability.md#newcomers))",
+            " go on joins them ([reliability.md](reliability.md#newcomers)), and a scheduler takes its predecessor's"
+            " place where that is waited for (`KVDIST_SCHEDULER_AWAY_S`)",
         ),
         Setting(
             "KVDIST_LISTEN_FD", whole_number(0), None,
@@ -322,7 +323,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         Setting(
             "KVDIST_ON_LOSS", word("fail", "continue"), "fail",
             "what follows when a worker is lost: `fail` ends the job, `continue` lets the others go on without it",
-            "`continue` needs stores that update ([reliability.md](reliability.md)); a lost server or scheduler ends"
+            "`continue` needs stores that update ([reliability.md](reliability.md)); a lost server ends"
             " the job with both. The scheduler's value counts, and `kvdist-launch --on-loss` sets it",
         ),
         Setting(
@@ -330,6 +331,14 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "how many workers there may be with `KVDIST_ON_LOSS=continue`, when more join a running job",
             "The scheduler's value counts. Give it to workers that join, too: their ranks are above the others'",
             shown_default="as many as there are at the start",
+        ),
+        Setting(
+            "KVDIST_SCHEDULER_AWAY_S", seconds(0), None,
+            "how many seconds the others go on without a scheduler that was lost and is started again; `0`: its loss"
+            " ends the job",
+            "Also how long they have to register with it. The scheduler's value counts"
+            " ([reliability.md](reliability.md#a-scheduler-that-comes-back))",
+            shown_default="60 with `KVDIST_ON_LOSS=continue`, else 0",
         ),
         Setting(
             "KVDIST_PRIORITY_SLICES", FLAG, False,
@@ -716,6 +725,9 @@ def refuse_replaced(env: Variables) -> None:
 
 # Jobs with servers.
 
+SCHEDULER_AWAY_S = 60.0
+"""Where losses do not end the job."""
+
 JOB_WIDE = ("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss", "max_workers")
 """Fields that a child process gets even with the default, so that its host's variables do not change them."""
 
@@ -751,6 +763,7 @@ class ClusterConfig:
     on_loss: str = setting("KVDIST_ON_LOSS")
     max_workers: int | None = setting("KVDIST_MAX_WORKERS")
     restarts: int | None = setting("KVDIST_RESTARTS")
+    scheduler_away_s: float | None = setting("KVDIST_SCHEDULER_AWAY_S")
     supervised: bool = setting("KVDIST_SUPERVISED")
     port_range: tuple[int, int] | None = setting("KVDIST_PORT_RANGE")
     listen_fd: int | None = setting("KVDIST_LISTEN_FD")
@@ -787,6 +800,13 @@ class ClusterConfig:
                 "KVDIST_LOCAL_REDUCE is 'on', but the workers of a host sum in shared memory, and KVDIST_TRANSPORT is"
                 " 'tcp'; change one of them"
             )
+
+    @property
+    def away_s(self) -> float:
+        """How long the others go on without a scheduler that was lost, in seconds; 0: its loss ends the job."""
+        if self.scheduler_away_s is not None:
+            return self.scheduler_away_s
+        return 0.0 if self.on_loss == "fail" else SCHEDULER_AWAY_S
 
     @property
     def is_local(self) -> bool:

@@ -171,12 +171,13 @@ class Questions:
 
     Args:
         servers: who is asked.
+        first_request: requests are numbered from here on.
     """
 
-    def __init__(self, servers: Live) -> None:
+    def __init__(self, servers: Live, first_request: int = 1) -> None:
         self._servers = servers
         self._open: dict[int, tuple[Agreement[str], Callable[[str], list[Effect]]]] = {}
-        self._next_request = 0
+        self._next_request = first_request
 
     def ask(
         self,
@@ -191,8 +192,8 @@ class Questions:
             then: called when the last server has answered, with '' or with the first failure.
             cause: the agreement that cannot be settled before.
         """
-        self._next_request += 1
         request = self._next_request
+        self._next_request += 1
         question: Agreement[str] = Agreement("", "", 0.0, {}, (self._servers,))
         if cause is not None:
             cause.waits_for = question

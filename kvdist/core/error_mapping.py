@@ -47,6 +47,18 @@ def scheduler_lost(
     return PeerLostError(f"scheduler (at {endpoint}) was lost: {cause}; noticed by {me}", "scheduler", endpoint, cause)
 
 
+def scheduler_away(endpoint: str, me: Member, away_s: float) -> PeerLostError:
+    """The scheduler is gone; `me` has waited for it to be started again."""
+    if not away_s:
+        return scheduler_lost(endpoint, me)
+    return scheduler_lost(endpoint, me, f"it was not started again within {away_s:g} s (KVDIST_SCHEDULER_AWAY_S)")
+
+
+def scheduler_forgot(endpoint: str, me: Member) -> PeerLostError:
+    """The scheduler was started again, and cannot know of `me`, which was not in any roster yet."""
+    return scheduler_lost(endpoint, me, "it was started again before the cluster was complete")
+
+
 def link_lost(member: Member, host: str, me: Member, reason: str) -> PeerLostError:
     """`me` has lost its connection to `member` for good, and the scheduler has not said why."""
     cause = f"its connection to {me} broke ({reason}) and did not come back, though the scheduler still sees it"

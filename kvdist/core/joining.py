@@ -52,6 +52,8 @@ class Joining:
         self.started_at = now
         self.welcomed_at: float | None = None
         self.complete = False
+        self.away_s = 0.0
+        """How long the scheduler may be away, because it is started again."""
         self.hint = ""
         """Who is missing, as the scheduler says."""
         self._heard_at = now
@@ -111,11 +113,17 @@ class Joining:
         if self._dialled:
             self._next_hello = now
 
+    @property
+    def scheduler_absence_s(self) -> float:
+        """How long the scheduler may be away beyond a broken connection; one that knows no roster has no seat yet."""
+        return self.away_s if self.complete else 0.0
+
     def welcome(self, message: Welcome, now: float) -> None:
         """Take the seat that the scheduler gave."""
         if self.welcomed_at is None:
             self.me = Member(NodeId(self.introduction.role, message.rank), message.incarnation)
             self.welcomed_at = now
+            self.away_s = message.away_s
 
     def roster(self, message: Roster) -> tuple[Peer, ...]:
         """Take the list of members; the first one ends the joining."""

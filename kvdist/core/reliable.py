@@ -3,7 +3,8 @@
 The transport delivers in order but loses what was under way when a connection breaks (and does not say which messages
 those were). `Reliable` wraps a machine and mends that: it numbers messages per pair of members, keeps each one
 until it is acknowledged, repeats what is missing, drops what comes twice before looking at it, and refuses what
-comes from another job, from a former life, or is meant for one. Acknowledgements are cumulative and ride on every
+comes from another job, from a former life, or is meant for one. What passes between the scheduler and others carries
+the term of the scheduler, and an older one is not listened to. Acknowledgements are cumulative and ride on every
 message; they travel alone only when nothing else is going that way.
 
 Rules that the simulator checks: a machine sees each sequenced message of a peer exactly once and in order; a token
@@ -25,13 +26,16 @@ from kvdist.core.machine import (
     Effect,
     Event,
     Forget,
+    Halt,
     Machine,
     PeerConnected,
     PeerDisconnected,
+    SchedulerReturned,
     Send,
     Transmit,
     Unreachable,
 )
+from kvdist.errors import FencedError
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
 from kvdist.protocol.messages import (
     Ack,
@@ -62,9 +66,6 @@ ANSWER_S_MAX = 300.0
 again within minutes, however much is under way."""
 FRUITLESS_CONNECTIONS_MAX = 5
 """This many connections in a row without any acknowledgement of the peer end the link."""
-TERM = 1
-"""The generation of schedulers; a restarted scheduler will have the next one."""
-
 
 SPARE_ENTRIES = 64
 """This many stale places in a heap are never worth a clearing."""
@@ -198,6 +199,10 @@ class Reliable:
         if refusal is not None:
             self.strangers_refused += bool(refusal)
             return [Transmit(stamp.source, self.rejection(refusal, stamp))] if refusal else []
+        if stamp.term != self.machine.term and not isinstance(packet.message, Rejected):
+            effects = self._of_other_term(packet, now)
+            if effects is not None:
+                return effects
         if isinstance(packet.message, Rejected):
             return self._stamped(self.machine.handle(stamp.source, packet.message, now), now)
         if stamp.source.node.rank == UNRANKED:
@@ -257,7 +262,7 @@ class Reliable:
         role = self.machine.me.node.role
         me = Member(NodeId(role, 0 if role is Role.SCHEDULER else UNRANKED), 0)
         job, to = (0, 0) if asked is None else (asked.job, asked.source.incarnation)
-        return Packet(Stamp(job, TERM, 0, me, to, 0, 0, 0), Rejected(reason, is_over))
+        return Packet(Stamp(job, self.machine.term, 0, me, to, 0, 0, 0), Rejected(reason, is_over))
 
     def validate(self) -> None:
         """Check every invariant of the links and of the machine."""
@@ -285,6 +290,27 @@ class Reliable:
             # Meant for a former life of this seat. After a hello the first answers still carry the token.
             return ""
         return self.machine.refuses(stamp.source, packet.message)
+
+    def _of_other_term(self, packet: Packet, now: float) -> list[Effect] | None:
+        """What to do instead of handling what was not said in this term; None to handle it all the same."""
+        stamp, machine = packet.stamp, self.machine
+        if stamp.source.node.rank == UNRANKED:
+            return None  # whoever has no seat cannot know the term
+        if machine.me.node.role is Role.SCHEDULER:
+            if stamp.term > machine.term:
+                text = f"a scheduler of term {stamp.term} has taken the place of this one, of term {machine.term}"
+                return [Halt(FencedError(f"{text}: this process must not go on"))]
+            # Its sender hears of the new term by the stamp, and starts a new line.
+            return [self._unsequenced(stamp.source, Ack(wanted=False))]
+        if stamp.source.node.role is not Role.SCHEDULER:
+            return None  # workers and servers need not know of a scheduler to speak with each other
+        if stamp.term < machine.term:
+            return []
+        machine.term = stamp.term
+        effects = self._forget(stamp.source, now)
+        self.links.pop(stamp.source).ack_due = NEVER  # it may have a place among those that are due
+        effects += self._stamped(machine.observe(SchedulerReturned(), now), now)
+        return effects + self.receive(packet, now)
 
     def _introduced(self, effects: Sequence[Effect], now: float) -> list[Effect]:
         """A stranger has spoken. If it turns out to be a member, this is a connection to it, perhaps a new one."""
@@ -361,7 +387,7 @@ class Reliable:
 
     def _transmit(self, send: Send, now: float) -> Transmit:
         if isinstance(send.message, Rejected):
-            asked = Stamp(self.job, TERM, 0, send.to, 0, 0, 0, 0)
+            asked = Stamp(self.job, self.machine.term, 0, send.to, 0, 0, 0, 0)
             return Transmit(send.to, self.rejection(send.message.reason, asked, send.message.is_over))
         if not send.message.SEQUENCED or send.to.node.rank == UNRANKED:
             return self._unsequenced(send.to, send.message)
@@ -395,7 +421,7 @@ class Reliable:
         machine = self.machine
         # A stranger does not know the scheduler's incarnation: 0 means the present one.
         destination = 0 if to.node.role is Role.SCHEDULER else to.incarnation
-        return Stamp(self.job, TERM, machine.epoch, machine.me, destination, seq, received, machine.step)
+        return Stamp(self.job, machine.term, machine.epoch, machine.me, destination, seq, received, machine.step)
 
 
 def _unreachable(link: PeerLink) -> Unreachable:

@@ -184,6 +184,8 @@ class Welcome(WireMessage):
     incarnation: UInt64
     on_loss: Loss = OnLoss.FAIL
     """The scheduler's word, which holds for all."""
+    away_s: Seconds = 0.0
+    """How long the scheduler may be away, because it is started again; 0: it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +250,46 @@ class Settled(WireMessage):
     fates: Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "members_max")]
     valueless: Numbers
     """The slices here that have no first values."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallAnswer:
+    """What a worker was told of its `counter`-th barrier, checkpoint or load of a store."""
+
+    kind: UInt32
+    """The code of the request."""
+    store: UInt32
+    counter: UInt64
+    code: FromMinusOne
+    """The code of the error; -1 for none."""
+    reason: Sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Reregister(WireMessage):
+    """Process → a scheduler that was started again: I am still here, and said all that you should know before this.
+
+    Before it come `Assign`, `SetOptimizer` and `Saved` of a server, and the open requests of a worker.
+    """
+
+    KIND = 8
+    epoch: UInt32
+    """Of the newest roster that the sender has."""
+    peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
+    """Itself, and all that it knows to have been in the cluster."""
+    left: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
+    """Of those the ones that have left."""
+    lost: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
+    """Of those the ones that were given up."""
+    joined: Ranks
+    """Of those that are there the ones that have joined later."""
+    leases: Boolean
+    """Whether the sender has asked for leases of data."""
+    calls: Annotated[tuple[CallAnswer, ...], list_of("calls", record("call", CallAnswer), "members_max")]
+    run: Name
+    """What tells files of this job's checkpoints from others; empty where the sender does not know."""
+    folders: Names
+    """The directories that it has claimed."""
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
@@ -319,6 +361,8 @@ class Assign(_OfKeys):
 
     KIND = 12
     placement: Annotated[Placement, _PLACEMENT]
+    giver: UInt32 = 0
+    """The rank of the worker that is going to be told to give their first values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -923,6 +967,10 @@ class Perform(WireMessage):
     request: UInt64
     head: UInt32
     body: Body
+    asker: UInt64 = 0
+    """The incarnation of the worker that asks."""
+    number: UInt64 = 0
+    """Its request: a command that is repeated runs once."""
 
 
 # Leases: which examples of the data set a worker trains on next.
@@ -995,9 +1043,9 @@ class Used(WireMessage):
 
 
 Message = (
-    Hello | Welcome | Rejected | Roster | Settled | Declare | Placed | Assign | Configure | SetOptimizer | Done | Failed
-    | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused | JoinedPush
-    | HandedBack | PullState | ReplaceState | Alive | Ack | Waiting | Goodbye | Abort | Stop | Blocked
+    Hello | Welcome | Rejected | Roster | Settled | Reregister | Declare | Placed | Assign | Configure | SetOptimizer
+    | Done | Failed | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused
+    | JoinedPush | HandedBack | PullState | ReplaceState | Alive | Ack | Waiting | Goodbye | Abort | Stop | Blocked
     | CheckBlocked
     | InitRows | PushRows | PullRows | RowValues
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored

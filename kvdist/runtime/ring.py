@@ -265,7 +265,7 @@ def beginning_of(machine: Machine, job: int) -> Beginning:
     """How a machine was made that has not been told anything yet."""
     if isinstance(machine, Scheduler):
         first = machine.membership._next_incarnation
-        return Beginning(machine._started_at, job, machine.limits, machine.config, first)
+        return Beginning(machine._started_at, job, machine.limits, machine.config, first, term=machine.term)
     assert isinstance(machine, Server | Worker)
     joining = machine.joining
     commands = tuple(sorted(machine._handlers)) if isinstance(machine, Server) else ()

@@ -49,6 +49,14 @@ def test_a_lock_says_who_has_it_and_goes_away_with_the_folders_made_for_it(tmp_p
     assert not (tmp_path / "a").exists()
 
 
+def test_who_takes_the_place_of_a_process_has_its_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_RUN", [])
+    mine = Locks()
+    assert mine.take(tmp_path / "saved", "0123456789abcdef") == "0123456789abcdef"
+    assert json.loads((tmp_path / "saved" / NAME).read_text())["run"] == "0123456789abcdef"
+    mine.close()
+
+
 def test_what_lies_in_a_folder_stays_when_its_lock_goes(tmp_path):
     locks = Locks()
     locks.take(tmp_path / "run")

@@ -397,3 +397,18 @@ def test_a_disk_that_was_never_used_has_no_thread_to_end():
 def test_a_mistake_of_the_program_is_told_as_a_failure_too(tmp_path):
     product, failure = outcome(WriteShard(str(tmp_path / "step-1"), "server-0", (None,), RUN, 1), LOCKS, None)
     assert product is None and failure.startswith(f"a checkpoint in {tmp_path / 'step-1'} failed: AttributeError")
+
+
+def test_a_manifest_that_is_there_already_needs_no_room(tmp_path, monkeypatch):
+    """A scheduler that was killed had written it, and its successor is asked again."""
+    save(tmp_path, 3)
+    folder = folder_of(tmp_path, 3)
+    found = formats.read_manifest(folder)
+    before = (folder / NAME).stat()
+    monkeypatch.setattr(folders, "write_manifest", lambda *_: pytest.fail("it is there"))
+    perform(WriteManifest(str(folder), found))
+    after = (folder / NAME).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    monkeypatch.undo()
+    save(tmp_path, 3, value=4)
+    assert restored(tmp_path, 3) == 4, "another attempt has other files"

@@ -31,6 +31,7 @@ from kvdist.checkpoint.snapshot import (
     WriteManifest,
     WriteShard,
 )
+from kvdist.errors import CheckpointError
 from kvdist.optimizer.states import SliceState
 from kvdist.runtime.io_thread import Disk, Done
 from tests.core.network import Network
@@ -51,6 +52,8 @@ class Shelf:
     manifests: dict[str, Manifest] = field(default_factory=dict)
     """By folder."""
     written: int = 0
+    swept: set[str] = field(default_factory=set)
+    """Folders of attempts that failed."""
 
     def slices(self, folder: str) -> list[SavedSlice]:
         """All slices of a checkpoint, in the order of their elements."""
@@ -81,8 +84,12 @@ class Shelf:
                 name = f"{work.stem}-{self.written:016x}.safetensors"
                 folder[name] = work.slices
                 return FileRecord(name, 8, f"{self.written:064x}")
+            case WriteManifest() if self.has(work):
+                pass
             case WriteManifest():
                 missing = [one.name for one in work.manifest.files if one.name not in folder]
+                if missing and work.folder in self.swept:
+                    raise CheckpointError(FULL)  # by a scheduler that was killed before it could say so
                 assert not missing, f"{missing} are in the manifest of {work.folder} and not there"
                 self.manifests[work.folder] = work.manifest
                 self._sweep(work.folder)
@@ -91,8 +98,14 @@ class Shelf:
             case ReadShards():
                 return tuple(self._read(work.folder, one, work.contents) for one in work.wanted)
             case Sweep():
+                self.swept.add(work.folder)
                 self._sweep(work.folder)
         return None
+
+    def has(self, work: DiskTask) -> bool:
+        """Whether this is there already: written by a scheduler that was killed before it could say so."""
+        present = self.manifests.get(work.folder)
+        return isinstance(work, WriteManifest) and present is not None and work.manifest.shares_files_with(present)
 
     def _sweep(self, folder: str) -> None:
         named = {file.name for file in self.manifests[folder].files} if folder in self.manifests else set()
@@ -129,6 +142,12 @@ class SimulatedDisk(Disk):
         if len(self._waiting) == 1:
             self._start()
 
+    def crash(self) -> None:
+        """The process was killed: its present work may be done, the others are not."""
+        if self._waiting and self._network.random.random() < 0.5:
+            self._shelf.perform(self._waiting[0][0])
+        self._waiting.clear()
+
     def close(self, linger_s: float) -> None:
         while len(self._waiting) > 1:
             self._waiting.pop()
@@ -140,6 +159,8 @@ class SimulatedDisk(Disk):
         self._network.after(self._network.random.uniform(0, WORK_S), lambda: self._end(before))
 
     def _end(self, before: tuple[SavedSlice, ...]) -> None:
+        if not self._waiting:
+            return
         work, done = self._waiting.popleft()
         if isinstance(work, WriteShard):
             for then, now in zip(before, work.slices, strict=True):
@@ -147,11 +168,15 @@ class SimulatedDisk(Disk):
             work = replace(work, slices=before)
         if self._waiting:
             self._start()
-        if not isinstance(work, Sweep | ReadManifest) and self._network.random.random() < self._full:
+        may_fail = not isinstance(work, Sweep | ReadManifest) and not self._shelf.has(work)
+        if may_fail and self._network.random.random() < self._full:
             self._network.used["full disk"] += 1
             done(None, FULL)
         else:
-            done(self._shelf.perform(work), "")
+            try:
+                done(self._shelf.perform(work), "")
+            except CheckpointError as error:
+                done(None, str(error))
 
 
 def _copied(slices: Sequence[SavedSlice]) -> tuple[SavedSlice, ...]:

@@ -22,6 +22,7 @@ from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.leases import Holder, Leases, Queue, Range
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
+from kvdist.core.scheduler.recovery import Call, Memories, ReturnedScheduler
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import snapshots
 from kvdist.core.server.block import Block, Contribution
@@ -34,13 +35,26 @@ from kvdist.core.worker import newcomer
 from kvdist.core.worker.pending import BarrierCalls
 from kvdist.core.worker.requests import RunPart
 from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
+from kvdist.core.worker.worker import Worker
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, Role
 from kvdist.optimizer.base import Piece
 from kvdist.optimizer.offload import DeviceUpdater, on_device
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
-from kvdist.protocol.messages import Fate, Load, Message, Push, Rejected, Roster, TakeRestored
+from kvdist.protocol.messages import (
+    Assign,
+    Fate,
+    Load,
+    Message,
+    Packet,
+    Push,
+    Rejected,
+    Roster,
+    Saved,
+    SetOptimizer,
+    TakeRestored,
+)
 from tests.cases import each
 from tests.core import row_runs, row_workload
 from tests.simulation import IMPATIENT, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
@@ -87,6 +101,12 @@ FAULTS = {
     "goes on with rows in a storm": ("crash", "cut", "lost", "duplicated"),
     "goes on saving in a storm": ("crash", "cut", "lost", "duplicated"),
     "goes on in a storm": ("crash", "cut", "lost", "duplicated"),
+    "scheduler returns in a storm": ("crash", "return", "cut", "lost", "duplicated"),
+    **{
+        name: ("crash", "return")
+        for name in SCENARIOS
+        if name.startswith("scheduler ") and name != "scheduler returns in a storm"
+    },
     **{
         name: ("crash",)
         for name in SCENARIOS
@@ -107,6 +127,7 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     """What a scenario must exercise, or it has shown nothing."""
     is_short = scenario.pause_s is not None and scenario.pause_s < scenario.limits.patience_s
     goes_on = scenario.on_loss == "continue" and not any(name.startswith("server") for name in scenario.victims)
+    goes_on = goes_on or scenario.returns_s > 0
     is_complete = not scenario.victims or is_short or goes_on
     yield from USED
     if scenario.examples:
@@ -128,8 +149,10 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         yield "round of several slices"
     if scenario.hosts is not None and scenario.mode == "sync" and not goes_on:
         yield "summed on a host"
-    if goes_on:
+    if goes_on and not scenario.returns_s:
         yield "in part"
+    if scenario.returns_s and scenario.fault_round == 1:
+        yield "closed meanwhile"
     if is_complete and scenario.saves:
         yield "checkpoint"
         yield "restored"
@@ -175,6 +198,14 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "rows async",
     "rows async in a storm",
     "rows updated",
+    "scheduler and a worker with rows",
+    "scheduler returns and leaver",
+    "scheduler returns in a storm",
+    "scheduler returns to the end",
+    "scheduler returns twice",
+    "scheduler returns where losses end the job",
+    "scheduler returns while keys are declared",
+    "scheduler while a loss is settled",
 )
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_request_is_answered_and_every_weight_is_exact(name: str) -> None:
@@ -561,6 +592,59 @@ def wakes_into_checkpoints(self: Checkpoints) -> bool:
 ORIGINAL_LEASE = Queue.lease
 ORIGINAL_SETTLED = Leases.settled
 ORIGINAL_ADVANCE = Leases.advance
+
+
+def asks_nothing_again(self: Worker, now: float) -> list[Effect]:
+    """What the last scheduler had not answered is forgotten."""
+    return ORIGINAL_REREGISTER(self, now)[-1:]
+
+
+def begins_with_the_first(self: ReturnedScheduler, now: float) -> list[Effect]:
+    return self._begin(now) if self._memories is not None and self._memories.registered else []
+
+
+def believes_all_were_told(self: Keys, message: Assign, is_told: bool, first: Member) -> list[Effect]:
+    """A key counts as placed that only some servers know."""
+    return ORIGINAL_RECALL(self, message, True, first)
+
+
+def gives_own_answers(self: Memories) -> dict[Call, tuple[int, str]]:
+    """What other workers were told does not matter."""
+    return {}
+
+
+def installs_again(self: Server, message: SetOptimizer, now: float) -> list[Effect]:
+    """The optimizer begins anew, without its state."""
+    self._optimizers.clear()
+    return ORIGINAL_SET_OPTIMIZER(self, message, now)
+
+
+def takes_old_reports(self: ReturnedScheduler, sender: Member, message: Message, now: float) -> list[Effect]:
+    """Checkpoints that are over are opened once more by what servers say of them."""
+    if isinstance(message, Saved):
+        return Scheduler.handle(self, sender, message, now)
+    return ORIGINAL_AGAIN(self, sender, message, now)
+
+
+def listens_to_older_terms(self: Reliable, packet: Packet, now: float) -> list[Effect] | None:
+    return None
+
+
+def continues_the_line(self: Reliable, packet: Packet, now: float) -> list[Effect] | None:
+    """Messages to a new scheduler are numbered behind those to the last one."""
+    line = self.links.get(packet.stamp.source)
+    is_new = packet.stamp.term > self.machine.term and line is not None
+    effects = ORIGINAL_OTHER_TERM(self, packet, now)
+    if is_new and line is not None:
+        self.links[packet.stamp.source].received = line.received
+    return effects
+
+
+ORIGINAL_REREGISTER = Worker._reregister
+ORIGINAL_RECALL = Keys.recall
+ORIGINAL_SET_OPTIMIZER = Server._set_optimizer
+ORIGINAL_AGAIN = ReturnedScheduler._again
+ORIGINAL_OTHER_TERM = Reliable._of_other_term
 ORIGINAL_ROSTER = Server._roster
 ORIGINAL_REFUSES = Server.refuses
 ORIGINAL_LOSE = Membership.lose
@@ -580,6 +664,32 @@ ORIGINAL_WEIGHT = DeviceUpdater._weight
 
 Patches = list[tuple[type | ModuleType, str, Any]]
 MUTANTS: dict[str, tuple[str, Patches]] = {
+    "nothing is asked again": ("scheduler returns", [(Worker, "_reregister", asks_nothing_again)]),
+    "a scheduler begins before all have registered": (
+        "scheduler returns",
+        [(ReturnedScheduler, "_begin_if_known", begins_with_the_first)],
+    ),
+    "a key is placed that not all servers know": (
+        "scheduler returns while keys are placed",
+        [(Keys, "recall", believes_all_were_told)],
+    ),
+    "workers are told different things": (
+        "scheduler returns to checkpoints",
+        [(Memories, "answers", gives_own_answers)],
+    ),
+    "an optimizer is installed again": (
+        "scheduler returns to checkpoints",
+        [(Server, "_set_optimizer", installs_again)],
+    ),
+    "checkpoints that are over begin again": (
+        "scheduler returns to checkpoints",
+        [(ReturnedScheduler, "_again", takes_old_reports)],
+    ),
+    "an older term is listened to": ("scheduler returns", [(Reliable, "_of_other_term", listens_to_older_terms)]),
+    "a line goes on with another scheduler": (
+        "scheduler returns twice",
+        [(Reliable, "_of_other_term", continues_the_line)],
+    ),
     "a round counts messages, and they come twice": (
         "storm",
         [(Round, "offer", counts_messages), (Reliable, "_sequence", hands_on_pushes_that_come_twice)],

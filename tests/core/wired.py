@@ -22,7 +22,7 @@ from kvdist.checkpoint.snapshot import EVERYTHING, DiskTask
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.commands import Handler
 from kvdist.core.host_aggregation import HostAggregation
-from kvdist.core.joining import Introduction
+from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
     Bind,
     ChildEnded,
@@ -34,6 +34,8 @@ from kvdist.core.machine import (
     FailRequest,
     Halt,
     Log,
+    PeerConnected,
+    PeerDisconnected,
     Persist,
     Persisted,
     Send,
@@ -41,6 +43,7 @@ from kvdist.core.machine import (
     Transmit,
 )
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
+from kvdist.core.scheduler.recovery import ReturnedScheduler
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
 from kvdist.core.worker.requests import (
@@ -105,6 +108,7 @@ class Wired:
         handlers: Mapping[int, Handler] | None = None,
         devices: Sequence[Device] = (),
         on_loss: str = "fail",
+        scheduler_away_s: float | None = None,
     ) -> None:
         self.devices = devices
         """Per server the GPU on which it computes; none for their hosts."""
@@ -136,7 +140,7 @@ class Wired:
         """What is to be done with the disk."""
         self._addresses: dict[tuple[Role, int], str] = {(Role.SCHEDULER, 1): "scheduler"}
         self._next_request = 0
-        config = ClusterConfig(
+        self.config = config = ClusterConfig(
             Role.SCHEDULER,
             "host-s",
             1,
@@ -144,6 +148,7 @@ class Wired:
             num_servers,
             bigarray_bound=bigarray_bound,
             on_loss=on_loss,
+            scheduler_away_s=scheduler_away_s,
             limits=self.limits,
         )
         self.scheduler = Scheduler(config, 0.0)
@@ -324,6 +329,17 @@ class Wired:
     def barrier(self, rank: int, timeout_s: float | None = None, statement: str = "", giver: int = -1) -> int:
         """Arrive at a barrier."""
         return self.ask(rank, lambda number: EnterBarrier(number, 0, timeout_s, statement, giver))
+
+    def return_scheduler(self, term: int = 2) -> None:
+        """The scheduler was killed, and what was under way to and from it is lost; another takes its place."""
+        self.wire = deque(one for one in self.wire if "scheduler" not in one[:2])
+        self.works = deque(one for one in self.works if one.who != "scheduler")
+        self.scheduler = ReturnedScheduler(self.config, self.now, term)
+        self.processes["scheduler"] = Reliable(self.scheduler, JOB)
+        for name in self._running:
+            if name != "scheduler":
+                self.observe(name, PeerDisconnected(SCHEDULER_MEMBER, "reset"))
+                self.observe(name, PeerConnected(SCHEDULER_MEMBER))
 
     def kill(self, name: str, cause: str = "killed by signal 9 (SIGKILL)") -> None:
         """A process ends, and the launcher says so."""

@@ -258,3 +258,83 @@ def test_what_cannot_go_on_is_refused_in_the_first_step(job, scenario, said):
     assert launcher.code, job.transcript()
     assert launcher.lines_with("ConfigError: KVDIST_ON_LOSS is 'continue'"), job.transcript()
     assert said in " ".join(launcher.text.split()), job.transcript()
+
+
+AWAY = {"KVDIST_ON_LOSS": "continue", "KVDIST_CHECKPOINT_ROOT": "/"}
+
+
+def lose_the_scheduler(job, folder, **variables):
+    """Three workers train halfway, and the scheduler is killed."""
+    folder.mkdir()
+    job.cluster(3, 2, "survival.py", "away", str(folder), **variables)
+    for rank in range(3):
+        job.line(f"worker-{rank}", "halfway")
+    job.kill("scheduler")
+    job.wait(lambda: job.processes["scheduler"].code is not None, "the scheduler ends")
+    assert job.processes["scheduler"].code == -signal.SIGKILL
+
+
+def start_it_again(job, **variables):
+    """What a launcher does."""
+    return job.node("scheduler", 3, 2, KVDIST_RESTARTS="1", **variables)
+
+
+def require_all(job, num_workers=3):
+    for rank in range(num_workers):
+        found = ast.literal_eval(job.line(f"worker-{rank}", "masks ").partition("masks ")[2])
+        assert found == {rank: [ALL] for rank in range(num_workers)}, job.transcript()
+        assert job.line(f"worker-{rank}", "late ").endswith("late [7.0, 7.0, 7.0], steps ['step-0', 'step-1']")
+
+
+@each("encrypts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_training_goes_on_while_the_scheduler_is_away_and_everything_else_when_it_is_back(job, tmp_path, encrypts):
+    settings = dict(AWAY)
+    if encrypts:
+        (tmp_path / "secret").write_bytes(bytes(range(32)))
+        settings["KVDIST_SECRET_FILE"] = str(tmp_path / "secret")
+        (tmp_path / "secret").chmod(0o600)
+    lose_the_scheduler(job, tmp_path / "saved", **settings)
+    (tmp_path / "saved" / "killed").touch()
+    for rank in range(3):
+        job.line(f"worker-{rank}", "pushed to the end without a scheduler")
+    back = start_it_again(job, **settings)
+    job.succeed()
+    assert back.lines_with("the scheduler was started again (term 2); 5 processes have registered"), job.transcript()
+    require_all(job)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_lost_while_the_scheduler_is_away_is_given_up_when_that_is_back(job, tmp_path):
+    settings = {**AWAY, "KVDIST_SCHEDULER_AWAY_S": "3"}
+    lose_the_scheduler(job, tmp_path / "saved", **settings)
+    job.kill("worker-1")
+    (tmp_path / "saved" / "killed").touch()
+    start_it_again(job, **settings)
+    codes = job.finish()
+    assert {name: code for name, code in codes.items() if code} == {"worker-1": -signal.SIGKILL}, job.transcript()
+    for rank in (0, 2):
+        found = ast.literal_eval(job.line(f"worker-{rank}", "masks ").partition("masks ")[2])
+        assert found == {0: [ALL], 1: [(1 << STEPS // 2) - 1], 2: [ALL]}, job.transcript()
+    job.line("scheduler", "worker-1 (host")
+
+
+@pytest.mark.slow
+def test_who_does_not_register_again_ends_a_job_that_no_loss_is_to_be_survived_in(job, tmp_path):
+    settings = {**AWAY, "KVDIST_ON_LOSS": "fail", "KVDIST_SCHEDULER_AWAY_S": "3"}
+    lose_the_scheduler(job, tmp_path / "saved", **settings)
+    job.kill("worker-1")
+    job.kill("worker-2")
+    (tmp_path / "saved" / "killed").touch()
+    start_it_again(job, **settings)
+    codes = job.finish()
+    assert codes["scheduler"] == codes["worker-0"] == 75, job.transcript()
+    assert "worker-1, worker-2 did not register within 3 s" in job.processes["worker-0"].text, job.transcript()
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_does_not_come_back_ends_the_job_after_its_time(job, tmp_path):
+    lose_the_scheduler(job, tmp_path / "saved", **AWAY, KVDIST_SCHEDULER_AWAY_S="2")
+    (tmp_path / "saved" / "killed").touch()
+    codes = job.finish()
+    assert codes["worker-0"] == codes["server-0"] == 75, job.transcript()
+    assert "it was not started again within 2 s" in job.processes["worker-0"].text, job.transcript()

@@ -259,6 +259,8 @@ def declare(keys=KEY, shapes=SHAPE, dtypes=b"\1", pulled_as=b"\1", forms=FORM, r
         ("Roster", [[[[2, -1, 5], "h", 1, "e"]], 1, [], [], []]),
         ("Roster", [[[[2, 1, 5], "h", 1]], 1, [], [], []]),
         ("Roster", [[], 1, [], [[2, 1]], []]),
+        ("Reregister", [1, [], [], [], [], False, [[17, 0, 1, -1]], "", []]),
+        ("Reregister", [1, [], [], [], [], False, [[17, 0, 1, -2, ""]], "", []]),
         ("Done", []),
         ("Done", [1, 2]),
         ("Done", [-1]),

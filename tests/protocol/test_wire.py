@@ -172,9 +172,10 @@ def by_length(make: Any) -> st.SearchStrategy[Any]:
 OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies around it)
 RANKS = st.lists(U32, max_size=20).map(tuple)
 FATES = st.lists(st.builds(m.Fate, U32, U32, U32, U32, U32, U32, U64), max_size=20).map(tuple)
+CALLS = st.lists(st.builds(m.CallAnswer, U32, U32, U64, st.integers(-1, U32_MAX), NAMES), max_size=5).map(tuple)
 STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES, U32),
-    m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss])),
+    m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss]), FINITE),
     m.Rejected: st.builds(m.Rejected, NAMES, st.booleans()),
     m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, st.lists(MEMBERS, max_size=20).map(tuple), RANKS),
     m.Lease: st.builds(m.Lease, U64, U32, U32, U64, U32, st.booleans(), U64, U32, U32, U64, U64, st.booleans()),
@@ -184,13 +185,14 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Rest: st.builds(m.Rest, U64, RANKS),
     m.Used: st.builds(m.Used, U64, U64, st.booleans()),
     m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
+    m.Reregister: st.builds(m.Reregister, U32, PEERS, PEERS, PEERS, RANKS, st.booleans(), CALLS, NAMES, CONTENTS),
     m.Declare: with_forms(
         lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), U32)
     ),
     m.Placed: by_length(lambda n: st.builds(m.Placed, U64, placements(n), *equal_lists(n, U32))),
     m.Assign: with_forms(
         lambda n, *forms: st.builds(
-            m.Assign, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), placements(n)
+            m.Assign, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), placements(n), U32
         )
     ),
     m.Configure: st.builds(m.Configure, U64, U32, DESCRIPTIONS),
@@ -243,7 +245,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Ready: st.builds(m.Ready, U32),
     m.Numbered: st.builds(m.Numbered, U32, U64),
     m.Command: st.builds(m.Command, U64, U32, NAMES),
-    m.Perform: st.builds(m.Perform, U64, U32, NAMES),
+    m.Perform: st.builds(m.Perform, U64, U32, NAMES, U64, U64),
 }
 
 

@@ -206,6 +206,15 @@ class Checkpoints:
             effects = [Persist(claim, LockFolder(message.folder))]
         return [*effects, *claim.agreement.ask(sender, message.request)]
 
+    def recall(self, folder: str, run: str, now: float) -> list[Effect]:
+        """A worker knows that this folder is this job's: take its lock, which an earlier scheduler had."""
+        directory = directory_of(folder)
+        if directory in self._claims:
+            return []
+        agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.workers)
+        claim = self._claims[directory] = FolderClaim(Claim(0, 0, 0, folder, ()), agreement)
+        return [Persist(claim, LockFolder(folder, run))]
+
     def _locked(self, claim: FolderClaim, run: str) -> list[Effect]:
         """The directory is this job's: see whether the servers can write there."""
         claim.run = run

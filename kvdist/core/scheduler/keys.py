@@ -341,7 +341,7 @@ class Keys:
     def _place(self, store: StoreKeys, entries: list[DeclaredKey]) -> list[Effect]:
         keys, shapes = [entry.key for entry in entries], [entry.shape for entry in entries]
         forms = [entry.form for entry in entries]
-        dtypes = tuple([entry.dtype for entry in entries])
+        dtypes = [entry.dtype for entry in entries]
         itemsize_of = {code: DType(code).itemsize for code in set(dtypes)}
         optimizer = self.optimizers.get(store.store)
         keep = Keep.NOTHING if optimizer is None else optimizer.keep
@@ -349,12 +349,22 @@ class Keys:
         placement = self._placer.place(keys, shapes, itemsizes, keep, forms, store.slice_bytes)
         for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
             entry.first_slice, entry.home = first, home
+        return self._assign(store, entries, placement)
 
-        pulled_as = tuple([entry.pulled_as for entry in entries])
-        columns = (tuple(keys), tuple(shapes), dtypes, pulled_as, tuple(forms))
+    def _assign(self, store: StoreKeys, entries: list[DeclaredKey], placement: Placement) -> list[Effect]:
+        """Tell the servers, then the workers. The first worker gives first values."""
+        there = self._membership.workers or self._membership.newcomers
+        giver = min(_ranks(there), default=0)
+        keys, said = tuple([entry.key for entry in entries]), [entry.said for entry in entries]
+        shapes, dtypes, pulled_as, forms = zip(*said, strict=True)
+        columns = (keys, shapes, dtypes, pulled_as, forms)
 
         def placed(failure: str) -> list[Effect]:
-            self._choose_giver(entries)  # again: nobody knows of the first choice yet, and it may be gone by now
+            live = _ranks(self._membership.workers or self._membership.newcomers)
+            if live and giver not in live:
+                return self._assign(store, entries, placement)  # nobody knows of the choice yet, and it is gone by now
+            for entry in entries:
+                entry.init_rank = giver
             # Only a table can have failed; arrays of the same call are there.
             refused = [entry for entry in entries if failure and entry.form == ROWS]
             for entry in refused:
@@ -364,15 +374,44 @@ class Keys:
             return [*conflicts, *self._advance(store, ())]
 
         return self._questions.ask(
-            lambda request: Assign(request, store.store, store.mode, *columns, placement),
+            lambda request: Assign(request, store.store, store.mode, *columns, placement, giver),
             placed,
         )
 
-    def _choose_giver(self, entries: Iterable[DeclaredKey]) -> None:
-        """Rank 0 gives first values, or the next one if that is gone."""
-        rank = min(_ranks(self._membership.workers or self._membership.newcomers), default=0)
-        for entry in entries:
-            entry.init_rank = rank
+    # What an earlier scheduler has placed.
+
+    def recall(self, message: Assign, is_told: bool, first: Member) -> list[Effect]:
+        """Some server has been told of these keys by an earlier scheduler.
+
+        Args:
+            message: what it was told.
+            is_told: whether all have been, so that workers may have been told, too; else all are told again.
+            first: who counts as the one that has declared them first.
+        """
+        placement = message.placement
+        store = self.stores.setdefault(
+            message.store, StoreKeys(message.store, message.mode, first, placement.slice_bytes)
+        )
+        columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
+        everybody = frozenset(_ranks(self._membership.workers))
+        entries = []
+        for i, (key, shape, dtype, pulled_as, form) in enumerate(zip(*columns, strict=True)):
+            entry = DeclaredKey(key, shape, dtype, first, pulled_as, form, everybody)
+            entry.first_slice, entry.home = placement.first_slices[i], placement.homes[i]
+            entry.placed, entry.init_rank = is_told, message.giver
+            entries.append(entry)
+            where = (entry.home, entry.first_slice, store.slice_bytes)
+            self._placer.recall(key, shape, DType(dtype).itemsize, form, *where)
+        store.entries.update((entry.key, entry) for entry in entries)
+        return [] if is_told else self._assign(store, entries, placement)
+
+    def recall_optimizer(self, message: SetOptimizer, first: Member, now: float) -> list[Effect]:
+        """Some server has this optimizer: have all install it."""
+        keep = keep_for(from_description(message.description))
+        agreement: Agreement[str] = Agreement(
+            f"the optimizer of store {message.store}", "", now, self._membership.workers
+        )
+        return self._install(message.store, InstalledOptimizer(message.description, first, keep, agreement))
 
     def has_placed(self, message: Declare) -> bool:
         """Whether all keys of a declaration have their places."""

@@ -7,6 +7,7 @@ The set is fixed once it is complete, but for members that leave, and for worker
 from __future__ import annotations
 
 from collections import ChainMap
+from collections.abc import Collection, Set
 from dataclasses import dataclass, field, replace
 
 from kvdist.config.settings import ClusterConfig
@@ -15,6 +16,9 @@ from kvdist.errors import ConfigError
 from kvdist.nodes import Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import Hello, Peer, Roster
 from kvdist.version import __version__
+
+INCARNATIONS_SPARED = 1 << 20
+"""An earlier scheduler may have given so many that nobody else knows of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,28 @@ class Membership:
     def is_there(self, node: NodeId) -> bool:
         """Whether a worker of this rank is there, as a member or a newcomer."""
         return node in self.there or node in self.newcomers
+
+    def recall(self, peers: Collection[Peer], left: Set[Member], lost: Set[Member], epoch: int) -> None:
+        """Take over the cluster of an earlier scheduler.
+
+        Args:
+            peers: all that it has admitted, as far as anybody knows.
+            left: of those the ones that had left.
+            lost: of those the ones that were given up.
+            epoch: of its newest roster.
+        """
+        self.peers = {peer.member.node: peer for peer in sorted(peers, key=lambda one: one.member.incarnation)}
+        for node, peer in self.peers.items():
+            if peer.member in left | lost:
+                self.left.add(node)
+            else:
+                (self.workers if node.role is Role.WORKER else self.servers)[node] = peer.member
+        self.lives = dict.fromkeys((peer.member for peer in peers), 0)
+        self.lost = dict.fromkeys(lost, "it was given up before the scheduler was started again")
+        self._untold.lost.update(member.node.rank for member in lost)
+        self.epoch = epoch
+        newest = max(peer.member.incarnation for peer in self.peers.values())
+        self._next_incarnation = newest + INCARNATIONS_SPARED
 
     @property
     def is_complete(self) -> bool:

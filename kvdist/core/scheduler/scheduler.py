@@ -91,17 +91,20 @@ class Scheduler(Machine):
         now: the time.
         first_incarnation: where incarnations begin. A number that differs from job to job keeps processes of an earlier
             job on the same port from being taken for members of this one.
+        term: which scheduler of the job this is: 1, 2, …
     """
 
-    def __init__(self, config: ClusterConfig, now: float, first_incarnation: int = 1) -> None:
+    def __init__(self, config: ClusterConfig, now: float, first_incarnation: int = 1, term: int = 1) -> None:
         self.config = config
+        self.term = term
         self.limits = config.limits
         self.me = SCHEDULER_MEMBER
         self.epoch = 0
         self.step = 0
         self.membership = Membership(config, first_incarnation)
         self.steps: dict[Member, int] = {}
-        self._questions = Questions(self.membership.servers)
+        # Whatever comes late of an earlier term is no answer to a question of this one.
+        self._questions = Questions(self.membership.servers, (term - 1 << 32) + 1)
         placer = Placer(
             config.num_servers,
             config.bigarray_bound,
@@ -315,7 +318,7 @@ class Scheduler(Machine):
             return [Send(sender, Rejected(str(error)))]
         if member in self.membership.lost:
             return [Send(sender, Rejected(self._fenced(member)))]
-        welcome = Welcome(member.node.rank, member.incarnation, self.on_loss)
+        welcome = Welcome(member.node.rank, member.incarnation, self.on_loss, self.config.away_s)
         effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
         if known is not None:
             return effects
@@ -446,7 +449,9 @@ class Scheduler(Machine):
 
         effects = command.ask(sender, message.request)
         return effects + self._questions.ask(
-            lambda request: Perform(request, message.head, message.body), done, command
+            lambda request: Perform(request, message.head, message.body, sender.incarnation, message.request),
+            done,
+            command,
         )
 
     # Leaving, dying, ending.

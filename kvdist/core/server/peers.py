@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 from kvdist.config.endpoints import crosses_network
 from kvdist.nodes import Member, Role, host_of
-from kvdist.protocol.messages import Roster
+from kvdist.protocol.messages import Peer, Roster
 
 
 @dataclass(slots=True)
@@ -29,6 +29,8 @@ class Peers:
     """Workers that have left; their late messages are ignored."""
     lost: set[Member] = field(default_factory=set)
     """Workers that were given up; they are told so."""
+    known: dict[Member, Peer] = field(default_factory=dict)
+    """All that were in any roster, with their lines."""
     far: set[Member] = field(default_factory=set)
     """The processes to which values cross a network."""
     _host_of: dict[Member, str] = field(default_factory=dict)
@@ -50,6 +52,7 @@ class Peers:
         self.newcomers = {rank: there.pop(rank) for rank in message.newcomers if rank in there}
         self.workers = there
         for peer in peers:
+            self.known[peer.member] = peer
             host = host_of(peer.endpoint)
             if crosses_network(endpoint) and not (host and host == host_of(endpoint)):
                 self.far.add(peer.member)
@@ -81,6 +84,15 @@ class Peers:
         """Wait for all workers but these."""
         self.resting = set(ranks)
         self.awaited = self.workers.keys() - self.resting
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """The ranks of the workers that are there and have joined later."""
+        return tuple(sorted({*self.newcomers, *(self.since.keys() & self.workers.keys())}))
+
+    def lines_of(self, members: Iterable[Member]) -> tuple[Peer, ...]:
+        """The lines of these members in the rosters that they were in."""
+        return tuple([self.known[member] for member in members])
 
     def neighbours_of(self, worker: Member) -> dict[int, Member]:
         """Rank → the workers whose contributions a worker may bring: those of its host, departed ones included."""

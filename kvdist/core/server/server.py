@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from kvdist.config.settings import Limits
 from kvdist.core.commands import Handler, perform
-from kvdist.core.error_mapping import scheduler_lost, verdict
+from kvdist.core.error_mapping import scheduler_away, scheduler_forgot, scheduler_lost, verdict
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.machine import (
     NEVER,
@@ -22,6 +23,7 @@ from kvdist.core.machine import (
     Machine,
     PeerDisconnected,
     Persisted,
+    SchedulerReturned,
     Send,
     Unreachable,
 )
@@ -70,6 +72,7 @@ from kvdist.protocol.messages import (
     Rejected,
     ReplaceState,
     ReplaceValues,
+    Reregister,
     Rest,
     Restore,
     Roster,
@@ -80,6 +83,9 @@ from kvdist.protocol.messages import (
     Waiting,
     Welcome,
 )
+
+COMMANDS_MAX = 64
+"""Outcomes of commands that are remembered, should a scheduler that was started again have them repeated."""
 
 HINTS_PER_WAIT = 5
 """Of a server, to workers that wait for a round, until they speak of it."""
@@ -124,6 +130,14 @@ class Server(Machine):
         self._shards = (self.dense, self.sparse)
         self._restoring = Restoring(self._shards)
         self._handlers = handlers
+        self._assigned: dict[tuple[int, int], Assign] = {}
+        """(store, first slice) → what the scheduler has said; here for one that is started again."""
+        self._optimizers: dict[int, SetOptimizer] = {}
+        self._fates: dict[Member, tuple[Fate, ...]] = {}
+        """Of the lost."""
+        self._settles_again = False
+        """The scheduler was started again, and has not heard of them."""
+        self._performed: dict[tuple[int, int], Done | Failed] = {}
         self._next_alive = NEVER
         self._next_look = NEVER
         self._scheduler_lost_at = NEVER
@@ -186,7 +200,8 @@ class Server(Machine):
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
-                    self._scheduler_lost_at = now + self.limits.reconnect_grace_s(event.after_silence)
+                    grace_s = self.limits.reconnect_grace_s(event.after_silence) + self.joining.scheduler_absence_s
+                    self._scheduler_lost_at = now + grace_s
         elif isinstance(event, Unreachable):
             if event.member == SCHEDULER_MEMBER:
                 return [Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
@@ -199,6 +214,8 @@ class Server(Machine):
             if isinstance(event.token, Restore | Prepare):
                 return self._restoring.persisted(event)
             return self.snapshots.persisted(event)
+        elif isinstance(event, SchedulerReturned):
+            return self._reregister(now)
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
             self._scheduler_lost_at = NEVER
         return []
@@ -210,7 +227,8 @@ class Server(Machine):
         except KvdistError as error:
             return [Halt(error)]
         if now >= self._scheduler_lost_at:
-            return [Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))]
+            endpoint, away_s = self.joining.introduction.scheduler_endpoint, self.joining.scheduler_absence_s
+            return [Halt(scheduler_away(endpoint, self.me, away_s))]
         if now >= self._next_alive:
             self._next_alive = now + self.limits.heartbeat_s
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
@@ -272,7 +290,7 @@ class Server(Machine):
             case Cut():
                 return self._cut(message)
             case Assign():
-                return [Send(SCHEDULER_MEMBER, self._assigned(message))]
+                return [Send(SCHEDULER_MEMBER, self._assign(message))]
             case SetOptimizer():
                 return self._set_optimizer(message, now)
             case Prepare():
@@ -282,7 +300,7 @@ class Server(Machine):
             case TakeRestored() | DropRestored():
                 return self._restoring.end(message)
             case Perform():
-                return [Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
+                return [Send(SCHEDULER_MEMBER, self._perform(message))]
             case Abort():
                 return [Halt(verdict(message))]
             case Waiting():
@@ -296,13 +314,43 @@ class Server(Machine):
                 return [Log(f"ignored an unexpected {type(message).__name__} from the scheduler")]
         return []
 
-    def _assigned(self, message: Assign) -> Done | Failed:
+    def _perform(self, message: Perform) -> Done | Failed:
+        """Run a command, but once: a worker has it repeated if the scheduler was started again meanwhile."""
+        which = (message.asker, message.number)
+        performed = self._performed.get(which)
+        if performed is None:
+            performed = self._performed[which] = perform(self._handlers, message, self.me.node.rank)
+            if len(self._performed) > COMMANDS_MAX:
+                del self._performed[next(iter(self._performed))]
+        return replace(performed, request=message.request)
+
+    def _reregister(self, now: float) -> list[Effect]:
+        """The scheduler was started again: tell it what its predecessor has said and heard."""
+        if self._stopping or not self.joining.welcomed:
+            return []
+        if not self.joining.complete:
+            return [Halt(scheduler_forgot(self.joining.introduction.scheduler_endpoint, self.me))]
+        self._scheduler_lost_at = NEVER
+        self._settles_again = True
+        self._next_alive = now + self.limits.heartbeat_s
+        left, lost = self.peers.lines_of(self.peers.left), self.peers.lines_of(self.peers.lost)
+        register = Reregister(
+            self.epoch, tuple(self.peers.known.values()), left, lost, self.peers.joined, False, (), "", ()
+        )
+        told: list[Message] = [*self._optimizers.values(), *self._assigned.values(), *self.snapshots.reported, register]
+        return [Send(SCHEDULER_MEMBER, message) for message in told]
+
+    def _assign(self, message: Assign) -> Done | Failed:
         where = (self.me.node.rank, self.joining.introduction.num_servers)
         if POLICIES[message.mode].by_priority:
             self.ack_bytes_max = self.limits.priority_window_bytes // where[1] // PRIORITY_MESSAGES_PER_WINDOW
         self.dense.assign(message, *where)
         failure = self.sparse.assign(message, *where)
-        return Failed(message.request, ErrorCode.CONFIG, failure) if failure else Done(message.request)
+        if failure:
+            return Failed(message.request, ErrorCode.CONFIG, failure)
+        if self.joining.away_s:
+            self._assigned[message.store, min(message.placement.first_slices)] = message
+        return Done(message.request)
 
     def _roster(self, message: Roster, now: float) -> list[Effect]:
         self.joining.roster(message)
@@ -310,16 +358,19 @@ class Server(Machine):
         self.peers.name = str(self.me.node)
         self.epoch = message.epoch
         self._next_look = now + self.limits.explain_after_s
-        lost = {member.node.rank for member in gone if member in self.peers.lost}
-        fates = self._drop(lost) if lost else ()
+        lost = {member.node.rank: member for member in gone if member in self.peers.lost}
+        fates = self._drop(lost.keys()) if lost else {}
+        self._fates |= {member: fates[rank] for rank, member in lost.items()}
         for shard in self._shards:
             shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
         effects = [*self._replies(), *(Forget(member) for member in gone if member not in self.peers.lost)]
-        if lost:
+        if message.lost and (lost or self._settles_again):
             valueless = [number for shard in self._shards for number in shard.valueless()]
-            settled = Settled(message.epoch, tuple(fates), np.array(valueless, np.uint32))
-            effects.append(Send(SCHEDULER_MEMBER, settled))
+            about = self._fates if self._settles_again else lost.values()
+            told = tuple(fate for member in about for fate in self._fates[member])
+            self._settles_again = False
+            effects.append(Send(SCHEDULER_MEMBER, Settled(message.epoch, told, np.array(valueless, np.uint32))))
         return [*effects, *self._ended(message.ended)]
 
     def _rest(self, message: Rest) -> list[Effect]:
@@ -330,13 +381,14 @@ class Server(Machine):
         self.snapshots.roster()
         return [*self._replies(), Send(SCHEDULER_MEMBER, Done(message.request))]
 
-    def _drop(self, lost: Set[int]) -> list[Fate]:
+    def _drop(self, lost: Set[int]) -> dict[int, tuple[Fate, ...]]:
         """Nothing of these workers is counted from now on. Before any round closes without them.
 
         Marks go first, or a checkpoint would wait for pushes that nobody counts.
         """
         self.snapshots.unmark(lost)
-        return [fate for shard in self._shards for fate in shard.drop(lost)]
+        fates = [fate for shard in self._shards for fate in shard.drop(lost)]
+        return {rank: tuple(fate for fate in fates if fate.rank == rank) for rank in lost}
 
     def _cut(self, message: Cut) -> list[Effect]:
         """Let rounds wait for workers that came later, and tell them from when on."""
@@ -367,10 +419,14 @@ class Server(Machine):
         return effects
 
     def _set_optimizer(self, message: SetOptimizer, now: float) -> list[Effect]:
+        present = self._optimizers.get(message.store)
+        if present is not None and present.description == message.description:
+            return [Send(SCHEDULER_MEMBER, Done(message.request))]  # and its state stays
         try:
             optimizer = from_description(message.description)
             self.dense.set_optimizer(message.store, optimizer)
         except (ValueError, TypeError, DeviceError) as error:
             return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, str(error)))]
         self.sparse.set_optimizer(message.store, optimizer)
+        self._optimizers[message.store] = message
         return [*self._replies(), Send(SCHEDULER_MEMBER, Done(message.request))]

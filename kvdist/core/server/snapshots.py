@@ -15,6 +15,7 @@ of its worker, so a server knows it in time. Rules that hold here:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -78,6 +79,8 @@ class SnapshotSource(Protocol):
 
 
 NO_FILE = SavedFile("", 0, "")
+REPORTS_MAX = 64
+"""More checkpoints are not under way at a time, in all stores."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,6 +135,8 @@ class Snapshots:
         self._snapshots: dict[tuple[int, int], ServerSnapshot] = {}
         self.awaited: dict[int, list[ServerSnapshot]] = {}
         """Slice → the snapshots that wait for it. Empty nearly always: asked whenever a round is closed."""
+        self.reported: deque[Saved] = deque(maxlen=REPORTS_MAX)
+        """What the scheduler was told last; here for one that is started again."""
         self.ready: dict[ServerSnapshot, None] = {}
         """The snapshots to be looked at by `take_effects`, once each. Empty nearly always."""
 
@@ -297,7 +302,8 @@ class Snapshots:
             return []
         del self._snapshots[snapshot.store, snapshot.counter]
         file = NO_FILE if snapshot.failure else snapshot.file
-        return [Send(SCHEDULER_MEMBER, Saved(snapshot.store, snapshot.counter, file, snapshot.failure))]
+        self.reported.append(Saved(snapshot.store, snapshot.counter, file, snapshot.failure))
+        return [Send(SCHEDULER_MEMBER, self.reported[-1])]
 
     def _forget(self, snapshot: ServerSnapshot) -> None:
         """Drop what belongs to a failed checkpoint."""

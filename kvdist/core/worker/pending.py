@@ -8,6 +8,7 @@ another worker has yet to do: push, initialise a key, arrive at a barrier.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -21,7 +22,19 @@ from kvdist.core.worker.transfers import Transfers
 from kvdist.errors import BarrierTimeout
 from kvdist.nodes import Member
 from kvdist.protocol.arrays import U32
-from kvdist.protocol.messages import SAVING, Barrier, Blocked, Claim, Load, MarkPushes, Save, Waiting
+from kvdist.protocol.messages import (
+    SAVING,
+    Barrier,
+    Blocked,
+    CallAnswer,
+    Claim,
+    Failed,
+    Load,
+    MarkPushes,
+    Message,
+    Save,
+    Waiting,
+)
 
 ASK_AGAIN_S = 1.0
 """How long the scheduler has to say who is missing at a barrier that is late."""
@@ -32,6 +45,8 @@ LOOK_EVERY_S = 1.0
 STRETCHES_MAX = 1 << 16
 """A longer report is not sent."""
 REQUESTS_MAX = 64
+CALLS_MAX = 16
+"""Answers of one kind and store that are remembered: more checkpoints are not under way at a time."""
 NONE: U32 = np.zeros(0, np.uint32)
 
 
@@ -49,6 +64,8 @@ class Pending:
     """Whether it is late, and the scheduler was asked who is missing."""
     in_background: bool = False
     """Whether its user goes on meanwhile, so that other requests are explained first."""
+    asked_for: Message | None = None
+    """What the scheduler was asked; a scheduler that was started again is asked once more."""
 
 
 class PendingRequests:
@@ -98,6 +115,13 @@ class PendingRequests:
         """The earliest deadline."""
         return min((pending.due for pending in self._timed.values()), default=NEVER)
 
+    def ask(self, request: int, message: Message) -> Send:
+        """Ask the scheduler for the answer to a request."""
+        pending = self._all.get(request)  # None for a goodbye that nobody waits for
+        if pending is not None:
+            pending.asked_for = message
+        return Send(SCHEDULER_MEMBER, message)
+
     def open(self, request: int, label: str, now: float, due: float = NEVER) -> Pending:
         """Add a request, which times out at `due`."""
         pending = self._all[request] = Pending(request, label, now, due=due)
@@ -119,6 +143,37 @@ class PendingRequests:
         self._all.clear()
         self._timed.clear()
         return effects
+
+
+class CallAnswers:
+    """What this worker was answered last: what one worker was told of a call, every other must be told, too."""
+
+    def __init__(self) -> None:
+        self._all: dict[tuple[int, int], deque[CallAnswer]] = {}
+        """(kind of the request, store) → answers, the newest last."""
+        self.folders: dict[str, None] = {}
+        """The directories that it has claimed."""
+        self.run = ""
+        """What its checkpoints are to name."""
+        self.has_leases = False
+        """Whether it has ever asked for a lease of data."""
+
+    def note(self, asked: Message | None, failure: Failed | None = None) -> None:
+        """The scheduler has answered a request."""
+        if isinstance(asked, Barrier | Save | Load):
+            code, reason = (-1, "") if failure is None else (failure.code, failure.reason)
+            answers = self._all.setdefault((asked.KIND, asked.store), deque(maxlen=CALLS_MAX))
+            answers.append(CallAnswer(asked.KIND, asked.store, asked.counter, code, reason))
+
+    def claimed(self, asked: Message | None, run: str) -> None:
+        """A directory is this job's."""
+        if isinstance(asked, Claim):
+            self.folders[asked.folder] = None
+            self.run = run
+
+    def __iter__(self) -> Iterator[CallAnswer]:
+        """All that are remembered."""
+        return (one for answers in self._all.values() for one in answers)
 
 
 class BarrierCalls:
@@ -143,7 +198,7 @@ class BarrierCalls:
         barrier = self._open[request.request] = Barrier(
             request.request, request.store, counter, request.statement, request.giver, pushes
         )
-        return [Send(SCHEDULER_MEMBER, barrier)]
+        return [self._pending.ask(request.request, barrier)]
 
     def begin_at(self, stores: U32, counts: U32) -> None:
         """So many barriers of these stores were passed meanwhile, without this worker."""
@@ -188,10 +243,12 @@ class SavingCalls:
     """What this worker has asked to be saved and restored.
 
     Args:
+        pending: all requests of the worker.
         transfers: knows what has been pushed.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
+    def __init__(self, pending: PendingRequests, transfers: Transfers) -> None:
+        self._pending = pending
         self._transfers = transfers
         self._saved: dict[int, int] = {}
         """Store → how many of its checkpoints this worker has marked."""
@@ -210,7 +267,7 @@ class SavingCalls:
         """Ask for the directory into which the next checkpoint is to be saved."""
         counter = self._saved.get(request.store, 0)
         claim = Claim(request.request, request.store, counter, request.folder, request.contents)
-        return [Send(SCHEDULER_MEMBER, claim)]
+        return [self._pending.ask(request.request, claim)]
 
     def number(self, store: int, counter: int) -> None:
         """The next checkpoint of a store has this number: there were others before this worker came."""
@@ -235,7 +292,7 @@ class SavingCalls:
                 effects.append(Send(servers[rank], MarkPushes(*where, is_last, some, steps, pushes)))
         place = (request.store, counter, request.folder, request.contents, request.run, request.step, request.keep)
         save = Save(request.request, *place, len(request.keys), request.file, request.failure, pushes)
-        return [*effects, Send(SCHEDULER_MEMBER, save)]
+        return [*effects, self._pending.ask(request.request, save)]
 
     def hinted(self, hint: Waiting) -> bool:
         """Whether this is about a checkpoint, which is not what the user's other calls wait for."""
@@ -258,7 +315,7 @@ class SavingCalls:
             self._loaded[request.store] = counter + 1
             place = (request.store, counter, request.folder, request.contents)
             load = Load(request.request, *place, request.failure, pushes)
-            effects.append(Send(SCHEDULER_MEMBER, load))
+            effects.append(self._pending.ask(request.request, load))
         self.waiting.clear()
         return effects
 
@@ -332,6 +389,11 @@ class BlockedReports:
         report = self.report(leaving, now)
         self.next_look = now + LOOK_EVERY_S if len(self._pending) else NEVER
         return None if report is said else report
+
+    def repeat(self, now: float) -> None:
+        """Nobody knows of the last report any more."""
+        self._said = replace(self._said, place="", number=self._said.number + 1)
+        self.next_look = now + LOOK_EVERY_S if len(self._pending) else NEVER
 
     def report(self, leaving: int | None, now: float) -> Blocked:
         """What this worker waits for now; the last report itself if that says the same."""

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 from kvdist.config.endpoints import crosses_network, stays_on_host
 from kvdist.config.settings import Limits
 from kvdist.core.cluster_view import ClusterView
-from kvdist.core.error_mapping import link_lost, refusal, scheduler_lost, unreachable, verdict
+from kvdist.core.error_mapping import (
+    link_lost,
+    refusal,
+    scheduler_away,
+    scheduler_forgot,
+    scheduler_lost,
+    unreachable,
+    verdict,
+)
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.machine import (
     NEVER,
@@ -29,6 +37,7 @@ from kvdist.core.machine import (
     Machine,
     PeerConnected,
     PeerDisconnected,
+    SchedulerReturned,
     Send,
     Unreachable,
 )
@@ -38,6 +47,7 @@ from kvdist.core.traffic import Traffic
 from kvdist.core.worker.pending import (
     BarrierCalls,
     BlockedReports,
+    CallAnswers,
     Pending,
     PendingRequests,
     SavingCalls,
@@ -85,6 +95,7 @@ from kvdist.protocol.messages import (
     Ready,
     Refused,
     Rejected,
+    Reregister,
     Roster,
     RowValues,
     Used,
@@ -99,6 +110,9 @@ if TYPE_CHECKING:  # a feature at a seam: workers run without it
 
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler to judge."""
+
+FOLDERS_MAX = 64
+"""Directories of checkpoints whose locks a scheduler that was started again takes at once."""
 
 NEIGHBOUR_WAIT_S = 10.0
 """The same for another worker of this host, which disconnects when it has left; the roster may be late."""
@@ -138,7 +152,8 @@ class Worker(Machine):
         self._pending = PendingRequests()
         self._declared: dict[int, DeclareKeys] = {}
         self._barriers = BarrierCalls(self._pending, self._named)
-        self._saving = SavingCalls(self.transfers)
+        self._saving = SavingCalls(self._pending, self.transfers)
+        self._answers = CallAnswers()
         self._threads: Threads = UnknownThreads()
         self._blocked = BlockedReports(self._threads, self._pending, self.transfers)
         self._registering: list[int] = []
@@ -238,12 +253,15 @@ class Worker(Machine):
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
-                    self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence), reason)
+                    due = now + self.limits.reconnect_grace_s(after_silence) + self.joining.scheduler_absence_s
+                    self._lost_links[member] = (due, reason)
             case PeerDisconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
                 wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else VERDICT_WAIT_S
                 self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence) + wait_s, reason)
             case PeerConnected(member):
                 self._lost_links.pop(member, None)
+            case SchedulerReturned():
+                return self._reregister(now)
             case Unreachable(member, reason) if member == SCHEDULER_MEMBER:
                 endpoint = self.joining.introduction.scheduler_endpoint
                 return self._fail_all(scheduler_lost(endpoint, self.me, reason))
@@ -390,15 +408,16 @@ class Worker(Machine):
                 self._declared[request.request] = request
                 if POLICIES[request.mode].by_priority:
                     self.transfers.keep_little_flying()
-                return [Send(SCHEDULER_MEMBER, replace(request.message, pushes=self.step))]
+                return [self._pending.ask(request.request, replace(request.message, pushes=self.step))]
             case Transfer():
                 return self._transfer(request, now)
             case UseKernels():
                 self.transfers.kernels = request.kernels
                 return [CompleteRequest(request.request)]
             case Configure() | Command() | Lease() | Used():
+                self._answers.has_leases |= isinstance(request, Lease)
                 self._open(request.request, label_of(request), now)
-                return [Send(SCHEDULER_MEMBER, request)]
+                return [self._pending.ask(request.request, request)]
             case EnterBarrier():
                 label = f"barrier ({request.statement})" if request.statement else "barrier"
                 self._open(request.request, label, now, request.timeout_s)
@@ -481,7 +500,7 @@ class Worker(Machine):
             may_leave = self.aggregation.may_leave
         if leaving.failure or may_leave:
             self._goodbye_said = True
-            effects.append(Send(SCHEDULER_MEMBER, Goodbye(leaving.request, leaving.failure)))
+            effects.append(self._pending.ask(leaving.request, Goodbye(leaving.request, leaving.failure)))
         return effects
 
     # Answers of the scheduler.
@@ -502,11 +521,15 @@ class Worker(Machine):
                 return self._done(message.request)
             case Claimed(request, run):
                 pending = self._pending.get(request)
-                return [] if pending is None else [self._close(pending, run)]
+                if pending is None:
+                    return []
+                self._answers.claimed(pending.asked_for, run)
+                return [self._close(pending, run)]
             case Failed():
                 pending = self._pending.get(message.request)
                 self._barriers.answered(message.request)
                 if pending is not None:
+                    self._answers.note(pending.asked_for, message)
                     pending.error = refusal(message.code, message.reason)
                     return [self._close(pending)]
             case Numbered(store, counter):
@@ -529,11 +552,11 @@ class Worker(Machine):
             from kvdist.core.worker.newcomer import Newcomer  # a feature at a seam: loaded where it is used
 
             self._newcomer = Newcomer(self.transfers, self.servers)
-        self.peers = self.joining.roster(message)
+        before, self.peers = self.peers, self.joining.roster(message)
         self.epoch = message.epoch
         ranks = [peer.member.node.rank for peer in self.peers if peer.member.node.role is Role.WORKER]
+        self._lost_workers += len(set(message.lost) & {peer.member.node.rank for peer in before})
         self._members = tuple(sorted(set(ranks) - set(message.newcomers)))
-        self._lost_workers += len(message.lost)
         effects: list[Effect] = []
         for peer in self.peers:
             rank = peer.member.node.rank
@@ -548,6 +571,20 @@ class Worker(Machine):
                 self._lost_links.pop(effect.member, None)
             effects.append(effect)
         return effects + self._registered()
+
+    def _reregister(self, now: float) -> list[Effect]:
+        """The scheduler was started again: ask it once more for all that it has not answered."""
+        if self.failure is not None or not self.joining.welcomed:
+            return []
+        if not self.joining.complete:
+            return self._fail_all(scheduler_forgot(self.joining.introduction.scheduler_endpoint, self.me))
+        self._lost_links.pop(SCHEDULER_MEMBER, None)
+        self._next_alive = now + self.limits.heartbeat_s
+        self._blocked.repeat(now)
+        told, folders = self._answers, tuple(self._answers.folders)[-FOLDERS_MAX:]
+        register = Reregister(self.epoch, self.peers, (), (), (), told.has_leases, tuple(told), told.run, folders)
+        open_ = [pending.asked_for for pending in self._pending if pending.asked_for is not None]
+        return [Send(SCHEDULER_MEMBER, message) for message in (*open_, register)]
 
     def _registered(self) -> list[Effect]:
         requests, self._registering = self._registering, []
@@ -587,6 +624,7 @@ class Worker(Machine):
         if pending is None:
             return []
         self._barriers.answered(request)
+        self._answers.note(pending.asked_for)
         if self._leaving is not None and request == self._leaving.request:
             return [self._close(pending), *self._fail_rest(StoreClosed("the store was closed meanwhile")), Halt()]
         return [self._close(pending)]
@@ -634,7 +672,8 @@ class Worker(Machine):
             # It has ended after the goodbye, or died: there will be no reply.
             return self._done(self._leaving.request)
         if member == SCHEDULER_MEMBER:
-            return self._fail_all(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me))
+            endpoint, away_s = self.joining.introduction.scheduler_endpoint, self.joining.scheduler_absence_s
+            return self._fail_all(scheduler_away(endpoint, self.me, away_s))
         return [
             Send(SCHEDULER_MEMBER, Goodbye(0, f"lost its connection to {member} ({reason})")),
             *self._fail_all(link_lost(member, self._host(member), self.me, reason)),

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -250,6 +251,28 @@ def stopped_for_good():
             os.kill(os.getpid(), signal.SIGSTOP)
         store.pushpull(names, step_of(store.rank, step))
     tell_weights(store)
+    store.close()
+    say("went on to the end")
+
+
+def away(folder):
+    """The scheduler is killed halfway. Pushes go on; a barrier, a new key and a checkpoint wait for its return."""
+    store = started()
+    names, folder = list(SIZES), Path(folder)
+    store.save_checkpoint(folder, 0)
+    for step in range(STEPS // 2):
+        store.pushpull(names, step_of(store.rank, step))
+    say("halfway")
+    while not (folder / "killed").exists():
+        time.sleep(0.01)
+    for step in range(STEPS // 2, STEPS):
+        store.pushpull(names, step_of(store.rank, step))
+    say("pushed to the end without a scheduler")
+    store.barrier()
+    store.init("late", np.full(3, 7.0))
+    store.save_checkpoint(folder, 1)
+    tell_weights(store)
+    say(f"late {store.pull('late').tolist()}, steps {sorted(path.name for path in folder.glob('step-*'))}")
     store.close()
     say("went on to the end")
 

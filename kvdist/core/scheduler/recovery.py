@@ -1,0 +1,254 @@
+"""A scheduler that was started again: it learns from all others what its predecessor knew. Pure.
+
+Whoever hears of the new term says all that it knows and still waits for, and then `Reregister`. Rules that hold here:
+
+* Nothing is decided before all members have registered, are known to be gone, or have had their time. What comes
+  before is kept, in order, and handled then.
+* Who was in any roster is a member, unless somebody knows that it has left or was given up.
+* What one worker was told of a barrier, a checkpoint or a load, every other is told that asks for it again.
+* What one server was told of a key or an optimizer, all are told. Who gives a key's first value is kept if all knew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvdist.config.settings import ClusterConfig
+from kvdist.core.machine import ChildEnded, Effect, Event, LauncherGone, Log, ProcessStarted, Send
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.nodes import UNRANKED, Member, NodeId, Role
+from kvdist.protocol.messages import (
+    Alive,
+    Assign,
+    Barrier,
+    Done,
+    Failed,
+    Hello,
+    Load,
+    Message,
+    Reregister,
+    Save,
+    Saved,
+    SetOptimizer,
+)
+
+Call = tuple[int, int, int]
+"""A barrier, a checkpoint or a load: the code of its message, the store, the count."""
+
+
+@dataclass(slots=True)
+class Memories:
+    """What others remember of an earlier scheduler."""
+
+    registered: dict[Member, Reregister] = field(default_factory=dict)
+    assigned: dict[tuple[int, int], dict[Member, Assign]] = field(default_factory=dict)
+    """(store, first slice) → by server what it was told."""
+    optimizers: dict[int, SetOptimizer] = field(default_factory=dict)
+    ended: dict[NodeId, ChildEnded] = field(default_factory=dict)
+    """What the launcher says of processes."""
+    later: list[Callable[[float], list[Effect]]] = field(default_factory=list)
+    """What has come and is to be handled when everything is known."""
+    asked_again: set[Call] = field(default_factory=set)
+
+    def known(self) -> tuple[set[Member], set[Member]]:
+        """Those that have left, and those that were given up, as anybody knows."""
+        messages = self.registered.values()
+        left = {peer.member for message in messages for peer in message.left}
+        return left, {peer.member for message in messages for peer in message.lost}
+
+    def members(self) -> dict[NodeId, Member]:
+        """The newest process of each rank that anybody knows."""
+        lines = (peer.member for message in self.registered.values() for peer in message.peers)
+        return {member.node: member for member in sorted(lines, key=lambda one: one.incarnation)}
+
+    def missing(self) -> list[Member]:
+        """The members that should register and have not."""
+        left, lost = self.known()
+        away = [one for one in self.members().values() if one not in self.registered and one not in left | lost]
+        return sorted(away, key=lambda one: (one.node.role is Role.WORKER, one.node.rank))
+
+    def obstacle(self) -> str:
+        """What the earlier scheduler knew alone, so that nobody can go on from it; '' if there is nothing."""
+        messages = self.registered.values()
+        joined = ", ".join(f"worker-{rank}" for rank in sorted({rank for one in messages for rank in one.joined}))
+        if joined:
+            return f"that {joined} joined later"
+        return "whose workers lease their data" if any(one.leases for one in messages) else ""
+
+    def answers(self) -> dict[Call, tuple[int, str]]:
+        """What workers were told of their calls: the code of the error, or -1, and why."""
+        calls = (call for message in self.registered.values() for call in message.calls)
+        return {(call.kind, call.store, call.counter): (call.code, call.reason) for call in calls}
+
+
+class ReturnedScheduler(Scheduler):
+    """The machine of a scheduler of a later term.
+
+    Args:
+        config: the size of the cluster, how keys are placed, and how long others have to register.
+        now: the time.
+        term: which scheduler of the job this is: 2, 3, …
+    """
+
+    def __init__(self, config: ClusterConfig, now: float, term: int) -> None:
+        super().__init__(config, now, term=term)
+        self._memories: Memories | None = Memories()
+        """None when everything is known."""
+        self._register_by = now + config.away_s
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` should run next."""
+        return super().deadline if self._memories is None else self._register_by
+
+    def refuses(self, source: Member, message: Message) -> str | None:
+        """Listen to all that may be members until it is known who is."""
+        if self._memories is None or source.node.rank == UNRANKED:
+            return super().refuses(source, message)
+        return None
+
+    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+        """Collect what others know; then as ever."""
+        memories = self._memories
+        if memories is None:
+            return super().handle(sender, message, now)
+        match message:
+            case Hello() | Alive():
+                return []  # a hello is repeated
+            case Assign(store=store, placement=placement):
+                memories.assigned.setdefault((store, min(placement.first_slices)), {})[sender] = message
+            case SetOptimizer(store=store):
+                memories.optimizers[store] = message
+            case Reregister():
+                memories.registered[sender] = message
+                return self._begin_if_known(now)
+            case _:
+                if isinstance(message, Barrier | Save | Load):
+                    memories.asked_again.add((message.KIND, message.store, message.counter))
+                memories.later.append(partial(self._again, sender, message))
+        return []
+
+    def observe(self, event: Event, now: float) -> list[Effect]:
+        """What happens meanwhile is looked at when everything is known."""
+        memories = self._memories
+        if memories is None or isinstance(event, LauncherGone | ProcessStarted):
+            return super().observe(event, now)
+        memories.later.append(partial(super().observe, event))
+        if isinstance(event, ChildEnded):
+            memories.ended[event.node] = event
+        return self._begin_if_known(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Wait no longer than others have to register."""
+        if self._memories is None:
+            return super().tick(now)
+        return self._begin(now) if now >= self._register_by else []
+
+    @property
+    def waiting_since(self) -> float | None:
+        """Since when it waits for the others."""
+        return super().waiting_since if self._memories is None else self._started_at
+
+    def explain(self, now: float) -> str | None:
+        """Who has to register."""
+        if self._memories is None:
+            return super().explain(now)
+        names = ", ".join(map(str, self._memories.missing())) or "anybody"
+        return f"the scheduler was started again {now - self._started_at:.1f} s ago; it waits for {names} to register"
+
+    def _begin_if_known(self, now: float) -> list[Effect]:
+        memories = self._memories
+        assert memories is not None
+        awaited = {member.node for member in memories.missing()} - memories.ended.keys()
+        return [] if awaited or not memories.registered else self._begin(now)
+
+    def _begin(self, now: float) -> list[Effect]:
+        """Go on with what is known."""
+        memories, self._memories = self._memories, None
+        assert memories is not None
+        self._answers = memories.answers()
+        self._asked_again = memories.asked_again
+        if not memories.registered:
+            return [effect for event in memories.later for effect in event(now)]
+        self._recall_members(memories)
+        obstacle = memories.obstacle()
+        if obstacle:
+            cause = f"it was started again, which a job does not survive {obstacle}"
+            return self._abort("scheduler", "", cause, None, f"scheduler was lost: {cause}; start the job again")
+        missing = memories.missing()
+        told = (
+            f"the scheduler was started again (term {self.term}); {len(memories.registered)} processes have registered"
+        )
+        effects: list[Effect] = [Log(told), *self._recall_agreements(memories, now)]
+        effects += self._without(missing, memories, now)
+        if self._stopped:
+            return effects
+        effects += [] if self._is_over else self._announce(now)
+        for event in memories.later:
+            effects += event(now)
+        return effects + self._without_departed(now)
+
+    def _recall_members(self, memories: Memories) -> None:
+        lines = {peer.member: peer for message in memories.registered.values() for peer in message.peers}
+        epoch = max(message.epoch for message in memories.registered.values())
+        self.membership.recall(lines.values(), *memories.known(), epoch)
+
+    def _recall_agreements(self, memories: Memories, now: float) -> list[Effect]:
+        """Keys and optimizers, of which servers are told once more; passed barriers; locks of folders."""
+        first = min(memories.registered, key=lambda one: (one.node.role is not Role.WORKER, one.node.rank))
+        effects: list[Effect] = []
+        for optimizer in memories.optimizers.values():
+            effects += self.keys.recall_optimizer(optimizer, first, now)
+        for _, told in sorted(memories.assigned.items()):
+            message = next(iter(told.values()))
+            is_told = len(told) == self.config.num_servers and len({one.giver for one in told.values()}) == 1
+            effects += self.keys.recall(message, is_told, first)
+        for kind, store, counter in self._answers:
+            if kind == Barrier.KIND:
+                self._passed[store] = max(self._passed.get(store, 0), counter + 1)
+        for register in memories.registered.values():
+            for folder in register.folders:
+                effects += self.checkpoints.recall(folder, register.run, now)
+        return effects
+
+    def _without(self, missing: list[Member], memories: Memories, now: float) -> list[Effect]:
+        """Go on without those that have not registered, or end the job, and name all of them."""
+        silent = []
+        for member in missing:
+            ended = memories.ended.get(member.node)
+            if ended is None:
+                silent.append(member)
+            elif ended.clean:  # it had heard that it may go, from the earlier scheduler
+                self.membership.leave(member.node)
+        effects = self._end_if_alone(now)
+        if self._is_over:
+            for member in silent:
+                self.membership.leave(member.node)
+            return effects + self._stop_if_alone()
+        cause = f"did not register within {self.config.away_s:g} s with the scheduler that was started again"
+        mortal = [member for member in silent if not self.losses.may_go_on(member, "")]
+        if mortal:
+            names = ", ".join(map(str, silent))
+            return [*effects, *self._abort(str(mortal[0]), "", cause, None, f"{names} {cause}")]
+        for member in silent:
+            effects += self._lost(member, cause, now)
+        return effects
+
+    def _again(self, sender: Member, message: Message, now: float) -> list[Effect]:
+        """Handle what has come before everything was known."""
+        if not self.membership.has(sender) or self._stopped:
+            return []
+        if isinstance(message, Barrier | Save | Load):
+            answer = self._answers.get((message.KIND, message.store, message.counter))
+            if answer is not None:
+                code, reason = answer
+                request = message.request
+                return [Send(sender, Done(request) if code < 0 else Failed(request, code, reason))]
+        if isinstance(message, Saved):
+            # All workers had marked when it was said. If nobody asks any more, all have been answered.
+            call = (Save.KIND, message.store, message.counter)
+            if call in self._answers or call not in self._asked_again:
+                return []
+        return super().handle(sender, message, now)

@@ -1,0 +1,278 @@
+"""A scheduler that was killed and started again: what it learns from others, what it decides, who is heard."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvdist.checkpoint.snapshot import LockFolder
+from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import ChildEnded, Halt, PeerDisconnected, Transmit
+from kvdist.core.worker.requests import ClaimFolder
+from kvdist.errors import FencedError, InitMismatch, OptimizerMismatch, PeerLostError
+from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
+from kvdist.protocol.messages import Command, Hello, Lease, Packet, Rejected, Reregister, Stamp, Waiting
+from tests.core.wired import JOB, Wired
+
+REGISTER = Reregister(9, (), (), (), (), False, (), "", ())
+KILLED = "killed by signal 9 (SIGKILL)"
+
+
+def trained(num_workers: int = 3, num_servers: int = 2, on_loss: str = "continue", **options: object) -> Wired:
+    made = Wired(num_workers, num_servers, on_loss=on_loss, **options)  # type: ignore[arg-type]
+    made.initialise({"w": [0.0, 0.0, 0.0], "b": [0.0]})
+    for rank in range(num_workers):
+        made.set_optimizer(rank, "test")
+    made.settle()
+    return made
+
+
+@pytest.fixture
+def wired() -> Wired:
+    return trained()
+
+
+def return_scheduler(wired: Wired, term: int = 2) -> None:
+    wired.return_scheduler(term)
+    wired.advance(1.0)
+
+
+def test_pushes_and_pulls_go_on_while_it_is_away(wired: Wired) -> None:
+    for rank in range(3):
+        wired.observe(f"worker-{rank}", PeerDisconnected(SCHEDULER_MEMBER, "reset"))
+    reads = [wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]}) for rank in range(3)]
+    wired.advance(30.0)
+    assert [wired.value(read, "w") for read in reads] == [[3, 3, 3]] * 3
+    wired.advance(31.0)
+    for rank in range(3):
+        failure = wired.stopped[f"worker-{rank}"]
+        assert isinstance(failure, PeerLostError)
+        assert "it was not started again within 60 s (KVDIST_SCHEDULER_AWAY_S)" in str(failure)
+
+
+def test_what_was_open_is_answered_by_the_new_one(wired: Wired) -> None:
+    barriers = [wired.barrier(rank) for rank in (0, 1)]
+    declared = [wired.declare(rank, {"late": (2,)}) for rank in (0, 2)]
+    wired.settle()
+    return_scheduler(wired)
+    assert not wired.completed.keys() & {*barriers, *declared}, "others have to do the same first"
+    barriers.append(wired.barrier(2))
+    declared.append(wired.declare(1, {"late": (2,)}))
+    wired.settle()
+    assert wired.completed.keys() >= {*barriers, *declared}
+    numbers = [piece.number for info in wired.infos.values() for piece in info.slices]
+    assert len(set(numbers)) == len(numbers), "slices are numbered behind those of the last scheduler"
+    wired.give(0, {"late": [5, 6]})
+    wired.settle()
+    read = wired.pull(2, "late")
+    wired.settle()
+    assert wired.value(read, "late") == [5, 6]
+
+
+def test_keys_and_optimizers_are_those_of_the_last_one(wired: Wired) -> None:
+    return_scheduler(wired)
+    declared = wired.declare(0, {"w": (3,), "b": (1,)})
+    other, same = wired.set_optimizer(1, "sgd", learning_rate=0.5), wired.set_optimizer(1, "test")
+    wired.settle()
+    assert [info.slices for info in wired.completed[declared]] == [wired.infos[key].slices for key in ("w", "b")]
+    assert same in wired.completed
+    assert isinstance(wired.failed[other], OptimizerMismatch)
+
+
+def test_questions_have_other_numbers_than_those_of_the_last_one(wired: Wired) -> None:
+    return_scheduler(wired)
+    wired.log.clear()
+    for rank in range(3):
+        wired.declare(rank, {"late": (2,)})
+    wired.settle()
+    (assigned,) = [line for line in wired.log if "-> server-0: Assign(" in line]
+    assert int(assigned.partition("request=")[2].partition(",")[0]) > 1 << 32
+
+
+def test_a_barrier_that_one_worker_has_passed_is_passed_for_all(wired: Wired) -> None:
+    barriers = [wired.barrier(rank) for rank in range(3)]
+    while not wired.completed.keys() & set(barriers):
+        wired.deliver()
+    assert not set(barriers) <= wired.completed.keys(), "not all have heard of it"
+    return_scheduler(wired)
+    assert set(barriers) <= wired.completed.keys()
+
+
+def test_a_barrier_that_has_failed_for_one_worker_fails_for_all(wired: Wired) -> None:
+    barriers = [wired.barrier(rank, statement=f"{rank} parameters") for rank in range(3)]
+    while not wired.failed.keys() & set(barriers):
+        wired.deliver()
+    assert not set(barriers) <= wired.failed.keys(), "not all have heard of it"
+    return_scheduler(wired)
+    assert [type(wired.failed[barrier]) for barrier in barriers] == [InitMismatch] * 3
+    assert len({str(wired.failed[barrier]) for barrier in barriers}) == 1
+
+
+def test_a_command_that_is_repeated_runs_once() -> None:
+    ran: list[tuple[int, str]] = []
+    wired = trained(2, 2, handlers={7: lambda head, body, rank: ran.append((rank, body))})
+    request = wired.ask(1, lambda number: Command(number, 7, "do"))
+    while not ran:
+        wired.deliver()
+    return_scheduler(wired)
+    assert request in wired.completed
+    assert sorted(ran) == [(0, "do"), (1, "do")]
+
+
+def test_who_was_lost_stays_so_and_its_rank_is_not_awaited(wired: Wired) -> None:
+    zombie = wired.member("worker-1")
+    wired.observe("scheduler", PeerDisconnected(zombie, "no sign of life", after_silence=True))
+    wired.advance(10.0)
+    epoch = wired.scheduler.epoch
+    return_scheduler(wired)
+    assert wired.scheduler.epoch > epoch
+    assert wired.scheduler.membership.lost.keys() == {zombie}
+    assert isinstance(wired.stopped["worker-1"], FencedError)
+    barriers = [wired.barrier(rank) for rank in (0, 2)]
+    wired.settle()
+    assert set(barriers) <= wired.completed.keys()
+
+
+def test_who_does_not_register_is_given_up_after_its_time(wired: Wired) -> None:
+    wired.stopped["worker-2"] = None
+    wired.return_scheduler()
+    barriers = [wired.barrier(rank) for rank in (0, 1)]
+    wired.advance(59.0)
+    assert "waits for worker-2 to register" in str(wired.scheduler.explain(wired.now))
+    assert not wired.completed.keys() & set(barriers)
+    wired.advance(2.0)
+    assert set(barriers) <= wired.completed.keys()
+    assert any("worker-2 (host host-2, pid 102) was lost: did not register within 60 s" in one for one in wired.reports)
+
+
+def test_whom_the_launcher_has_seen_end_is_not_waited_for(wired: Wired) -> None:
+    wired.stopped["worker-2"] = None
+    wired.return_scheduler()
+    wired.observe("scheduler", ChildEnded(worker(2), KILLED, clean=False))
+    barriers = [wired.barrier(rank) for rank in (0, 1)]
+    wired.advance(1.0)
+    assert set(barriers) <= wired.completed.keys()
+    assert any(KILLED in one for one in wired.reports)
+
+
+def test_where_a_loss_ends_the_job_all_that_are_missing_are_named() -> None:
+    wired = Wired(3, 1, on_loss="fail", scheduler_away_s=5.0)
+    for name in ("worker-1", "worker-2"):
+        wired.stopped[name] = None
+    wired.return_scheduler()
+    wired.advance(6.0)
+    for name in ("scheduler", "server-0", "worker-0"):
+        failure = wired.stopped[name]
+        assert isinstance(failure, PeerLostError)
+        assert str(failure).startswith("worker-1, worker-2 did not register within 5 s"), failure
+
+
+def test_a_job_whose_last_worker_has_left_meanwhile_ends_well(wired: Wired) -> None:
+    for rank in range(3):
+        wired.leave(rank)
+    while not any(str(one[2].message).startswith("Stop") for one in wired.wire):
+        wired.deliver()
+    ended = [rank for rank in range(3) if f"worker-{rank}" in wired.stopped]
+    wired.return_scheduler()
+    for rank in ended:
+        wired.observe("scheduler", ChildEnded(worker(rank), "exited with code 0", clean=True))
+    wired.advance(10.0)
+    assert {name: failure for name, failure in wired.stopped.items() if failure is not None} == {}
+    assert wired.stopped.keys() == wired.processes.keys()
+
+
+def test_the_lock_of_a_folder_is_taken_again_with_the_run_that_files_name(wired: Wired, tmp_path: Path) -> None:
+    folder = str(tmp_path / "step-0")
+    claims = [wired.ask(rank, lambda number: ClaimFolder(number, 0, folder, ("weights",))) for rank in range(2)]
+    wired.settle_works()
+    run = wired.completed[claims[0]]
+    return_scheduler(wired)
+    work = wired.works[0].work
+    assert isinstance(work, LockFolder) and work.run == run
+    wired.settle_works()
+    claim = wired.ask(2, lambda number: ClaimFolder(number, 0, folder, ("weights",)))
+    wired.settle_works()
+    assert wired.completed[claim] == run
+
+
+def test_messages_of_an_older_term_change_nothing_and_tell_who_sends_them_of_the_new_one(wired: Wired) -> None:
+    return_scheduler(wired)
+    sender = wired.member("worker-0")
+    before = wired.scheduler.membership.workers.copy()
+    wired.hear("scheduler", Packet(Stamp(JOB, 1, 1, sender, 0, 77, 0, 0), REGISTER))
+    assert wired.scheduler.membership.workers == before
+    assert wired.log[-1].endswith("scheduler -> worker-0: Ack(wanted=False)")
+
+
+def test_a_scheduler_whose_place_was_taken_ends_itself(wired: Wired) -> None:
+    sender = wired.member("worker-0")
+    wired.hear("scheduler", Packet(Stamp(JOB, 2, 1, sender, 0, 1, 0, 0), REGISTER))
+    failure = wired.stopped["scheduler"]
+    assert isinstance(failure, FencedError)
+    assert "a scheduler of term 2 has taken the place of this one, of term 1" in str(failure)
+
+
+def test_a_job_that_workers_have_joined_later_ends_with_a_sentence(wired: Wired) -> None:
+    wired.servers[1].peers.since[2] = 5
+    return_scheduler(wired)
+    for name in wired.processes:
+        failure = wired.stopped[name]
+        assert isinstance(failure, PeerLostError)
+        assert "it was started again, which a job does not survive that worker-2 joined later" in str(failure)
+
+
+def test_a_job_whose_workers_lease_their_data_ends_with_a_sentence(wired: Wired) -> None:
+    wired.ask(0, lambda number: Lease(number, 0, 1, 100, 1, True, 7, 4, 16, 0, 0, False))
+    return_scheduler(wired)
+    assert all("a job does not survive whose workers lease their data" in str(one) for one in wired.stopped.values())
+    assert wired.stopped.keys() == wired.processes.keys()
+
+
+def test_what_servers_have_said_of_losses_is_said_again_and_of_each_process_once(wired: Wired) -> None:
+    for rank in range(3):
+        wired.push(rank, {"w": [1, 1, 1], "b": [1]})
+    wired.settle()
+    wired.kill("worker-2")
+    wired.advance(1.0)
+    assert sum(report.startswith("worker-2: 1 push of each key") for report in wired.reports) == 1, wired.reports
+    return_scheduler(wired)
+    assert sum(report.startswith("worker-2: 1 push of each key") for report in wired.reports) == 2, wired.reports
+
+
+def test_a_stranger_cannot_end_a_scheduler_by_naming_a_later_term(wired: Wired) -> None:
+    stranger = Member(NodeId(Role.WORKER, UNRANKED), 99)
+    hello = Hello(0, "host-9", 9, "", 3, 2, "0.0")
+    unknown = Member(worker(0), 12345)
+    for source, said in ((stranger, hello), (unknown, Command(1, 1, ""))):
+        effects = wired.processes["scheduler"].receive(Packet(Stamp(JOB, 9, 0, source, 0, 0, 0, 0), said), wired.now)
+        (said_to_it,) = [effect.packet.message for effect in effects if isinstance(effect, Transmit)]
+        assert isinstance(said_to_it, Rejected | Waiting)
+        assert not any(isinstance(effect, Halt) for effect in effects)
+    assert wired.scheduler.term == 1
+
+
+def test_nobody_listens_to_a_scheduler_of_an_older_term(wired: Wired) -> None:
+    old = wired.processes["scheduler"].links[wired.member("worker-0")].next_seq
+    return_scheduler(wired)
+    stopped = wired.stopped.copy()
+    stamp = Stamp(JOB, 1, 1, SCHEDULER_MEMBER, wired.member("worker-0").incarnation, old, 0, 0)
+    wired.hear("worker-0", Packet(stamp, Command(1, 1, "")))
+    assert wired.processes["worker-0"].machine.term == 2
+    assert wired.stopped == stopped
+
+
+def test_a_process_that_knows_no_roster_yet_cannot_be_known_to_the_new_one() -> None:
+    wired = Wired(2, 1, on_loss="continue", form=False)
+    wired.stopped["worker-1"] = None
+    wired.advance(1.0)
+    wired.return_scheduler()
+    wired.advance(1.0)
+    for name in ("worker-0", "server-0"):
+        assert "it was started again before the cluster was complete" in str(wired.stopped[name])
+
+
+def test_a_later_process_gets_a_later_incarnation(wired: Wired) -> None:
+    return_scheduler(wired)
+    known = [peer.member.incarnation for peer in wired.scheduler.membership.peers.values()]
+    assert wired.scheduler.membership._next_incarnation > max(known)
