@@ -23,7 +23,7 @@ from kvdist.errors import FencedError
 from kvdist.nodes import NodeId, Role
 from kvdist_launch.exits import SENTENCE_MAX, ProcessExit
 
-RESTARTED = frozenset({Role.WORKER})
+RESTARTED = frozenset({Role.WORKER, Role.SCHEDULER})
 """The roles whose processes can join the cluster that they were lost to."""
 
 HEALTHY_S = 60.0

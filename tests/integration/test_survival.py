@@ -338,3 +338,14 @@ def test_a_scheduler_that_does_not_come_back_ends_the_job_after_its_time(job, tm
     codes = job.finish()
     assert codes["worker-0"] == codes["server-0"] == 75, job.transcript()
     assert "it was not started again within 2 s" in job.processes["worker-0"].text, job.transcript()
+
+
+def test_a_killed_scheduler_is_started_again_and_every_push_counts(job):
+    launcher = job.launch(3, 2, "survival.py", "trains_on", options=[*GOES_ON, "--restart", "3"])
+    job.line("launcher", "step 3")
+    job.kill("scheduler")
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("the scheduler was started 2 times; it was killed by signal 9 (SIGKILL)"), "the fault"
+    for rank in range(3):
+        assert masks_of(job, rank) == {0: [ALL], 1: [ALL], 2: [ALL]}, job.transcript()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 
@@ -329,6 +330,26 @@ def test_processes_that_were_started_again_end_with_a_killed_launcher(launch, is
     pid = int(job.line_with("w1 │ life 1 ").split()[-1])
     job.process.kill()
     assert is_gone(pid, 15.0)
+
+
+@each("words", [(), ("-H", "a", "--security", "none", "--scheduler-on", "a")])
+def test_a_killed_scheduler_is_started_again_at_its_socket_and_told_what_it_missed(launch, launch_on, tmp_path, words):
+    os.mkfifo(tmp_path / "held")
+    held = os.open(tmp_path / "held", os.O_RDWR)  # else the servers would take its end for that of the job
+    script = "import os, time; os.environ['KVDIST_RANK'] == '1' and time.sleep(1.5)"
+    words = ("-n", "2", "-s", "1", *words, *WORDS, "--restart", "3", "python", "-c", script)
+    job = launch(*words, env={"GOODBYE_FIFO": str(tmp_path / "held")})
+    at = job.line_with(" listens at ").split(" at ")[1]
+    pid = int(job.line_with(" pid ").split()[-1])
+    assert "ended worker 0 exit 0" in job.line_with("ended worker 0")
+    os.kill(pid, signal.SIGKILL)
+    assert job.line_with(" listens at ").split(" at ")[1] == at
+    code, out, err = job.finish()
+    os.close(held)
+    assert code == 0, err
+    assert "ended worker 0 exit 0" in out and "ended worker 1 exit 0" in out and "ended scheduler" not in out
+    assert "was killed by signal 9 (SIGKILL); starting it again (1 of 3)" in err
+    assert "kvdist-launch: the scheduler was started 2 times; it was killed by signal 9" in err
 
 
 @pytest.fixture
