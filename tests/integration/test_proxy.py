@@ -62,7 +62,8 @@ def test_the_first_message_of_every_kind_is_lost_or_comes_twice(job, tmp_path, f
         run_through(job, proxy, tmp_path)
     hit = {name.partition(" ")[2] for name in proxy.fired} - {""}
     assert hit >= KINDS - OFTEN, KINDS - OFTEN - hit
-    assert set(proxy.passed) >= KINDS - OFTEN, "all of them were said again"
+    if fate != "delivered":  # the answer may come on the next connection, before anything is said again
+        assert set(proxy.passed) >= KINDS - OFTEN, KINDS - OFTEN - set(proxy.passed)
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
