@@ -104,7 +104,7 @@ class KVStore(KVStoreBase):
         """How many processes of the cluster are known to be lost; it sends no message, and works after a loss too.
 
         Unless ``KVDIST_ON_LOSS`` lets the others go on, the loss of one ends the job, so it is 0 as long as calls
-        succeed. Workers that left by `close` are not lost.
+        succeed. Workers that left by `close` are not lost. In a worker that was given up itself it is at least 1.
         """
         return self._backend.num_dead_nodes()
 

@@ -30,7 +30,7 @@ from kvdist.core.worker.requests import (
     UseKernels,
 )
 from kvdist.dtypes import DType
-from kvdist.errors import ConfigError, DeviceError, PeerLostError, PushRefused, StoreClosed
+from kvdist.errors import ConfigError, DeviceError, FencedError, PeerLostError, PushRefused, StoreClosed
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
@@ -113,7 +113,7 @@ class DistBackend(Backend):
         return self.arrays.optimizer
 
     def num_dead_nodes(self) -> int:
-        return self._cluster.node.view.lost + isinstance(self._cluster.node.failure, PeerLostError)
+        return self._cluster.node.view.lost + isinstance(self._cluster.node.failure, PeerLostError | FencedError)
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -214,7 +214,8 @@ def test_a_worker_that_is_cut_off_from_one_process_is_given_up_and_the_others_ar
         codes = job.finish()
     assert codes == {"scheduler": 0, "server-0": 0, "worker-0": 0, "worker-1": 75}, job.transcript()
     assert re.search(r"worker-1 \(host .*\) was lost.*; 1 worker goes on", job.processes["scheduler"].text)
-    assert job.processes["worker-1"].lines_with(f"PeerLostError: {lost} ("), job.transcript()
+    said = "FencedError: worker-1 was given up" if lost == "scheduler" else "PeerLostError: server-0 ("
+    assert job.processes["worker-1"].lines_with(said), job.transcript()
     found = ast.literal_eval(job.line("worker-0", "masks ").partition("masks ")[2])
     assert found[0] == [ALL] and all(map(is_prefix, found[1])), job.transcript()
     (tmp_path / "cut").unlink()

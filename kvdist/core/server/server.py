@@ -160,7 +160,7 @@ class Server(Machine):
         if source in self.peers.left:
             return ""
         if source in self.peers.lost:
-            return f"{source} was given up, and the others went on without it: this process must not go on"
+            return _given_up(source)
         return f"{source} is not a worker of this cluster: it belongs to an earlier job, or was replaced"
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
@@ -365,6 +365,8 @@ class Server(Machine):
             shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
         effects = [*self._replies(), *(Forget(member) for member in gone if member not in self.peers.lost)]
+        # One that is cut off from the scheduler may wait here for values.
+        effects += [Send(member, Rejected(_given_up(member))) for member in lost.values()]
         if message.lost and (lost or self._settles_again):
             valueless = [number for shard in self._shards for number in shard.valueless()]
             about = self._fates if self._settles_again else lost.values()
@@ -430,3 +432,7 @@ class Server(Machine):
         self.sparse.set_optimizer(message.store, optimizer)
         self._optimizers[message.store] = message
         return [*self._replies(), Send(SCHEDULER_MEMBER, Done(message.request))]
+
+
+def _given_up(worker: Member) -> str:
+    return f"{worker} was given up, and the others went on without it: this process must not go on"
