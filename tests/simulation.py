@@ -161,6 +161,10 @@ class Cluster:
     ones at the end."""
     struck: set[str] = field(default_factory=set)
     """The processes that were hit, and are given up for that."""
+    woken_at: float = 0.0
+    """When a process that was paused goes on."""
+    given_up: dict[str, float] = field(default_factory=dict)
+    """Process → when the scheduler gave up one of its rank for the first time."""
     starting: int = 0
     """Processes that are about to be started again."""
     term: int = 1
@@ -292,6 +296,8 @@ def _start(cluster: Cluster, name: str, role: Role, rank: int, life: int = 0) ->
     process = cluster.processes[name] = Process(
         name, network, lambda transport: _node(cluster, role, rank, transport, life)
     )
+    if role is Role.SCHEDULER:
+        process.after_turn = partial(_note_losses, cluster, process)
     if role is Role.WORKER:
         kind = LeasingUser if oracle.job.examples else User
         user = kind(rank, process.node, oracle.job, oracle, network.random, cluster.shelf, life)
@@ -299,6 +305,14 @@ def _start(cluster: Cluster, name: str, role: Role, rank: int, life: int = 0) ->
         process.after_turn = lambda: _turned(cluster, user)
         user.advance()
     return process
+
+
+def _note_losses(cluster: Cluster, process: Process) -> None:
+    """The scheduler has turned: who was given up just now?"""
+    scheduler = process.node.machine
+    assert isinstance(scheduler, Scheduler)
+    for name in {str(member.node) for member in scheduler.membership.lost} - cluster.given_up.keys():
+        cluster.given_up[name] = cluster.network.now
 
 
 def _tell(cluster: Cluster, rank: int, life: int) -> None:
@@ -442,7 +456,8 @@ def _strike(cluster: Cluster, name: str) -> None:
                 cluster.network.random.uniform(0.05, scenario.returns_s), partial(_return, cluster, closed)
             )
     else:
-        victim.pause(scenario.pause_s, scenario.limits.patience_s)
+        cluster.woken_at = cluster.network.now + scenario.pause_s
+        victim.pause(scenario.pause_s, scenario.limits.silence_s)
 
 
 def _play(cluster: Cluster) -> int:
@@ -495,11 +510,16 @@ def _judge(cluster: Cluster) -> None:
         if isinstance(failure, JobOver):
             continue
         if process.name in cluster.struck:
-            is_late = isinstance(failure, PeerLostError) and failure.node == "scheduler"  # the job was over by then
+            # Nobody is there any more to say so; or it wakes, and a connection that broke before is long overdue.
+            over_at, wakes_at = cluster.processes["scheduler"].ended_at, cluster.woken_at
+            is_late = isinstance(failure, PeerLostError) and not wakes_at < process.ended_at <= over_at
             assert isinstance(failure, FencedError) or is_late, (
                 f"{process.name} was given up and ended with {failure!r}"
             )
             cluster.network.used["fenced"] += not is_late
+            silent_s = cluster.given_up[process.name] - (cluster.struck_at or 0.0)
+            patience_s = cluster.scenario.limits.patience_s
+            assert silent_s < patience_s + 1.0, f"{process.name} was given up after {silent_s:.2f} s of silence"
             continue
         if not _must_abort(cluster):
             assert failure is None, f"{process.name} ended with {failure!r}"
@@ -754,7 +774,7 @@ SCENARIOS: dict[str, Scenario] = {
     "goes on from the start": replace(GOING_ON, victims=("worker-1",), fault_round=-1, tables=True, saves=0.0),
     "goes on or is doomed": replace(GOING_ON, victims=("worker-0",), fault_round=-1, spread_s=0.01),
     "goes on without a zombie": replace(
-        GOING_ON, victims=("worker-2",), pause_s=3.8, weather=STORM, limits=IMPATIENT_OF_SILENCE
+        GOING_ON, victims=("worker-2",), pause_s=3.05, weather=STORM, limits=IMPATIENT_OF_SILENCE
     ),
     "goes on without sums of hosts": replace(GOING_ON, victims=("worker-0", "worker-3"), hosts=2, local_reduce="on"),
     "goes on without a server": replace(GOING_ON, victims=("server-1",)),
@@ -785,7 +805,7 @@ SCENARIOS: dict[str, Scenario] = {
     "leases of lost workers": LEASES,
     "leases of all but one": replace(LEASES, victims=("worker-1", "worker-3", "worker-0"), spread_s=0.2),
     "leases in a storm": replace(LEASES, victims=("worker-1", "worker-2"), weather=STORM, limits=STORM_LIMITS),
-    "leases of a zombie": replace(LEASES, victims=("worker-2",), pause_s=3.8, limits=IMPATIENT_OF_SILENCE),
+    "leases of a zombie": replace(LEASES, victims=("worker-2",), pause_s=3.05, limits=IMPATIENT_OF_SILENCE),
     "leases async": replace(LEASES, mode="async", saves=0.0),
     "leases near the end": replace(LEASES, victims=("worker-0", "worker-1", "worker-2"), fault_round=14, spread_s=0.01),
     "leases and a leaver": replace(LEASES, victims=("worker-2",), leaver=1, leaver_rounds=4),

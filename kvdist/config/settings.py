@@ -632,6 +632,8 @@ REDIAL_S_MIN, REDIAL_S_MAX = 0.1, 2.0
 RECONNECT_GRACE_S = 0.4
 """How long a connection that the peer's end closed may be away. A process that ends closes its connections at once, so
 this is how soon its end is noticed."""
+VERDICT_S = 0.9
+"""How long after the patience a silent process is given up where the others go on without it: less than a second."""
 
 
 @dataclass(frozen=True)
@@ -677,15 +679,19 @@ class Limits:
         """The longest pause between two dials; the first is `REDIAL_S_MIN`, each is twice the one before."""
         return min(max(REDIAL_S_MIN, self.patience_s / 16), REDIAL_S_MAX)
 
-    def reconnect_grace_s(self, after_silence: bool) -> float:
+    def reconnect_grace_s(self, after_silence: bool, goes_on: bool = False) -> float:
         """How long a broken connection may be away before its peer counts as lost.
 
         Args:
             after_silence: whether it had brought nothing for a while, and either end may have broken it for that. It
                 gets what is left of the patience and three eighths more: where the network is back within the
                 patience, the last word came up to a heartbeat before it went, and a dial and a pause are in vain.
+            goes_on: whether the others go on without the peer, so that they must not wait for long, and a mistake
+                costs a restart instead of the job. It gets what is left of the patience and `VERDICT_S`.
         """
-        return RECONNECT_GRACE_S + (5 / 8 * self.patience_s if after_silence else 0.0)
+        if not after_silence:
+            return RECONNECT_GRACE_S
+        return self.patience_s - self.silence_s + VERDICT_S if goes_on else RECONNECT_GRACE_S + 5 / 8 * self.patience_s
 
 
 def limits_of(env: Variables) -> Limits:

@@ -107,24 +107,30 @@ class MonitoredSocket(abc.ABC):
         self._quiet: set[int] = set()
         """Descriptors of connections that had brought nothing for some heartbeats when they were last looked at."""
 
-    def hang_up_silent(self, after_s: float, quiet_s: float) -> None:
+    def hang_up_silent(self, after_s: float, quiet_s: float) -> float:
         """End connections that have brought nothing for `after_s`, and note which are quiet.
 
         Args:
             after_s: from when on a connection is ended.
             quiet_s: from when on a break counts as one after silence: the peer may have ended it for that.
+
+        Returns:
+            How many seconds the most silent one of the others has brought nothing.
         """
-        port = self.endpoint.rpartition(":")[2]
+        port, longest_s = self.endpoint.rpartition(":")[2], 0.0
         if not port.isdigit():
-            return  # of ipc://, where libzmq judges
+            return longest_s  # of ipc://, where libzmq judges
         for descriptor in self.descriptors:
             silent_s = silence_s(descriptor)
             if silent_s >= quiet_s:
                 self._quiet.add(descriptor)
             elif silent_s > 0.0:  # else it may be over, which the monitor has not said yet
                 self._quiet.discard(descriptor)
-            if silent_s >= after_s and shut_down_silent(descriptor, int(port), after_s):
+            if silent_s < after_s:
+                longest_s = max(longest_s, silent_s)
+            elif shut_down_silent(descriptor, int(port), after_s):
                 self._hung_up.add(descriptor)
+        return longest_s
 
     def fell_silent(self, descriptor: int) -> bool:
         """Whether a connection that is reported closed had brought nothing before. Forgets the connection."""

@@ -58,8 +58,12 @@ BACKLOG = 4096
 HANDSHAKE_MS, HANDSHAKE_MS_DIALLED = 5_000, 8_000
 """How long a listener waits for a handshake to end, for which it may be too busy itself; and a dialler, which begins to
 wait before the listener accepts: longer, so that the listener hangs up, and knows that only time ran out."""
-LOOKS_PER_SILENCE, SILENCE_LOOK_S_MAX = 8, 1.0
-"""How often silent connections are looked for: per allowed silence, and at the least."""
+LOOKS_PER_SILENCE, SILENCE_LOOK_S_MIN, SILENCE_LOOK_S_MAX = 8, 0.01, 1.0
+"""How often silent connections are looked for: per allowed silence, and at the least; and once more when one has been
+silent for so long."""
+
+JUDGED_PROBE_S_MAX = 0.5
+"""How often libzmq probes at the least where it judges silence itself."""
 
 LOOK_MS = 100
 """How often connections are looked at that have sent nothing yet, and how long a refused one stays to hear why."""
@@ -347,10 +351,11 @@ class ZeroMQTransport(Transport):
                 return events
 
     def _hang_up_silent(self, now: float) -> None:
-        self._silence_look_at = now + self._silence_look_s
+        longest_s, after_s = 0.0, self.limits.silence_s
         if self._judges_silence and CAN_JUDGE:
             for link in self._links:
-                link.hang_up_silent(self.limits.silence_s, self.limits.quiet_s)
+                longest_s = max(longest_s, link.hang_up_silent(after_s, self.limits.quiet_s))
+        self._silence_look_at = now + min(self._silence_look_s, max(after_s - longest_s, SILENCE_LOOK_S_MIN))
 
     def wake(self) -> None:
         self._wakeup.wake()
@@ -431,12 +436,14 @@ class ZeroMQTransport(Transport):
         made = self._context.socket(kind)
         patience_ms = round(limits.patience_s * 1000)
         libzmq_judges = self._judges_silence and not (CAN_JUDGE and endpoint.startswith("tcp://"))
+        # It counts from its probe on, and with the grace that is less than a second after the patience.
+        probe_s = min(limits.heartbeat_s, JUDGED_PROBE_S_MAX) if libzmq_judges else limits.heartbeat_s
         options = {
             zmq.LINGER: 0,
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
             zmq.MAXMSGSIZE: limits.frame_bytes_max,
-            zmq.HEARTBEAT_IVL: round(limits.heartbeat_s * 1000),
+            zmq.HEARTBEAT_IVL: round(probe_s * 1000),
             zmq.HEARTBEAT_TIMEOUT: patience_ms if libzmq_judges else 0,
             zmq.HANDSHAKE_IVL: HANDSHAKE_MS if kind == zmq.ROUTER else HANDSHAKE_MS_DIALLED,
             zmq.TCP_KEEPALIVE: 1,

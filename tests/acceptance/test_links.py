@@ -36,6 +36,11 @@ ONE_KEY = """
 """
 """One key, once in each direction and once more to begin with."""
 
+UPDATED = ONE_KEY.replace(
+    'store.init("w"', 'store.set_optimizer("sgd", learning_rate=0.5)\n    store.init("w"'
+).replace("store.num_workers * weight", "(1 - 0.5 * store.num_workers) * weight")
+"""The same where the server updates, and a lost worker would not end the job at once."""
+
 ROWS = """
     import sys
     import numpy as np
@@ -71,12 +76,16 @@ def test_a_key_of_four_megabytes_crosses_a_link_of_8_mbit(job, script, hosts, cl
     succeed(job, 1)
 
 
-@pytest.mark.parametrize("program,count", [(ONE_KEY, 100_000), (ROWS, 6_000)], ids=["dense", "rows"])
+@pytest.mark.parametrize(
+    "program,count,on_loss",
+    [(ONE_KEY, 100_000, "fail"), (UPDATED, 100_000, "continue"), (ROWS, 6_000, "fail")],
+    ids=["dense", "dense, going on", "rows"],
+)
 def test_what_takes_longer_than_the_patience_crosses_a_link_of_1_mbit(
-    job, script, hosts, cluster_over_link, program, count
+    job, script, hosts, cluster_over_link, program, count, on_loss
 ):
     limit(hosts, 1)
-    cluster_over_link(1, 1, script(program), str(count), **SHORT)
+    cluster_over_link(1, 1, script(program), str(count), **SHORT, KVDIST_ON_LOSS=on_loss)
     succeed(job, 1)
     sent, received = hosts[0].traffic()
     assert min(sent, received) > 2 * 1e6 / 8, "each direction was busy for longer than the patience"

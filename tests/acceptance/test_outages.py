@@ -13,13 +13,28 @@ PATIENCES_S = [4, pytest.param(10, marks=pytest.mark.slow)]
 BACK_SHARE = 0.4
 """Of the patience: by then every connection is back. A dial in vain, a pause and another dial take half of this."""
 
+UPDATED = (
+    ROUNDS.replace('    store.init("w"', '    store.set_optimizer("sgd", learning_rate=1.0)\n    store.init("w"')
+    .replace("value = np.full(20_000, rounds,", "value = np.full(20_000, -1,")
+    .replace("store.num_workers * rounds", "store.num_workers * (rounds + 1)")
+)
+"""The same with a store that updates, which alone can go on without a worker."""
 
-@pytest.mark.parametrize("patience_s", PATIENCES_S)
-def test_outages_that_are_shorter_than_the_patience_do_not_end_the_job(
-    job, script, hosts, cluster_over_link, tmp_path, patience_s
+
+@pytest.mark.parametrize(
+    ("patience_s", "on_loss", "program", "shares"),
+    [
+        (4, "fail", ROUNDS, (0.70, 0.85, 0.95)),
+        pytest.param(10, "fail", ROUNDS, (0.70, 0.85, 0.95), marks=pytest.mark.slow),
+        pytest.param(4, "continue", UPDATED, (0.60, 0.70, 0.80), marks=pytest.mark.slow),
+    ],
+)
+def test_outages_that_are_shorter_than_the_patience_lose_nobody(
+    job, script, hosts, cluster_over_link, tmp_path, patience_s, on_loss, program, shares
 ):
-    cluster_over_link(2, 1, script(ROUNDS), str(tmp_path), KVDIST_PATIENCE_S=str(patience_s))
-    for share in (0.70, 0.85, 0.95):
+    words = {"KVDIST_PATIENCE_S": str(patience_s), "KVDIST_ON_LOSS": on_loss}
+    cluster_over_link(2, 1, script(program), str(tmp_path), **words)
+    for share in shares:
         is_going_on(job)
         lose_packets_for(job, hosts, share * patience_s)
         is_going_on(job)

@@ -575,6 +575,21 @@ def test_who_is_back_within_the_patience_has_the_time_to_dial(patience_s):
     assert back_s < limits.silence_s + limits.reconnect_grace_s(after_silence=True) <= 1.375 * limits.patience_s + 0.4
 
 
+@each("patience_s", [1, 2, 10, 60])
+def test_where_the_others_go_on_a_silent_process_is_given_up_within_a_second_after_the_patience(patience_s):
+    limits = Limits(patience_s=patience_s)
+    lost_s = limits.silence_s + limits.reconnect_grace_s(after_silence=True, goes_on=True)
+    assert limits.patience_s < lost_s <= limits.patience_s + 0.9 < patience_s + 1.0
+    assert limits.reconnect_grace_s(after_silence=False, goes_on=True) == limits.reconnect_grace_s(after_silence=False)
+
+
+@each("patience_s", [1, 1.5, 2, 4, 10, 30, 60, 3600])
+def test_where_the_others_go_on_who_is_back_within_four_fifths_of_the_patience_has_the_time_to_dial(patience_s):
+    limits = Limits(patience_s=patience_s)
+    back_s = limits.heartbeat_s + 0.8 * patience_s + limits.dial_s + limits.redial_s
+    assert back_s <= limits.silence_s + limits.reconnect_grace_s(after_silence=True, goes_on=True)
+
+
 # Jobs without servers.
 
 

@@ -197,7 +197,8 @@ class Life:
         network.after(
             network.delay(), lambda: self.dialled.dialler.happen(Disconnected(self.dialled, reason, after_silence))
         )
-        notice_s = network.delay() + (RECONNECT_S * 1.5 if network.random.random() < 0.3 else 0.0)
+        is_slow = network.random.random() < 0.3 and not after_silence  # who breaks a silent one knows of it
+        notice_s = network.delay() + (RECONNECT_S * 1.5 if is_slow else 0.0)
         network.after(notice_s, lambda: self.acceptor.happen(Disconnected(self, reason, after_silence)))
         network.after(RECONNECT_S * network.random.uniform(0.1, 1.0), lambda: self.dialled.dialler.dial(self.dialled))
 

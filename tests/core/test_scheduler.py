@@ -364,6 +364,20 @@ def test_a_broken_connection_is_lost_after_the_grace_and_sooner_if_the_peer_clos
     assert isinstance(wired.stopped[who], PeerLostError)
 
 
+@each("patience_s", [1.0, 2.0, 10.0])
+def test_where_the_others_go_on_a_silent_worker_is_given_up_less_than_a_second_after_the_patience(
+    patience_s: float,
+) -> None:
+    limits = Limits(patience_s=patience_s)
+    wired = Wired(3, 1, limits, on_loss="continue")
+    scheduler, silent = wired.scheduler, wired.member("worker-1")
+    wired.observe("scheduler", PeerDisconnected(silent, "gone", after_silence=True))
+    wired.advance(patience_s - limits.silence_s)
+    assert silent not in scheduler.membership.lost
+    wired.advance(0.95)
+    assert silent in scheduler.membership.lost and wired.stopped.keys() <= {"worker-1"}
+
+
 def test_a_connection_that_comes_back_in_time_is_forgiven() -> None:
     wired = Wired(2, 1)
     wired.observe("scheduler", PeerDisconnected(wired.member("worker-1"), "connection reset"))

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from kvdist.config.settings import Limits
 from kvdist.core.host_aggregation import HostRound, HostRounds
 from kvdist.core.machine import ChildEnded, Effect, Send
 from kvdist.core.reliable import PeerLink, Reliable
@@ -640,6 +641,7 @@ def continues_the_line(self: Reliable, packet: Packet, now: float) -> list[Effec
     return effects
 
 
+GRACE_S = Limits.reconnect_grace_s
 ORIGINAL_REREGISTER = Worker._reregister
 ORIGINAL_RECALL = Keys.recall
 ORIGINAL_SET_OPTIMIZER = Server._set_optimizer
@@ -752,6 +754,10 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "what a silent worker reads is written": (
         "goes on without a zombie",
         [(Membership, "lose", thinks_the_silent_have_ended)],
+    ),
+    "a silent worker is given up as late as where that ends the job": (
+        "goes on without a zombie",
+        [(Limits, "reconnect_grace_s", lambda limits, after_silence, goes_on=False: GRACE_S(limits, after_silence))],
     ),
     "barriers wait for lost workers": ("goes on", [(Scheduler, "_without_departed", goes_on_without("barriers"))]),
     "keys wait for lost workers": (

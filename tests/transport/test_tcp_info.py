@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ from kvdist.config.settings import Limits
 from kvdist.transport.base import Disconnected
 from kvdist.transport.sockets import CONNECTED, DISCONNECTED, UP, DialledSocket
 from kvdist.transport.tcp_info import shut_down_silent, silence_s
+from kvdist.transport.zeromq import ZeroMQTransport
 from tests.cases import each
 
 only_linux_tells = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
@@ -84,3 +86,16 @@ def test_a_break_comes_after_silence_if_the_last_look_found_none_of_the_last_hea
         link.close()
     assert [(type(event), event.after_silence) for event in events] == [(Disconnected, after_silence)]
     assert hung_up == ([(77, 9, 7.5)] if max(looks, default=0) >= 7.5 else [])
+
+
+def test_silence_is_looked_for_when_it_is_due_and_not_only_now_and_then(monkeypatch):
+    looked = []
+    monkeypatch.setattr("kvdist.transport.zeromq.CAN_JUDGE", True)
+    transport = ZeroMQTransport(Limits(patience_s=10.0))
+    with contextlib.closing(transport):
+        transport.bind("tcp://127.0.0.1:0")
+        for longest_s in (0.5, 7.0, 7.499, 7.6):
+            monkeypatch.setattr(transport._links[0], "hang_up_silent", lambda *_, said=longest_s: said)
+            transport._hang_up_silent(100.0)
+            looked.append(transport._silence_look_at)
+    assert looked == pytest.approx([100.9375, 100.5, 100.01, 100.01])

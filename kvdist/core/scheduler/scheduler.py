@@ -229,10 +229,10 @@ class Scheduler(Machine):
         self._now = now
         match event:
             case PeerDisconnected(member, reason, after_silence):
-                due = now + self.limits.reconnect_grace_s(after_silence)
                 # libzmq does not say whether it was itself that closed a silent connection within a host.
                 is_silent = after_silence or now - self._heard.get(member, now) > self.limits.quiet_s
-                self.membership.suspect(member, due, reason, is_silent)
+                grace_s = self.limits.reconnect_grace_s(after_silence, self.on_loss is not OnLoss.FAIL)
+                self.membership.suspect(member, now + grace_s, reason, is_silent)
             case PeerConnected(member):
                 self.membership.trust(member)
             case Unreachable(member, reason):
