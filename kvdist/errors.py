@@ -113,6 +113,10 @@ class DuplicateNameError(CollectiveError, ValueError):
     """An operation is called while another one of its kind and name is in progress; the other ranks do not learn it."""
 
 
+class ProcessSetError(CollectiveError, ValueError):
+    """A rank calls an operation of a process set that it is not in, or that does not exist; no other rank learns it."""
+
+
 class RankLostError(PeerLostError, CollectiveError):
     """A rank of a collective job is gone. `node` is its name, such as ``rank 3``."""
 

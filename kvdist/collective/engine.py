@@ -25,7 +25,7 @@ from kvdist.collective.signature import JOIN_SIGNATURE
 from kvdist.collective.timeline import NO_TIMELINE, FileTimeline, Timeline
 from kvdist.config.environment import World, placed
 from kvdist.config.settings import CollectiveSettings
-from kvdist.errors import CollectiveError, ConfigError, ForkError
+from kvdist.errors import CollectiveError, ConfigError, ForkError, ProcessSetError
 
 ALL_RANKS = 0
 """The number of the group of all ranks."""
@@ -92,13 +92,13 @@ class CollectiveEngine:
         """Return a group that this rank is a member of.
 
         Raises:
-            CollectiveError: it is not a member.
+            ProcessSetError: it is not a member.
         """
         try:
             return self._groups[number]
         except KeyError:
             known = f"of ranks {list(self.sets[number])}" if number in self.sets else "which does not exist"
-            raise CollectiveError(f"rank {self.world.rank} is not in process set {number}, {known}") from None
+            raise ProcessSetError(f"rank {self.world.rank} is not in process set {number}, {known}") from None
 
     def submit(self, operation: Operation, number: int = ALL_RANKS) -> Future[Any]:
         """Queue an operation of a group; return the future of its result.

@@ -126,7 +126,7 @@ def run(
             modules that it uses must be importable in a new process, on each machine.
         args: its arguments.
         kwargs: its arguments by name.
-        num_proc, np: number of workers, at least 1; 1 if neither is given, and `num_proc` wins.
+        num_proc, np: number of workers, at least 1; 1 if neither is given, and `np` wins, as in Horovod.
         hosts, hostfile: such as ``'localhost:4,node2:4'``, or a file of lines ``HOST slots=N``: how many workers each
             takes; None is this machine. Others are reached by ssh, and have kvdist and cloudpickle at the same path.
         start_timeout: seconds that the processes may take to find each other.
@@ -160,7 +160,7 @@ def run(
         min_num_proc=min_num_proc, max_num_proc=max_num_proc, slots=slots, reset_limit=reset_limit,
         cooldown_range=cooldown_range, host_discovery_script=host_discovery_script, min_np=min_np, max_np=max_np,
     )  # fmt: skip
-    count = num_proc if num_proc is not None else np if np is not None else 1
+    count = np if np is not None else num_proc if num_proc is not None else 1
     for name, number, least in (("np", count, 1), ("servers", servers, 0)):
         if number < least:
             raise ConfigError(f"{name} is {number}; a job needs at least {least}")

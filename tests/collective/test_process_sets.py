@@ -8,7 +8,7 @@ import torch
 import kvdist.collective as hvd
 from kvdist.collective.basics import current
 from kvdist.collective.process_sets import ProcessSet, add_process_sets
-from kvdist.errors import CollectiveError, CollectiveMismatch, RankLostError
+from kvdist.errors import CollectiveMismatch, ProcessSetError, RankLostError
 from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
@@ -126,7 +126,7 @@ def test_a_rank_that_is_not_in_a_set_cannot_use_it_and_disturbs_nobody():
         if rank == 0:
             hvd.barrier(first)
             return first.rank()
-        with pytest.raises(CollectiveError, match=r"rank 1 is not in process set 1, of ranks \[0\]"):
+        with pytest.raises(ProcessSetError, match=r"rank 1 is not in process set 1, of ranks \[0\]"):
             hvd.barrier(first)
         with pytest.raises(ValueError, match="rank 1 is not in"):
             first.rank()

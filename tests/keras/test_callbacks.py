@@ -160,6 +160,18 @@ def test_weights_and_the_optimizers_state_become_those_of_the_root_before_the_fi
     assert of_first == of_second == [9, pytest.approx(0.02)]
 
 
+def test_a_model_may_be_broadcast_without_a_callback(keras, hvd):
+    def broadcast(rank):
+        model = linear(keras, keras.optimizers.Adam(0.1), seed=rank)
+        model.optimizer.build(model.trainable_variables)
+        model.optimizer.iterations.assign(rank + 3)
+        hvd.broadcast_global_variables(1, model)
+        return [array.tolist() for array in weights(model)], int(model.optimizer.iterations)
+
+    root = [array.tolist() for array in weights(linear(keras, "sgd", seed=1))]
+    assert returned(run_ranks(2, broadcast)) == [(root, 4)] * 2
+
+
 def test_a_rank_that_has_made_other_models_before_trains_with_the_others(keras, hvd):
     def train(rank):
         if rank == 0:
@@ -241,6 +253,8 @@ def test_the_best_model_is_written_by_rank_0_alone(keras, hvd, tmp_path):
 
     returned(run_ranks(2, train))
     assert [path.name for path in tmp_path.iterdir()] == ["0.keras"]
+    best = hvd.callbacks.BestModelCheckpoint("loss", 1, "max", 5)  # in the order of horovod.keras
+    assert (best.mode, best.save_freq) == ("max", 5)
 
 
 def test_the_best_weights_are_written_alone(keras, hvd, tmp_path, monkeypatch):

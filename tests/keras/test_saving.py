@@ -86,3 +86,7 @@ def test_optimizers_that_keras_does_not_know_are_named(keras, hvd, tmp_path):
 
     (loaded,) = returned(run_ranks(1, save_and_load))
     assert isinstance(loaded, halving) and float(loaded.learning_rate) == 0.5
+    # Keras itself takes a class there, and no function that makes one.
+    for load in (hvd.load_model, keras.saving.load_model):
+        with pytest.raises(ValueError, match="Could not interpret optimizer identifier"):
+            load(path, custom_objects={"HalvingSGD": lambda **config: halving(**config)})

@@ -250,6 +250,7 @@ def test_without_cloudpickle_the_error_says_what_to_install(monkeypatch):
     [
         ({"np": 0}, "np is 0; a job needs at least 1"),
         ({"num_proc": 0}, "np is 0; a job needs at least 1"),
+        ({"num_proc": 1, "np": 0}, "np is 0; a job needs at least 1"),
         ({"servers": -1}, "servers is -1; a job needs at least 0"),
     ],
 )

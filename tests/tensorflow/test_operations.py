@@ -139,6 +139,74 @@ def test_rows_are_exchanged_and_scattered(mode):
     assert first[7:] == second[7:] == gathered + reduced
 
 
+@pytest.mark.parametrize("mode", ["eager", "function", "session"])
+def test_four_ranks_get_the_values_that_horovods_documents_say(mode):
+    """The oracle is NumPy, by the sentences of Horovod's reference."""
+    ranks = 4
+    of_ranks = [np.arange(6, dtype=np.float32) - 2 + rank for rank in range(ranks)]
+    integers = [np.array([-7, 7], np.int32) - rank for rank in range(ranks)]
+    stack, total = np.stack(of_ranks), np.sum(of_ranks, 0)
+
+    def operate(rank):
+        def values(x, i):
+            return {
+                "average": hvd.allreduce(x),
+                "sum": hvd.allreduce(x, average=False),
+                "min": hvd.allreduce(x, op=hvd.Min),
+                "max": hvd.allreduce(x, op=hvd.Max),
+                "product": hvd.allreduce(x, op=hvd.Product),
+                "adasum of equals": hvd.allreduce(tf.ones(3), op=hvd.Adasum),
+                "scaled": hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0),
+                "average of integers": hvd.allreduce(i),
+                "scaled integers": hvd.allreduce(i, op=hvd.Sum, prescale_factor=0.5),
+                "group": tf.concat(hvd.grouped_allreduce([x, x[:2]], op=hvd.Sum), 0),
+                "rows": hvd.allgather(x[: rank + 1]),
+                "group of rows": tf.concat(hvd.grouped_allgather([x[:1], x[1 : rank + 1]]), 0),
+                "of rank 2": hvd.broadcast(x, 2),
+                "parts": hvd.alltoall(x[:4]),
+                "parts of given sizes": hvd.alltoall(x, tf.constant([0, 1, 2, 3]))[0],
+                "counts": hvd.alltoall(x, tf.constant([0, 1, 2, 3]))[1],
+                "scattered": hvd.reducescatter(x, op=hvd.Sum),
+                "group scattered": hvd.grouped_reducescatter([x], prescale_factor=2.0)[0],
+            }
+
+        with contextlib.ExitStack() as graph:
+            if mode == "session":
+                graph.enter_context(tf.Graph().as_default())
+            made = (tf.function(values) if mode == "function" else values)(
+                tf.constant(of_ranks[rank]), tf.constant(integers[rank])
+            )
+            if mode == "session":
+                made = graph.enter_context(tf.compat.v1.Session()).run(made)
+            return {name: np.array(value).tolist() for name, value in made.items()}
+
+    begins, sizes = [0, 2, 4, 5], [2, 2, 1, 1]  # the first ranks have one row more
+    parts = [0, 0, 1, 3]  # where each rank's begins, by the splits
+    for rank, found in enumerate(returned(run_ranks(ranks, operate))):
+        own = slice(begins[rank], begins[rank] + sizes[rank])
+        expected = {
+            "average": total / ranks,
+            "sum": total,
+            "min": stack.min(0),
+            "max": stack.max(0),
+            "product": stack.prod(0),
+            "adasum of equals": np.ones(3),
+            "scaled": total * 1.5,
+            "average of integers": np.trunc(np.sum(integers, 0) / ranks),
+            "scaled integers": np.sum([np.trunc(one * 0.5) for one in integers], 0),
+            "group": np.concatenate([total, total[:2]]),
+            "rows": np.concatenate([one[: i + 1] for i, one in enumerate(of_ranks)]),
+            "group of rows": np.concatenate([stack[:, 0], *(one[1 : i + 1] for i, one in enumerate(of_ranks))]),
+            "of rank 2": of_ranks[2],
+            "parts": stack[:, rank],
+            "parts of given sizes": stack[:, parts[rank] : parts[rank] + rank].ravel(),
+            "counts": np.full(ranks, rank),
+            "scattered": total[own],
+            "group scattered": 2 * total[own] / ranks,
+        }
+        assert found == {name: value.tolist() for name, value in expected.items()}, rank
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_operation_with_a_gradient_has_horovods(ranks):
     """Horovod's rules: those of the ops that `horovod/tensorflow/mpi_ops.py` registers gradients for."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import kvdist.tensorflow as hvd
-from kvdist.errors import CollectiveError, CollectiveMismatch
+from kvdist.errors import CollectiveMismatch, ProcessSetError
 from tests.collective.ranks import returned, run_ranks
 from tests.keras.models import SAMPLES, data, linear, of_keras, weights
 
@@ -59,6 +61,8 @@ def test_arguments_of_the_keras_within_have_the_order_of_horovods():
         return seen
 
     assert returned(run_ranks(2, train)) == [[1.0, -1.5]] * 2
+    best = hvd.keras.callbacks.BestModelCheckpoint("loss", 1, True, "max", 5)
+    assert (best.save_weights_only, best.mode, best.save_freq) == (True, "max", 5)
 
 
 @keras_warns
@@ -197,6 +201,15 @@ def test_the_hook_gives_all_sessions_the_variables_of_the_root():
     assert returned(run_ranks(2, train)) == [[2.0]] * 2
 
 
+def test_xla_compiles_no_operation():
+    def operate(rank):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="unsupported operations"):
+            tf.function(lambda: hvd.allreduce(tf.ones(2)), jit_compile=True)()
+        return linear(keras, hvd.DistributedOptimizer(keras.optimizers.SGD())).jit_compile
+
+    assert returned(run_ranks(1, operate)) == [False]
+
+
 def test_what_cannot_be_done_is_refused_with_a_reason():
     with pytest.raises(RuntimeError, match=r"use broadcast_variables\("):
         hvd.broadcast_global_variables(0)
@@ -251,6 +264,20 @@ def test_an_optimizer_of_sessions_keeps_local_variables_and_combines_steps_by_ad
     assert returned(run_ranks(2, train, hvd.Average, True)) == [[4.5, 5.0], [5.0, 4.5]]
 
 
+def test_adasum_is_of_the_gradients_of_a_tape_and_of_the_steps_of_an_optimizer_of_keras():
+    def train(rank):
+        weight = tf.Variable([5.0, 5.0])
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(weight * tf.one_hot(rank, 2))
+        found = hvd.DistributedGradientTape(tape, op=hvd.Adasum).gradient(loss, weight)
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(0.5), op=hvd.Adasum)
+        optimizer.apply([tf.one_hot(rank, 2)], [weight])
+        return found.numpy().tolist(), weight.numpy().tolist()
+
+    # Orthogonal ones are added; means would be halves and 4.75.
+    assert returned(run_ranks(2, train)) == [([1.0, 1.0], [4.5, 4.5])] * 2
+
+
 def test_two_optimizers_of_one_class_step_in_one_run_of_a_session():
     def train(rank):
         with tf.Graph().as_default(), v1.Session() as session:
@@ -276,11 +303,23 @@ def test_a_process_set_trains_together_and_other_ranks_alone():
             loss = weight * (rank + 1.0)
         (found,) = hvd.DistributedGradientTape(tape, process_set=pair).gradient(loss, [weight])
         if rank == 2:
-            with pytest.raises(CollectiveError, match="rank 2 is not in process set"):
-                hvd.allreduce(weight, process_set=pair)
-        return found.numpy().tolist()
+            call = partial(hvd.allreduce, weight, process_set=pair)
+            errors = tf.errors.InvalidArgumentError
+            for made, kind in ((call, ProcessSetError), (call, errors), (tf.function(call), errors)):
+                with pytest.raises(kind, match="rank 2 is not in process set"):
+                    made()
+        sgd = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=pair)
+        sgd.apply([tf.constant([rank + 1.0])], [weight])
+        with tf.Graph().as_default(), v1.Session() as session:
+            other = v1.get_variable("weight", initializer=[1.0])
+            sgd = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), process_set=pair)
+            train_op = sgd.minimize(other * (rank + 1.0))
+            session.run(v1.global_variables_initializer())
+            session.run(train_op)
+            applied = session.run(other)
+        return [one.tolist() for one in (found.numpy(), weight.numpy(), applied)]
 
-    assert returned(run_ranks(3, step)) == [[1.5], [1.5], [3.0]]
+    assert returned(run_ranks(3, step)) == [[[1.5], [-0.5], [-0.5]]] * 2 + [[[3.0], [-2.0], [-2.0]]]
 
 
 @pytest.mark.parametrize("groups", [0, -1, "two"])

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import kvdist.tensorflow.keras.callbacks as _callbacks
 from kvdist import keras as _keras
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, global_process_set
 from kvdist.collective.reduction import NoneCompressor
@@ -9,6 +10,8 @@ from kvdist.horovod import without_elastic
 from kvdist.keras import *  # noqa: F403
 from kvdist.keras import __all__ as __all__
 from kvdist.keras.optimizer import Groups
+
+callbacks = _callbacks  # type: ignore[misc]  # not those of kvdist.keras, which the star has brought
 
 if not TYPE_CHECKING:
     __getattr__ = without_elastic(__name__)
