@@ -1,6 +1,7 @@
 """Ranks that call different things all get the same error, and go on."""
 
 import random
+import re
 import threading
 import time
 
@@ -274,7 +275,8 @@ def test_a_thread_may_call_a_name_long_after_all_others_wait_for_it(is_first, ca
 
     settings = CollectiveSettings(stall_check_s=0.2)
     assert returned(run_ranks(2, program, settings=settings)) == [[[1.0, 1.0]] * 2] * 2
-    assert "to call allreduce 'a' of float32[2]" in caplog.text
+    # Of the one or the other: whichever has waited for so long first.
+    assert re.search(r"to call allreduce '[ab]' of float32\[2\]", caplog.text)
 
 
 def test_an_operation_that_is_done_ends_though_the_next_one_still_waits_for_another_rank():
