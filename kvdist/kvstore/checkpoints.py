@@ -77,6 +77,7 @@ from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import SavedFile
 from kvdist.runtime.cluster import PROCESS_CLUSTER
 from kvdist.runtime.node import Finish
+from kvdist.runtime.waits import AwaitedFuture
 
 LOG = logging.getLogger("kvdist")
 
@@ -110,7 +111,7 @@ class Checkpoint:
     data: Mapping[str, Any] | None = None
 
 
-class CheckpointFuture(Future[Path]):
+class CheckpointFuture(AwaitedFuture[Path]):
     """What `save_checkpoint` returns: the folder, or why there is no checkpoint. Cannot be cancelled.
 
     A failure is the program's once it has looked: by `result()` or `exception()`, or because a later call on the store
@@ -120,7 +121,7 @@ class CheckpointFuture(Future[Path]):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self.settled: Future[None] = Future()
+        self.settled: AwaitedFuture[None] = AwaitedFuture()
         """Done when this is; to wait for it is not to look."""
         self._is_abandoned = False
         self.set_running_or_notify_cancel()

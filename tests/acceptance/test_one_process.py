@@ -537,22 +537,69 @@ UNEVEN = """
 """
 
 
+@pytest.mark.slow_cases("average", "store")
 @pytest.mark.parametrize(
     "call, message",
     [
-        ("store.barrier()", "worker-1 waits for worker-0 in barrier"),
-        ("store.average(1.0)", "worker-1 waits for worker-0 in barrier .average"),
-        ("import os; os.kill(os.getpid(), 9)", "PeerLostError: worker-1 .* was lost, .*: killed by signal 9"),
+        pytest.param("store.barrier()", "worker-1 waits for worker-0 in barrier", id="barrier"),
+        pytest.param("store.average(1.0)", "worker-1 waits for worker-0 in barrier .average", id="average"),
+        pytest.param("kv.create('dist').init('w', net.bias)", "worker-1 waits for worker-0 in init of", id="store"),
+        pytest.param(
+            "trainer.save_checkpoint('saved', 1).result()",
+            "worker-1 waits for worker-0 in checkpoint of step 1",
+            id="checkpoint",
+        ),
+        pytest.param(
+            "import os; os.kill(os.getpid(), 9)",
+            "PeerLostError: worker-1 .* was lost, .*: killed by signal 9",
+            id="death",
+        ),
     ],
 )
-def test_who_waits_for_a_worker_that_is_done_is_named(job, script, call, message):
+def test_who_waits_for_a_worker_that_is_done_is_named(job, script, tmp_path, monkeypatch, call, message):
+    monkeypatch.chdir(tmp_path)
     job.launch(2, 1, script(UNEVEN % call))
     assert any(job.finish().values())
     job.match("launcher", f".*{message}.*")
 
 
-def test_without_join_the_error_names_both_places(job, script):
-    text = UNEVEN.replace("with trainer.join():", "if True:").replace("%s", "pass")
-    job.launch(2, 1, script(text + "        store.barrier()\n"))
+@pytest.mark.slow_cases("average", "barrier", "checkpoint here", "exception")
+@pytest.mark.parametrize(
+    "call, place",
+    [
+        pytest.param("store.barrier()", "barrier", id="barrier"),
+        pytest.param("store.average(1.0)", "barrier .average.*", id="average"),
+        pytest.param("trainer.save_checkpoint('saved', 1)", "checkpoint of step 1", id="checkpoint"),  # closing waits
+        pytest.param("trainer.save_checkpoint('saved', 1).exception()", "checkpoint of step 1", id="exception"),
+        pytest.param("trainer.save_checkpoint('saved', 1)", "barrier .average.*", id="checkpoint here"),
+    ],
+)
+def test_without_join_the_error_names_both_places(job, script, tmp_path, monkeypatch, request, call, place):
+    monkeypatch.chdir(tmp_path)
+    where = "store, update_on_kvstore=False" if "here" in request.node.callspec.id else "store"
+    text = UNEVEN.replace("with trainer.join():", "if True:").replace("%s", "pass").replace("=store)", f"={where})")
+    job.launch(2, 1, script(f"{text}        {call}\n"))
     assert any(job.finish().values())
-    job.match("launcher", ".*worker-0 waits for worker-1 in barrier; worker-1 waits for worker-0 to push 'weight' .*")
+    job.match("launcher", f".*worker-0 waits for worker-1 in {place}; worker-1 waits for worker-0 to push 'weight' .*")
+
+
+LEAVES = """
+    import torch
+    from kvdist import Trainer, kv
+    with kv.create("dist") as store:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store, update_on_kvstore=%s)
+        for number in range(1 + 2 * store.rank):
+            weight.grad = torch.full((1,), store.rank + 1.0)
+            trainer.step()
+        print("worker", store.rank, "has", weight.item())
+"""
+
+
+@pytest.mark.slow_cases("False")
+@pytest.mark.parametrize("here", ["True", "False"])
+def test_who_closes_its_last_store_has_left_and_means_are_over_those_that_remain(job, script, here):
+    """Gradients of 1 and 2: first the mean of both, then worker 1's alone."""
+    launcher = job.launch(2, 1, script(LEAVES % here))
+    job.succeed()
+    assert launcher.lines_with("worker 0 has -1.5") and launcher.lines_with("worker 1 has -5.5"), job.transcript()
