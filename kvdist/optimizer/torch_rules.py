@@ -31,7 +31,7 @@ from kvdist.optimizer.adam import corrected, moment_numbers, ratio
 from kvdist.optimizer.base import Optimizer, States, Step
 from kvdist.optimizer.registry import register
 from kvdist.optimizer.sgd import add_decay
-from kvdist.schema import flag, number, text
+from kvdist.schema import TEXT_BYTES_MAX, flag, number, text
 
 WORDS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"lr": ("learning_rate",), "weight_decay": ("wd",), "betas": ("beta1", "beta2")}
@@ -191,6 +191,9 @@ def grouped(cls: type[TorchRule], groups: Sequence[tuple[Sequence[int], Mapping[
         cls: the rule.
         groups: the keys of each parameter group, and its hyper-parameters by torch's names, all of them; what the rule
             does not know is left out.
+
+    Raises:
+        ValueError: what differs is too long to travel.
     """
     names = own_fields(cls)
     keys_of: dict[tuple[Any, ...], list[int]] = {}
@@ -204,9 +207,15 @@ def grouped(cls: type[TorchRule], groups: Sequence[tuple[Sequence[int], Mapping[
         for numbers, keys in listed.items()
         if numbers is not usual
     ]
-    return dict(zip(names, usual, strict=True)) | {
-        "groups": json.dumps(others, separators=(",", ":")) if others else ""
-    }
+    text = json.dumps(others, separators=(",", ":")) if others else ""
+    if len(text) > TEXT_BYTES_MAX:
+        differ = sorted({name for _, own in others for name in own})
+        raise ValueError(
+            f"the parameter groups differ in {', '.join(differ)}, which takes {len(text)} bytes as text; a server takes"
+            f" {TEXT_BYTES_MAX}. Let fewer groups differ in these (any number may in lr and weight_decay), list the"
+            " parameters of a group one after the other, or update on each worker (docs/pytorch.md)"
+        )
+    return dict(zip(names, usual, strict=True)) | {"groups": text}
 
 
 def _listed(keys: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.compression import from_params
 from kvdist.optimizer.registry import create as create_optimizer
-from kvdist.optimizer.torch_rules import TORCH_RULES, TorchRule, known_words
+from kvdist.optimizer.torch_rules import IGNORED, TORCH_RULES, TorchRule, known_words
 from kvdist.training.parameters import GROUP_ENTRIES, Parameter, ranges
 
 BIG_PARAMETER_ELEMENTS = 16 * 1024 * 1024
@@ -164,7 +164,7 @@ def group_entries(optimizer: Any, rule: Optimizer) -> Collection[str]:
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         return ("params",)
-    return ("params", *rule.words()) if isinstance(rule, TorchRule) else GROUP_ENTRIES
+    return ("params", *rule.words(), *IGNORED) if isinstance(rule, TorchRule) else GROUP_ENTRIES
 
 
 def refuse_what_contradicts(

@@ -12,7 +12,6 @@ from pathlib import Path
 import msgpack
 
 HERE = "127.0.0.1"
-PATIENCE_S = 10.0
 READ_S = 60.0
 IDLE_LOOKS, LOOK_S = 10, 0.005
 """A process that has messages to read does not sleep for so many looks in a row, with this pause between them."""
@@ -42,7 +41,7 @@ def message(kind: int, fields: list[object], job: int, role: int, rank: int, inc
 @contextlib.contextmanager
 def dialled(port: int) -> Iterator[socket.socket]:
     """A connection after the handshake."""
-    with socket.create_connection((HERE, port), PATIENCE_S) as connection:
+    with socket.create_connection((HERE, port), READ_S) as connection:
         connection.sendall(GREETING)
         received(connection, len(GREETING))
         connection.sendall(frame(READY, COMMAND))

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import kvdist
 from kvdist import Trainer, kv
 from tests.acceptance.together import Together, same
 from tests.collective.ranks import returned, run_ranks
@@ -506,8 +507,16 @@ def test_what_a_worker_that_is_done_cannot_do_is_refused(store):
         with pytest.raises(NotImplementedError, match="needs a store 'dist', and this one is 'collective'"):
             elsewhere.join().__enter__()
     trainer.set_learning_rate(0.1 + store.rank)
-    with pytest.raises(ValueError, match="learning_rate 1.1"), trainer.join():
+    with pytest.raises(kvdist.InitMismatch, match="learning_rate 1.1"), trainer.join():
         pass
+    with kv.create("dist") as other:
+        net = network()
+        there = Trainer(net.parameters(), "sgd", {"learning_rate": 0.1}, kvstore=other)
+        there.broadcast_parameters()
+        there.set_learning_rate(0.1 + store.rank)
+        with pytest.raises(kvdist.OptimizerMismatch, match="worker-1 says lr 1.1"), there.join():
+            net(torch.ones(1, 6)).sum().backward()
+            there.step()
 
 
 def test_alone_or_asynchronously_there_is_nothing_to_join():

@@ -29,6 +29,12 @@ TIMEOUT_S = 150
 IS_RANK_1 = "os.environ['KVDIST_RANK'] == '1'"
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch):
+    """A machine that runs other tests may let a process stand still for 10 s, which is no loss."""
+    monkeypatch.setenv("KVDIST_PATIENCE_S", "60")
+
+
 def by_value(source: str, name: str = "fn"):
     """A function as if a notebook's cell had defined it; those of this file could not be imported by a worker."""
     names = {"__name__": "__main__"}

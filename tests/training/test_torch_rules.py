@@ -32,6 +32,10 @@ GROUPS = [
     ("Adam", {"lr": 0.01, "betas": (0.8, 0.95)}, {"eps": 1e-4, "amsgrad": True, "lr": 0.002}),
     ("NAdam", {"lr": 0.005}, {"betas": (0.5, 0.9), "weight_decay": 0.1}),
     ("RMSprop", {"lr": 0.005}, {"momentum": 0.5, "alpha": 0.9}),
+    ("RAdam", {"lr": 0.01, "foreach": True}, {"betas": (0.5, 0.9)}),
+    ("Adamax", {"lr": 0.01, "eps": 1e-3, "capturable": False}, {"betas": (0.5, 0.9)}),
+    ("Adagrad", {"lr": 0.05, "initial_accumulator_value": 0.1, "fused": True}, {"lr_decay": 0.01, "fused": True}),
+    ("Adadelta", {"lr": 0.5}, {"rho": 0.5, "weight_decay": 0.1}),
 ]
 
 
@@ -348,6 +352,10 @@ def test_groups_with_unknown_numbers_and_numbers_beside_an_instance_are_refused(
         Trainer([{"params": weights, "lr": 0.9}], "sgd", kvstore=None)
     with pytest.raises(TypeError, match="takes no hyper-parameters"):
         Trainer(weights, torch.optim.SGD(weights), {"lr": 0.1}, kvstore=None)
+    many = [nn.Parameter(torch.ones(1)) for _ in range(60)]
+    Trainer([{"params": [one], "lr": 0.01 * i} for i, one in enumerate(many)], "torch.adam", kvstore=None)
+    with pytest.raises(ValueError, match=r"differ in beta1, which takes \d{4} bytes .* takes 1024\. Let fewer"):
+        Trainer([{"params": [one], "betas": (0.01 * i, 0.9)} for i, one in enumerate(many)], "torch.adam", kvstore=None)
 
 
 def test_checkpoints_have_the_states(tmp_path):

@@ -92,6 +92,7 @@ def test_with_sparse_gradients_servers_update_and_processes_only_when_told(
     assert found is expected
 
 
-def test_with_sparse_gradients_servers_cannot_be_told_to_leave_the_update_to_workers():
+@each("wanted, clips", [(False, False), (None, True), (True, True)])
+def test_with_sparse_gradients_servers_cannot_be_told_to_leave_the_update_to_workers_or_to_clip(wanted, clips):
     with pytest.raises(ValueError, match="some gradients are sparse, and the store 'dist' keeps its values on servers"):
-        store_updates("dist", True, False, has_servers=True, has_sparse_grads=True)
+        store_updates("dist", True, wanted, has_servers=True, has_sparse_grads=True, clips=clips)
