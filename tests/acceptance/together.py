@@ -27,7 +27,7 @@ import pytest
 from tests.integration.processes import Job
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 200.0
+TIMEOUT_S = 280.0
 STALLED = {"KVDIST_STALL_SHUTDOWN_S": "40"}
 """A worker that fails alone leaves the others waiting; so long, and then the job ends."""
 
