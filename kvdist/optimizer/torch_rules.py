@@ -207,15 +207,15 @@ def grouped(cls: type[TorchRule], groups: Sequence[tuple[Sequence[int], Mapping[
         for numbers, keys in listed.items()
         if numbers is not usual
     ]
-    text = json.dumps(others, separators=(",", ":")) if others else ""
-    if len(text) > TEXT_BYTES_MAX:
+    said = json.dumps(others, separators=(",", ":")) if others else ""
+    if len(said) > TEXT_BYTES_MAX:
         differ = sorted({name for _, own in others for name in own})
         raise ValueError(
-            f"the parameter groups differ in {', '.join(differ)}, which takes {len(text)} bytes as text; a server takes"
+            f"the parameter groups differ in {', '.join(differ)}, which takes {len(said)} bytes as text; a server takes"
             f" {TEXT_BYTES_MAX}. Let fewer groups differ in these (any number may in lr and weight_decay), list the"
-            " parameters of a group one after the other, or update on each worker (docs/pytorch.md)"
+            " parameters of a group one after the other, or step torch's own optimizer on each worker (docs/pytorch.md)"
         )
-    return dict(zip(names, usual, strict=True)) | {"groups": text}
+    return dict(zip(names, usual, strict=True)) | {"groups": said}
 
 
 def _listed(keys: Sequence[int]) -> str:
