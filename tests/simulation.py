@@ -16,7 +16,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,6 +40,7 @@ from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.decoding import decoded
 from kvdist.core.server.server import Server
+from kvdist.core.server.shard import DenseShard
 from kvdist.core.server.sparse_table import RowContribution, SparseTable
 from kvdist.core.worker import requests, transfers
 from kvdist.core.worker.transfers import Ready
@@ -51,7 +52,7 @@ from kvdist.nodes import HOST_MARK, Member, NodeId, Role, worker
 from kvdist.optimizer import offload
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
-from kvdist.protocol.messages import CompressedPush, Push
+from kvdist.protocol.messages import CompressedPush, JoinedPush, Push
 from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
@@ -190,7 +191,8 @@ def small_messages() -> Iterator[None]:
 def counting(used: Counter[str]) -> Iterator[None]:
     """Count what a run exercises."""
     hold, join, hand_back = Block.hold, PushJoiner.join, HostRounds.hand_back
-    offer = SparseTable.offer
+    offer, offer_joined = SparseTable.offer, Block.offer_joined
+    drop_sum, push_joined, set_members = DenseShard._drop_sum, DenseShard.push_joined, HostRounds.set_members
 
     def counted_apply(
         blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater | None
@@ -218,7 +220,35 @@ def counting(used: Counter[str]) -> Iterator[None]:
         used["rows in parts"] += more
         return offer(self, contribution, more, now)
 
+    def counted_drop(self: DenseShard, block: Block, rank: int) -> None:
+        before = dict(block.round.slots)
+        drop_sum(self, block, rank)
+        dropped = before.keys() - block.round.slots.keys()
+        if dropped:
+            used["sum without its leader dropped" if rank == min(dropped) else "sum without a follower dropped"] += 1
+            used["follower asked again"] += any(not before[one].silent for one in dropped - {min(dropped)})
+
+    def counted_joined(
+        self: DenseShard, sender: Member, message: JoinedPush, neighbours: Mapping[int, Member], now: float
+    ) -> None:
+        lost = any(neighbours.get(rank) in self.peers.lost for rank in message.ranks.tolist())
+        used["sum with a lost worker came late"] += lost
+        push_joined(self, sender, message, neighbours, now)
+
+    def counted_offer_joined(self: Block, contributions: Sequence[Contribution], now: float) -> Verdict:
+        verdict = offer_joined(self, contributions, now)
+        used["sum came after a push of its own"] += verdict is Verdict.REPEATED
+        return verdict
+
+    def counted_members(self: HostRounds, members: Mapping[int, Member]) -> None:
+        used["share of a lost worker"] += any(one.shares.keys() - members.keys() for one in self._rounds.values())
+        set_members(self, members)
+
     with (
+        mock.patch.object(DenseShard, "_drop_sum", counted_drop),
+        mock.patch.object(DenseShard, "push_joined", counted_joined),
+        mock.patch.object(Block, "offer_joined", counted_offer_joined),
+        mock.patch.object(HostRounds, "set_members", counted_members),
         mock.patch.object(SparseTable, "offer", counted_offer),
         mock.patch.object(shard, "apply_round", counted_apply),
         mock.patch.object(Block, "hold", counted_hold),
@@ -646,6 +676,9 @@ JOINING = Scenario(
 """A round takes about as long as a process that is started again."""
 SLOW = Weather(delay_s=0.02)
 """What is under way is so for long, and may be lost with the one who has said it."""
+NEAR_SCHEDULER = Weather(delay_s=0.4, scheduler_delay_s=0.005)
+"""What is under way between workers and servers is so when all know of a loss."""
+SUMMING = replace(GOING_ON, num_workers=6, hosts=2, local_reduce="on", holds=False, fault_round=2)
 RETURNS = replace(GOING_ON, num_workers=3, returns_s=1.5)
 
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
@@ -776,7 +809,14 @@ SCENARIOS: dict[str, Scenario] = {
     "goes on without a zombie": replace(
         GOING_ON, victims=("worker-2",), pause_s=3.05, weather=STORM, limits=IMPATIENT_OF_SILENCE
     ),
-    "goes on without sums of hosts": replace(GOING_ON, victims=("worker-0", "worker-3"), hosts=2, local_reduce="on"),
+    "goes on with sums of hosts": replace(SUMMING, victims=("worker-0", "worker-3")),
+    "goes on with sums of hosts in a storm": replace(
+        SUMMING, victims=("worker-0", "worker-3"), weather=STORM, limits=STORM_LIMITS
+    ),
+    "goes on with sums of a zombie": replace(SUMMING, victims=("worker-1",), pause_s=3.05, limits=IMPATIENT_OF_SILENCE),
+    "goes on with sums under way for long": replace(
+        SUMMING, victims=("worker-0", "worker-3"), rounds=4, saves=0.0, weather=NEAR_SCHEDULER
+    ),
     "goes on without a server": replace(GOING_ON, victims=("server-1",)),
     "joins": replace(JOINING, victims=("worker-1",)),
     "joins as rank 0": replace(JOINING, victims=("worker-0",)),
@@ -797,6 +837,18 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "joins while others save": replace(JOINING, victims=("worker-1",), optimizer="momentum", saves=0.8),
     "joins with rows": replace(JOINING, victims=("worker-2",), tables=True, saves=0.0),
+    "joins sums of hosts": replace(
+        JOINING,
+        num_workers=6,
+        rounds=5,
+        saves=0.0,
+        hosts=2,
+        local_reduce="on",
+        victims=("worker-3", "worker-5"),
+        fault_round=2,
+        again=(0.0, 0.1),
+        weather=NEAR_SCHEDULER,
+    ),
     "joins async": replace(JOINING, victims=("worker-2",), mode="async", optimizer="sgd", saves=0.0),
     "joins late": replace(JOINING, victims=("worker-1",), rounds=4, fault_round=3, again=(0.0, 0.6)),
     "joins from the start": replace(JOINING, victims=("worker-1",), fault_round=-1, rounds=8),
@@ -808,6 +860,7 @@ SCENARIOS: dict[str, Scenario] = {
     "leases of a zombie": replace(LEASES, victims=("worker-2",), pause_s=3.05, limits=IMPATIENT_OF_SILENCE),
     "leases async": replace(LEASES, mode="async", saves=0.0),
     "leases near the end": replace(LEASES, victims=("worker-0", "worker-1", "worker-2"), fault_round=14, spread_s=0.01),
+    "leases on hosts": replace(LEASES, num_workers=6, hosts=2, local_reduce="on", victims=("worker-0", "worker-3")),
     "leases and a leaver": replace(LEASES, victims=("worker-2",), leaver=1, leaver_rounds=4),
     "scheduler returns": replace(RETURNS, victims=("scheduler",)),
     "scheduler returns while keys are declared": replace(

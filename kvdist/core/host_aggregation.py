@@ -11,6 +11,8 @@ replies from it. Pulls and first values go to the servers. Rules that hold here:
   gradient; the rows of the others are *carried*. Halves are not summed: the sum of a host could round or overflow where
   that of all workers does not.
 * When the leader leaves, its followers push to the servers again. A server knows by the push counter what it has.
+* When a worker is lost, servers count nothing of a sum that it is in, as that cannot be taken apart: they hand it back,
+  and each of the others sends its own contribution.
 """
 
 from __future__ import annotations
@@ -250,6 +252,8 @@ class HostAggregation:
                 self._rounds.offer(sender, message, now)
             case HandedBack():
                 self._transfers.handed_back(message)
+            case Goodbye(request=0) if self._rounds is not None:
+                self._rounds.rest(sender)
             case Goodbye() if self._rounds is not None:  # a follower wants to leave: finish what it contributed to
                 self._leaving[sender] = message.request
                 self._rounds.hand_back_of(sender)
@@ -274,6 +278,14 @@ class HostAggregation:
         elif not self._goodbye_said:
             self._goodbye_said = True
             return [Send(self.leader, Goodbye(request, ""))]
+        return []
+
+    def rest(self) -> list[Effect]:
+        """Push nothing for a while: the others of this host do not wait until this worker pushes again."""
+        if self._rounds is not None:
+            self._rounds.rest(self._rounds.me)
+        elif self.leader is not None:
+            return [Send(self.leader, Goodbye(0, ""))]
         return []
 
     def stop_leading(self) -> None:
@@ -305,6 +317,15 @@ class HostAggregation:
                     if self.members.get(one.member.node.rank) == one.member:
                         told.setdefault((one.member, one.pull), []).append((position, one.run))
         return self._told(message, told)
+
+    def handed_back(self, message: HandedBack) -> None:
+        """A server has dropped sums with these slices: every worker in them sends its own contribution."""
+        if self._rounds is not None:
+            for number in message.ids.tolist():
+                self._sums.pop(number, None)
+                for one in self._awaiting.pop(number, ()):
+                    if self.members.get(one.member.node.rank) == one.member:
+                        self._rounds.back.setdefault(one.member, []).append((one.run, number))
 
     def _told(
         self, message: Values | Counted | Refused, told: dict[tuple[Member, bool], list[tuple[int, int]]]
@@ -413,6 +434,8 @@ class HostRounds:
         """Slice → its open round, the oldest first."""
         self._alone_up_to: dict[int, int] = {}
         """Slice → the last push counter whose contributions were handed back."""
+        self._resting: set[Member] = set()
+        """Who pushes nothing for now. Meanwhile everything is handed back, as nothing can be summed."""
 
     @property
     def deadline(self) -> float:
@@ -440,10 +463,18 @@ class HostRounds:
             self._offer(number, share, now)
 
     def set_members(self, members: Mapping[int, Member]) -> None:
-        """Take the live workers of the host. Departed ones are no longer waited for."""
+        """Take the live workers of the host. The others are no longer waited for.
+
+        Who has left has no share here, see `hand_back_of`. Shares of the lost go: servers would not take them.
+        """
         self.members = dict(members)
-        for host_round in [one for one in self._rounds.values() if one.shares.keys() >= self.members.keys()]:
-            self._complete(host_round)
+        self._resting &= set(members.values())
+        for host_round in list(self._rounds.values()):
+            host_round.shares = {rank: share for rank, share in host_round.shares.items() if rank in members}
+            if not host_round.shares:
+                del self._rounds[host_round.number]
+            elif host_round.shares.keys() >= self.members.keys():
+                self._complete(host_round)
 
     def hand_back_late(self, now: float) -> None:
         """Hand back slices that have been incomplete for too long."""
@@ -455,6 +486,12 @@ class HostRounds:
     def hand_back_of(self, member: Member) -> None:
         """Hand back incomplete slices with a share of this worker, which wants to leave."""
         for host_round in [one for one in self._rounds.values() if member.node.rank in one.shares]:
+            self.hand_back(host_round)
+
+    def rest(self, member: Member) -> None:
+        """Do not wait for this worker until it pushes again."""
+        self._resting.add(member)
+        for host_round in list(self._rounds.values()):
             self.hand_back(host_round)
 
     def hand_back(self, host_round: HostRound) -> None:
@@ -477,10 +514,13 @@ class HostRounds:
             present = host_round.shares.keys()
             assert number == host_round.number
             assert present, "a round begins with a share"
+            assert present <= self.members.keys(), "what is forwarded is of those that are there"
+            assert not self._resting, "nothing is kept back for those that rest"
             assert not present >= self.members.keys(), "a full round is forwarded at once"
             assert len({share.step for share in host_round.shares.values()}) == 1, "shares of one round, one counter"
 
     def _offer(self, number: int, share: Share, now: float) -> None:
+        self._resting.discard(share.member)
         if self.is_over or share.step <= self._alone_up_to.get(number, -1):
             self._return(number, share)
             return
@@ -488,7 +528,7 @@ class HostRounds:
         if host_round is None:
             host_round = self._rounds[number] = HostRound(number, now)
         host_round.shares[share.member.node.rank] = share
-        if share.flags & _HOLD:
+        if share.flags & _HOLD or self._resting:
             self.hand_back(host_round)  # a reader of the server's memory must be known to the server
         elif host_round.shares.keys() >= self.members.keys():
             self._complete(host_round)

@@ -566,7 +566,10 @@ class JoinedPush(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HandedBack(_OfSlices):
-    """Worker that sums for its host → worker of that host: send these contributions to the server yourself."""
+    """Worker that sums for its host → worker of that host: send these contributions to the server yourself.
+
+    Server → worker: the sum that they came in is dropped, as somebody in it is lost; so says its sender to the others.
+    """
 
     KIND = 28
 

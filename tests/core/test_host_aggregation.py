@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.machine import PeerDisconnected
 from kvdist.errors import OptimizerMismatch, PeerLostError
 from kvdist.nodes import Member, worker
 from kvdist.protocol.arrays import Arrays
-from kvdist.protocol.messages import Flag, JoinedPush, Packet, Stamp
+from kvdist.protocol.messages import Flag, JoinedPush, Lease, Packet, Stamp
 from tests.cases import each
 from tests.core.wired import JOB, NAN, Wired
 
@@ -339,6 +340,109 @@ def test_several_rounds_over_several_hosts_are_exact() -> None:
         total = np.sum(grads, axis=0)
         assert [wired.value(one, "w") for one in asked] == [total.tolist()] * 5
     assert len(said(wired, "JoinedPush(")) == 16, "two slices, two hosts, four turns"
+
+
+# Losses that the others survive.
+
+
+def going_on(hosts: str) -> Wired:
+    made = cluster(hosts, on_loss="continue")
+    made.set_optimizer(0, "test")
+    made.settle()
+    return made
+
+
+def deliver_only(wired: Wired, *to: str) -> None:
+    """What is under way to these arrives, with all that they say to each other; the rest stays under way."""
+    while due := [one for one in wired.wire if one[1] in to]:
+        wired.wire.remove(due[0])
+        wired.wire.appendleft(due[0])
+        wired.deliver()
+
+
+def test_a_sum_with_a_lost_follower_goes_and_the_others_of_its_host_send_their_own_once_more() -> None:
+    wired = going_on("xxxy")
+    reads = [wired.pushpull(rank, {"b": [2 * 10**rank]}, flag=Flag.AVERAGE) for rank in range(3)]
+    wired.settle()
+    assert said(wired, "JoinedPush(") and closed(wired) == 0
+    wired.kill("worker-1")
+    wired.advance(1.0)
+    assert said(wired, "server-0 -> worker-0: HandedBack(") and said(wired, "worker-0 -> worker-2: HandedBack(")
+    reads.append(wired.pushpull(3, {"b": [2000]}, flag=Flag.AVERAGE))
+    wired.settle()
+    wanted = 5 + (2 + 200 + 2000) / 3
+    assert [wired.value(reads[rank], "b") for rank in (0, 2, 3)] == [[pytest.approx(wanted)]] * 3
+    again = [wired.pushpull(rank, {"b": [1]}) for rank in (0, 2, 3)]
+    wired.settle()
+    assert [wired.value(one, "b") for one in again] == [[pytest.approx(wanted + 3)]] * 3
+    assert "ranks=[0, 2]" in said(wired, "JoinedPush(")[-1], "the rest of the host goes on to sum"
+
+
+def test_a_sum_with_a_lost_leader_goes_and_its_followers_push_by_themselves() -> None:
+    wired = going_on("xxxy")
+    reads = [wired.pushpull(rank, {"b": [10**rank]}) for rank in range(3)]
+    wired.settle()
+    assert said(wired, "JoinedPush(") and closed(wired) == 0
+    wired.kill("worker-0")
+    wired.advance(1.0)
+    reads.append(wired.pushpull(3, {"b": [1000]}))
+    wired.settle()
+    assert [wired.value(reads[rank], "b") for rank in (1, 2, 3)] == [[5 + 1110]] * 3
+
+
+def test_what_a_leader_has_not_forwarded_goes_on_without_the_lost_one() -> None:
+    wired = going_on("xxxy")
+    for rank in (0, 1):
+        wired.push(rank, {"b": [10**rank]})
+    wired.settle()
+    wired.kill("worker-1")
+    wired.advance(1.0)
+    reads = [wired.pushpull(rank, {"b": [10**rank]}) for rank in (2, 3)]
+    wired.settle()
+    assert [wired.value(one, "b") for one in reads] == [[5 + 1101]] * 2
+    assert "ranks=[0, 2]" in said(wired, "JoinedPush(")[0] and not said(wired, "HandedBack(")
+
+
+def test_a_sum_that_comes_after_what_a_follower_has_pushed_by_itself_is_not_taken() -> None:
+    """The follower has heard sooner than the server that its leader is lost."""
+    wired = going_on("xxxy")
+    reads = [wired.pushpull(rank, {"b": [10**rank]}) for rank in range(3)]
+    deliver_only(wired, "worker-0")
+    (late,) = [one for one in wired.wire if isinstance(one[2].message, JoinedPush)]
+    wired.wire.remove(late)
+    wired.kill("worker-0")
+    wired.processes["scheduler"].tick(1.0)
+    wired.now = 1.0
+    wired.tick()
+    news = [one for one in wired.wire if one[0] == "scheduler" and one[1] == "server-0"]
+    wired.wire = type(wired.wire)([one for one in wired.wire if one not in news])
+    deliver_only(wired, "worker-1", "worker-2")
+    deliver_only(wired, "server-0")
+    assert len(said(wired, "-> server-0: Push(")) == 2
+    wired.wire.append(late)
+    deliver_only(wired, "server-0")
+    assert said(wired, "server-0 -> worker-0: HandedBack("), "it was not known to be lost"
+    wired.wire.extend(news)
+    reads.append(wired.pushpull(3, {"b": [1000]}))
+    wired.advance(5.0)
+    assert [wired.value(reads[rank], "b") for rank in (1, 2, 3)] == [[5 + 1110]] * 3
+
+
+@each("rests", [0, 1])
+def test_who_has_no_data_is_not_waited_for_by_the_others_of_its_host(rests: int) -> None:
+    wired = cluster("xxx")
+    lease = (0, 0, 6, 1, False, 0, 1, 1, 0, 0, True)
+    wired.push((rests + 1) % 3, {"b": [1]})
+    wired.ask(rests, lambda number: Lease(number, *lease))
+    wired.push((rests + 2) % 3, {"b": [1]})
+    wired.settle()
+    assert len(said(wired, "-> server-0: Push(")) == 2, "at once, each by itself"
+    wired.push(rests, {"b": [1]})
+    wired.settle()
+    again = [wired.pushpull(rank, {"b": [2]}) for rank in range(3)]
+    wired.settle()
+    assert [wired.value(one, "b") for one in again] == [[6]] * 3
+    assert len(said(wired, "JoinedPush(")) == 1, "together again"
 
 
 # What a server believes of a joined push.

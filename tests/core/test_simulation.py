@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 from kvdist.config.settings import Limits
-from kvdist.core.host_aggregation import HostRound, HostRounds
+from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.machine import ChildEnded, Effect, Send
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
@@ -30,6 +30,7 @@ from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.server import Server
+from kvdist.core.server.shard import DenseShard, Reply
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
 from kvdist.core.worker import newcomer
@@ -46,6 +47,8 @@ from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import (
     Assign,
     Fate,
+    HandedBack,
+    JoinedPush,
     Load,
     Message,
     Packet,
@@ -66,6 +69,8 @@ SEEDS_MAX = max(SEEDS, 10)
 """Seeds within which all that a scenario is there for must have happened."""
 MUTANT_SEEDS = 40
 """Within so many seeds a broken rule must be noticed."""
+
+DROPPED = ("sum without its leader dropped", "sum without a follower dropped")
 
 FAULTS = {
     "cuts": ("cut", "lost in a cut"),
@@ -97,6 +102,7 @@ FAULTS = {
     "rows and a paused worker": ("pause",),
     "goes on without a zombie": ("pause", "fenced"),
     "leases of a zombie": ("pause", "fenced"),
+    "goes on with sums of a zombie": ("pause", "fenced"),
     "leases in a storm": ("crash", "cut", "lost", "duplicated"),
     "goes on or is doomed": ("crash", "doomed"),
     "goes on with rows in a storm": ("crash", "cut", "lost", "duplicated"),
@@ -118,6 +124,15 @@ FAULTS = {
         for name, scenario in SCENARIOS.items()
         if name.startswith("joins")
     },
+    "goes on with sums of hosts": ("crash", *DROPPED),
+    "goes on with sums of hosts in a storm": ("crash", "cut", "lost", "duplicated", *DROPPED),
+    "goes on with sums under way for long": (
+        "crash",
+        "share of a lost worker",
+        "sum with a lost worker came late",
+        *DROPPED,
+    ),
+    "joins sums of hosts": ("crash", "started again", "joined", "sum with a lost worker came late"),
 }
 """Scenario → the faults that must have struck, or it has shown nothing."""
 
@@ -148,9 +163,9 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         yield "PushRows in several frames"
     elif scenario.hosts is None and (not scenario.victims or goes_on):
         yield "round of several slices"
-    if scenario.hosts is not None and scenario.mode == "sync" and not goes_on:
+    if scenario.hosts is not None and scenario.mode == "sync":
         yield "summed on a host"
-    if goes_on and not scenario.returns_s:
+    if goes_on and not scenario.returns_s and not (scenario.again and scenario.hosts):
         yield "in part"
     if scenario.returns_s and scenario.fault_round == 1:
         yield "closed meanwhile"
@@ -171,6 +186,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "checkpoints of hosts in a storm",
     "encoded async",
     "encoded in a storm",
+    "goes on with sums of a zombie",
+    "goes on with sums of hosts in a storm",
     "hosts in cuts",
     "impatient hosts",
     "joins again and again in a storm",
@@ -185,6 +202,7 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "leases",
     "leases and a leaver",
     "leases async",
+    "leases on hosts",
     "leases of all but one",
     "long async",
     "offloaded",
@@ -642,6 +660,59 @@ def continues_the_line(self: Reliable, packet: Packet, now: float) -> list[Effec
 
 
 GRACE_S = Limits.reconnect_grace_s
+
+
+def drops_rows_alone(self: DenseShard, block: Block, rank: int) -> None:
+    """The rows of a sum are dropped one by one, though one of them has the bytes of all."""
+
+
+def takes_late_sums(self: DenseShard, sender: Member, message: JoinedPush, neighbours: Any, now: float) -> None:
+    """A sum with a worker that was given up counts if it comes late."""
+    lost, self.peers.lost = self.peers.lost, set()
+    try:
+        ORIGINAL_PUSH_JOINED(self, sender, message, neighbours, now)
+    finally:
+        self.peers.lost = lost
+
+
+def forwards_what_is_lost(self: HostRounds, members: Any) -> None:
+    """A leader sums what a worker has pushed that was given up."""
+    self.members = dict(members)
+    for host_round in [one for one in self._rounds.values() if one.shares.keys() >= self.members.keys()]:
+        self._complete(host_round)
+
+
+def says_nothing_of_sums(self: Reply, run: int, ids: Any) -> None:
+    """A server drops a sum, and nobody hears of it."""
+
+
+def keeps_it_to_itself(self: HostAggregation, message: HandedBack) -> None:
+    """A leader does not tell its followers what a server has handed back."""
+
+
+def knows_later_neighbours(self: Peers, message: Roster, endpoint: str) -> list[Member]:
+    """Rows of a sum are of the newest process of a rank."""
+    gone = ORIGINAL_UPDATE(self, message, endpoint)
+    for peer in message.peers:
+        host = self._host_of.get(peer.member)
+        if host:
+            self._on_host[host][peer.member.node.rank] = peer.member
+    return gone
+
+
+def follows_as_a_newcomer(self: Worker, message: Roster) -> list[Effect]:
+    """A worker that was started again gives its pushes to a leader that does not know it."""
+    aggregation = self.aggregation
+    effects = ORIGINAL_WORKER_ROSTER(self, message)
+    if self.aggregation is not aggregation:
+        self.aggregation = aggregation
+        effects += aggregation.roster(self.me, self.peers)
+    return effects
+
+
+ORIGINAL_PUSH_JOINED = DenseShard.push_joined
+ORIGINAL_UPDATE = Peers.update
+ORIGINAL_WORKER_ROSTER = Worker._roster
 ORIGINAL_REREGISTER = Worker._reregister
 ORIGINAL_RECALL = Keys.recall
 ORIGINAL_SET_OPTIMIZER = Server._set_optimizer
@@ -770,6 +841,31 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "marks of lost workers stay": ("goes on saving in a storm", [(Snapshots, "unmark", keeps_marks)]),
     "first values that never come are awaited": ("goes on or is doomed", [(Keys, "giver_of", knows_no_giver)]),
+    "the rows of a sum are dropped one by one": (
+        "goes on with sums of hosts",
+        [(DenseShard, "_drop_sum", drops_rows_alone)],
+    ),
+    "a late sum counts for a lost worker": (
+        "goes on with sums under way for long",
+        [(DenseShard, "push_joined", takes_late_sums)],
+    ),
+    "leaders forward what is lost": (
+        "goes on with sums under way for long",
+        [(HostRounds, "set_members", forwards_what_is_lost)],
+    ),
+    "servers drop sums and say nothing": ("goes on with sums of hosts", [(Reply, "hand_back", says_nothing_of_sums)]),
+    "followers do not hear that a sum was dropped": (
+        "goes on with sums of hosts",
+        [(HostAggregation, "handed_back", keeps_it_to_itself)],
+    ),
+    "a sum is taken for that of later processes": (
+        "joins sums of hosts",
+        [(Peers, "update", knows_later_neighbours)],
+    ),
+    "newcomers give their pushes to a leader": (
+        "joins sums of hosts",
+        [(Worker, "_roster", follows_as_a_newcomer)],
+    ),
     "early pushes of newcomers count": ("joins", [(Round, "ready", counts_early_pushes)]),
     "rounds wait for newcomers too early": ("joins", [(Admission, "of", waits_from_the_start)]),
     "slices go on while a cut is made": ("joins with a far scheduler", [(Admission, "allows", promises_nothing)]),

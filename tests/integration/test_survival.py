@@ -92,6 +92,28 @@ def test_workers_that_are_killed_and_started_again_join_the_others_with_exact_we
         assert not any(mask >> joined & 1 for mask in found[0][rank]), "it has joined with zeros"
 
 
+@pytest.mark.parametrize(
+    ("victim", "after_s"),
+    [
+        (0, 0.0),
+        (1, 0.01),
+        pytest.param(0, 0.01, marks=pytest.mark.slow),
+        pytest.param(1, 0.0, marks=pytest.mark.slow),
+        pytest.param(0, 0.03, marks=pytest.mark.slow),
+    ],
+)
+def test_the_others_of_a_host_are_exact_when_its_leader_or_a_follower_is_killed(job, victim, after_s):
+    arguments = ("survival.py", "killed", f"[{victim}]", "5", str(after_s))
+    launcher = job.launch(3, 2, *arguments, options=GOES_ON, KVDIST_LOCAL_REDUCE="on")
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("was killed by signal 9 (SIGKILL); the other workers go on"), "the fault happened"
+    (leader,) = launcher.lines_with("has summed for its host: True")
+    assert leader.startswith(prefix_of("worker-0")), job.transcript()
+    require_exact(job, 3, [victim], 5)
+    assert len(launcher.lines_with("went on to the end")) == 2, job.transcript()
+
+
 def is_prefix(mask):
     """Whether these are the first pushes, without a gap."""
     return mask & (mask + 1) == 0

@@ -223,6 +223,8 @@ class Block:
     def offer_joined(self, contributions: Sequence[Contribution], now: float) -> Verdict:
         """Put the contributions of several workers, summed together, into their slots: all or none.
 
+        `REPEATED` if there is one of these workers that has given its sender up, and has pushed by itself.
+
         Raises:
             PushRefused: only some of them are the next pushes of their workers, which only a broken peer can cause.
         """
@@ -230,11 +232,13 @@ class Block:
         if all(contribution.step < own for contribution, own in zip(contributions, counted, strict=True)):
             return Verdict.ALREADY_COUNTED
         for contribution, own in zip(contributions, counted, strict=True):
-            if contribution.step != own or contribution.member.node.rank in self.round.slots:
+            if contribution.step != own:
                 raise PushRefused(
                     f"push {contribution.step} of {contribution.member} to {name_of(self.key)} came in a sum, but"
                     f" {own} of its pushes have been counted"
                 )
+        if any(contribution.member.node.rank in self.round.slots for contribution in contributions):
+            return Verdict.REPEATED
         for contribution in contributions:
             self.round.offer(contribution, now)
         return Verdict.ACCEPTED

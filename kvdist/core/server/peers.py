@@ -35,7 +35,8 @@ class Peers:
     """The processes to which values cross a network."""
     _host_of: dict[Member, str] = field(default_factory=dict)
     _on_host: dict[str, dict[int, Member]] = field(default_factory=dict)
-    """Host → rank → worker, departed ones included: their pushes may arrive after they have left."""
+    """Host → rank → the first worker of that rank, departed ones included, as their pushes may come later.
+    One that was started again pushes for itself."""
 
     def update(self, message: Roster, endpoint: str) -> list[Member]:
         """Take a roster.
@@ -58,7 +59,7 @@ class Peers:
                 self.far.add(peer.member)
             if host and peer.member.node.role is Role.WORKER:
                 self._host_of[peer.member] = host
-                self._on_host.setdefault(host, {})[peer.member.node.rank] = peer.member
+                self._on_host.setdefault(host, {}).setdefault(peer.member.node.rank, peer.member)
         present = {*self.workers.values(), *self.newcomers.values()}
         gone = sorted(set(before) - present, key=lambda member: member.node.rank)
         for member in gone:

@@ -47,6 +47,7 @@ from kvdist.protocol.messages import (
     ErrorCode,
     Fate,
     Flag,
+    HandedBack,
     InitValues,
     JoinedPush,
     Outcome,
@@ -63,6 +64,7 @@ from kvdist.protocol.messages import (
 
 # Plain numbers: operators of enums are written in Python, and these are asked for every block of every push.
 _EMPTY = int(Flag.EMPTY)
+_CARRIED = int(Flag.CARRIED)
 _MEASURE = int(Flag.MEASURE)
 _CLIPPED = int(Flag.MEASURE | Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
@@ -390,6 +392,27 @@ class DenseShard(Shard[Block]):
         updater = self._updaters.get(store)
         return updater is None or updater.optimizer.is_elementwise
 
+    def drop(self, lost: Set[int]) -> list[Fate]:
+        """See `Shard`. What came in one sum with something of these workers cannot be taken apart, and goes, too."""
+        for block in self:
+            for rank in lost & block.round.slots.keys():
+                self._drop_sum(block, rank)
+        return super().drop(lost)
+
+    def _drop_sum(self, block: Block, rank: int) -> None:
+        """Drop the sum that has this worker's contribution, if there is one; who is to get the answer sends again."""
+        slots = block.round.slots
+        if rank not in slots:
+            return
+        neighbours = self.peers.neighbours_of(slots[rank].member)
+        summed = [one for one in slots.values() if neighbours.get(one.member.node.rank) == one.member]
+        if not any(one.flags & _CARRIED for one in summed):
+            return  # each has bytes of its own
+        for one in summed:
+            del slots[one.member.node.rank]
+            if not one.silent:
+                self._to(one.member).hand_back(one.run, block.ids)
+
     def release(self, member: Member) -> None:
         """The process of a lost worker has ended, and reads nothing in place any more."""
         for block in self:
@@ -546,12 +569,15 @@ class DenseShard(Shard[Block]):
                 if block is None:
                     raise PushRefused(f"slice {joined.number} is not kept by {self.peers.name}")
                 joined.require_fit(block)
-                verdict = block.offer_joined(joined.contributions, now)
+                lost = self.peers.lost and any(one.member in self.peers.lost for one in joined.contributions)
+                verdict = Verdict.REPEATED if lost else block.offer_joined(joined.contributions, now)
             except PushRefused as error:
                 self._refuse(sender, joined.run, ids, error)
                 continue
             if verdict is Verdict.ACCEPTED:
                 self.close_if_ready(block)
+            elif verdict is Verdict.REPEATED:
+                self._to(sender).hand_back(joined.run, ids)
             else:
                 for contribution in joined.contributions:
                     self._answer(block, contribution)
@@ -802,6 +828,8 @@ class Reply:
     """(message, the buffer that it shows)"""
     _refused: dict[tuple[ErrorCode, str], list[tuple[int, U32]]] = field(default_factory=dict)
     """(code, reason) → [(run, slices)]"""
+    _handed_back: list[tuple[int, U32]] = field(default_factory=list)
+    """(run, slices)"""
 
     def counted(self, run: int, ids: U32, version: int, outcome: Outcome) -> None:
         """Say that contributions, or first values, of these slices were counted."""
@@ -837,6 +865,10 @@ class Reply:
         """Refuse these slices."""
         self._refused.setdefault((code, reason), []).append((run, ids))
 
+    def hand_back(self, run: int, ids: U32) -> None:
+        """Ask for these contributions once more, each by itself: the sum that they came in was dropped."""
+        self._handed_back.append((run, ids))
+
     def drop(self) -> None:
         """Say nothing."""
         for _, buffer in self._rows:
@@ -863,6 +895,9 @@ class Reply:
         for (code, reason), slices in self._refused.items():
             runs, ids = zip(*slices, strict=True)
             effects.append(Send(member, Refused(_repeated(runs, ids), _joined(ids), code, reason)))
+        if self._handed_back:
+            runs, ids = zip(*self._handed_back, strict=True)
+            effects.append(Send(member, HandedBack(_repeated(runs, ids), _joined(ids))))
         effects += [Send(member, message, (buffer,)) for message, buffer in self._rows]
         return effects
 

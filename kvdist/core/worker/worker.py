@@ -85,6 +85,7 @@ from kvdist.protocol.messages import (
     Done,
     Failed,
     Goodbye,
+    HandedBack,
     Lease,
     Leased,
     Message,
@@ -228,6 +229,10 @@ class Worker(Machine):
         match message:
             case Values() | RowValues() | Counted() | Refused():
                 effects = self._answered(message)
+            case HandedBack() if sender.node.role is Role.SERVER:
+                if self.aggregation is not None:
+                    self.aggregation.handed_back(message)
+                self.transfers.handed_back(message)
             case Counters() if self._newcomer is not None:
                 effects = self._counters(self._newcomer, sender, message, now)
             case _ if sender.node.role is Role.WORKER and self.aggregation is not None:
@@ -417,7 +422,9 @@ class Worker(Machine):
             case Configure() | Command() | Lease() | Used():
                 self._answers.has_leases |= isinstance(request, Lease)
                 self._open(request.request, label_of(request), now)
-                return [self._pending.ask(request.request, request)]
+                rests = isinstance(request, Lease) and request.rests
+                rest = self.aggregation.rest() if rests and self.aggregation is not None else []
+                return [*rest, self._pending.ask(request.request, request)]
             case EnterBarrier():
                 label = f"barrier ({request.statement})" if request.statement else "barrier"
                 self._open(request.request, label, now, request.timeout_s)
@@ -511,8 +518,8 @@ class Worker(Machine):
                 self.joining.welcome(message, now)
                 self._next_alive = now + self.limits.heartbeat_s
                 self.on_loss = OnLoss(message.on_loss)
-                if self.on_loss is not OnLoss.FAIL:
-                    self.aggregation = None  # a sum cannot be taken apart when one of those in it is lost
+                if message.on_loss not in (OnLoss.FAIL, OnLoss.CONTINUE):
+                    self.aggregation = None  # who returns would push again what is in a sum already
             case Roster():
                 return self._roster(message)
             case Placed():
@@ -552,6 +559,7 @@ class Worker(Machine):
             from kvdist.core.worker.newcomer import Newcomer  # a feature at a seam: loaded where it is used
 
             self._newcomer = Newcomer(self.transfers, self.servers)
+            self.aggregation = None  # its host sums, or does not, without it
         before, self.peers = self.peers, self.joining.roster(message)
         self.epoch = message.epoch
         ranks = [peer.member.node.rank for peer in self.peers if peer.member.node.role is Role.WORKER]

@@ -59,6 +59,8 @@ def killed(victims, at, after_s, mode="dist"):
     names = list(SIZES)
     for step in range(STEPS):
         values = step_of(store.rank, step)
+        if step == int(at):
+            say(f"has summed for its host: {store._backend._cluster.node.machine.traffic.summed > 0}")
         if step == int(at) and store.rank in victims:
             threading.Timer(float(after_s), os.kill, (os.getpid(), signal.SIGKILL)).start()
             store.push(names, values)
