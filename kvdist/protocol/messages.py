@@ -668,6 +668,7 @@ class Goodbye(WireMessage):
     """Worker → scheduler: I leave. With a `failure` the job cannot go on; a server says only that. Answered by `Done`.
 
     Before that, to the worker that sums for its host: nothing of mine may be with you alone. Answered likewise.
+    With request 0, to that worker too: I push nothing for a while, do not wait for me. Not answered.
     """
 
     KIND = 33
