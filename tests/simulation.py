@@ -69,6 +69,8 @@ TIME_MAX_S = 400.0
 """Simulated seconds after which whoever still waits hangs."""
 SLICE_BYTES = 64
 FORMED = -2
+RETURN_S = 20.0
+"""Simulated seconds within which a worker comes back that was the last."""
 AWAY_S = 10.0
 """Simulated seconds within which all register with a scheduler that was started again."""
 VERDICT_S = 1.0
@@ -396,6 +398,7 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             scenario.num_servers,
             bigarray_bound=BIGARRAY_BOUND,
             on_loss=scenario.on_loss,
+            return_s=RETURN_S if scenario.again is not None else 0.0,
             scheduler_away_s=AWAY_S if scenario.returns_s else None,
             limits=limits,
         )
@@ -829,6 +832,9 @@ SCENARIOS: dict[str, Scenario] = {
         spread_s=0.0,
         again=(0.1, 0.3),
         weather=Weather(delay_s=0.005, scheduler_delay_s=0.15),
+    ),
+    "joins when all were lost": replace(
+        JOINING, victims=tuple(f"worker-{rank}" for rank in range(4)), optimizer="momentum"
     ),
     "joins again and again": replace(JOINING, victims=("worker-1", "worker-0"), rounds=24, lives=5),
     "joins in a storm": replace(JOINING, victims=("worker-1",), weather=STORM, limits=STORM_LIMITS),

@@ -333,6 +333,12 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             shown_default="as many as there are at the start",
         ),
         Setting(
+            "KVDIST_RETURN_S", seconds(0), 0.0,
+            "how many seconds a job waits for a worker that comes back when the last one is lost; `0`: it ends at once",
+            "With `KVDIST_ON_LOSS=continue`: the servers keep the weights meanwhile. The scheduler's value counts, and"
+            " `kvdist-launch --restart` makes it 120",
+        ),
+        Setting(
             "KVDIST_SCHEDULER_AWAY_S", seconds(0), None,
             "how many seconds the others go on without a scheduler that was lost and is started again; `0`: its loss"
             " ends the job",
@@ -769,6 +775,7 @@ class ClusterConfig:
     on_loss: str = setting("KVDIST_ON_LOSS")
     max_workers: int | None = setting("KVDIST_MAX_WORKERS")
     restarts: int | None = setting("KVDIST_RESTARTS")
+    return_s: float = setting("KVDIST_RETURN_S")
     scheduler_away_s: float | None = setting("KVDIST_SCHEDULER_AWAY_S")
     supervised: bool = setting("KVDIST_SUPERVISED")
     port_range: tuple[int, int] | None = setting("KVDIST_PORT_RANGE")

@@ -223,10 +223,12 @@ class Backend(abc.ABC):
         rows: moves rows of tables; None without `Ability.ROWS`.
         watchers: called by `check` when `members` has changed.
         on_loss: what follows when a worker is lost: ``fail`` or ``continue``.
+        came_late: whether this process has joined a running job.
         position: where a process that trains alone is in its data, for checkpoints.
     """
 
     on_loss = "fail"
+    came_late = False
     position: Callable[[], Mapping[str, Any] | None] = staticmethod(lambda: None)
     abilities: frozenset[Ability] = frozenset()
     arrays: DenseTransfers
@@ -378,6 +380,14 @@ class Backend(abc.ABC):
     def members(self) -> tuple[int, ...]:
         """The ranks of the workers that are there, in order."""
         return tuple(range(self.num_workers))
+
+    def take_part(self) -> int:
+        """Let others wait from now on for the pushes of this process, which has joined a running job.
+
+        Returns:
+            How many updates the weights have had by then.
+        """
+        return 0
 
     @abc.abstractmethod
     def check(self) -> None:

@@ -27,6 +27,7 @@ from kvdist.core.worker.requests import (
     KeyInfo,
     Request,
     RunKind,
+    TakePart,
     UseKernels,
 )
 from kvdist.dtypes import DType
@@ -93,6 +94,7 @@ class DistBackend(Backend):
         self._policy = policy
         view = cluster.node.view
         self.on_loss = view.on_loss.name.lower()
+        self.came_late = cluster.came_late
         if policy.is_lockstep:
             self.abilities = self.abilities | {Ability.CLIPPING}
         self._cluster = cluster
@@ -118,6 +120,10 @@ class DistBackend(Backend):
     @property
     def members(self) -> tuple[int, ...]:
         return self._cluster.node.view.members
+
+    def take_part(self) -> int:
+        updates: int = self._cluster.ask(lambda request: TakePart(request, self._number))
+        return updates
 
     # Keys.
 

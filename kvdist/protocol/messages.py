@@ -931,11 +931,15 @@ class Cut(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counters(WireMessage):
-    """Server → worker that came later: where your push counters of my slices begin, or `LATER`."""
+    """Server → worker that came later: where your push counters of my slices begin, or `LATER`.
+
+    updates: how many updates the weights have had by that push, those before a loaded checkpoint included.
+    """
 
     KIND = 83
     ids: Numbers
     steps: Numbers
+    updates: Numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,8 @@ class Cluster:
         node.machine.watch(UserThreads(self.under_way))
         self.is_embedded = is_embedded
         self.rank = -1
+        self.came_late = False
+        """Whether this process has joined a running job."""
         self.stores_open = 0
         self._next_store = 0
         self.leasing: Leasing | None = None
@@ -111,6 +113,7 @@ class Cluster:
         self._thread.start()
         try:
             self.rank = self.ask(Register)
+            self.came_late = self.rank not in self.node.view.members
         except BaseException:
             self.leave("it was interrupted while joining")
             raise

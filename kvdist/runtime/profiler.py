@@ -39,6 +39,7 @@ from kvdist.core.worker.requests import (
     Register,
     Request,
     SaveStore,
+    TakePart,
     Transfer,
     UseKernels,
     label_of,
@@ -265,6 +266,8 @@ def _told(request: Request) -> tuple[str, dict[str, Any]]:
             return "choice of kernels", {}
         case Register():
             return "joining the cluster", {}
+        case TakePart():
+            return "taking part in a running job", {}
         case Leave():
             return "leaving the cluster", {}
 

@@ -143,6 +143,8 @@ def resume(here: SamplerPosition, state: Any) -> tuple[SamplerPosition, list[int
     for place in places.values():
         _require_at_most(count, place.part_index, place.visited)
     found = places.get(here.part_index)
+    if found is None and _is_by_rank(state) and (last.num_parts, last.drop_last) == (here.num_parts, here.drop_last):
+        found = replace(last, part_index=here.part_index)  # its worker was lost when the others saved: as far as they
     if found is None or (found.num_parts, found.drop_last) != (here.num_parts, here.drop_last):
         found = _split_again(here, places, last, count)
         if found.generations:
@@ -216,7 +218,7 @@ def _refusal(wrong: str) -> ValueError:
 
 def _read_all(state: Any) -> dict[int, SamplerPosition]:
     """Check and read the states of parts: part → position."""
-    if isinstance(state, Mapping) and state and all(map(_is_rank, state)):
+    if _is_by_rank(state):
         found = [_read(f"the state of rank {key}", one) for key, one in state.items()]
     else:
         found = [_read("the state", state)]
@@ -224,6 +226,10 @@ def _read_all(state: Any) -> dict[int, SamplerPosition]:
     if len(places) < len(found):
         raise _refusal(f"there are {len(found)} states of {len(places)} parts, and each part has one")
     return places
+
+
+def _is_by_rank(state: Any) -> bool:
+    return isinstance(state, Mapping) and bool(state) and all(map(_is_rank, state))
 
 
 def _is_rank(key: Any) -> bool:
@@ -456,6 +462,15 @@ class SplitSampler:
 
     # What `Batches` calls.
 
+    def _skip(self, examples: int) -> None:
+        """Leave these out of the next iteration: others have gone on meanwhile."""
+        order = self._next.order() if self._rest is None else self._rest
+        if examples < len(order):
+            self._next, self._rest = replace(self._next, visited=self._next.visited + examples), order[examples:]
+        else:
+            self._next, self._rest = self._next.beginning_of(self._next.epoch + 1), None
+        self._reset()
+
     def _follow(self) -> None:
         """Let the next iteration begin at the position after the last step, and leave that to `_use` from then on."""
         used, begun = self._used, self._begun
@@ -517,6 +532,9 @@ class Batches:
 
     def __iter__(self) -> Iterator[Any]:
         sampler, batch_size, drops_last = _batching(self._loader)
+        has_joined = self._trainer is not None and not isinstance(sampler, DrivenSampler) and self._trainer._take_part()
+        if has_joined and isinstance(sampler, SplitSampler) and self._skip(sampler, batch_size, drops_last):
+            return
         if sampler is None:
             yield from self._loader
             return
@@ -539,6 +557,18 @@ class Batches:
                 self._handed_out[sampler] = (iteration, *used)
             yield batch
         self._ended(sampler, iteration if count else sampler._iterations, before)
+
+    def _skip(self, sampler: SplitSampler, batch_size: int | None, drops_last: bool) -> bool:
+        """Leave out the batches of the steps that others have made without this worker; whether none is left."""
+        length = len(sampler)
+        if batch_size is None:
+            return False
+        batches = length // batch_size if drops_last else -(-length // batch_size)
+        skipped = min(self._trainer._behind, batches)
+        self._trainer._behind -= skipped
+        if skipped:
+            sampler._skip(length if skipped == batches else skipped * batch_size)
+        return bool(skipped) and skipped == batches
 
     def _ended(self, sampler: SplitSampler, iteration: int, before: int) -> None:
         """Handle the end of the loader: the epoch ends with the next step, or now if no batch is left for it."""

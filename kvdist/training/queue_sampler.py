@@ -276,7 +276,7 @@ class QueueSampler(DrivenSampler):
         self._bind(trainer)
         self._batch = batch
         self._wanted = BATCHES_PER_LEASE * batch * max(1, getattr(loader, "num_workers", 0))
-        self._version, self._is_over = trainer.version, False
+        self._version, self._is_over = trainer._updates, False
         with Departure() as departure:
             while True:
                 yield from self._until_nothing_is_leased(trainer, loader, departure)
@@ -314,6 +314,7 @@ class QueueSampler(DrivenSampler):
                 self._leave_if_asked(departure)
                 self._handed = min(begun + count * self._batch, begun + self._yielded)
                 trainer._handed_out[self] = (self._iterations, self._handed, "")
+                trainer._take_part()
                 yield batch
                 self._version = trainer.version
                 self._leave_if_asked(departure)

@@ -22,6 +22,7 @@ import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -147,6 +148,10 @@ class Trainer:
         self._rejects_nonfinite = reject_nonfinite
         self._nonfinite_steps = 0
         self._updates = 0
+        self._behind = 0
+        """How many steps of the others `batches` leaves out, because this worker has joined a running job."""
+        self._joined_at: int | None = None
+        """At which version it has, once that is known."""
         self._handed_out: HandedOut = {}
         self._queue: DrivenSampler | None = None
         """What `batches` has iterated last."""
@@ -209,6 +214,7 @@ class Trainer:
         if self._overlaps and batch_size is not None:
             refuse_size(batch_size)
         self._start()
+        self._take_part()
         self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
         count_as_used(self._handed_out)
 
@@ -390,7 +396,7 @@ class Trainer:
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Load the optimizer's state from `save_states`; see `KVStore.load_optimizer_states`."""
         self._state("load_states").load_states(fname)
-        self._updates = updates_in(Path(fname))
+        self._go_on_from(updates_in(Path(fname)))
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], step: int, *, state: Any = None, keep: int | None = None
@@ -406,7 +412,9 @@ class Trainer:
     ) -> Checkpoint:
         """Load weights and optimizer states from a checkpoint, on every device; see `KVStore.load_checkpoint`."""
         checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
-        self._updates = updates_in(checkpoint.folder) if states else self._updates
+        saved = self._go_on_from(updates_in(checkpoint.folder)) if states else self._updates
+        if checkpoint.step == saved < self.version:
+            checkpoint = replace(checkpoint, step=self.version)  # the others have gone on from there
         if self._update_on_kvstore and self._exchange is not None:
             self._exchange.fetch()
         self._note_weights()
@@ -414,6 +422,14 @@ class Trainer:
         if self._queue is not None and checkpoint.data is not None:
             self._queue.restore(checkpoint.data)
         return checkpoint
+
+    def _go_on_from(self, updates: int) -> int:
+        """What was loaded has had so many updates; a worker that joins a running job is some steps behind then."""
+        if self._take_part():
+            self._behind = max(self._updates - updates, 0)
+        else:
+            self._updates = updates
+        return updates
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate gradients and send nothing.
@@ -481,7 +497,12 @@ class Trainer:
 
     @property
     def version(self) -> int:
-        """How many updates the weights have had, those before a loaded checkpoint included."""
+        """How many updates the weights have had, those before a loaded checkpoint included.
+
+        Of a worker that joins a running job it is how far that is, from before its first step on, if the trainer was
+        given a store: ``for step in range(trainer.version, steps)`` begins where the others are.
+        """
+        self._take_part()
         return self._updates
 
     @property
@@ -628,8 +649,20 @@ class Trainer:
             self.skip_step()
             return
         self._start()
+        self._take_part()
         self._step(None, Stale.USE)
         count_as_used(self._handed_out)
+
+    def _take_part(self) -> bool:
+        """Whether this worker has joined a running job; the others wait for its steps from the first call on."""
+        store = self._kvstore_wanted if self._kvstore is None else self._kvstore
+        if not isinstance(store, KVStore) or not store._backend.came_late or self._closed:
+            return False
+        if self._joined_at is None:
+            self._start()
+            self._joined_at = self._behind = store._backend.take_part()
+            self._catch_up(self._joined_at)
+        return True
 
     def _catch_up(self, version: int) -> None:
         """Take the weights that others have made while this worker was not awaited."""

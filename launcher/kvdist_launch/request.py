@@ -94,6 +94,9 @@ ROLE_COMMAND = (PYTHON, "-m", "kvdist")
 UNBOUND = 1
 """The root's port until it is bound; only a preview shows it."""
 
+RETURN_S = "120"
+"""How many seconds the servers keep the weights for a worker that is started again, if it was the last one."""
+
 GRACE_S = 5.0
 GRACE_WITHOUT_SERVERS_S = 2.0
 """The default of ``--grace``. Without servers the others notice a failure at once or not at all, so less is enough."""
@@ -329,6 +332,7 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         ON_LOSS: options.on_loss,
         "KVDIST_DUMP": options.dump and os.path.abspath(options.dump),
         "KVDIST_MAX_WORKERS": None if options.max_workers is None else str(options.max_workers),
+        "KVDIST_RETURN_S": RETURN_S if options.restart else None,
         "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",
         "KVDIST_FORM_TIMEOUT_S": start_timeout_s,  # until the cluster is complete
         "KVDIST_START_TIMEOUT_S": start_timeout_s,  # until ranks have found each other

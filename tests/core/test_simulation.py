@@ -21,6 +21,7 @@ from kvdist.core.round import Admission, PullRequest, Round, Verdict
 from kvdist.core.scheduler.checkpoints import Checkpoints, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.leases import Holder, Leases, Queue, Range
+from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.core.scheduler.recovery import Call, Memories, ReturnedScheduler
@@ -35,7 +36,7 @@ from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
 from kvdist.core.worker import newcomer
 from kvdist.core.worker.pending import BarrierCalls
-from kvdist.core.worker.requests import RunPart
+from kvdist.core.worker.requests import LoadStore, Request, RunPart
 from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
 from kvdist.core.worker.worker import Worker
 from kvdist.dtypes import DType
@@ -49,7 +50,6 @@ from kvdist.protocol.messages import (
     Fate,
     HandedBack,
     JoinedPush,
-    Load,
     Message,
     Packet,
     Push,
@@ -536,9 +536,15 @@ def refuses_early_hellos(self: Newcomers, node: Any, stranger: Member, hello: An
     return [Send(stranger, Rejected("it is taken"))]
 
 
-def loads_for_newcomers(self: Newcomers, sender: Member, message: Message) -> list[Effect] | None:
+def loads_with_the_others(self: newcomer.Newcomer, request: Request) -> list[Effect] | None:
     """What a newcomer loads at its start waits for the others, who load later."""
-    return None if isinstance(message, Load) else ORIGINAL_ANSWER(self, sender, message)
+    return None if isinstance(request, LoadStore) else ORIGINAL_ACCEPT(self, request)
+
+
+def takes_part_before_it_pushes(self: newcomer.Newcomer, request: Request) -> list[Effect] | None:
+    """A worker for which rounds wait waits itself for others at what they have agreed on before."""
+    self.looks_on = self.looks_on and not self.is_member
+    return ORIGINAL_ACCEPT(self, request)
 
 
 def waits_for_newcomers(self: Membership, pushes: int) -> set[Member]:
@@ -548,6 +554,15 @@ def waits_for_newcomers(self: Membership, pushes: int) -> set[Member]:
 
 def spares_nobody(self: Any, members: Any) -> None:
     """What is being agreed on when a newcomer becomes a member waits for it."""
+
+
+def needs_others(self: Losses, member: Member, said: str) -> bool:
+    others = (self._membership.there.keys() | self._membership.newcomers.keys()) - {member.node}
+    return bool(others) and ORIGINAL_MAY_GO_ON(self, member, said)
+
+
+def stops_servers(*_: Any) -> None:
+    """When the last worker is lost, the servers are told to stop."""
 
 
 def forgets_lives(self: Scheduler, event: ChildEnded, now: float) -> list[Effect]:
@@ -561,9 +576,10 @@ def numbers_of_its_own(self: Newcomers, sender: Member, message: Any, opened: An
     return message.counter
 
 
+ORIGINAL_MAY_GO_ON = Losses.may_go_on
 ORIGINAL_NEXT_CUT = Newcomers._next_cut
 ORIGINAL_HELLO = Newcomers.hello
-ORIGINAL_ANSWER = Newcomers.answer
+ORIGINAL_ACCEPT = newcomer.Newcomer.accept
 ORIGINAL_ENDED = Scheduler._child_ended
 
 
@@ -873,11 +889,20 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "newcomers speak before servers know them": ("joins", [(Newcomers, "hello", tells_of_the_cluster_at_once)]),
     "counters of newcomers begin at none": ("joins", [(SliceTable, "begin_at", begins_at_none)]),
     "newcomers give values": ("joins", [(newcomer, "GIVES", ())]),
-    "newcomers load": ("joins while others save", [(Newcomers, "answer", loads_for_newcomers)]),
+    "newcomers load": ("joins while others save", [(newcomer.Newcomer, "accept", loads_with_the_others)]),
+    "newcomers agree before their first push": (
+        "joins",
+        [(newcomer.Newcomer, "accept", takes_part_before_it_pushes)],
+    ),
     "an early hello is refused": ("joins", [(Newcomers, "_keep", refuses_early_hellos)]),
     "what comes before a newcomer waits for it": ("joins", [(Membership, "spared", waits_for_newcomers)]),
     "what is under way waits for a newcomer": ("joins while others save", [(Checkpoints, "spare", spares_nobody)]),
     "servers' checkpoints wait for a newcomer": ("joins while others save", [(Snapshots, "spare", spares_nobody)]),
+    "the last loss ends the job": ("joins when all were lost", [(Losses, "may_go_on", needs_others)]),
+    "nobody waits for one that comes back": (
+        "joins when all were lost",
+        [(Scheduler, "_wait_for_return", stops_servers)],
+    ),
     "a late line ends the next life": ("joins again and again", [(Scheduler, "_child_ended", forgets_lives)]),
     "newcomers count barriers alone": ("joins", [(Newcomers, "number", numbers_of_its_own)]),
     "examples are leased twice": ("leases", [(Queue, "lease", leases_twice)]),

@@ -36,6 +36,7 @@ from kvdist.core.worker.requests import (
     RunKind,
     RunPlan,
     SaveStore,
+    TakePart,
     Transfer,
     make_plan,
 )
@@ -197,7 +198,7 @@ class Oracle:
         found = [self.books.version_with(piece.number, rank, self.job.rounds_of(rank)) for rank in ranks]
         versions = [version for version in found if version is not None]
         assert len(versions) == len(found), f"pushes to slice {piece.number} are not counted at the end"
-        return max(versions)
+        return max(versions, default=0)
 
     def at(self, key: Key, version: int | None) -> tuple[Array, Array]:
         """The value of a key, and what the optimizer remembers, at one version of all slices; None for the newest."""
@@ -381,6 +382,8 @@ class User:
             yield [self._ask(lambda number: LoadStore(number, STORE, folder, EVERYTHING))]
         is_checked = not self.oracle.went_back
         yield [self._read(self._some_keys(), is_checked)[1]]
+        if self.random.random() < 0.5:
+            yield from self._take_part()
         ones = {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS}
         pushed = self._transfer(RunKind.PUSH, ones)
         assert self._machine._newcomer is not None, "it has come late"
@@ -394,6 +397,19 @@ class User:
             self._rows.begin_at(self.since)
             if self.since < self.job.rounds:
                 yield [one for table in tables for one in self._rows.contribute(self.since, table)]
+
+    def _take_part(self) -> Program:
+        """Learn at which version it joins, before the first gradient; until that, it still looks on."""
+        joined = self._ask(lambda number: TakePart(number, STORE))
+        yield [joined]
+        if self.job.mode == "sync":
+            slices = self._machine.transfers.slices
+            counters = {int(slices.pushed[piece.number]) for info in self.infos.values() for piece in info.slices}
+            is_alone = len(self.oracle.lost) == self.job.num_workers  # versions may be made of nothing
+            assert is_alone or counters == {joined.result()}, (
+                "the weights have had as many updates as there were rounds"
+            )
+        yield [self._ask(lambda number: EnterBarrier(number, STORE))]
 
     @property
     def _machine(self) -> Worker:

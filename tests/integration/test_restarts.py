@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
+
+from tests.test_documentation import ROOT, fenced
 
 WORKERS = 4
 
@@ -44,3 +47,37 @@ def test_who_comes_back_when_the_others_have_finished_is_ended_and_the_job_has_s
     assert launcher.code == 0, job.transcript()
     assert launcher.lines_with("worker-1 is ended, as the others have finished before it had joined them")
     assert launcher.lines_with("2 workers and 2 servers finished in"), job.transcript()
+
+
+@pytest.mark.parametrize(
+    ("victims", "killed_at", "waits_at", "every", "begins"),
+    [
+        ("1", 12, 18, 5, "step = trainer.version"),
+        pytest.param("1", 12, 18, 5, "step = checkpoint.step if 'checkpoint' in vars() else 0", marks=pytest.mark.slow),
+        pytest.param("0,1,2", 12, 30, 5, "step = trainer.version", id="all at once"),
+        pytest.param("1", 3, 27, 55, "step = trainer.version", marks=pytest.mark.slow),
+    ],
+)
+def test_the_script_of_the_page_on_checkpoints_goes_on_where_the_others_are(
+    job, tmp_path, victims, killed_at, waits_at, every, begins
+):
+    (script,) = [block for block in fenced(ROOT / "docs" / "checkpoints.md", "python") if "NoCheckpoint" in block]
+    assert script.count("step % 50") == script.count("step = trainer.version") == 1
+    script = script.replace("step % 50", f"step % {every}").replace("step = trainer.version", begins)
+    (tmp_path / "train.py").write_text(script)
+    options = ["--on-loss", "continue", "--restart", "3"]
+    words = ("resuming.py", str(tmp_path), victims, str(killed_at), str(waits_at))
+    launcher = job.launch(3, 2, *words, options=options, KVDIST_CHECKPOINT_ROOT=str(tmp_path))
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    for rank in victims.split(","):
+        told = f"worker-{rank} was started 2 times; it was killed by signal 9"
+        assert launcher.lines_with(told), "the fault happened"
+    back = launcher.lines_with("is back at version ")
+    assert len(victims) > 1 or f"version {waits_at + 1}" in back[0], job.transcript()
+    assert bool(launcher.lines_with("it was the last worker; the weights wait")) == (len(victims) > 1)
+    assert len(launcher.lines_with("ended in step 60 at version 60")) == 3, job.transcript()
+    states = [json.loads(path.read_text())["state"] for path in (tmp_path / "checkpoints").glob("step-55/worker-*")]
+    assert [(state["epoch"], state["visited"]) for state in states] == [(2, 240)] * 3, (
+        "all are at one place in the data"
+    )

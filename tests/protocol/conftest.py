@@ -100,7 +100,7 @@ def messages() -> list[m.Message]:
         m.FindCut(18),
         m.CutFound(18, (1 << 32) - 1),
         m.Cut(19, -1, 8, (0, 2)),
-        m.Counters(u32(3, 4), u32(8, m.LATER)),
+        m.Counters(u32(3, 4), u32(8, m.LATER), u32(0, 200)),
         m.Ready(1),
         m.Numbered(1, 1 << 40),
         m.Command(13, 7, "größer"),

@@ -241,7 +241,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.FindCut: st.builds(m.FindCut, U64),
     m.CutFound: st.builds(m.CutFound, U64, U32),
     m.Cut: st.builds(m.Cut, U64, st.integers(-1, U32_MAX), U32, RANKS),
-    m.Counters: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Counters, numbers(n), numbers(n))),
+    m.Counters: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Counters, *[numbers(n)] * 3)),
     m.Ready: st.builds(m.Ready, U32),
     m.Numbered: st.builds(m.Numbered, U32, U64),
     m.Command: st.builds(m.Command, U64, U32, NAMES),

@@ -373,6 +373,13 @@ def test_as_many_parts_need_their_own_state_and_another_number_those_of_all():
             SplitSampler(20, 3, 0, seed=3).load_state_dict(state)
 
 
+def test_a_part_whose_state_is_missing_goes_on_where_the_others_are():
+    _, states = advance([SplitSampler(20, 2, rank, seed=3) for rank in range(2)], [3, 3])
+    lost = SplitSampler(20, 2, 0, seed=3)
+    lost.load_state_dict({1: states["1"]})
+    assert lost.state_dict() == states["0"]
+
+
 def test_a_place_within_an_order_that_nobody_can_make_again_is_refused():
     with pytest.raises(ValueError, match="order cannot be made again without a seed"):
         SplitSampler(20).load_state_dict({**SplitSampler(20).state_dict(), "visited": 3})

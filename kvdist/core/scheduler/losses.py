@@ -2,7 +2,8 @@
 
 Rules that hold here:
 
-* A loss ends the job unless its policy says that the others go on, the cluster has been complete, and others are there.
+* A loss ends the job unless its policy says that the others go on, the cluster has been complete, and others are there,
+  or may come back in time.
 * The same failure said by two processes ends the job: a mistake of the program would take one worker after the other.
 * Every server says once, for each roster that gives somebody up, how many pushes of theirs it has counted in its
   slices. That never becomes untrue, as it counts nothing of them any more.
@@ -54,6 +55,7 @@ class Losses:
         membership: who is in the cluster.
         keys: knows who gives first values.
         on_loss: the policy.
+        returns: whether one may come back that was the last.
         doomed: ends the job, because a key can never get its first value from this worker.
     """
 
@@ -62,11 +64,13 @@ class Losses:
         membership: Membership,
         keys: Keys,
         on_loss: OnLoss,
+        returns: bool,
         doomed: Callable[[int | str, Member], list[Effect]],
     ) -> None:
         self._membership = membership
         self._keys = keys
         self._on_loss = on_loss
+        self._returns = returns
         self._doomed = doomed
         self._said: set[str] = set()
         """Why lost workers had to end, in their own words."""
@@ -83,7 +87,7 @@ class Losses:
         if said in self._said:
             return False
         others = (there.there.keys() | there.newcomers.keys()) - {member.node}
-        return bool(others) or member.node in there.left
+        return bool(others) or self._returns or member.node in there.left
 
     def note(self, said: str) -> None:
         """A worker is given up that has `said` why, if anything."""

@@ -30,14 +30,10 @@ from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol.messages import (
     Barrier,
     Claim,
-    Command,
     Configure,
     Cut,
     CutFound,
     Declare,
-    Done,
-    ErrorCode,
-    Failed,
     FindCut,
     Hello,
     Load,
@@ -187,11 +183,6 @@ class Newcomers:
         if self._membership.newcomers.get(sender.node) != sender:
             return None
         match message:
-            case Barrier() | Load() | Command():
-                return [Send(sender, Done(message.request))]
-            case Claim():
-                reason = f"{sender} has joined later: it saves with the others after its first step, not before"
-                return [Send(sender, Failed(message.request, ErrorCode.CHECKPOINT, reason))]
             case Declare() if self._membership.there and not self._keys.has_placed(message):
                 self._waiting.append((sender, message))
                 return []

@@ -7,7 +7,7 @@ hints to members that wait long and the search for deadlocks all ask every agree
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,7 @@ class Scheduler(Machine):
 
             patience_s = config.limits.reconnect_grace_s(True) + config.limits.patience_s
             self.newcomers = Newcomers(self.membership, self.keys, self._questions, patience_s, self)
-        self.losses = Losses(self.membership, self.keys, self.on_loss, self._doomed)
+        self.losses = Losses(self.membership, self.keys, self.on_loss, config.return_s > 0, self._doomed)
         self.leases: Leases | None = None
         """There are some once a worker has asked for one, or a checkpoint was loaded that had some."""
         self.checkpoints.restoring_data = lambda position: self._with_leases().restoring(position)
@@ -140,6 +140,10 @@ class Scheduler(Machine):
         self._announced_at = -NEVER
         self._announce_at = NEVER
         """When a change that has not been told yet must be."""
+        self._return_by = NEVER
+        """No worker is left, and until then one may come back."""
+        self._deserted: Callable[[], list[Effect]] = list
+        """Ends the job because none has."""
         self._stop_by = NEVER
         self._stopped = False
         self._now = now
@@ -150,7 +154,7 @@ class Scheduler(Machine):
         """When `tick` should run next."""
         form_by = NEVER if self.membership.is_complete else self._form_by
         dues = (form_by, self._next_look, self._announce_at, self._stop_by, self._deadlocks.due, self.keys.due)
-        return min(self.membership.next_loss, *dues)
+        return min(self.membership.next_loss, self._return_by, *dues)
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to members, and to the hello of processes that want to be one."""
@@ -260,6 +264,8 @@ class Scheduler(Machine):
             return self._server_gone(member) if self._is_over else self._lost(member, why.reason, now, has_ended)
         if now >= self._stop_by:
             return self._stop(None)
+        if now >= self._return_by:
+            return self._deserted()
         if not self.membership.is_complete and now >= self._form_by:
             missing = self.membership.missing()
             cause = f"did not register within {self.limits.form_timeout_s:g} s"
@@ -336,6 +342,7 @@ class Scheduler(Machine):
         if self._is_over:
             return [Send(sender, Rejected(newcomers.over, is_over=True))]
         effects = newcomers.hello(sender, message, now)
+        self._return_by = NEVER if self.membership.newcomers else self._return_by
         joined = [effect.member for effect in effects if isinstance(effect, Bind)] if self.config.supervised else []
         return [*effects, *(TellLauncher(f"joined worker {one.node.rank} life {message.life}") for one in joined)]
 
@@ -482,7 +489,7 @@ class Scheduler(Machine):
 
     def _end_if_alone(self, now: float) -> list[Effect]:
         """The last worker has gone: stop the servers, those too that have not registered yet."""
-        if not self.membership.workers_are_gone or self._is_over:
+        if not self.membership.workers_are_gone or self._is_over or self._return_by < NEVER:
             return []
         self._stop_by = now + self.limits.farewell_s
         self._announce_at = NEVER
@@ -555,6 +562,8 @@ class Scheduler(Machine):
         sentence = f"{member}{where} was lost{when}: {cause}"
         if self.losses.may_go_on(member, said):
             self.losses.note(said)
+            if not (self.membership.there.keys() | self.membership.newcomers.keys()) - {member.node}:
+                self._wait_for_return(member, host, cause, step, sentence, now)
             effects = self._go_on_without(member, cause, sentence, has_ended, now)
             # Who says itself why it must end is ending. One that was silent may be stopped, and would be so for ever.
             is_there = member in self.membership.lost and not has_ended and not said
@@ -563,6 +572,16 @@ class Scheduler(Machine):
             return effects
         return self._abort(str(member), host, cause, step, sentence)
 
+    def _wait_for_return(
+        self, member: Member, host: str, cause: str, step: int | None, sentence: str, now: float
+    ) -> None:
+        """The last worker is lost: one that comes back finds the weights on the servers."""
+        if member.node in self.membership.left:
+            return
+        self._return_by = now + self.config.return_s
+        late = f"it was the last worker, and none has come back within {self.config.return_s:g} s"
+        self._deserted = lambda: self._abort(str(member), host, cause, step, f"{sentence}; {late}")
+
     def _go_on_without(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:
         """Give up a worker, and tell all, so that no round waits for it."""
         if member.node in self.membership.left:  # it had finished its part before
@@ -570,7 +589,10 @@ class Scheduler(Machine):
         self.membership.lose(member, cause, has_ended)
         self._deadlocks.forget(member, now)
         others = len(self.membership.there)
-        told = Log(f"{sentence}; {others} worker{' goes' if others == 1 else 's go'} on")
+        go_on = f"{others} worker{' goes' if others == 1 else 's go'} on"
+        if self._return_by < NEVER:
+            go_on = f"it was the last worker; the weights wait {self.config.return_s:g} s for one that comes back"
+        told = Log(f"{sentence}; {go_on}")
         if self.newcomers is not None:
             self.newcomers.forget(member)
         effects: list[Effect] = [told, Forget(member)]

@@ -400,8 +400,8 @@ class Server(Machine):
         found = [one for shard in self._shards for one in shard.admit(message)]
         effects = self._replies()
         for rank in message.ranks:
-            mine = np.array([(number, step) for of, number, step in found if of == rank], np.uint32).reshape(-1, 2)
-            effects.append(Send(self.peers.workers[rank], Counters(mine[:, 0].copy(), mine[:, 1].copy())))
+            mine = np.array([row for of, *row in found if of == rank], np.uint32).reshape(-1, 3)
+            effects.append(Send(self.peers.workers[rank], Counters(*(column.copy() for column in mine.T))))
         return [*effects, Send(SCHEDULER_MEMBER, Done(message.request))]
 
     def _ended(self, members: Sequence[Member]) -> list[Effect]:

@@ -116,6 +116,9 @@ class Shard(abc.ABC, Generic[H]):
     def __init__(self, replies: Replies, snapshots: Snapshots) -> None:
         self.ledger: Ledger | None = None
         """What becomes of every push is written there."""
+        self._restored: dict[int, int] = {}
+        """Store → how many updates more its weights have had than there were rounds: those before a checkpoint that was
+        loaded, less the rounds that were made of nothing."""
         self.peers = replies.peers
         self._to = replies.to
         self._traffic = replies.traffic
@@ -225,9 +228,11 @@ class Shard(abc.ABC, Generic[H]):
         rounds = [one.round for one in self if one.round.policy.is_lockstep and self.updates(one.store)]
         return max((round_.hold() for round_ in rounds), default=0)
 
-    def admit(self, message: Cut) -> list[tuple[int, int, int]]:
-        """Let workers that came later take part: see `Cut`. Returns (rank, slice, where its counter begins)."""
-        found: list[tuple[int, int, int]] = []
+    def admit(self, message: Cut) -> list[tuple[int, int, int, int]]:
+        """Let workers that came later take part: see `Cut`. Returns (rank, slice, and the columns of `Counters`)."""
+        found: list[tuple[int, int, int, int]] = []
+        if message.store < 0 and self.peers.awaited <= set(message.ranks):
+            self._count_skipped(message.version)
         for holder in self:
             ranks = message.ranks if message.store < 0 else _lacking(holder, message)
             if not ranks and message.store >= 0:
@@ -235,9 +240,19 @@ class Shard(abc.ABC, Generic[H]):
             version = self._version_for(holder, message) if holder.round.policy.is_lockstep else 0
             holder.round.admit(ranks, version)
             step = LATER if version is None else version
-            found += [(rank, number, step) for rank in ranks for number in holder.ids.tolist()]
+            updates = max((version or 0) + self._restored.get(holder.store, 0), 0)
+            found += [(rank, number, step, updates) for rank in ranks for number in holder.ids.tolist()]
         self._close_open()
         return found
+
+    def _count_skipped(self, version: int) -> None:
+        """Nobody else is there: the versions up to that one are made of nothing."""
+        highest: dict[int, int] = {}
+        for holder in self:
+            if holder.round.policy.is_lockstep:
+                highest[holder.store] = max(highest.get(holder.store, 0), holder.round.version)
+        for store, found in highest.items():
+            self._restored[store] = self._restored.get(store, 0) - max(version - found, 0)
 
     def _version_for(self, holder: H, message: Cut) -> int | None:
         """From which version on workers take part that came later; None for not yet.
@@ -284,8 +299,12 @@ class Shard(abc.ABC, Generic[H]):
 
     def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
         """Continue from a checkpoint. Contributions of departed workers to open rounds belong to the old values."""
+        version = 0
         for holder in self._of(store):
             holder.round.drop_departed(self.peers.workers)
+            version = max(version, holder.round.version)
+        updates = max((one.state.count for one in found if one.state is not None), default=0)
+        self._restored[store] = max(updates - version, 0)
         self._load(store, found)
         self._close_open()
 

@@ -1,18 +1,32 @@
 """A worker that joins a running job: what it holds back until the rounds wait for it. Pure.
 
 Its program begins anew, while the others are in the middle of theirs. Until its first push it looks on: it may read,
-and what it gives changes nothing. That push waits, and everything behind it, until every server has said where this
-worker's push counters begin. The same happens once more in a store where rounds do not wait for it yet.
+and what it gives changes nothing; what all workers agree on, the others have agreed on before. That push, or the wish
+to know when it would be, waits, and everything behind it, until every server has said where this worker's push counters
+begin. The same happens once more in a store where rounds do not wait for it yet.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import CompleteRequest, Effect, FailRequest, Send
-from kvdist.core.worker.requests import DeclareKeys, Leave, Request, RunKind, Transfer
+from kvdist.core.worker.requests import (
+    ClaimFolder,
+    DeclareKeys,
+    EnterBarrier,
+    Leave,
+    LoadStore,
+    Request,
+    RunKind,
+    TakePart,
+    Transfer,
+)
 from kvdist.core.worker.transfers import Transfers
+from kvdist.errors import CheckpointError
 from kvdist.nodes import Member
-from kvdist.protocol.messages import LATER, Counters, Ready
+from kvdist.protocol.messages import LATER, Command, Counters, Ready
 
 GIVES = (RunKind.INITIALISE, RunKind.INITIALISE_ROWS, RunKind.REPLACE, RunKind.REPLACE_STATE)
 """What a worker that looks on must not do: the cluster has values."""
@@ -28,12 +42,16 @@ class Newcomer:
 
     def __init__(self, transfers: Transfers, servers: dict[int, Member]) -> None:
         self.is_member = False
+        self.looks_on = True
+        """It has pushed nothing."""
         self._transfers = transfers
         self._servers = servers
         self._silent: set[Member] = set()
         """The servers that have not said where counters begin."""
         self._later: set[int] = set()
         """The slices whose rounds do not wait for this worker yet."""
+        self._restored: dict[int, int] = {}
+        """Slice → how many updates more its weights have had than there were rounds."""
         self._stores: list[tuple[int, int, int]] = []
         """(first slice, the one after the last, store) of what was declared."""
         self._held: list[Request] = []
@@ -49,31 +67,61 @@ class Newcomer:
         if self._held:
             self._held.append(request)
             return []
-        if not isinstance(request, Transfer) or not request.runs:
-            return None
-        if not self.is_member and request.kind in GIVES:
+        match request:
+            case TakePart() if not self._waits_for(self._numbers_of(request.store)):
+                return [CompleteRequest(request.request, self._updates_of(request.store))]
+            case TakePart():
+                return self._hold(request, request.store)
+            case Transfer() if request.runs:
+                return self._transfer(request)
+            case EnterBarrier() | LoadStore() | Command() if self.looks_on:
+                return [CompleteRequest(request.request)]
+            case ClaimFolder() if self.looks_on:
+                reason = "this worker has joined later: it saves with the others after its first step, not before"
+                return [FailRequest(request.request, CheckpointError(reason))]
+            case _:
+                return None
+
+    def _transfer(self, request: Transfer) -> list[Effect] | None:
+        if self.looks_on and request.kind in GIVES:
             return [CompleteRequest(request.request)]
-        if not self._must_wait(request):
+        if not request.kind.pushes:
             return None
+        if self._waits_for({number for run in request.runs for number in run.plan.ids.tolist()}):
+            return self._hold(request, self._store_of(request))
+        self.looks_on = False
+        return None
+
+    def _hold(self, request: Request, store: int) -> list[Effect]:
         self._held.append(request)
         if not self.is_member:
             self._silent = set(self._servers.values())
-        return [Send(SCHEDULER_MEMBER, Ready(self._store_of(request)))]
+        return [Send(SCHEDULER_MEMBER, Ready(store))]
 
-    def _must_wait(self, request: Transfer) -> bool:
-        if not request.kind.pushes:
-            return False
-        return not self.is_member or any(self._later.intersection(run.plan.ids.tolist()) for run in request.runs)
+    def _waits_for(self, numbers: set[int]) -> bool:
+        """Whether rounds of some of these slices do not wait for this worker yet."""
+        return not self.is_member or bool(self._later & numbers)
 
     def _store_of(self, request: Transfer) -> int:
         number = int(request.runs[0].plan.ids[0])
         return next(store for first, stop, store in self._stores if first <= number < stop)
+
+    def _numbers_of(self, store: int) -> set[int]:
+        return {number for first, stop, of in self._stores if of == store for number in range(first, stop)}
+
+    def _updates_of(self, store: int) -> int:
+        pushed = self._transfers.slices.pushed
+        return max((int(pushed[one]) + self._restored.get(one, 0) for one in self._numbers_of(store)), default=0)
 
     def counters(self, sender: Member, message: Counters) -> int:
         """A server says where counters begin; returns the highest."""
         later = message.steps == LATER
         self._later.difference_update(message.ids[~later].tolist())
         self._later.update(message.ids[later].tolist())
+        columns = (message.ids[~later], message.steps[~later], message.updates[~later])
+        self._restored.update(
+            {one: count - step for one, step, count in zip(*map(np.ndarray.tolist, columns), strict=True)}
+        )
         self._transfers.slices.begin_at(message.ids[~later], message.steps[~later])
         self._silent.discard(sender)
         self.is_member = self.is_member or not self._silent
@@ -83,8 +131,14 @@ class Newcomer:
         """What was held back and may go on, in the order of the calls; it may be held back again."""
         if not self._held or not self.is_member:
             return []
-        first = self._held[0]
-        if isinstance(first, Transfer) and self._must_wait(first):
+        match self._held[0]:
+            case TakePart(store=store):
+                awaited = self._numbers_of(store)
+            case Transfer(runs=runs):
+                awaited = {number for run in runs for number in run.plan.ids.tolist()}
+            case _:
+                awaited = set()
+        if self._later & awaited:
             return []
         held, self._held = self._held, []
         return held

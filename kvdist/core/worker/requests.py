@@ -495,6 +495,15 @@ class LoadStore:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class TakePart:
+    """Let rounds wait from now on for this worker, which came later; completes with how many updates the weights of the
+    store have had by then."""
+
+    request: int
+    store: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Leave:
     """Say goodbye once everything that was pushed has arrived; a `failure` says so at once and ends the job."""
 
@@ -515,6 +524,7 @@ Request = (
     | LoadStore
     | Lease
     | Used
+    | TakePart
     | Leave
 )
 """`Configure` and `Command` are handed to the scheduler as they are, and complete when all servers have done it."""

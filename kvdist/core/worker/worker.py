@@ -65,6 +65,7 @@ from kvdist.core.worker.requests import (
     Register,
     Request,
     SaveStore,
+    TakePart,
     Transfer,
     UseKernels,
     label_of,
@@ -439,6 +440,8 @@ class Worker(Machine):
                 self._open(request.request, "loading of a checkpoint", now)
                 self._saving.load(request)
                 return []
+            case TakePart():
+                return [CompleteRequest(request.request, 0)]  # it began with the others
             case Leave():
                 return self._leave(request, now)
 
