@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvdist.config.endpoints import split_endpoint, tcp_endpoint
-from kvdist.protocol.messages import Hello
+from kvdist.protocol.messages import Hello, Roster
 from kvdist.protocol.wire import KINDS, MAGIC, decode, encode
 
 GREETING_BYTES = 64
@@ -84,9 +84,12 @@ class Proxy:
 
     Args:
         fault: asked for each message, in the order of each connection; called under a lock.
+        fronts_in: the messages in which endpoints of servers are replaced by fronts: `Hello`, where servers dial the
+            proxy, or `Roster`, where one worker does and all its connections are to pass.
     """
 
-    def __init__(self, fault: Fault) -> None:
+    def __init__(self, fault: Fault, fronts_in: str = "Hello") -> None:
+        self.fronts_in = fronts_in
         self.fired: Counter[str] = Counter()
         """Fates that came to pass, and ``'Cut Push'`` for instance, of which message."""
         self.passed: Counter[str] = Counter()
@@ -243,20 +246,27 @@ class _Stream:
         kind = "?"
         if bodies[0][:4] == MAGIC and len(bodies[0]) > 5:
             kind = NAMES[bodies[0][5]]
-            if kind == "Hello":
-                bodies = self._with_front(bodies)
+            if kind == self._proxy.fronts_in:
+                bodies = self._with_fronts(bodies)
         return Passing(kind, self._up, self._link, self._life, number, tuple(bodies))
 
-    def _with_front(self, bodies: list[bytes]) -> list[bytes]:
-        """A hello whose server is reached through the proxy."""
+    def _with_fronts(self, bodies: list[bytes]) -> list[bytes]:
+        """A hello whose server is reached through the proxy, or a roster with such servers."""
         packet = decode(bodies)
-        hello = packet.message
-        assert isinstance(hello, Hello)
-        if not hello.endpoint:
-            return bodies
-        host, port = split_endpoint(hello.endpoint)
-        front = tcp_endpoint(host, self._proxy.front(port))
-        return [bytes(frame) for frame in encode(replace(packet, message=replace(hello, endpoint=front)))]
+        message = packet.message
+        assert isinstance(message, Hello | Roster)
+        if isinstance(message, Hello):
+            message = replace(message, endpoint=self._front_of(message.endpoint))
+        else:
+            peers = tuple(replace(peer, endpoint=self._front_of(peer.endpoint)) for peer in message.peers)
+            message = replace(message, peers=peers)
+        return [bytes(frame) for frame in encode(replace(packet, message=message))]
+
+    def _front_of(self, endpoint: str) -> str:
+        if not endpoint:
+            return endpoint
+        host, port = split_endpoint(endpoint)
+        return tcp_endpoint(host, self._proxy.front(port))
 
     def _deliver(self, passing: Passing) -> None:
         fate = self._proxy.fate_of(passing)

@@ -332,3 +332,32 @@ def test_the_table_of_the_readme_is_what_the_committed_run_says() -> None:
     text = (BENCHMARKS.parent / "README.md").read_text("utf-8")
     assert text == readme.with_table(text, json.loads(readme.HEADLINE.read_text("utf-8")))
     assert text.count("| one step | kvdist |") == 1
+
+
+def stormy() -> Any:
+    """Two workers that step each second; the second one is killed after three, and back four seconds later."""
+    storm = load("storm")
+    steady = storm.Life(0, 0, 0.0, 1.0, [(float(at), 10) for at in range(2, 13)])
+    first = storm.Life(1, 0, 0.0, 1.0, [(float(at), 10) for at in (2, 3, 4)])
+    second = storm.Life(1, 1, 5.0, 7.0, [(float(at), 10) for at in (9, 10, 11, 12)])
+    faults = [storm.Fault("kill", "worker-1", 5.0, 0)]
+    return storm.Outcome(0, faults, [steady, first, second], [], 12.0, 0.3, "")
+
+
+def test_a_storm_counts_examples_returns_and_those_that_take_part() -> None:
+    outcome = stormy()
+    assert outcome.per_second == 18 * 10 / 10.0
+    assert outcome.returns("kill") == [(4.0, 2.0)], "the imports took two of the four seconds"
+    assert outcome.returns("stop") == []
+    assert outcome.taking_part(1.0) == (10 + 3 + 3) / (12 + 5 + 7)
+
+
+@pytest.mark.slow
+def test_a_short_storm_loses_no_example(tmp_path: Path) -> None:
+    picture = tmp_path / "storm.png"
+    words = ["--workers", "4", "--servers", "2", "--minutes", "0.25", "--calm-minutes", "0.1", "--patience", "4"]
+    words += ["--faults-per-hour", "900", "--picture", str(picture)]
+    command = [sys.executable, str(BENCHMARKS / "storm.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "lost 0, counted twice 0" in done.stdout and " s  worker-" in done.stdout, done.stdout

@@ -57,12 +57,13 @@ def test_the_demo_reaches_97_percent_with_the_same_accuracy_on_both_workers(job)
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEMO_S + 20)
-def test_the_demo_of_faults_kills_a_worker_and_ends_as_well_as_undisturbed(job):
-    words = ("--kills", "1", "--every", "1", "--epochs", "30")
+def test_the_demo_of_faults_kills_the_scheduler_and_a_worker_and_ends_as_well_as_undisturbed(job):
+    words = ("--kills", "2", "--every", "1", "--epochs", "30")
     demo = job.start("demo", [sys.executable, str(EXAMPLES / "faults.py"), *words])
     job.succeed(DEMO_S)
-    assert re.search(r"kill -9 worker-[012] ", demo.text), "the fault happened"
-    assert re.search(r"worker-[012]: killed once, and each time the others went on; started 2 times", demo.text)
+    assert "kill -9 scheduler " in demo.text and re.search(r"kill -9 worker-[012] ", demo.text), "the faults happened"
+    assert re.search(r"scheduler: killed once, and the next one learned .* started 2 times", demo.text)
+    assert re.search(r"worker-[012]: killed once, and the others trained on .* started 2 times", demo.text)
     assert len(demo.lines_with("accuracy ")) == 2, demo.text
 
 

@@ -1,0 +1,89 @@
+"""A worker that learns the digits from a queue of examples, each step at its time, and notes when it did what.
+
+    python storm_worker.py FOLDER EPOCHS PERIOD_S SEED
+
+Besides the network the servers have two counters, whose gradient is 1 for each example of a batch: they say in the end
+how often every example was counted, in either half of the slices.
+"""
+
+import time
+
+BEGAN = time.monotonic()
+
+import json  # noqa: E402  # what an import takes is the user's time, and not the cluster's
+import os  # noqa: E402
+import socket  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+from sklearn.datasets import load_digits  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+
+from kvdist import QueueSampler, Trainer, kv  # noqa: E402
+
+IMPORTED = time.monotonic()
+BATCH = 16
+LEARNING_RATE = 0.3
+"""Of the mean over all workers that take part."""
+
+
+def through_the_relay() -> None:
+    """Have the driver's relay of this worker carry all its connections, if there is one."""
+    if address := os.environ.get("STORM_RELAY"):
+        with socket.create_connection(("127.0.0.1", int(address))) as driver:
+            driver.sendall(f"{os.environ['KVDIST_RANK']} {os.environ['DMLC_PS_ROOT_PORT']}\n".encode())
+            os.environ["DMLC_PS_ROOT_PORT"] = driver.makefile().readline().strip()
+
+
+def main() -> None:
+    folder, epochs, period_s, seed = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    digits = load_digits()
+    images, labels = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    is_test = torch.arange(len(images)) % 5 == 0
+    train_images, train_labels = images[~is_test], labels[~is_test]
+    count = len(train_images)
+    net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    counters = [nn.Parameter(torch.zeros(count)) for _ in range(2)]
+    through_the_relay()
+    life = os.environ.get("KVDIST_RESTARTS", "0")
+    with (
+        kv.create("dist") as store,
+        (folder / f"{store.rank}.{life}.{os.getpid()}").open("w", buffering=1) as log,
+    ):
+        print("began", BEGAN, file=log)
+        print("imported", IMPORTED, file=log)
+        parameters = [*net.parameters(), *counters]
+        trainer = Trainer(parameters, "sgd", {"learning_rate": 1.0}, kvstore=store)
+        sampler = QueueSampler(count, epochs=epochs, seed=seed)
+        data = TensorDataset(torch.arange(count), train_images, train_labels)
+        for numbers, inputs, targets in trainer.batches(DataLoader(data, BATCH, sampler=sampler)):
+            due = time.monotonic() + period_s
+            loss = cross_entropy(net(inputs), targets) * (LEARNING_RATE / len(store.members))
+            (loss + counters[0][numbers].sum() + counters[1][count - 1 - numbers].sum()).backward()
+            time.sleep(max(0.0, due - time.monotonic()))
+            trainer.step(1)
+            for parameter in parameters:
+                parameter.grad = None
+            print("step", time.monotonic(), len(numbers), file=log)
+        print("end", time.monotonic(), file=log)
+        least, most = (-counters[0]).round().int(), (-counters[1].flip(0)).round().int()
+        with torch.no_grad():
+            right = net(images[is_test]).argmax(dim=1) == labels[is_test]
+        found = {
+            "accuracy": float(right.float().mean()),
+            "examples": count * epochs,
+            "counted": [int(least.sum()), int(most.sum())],
+            "lost": int((epochs - torch.maximum(least, most)).clamp(min=0).sum()),
+            "twice": int((torch.maximum(least, most) - epochs).clamp(min=0).sum()),
+            "in part": int((least != most).sum()),
+        }
+        (folder / f"end-{store.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
