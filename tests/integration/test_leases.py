@@ -48,6 +48,22 @@ def test_every_example_is_counted_once_when_workers_are_killed(
     assert counts.get((1, 1), 0) >= 10_000 - in_part * BATCH, "only what is said to count in part does"
 
 
+@pytest.mark.slow
+def test_every_example_is_counted_once_when_workers_are_killed_again_and_again_and_come_back(job):
+    victims = {1: 24, 2: 16, 3: 40, 4: 8, 5: 32}
+    command = ("leases.py", "40000", "1", str(BATCH), "0", "dist", str(victims))
+    launcher = job.launch(6, 2, *command, options=[*GOES_ON, "--restart", "50"])
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    kills = len(launcher.lines_with("was killed by signal 9 (SIGKILL); starting it again"))
+    assert kills >= 20, "the fault happened, again and again"
+    _, counts = found(job)
+    in_part = len(launcher.lines_with(" in part: in "))
+    assert sum(counts.values()) == 40_000
+    assert all(max(both) == 1 for both in counts), "nothing twice, and nothing left out everywhere"
+    assert counts.get((1, 1), 0) >= 40_000 - in_part * BATCH, "only what is said to count in part does"
+
+
 def test_who_gets_sigterm_leaves_with_nothing_but_its_leases_and_exit_code_0(job):
     launcher = job.launch(3, 1, "leases.py", "4000", "1", str(BATCH), "0", "dist", "{}")
     job.line("launcher", "w1 │ has ")
