@@ -18,6 +18,7 @@ WORKERS = 4
     [
         ("SIGKILL", 2, 3),
         pytest.param("SIGKILL", 2, 0, marks=pytest.mark.slow),
+        pytest.param("SIGKILL", 5, 1, marks=pytest.mark.slow),
         pytest.param("SIGSTOP", 1, 2, marks=pytest.mark.slow),
     ],
 )
