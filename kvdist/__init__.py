@@ -33,6 +33,7 @@ from kvdist.errors import (
     ProtocolError,
     PushRefused,
     RankLostError,
+    RolledBackError,
     StoreClosed,
 )
 from kvdist.version import __version__
@@ -77,6 +78,7 @@ __all__ = [
     "QueueSampler",
     "RankLostError",
     "Replicas",
+    "RolledBackError",
     "RowSparse",
     "SplitSampler",
     "StoreClosed",

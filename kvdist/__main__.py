@@ -260,7 +260,13 @@ def _server(config: ClusterConfig) -> Node:
 
 def _disk() -> ThreadedDisk:
     """The disk, below the folder that this process allows: peers name folders."""
-    return ThreadedDisk(checkpoint_root_from_env())
+    root, snapshots = checkpoint_root_from_env(), read_setting("KVDIST_SNAPSHOTS")
+    if snapshots is not None and not Path(snapshots).absolute().is_relative_to(root):
+        raise ConfigError(
+            f"KVDIST_SNAPSHOTS is {snapshots!r}, which does not lie below {root}, where this process may write: set"
+            " KVDIST_CHECKPOINT_ROOT to a folder above it"
+        )
+    return ThreadedDisk(root)
 
 
 def _tell_of_strangers(node: Node) -> None:

@@ -121,6 +121,21 @@ class RankLostError(PeerLostError, CollectiveError):
     """A rank of a collective job is gone. `node` is its name, such as ``rank 3``."""
 
 
+class RolledBackError(KvdistError, RuntimeError):
+    """A server was lost, and all have gone back to a snapshot: this call was dropped, or came too early.
+
+    It is raised once, by what was under way or by the next call. Then the store holds the values of `step`, and all
+    workers go on from there: pull the weights, and begin the loop again at that step.
+
+    Attributes:
+        step: how many steps the snapshot has.
+    """
+
+    def __init__(self, message: str, step: int = 0) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class FencedError(KvdistError, RuntimeError):
     """A newer process of the same rank has replaced this one, which must not go on."""
 

@@ -45,10 +45,10 @@ from kvdist.core.server.sparse_table import RowContribution, SparseTable
 from kvdist.core.worker import requests, transfers
 from kvdist.core.worker.transfers import Ready
 from kvdist.core.worker.worker import Worker
-from kvdist.errors import CheckpointError, FencedError, JobOver, PeerLostError
+from kvdist.errors import CheckpointError, FencedError, JobOver, PeerLostError, RolledBackError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.nodes import HOST_MARK, Member, NodeId, Role, worker
+from kvdist.nodes import HOST_MARK, Member, NodeId, Role
 from kvdist.optimizer import offload
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
@@ -58,7 +58,7 @@ from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
 from tests.core.leasing import LeasingUser, require_used_once
 from tests.core.network import Network, Process, SimulatedTransport, Weather
-from tests.core.shelf import FULL, Shelf, SimulatedDisk
+from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk
 from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
 from tests.devices import NumpyDevice
 
@@ -126,6 +126,8 @@ class Scenario:
     on_loss: str = "fail"
     again: tuple[float, float] | None = None
     lives: int = 1
+    snapshot_s: float | None = None
+    """Seconds between snapshots; None = there are none, and the loss of a server ends the job."""
     limits: Limits = Limits(slice_bytes=SLICE_BYTES, window_bytes=160)
 
 
@@ -347,20 +349,20 @@ def _note_losses(cluster: Cluster, process: Process) -> None:
         cluster.given_up[name] = cluster.network.now
 
 
-def _tell(cluster: Cluster, rank: int, life: int) -> None:
+def _tell(cluster: Cluster, node: NodeId, life: int) -> None:
     """The launcher's line about a process that was killed comes late now and then."""
-    cluster.processes["scheduler"].node.post(ChildEnded(worker(rank), "killed", False, life))
+    cluster.processes["scheduler"].node.post(ChildEnded(node, "killed", False, life))
 
 
-def _start_again(cluster: Cluster, rank: int, life: int) -> None:
-    """Start a worker again that was killed, unless the job has ended meanwhile; a launcher would know."""
+def _start_again(cluster: Cluster, node: NodeId, life: int) -> None:
+    """Start a process again that was killed, unless the job has ended meanwhile; a launcher would know."""
     cluster.starting -= 1
     if cluster.processes["scheduler"].ended:
         cluster.network.used["not started again"] += 1
         return
-    name = f"worker-{rank}, life {life}"
+    name = f"{node}, life {life}"
     cluster.network.used["started again"] += 1
-    _start(cluster, name, Role.WORKER, rank, life)
+    _start(cluster, name, node.role, node.rank, life)
     if life < cluster.scenario.lives:
         cluster.network.after(cluster.network.random.uniform(0.01, 1.0), partial(_strike, cluster, name))
 
@@ -400,6 +402,8 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             on_loss=scenario.on_loss,
             return_s=RETURN_S if scenario.again is not None else 0.0,
             scheduler_away_s=AWAY_S if scenario.returns_s else None,
+            snapshots=None if scenario.snapshot_s is None else SNAPSHOTS,
+            snapshot_interval_s=scenario.snapshot_s,
             limits=limits,
         )
         if cluster.term == 1:
@@ -410,10 +414,10 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
         endpoint = ""
         if role is Role.SERVER or scenario.hosts is not None:
             mark = "" if scenario.hosts is None else f"{HOST_MARK}host{rank % scenario.hosts}.{rank}"
-            endpoint = transport.bind(f"memory://{role}-{rank}{mark}")
+            endpoint = transport.bind(f"memory://{role}-{rank}{mark}{f'.{life}' if life else ''}")
         introduction = Introduction(
             role,
-            (1 if role is Role.SERVER else 2 + life) * 1_000_000 + rank,
+            ((1 if role is Role.SERVER else 2) + 2 * life) * 1_000_000 + rank,
             rank,
             f"host-{rank}",
             100 + rank,
@@ -433,7 +437,8 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             if cluster.oracle is not None:
                 cluster.oracle.books.keep_of(machine)
         else:
-            machine = Worker(introduction, limits, network.now, HostAggregation(scenario.local_reduce, limits))
+            sums = HostAggregation(scenario.local_reduce, limits) if scenario.snapshot_s is None else None
+            machine = Worker(introduction, limits, network.now, sums)
     disk = SimulatedDisk(network, cluster.shelf, scenario.full)
     node = Node(machine, transport, 4711, limits.explain_after_s, lambda: network.now, disk)
     if cluster.dumps is not None:
@@ -443,8 +448,11 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
 
 def _turned(cluster: Cluster, user: User) -> None:
     """A worker's node has turned: let its user go on, and strike when it is time."""
+    before = user.rollbacks
     user.advance()
     network, scenario = cluster.network, cluster.scenario
+    if user.rollbacks > before and cluster.oracle is not None:  # what has left does not make its last pushes again
+        cluster.oracle.lost |= {one.rank for one in cluster.users.values() if one.has_left}
     begins = user.node.machine.epoch > 0 if scenario.fault_round == FORMED else bool(user.infos)
     if user.round < scenario.fault_round or not begins or cluster.struck_at is not None:
         return
@@ -468,18 +476,23 @@ def _strike(cluster: Cluster, name: str) -> None:
     if victim.ended:
         return
     cluster.struck_at = cluster.network.now
-    if _is_given_up(cluster, name) and cluster.oracle is not None:
+    if name in cluster.users and _is_given_up(cluster, name) and cluster.oracle is not None:
         cluster.oracle.lost.add(cluster.users[name].rank)
         cluster.struck.add(name)
     if scenario.pause_s is None:
         victim.crash()
-        if scenario.again is not None and name in cluster.users:
-            user = cluster.users[name]
+        if scenario.again is not None and name != "scheduler":
+            who, _, lives = name.partition(", life ")
+            role, _, rank = who.partition("-")
+            node, life = NodeId(Role(role), int(rank)), int(lives or 0)
             cluster.starting += 1
             delay_s = cluster.network.random.uniform(*scenario.again)
             told_s = cluster.network.random.uniform(0.0, 1.0)
-            cluster.network.after(told_s, partial(_tell, cluster, user.rank, user.life))
-            cluster.network.after(delay_s, partial(_start_again, cluster, user.rank, user.life + 1))
+            if role == Role.SERVER:
+                assert isinstance(victim.node._disk, SimulatedDisk)
+                victim.node._disk.crash()
+            cluster.network.after(told_s, partial(_tell, cluster, node, life))
+            cluster.network.after(delay_s, partial(_start_again, cluster, node, life + 1))
         if scenario.returns_s and name == "scheduler":
             disk = victim.node._disk
             assert isinstance(disk, SimulatedDisk)
@@ -527,7 +540,10 @@ def _judge(cluster: Cluster) -> None:
             assert user.since is None, f"{name} took part, and was told that it is too late"
             cluster.network.used["too late"] += 1
             continue
+        if _starts_again(cluster, name):
+            continue
         cluster.network.used["joined"] += user.life > 0
+        cluster.network.used["went back"] += user.rollbacks > 0
         assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
         assert user.done, f"{name} did not come to its end"
@@ -540,7 +556,7 @@ def _judge(cluster: Cluster) -> None:
     survivors = [process for process in cluster.processes.values() if not process.crashed]
     for process in survivors:
         failure = process.node.failure
-        if isinstance(failure, JobOver):
+        if isinstance(failure, JobOver) or _starts_again(cluster, process.name):
             continue
         if process.name in cluster.struck:
             # Nobody is there any more to say so; or it wakes, and a connection that broke before is long overdue.
@@ -562,6 +578,14 @@ def _judge(cluster: Cluster) -> None:
             assert failure.node in cluster.scenario.victims, f"{process.name} blames {failure.node}: {failure}"
             late_s = process.ended_at - (cluster.struck_at or 0.0)
             assert late_s < VERDICT_S, f"{process.name} took {late_s:.2f} s to notice"
+
+
+def _starts_again(cluster: Cluster, name: str) -> bool:
+    """Whether a worker was joining when all went back, and has ended for that; a launcher would start it again."""
+    user, failure = cluster.users.get(name), cluster.processes[name].node.failure
+    if cluster.scenario.snapshot_s is None or user is None or not user.life:
+        return False
+    return isinstance(failure, FencedError | PeerLostError) and "while it joined" in str(failure)
 
 
 def _replay(cluster: Cluster) -> None:
@@ -594,7 +618,7 @@ def _judge_checkpoints(cluster: Cluster) -> None:
     """What is there is right; what is not was refused to everybody; and nothing is left of it."""
     shelf, oracle = cluster.shelf, cluster.oracle
     assert oracle is not None
-    for folder in shelf.manifests:
+    for folder in shelf.called_for():
         oracle.require_saved(shelf, folder, int(folder[-3:]))
         cluster.network.used["checkpoint"] += 1
     if _must_abort(cluster):
@@ -606,6 +630,8 @@ def _judge_checkpoints(cluster: Cluster) -> None:
     for user in stayed:
         for turn, future in user.saves.items():
             error = future.exception()
+            if isinstance(error, RolledBackError):
+                continue
             is_due_to_a_disk = isinstance(error, CheckpointError) and FULL in str(error)
             assert error is None or is_due_to_a_disk, f"checkpoint {turn}: {error!r}"
             exists = f"/checkpoints/step-{turn:03}" in shelf.manifests
@@ -613,14 +639,18 @@ def _judge_checkpoints(cluster: Cluster) -> None:
     assert len({user.restored for user in stayed}) == 1, "all are told the same"
     cluster.network.used["restored"] += stayed[0].restored is True
     for folder, files in shelf.files.items():
+        if folder.startswith(SNAPSHOTS):
+            continue  # the last one may be under way when the job ends
         named = shelf.manifests[folder].files if folder in shelf.manifests else ()
         assert files.keys() == {file.name for file in named}, f"{sorted(files)} are left in {folder}"
     for process in cluster.processes.values():
+        if process.crashed:
+            continue
         machine = process.node.machine
         if isinstance(machine, Scheduler):
             assert not len(machine.checkpoints), "the scheduler keeps checkpoints that are over"
         if isinstance(machine, Server):
-            assert not len(machine.snapshots), f"{process.name} keeps checkpoints that are over"
+            assert not machine.snapshots.called_for, f"{process.name} keeps checkpoints that are over"
 
 
 def _must_abort(cluster: Cluster) -> bool:
@@ -637,13 +667,16 @@ def _must_abort(cluster: Cluster) -> bool:
 
 def _is_given_up(cluster: Cluster, name: str) -> bool:
     """Whether the others go on without this process when it is lost."""
+    if name.startswith("server") and cluster.scenario.snapshot_s is not None:
+        return True
     return cluster.scenario.on_loss == "continue" and name in cluster.users
 
 
 def _is_doomed(cluster: Cluster) -> bool:
     """Whether a key cannot get its first value any more, by the word of the scheduler."""
     failure = cluster.processes["scheduler"].node.failure
-    return isinstance(failure, PeerLostError) and "its first value" in str(failure)
+    reasons = ("its first value", "nobody can go back", "the only snapshot could not be written", FULL)
+    return isinstance(failure, PeerLostError) and any(reason in str(failure) for reason in reasons)
 
 
 def _state(cluster: Cluster) -> str:
@@ -682,6 +715,7 @@ SLOW = Weather(delay_s=0.02)
 NEAR_SCHEDULER = Weather(delay_s=0.4, scheduler_delay_s=0.005)
 """What is under way between workers and servers is so when all know of a loss."""
 SUMMING = replace(GOING_ON, num_workers=6, hosts=2, local_reduce="on", holds=False, fault_round=2)
+GOES_BACK = replace(JOINING, num_workers=3, rounds=14, saves=0.0, full=0.0, fault_round=6, snapshot_s=0.02)
 RETURNS = replace(GOING_ON, num_workers=3, returns_s=1.5)
 
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
@@ -868,6 +902,17 @@ SCENARIOS: dict[str, Scenario] = {
     "leases near the end": replace(LEASES, victims=("worker-0", "worker-1", "worker-2"), fault_round=14, spread_s=0.01),
     "leases on hosts": replace(LEASES, num_workers=6, hosts=2, local_reduce="on", victims=("worker-0", "worker-3")),
     "leases and a leaver": replace(LEASES, victims=("worker-2",), leaver=1, leaver_rounds=4),
+    "goes back": replace(GOES_BACK, victims=("server-1",)),
+    "goes back without both servers": replace(GOES_BACK, victims=("server-0", "server-1")),
+    "goes back again and again": replace(GOES_BACK, victims=("server-0", "server-1"), rounds=30, lives=4),
+    "goes back with momentum": replace(GOES_BACK, victims=("server-0",), optimizer="momentum"),
+    "goes back with rows": replace(GOES_BACK, victims=("server-1",), tables=True),
+    "goes back in a storm": replace(GOES_BACK, victims=("server-1",), weather=STORM, limits=STORM_LIMITS),
+    "goes back while workers die": replace(GOES_BACK, victims=("server-1", "worker-1", "worker-2"), spread_s=0.4),
+    "goes back saving": replace(GOES_BACK, victims=("server-0",), saves=0.5, optimizer="momentum"),
+    "goes back with full disks": replace(GOES_BACK, victims=("server-0",), full=0.1),
+    "goes back holding": replace(GOES_BACK, victims=("server-0",), holds=True),
+    "goes back encoded": replace(GOES_BACK, victims=("server-1",), encodes=0.6, rounds=10, fault_round=4),
     "scheduler returns": replace(RETURNS, victims=("scheduler",)),
     "scheduler returns while keys are declared": replace(
         RETURNS, victims=("scheduler",), fault_round=-1, spread_s=0.02, tables=True, saves=0.0

@@ -347,6 +347,21 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             shown_default="60 with `KVDIST_ON_LOSS=continue`, else 0",
         ),
         Setting(
+            "KVDIST_SNAPSHOTS", TEXT, None,
+            "a folder, for this job alone, into which servers write snapshots while training goes on",
+            "When a server is lost and started again, all go back to the newest one; without it the loss of a server"
+            " ends the job. Needs `KVDIST_ON_LOSS=continue`, and every machine with a server or the scheduler must see"
+            " this folder. `kvdist-launch --snapshots` sets it"
+            " ([reliability.md](reliability.md#servers-that-come-back))",
+        ),
+        Setting(
+            "KVDIST_SNAPSHOT_INTERVAL_S", seconds(0), None,
+            "how many seconds after a snapshot the next one begins",
+            "The scheduler's value counts. Never less than a snapshot takes. Unless it is set, what costs least where a"
+            " server is lost each hour: the root of 7200 s times what a snapshot takes",
+            shown_default="by what a snapshot takes",
+        ),
+        Setting(
             "KVDIST_PRIORITY_SLICES", FLAG, False,
             "`1`: every `dist` and `dist_async` store of this worker has [priority"
             " slices](performance.md#priority-slices), as the stores `p3` and `p3store_dist` always have",
@@ -740,7 +755,7 @@ def refuse_replaced(env: Variables) -> None:
 SCHEDULER_AWAY_S = 60.0
 """Where losses do not end the job."""
 
-JOB_WIDE = ("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss", "max_workers")
+JOB_WIDE = ("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss", "max_workers", "snapshots")
 """Fields that a child process gets even with the default, so that its host's variables do not change them."""
 
 
@@ -777,6 +792,8 @@ class ClusterConfig:
     restarts: int | None = setting("KVDIST_RESTARTS")
     return_s: float = setting("KVDIST_RETURN_S")
     scheduler_away_s: float | None = setting("KVDIST_SCHEDULER_AWAY_S")
+    snapshots: str | None = setting("KVDIST_SNAPSHOTS")
+    snapshot_interval_s: float | None = setting("KVDIST_SNAPSHOT_INTERVAL_S")
     supervised: bool = setting("KVDIST_SUPERVISED")
     port_range: tuple[int, int] | None = setting("KVDIST_PORT_RANGE")
     listen_fd: int | None = setting("KVDIST_LISTEN_FD")
@@ -796,6 +813,12 @@ class ClusterConfig:
         count = {Role.WORKER: self.most_workers, Role.SERVER: self.num_servers, Role.SCHEDULER: 1}[self.role]
         if self.rank is not None and self.rank >= count:
             raise ConfigError(f"KVDIST_RANK is {self.rank}, but the cluster has only {count} {self.role}(s)")
+        if self.snapshots is not None and self.on_loss == "fail":
+            raise ConfigError(
+                f"KVDIST_SNAPSHOTS is {self.snapshots!r}, from which a job goes on that has lost a server, and"
+                " KVDIST_ON_LOSS is 'fail', which ends it: set KVDIST_ON_LOSS=continue (kvdist-launch --on-loss"
+                " continue --restart N), or leave snapshots out"
+            )
         check_security(self.security, self.secret_file)
         if self.security == "curve" and self.secret_file is None:
             raise ConfigError(

@@ -177,6 +177,8 @@ class Questions:
     def __init__(self, servers: Live, first_request: int = 1) -> None:
         self._servers = servers
         self._open: dict[int, tuple[Agreement[str], Callable[[str], list[Effect]]]] = {}
+        self._asked: dict[int, Callable[[int], Message]] = {}
+        """What is open, for a server that takes the place of a lost one."""
         self._next_request = first_request
 
     def ask(
@@ -198,7 +200,17 @@ class Questions:
         if cause is not None:
             cause.waits_for = question
         self._open[request] = (question, then)
+        self._asked[request] = make
         return [Send(server, make(request)) for server in sorted(self._servers.values(), key=lambda one: one.node.rank)]
+
+    def drop(self, question: Agreement[str] | None) -> None:
+        """Ask this no more."""
+        for request in [number for number, (one, _) in self._open.items() if one is question]:
+            del self._open[request], self._asked[request]
+
+    def repeated(self, server: Member) -> list[Message]:
+        """What a server has to answer that takes the place of a lost one."""
+        return [make(request) for request, make in self._asked.items()]
 
     def answered(self, sender: Member, request: int, failure: str) -> list[Effect]:
         """A server has answered, with '' or with why it could not."""
@@ -208,7 +220,7 @@ class Questions:
         question.say(sender, failure)
         if not question.is_complete:
             return []
-        del self._open[request]
+        del self._open[request], self._asked[request]
         return then(next((failure for _, failure in question.said.values() if failure), ""))
 
 

@@ -273,6 +273,12 @@ class Round(Generic[C, P]):
             self.examples.pop(rank, None)
         return {rank: self.counted.pop(rank, 0) for rank in ranks}
 
+    def rewind(self, version: int, ranks: Iterable[int]) -> None:
+        """Go back to a version that has as many pushes of each of these workers; what is open is dropped."""
+        self.version = version
+        self.counted = dict.fromkeys(ranks, version)
+        self.slots, self.examples, self.refused, self.pulls, self.admission = {}, {}, {}, [], None
+
     def drop_departed(self, live: Mapping[int, object]) -> None:
         """Drop the contributions of departed workers: they belong to values that were replaced."""
         self.slots = {rank: one for rank, one in self.slots.items() if rank in live}

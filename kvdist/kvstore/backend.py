@@ -221,6 +221,7 @@ class Backend(abc.ABC):
         errors: of pushes without a future; the next call raises them.
         arrays: moves arrays.
         rows: moves rows of tables; None without `Ability.ROWS`.
+        rollback_watchers: called when all have gone back to a snapshot.
         watchers: called by `check` when `members` has changed.
         on_loss: what follows when a worker is lost: ``fail`` or ``continue``.
         came_late: whether this process has joined a running job.
@@ -254,6 +255,7 @@ class Backend(abc.ABC):
         self.uncompressed: set[Key] = set()
         self.rows: TableTransfers | None = None
         self.watchers: list[MembershipWatcher] = []
+        self.rollback_watchers: list[Callable[[int], None]] = []
 
     def require_able(self, ability: Ability) -> None:
         """Raises what `UNABLE` says where the store cannot do something."""
@@ -392,6 +394,9 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def check(self) -> None:
         """Raises why no call can be made any more. Called at the beginning of each."""
+
+    def check_rollback(self) -> None:  # noqa: B027  # most stores know of none
+        """Raises `RolledBackError` if all have gone back to a snapshot, and the user has not been told."""
 
     def wait(self, future: Future[Any], lends: bool = False) -> Any:
         """The result of a future; `lends` says that arrays of the caller are under way until it is done."""

@@ -126,6 +126,14 @@ class KVStore(KVStoreBase):
         """
         self._backend.watchers.append(function)
 
+    def on_rollback(self, function: Callable[[int], None]) -> None:
+        """Call ``function(step)`` when a server was lost and all have gone back to the snapshot of this step.
+
+        It is called on the user's thread, by the call that raises `RolledBackError`, just before that, or by the
+        ``step()`` of a Trainer, which returns. Several functions are called in order.
+        """
+        self._backend.rollback_watchers.append(function)
+
     # Keys.
 
     def init(self, key: Keys, value: Value) -> None:
@@ -688,6 +696,8 @@ class KVStore(KVStoreBase):
             for call in self._calls_at_close:
                 stack.callback(call, wait)
             if not self._closed:
+                if wait:
+                    self._backend.check_rollback()
                 self._closed = True
                 self._backend.close(wait)
 

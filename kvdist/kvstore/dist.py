@@ -31,7 +31,15 @@ from kvdist.core.worker.requests import (
     UseKernels,
 )
 from kvdist.dtypes import DType
-from kvdist.errors import ConfigError, DeviceError, FencedError, PeerLostError, PushRefused, StoreClosed
+from kvdist.errors import (
+    ConfigError,
+    DeviceError,
+    FencedError,
+    PeerLostError,
+    PushRefused,
+    RolledBackError,
+    StoreClosed,
+)
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
@@ -109,6 +117,7 @@ class DistBackend(Backend):
         self._is_closed = False
         self._metrics = MetricsExchange(lambda: KVStore(DistBackend("dist", SYNC, cluster, kernels, None, True)))
         self._saving: ServerSaving | None = None
+        cluster.stores.append(self)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -356,6 +365,7 @@ class DistBackend(Backend):
             self._saving.wait()
         self._metrics.close()
         self._cluster.stores_open -= 1
+        self._cluster.stores.remove(self)
         try:
             if self._cluster.stores_open == 0:
                 self._cluster.leave(wait=wait)
@@ -367,8 +377,27 @@ class DistBackend(Backend):
         if self._saving is not None:
             self._saving.close(wait)
 
+    def check_rollback(self) -> None:
+        error = self._cluster.rolled_back
+        if error is not None:
+            raise self._cluster.accept_rollback(error)
+
+    def forget_pushes(self) -> None:
+        """Drop what has not left, and the residuals of what has."""
+        self.arrays.flush()
+        if self.compression is not None:
+            self.compression.forget()
+        self._cluster.memory.forget_shown()
+
+    def rolled_back(self, step: int) -> None:
+        """Tell the user."""
+        for watcher in self.rollback_watchers:
+            watcher(step)
+
     def check(self) -> None:
         self._cluster.node.begin_call()
+        if self._cluster.rolled_back is not None:
+            self.check_rollback()
         if self.watchers and self._members != self.members:
             before, self._members = self._members, self.members
             for watcher in self.watchers:
@@ -385,8 +414,8 @@ class DistBackend(Backend):
     def note_error(self, error: BaseException) -> None:
         # The cluster is left only when the servers have what was pushed, so a push is not lost if leaving overtook its
         # answer.
-        if self._is_closed and isinstance(error, StoreClosed):
-            return
+        if isinstance(error, RolledBackError) or (self._is_closed and isinstance(error, StoreClosed)):
+            return  # every call says so until the user has seen it
         if self._is_closed:
             # Other stores of the process are open, so the answer still came; no call on this one can raise it.
             LOG.error("a push to a store that has been closed meanwhile failed: %s", error)

@@ -111,6 +111,10 @@ class ArrayTransfers:
         if self._gpus is not None:
             self._gpus.close()
 
+    def flush(self) -> None:
+        """Let what was coalesced leave."""
+        self._coalescer.close()
+
     def submit(self, make: Callable[[int], Request], finish: Finish | None) -> Future[Any]:
         """Leave a request for the node's thread, behind all that was asked before; see `Node.submit`."""
         self._coalescer.close()

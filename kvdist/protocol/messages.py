@@ -951,6 +951,81 @@ class Numbered(WireMessage):
     counter: UInt64
 
 
+# Snapshots, which servers write by themselves, and the way back to one when a server is lost.
+
+
+@dataclass(frozen=True, slots=True)
+class TakeSnapshot(WireMessage):
+    """Scheduler → server: write every slice of this store into this folder, as it is at this version.
+
+    It comes after a `FindCut` and before its `Cut`. A slice that is not pushed in step with the others is written as it
+    is now.
+    """
+
+    KIND = 110
+    store: UInt32
+    version: UInt32
+    folder: Name
+    run: Name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SnapshotTaken(WireMessage):
+    """Server → scheduler: my slices of that snapshot are in this file, at these versions; or not, because of
+    `failure`."""
+
+    KIND = 111
+    folder: Name
+    file: Annotated[SavedFile, _FILE]
+    failure: Sentence
+    ids: Numbers
+    versions: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind(WireMessage):
+    """Scheduler → worker: a server was lost, and all go back to this step. Drop what you have asked of servers and of
+    other workers, and answer by `Quiet` when all that you have sent to servers that are there has arrived."""
+
+    KIND = 112
+    number: UInt32
+    """How many of these messages there were, with this one."""
+    step: UInt32
+    reason: Sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet(WireMessage):
+    """Worker → scheduler: I have dropped what that `Rewind` says, and nothing of it is under way."""
+
+    KIND = 113
+    number: UInt32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rewound(WireMessage):
+    """Server → worker: I have gone back. My slices have these versions, and as many of your pushes."""
+
+    KIND = 115
+    number: UInt32
+    ids: Numbers
+    versions: Numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RollBack(WireMessage):
+    """Scheduler → server: go on from what you have read, at these versions, and tell every worker by `Rewound`.
+
+    No push of any worker is under way. Slices that are not named begin anew.
+    """
+
+    KIND = 114
+    request: UInt64
+    number: UInt32
+    ids: Numbers
+    versions: Numbers
+
+
 # Commands.
 
 HEAD_OF_USERS_MAX = (1 << 31) - 1
@@ -1058,6 +1133,7 @@ Message = (
     | InitRows | PushRows | PullRows | RowValues
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
     | Ready | FindCut | CutFound | Cut | Counters | Numbered
+    | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound
     | Command | Perform
     | Lease | Leased | Rest | Used
 )  # fmt: skip

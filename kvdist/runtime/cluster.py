@@ -29,9 +29,17 @@ from kvdist.core.joining import Introduction
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import Leave, Register, Request
+from kvdist.core.worker.requests import AcceptRollback, Leave, Register, Request
 from kvdist.core.worker.worker import Worker
-from kvdist.errors import ConfigError, DeadlineExceeded, DeadlockError, DeviceError, KvdistError, StoreClosed
+from kvdist.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    DeadlockError,
+    DeviceError,
+    KvdistError,
+    RolledBackError,
+    StoreClosed,
+)
 from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import Device
 from kvdist.nodes import Role
@@ -70,6 +78,16 @@ class Leasing(Protocol):
         """Let others have what is not used."""
 
 
+class RollsBack(Protocol):
+    """A store, when all go back to a snapshot."""
+
+    def forget_pushes(self) -> None:
+        """Drop what has not left, and what is left of pushes."""
+
+    def rolled_back(self, step: int) -> None:
+        """Tell the user that the values are those of this step."""
+
+
 class Cluster:
     """One membership. Made by `ProcessCluster.join`, not by hand.
 
@@ -98,6 +116,8 @@ class Cluster:
         """Whether this process has joined a running job."""
         self.stores_open = 0
         self._next_store = 0
+        self.stores: list[RollsBack] = []
+        """Those that are told when all go back to a snapshot."""
         self.leasing: Leasing | None = None
         """If this process trains on leased examples, which others may have when it leaves."""
         self._held: set[Future[Any]] = set()
@@ -142,7 +162,34 @@ class Cluster:
                 " the answers; use the *_async calls there, or wait on another thread"
             )
         trace = self.node.trace
-        return future.result() if trace is None else trace.wait(future)
+        try:
+            return future.result() if trace is None else trace.wait(future)
+        except RolledBackError as error:
+            raise self.accept_rollback(error) from error
+
+    @property
+    def rolled_back(self) -> RolledBackError | None:
+        """What every call fails with, until the user has seen it; nearly always None."""
+        machine = self.node.machine
+        assert isinstance(machine, Worker)
+        return machine.rolled_back
+
+    def accept_rollback(self, error: RolledBackError) -> RolledBackError:
+        """The user is about to see this error: what is called from now on is meant for after it.
+
+        Returns:
+            What to raise, when all have gone back: another server may have been lost meanwhile.
+        """
+        if self.rolled_back is None or threading.current_thread() is self._thread:
+            return error
+        for store in self.stores:
+            store.forget_pushes()  # of values that are no more
+        newest: RolledBackError | None = self.node.submit(AcceptRollback).result()
+        if newest is None:
+            return error  # another thread has seen it
+        for store in self.stores:
+            store.rolled_back(newest.step)
+        return newest
 
     def hold(self, future: Future[Any]) -> None:
         """Stay in the cluster until this is done: a checkpoint, which needs this process to be complete."""
@@ -169,6 +216,10 @@ class Cluster:
         if not self.node.stopped:
             try:
                 self.ask(lambda number: Leave(number, failure))
+            except RolledBackError as error:
+                LOG.warning("this worker leaves, and does not make again what was lost with a server: %s", error)
+                self.leave(failure, wait=wait)
+                return
             except (DeadlockError, DeadlineExceeded) as error:
                 endless = error  # leaving itself waited in vain
             except KvdistError:
@@ -376,7 +427,8 @@ def _joined(config: ClusterConfig) -> Cluster:
     endpoint = "" if isinstance(memory, HeapAllocator) else _endpoint_for_neighbours(config, transport)
     introduced = introduction(config, endpoint, scheduler_endpoint(config))
     aggregation = None
-    if config.local_reduce != "off" and config.num_workers > 1:
+    # What is in a sum cannot go back to a snapshot.
+    if config.local_reduce != "off" and config.num_workers > 1 and config.snapshots is None:
         from kvdist.core.host_aggregation import HostAggregation  # a feature at a seam: loaded where it is used
 
         aggregation = HostAggregation(config.local_reduce, config.limits, memory.allocate)

@@ -5,6 +5,7 @@ Each server appends to a file of its own in that folder, one JSON object a line,
 
 - a round that was closed: ``version``, and ``counted``, a list of [rank, incarnation, number of the push, from 1];
 - one that was refused after that: the same with ``refused``, the reason;
+- a server was lost, and all went back: ``rolled_back``, the version. What made later ones is undone;
 - workers that were given up: ``lost``, their ranks. Nothing more of them is counted in these slices.
 
 It is for debugging: a line for each block and round.
@@ -50,6 +51,10 @@ class FileLedger:
         """Nothing more of these ranks will be counted."""
         self._write(holder, lost=sorted(lost))
 
+    def rolled_back(self, holder: StoredHolder) -> None:
+        """What made later versions is undone."""
+        self._write(holder, rolled_back=holder.round.version)
+
     def _write(self, holder: StoredHolder, **what: object) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         line = {"store": holder.store, "slices": holder.ids.tolist(), "key": holder.round.key, **what}
@@ -75,6 +80,10 @@ def fate(folder: Path, rank: int, push: int) -> str:
     for line in _lines(folder):
         slices = line["slices"]
         keys.update((number, line["key"]) for number in slices)
+        if "rolled_back" in line:
+            undone = {number for number in slices if counted.get(number, 0) > line["rolled_back"]}
+            counted = {number: version for number, version in counted.items() if number not in undone}
+            refused = {number: reason for number, reason in refused.items() if number not in undone}
         if rank in line.get("lost", ()):
             lost.update(slices)
         if any((row[0], row[2]) == (rank, push) for row in line.get("counted", ())):

@@ -31,6 +31,7 @@ from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import ApplyRound
 from kvdist.core.worker.requests import (
+    AcceptRollback,
     ClaimFolder,
     DeclareKeys,
     EnterBarrier,
@@ -270,6 +271,8 @@ def _told(request: Request) -> tuple[str, dict[str, Any]]:
             return "taking part in a running job", {}
         case Leave():
             return "leaving the cluster", {}
+        case AcceptRollback():
+            return "going back to a snapshot", {}
 
 
 # When.

@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from kvdist.checkpoint.shards import updates_in
+from kvdist.errors import RolledBackError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.base import KVStore
@@ -53,6 +54,7 @@ from kvdist.training.trainer_config import (
     fit,
     group_entries,
     make_optimizer,
+    refuse_overlap_of_snapshots,
     refuse_sent,
     refuse_size,
     refuse_updated_there,
@@ -152,6 +154,8 @@ class Trainer:
         """How many steps of the others `batches` leaves out, because this worker has joined a running job."""
         self._joined_at: int | None = None
         """At which version it has, once that is known."""
+        self._loaded_updates = 0
+        """By how many updates a loaded checkpoint was ahead of the steps made here."""
         self._handed_out: HandedOut = {}
         self._queue: DrivenSampler | None = None
         """What `batches` has iterated last."""
@@ -214,8 +218,9 @@ class Trainer:
         if self._overlaps and batch_size is not None:
             refuse_size(batch_size)
         self._start()
-        self._take_part()
-        self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+        with self._skipping_rollback():
+            self._take_part()
+            self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
         count_as_used(self._handed_out)
 
     def batches(self, loader: Iterable[Any]) -> Batches:
@@ -428,6 +433,7 @@ class Trainer:
         if self._take_part():
             self._behind = max(self._updates - updates, 0)
         else:
+            self._loaded_updates += updates - self._updates
             self._updates = updates
         return updates
 
@@ -542,6 +548,7 @@ class Trainer:
     def _begin_with(self, store: KVStoreBase) -> None:
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
         used = fit(store, self._parameters, needs_more, self._compression_params, here)
+        refuse_overlap_of_snapshots(store, self._overlaps)
         used.agree(
             statement(self._parameters, self._optimizer if here else None, self._clip_norm, digest(self._loaded_states))
         )
@@ -635,13 +642,14 @@ class Trainer:
             self._torch_optimizer.follow()
 
     def _skip_step(self) -> None:
-        nothing: Grads = [None] * len(self._trained)
-        if self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
-            self._watch.note_grads()
-        elif self._update_on_kvstore:
-            self._update_there(nothing, average=True, samples=self._unused())
-        else:
-            self._update_here(1, self._exchange.sum(nothing, average=True))
+        with self._skipping_rollback():
+            nothing: Grads = [None] * len(self._trained)
+            if self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
+                self._watch.note_grads()
+            elif self._update_on_kvstore:
+                self._update_there(nothing, average=True, samples=self._unused())
+            else:
+                self._update_here(1, self._exchange.sum(nothing, average=True))
 
     def _step_of_torch(self, *, skip: bool) -> None:
         if skip:
@@ -649,8 +657,9 @@ class Trainer:
             self.skip_step()
             return
         self._start()
-        self._take_part()
-        self._step(None, Stale.USE)
+        with self._skipping_rollback():
+            self._take_part()
+            self._step(None, Stale.USE)
         count_as_used(self._handed_out)
 
     def _take_part(self) -> bool:
@@ -670,6 +679,27 @@ class Trainer:
         if self._exchange is not None and self._update_on_kvstore:
             self._exchange.fetch()
             self._note_weights()
+
+    @contextlib.contextmanager
+    def _skipping_rollback(self) -> Iterator[None]:
+        """Make no step if all go back to a snapshot meanwhile."""
+        try:
+            yield
+        except RolledBackError as error:
+            self._go_back(error.step)
+
+    def _go_back(self, step: int) -> None:
+        """A server was lost: take the weights of a snapshot; this step is not made."""
+        self._watch.note_grads()
+        while True:
+            self._updates = step + self._loaded_updates
+            try:
+                assert self._exchange is not None
+                self._exchange.fetch()
+                break
+            except RolledBackError as error:
+                step = error.step
+        self._note_weights()
 
     def _unused(self) -> int:
         """How many examples of a queue the next step sums."""

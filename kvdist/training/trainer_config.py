@@ -391,6 +391,15 @@ def require_survivable(store: KVStoreBase, updates_there: bool) -> None:
         )
 
 
+def refuse_overlap_of_snapshots(store: KVStoreBase | Adapted, overlaps: bool) -> None:
+    """Raises a `ConfigError`: gradients are under way all the time, and all may have to go back to a snapshot."""
+    if overlaps and isinstance(store, KVStore) and store.on_loss != "fail" and read_setting("KVDIST_SNAPSHOTS"):
+        raise ConfigError(
+            "overlap=True cannot go back to a snapshot (KVDIST_SNAPSHOTS) yet: make the trainer with overlap=False, or"
+            " leave snapshots out"
+        )
+
+
 def require_joinable(store: KVStoreBase, overlap: bool) -> bool:
     """Whether workers of this store wait for each other, so that `Trainer.join` has something to do.
 

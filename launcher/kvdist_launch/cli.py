@@ -89,9 +89,9 @@ class _Launch:
         goes_on, restarts = goes_on_without(options, os.environ), None
         if options.restart:
             # Imported here because few ask for it, and every job would wait for it.
-            from kvdist_launch.restarts import Restarts
+            from kvdist_launch.restarts import RESTARTED, Restarts
 
-            restarts = Restarts(options.restart)
+            restarts = Restarts(options.restart, RESTARTED | ({Role.SERVER} if options.snapshots else set()))
         supervisor = Supervisor(
             output, self._err, grace_of(options), self._launched, goes_on=goes_on, restarts=restarts
         )

@@ -23,6 +23,7 @@ SECURITY_VARIABLES = ("KVDIST_SECURITY", "KVDIST_SECRET_FILE")
 """Set by the user for the job as a whole; the launcher decides by them, and sets them for every process."""
 
 ON_LOSS = "KVDIST_ON_LOSS"
+SNAPSHOTS = "KVDIST_SNAPSHOTS"
 """What follows when a worker is lost."""
 
 RESTARTS = "KVDIST_RESTARTS"

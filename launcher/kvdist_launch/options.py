@@ -358,6 +358,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--on-loss",), _choice(("fail", "continue"), SETTINGS["KVDIST_ON_LOSS"].help())),
         (("--restart",), valued(_number_of_restarts, "N", "start a worker that is lost again, on another host if its"
          " own is gone, or a scheduler that is killed, each at most N times; with --on-loss continue")),
+        (("--snapshots",), valued(_word, "DIR", SETTINGS["KVDIST_SNAPSHOTS"].help())),
         (("--max-workers",), valued(int, "N", SETTINGS["KVDIST_MAX_WORKERS"].help() + "; see docs/launching.md")),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_FORM_TIMEOUT_S"].help())),
         (("--patience",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_PATIENCE_S"].help())),

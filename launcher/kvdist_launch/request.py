@@ -20,6 +20,7 @@ from kvdist.errors import ConfigError
 from kvdist_launch.environment import (
     ON_LOSS,
     SECURITY_VARIABLES,
+    SNAPSHOTS,
     Environment,
     interpreter_front,
     parse_assignments,
@@ -234,6 +235,16 @@ def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_wor
         )
     if options.max_workers is not None and options.max_workers < num_workers:
         raise ConfigError(f"--max-workers {options.max_workers} is less than the {num_workers} workers at the start")
+    if options.snapshots and (on_loss == "fail" or not options.restart or options.num_servers == 0):
+        raise ConfigError(
+            f"--snapshots {options.snapshots}: a job goes back to them when a server was lost and is started again; add"
+            " --on-loss continue --restart N, and servers (-s N)"
+        )
+    if options.snapshots and target_of(options):
+        raise ConfigError(
+            f"--snapshots {options.snapshots}: only kvdist-launch itself starts lost servers again, on this machine or"
+            f" over ssh; leave it out with {target_of(options)}"
+        )
     if options.restart and on_loss == "fail":
         raise ConfigError(
             f"--restart {options.restart} starts lost workers again while the others go on, and without --on-loss a"
@@ -331,6 +342,7 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         "KVDIST_SERVER_DEVICE": options.server_device,
         ON_LOSS: options.on_loss,
         "KVDIST_DUMP": options.dump and os.path.abspath(options.dump),
+        SNAPSHOTS: options.snapshots and os.path.abspath(options.snapshots),
         "KVDIST_MAX_WORKERS": None if options.max_workers is None else str(options.max_workers),
         "KVDIST_RETURN_S": RETURN_S if options.restart else None,
         "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",

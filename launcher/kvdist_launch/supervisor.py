@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from kvdist.nodes import SCHEDULER, NodeId, worker
+from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist_launch.exits import ProcessExit, signal_name
 from kvdist_launch.job import INDENT, Action, GracePeriods, Job, Restart, Say, SendSignal
 from kvdist_launch.output import NEWS, OUT, JobOutput, LineSplitter, Sink, short_name
@@ -264,9 +264,9 @@ class Supervisor:
             )
 
     def _take_news(self, data: bytes) -> None:
-        """What the scheduler says of workers."""
+        """What the scheduler says of workers and servers."""
         for found in filter(None, map(NEWS.fullmatch, self._news.feed(data))):
-            node, life = worker(int(found[2])), int(found[3])
+            node, life = NodeId(Role(found[2].decode()), int(found[3])), int(found[4])
             if found[1] == b"joined":
                 self.job.joined(node, life)
             else:

@@ -33,6 +33,8 @@ class Books:
     since: dict[Member, int] = field(default_factory=dict)
     rounds: dict[int, list[Counted]] = field(default_factory=lambda: defaultdict(list))
     pushed: Counter[tuple[int, Member]] = field(default_factory=Counter)
+    undone: dict[int, int] = field(default_factory=dict)
+    """Slice → the version to which it went back, until somebody has noticed."""
     newcomers_above: int = 0
     """The incarnations of those that were there from the start are not higher."""
 
@@ -88,6 +90,17 @@ class Page:
                 assert step == before, f"push {step} of {member} is counted after {before} of them"
                 self.books.pushed[number, member] += 1
             self.books.rounds[number].append(counted)
+
+    def rolled_back(self, holder: StoredHolder) -> None:
+        """A server was lost: what made later versions is undone, and will be pushed again."""
+        version, books = holder.round.version, self.books
+        books.since.clear()
+        for number in holder.ids.tolist():
+            assert len(books.rounds[number]) >= version, "nobody goes back to what has not been"
+            del books.rounds[number][version:]
+            books.undone[number] = min(version, books.undone.get(number, version))
+            for place in [place for place in books.pushed if place[0] == number]:
+                books.pushed[place] = version
 
     def refused(self, holder: StoredHolder, contributions: Sequence[Any], reason: str) -> None:
         """They count all the same."""

@@ -112,6 +112,7 @@ class RowOracle:
         """The rows of a slice that are ever named, at each version that it has had so far."""
         rows = self.rows_of(table, piece)
         states = self._states.setdefault(piece.number, [self.firsts(table)[rows]])
+        del states[self.books.undone.pop(piece.number, len(states)) + 1 :]
         for counted in self.books.rounds[piece.number][len(states) - 1 :]:
             given = [self.given[member.node.rank, step, table.name] for member, step in counted]
             present = [gift.dense(table)[rows] for gift in given if gift is not None]

@@ -39,6 +39,7 @@ from tests.core.network import Network
 WORK_S = 0.04
 """The longest that a work takes, about as long as a few rounds."""
 FULL = "the disk is full"
+SNAPSHOTS = "/snapshots"
 
 Array = npt.NDArray[Any]
 
@@ -54,6 +55,10 @@ class Shelf:
     written: int = 0
     swept: set[str] = field(default_factory=set)
     """Folders of attempts that failed."""
+
+    def called_for(self) -> list[str]:
+        """The folders of checkpoints that workers have called for: others are snapshots."""
+        return [folder for folder in self.manifests if not folder.startswith(SNAPSHOTS)]
 
     def slices(self, folder: str) -> list[SavedSlice]:
         """All slices of a checkpoint, in the order of their elements."""
@@ -112,6 +117,10 @@ class Shelf:
         self.files[folder] = {name: one for name, one in self.files[folder].items() if name in named}
 
     def _read(self, folder: str, wanted: WantedSlice, contents: Sequence[str]) -> ReadSlice:
+        for one in self.slices(folder):
+            if one.ids is not None and (one.key, one.start) == (wanted.key, wanted.start):
+                lazy = SliceState(one.updates, tuple(one.states.values()), one.scalars, one.master)
+                return ReadSlice(wanted.number, one.weight, lazy, ids=one.ids, initializer=one.initializer)
         stretch = slice(wanted.start, wanted.start + wanted.count)
         weight = self.gathered(folder, WEIGHTS)[wanted.key][stretch] if WEIGHTS in contents else None
         state = None

@@ -25,13 +25,14 @@ from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.core.scheduler.recovery import Call, Memories, ReturnedScheduler
+from kvdist.core.scheduler.rollback import Rollback
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server import snapshots
+from kvdist.core.server import shard, snapshots
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import DenseShard, Reply
+from kvdist.core.server.shard import DenseShard, Reply, StoredHolder
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
 from kvdist.core.worker import newcomer
@@ -54,9 +55,12 @@ from kvdist.protocol.messages import (
     Packet,
     Push,
     Rejected,
+    Rewind,
+    Rewound,
     Roster,
     Saved,
     SetOptimizer,
+    SnapshotTaken,
     TakeRestored,
 )
 from tests.cases import each
@@ -108,6 +112,12 @@ FAULTS = {
     "goes on with rows in a storm": ("crash", "cut", "lost", "duplicated"),
     "goes on saving in a storm": ("crash", "cut", "lost", "duplicated"),
     "goes on in a storm": ("crash", "cut", "lost", "duplicated"),
+    "goes back with full disks": ("crash", "went back", "full disk"),
+    **{
+        name: ("crash", "started again", "went back")
+        for name in SCENARIOS
+        if name.startswith("goes back") and not name.endswith("disks")
+    },
     "scheduler returns in a storm": ("crash", "return", "cut", "lost", "duplicated"),
     **{
         name: ("crash", "return")
@@ -150,6 +160,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         if scenario.saves:
             yield "checkpoint"
         return
+    if scenario.snapshot_s is not None:
+        return  # what is said of faults is enough
     if scenario.fault_round < 0:
         return  # most of its runs end early
     if scenario.holds:
@@ -188,6 +200,15 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "encoded in a storm",
     "goes on with sums of a zombie",
     "goes on with sums of hosts in a storm",
+    "goes back again and again",
+    "goes back encoded",
+    "goes back holding",
+    "goes back in a storm",
+    "goes back saving",
+    "goes back with full disks",
+    "goes back with momentum",
+    "goes back with rows",
+    "goes back without both servers",
     "hosts in cuts",
     "impatient hosts",
     "joins again and again in a storm",
@@ -629,6 +650,53 @@ ORIGINAL_SETTLED = Leases.settled
 ORIGINAL_ADVANCE = Leases.advance
 
 
+def says_it_is_quiet_at_once(self: Transfers) -> bool:
+    return True
+
+
+def goes_on_with_the_first_server(self: Worker, sender: Member, message: Rewound, now: float) -> list[Effect]:
+    """Other servers have not gone back yet."""
+    if self._rewinding is not None:
+        self._rewinding.told.update(self.servers.values())
+    return ORIGINAL_REWOUND(self, sender, message, now)
+
+
+def tells_the_user_nothing(self: Worker, message: Rewind, now: float) -> list[Effect]:
+    """What was called before somebody knew goes on, and is made of weights that are no more."""
+    effects = ORIGINAL_REWIND(self, message, now)
+    self.rolled_back = None
+    return effects
+
+
+def takes_slices_as_they_are(holder: StoredHolder, version: int) -> bool:
+    return False
+
+
+def counts_what_is_torn(self: Rollback, sender: Member, message: SnapshotTaken) -> list[Effect]:
+    """A snapshot is one as soon as a server has written its part."""
+    effects = ORIGINAL_TAKEN(self, sender, message)
+    self.newest = self._making or self.newest
+    return effects
+
+
+def refuses_early_words(self: Server, source: Member, message: Message) -> str | None:
+    if source.node.role is Role.WORKER and not self.joining.complete:
+        return "it is not a worker of this cluster"
+    return ORIGINAL_REFUSES(self, source, message)
+
+
+def keeps_what_it_counted(self: Round[Any, Any], version: int, ranks: Iterable[int]) -> None:
+    counted = self.counted
+    ORIGINAL_ROUND_REWIND(self, version, ranks)
+    self.counted = counted or self.counted
+
+
+ORIGINAL_REWOUND = Worker._rewound
+ORIGINAL_REWIND = Worker._rewind
+ORIGINAL_TAKEN = Rollback.taken
+ORIGINAL_ROUND_REWIND = Round.rewind
+
+
 def asks_nothing_again(self: Worker, now: float) -> list[Effect]:
     """What the last scheduler had not answered is forgotten."""
     return ORIGINAL_REREGISTER(self, now)[-1:]
@@ -753,6 +821,22 @@ ORIGINAL_WEIGHT = DeviceUpdater._weight
 
 Patches = list[tuple[type | ModuleType, str, Any]]
 MUTANTS: dict[str, tuple[str, Patches]] = {
+    "who has something under way is quiet": (
+        "goes back in a storm",
+        [(Transfers, "is_quiet", property(says_it_is_quiet_at_once))],
+    ),
+    "workers go on before all servers have gone back": (
+        "goes back",
+        [(Worker, "_rewound", goes_on_with_the_first_server)],
+    ),
+    "users do not hear that all went back": ("goes back", [(Worker, "_rewind", tells_the_user_nothing)]),
+    "a snapshot is of many moments": ("goes back", [(shard, "_is_in_step", takes_slices_as_they_are)]),
+    "a torn snapshot counts": ("goes back", [(Rollback, "taken", counts_what_is_torn)]),
+    "a server refuses workers that it does not know yet": (
+        "goes back without both servers",
+        [(Server, "refuses", refuses_early_words)],
+    ),
+    "counters stay where they were": ("goes back", [(Round, "rewind", keeps_what_it_counted)]),
     "nothing is asked again": ("scheduler returns", [(Worker, "_reregister", asks_nothing_again)]),
     "a scheduler begins before all have registered": (
         "scheduler returns",

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from kvdist.checkpoint.snapshot import EVERYTHING, WEIGHTS
 from kvdist.core.sharding import Slice
 from kvdist.core.worker.requests import (
+    AcceptRollback,
     ClaimFolder,
     DeclareKeys,
     Encoded,
@@ -42,7 +43,7 @@ from kvdist.core.worker.requests import (
 )
 from kvdist.core.worker.worker import Worker
 from kvdist.dtypes import DType
-from kvdist.errors import CheckpointError, KvdistError
+from kvdist.errors import CheckpointError, KvdistError, RolledBackError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.compression import Codec, Half, TopK
 from kvdist.optimizer.registry import create
@@ -215,6 +216,7 @@ class Oracle:
         part = slice(piece.start, piece.stop)
         first = self.firsts[key.name][part]
         states = self._states.setdefault(piece.number, [(first, np.zeros_like(first))])
+        del states[self.books.undone.pop(piece.number, len(states)) + 1 :]
         for counted in self.books.rounds[piece.number][len(states) - 1 :]:
             if any(step >= self.job.rounds_of(member.node.rank) for member, step in counted):
                 break  # the round after the store was loaded
@@ -281,6 +283,8 @@ class User:
     """The round in which it has joined the others, if it came later."""
     restored: bool | None = None
     """Whether the newest checkpoint could be loaded at the end; None if there was none."""
+    rollbacks: int = 0
+    """How often it has heard that all went back to a snapshot."""
     _landed: list[Future[Any]] = field(default_factory=list)
     """Per checkpoint: done when it is there or has failed."""
     _waiting: Sequence[Future[Any]] = ()
@@ -309,12 +313,37 @@ class User:
                 self._waiting = next(self._program)
             except StopIteration:
                 self.done = True
+            except RolledBackError:
+                accepted = self._ask(AcceptRollback)
+                self._waiting, self._program = [accepted], self._begin_anew(accepted)
             except KvdistError as error:
                 self.error = error
                 self.done = True
                 self._let_go()
                 if not self.node.stopped:
                     self._ask(lambda number: Leave(number, "its user met an error"))
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has said goodbye, or is about to."""
+        return self.done or self._leaving
+
+    def _begin_anew(self, accepted: Future[Any]) -> Program:
+        """A server was lost, and all have gone back to a step."""
+        error = accepted.result()
+        assert error is not None, f"worker {self.rank} hears that all went back, and is not told so"
+        step = error.step
+        self.rollbacks += 1
+        self.round = step
+        self._pushed = dict.fromkeys(self._pushed, step)
+        self._seen.clear()
+        self._last_turn = []
+        self._landed = []
+        self._first = None
+        if self._rows is not None:
+            self._rows._seen.clear()
+            self._rows.begin_at(step)
+        yield from self._go_on(step)
 
     def _ask(self, make: Any, finish: Any = None) -> Future[Any]:
         future = self.node.submit(make, finish)
@@ -329,6 +358,9 @@ class User:
         if begun > self.job.rounds:  # the others are at their ends
             yield [self._ask(Leave)]
             return
+        yield from self._go_on(begun)
+
+    def _go_on(self, begun: int) -> Program:
         for turn in range(begun, self.job.rounds_of(self.rank)):
             self.round = turn
             if turn != self.since:
@@ -377,8 +409,8 @@ class User:
         yield [self._ask(lambda number: EnterBarrier(number, STORE))]
         garbage = {key.name: np.full(key.size, 13, key.dtype.storage) for key in KEYS}
         yield [self._transfer(RunKind.REPLACE, garbage)]
-        if self.shelf.manifests:
-            folder = min(self.shelf.manifests)
+        if self.shelf.called_for():
+            folder = min(self.shelf.called_for())
             yield [self._ask(lambda number: LoadStore(number, STORE, folder, EVERYTHING))]
         is_checked = not self.oracle.went_back
         yield [self._read(self._some_keys(), is_checked)[1]]
@@ -516,9 +548,9 @@ class User:
     def _go_back(self) -> Program:
         """To the newest checkpoint, if there is one; and one round more from there."""
         yield self._landed
-        if not self.shelf.manifests:
+        if not self.shelf.called_for():
             return
-        folder = max(self.shelf.manifests)
+        folder = max(self.shelf.called_for())
         self.oracle.went_back = True
         loading = self._ask(lambda number: LoadStore(number, STORE, folder, EVERYTHING))
         yield [_landing(loading)]

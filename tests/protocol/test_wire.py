@@ -244,6 +244,14 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Counters: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Counters, *[numbers(n)] * 3)),
     m.Ready: st.builds(m.Ready, U32),
     m.Numbered: st.builds(m.Numbered, U32, U64),
+    m.TakeSnapshot: st.builds(m.TakeSnapshot, U32, U32, NAMES, NAMES),
+    m.SnapshotTaken: (LENGTHS | st.just(0)).flatmap(
+        lambda n: st.builds(m.SnapshotTaken, NAMES, FILES, NAMES, numbers(n), numbers(n))
+    ),
+    m.Rewind: st.builds(m.Rewind, U32, U32, NAMES),
+    m.Quiet: st.builds(m.Quiet, U32),
+    m.Rewound: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Rewound, U32, numbers(n), numbers(n))),
+    m.RollBack: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.RollBack, U64, U32, numbers(n), numbers(n))),
     m.Command: st.builds(m.Command, U64, U32, NAMES),
     m.Perform: st.builds(m.Perform, U64, U32, NAMES, U64, U64),
 }

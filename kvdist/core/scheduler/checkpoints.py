@@ -28,7 +28,6 @@ from kvdist.core.machine import Effect, Log, Persist, Persisted
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
-from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
 from kvdist.naming import minority_first
 from kvdist.nodes import Member, Role
@@ -163,6 +162,8 @@ class Checkpoints:
         self.saves: dict[int, int] = {}
         """Store → how many checkpoints of it there were."""
         self.loads: dict[int, int] = {}
+        self.after_load: Callable[[], None] = lambda: None
+        """Called when a store has other values than rounds have made."""
         self.data: DataPositions | None = None
         """Where the workers are in their data, if that is known here."""
         self.restoring_data: Callable[[Mapping[str, Any]], Callable[[], None]] | None = None
@@ -188,6 +189,18 @@ class Checkpoints:
             saving.agreement.spared.update(members)
         for loading in self._loading.values():
             loading.agreement.spared.update(members)
+
+    def drop_all(self) -> list[Effect]:
+        """Forget all that are under way; their callers know, and will give their next ones the same numbers."""
+        folders = sorted({save.folder for saving in self._saving.values() for _, save in saving.saves if save.run})
+        for counts, dropped in ((self.saves, self._saving), (self.loads, self._loading)):
+            for store, counter in dropped:
+                counts[store] = min(counts[store], counter)
+        for loading in self._loading.values():
+            self._questions.drop(loading.agreement.waits_for)
+        self._saving.clear()
+        self._loading.clear()
+        return [Persist(None, Sweep(folder)) for folder in folders]
 
     @property
     def is_saving(self) -> bool:
@@ -242,7 +255,7 @@ class Checkpoints:
         earlier = saving.saves
         if not earlier:
             saving.agreement.spared |= self._membership.spared(message.pushes)
-            saving.keys = self._saved_keys(message.store)
+            saving.keys = self._keys.saved(message.store)
         saving.agreement.say(sender, message)
         effects = saving.agreement.ask(sender, message.request)
         first, said = (earlier or saving.saves)[0]
@@ -317,6 +330,8 @@ class Checkpoints:
         if failure and not saving.failure:
             saving.failure = failure
             return self._sweep(saving)
+        if self._saving.get((saving.store, saving.counter)) is not saving:
+            return []  # it was dropped meanwhile
         del self._saving[saving.store, saving.counter]
         effects = saving.agreement.settle(lambda request: _answer(request, saving.failure))
         return effects if self.data is None else effects + self.data.saved((saving.store, saving.counter))
@@ -336,11 +351,6 @@ class Checkpoints:
             first.run,
             None if self.data is None else self.data.position((saving.store, saving.counter)),
         )
-
-    def _saved_keys(self, store: int) -> tuple[SavedKey, ...]:
-        keys = self._keys.stores.get(store)
-        entries = () if keys is None else keys.entries.values()
-        return tuple(SavedKey(one.key, one.shape, DType(one.dtype).label, one.form) for one in entries if one.placed)
 
     # Loading.
 
@@ -368,7 +378,7 @@ class Checkpoints:
         differing = loading.agreement.disagreement(_place)
         if differing:
             return self._end_loading(asked, _differ(differing))
-        if not self._saved_keys(asked.store):
+        if not self._keys.saved(asked.store):
             return self._end_loading(asked, "the store has no keys: init them before")
         return [Persist(asked, ReadManifest(asked.folder))]
 
@@ -377,7 +387,7 @@ class Checkpoints:
         optimizer = self._keys.optimizers.get(asked.store)
         try:
             description = None if optimizer is None else optimizer.description
-            manifest.require(self._saved_keys(asked.store), description, asked.contents)
+            manifest.require(self._keys.saved(asked.store), description, asked.contents)
             if manifest.data is not None and self.restoring_data is not None:
                 self._loading[asked.store, asked.counter].take_data = self.restoring_data(manifest.data)
         except (CheckpointError, ValueError) as error:
@@ -397,13 +407,17 @@ class Checkpoints:
             self._agreement_of(asked),
         )
 
-    def _agreement_of(self, asked: Load) -> Agreement[Load]:
-        return self._loading[asked.store, asked.counter].agreement
+    def _agreement_of(self, asked: Load) -> Agreement[Load] | None:
+        loading = self._loading.get((asked.store, asked.counter))
+        return None if loading is None or loading.asked is not asked else loading.agreement
 
     def _end_loading(self, asked: Load, failure: str) -> list[Effect]:
+        if self._agreement_of(asked) is None:
+            return []  # it was dropped meanwhile
         loading = self._loading.pop((asked.store, asked.counter))
         if not failure:
             loading.take_data()
+            self.after_load()
         return loading.agreement.settle(lambda request: _answer(request, failure))
 
     # Both.
@@ -420,7 +434,7 @@ class Checkpoints:
                 return self._end_saving(saving, event.failure)
             case Load() as asked if event.failure:
                 return self._end_loading(asked, event.failure)
-            case Load() as asked:
+            case Load() as asked if self._agreement_of(asked) is not None:
                 assert isinstance(event.product, Manifest)
                 return self._check(asked, event.product)
             case _:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvdist.checkpoint.snapshot import SavedKey
 from kvdist.core.agreement import Agreement, MemberWait, Questions
 from kvdist.core.machine import NEVER, Effect, Send
 from kvdist.core.policy import POLICIES
@@ -377,6 +378,28 @@ class Keys:
             lambda request: Assign(request, store.store, store.mode, *columns, placement, giver),
             placed,
         )
+
+    def told(self) -> list[Assign | SetOptimizer]:
+        """What all servers have been told, for one that takes the place of a lost one."""
+        told: list[Assign | SetOptimizer] = [
+            SetOptimizer(0, store, one.description) for store, one in self.optimizers.items() if not one.failure
+        ]
+        for store in self.stores.values():
+            placed = [entry for entry in store.entries.values() if entry.placed]
+            for start in range(0, len(placed), KEYS_PER_MESSAGE):
+                some = placed[start : start + KEYS_PER_MESSAGE]
+                shapes, dtypes, pulled_as, forms = zip(*[entry.said for entry in some], strict=True)
+                columns = (tuple([entry.key for entry in some]), shapes, dtypes, pulled_as, forms)
+                firsts, homes = ([entry.first_slice for entry in some], [entry.home for entry in some])
+                placement = Placement(tuple(firsts), tuple(homes), store.slice_bytes)
+                told.append(Assign(0, store.store, store.mode, *columns, placement, some[0].init_rank))
+        return told
+
+    def saved(self, store: int) -> tuple[SavedKey, ...]:
+        """The keys of a store that have their places, as checkpoints name them."""
+        keys = self.stores.get(store)
+        entries = () if keys is None else keys.entries.values()
+        return tuple(SavedKey(one.key, one.shape, DType(one.dtype).label, one.form) for one in entries if one.placed)
 
     # What an earlier scheduler has placed.
 

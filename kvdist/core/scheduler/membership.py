@@ -79,7 +79,7 @@ class Membership:
         self.absent: set[NodeId] = set()
         """Workers whose processes ended well without having registered."""
         self.lost: dict[Member, str] = {}
-        """The workers that were given up, and why. They have left, too, but nobody listens to them any more."""
+        """The processes that were given up, and why. They have left, too, but nobody listens to them any more."""
         self.shards = [ShardOwners(rank) for rank in range(config.num_servers)]
         self._config = config
         self._started_on: dict[NodeId, str] = {}
@@ -130,6 +130,10 @@ class Membership:
         """A cut lets rounds wait for a newcomer."""
         self.workers[member.node] = self.newcomers.pop(member.node)
         self.since[member] = since
+
+    def go_back(self, version: int) -> None:
+        """All workers stand after so many pushes now, whenever they have joined."""
+        self.since = {member: min(since, version - 1) for member, since in self.since.items()}
 
     def spared(self, pushes: int) -> set[Member]:
         """The workers that have joined later in the program than after so many pushes, and take no part in this."""
@@ -233,7 +237,8 @@ class Membership:
         """Give up a worker that is there; its process may go on, unless it is known to have ended."""
         self.leave(member.node)
         self.lost[member] = cause
-        self._untold.lost.add(member.node.rank)
+        if member.node.role is Role.WORKER:
+            self._untold.lost.add(member.node.rank)
         if has_ended:
             self.has_ended(member)
 
@@ -241,7 +246,7 @@ class Membership:
         """Note that the process of a lost worker is no more; whether that is news."""
         is_news = member not in self._ended
         self._ended.add(member)
-        if is_news:
+        if is_news and member.node.role is Role.WORKER:
             self._untold.ended.add(member)
         return is_news
 

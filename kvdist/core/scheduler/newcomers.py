@@ -103,6 +103,10 @@ class Newcomers:
         self._line: list[Member] = []
         self._cutting: tuple[Member, ...] | None = None
         """Those that become members by the cut that is being made; None while none is."""
+        self._at_cut: Callable[[int], list[Effect]] | None = None
+        """Wants to know the version of the next cut, before servers do."""
+        self._told_at_cut: Callable[[int], list[Effect]] | None = None
+        """The same of the cut that is being made."""
         self._highest = 0
         self._waiting: list[tuple[Member, Message]] = []
         """What cannot be answered before another worker has said the same."""
@@ -117,7 +121,7 @@ class Newcomers:
         """A process wants to join the running job."""
         node = NodeId(Role.WORKER, hello.wanted_rank)
         if hello.wanted_rank >= 0 and self._membership.is_there(node):
-            return self._keep(node, stranger, hello, now)
+            return self.keep(node, stranger, hello, now)
         try:
             member = self._membership.admit(stranger, hello)
         except ConfigError as error:
@@ -127,7 +131,7 @@ class Newcomers:
         welcome = Welcome(member.node.rank, member.incarnation, self._scheduler.on_loss)
         return [Send(stranger, welcome), Bind(stranger, member), *self._scheduler.announce()]
 
-    def _keep(self, node: NodeId, stranger: Member, hello: Hello, now: float) -> list[Effect]:
+    def keep(self, node: NodeId, stranger: Member, hello: Hello, now: float) -> list[Effect]:
         """The process that has this rank may be dead: hellos are repeated until that is known, or that it lives."""
         wants, since = self._early.get(node, (stranger, now))
         if wants != stranger:
@@ -214,10 +218,22 @@ class Newcomers:
             return []  # it is told where its counters begin
         return self.join([sender], message.store, lambda _: [])
 
+    def cut(self, at: Callable[[int], list[Effect]]) -> list[Effect]:
+        """Make a cut, though nobody may join by it; `at` is called with its version, before servers are told."""
+        self._at_cut = at
+        return self._next_cut()
+
+    def begin_anew(self) -> None:
+        """All go back to an earlier step, and stand there together: no cut before that is worth anything."""
+        self._line, self._at_cut, self._told_at_cut = [], None, None
+        self._waiting.clear()
+        self._joined.clear()
+
     def _next_cut(self) -> list[Effect]:
-        if self._cutting is not None or not self._line:
+        if self._cutting is not None or not (self._line or self._at_cut):
             return []
         self._cutting, self._line = tuple(self._line), []
+        self._told_at_cut, self._at_cut = self._at_cut, None
         self._highest = 0
         return self._questions.ask(FindCut, self._found)
 
@@ -235,8 +251,10 @@ class Newcomers:
             self._joined[member] = set()
         self._keys.spare(ranks)
         self._scheduler.spare(there)
+        at, self._told_at_cut = self._told_at_cut, None
+        before = [] if at is None else at(version)
         cut = self._questions.ask(lambda request: Cut(request, -1, version, ranks), self._made)
-        return [*cut, *(self._scheduler.announce() if there else [])]
+        return [*before, *cut, *(self._scheduler.announce() if there else [])]
 
     def _made(self, _: str) -> list[Effect]:
         self._cutting = None

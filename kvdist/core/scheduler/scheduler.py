@@ -41,7 +41,7 @@ from kvdist.core.scheduler.membership import Membership
 from kvdist.core.sharding import Placer
 from kvdist.errors import ConfigError, DeadlockError, KvdistError, PeerLostError
 from kvdist.naming import name_of, who_says_what
-from kvdist.nodes import UNRANKED, Member, Role, worker
+from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
 from kvdist.protocol.messages import (
     Abort,
     Barrier,
@@ -61,10 +61,12 @@ from kvdist.protocol.messages import (
     Message,
     OnLoss,
     Perform,
+    Quiet,
     Rejected,
     Save,
     Saved,
     Settled,
+    SnapshotTaken,
     Stop,
     Used,
     Waiting,
@@ -74,6 +76,7 @@ from kvdist.protocol.messages import (
 if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
     from kvdist.core.scheduler.leases import Leases
     from kvdist.core.scheduler.newcomers import Newcomers
+    from kvdist.core.scheduler.rollback import Rollback
 
 BarrierWord = tuple[str, int]
 """What a worker says at a barrier: its statement, and the rank of the giver, or -1."""
@@ -121,6 +124,14 @@ class Scheduler(Machine):
 
             patience_s = config.limits.reconnect_grace_s(True) + config.limits.patience_s
             self.newcomers = Newcomers(self.membership, self.keys, self._questions, patience_s, self)
+        self.rollback: Rollback | None = None
+        if config.snapshots is not None:
+            from kvdist.core.scheduler.rollback import Rollback  # a feature at a seam: loaded where it is used
+
+            assert self.newcomers is not None
+            parts = (self.membership, self.keys, self._questions, self.newcomers, self)
+            self.rollback = Rollback(config, now, *parts)
+            self.checkpoints.after_load = self.rollback.forget
         self.losses = Losses(self.membership, self.keys, self.on_loss, config.return_s > 0, self._doomed)
         self.leases: Leases | None = None
         """There are some once a worker has asked for one, or a checkpoint was loaded that had some."""
@@ -153,8 +164,9 @@ class Scheduler(Machine):
     def deadline(self) -> float:
         """When `tick` should run next."""
         form_by = NEVER if self.membership.is_complete else self._form_by
+        snapshot = NEVER if self.rollback is None or self._is_over else self.rollback.deadline
         dues = (form_by, self._next_look, self._announce_at, self._stop_by, self._deadlocks.due, self.keys.due)
-        return min(self.membership.next_loss, self._return_by, *dues)
+        return min(self.membership.next_loss, self._return_by, snapshot, *dues)
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to members, and to the hello of processes that want to be one."""
@@ -182,6 +194,10 @@ class Scheduler(Machine):
             self._heard[sender] = now
         if is_worker and self.newcomers is not None:
             answer = self.newcomers.answer(sender, message)
+            if answer is not None:
+                return answer
+        if self.rollback is not None:
+            answer = self._about_snapshots(self.rollback, sender, message, now)
             if answer is not None:
                 return answer
         match message:
@@ -246,7 +262,8 @@ class Scheduler(Machine):
             case ProcessStarted(node, host, pid):
                 self.membership.has_started(node, host, pid)
             case Persisted():
-                return self.checkpoints.persisted(event)
+                effects = [] if self.rollback is None else self.rollback.persisted(event, now)
+                return effects + self.checkpoints.persisted(event)
             case LauncherGone():
                 return self._abort(
                     "launcher", self.config.root_host, "it ended or was killed", None, "the launcher is gone"
@@ -277,6 +294,8 @@ class Scheduler(Machine):
             return self.keys.advance_all(now)
         if now >= self._deadlocks.due:
             return self._look_for_deadlocks(now)
+        if self.rollback is not None and not self._is_over and now >= self.rollback.deadline:
+            return self.rollback.tick(now)
         if now >= self._next_look:
             self._next_look = now + self.limits.explain_after_s / 2
             return self._hints(now)
@@ -338,7 +357,7 @@ class Scheduler(Machine):
 
     def _hello_late(self, newcomers: Newcomers, sender: Member, message: Hello, now: float) -> list[Effect]:
         if sender.node.role is not Role.WORKER:
-            return [Send(sender, Rejected(f"the cluster is complete, and a {sender.node.role} cannot join later"))]
+            return self._server_late(newcomers, sender, message, now)
         if self._is_over:
             return [Send(sender, Rejected(newcomers.over, is_over=True))]
         effects = newcomers.hello(sender, message, now)
@@ -413,6 +432,8 @@ class Scheduler(Machine):
         """Let all go on that stand at a barrier; newcomers among them take part in everything from here on."""
 
         def settle(_: str = "") -> list[Effect]:
+            if self._barriers.get((store, counter)) is not barrier:
+                return []  # it was dropped meanwhile
             del self._barriers[store, counter]
             self._passed[store] = counter + 1
             return barrier.settle(_barrier_answer(barrier))
@@ -560,15 +581,21 @@ class Scheduler(Machine):
         # Workers tell their step once a second, and with each message to the scheduler.
         when = "" if step is None else f", last heard of in step {step}"
         sentence = f"{member}{where} was lost{when}: {cause}"
+        if self.rollback is not None and self.membership.servers.get(member.node) == member and not self._is_over:
+            obstacle = self.rollback.obstacle()
+            if not obstacle:
+                return self._go_back_without(self.rollback, member, cause, sentence, has_ended, now)
+            sentence = f"{sentence}, and nobody can go back: {obstacle}"
         if self.losses.may_go_on(member, said):
             self.losses.note(said)
             if not (self.membership.there.keys() | self.membership.newcomers.keys()) - {member.node}:
                 self._wait_for_return(member, host, cause, step, sentence, now)
             effects = self._go_on_without(member, cause, sentence, has_ended, now)
+            effects += [] if self.rollback is None else self.rollback.advance(now)
             # Who says itself why it must end is ending. One that was silent may be stopped, and would be so for ever.
             is_there = member in self.membership.lost and not has_ended and not said
             if is_there and self.config.supervised:
-                effects.append(TellLauncher(f"given up worker {member.node.rank} life {self.membership.lives[member]}"))
+                effects.append(self._given_up(member))
             return effects
         return self._abort(str(member), host, cause, step, sentence)
 
@@ -581,6 +608,71 @@ class Scheduler(Machine):
         self._return_by = now + self.config.return_s
         late = f"it was the last worker, and none has come back within {self.config.return_s:g} s"
         self._deserted = lambda: self._abort(str(member), host, cause, step, f"{sentence}; {late}")
+
+    def _given_up(self, member: Member) -> TellLauncher:
+        """What the launcher hears of a process that may still run."""
+        return TellLauncher(f"given up {member.node.role} {member.node.rank} life {self.membership.lives[member]}")
+
+    def _go_back_without(
+        self, rollback: Rollback, member: Member, cause: str, sentence: str, has_ended: bool, now: float
+    ) -> list[Effect]:
+        """Give up a server, and let all go back to the newest snapshot when there is another in its place."""
+        effects: list[Effect] = [Log(f"{sentence}; all go back to the newest snapshot"), Forget(member)]
+        self.membership.lose(member, cause, has_ended)
+        if self.config.supervised and not has_ended:
+            effects.append(self._given_up(member))
+        for newcomer in list(self.membership.newcomers.values()):
+            why = f"{member} was lost while it joined"
+            verdict = Abort(ErrorCode.PEER_LOST, str(member), "", cause, -1, f"{newcomer} must start again: {why}")
+            effects += [Send(newcomer, verdict), *self._lost(newcomer, why, now)]
+        self._barriers.clear()
+        self._deadlocks = Deadlocks()
+        return [*effects, *self.checkpoints.drop_all(), *self._announce(now), *rollback.begin(member, now)]
+
+    def _server_late(self, newcomers: Newcomers, sender: Member, message: Hello, now: float) -> list[Effect]:
+        """A server wants to take the place of a lost one."""
+        node = NodeId(Role.SERVER, message.wanted_rank)
+        if self.rollback is None:
+            return [Send(sender, Rejected(f"the cluster is complete, and a {sender.node.role} cannot join later"))]
+        if node in self.membership.servers and not self._is_over:
+            return newcomers.keep(node, sender, message, now)
+        try:
+            member = self.membership.admit(sender, message)
+        except ConfigError as error:
+            return [Send(sender, Rejected(str(error)))]
+        welcome = Welcome(member.node.rank, member.incarnation, self.on_loss, self.config.away_s)
+        effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
+        if self._is_over:
+            return [*effects, Send(member, Stop(), member)]
+        return [*effects, *self.rollback.welcome(member), *self._announce(now), *self.rollback.advance(now)]
+
+    def _about_snapshots(self, rollback: Rollback, sender: Member, message: Message, now: float) -> list[Effect] | None:
+        """The answer to what concerns snapshots; None to all else."""
+        match message:
+            case SnapshotTaken():
+                return rollback.taken(sender, message)
+            case Quiet():
+                return rollback.quiet(sender, message, now)
+            case Barrier() | Claim() | Save() | Load() if rollback.ignores(sender):
+                return []
+            case Saved() if rollback.is_stale(sender):
+                return []
+            case Done():
+                rollback.note_done(sender, message.request)
+            case Hello() if sender.node.role is Role.WORKER and rollback.way_back is not None:
+                return [Send(sender, Waiting("the others to go back to a snapshot", (), 0.0))]
+            case Declare() | Configure() | Lease() if reason := rollback.refusal(message):
+                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+        return None
+
+    @property
+    def now(self) -> float:
+        """When the last message or event came."""
+        return self._now
+
+    def end_job(self, member: Member, cause: str, sentence: str) -> list[Effect]:
+        """End the job because of this process."""
+        return self._abort(str(member), "", cause, None, sentence)
 
     def _go_on_without(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:
         """Give up a worker, and tell all, so that no round waits for it."""
@@ -657,7 +749,9 @@ class Scheduler(Machine):
 
     def _tell_all(self, verdict: Abort, error: KvdistError) -> list[Effect]:
         """The job ends, for all but the process that the verdict is about."""
-        others = [peer.member for peer in self.membership.present if str(peer.member) != verdict.node]
+        replaced = {str(member) for member in self.membership.lost}
+        present = [peer.member for peer in self.membership.present]
+        others = [member for member in present if str(member) != verdict.node or str(member) in replaced]
         effects: list[Effect] = [Send(member, verdict) for member in others]
         return effects + self._stop(error)
 

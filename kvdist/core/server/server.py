@@ -75,11 +75,14 @@ from kvdist.protocol.messages import (
     Reregister,
     Rest,
     Restore,
+    Rewound,
+    RollBack,
     Roster,
     SetOptimizer,
     Settled,
     Stop,
     TakeRestored,
+    TakeSnapshot,
     Waiting,
     Welcome,
 )
@@ -157,8 +160,8 @@ class Server(Machine):
         """Listen to the scheduler and to the live workers of the roster."""
         if source == SCHEDULER_MEMBER or self.peers.has(source):
             return None
-        if source in self.peers.left:
-            return ""
+        if source in self.peers.left or not self.joining.complete:
+            return ""  # who is there will be known by the time that it says this again
         if source in self.peers.lost:
             return _given_up(source)
         return f"{source} is not a worker of this cluster: it belongs to an earlier job, or was replaced"
@@ -299,6 +302,12 @@ class Server(Machine):
                 return self._restoring.read(message)
             case TakeRestored() | DropRestored():
                 return self._restoring.end(message)
+            case TakeSnapshot():
+                versions = [one.versions_at(message) for one in self._shards]
+                self.snapshots.take_at(message, {number: at for own in versions for number, at in own.items()})
+                return self._replies()
+            case RollBack():
+                return self._roll_back(message)
             case Perform():
                 return [Send(SCHEDULER_MEMBER, self._perform(message))]
             case Abort():
@@ -403,6 +412,18 @@ class Server(Machine):
             mine = np.array([row for of, *row in found if of == rank], np.uint32).reshape(-1, 3)
             effects.append(Send(self.peers.workers[rank], Counters(*(column.copy() for column in mine.T))))
         return [*effects, Send(SCHEDULER_MEMBER, Done(message.request))]
+
+    def _roll_back(self, message: RollBack) -> list[Effect]:
+        """Go on from a snapshot that has been read, and tell the workers where their counters begin."""
+        self.snapshots.clear()
+        self.peers.since.clear()  # all stand at the same step now, whenever they have joined
+        versions = dict(zip(message.ids.tolist(), message.versions.tolist(), strict=True))
+        read = self._restoring.take()
+        there = [one for shard in self._shards for one in shard.roll_back(versions, read)]
+        columns = np.array(there, np.uint32).reshape(-1, 2)
+        rewound = Rewound(message.number, columns[:, 0].copy(), columns[:, 1].copy())
+        told: list[Effect] = [Send(member, rewound) for member in self.peers.workers.values()]
+        return [*told, Send(SCHEDULER_MEMBER, Done(message.request))]
 
     def _ended(self, members: Sequence[Member]) -> list[Effect]:
         """The processes of these lost workers are gone: what they could still have read may be written again.

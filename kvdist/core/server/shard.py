@@ -58,6 +58,7 @@ from kvdist.protocol.messages import (
     ReplaceState,
     ReplaceValues,
     RowValues,
+    TakeSnapshot,
     Values,
     Waiting,
 )
@@ -103,6 +104,9 @@ class Ledger(Protocol):
 
     def dropped(self, holder: StoredHolder, lost: Set[int]) -> None:
         """Nothing more of these ranks will be counted here."""
+
+    def rolled_back(self, holder: StoredHolder) -> None:
+        """What made later versions than the present one is undone."""
 
 
 class Shard(abc.ABC, Generic[H]):
@@ -260,14 +264,40 @@ class Shard(abc.ABC, Generic[H]):
         All slices of a step have the same one. Slices that are pushed less often, such as means of an epoch, have other
         versions, which say nothing of the step. Their moment is a barrier, where none of their rounds is open.
         """
-        round_ = holder.round
         if message.store >= 0:
-            return round_.version + any(one.round.slots for one in self._together(holder))
-        limit = None if round_.admission is None else round_.admission.limit
-        # While this slice stood still at its limit, others of the step may have been one version ahead, and were found
-        # when they had made one more.
-        is_in_step = limit is not None and limit >= message.version - 2
-        return message.version if is_in_step else None
+            return holder.round.version + any(one.round.slots for one in self._together(holder))
+        return message.version if _is_in_step(holder, message.version) else None
+
+    def versions_at(self, message: TakeSnapshot) -> dict[int, int]:
+        """Slice of a store → the version at which a snapshot has it. To be asked between `hold` and `admit`."""
+        found: dict[int, int] = {}
+        for holder in self._of(message.store):
+            version = message.version if _is_in_step(holder, message.version) else holder.round.version
+            found |= dict.fromkeys(holder.ids.tolist(), version)
+        return found
+
+    def roll_back(self, versions: Mapping[int, int], read: Mapping[int, Sequence[ReadSlice]]) -> list[tuple[int, int]]:
+        """Go on from a snapshot. Slices that it has not are of sums, which nobody needs: they begin anew.
+
+        Args:
+            versions: slice → its version there.
+            read: store → what was read of its slices.
+
+        Returns:
+            (slice, version) of all that are here.
+        """
+        self._begin_anew()
+        for store, found in read.items():
+            self._load(store, [one for one in found if self.holder(one.number) is not None])
+        for holder in self:
+            holder.round.rewind(versions.get(int(holder.ids[0]), 0), self.peers.workers)
+            if self.ledger is not None:
+                self.ledger.rolled_back(holder)
+        return [(number, holder.round.version) for holder in self for number in holder.ids.tolist()]
+
+    @abc.abstractmethod
+    def _begin_anew(self) -> None:
+        """Drop what has arrived and is not complete; let each slice be alone, with a value if it is of a sum."""
 
     @abc.abstractmethod
     def updates(self, store: int) -> bool:
@@ -478,6 +508,12 @@ class DenseShard(Shard[Block]):
         return [
             block_state.wanted(block, position, updater) for block in self._of(store) for position in range(len(block))
         ]
+
+    def _begin_anew(self) -> None:
+        for block in self.blocks.isolate(np.concatenate([np.zeros(0, np.uint32), *(one.ids for one in self)])):
+            block.kept, block.merged_at, block.merge_after = (), -1, 0
+            if not self.updates(block.store):
+                block.initialise([np.zeros(int(block.counts[0]), block.dtype.storage)])
 
     def _load(self, store: int, found: Sequence[ReadSlice]) -> None:
         blocks = self.blocks.isolate(np.array([one.number for one in found], np.uint32)) if found else ()
@@ -1023,6 +1059,15 @@ def _u32(numbers: Sequence[int]) -> U32:
 
 def _u8(numbers: Sequence[int]) -> U8:
     return np.array(numbers, np.uint8)
+
+
+def _is_in_step(holder: StoredHolder, version: int) -> bool:
+    """Whether a slice was about as far as those for which this version is the next but one at most."""
+    admission = holder.round.admission
+    limit = None if admission is None else admission.limit
+    # While this slice stood still at its limit, others of the step may have been one version ahead, and were found
+    # when they had made one more.
+    return limit is not None and limit >= version - 2
 
 
 def _lacking(holder: StoredHolder, message: Cut) -> list[int]:

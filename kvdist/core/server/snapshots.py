@@ -11,6 +11,7 @@ of its worker, so a server knows it in time. Rules that hold here:
 * Every worker marks at every server, and every server reports once: when all live workers have marked and its file is
   written, or something has failed. A worker may push through the leader of its host: the leader's mark is in time.
 * A restored store is read by every server first, and replaced when all of them have read it.
+* Nobody marks a snapshot that servers write by themselves: each slice is taken at a version that the scheduler says.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
+
 from kvdist.checkpoint.snapshot import (
+    EVERYTHING,
     WEIGHTS,
     CheckFolder,
     FileRecord,
@@ -47,7 +51,9 @@ from kvdist.protocol.messages import (
     Restore,
     Saved,
     SavedFile,
+    SnapshotTaken,
     TakeRestored,
+    TakeSnapshot,
 )
 
 
@@ -104,6 +110,8 @@ class ServerSnapshot:
     """Ranks that have marked all their slices."""
     spared: set[int] = field(default_factory=set)
     """Ranks of workers that do not take part, because they joined later in the program."""
+    at: Mapping[int, int] | None = None
+    """Slice → the version at which it is taken, where that is not said by marks."""
     is_begun: bool = False
     """Its file is being written, or is there: it takes no more slices."""
     is_writing: bool = False
@@ -169,6 +177,30 @@ class Snapshots:
         self.ready[snapshot] = None
         self.look(found)
 
+    def take_at(self, message: TakeSnapshot, versions: Mapping[int, int]) -> None:
+        """Take each of these slices at this version, and write them.
+
+        Args:
+            message: where.
+            versions: slice → its version, which is still to come, or the present one.
+        """
+        counter = -1 - message.version  # workers count theirs from 0 on
+        where = (message.folder, EVERYTHING, message.run, message.version)
+        snapshot = ServerSnapshot(message.store, counter, *where, at=versions)
+        self._snapshots[message.store, counter] = snapshot
+        for number in versions:
+            self.awaited.setdefault(number, []).append(snapshot)
+            snapshot.marks[number] = {}
+        self.ready[snapshot] = None
+        self.look(list(versions))
+
+    def clear(self) -> None:
+        """Drop all that are under way, without a word: the scheduler knows."""
+        for snapshot in self._snapshots.values():
+            self._forget(snapshot)
+        self._snapshots.clear()
+        self.ready.clear()
+
     def look(self, numbers: Sequence[int]) -> None:
         """Take those of these slices whose moment this is, for every checkpoint that awaits them.
 
@@ -181,7 +213,11 @@ class Snapshots:
                 source, holder = self._found(number)
                 round_, marks = holder.round, snapshot.marks[number]
                 is_exact = round_.policy.is_lockstep
-                if not holder.has_value or not _is_due(round_, marks, self._awaited(snapshot), is_exact):
+                if snapshot.at is not None:
+                    is_due = round_.version >= snapshot.at[number]
+                else:
+                    is_due = _is_due(round_, marks, self._awaited(snapshot), is_exact)
+                if not holder.has_value or not is_due:
                     continue
                 late = [rank for rank, step in marks.items() if is_exact and round_.counted.get(rank, 0) != step]
                 if late:
@@ -194,7 +230,7 @@ class Snapshots:
 
     def unmark(self, lost: Set[int]) -> None:
         """What these lost workers had marked may never be counted: the marks of the others decide."""
-        for snapshot in self._snapshots.values():
+        for snapshot in self.called_for:
             snapshot.marked -= lost  # or what it alone had marked so far would be taken for all there is
             for number, marks in list(snapshot.marks.items()):
                 for rank in lost & marks.keys():
@@ -215,9 +251,14 @@ class Snapshots:
     def roster(self) -> None:
         """Go on without departed workers. To be called when the rounds that waited for them are closed."""
         self.look(list(self.awaited))
-        for snapshot in self._snapshots.values():
+        for snapshot in self.called_for:
             _require_alike(snapshot, self._awaited(snapshot))
             self.ready[snapshot] = None
+
+    @property
+    def called_for(self) -> list[ServerSnapshot]:
+        """Those that workers have called for."""
+        return [snapshot for snapshot in self._snapshots.values() if snapshot.at is None]
 
     def take_effects(self) -> list[Effect]:
         """What has to be written or reported now."""
@@ -230,6 +271,8 @@ class Snapshots:
         assert isinstance(snapshot, ServerSnapshot)
         snapshot.is_writing = False
         snapshot.release()
+        if self._snapshots.get((snapshot.store, snapshot.counter)) is not snapshot:
+            return []  # it was dropped meanwhile
         if event.failure:
             snapshot.fail(event.failure)
         made = event.product
@@ -249,7 +292,7 @@ class Snapshots:
             assert all(one in self.awaited[number] for number in one.marks), "every awaited slice is listed"
             assert len(one.leased) <= len(one.taken), "what is leased is to be written"
             assert not one.failure or one.is_writing or not (one.marks or one.taken), "what has failed keeps nothing"
-            waits = one.is_writing or one.marks or not self._awaited(one) <= one.marked
+            waits = one.is_writing or one.marks or (one.at is None and not self._awaited(one) <= one.marked)
             assert waits, "what is complete is reported"
 
     def _find(self, number: int) -> tuple[SnapshotSource, Holder] | None:
@@ -292,15 +335,17 @@ class Snapshots:
             self._forget(snapshot)
         elif snapshot.marks:
             return []
-        elif snapshot.taken and snapshot.marked:
+        elif snapshot.taken and (snapshot.marked or snapshot.at is not None):
             snapshot.is_begun = snapshot.is_writing = True
             slices = tuple(snapshot.taken.values())
             return [
                 Persist(snapshot, WriteShard(snapshot.folder, self._peers.name, slices, snapshot.run, snapshot.step))
             ]
-        if not self._awaited(snapshot) <= snapshot.marked:
+        if snapshot.at is None and not self._awaited(snapshot) <= snapshot.marked:
             return []
         del self._snapshots[snapshot.store, snapshot.counter]
+        if snapshot.at is not None:
+            return [Send(SCHEDULER_MEMBER, _taken(snapshot))]
         file = NO_FILE if snapshot.failure else snapshot.file
         self.reported.append(Saved(snapshot.store, snapshot.counter, file, snapshot.failure))
         return [Send(SCHEDULER_MEMBER, self.reported[-1])]
@@ -337,6 +382,12 @@ class Snapshots:
             del snapshot.marks[number]
             self._stop_awaiting(number, snapshot)
         self.ready[snapshot] = None
+
+
+def _taken(snapshot: ServerSnapshot) -> SnapshotTaken:
+    columns = np.array(list((snapshot.at or {}).items()), np.uint32).reshape(-1, 2)
+    file = NO_FILE if snapshot.failure else snapshot.file
+    return SnapshotTaken(snapshot.folder, file, snapshot.failure, columns[:, 0].copy(), columns[:, 1].copy())
 
 
 def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Set[int], is_exact: bool) -> bool:
@@ -403,6 +454,11 @@ class Restoring:
         assert isinstance(event.product, tuple)
         self._read[message.store] = event.product
         return [Send(SCHEDULER_MEMBER, Done(message.request))]
+
+    def take(self) -> dict[int, Sequence[ReadSlice]]:
+        """Remove and return what was read, by store."""
+        read, self._read = self._read, {}
+        return read
 
     def end(self, message: TakeRestored | DropRestored) -> list[Effect]:
         """Take over what was read, or drop it because a server could not read."""

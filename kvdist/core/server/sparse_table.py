@@ -342,6 +342,12 @@ class SparseShard(Shard[SparseTable]):
         """What a checkpoint must hold for the tables of a store."""
         return [table.rows.wanted(self._optimizers.get(store)) for table in self._of(store)]
 
+    def _begin_anew(self) -> None:
+        for table in self:
+            table.arriving.clear()
+            table.spoilt.clear()
+            table.has_value = table.has_value or not self.updates(table.store)
+
     def _load(self, store: int, found: Sequence[ReadSlice]) -> None:
         for one in found:
             table = self.all[one.number]

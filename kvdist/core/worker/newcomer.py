@@ -127,6 +127,14 @@ class Newcomer:
         self.is_member = self.is_member or not self._silent
         return int(message.steps[~later].max(initial=0))
 
+    def rewind(self) -> list[Request]:
+        """All rounds wait for this worker, as for any other; returns what was held back."""
+        self._later.clear()
+        self._silent.clear()
+        self.is_member = True
+        held, self._held = self._held, []
+        return held
+
     def take(self) -> list[Request]:
         """What was held back and may go on, in the order of the calls; it may be held back again."""
         if not self._held or not self.is_member:

@@ -204,6 +204,10 @@ class BarrierCalls:
         """So many barriers of these stores were passed meanwhile, without this worker."""
         self._passed.update(zip(stores.tolist(), counts.tolist(), strict=True))
 
+    def drop(self, request: int) -> None:
+        """Nobody waits at this barrier any more: the next one of its store has its number."""
+        self._open.pop(request, None)
+
     def answered(self, request: int) -> None:
         """Note that a barrier was passed: the next one of its store has another number."""
         barrier = self._open.pop(request, None)
@@ -289,10 +293,17 @@ class SavingCalls:
                 steps, is_last = self._transfers.slices.pushed[some], start + SLICES_PER_MARK >= len(ids)
                 contents = () if request.failure else request.contents
                 where = (request.store, counter, request.folder, contents, request.run, request.step)
-                effects.append(Send(servers[rank], MarkPushes(*where, is_last, some, steps, pushes)))
+                mark = MarkPushes(*where, is_last, some, steps, pushes)
+                effects.append(Send(servers[rank], mark, self._transfers.note(rank)))
         place = (request.store, counter, request.folder, request.contents, request.run, request.step, request.keep)
         save = Save(request.request, *place, len(request.keys), request.file, request.failure, pushes)
         return [*effects, self._pending.ask(request.request, save)]
+
+    def drop(self, asked: Message | None) -> None:
+        """This checkpoint or load is given up by all: the next one of its store has its number."""
+        counts = self._saved if isinstance(asked, Save) else self._loaded if isinstance(asked, Load) else None
+        if counts is not None and isinstance(asked, Save | Load):
+            counts[asked.store] = min(counts[asked.store], asked.counter)
 
     def hinted(self, hint: Waiting) -> bool:
         """Whether this is about a checkpoint, which is not what the user's other calls wait for."""

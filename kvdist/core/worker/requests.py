@@ -511,8 +511,19 @@ class Leave:
     failure: str = ""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AcceptRollback:
+    """The user is about to see that all went back to a snapshot: what is called from now on is meant for after that.
+
+    Answered when all have, by the newest error: another server may have been lost meanwhile.
+    """
+
+    request: int
+
+
 Request = (
     Register
+    | AcceptRollback
     | UseKernels
     | DeclareKeys
     | Transfer

@@ -185,6 +185,7 @@ class Outbox:
     def forget(self) -> None:
         """Drop what waits to leave."""
         self._heaps.clear()
+        self._ready.clear()
 
     def _joinable(self, heap: list[tuple[int, int, RunPart]], window_left: int) -> list[RunPart]:
         first = heapq.heappop(heap)[2]
@@ -246,6 +247,17 @@ class SliceTable:
         if len(ids):
             self.grow(int(ids.max()) + 1)
             self.pushed[ids] = steps
+
+    def drop(self) -> None:
+        """No push is under way any more."""
+        self._busy[:] = False
+        self._delegated[:] = False
+        self._lines.clear()
+
+    def rewind(self, ids: U32, versions: U32) -> None:
+        """These slices are at these versions, and have as many pushes of this worker."""
+        self.begin_at(ids, versions)
+        self.versions[ids] = versions
 
     def enter(self, run: Run) -> RunPart | None:
         """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
@@ -448,6 +460,11 @@ class Transfers:
                 yield rank, *taken
             self._ready.discard(rank)
 
+    def note(self, rank: int) -> Credit:
+        """The token of a message to a server that is not a transfer's."""
+        self._flying_messages += 1
+        return Credit(rank, 0)
+
     def release(self, credit: Credit) -> None:
         """Return the bytes of a message that has arrived to the window."""
         self._flying_messages -= 1
@@ -586,6 +603,20 @@ class Transfers:
         self._outboxes.clear()
         self._ready.clear()
         self._to_aggregate.clear()
+
+    def drop(self) -> None:
+        """Forget what has no reply, and what has not left; what has left is under way until its server has it."""
+        self._runs.clear()
+        self._runs_left.clear()
+        self._to_aggregate.clear()
+        self.slices.drop()
+        for outbox in self._outboxes.values():
+            outbox.forget()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing is under way to any server."""
+        return not self._flying_messages
 
     def validate(self) -> None:
         """Check every invariant."""

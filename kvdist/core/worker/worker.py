@@ -56,6 +56,7 @@ from kvdist.core.worker.pending import (
 )
 from kvdist.core.worker.requests import (
     ALONE_BYTES_MIN,
+    AcceptRollback,
     ClaimFolder,
     DeclareKeys,
     EnterBarrier,
@@ -70,14 +71,17 @@ from kvdist.core.worker.requests import (
     UseKernels,
     label_of,
 )
+from kvdist.core.worker.rewinding import DROPPED, Rewinding
 from kvdist.core.worker.transfers import LEADER, Credit, Transfers
-from kvdist.errors import DeadlineExceeded, FencedError, JobOver, KvdistError, StoreClosed
+from kvdist.errors import ConfigError, DeadlineExceeded, FencedError, JobOver, KvdistError, RolledBackError, StoreClosed
 from kvdist.naming import names_of, waiting
 from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
     Abort,
     Alive,
+    Barrier,
     CheckBlocked,
+    Claim,
     Claimed,
     Command,
     Configure,
@@ -89,17 +93,22 @@ from kvdist.protocol.messages import (
     HandedBack,
     Lease,
     Leased,
+    Load,
     Message,
     Numbered,
     OnLoss,
     Peer,
     Placed,
+    Quiet,
     Ready,
     Refused,
     Rejected,
     Reregister,
+    Rewind,
+    Rewound,
     Roster,
     RowValues,
+    Save,
     Used,
     Values,
     Waiting,
@@ -168,6 +177,10 @@ class Worker(Machine):
         self.on_loss = OnLoss.FAIL
         self._newcomer: Newcomer | None = None
         """If this worker has joined later."""
+        self._rewinding: Rewinding | None = None
+        """While all go back to a snapshot."""
+        self.rolled_back: RolledBackError | None = None
+        """What every call fails with, until the user has seen it."""
         self._members: tuple[int, ...] = ()
         """The ranks of the workers that are there."""
         self._lost_workers = 0
@@ -234,6 +247,8 @@ class Worker(Machine):
                 if self.aggregation is not None:
                     self.aggregation.handed_back(message)
                 self.transfers.handed_back(message)
+            case Rewound():
+                effects = self._rewound(sender, message, now)
             case Counters() if self._newcomer is not None:
                 effects = self._counters(self._newcomer, sender, message, now)
             case _ if sender.node.role is Role.WORKER and self.aggregation is not None:
@@ -249,7 +264,7 @@ class Worker(Machine):
     def _refusal(self, message: Rejected) -> KvdistError:
         if message.is_over:
             return JobOver(message.reason)
-        return FencedError(message.reason) if self.joining.complete else self.joining.refusal(message)
+        return FencedError(message.reason) if self.joining.welcomed else self.joining.refusal(message)
 
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection."""
@@ -400,6 +415,15 @@ class Worker(Machine):
     # Calls of the user.
 
     def _accept(self, request: Request, now: float) -> list[Effect]:
+        says_nothing = isinstance(request, Leave) and not request.failure
+        if self.rolled_back is not None and (says_nothing or isinstance(request, DROPPED)):
+            return [FailRequest(request.request, self.rolled_back)]
+        if self._rewinding is not None and not (isinstance(request, Leave) and request.failure):
+            self._rewinding.held.append(request)
+            return []
+        if isinstance(request, AcceptRollback):
+            error, self.rolled_back = self.rolled_back, None
+            return [CompleteRequest(request.request, error)]
         if self._newcomer is not None:
             answered = self._newcomer.accept(request)
             if answered is not None:
@@ -495,6 +519,10 @@ class Worker(Machine):
         if self.failure is not None:
             return []
         effects = [] if self.aggregation is None else self.aggregation.settle(now)
+        rewinding = self._rewinding
+        if rewinding is not None and not rewinding.is_quiet and self.transfers.is_quiet:
+            rewinding.is_quiet = True
+            effects.append(Send(SCHEDULER_MEMBER, Quiet(rewinding.number)))
         if self._saving.waiting:
             effects += self._saving.settle(self.step)
         for rank, message, credit in self.transfers.take():
@@ -525,6 +553,8 @@ class Worker(Machine):
                     self.aggregation = None  # who returns would push again what is in a sum already
             case Roster():
                 return self._roster(message)
+            case Rewind():
+                return self._rewind(message, now)
             case Placed():
                 return self._placed(message)
             case Done():
@@ -575,7 +605,7 @@ class Worker(Machine):
                 self.servers[rank] = peer.member
                 self.transfers.add_server(rank, stays_on_host(peer.endpoint))
                 effects.append(Connect(peer.member, peer.endpoint))
-                if self._newcomer is not None:
+                if self._newcomer is not None or self._rewinding is not None:
                     effects.append(Send(peer.member, Ready(0)))  # or it knows no way to this worker
         for effect in () if self.aggregation is None else self.aggregation.roster(self.me, self.peers):
             if isinstance(effect, Forget):
@@ -583,11 +613,53 @@ class Worker(Machine):
             effects.append(effect)
         return effects + self._registered()
 
+    def _rewind(self, message: Rewind, now: float) -> list[Effect]:
+        """A server was lost: drop what was asked for, and hold back what is called, until all have gone back."""
+        if self.aggregation is not None:
+            reason = "its host sums pushes, which cannot go back to a snapshot: set KVDIST_SNAPSHOTS on workers, too"
+            return self._fail_all(ConfigError(reason))
+        held = [] if self._rewinding is None else self._rewinding.held
+        held += [] if self._newcomer is None else self._newcomer.rewind()
+        self._rewinding = Rewinding(message.number, held=[one for one in held if not isinstance(one, DROPPED)])
+        error = self.rolled_back = RolledBackError(message.reason, message.step)
+        effects: list[Effect] = [FailRequest(one.request, error) for one in held if isinstance(one, DROPPED)]
+        there = {peer.member for peer in self.peers}
+        for rank, member in list(self.servers.items()):
+            if member not in there:
+                del self.servers[rank]
+                self._lost_links.pop(member, None)
+                effects.append(Forget(member))
+        loading = {load.request for load in self._saving.waiting}
+        self._saving.waiting.clear()
+        for pending in list(self._pending):
+            is_shared = isinstance(pending.asked_for, Barrier | Claim | Save | Load) or pending.request in loading
+            if is_shared or self.transfers.is_open(pending.request):
+                self._barriers.drop(pending.request)
+                self._saving.drop(pending.asked_for)
+                pending.error = error
+                effects.append(self._close(pending))
+        self.transfers.drop()
+        self._blocked.repeat(now)
+        return effects
+
+    def _rewound(self, sender: Member, message: Rewound, now: float) -> list[Effect]:
+        """A server has gone back. When all have, what was held back goes on."""
+        rewinding = self._rewinding
+        if rewinding is None or rewinding.number != message.number:
+            return []
+        self.transfers.slices.rewind(message.ids, message.versions)
+        rewinding.told.add(sender)
+        if len(rewinding.told) < self.joining.introduction.num_servers:
+            return []
+        self._rewinding = None
+        self.step = int(self.transfers.slices.pushed.max(initial=0))
+        return [effect for request in rewinding.held for effect in self._accept(request, now)]
+
     def _reregister(self, now: float) -> list[Effect]:
         """The scheduler was started again: ask it once more for all that it has not answered."""
         if self.failure is not None or not self.joining.welcomed:
             return []
-        if not self.joining.complete:
+        if not self.joining.complete or self._rewinding is not None:
             return self._fail_all(scheduler_forgot(self.joining.introduction.scheduler_endpoint, self.me))
         self._lost_links.pop(SCHEDULER_MEMBER, None)
         self._next_alive = now + self.limits.heartbeat_s

@@ -1,0 +1,422 @@
+"""Snapshots that servers write by themselves, and the way back to the newest one when a server is lost. Pure.
+
+A snapshot is a checkpoint that no worker calls for. Its moment is that of a cut, as newcomers have it: every slice is
+taken when it reaches version T, so it is one moment of the whole store, and nobody stops. When a server is lost, and
+its rank registers again, all servers read the newest snapshot, and all workers drop what they have asked for. Rules
+that hold here:
+
+* A snapshot is one when its manifest is written, and not before. What is torn is never read.
+* No server goes back before every worker is quiet: has dropped what it had asked for, with nothing under way. So no
+  push of before is counted after.
+* No worker goes on before every server has gone back.
+* What a worker calls before it hears of this, and what was agreed on and not answered, is dropped by all.
+* Whatever is lost meanwhile, another server among it, the way back begins anew.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from kvdist.checkpoint.snapshot import (
+    EVERYTHING,
+    FileRecord,
+    LockFolder,
+    Manifest,
+    ReadManifest,
+    SavedKey,
+    Sweep,
+    WriteManifest,
+)
+from kvdist.config.settings import ClusterConfig
+from kvdist.core.agreement import Questions
+from kvdist.core.machine import NEVER, Effect, Log, Persist, Persisted, Send
+from kvdist.core.policy import POLICIES
+from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.membership import Membership
+from kvdist.core.scheduler.newcomers import Newcomers
+from kvdist.errors import CheckpointError
+from kvdist.naming import name_of
+from kvdist.nodes import Member
+from kvdist.protocol.arrays import U32
+from kvdist.protocol.messages import (
+    Configure,
+    Declare,
+    Lease,
+    Quiet,
+    Restore,
+    Rewind,
+    RollBack,
+    SavedFile,
+    SnapshotTaken,
+    TakeSnapshot,
+)
+
+KEPT = 2
+"""Snapshots that stay: the newest, and the one before it."""
+FAILURES_APART_S = 3600.0
+"""How often a server is thought to be lost, for the interval that costs least."""
+AGAIN_S = 60.0
+"""When it is tried once more, where the disk has failed."""
+LOOK_AGAIN_S = 1.0
+"""When there is nothing to be written yet."""
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """One snapshot, complete or under way."""
+
+    store: int
+    version: int
+    folder: str
+    keys: tuple[SavedKey, ...]
+    begun_at: float
+    taken: dict[Member, SnapshotTaken] = field(default_factory=dict)
+    is_written: bool = False
+    """Its manifest is there, or is being written."""
+
+    @property
+    def failure(self) -> str:
+        """Why it cannot be made; '' if it can."""
+        return next((f"{member}: {one.failure}" for member, one in self.taken.items() if one.failure), "")
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        """The files of the servers that keep something of the store."""
+        files: list[SavedFile] = [one.file for one in self.taken.values() if one.file.name]
+        return tuple(FileRecord(file.name, file.nbytes, file.sha256) for file in files)
+
+    @property
+    def versions(self) -> tuple[U32, U32]:
+        """(n,) slices, and (n,) the version of each."""
+        taken = self.taken.values()
+        return np.concatenate([one.ids for one in taken]), np.concatenate([one.versions for one in taken])
+
+
+@dataclass(slots=True, eq=False)
+class WayBack:
+    """A server was lost, and all go back to a snapshot."""
+
+    number: int
+    to: Snapshot
+    loud: set[Member]
+    """Workers that are not quiet."""
+    begun_at: float
+    is_checked: bool = False
+    """Its manifest is as it should be."""
+    is_asked: bool = False
+    """The servers read."""
+    is_read: bool = False
+    request: int = -1
+    """Of the order to go back."""
+    gone_back: set[Member] = field(default_factory=set)
+    """The servers that have."""
+
+
+class Rest(Protocol):
+    """What the scheduler does for snapshots."""
+
+    @property
+    def now(self) -> float:
+        """The time."""
+
+    def end_job(self, member: Member, cause: str, sentence: str) -> list[Effect]:
+        """End the job because of this process."""
+
+
+class Rollback:
+    """All snapshots of a job.
+
+    Args:
+        config: where they are written, and how often.
+        now: the time.
+        membership: who is in the cluster.
+        keys: what is declared.
+        questions: what servers are asked.
+        newcomers: makes cuts.
+        scheduler: does the rest.
+    """
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        now: float,
+        membership: Membership,
+        keys: Keys,
+        questions: Questions,
+        newcomers: Newcomers,
+        scheduler: Rest,
+    ) -> None:
+        assert config.snapshots is not None
+        self._folder = config.snapshots.rstrip("/")
+        self._interval_s = config.snapshot_interval_s
+        self._patience_s = config.limits.form_timeout_s
+        self._num_servers = config.num_servers
+        self._membership = membership
+        self._keys = keys
+        self._questions = questions
+        self._newcomers = newcomers
+        self._scheduler = scheduler
+        self._run = ""
+        self._is_locking = False
+        self._next = now
+        """When the next snapshot begins."""
+        self._making: Snapshot | None = None
+        self.newest: Snapshot | None = None
+        self.way_back: WayBack | None = None
+        self._number = 0
+        self._lost: Member | None = None
+        """The server that was lost last."""
+
+    # Snapshots.
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` should run next."""
+        if self.way_back is not None:
+            is_whole = len(self._membership.servers) == self._num_servers
+            return NEVER if is_whole else self.way_back.begun_at + self._patience_s
+        return NEVER if self._making is not None or self._is_locking else self._next
+
+    def tick(self, now: float) -> list[Effect]:
+        """Begin a snapshot if it is time; give up a server that does not come back."""
+        if self.way_back is not None:
+            assert self._lost is not None
+            waited = f"nobody took its place within {self._patience_s:g} s"
+            return self._scheduler.end_job(self._lost, waited, f"{self._lost} was lost, and {waited}")
+        self._next = now + min(LOOK_AGAIN_S, self._again_s)
+        if not self._membership.workers or self._store() is None:
+            return []
+        if not self._run:
+            self._is_locking = True
+            return [Persist(self, LockFolder(f"{self._folder}/step-0"))]
+        return self._newcomers.cut(lambda version: self._begin(version, now))
+
+    def _store(self) -> int | None:
+        """The store that is updated, once it has keys."""
+        stores = [store for store in self._keys.optimizers if self._keys.saved(store)]
+        return stores[0] if stores else None
+
+    def _begin(self, version: int, now: float) -> list[Effect]:
+        """Servers promise to make this version at most: let them take it."""
+        store = self._store()
+        if store is None or self.way_back is not None or self._making is not None:
+            return []
+        folder = f"{self._folder}/step-{version}"
+        self._making = Snapshot(store, version, folder, self._keys.saved(store), now)
+        message = TakeSnapshot(store, version, folder, self._run)
+        return [Send(server, message) for server in self._membership.servers.values()]
+
+    def taken(self, sender: Member, message: SnapshotTaken) -> list[Effect]:
+        """A server has written its part, or could not."""
+        making = self._making
+        if making is None or making.folder != message.folder or making.is_written:
+            return []
+        making.taken[sender] = message
+        if not self._membership.servers.items() <= {(one.node, one) for one in making.taken}:
+            return []
+        if making.failure:
+            return self._failed(making, making.failure)
+        making.is_written = True
+        return [Persist(making, WriteManifest(making.folder, self._manifest(making), KEPT))]
+
+    def _manifest(self, making: Snapshot) -> Manifest:
+        description = self._keys.optimizers[making.store].description
+        mode, workers = self._keys.stores[making.store].mode, len(self._membership.workers)
+        counts = (workers, self._num_servers)
+        return Manifest(
+            making.version, EVERYTHING, mode, True, description, *counts, making.keys, making.files, self._run
+        )
+
+    def persisted(self, event: Persisted, now: float) -> list[Effect]:
+        """The folder is this job's, a manifest is written or read; or not."""
+        if isinstance(event.token, Snapshot):
+            return self._written(event.token, event.failure, now)
+        if isinstance(event.token, WayBack):
+            return self._checked(event.token, event)
+        if event.token is not self:
+            return []
+        self._is_locking = False
+        self._next = now + self._again_s if event.failure else now
+        if event.failure:
+            return [Log(f"no snapshots can be written, so the loss of a server ends the job: {event.failure}")]
+        assert isinstance(event.product, str)
+        self._run = event.product
+        return []
+
+    def _written(self, making: Snapshot, failure: str, now: float) -> list[Effect]:
+        if making is not self._making:
+            return []
+        if failure:
+            return self._failed(making, failure) + self._advance(now)
+        self.newest, self._making = making, None
+        self._next = now + self._pause_s(now - making.begun_at)
+        return self._advance(now)
+
+    def _failed(self, making: Snapshot, reason: str) -> list[Effect]:
+        self._making = None
+        self._next = self._scheduler.now + self._again_s
+        before = "there is none before" if self.newest is None else f"that of step {self.newest.version} stays"
+        told = Log(f"the snapshot of step {making.version} was not made, training goes on, and {before}: {reason}")
+        return [told, Persist(None, Sweep(making.folder))]
+
+    @property
+    def _again_s(self) -> float:
+        return AGAIN_S if self._interval_s is None else self._interval_s
+
+    def _pause_s(self, took_s: float) -> float:
+        """How long after a snapshot the next one begins: J. W. Young, A first order approximation, CACM 1974."""
+        if self._interval_s is not None:
+            return max(self._interval_s, took_s)
+        return max(took_s, math.sqrt(2.0 * took_s * FAILURES_APART_S), LOOK_AGAIN_S)
+
+    def refusal(self, message: Declare | Configure | Lease) -> str:
+        """Why this cannot be beside snapshots; '' if it can."""
+        obstacle = ""
+        if isinstance(message, Declare) and not POLICIES[message.mode].is_lockstep:
+            obstacle = "a dist_async store"
+        elif isinstance(message, Configure) and message.store not in self._keys.optimizers and self._keys.optimizers:
+            obstacle = "a second store with an optimizer"
+        elif isinstance(message, Lease):
+            obstacle = "a QueueSampler"
+        return (
+            f"snapshots (KVDIST_SNAPSHOTS) cannot bring back {obstacle} yet: leave one of them out" if obstacle else ""
+        )
+
+    def forget(self) -> None:
+        """The store was loaded: what was before is not to come back."""
+        self.newest = self._making = None
+        self._next = self._scheduler.now
+
+    # The way back.
+
+    def obstacle(self) -> str:
+        """Why nobody can go back when a server is lost now; '' if all can."""
+        complete = self._complete()
+        if complete is None:
+            return "there is no snapshot yet"
+        kept = {key.key for key in complete.keys}
+        new = [key.key for store in self._keys.optimizers for key in self._keys.saved(store) if key.key not in kept]
+        if new:
+            return f"{name_of(new[0])} was initialised after the last snapshot"
+        return "" if self._membership.workers else "no worker is left that could go on"
+
+    def _complete(self) -> Snapshot | None:
+        """The newest snapshot, or the one whose files are all there and whose manifest is being written."""
+        making = self._making
+        return making if self.newest is None and making is not None and making.is_written else self.newest
+
+    def begin(self, lost: Member, now: float) -> list[Effect]:
+        """A server was lost, and has left the membership: let all workers drop what they ask for."""
+        self._lost = lost
+        to = self._complete()
+        assert to is not None
+        if self._making is not to:
+            self._making = None  # it is of what is dropped now, even if its manifest is being written
+        self._number += 1
+        loud = set(self._membership.workers.values())
+        self.way_back = WayBack(self._number, to, loud, now)
+        self._newcomers.begin_anew()
+        message = Rewind(self._number, to.version, f"{lost} was lost: all go back to step {to.version}")
+        return [*(Send(member, message) for member in loud), *self._advance(now)]
+
+    def ignores(self, sender: Member) -> bool:
+        """Whether this worker has called something that it is going to drop."""
+        return self.way_back is not None and sender in self.way_back.loud
+
+    def note_done(self, sender: Member, request: int) -> None:
+        """A server has done something: what it says of checkpoints from now on is not of those that were dropped."""
+        if self.way_back is not None and self.way_back.request == request:
+            self.way_back.gone_back.add(sender)
+
+    def is_stale(self, sender: Member) -> bool:
+        """Whether a server says something about checkpoints that were dropped."""
+        return self.way_back is not None and sender not in self.way_back.gone_back
+
+    def welcome(self, server: Member) -> list[Effect]:
+        """A server has taken the place of a lost one: tell it what all others know."""
+        messages = [*self._keys.told(), *self._questions.repeated(server)]
+        return [Send(server, message) for message in messages]
+
+    def quiet(self, sender: Member, message: Quiet, now: float) -> list[Effect]:
+        """A worker has dropped what it had asked for, and nothing of it is under way."""
+        if self.way_back is not None and self.way_back.number == message.number:
+            self.way_back.loud.discard(sender)
+        return self._advance(now)
+
+    def advance(self, now: float) -> list[Effect]:
+        """A worker is gone, or a server is back."""
+        if self.way_back is not None:
+            self.way_back.loud.intersection_update(self._membership.workers.values())
+        return self._advance(now)
+
+    def _advance(self, now: float) -> list[Effect]:
+        back = self.way_back
+        if back is None or len(self._membership.servers) < self._num_servers:
+            return []
+        if not back.is_asked:
+            if self._making is not None:
+                return []  # the manifest of the one to go back to is being written
+            back.is_asked = True
+            if self.newest is None:
+                assert self._lost is not None
+                cause = "the only snapshot could not be written"
+                return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}")
+            assert back.to is self.newest, "it was said to workers"
+            return [Persist(back, ReadManifest(back.to.folder))]
+        if not back.is_read or back.loud or back.request >= 0:
+            return []
+
+        def make(request: int) -> RollBack:
+            back.request = request
+            return RollBack(request, back.number, *back.to.versions)
+
+        return self._questions.ask(make, lambda _: self._ended(back, now))
+
+    def _checked(self, back: WayBack, event: Persisted) -> list[Effect]:
+        """The manifest was read: if it is what was written, let the servers read."""
+        if back is not self.way_back:
+            return []
+        failure = event.failure
+        if not failure:
+            assert isinstance(event.product, Manifest)
+            failure = self._misfit(event.product, back.to)
+        if failure:
+            return self._hopeless(back, failure)
+        return self._questions.ask(
+            lambda request: Restore(request, back.to.store, back.to.folder, EVERYTHING),
+            lambda reason: self._read(back, reason),
+        )
+
+    def _misfit(self, manifest: Manifest, to: Snapshot) -> str:
+        try:
+            manifest.require(to.keys, self._keys.optimizers[to.store].description, EVERYTHING)
+        except CheckpointError as error:
+            return str(error)
+        if manifest.run != self._run:
+            return f"it was written by run {manifest.run}, and this is {self._run}: give each job a folder of its own"
+        return ""
+
+    def _read(self, back: WayBack, failure: str) -> list[Effect]:
+        if back is not self.way_back:
+            return []
+        if failure:
+            return self._hopeless(back, failure)
+        back.is_read = True
+        return self._advance(self._scheduler.now)
+
+    def _hopeless(self, back: WayBack, failure: str) -> list[Effect]:
+        assert self._lost is not None
+        cause = f"the snapshot {back.to.folder} cannot be read: {failure}"
+        return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}")
+
+    def _ended(self, back: WayBack, now: float) -> list[Effect]:
+        if back is not self.way_back:
+            return []
+        self.way_back = None
+        self._next = now
+        self._membership.go_back(back.to.version)
+        return [Log(f"all have gone back to step {back.to.version}, and go on from there")]

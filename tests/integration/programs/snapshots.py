@@ -1,0 +1,81 @@
+"""Workers that train while servers are killed: ``snapshots.py FOLDER [trainer]``.
+
+In step t rank r pushes (t + 1) · (r + 1), so a weight says which steps are in it, and each is checked after each step.
+Rank 0 waits in the middle until FOLDER/go is there.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from kvdist import RolledBackError, kv
+
+STEPS, PAUSE = 40, 20
+SIZES = {"small": 3, "large": 1_200_000}
+"""One is cut over all servers."""
+
+
+def wait_in_the_middle(rank, step):
+    go = Path(sys.argv[1]) / "go"
+    if rank == 0 and step == PAUSE and not go.exists():
+        print("waits in the middle", flush=True)
+        while not go.exists():
+            time.sleep(0.01)
+
+
+def wanted(store, step):
+    ranks = sum(rank + 1 for rank in range(store.num_workers))
+    return step * (step + 1) / 2 * ranks
+
+
+def main():
+    store = kv.create("dist")
+    store.set_optimizer("sgd", learning_rate=1.0)
+    store.init(list(SIZES), [np.zeros(size) for size in SIZES.values()])
+    told = []
+    store.on_rollback(told.append)
+    step, again, is_stale = 0, 0, False
+    while step < STEPS:
+        wait_in_the_middle(store.rank, step)
+        gradients = [np.full(size, -float((step + 1) * (store.rank + 1))) for size in SIZES.values()]
+        try:
+            if is_stale:
+                values = store.pull(list(SIZES))
+                assert all((value == wanted(store, step)).all() for value in values), (step, values[0])
+                is_stale = False
+            store.pushpull(list(SIZES), gradients)
+            values = gradients
+            step += 1
+            mean = store.average(np.full(2, float(step)))
+            assert (mean == step).all(), (step, mean)
+        except RolledBackError as error:
+            again += step - error.step
+            step, is_stale = error.step, True
+            continue
+        assert all((value == wanted(store, step)).all() for value in values), (step, values[0])
+    store.barrier()
+    print(f"ended with {values[0][0]:g} after {again} steps again, told of {told}", flush=True)
+    store.close()
+
+
+def with_trainer():
+    import torch
+
+    from kvdist import Trainer
+
+    weight, store = torch.nn.Parameter(torch.zeros(5)), kv.create("dist")
+    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store)
+    told, calls = [], 0
+    store.on_rollback(told.append)
+    while trainer.version < STEPS:
+        wait_in_the_middle(store.rank, trainer.version)
+        weight.grad = torch.full((5,), -float((trainer.version + 1) * (store.rank + 1)))
+        trainer.step(1)
+        calls += 1
+    print(f"ended with {weight[0].item():g} after {calls - STEPS} steps again, told of {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main() if len(sys.argv) < 3 else with_trainer()

@@ -1,0 +1,45 @@
+"""Servers are killed and started again, and all go on from the newest snapshot with exact weights."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+OPTIONS = ["--on-loss", "continue", "--restart", "3"]
+EVERY = {"KVDIST_SNAPSHOT_INTERVAL_S": "0.02"}
+STEPS, WORKERS = 40, 2
+FINAL = STEPS * (STEPS + 1) // 2 * sum(range(WORKERS + 1))
+
+
+def launched(job, tmp_path, *more, options=()):
+    """A job whose worker 0 waits in the middle, when there is a snapshot."""
+    root = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path)}
+    options = [*OPTIONS, "--snapshots", str(tmp_path / "snapshots"), *options]
+    launcher = job.launch(WORKERS, 2, "snapshots.py", str(tmp_path), *more, options=options, **EVERY, **root)
+    job.line("launcher", "waits in the middle")
+    job.wait(lambda: any((tmp_path / "snapshots").glob("step-*/manifest.json")), "there is a snapshot")
+    return launcher
+
+
+@pytest.mark.parametrize(
+    ("victims", "program"),
+    [
+        (["server-1"], ()),
+        (["server-0", "server-1"], ()),
+        pytest.param(["server-1"], ("trainer",), marks=pytest.mark.slow),
+    ],
+)
+def test_killed_servers_come_back_and_all_go_on_from_the_newest_snapshot(job, tmp_path, victims, program):
+    launcher = launched(job, tmp_path, *program)
+    for name in victims:
+        job.kill(name)
+    (tmp_path / "go").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    ends = re.findall(r"ended with (\S+) after \d+ steps again, told of \[(.*)\]", launcher.text)
+    assert [float(value) for value, _ in ends] == [FINAL] * WORKERS, job.transcript()
+    assert all(told for _, told in ends), "both heard of it"
+    for name in victims:
+        assert launcher.lines_with(f"{name} was started 2 times; it was killed by signal 9"), job.transcript()
+    assert launcher.lines_with("all have gone back to step"), job.transcript()
