@@ -122,14 +122,15 @@ class Outcome:
         return found
 
     def taking_part(self, patience_s: float) -> float:
-        """The share of the time of living processes in which they had taken a step within the last second."""
+        """The share of the time of living processes, from when all had begun, in which they took steps."""
         lived = worked = 0.0
         struck = {(fault.victim, fault.life): fault.at for fault in self.faults}
         over = max(at for life in self.lives for at, _ in life.steps)
+        start = max(life.steps[0][0] for life in self.lives if life.life == 0 and life.steps)
         for one in self.lives:
             ended = min(struck.get((f"worker-{one.rank}", one.life), over), over)
-            times = [at for at, _ in one.steps if at <= ended]
-            lived += max(0.0, ended - one.began)
+            times = [at for at, _ in one.steps if start <= at <= ended]
+            lived += max(0.0, ended - max(one.began, start))
             if times:
                 gaps = zip(times, [*times[1:], ended], strict=True)
                 worked += sum(min(after - before, 1.0 + patience_s) for before, after in gaps)
