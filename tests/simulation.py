@@ -39,6 +39,7 @@ from kvdist.core.server import server, shard
 from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.decoding import decoded
+from kvdist.core.server.replica import ReplicatedServer
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard
 from kvdist.core.server.sparse_table import RowContribution, SparseTable
@@ -94,6 +95,8 @@ class Scenario:
     victims: who is hit once a worker is in its `fault_round`-th round (-1: has declared its keys; -2: has joined),
         within `spread_s` of that: killed, or paused for `pause_s`.
     on_loss: what follows when a worker is lost.
+    replicas: how many other servers keep a copy of a server's slices.
+    later: who is hit once a server has been given up.
     again: in how many seconds a victim is started again, at least and at most; None = never.
     lives: how often, if each is struck again.
     """
@@ -124,6 +127,8 @@ class Scenario:
     returns_s: float = 0.0
     """A killed scheduler is started again within so many seconds; 0: it is not."""
     on_loss: str = "fail"
+    replicas: int = 0
+    later: str = ""
     again: tuple[float, float] | None = None
     lives: int = 1
     snapshot_s: float | None = None
@@ -170,6 +175,9 @@ class Cluster:
     """When a process that was paused goes on."""
     given_up: dict[str, float] = field(default_factory=dict)
     """Process → when the scheduler gave up one of its rank for the first time."""
+    struck_later: bool = False
+    dead_servers: list[str] = field(default_factory=list)
+    """In the order of their deaths."""
     starting: int = 0
     """Processes that are about to be started again."""
     term: int = 1
@@ -315,6 +323,7 @@ def _build(cluster: Cluster) -> None:
         scenario.examples,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
+    oracle.books.is_void = partial(_has_given_up, cluster)
     oracle.books.newcomers_above = scenario.num_workers + scenario.num_servers
 
     order = [("scheduler", Role.SCHEDULER, 0)]
@@ -322,6 +331,12 @@ def _build(cluster: Cluster) -> None:
     order += [(f"worker-{rank}", Role.WORKER, rank) for rank in range(scenario.num_workers)]
     for name, role, rank in order:
         network.after(network.random.uniform(0, 0.3), partial(_start, cluster, name, role, rank))
+
+
+def _has_given_up(cluster: Cluster, member: Member) -> bool:
+    """Whether the others go on without this process, whatever it thinks."""
+    scheduler = cluster.processes["scheduler"].node.machine
+    return isinstance(scheduler, Scheduler) and member in scheduler.membership.lost
 
 
 def _start(cluster: Cluster, name: str, role: Role, rank: int, life: int = 0) -> Process:
@@ -401,6 +416,7 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             bigarray_bound=BIGARRAY_BOUND,
             on_loss=scenario.on_loss,
             return_s=RETURN_S if scenario.again is not None else 0.0,
+            replicas=scenario.replicas,
             scheduler_away_s=AWAY_S if scenario.returns_s else None,
             snapshots=None if scenario.snapshot_s is None else SNAPSHOTS,
             snapshot_interval_s=scenario.snapshot_s,
@@ -433,7 +449,8 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             if scenario.offloaded:
                 cluster.devices.append(NumpyDevice(rank))
                 arithmetic = arithmetic_on(cluster.devices[-1], REFERENCE)
-            machine = Server(introduction, limits, REFERENCE, network.now, arithmetic=arithmetic)
+            kind = ReplicatedServer if scenario.replicas else Server
+            machine = kind(introduction, limits, REFERENCE, network.now, arithmetic=arithmetic)
             if cluster.oracle is not None:
                 cluster.oracle.books.keep_of(machine)
         else:
@@ -453,6 +470,12 @@ def _turned(cluster: Cluster, user: User) -> None:
     network, scenario = cluster.network, cluster.scenario
     if user.rollbacks > before and cluster.oracle is not None:  # what has left does not make its last pushes again
         cluster.oracle.lost |= {one.rank for one in cluster.users.values() if one.has_left}
+    if scenario.later and not cluster.struck_later:
+        scheduler = cluster.processes.get("scheduler")
+        told = None if scheduler is None else scheduler.node.machine
+        if isinstance(told, Scheduler) and any(one.node.role is Role.SERVER for one in told.membership.lost):
+            cluster.struck_later = True
+            network.after(network.random.uniform(0, scenario.spread_s), partial(_strike, cluster, scenario.later))
     begins = user.node.machine.epoch > 0 if scenario.fault_round == FORMED else bool(user.infos)
     if user.round < scenario.fault_round or not begins or cluster.struck_at is not None:
         return
@@ -476,12 +499,17 @@ def _strike(cluster: Cluster, name: str) -> None:
     if victim.ended:
         return
     cluster.struck_at = cluster.network.now
-    if name in cluster.users and _is_given_up(cluster, name) and cluster.oracle is not None:
-        cluster.oracle.lost.add(cluster.users[name].rank)
+    assert cluster.oracle is not None
+    if name.startswith("server"):
+        cluster.dead_servers.append(name)
+    if (name in cluster.users or scenario.replicas) and _is_given_up(cluster, name):
         cluster.struck.add(name)
+        if name in cluster.users:
+            cluster.oracle.lost.add(cluster.users[name].rank)
     if scenario.pause_s is None:
         victim.crash()
-        if scenario.again is not None and name != "scheduler":
+        is_replaced = scenario.replicas > 0 and name.startswith("server")
+        if scenario.again is not None and name != "scheduler" and not is_replaced:
             who, _, lives = name.partition(", life ")
             role, _, rank = who.partition("-")
             node, life = NodeId(Role(role), int(rank)), int(lives or 0)
@@ -502,6 +530,7 @@ def _strike(cluster: Cluster, name: str) -> None:
                 cluster.network.random.uniform(0.05, scenario.returns_s), partial(_return, cluster, closed)
             )
     else:
+        victim.is_void = name.startswith("server")
         cluster.woken_at = cluster.network.now + scenario.pause_s
         victim.pause(scenario.pause_s, scenario.limits.silence_s)
 
@@ -633,7 +662,9 @@ def _judge_checkpoints(cluster: Cluster) -> None:
             if isinstance(error, RolledBackError):
                 continue
             is_due_to_a_disk = isinstance(error, CheckpointError) and FULL in str(error)
-            assert error is None or is_due_to_a_disk, f"checkpoint {turn}: {error!r}"
+            is_due_to_a_server = bool(cluster.scenario.replicas) and "before it had saved its slices" in str(error)
+            cluster.network.used["not saved for a dead server"] += is_due_to_a_server
+            assert error is None or is_due_to_a_disk or is_due_to_a_server, f"checkpoint {turn}: {error!r}"
             exists = f"/checkpoints/step-{turn:03}" in shelf.manifests
             assert exists == (error is None), f"worker {user.rank} was told {error!r} of checkpoint {turn}"
     assert len({user.restored for user in stayed}) == 1, "all are told the same"
@@ -649,7 +680,7 @@ def _judge_checkpoints(cluster: Cluster) -> None:
         machine = process.node.machine
         if isinstance(machine, Scheduler):
             assert not len(machine.checkpoints), "the scheduler keeps checkpoints that are over"
-        if isinstance(machine, Server):
+        if isinstance(machine, Server) and not process.crashed:
             assert not machine.snapshots.called_for, f"{process.name} keeps checkpoints that are over"
 
 
@@ -669,6 +700,10 @@ def _is_given_up(cluster: Cluster, name: str) -> bool:
     """Whether the others go on without this process when it is lost."""
     if name.startswith("server") and cluster.scenario.snapshot_s is not None:
         return True
+    if name.startswith("server") and cluster.scenario.replicas:
+        before = cluster.dead_servers[: cluster.dead_servers.index(name)]
+        count, rank = cluster.scenario.num_servers, int(name[-1])
+        return not any(f"server-{(rank + step) % count}" in before for step in (1, -1))
     return cluster.scenario.on_loss == "continue" and name in cluster.users
 
 
@@ -717,6 +752,8 @@ NEAR_SCHEDULER = Weather(delay_s=0.4, scheduler_delay_s=0.005)
 SUMMING = replace(GOING_ON, num_workers=6, hosts=2, local_reduce="on", holds=False, fault_round=2)
 GOES_BACK = replace(JOINING, num_workers=3, rounds=14, saves=0.0, full=0.0, fault_round=6, snapshot_s=0.02)
 RETURNS = replace(GOING_ON, num_workers=3, returns_s=1.5)
+
+REPLICAS = replace(GOING_ON, num_workers=3, num_servers=3, replicas=1, saves=0.0, spread_s=0.05)
 
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
 
@@ -855,6 +892,37 @@ SCENARIOS: dict[str, Scenario] = {
         SUMMING, victims=("worker-0", "worker-3"), rounds=4, saves=0.0, weather=NEAR_SCHEDULER
     ),
     "goes on without a server": replace(GOING_ON, victims=("server-1",)),
+    "replicas": replace(REPLICAS),
+    "replicas and a dead server": replace(REPLICAS, victims=("server-1",)),
+    "replicas of two servers": replace(REPLICAS, victims=("server-0",), num_servers=2),
+    "replicas async": replace(REPLICAS, victims=("server-1",), mode="async", optimizer="sgd", rounds=10),
+    "replicas in a storm": replace(REPLICAS, victims=("server-2",), weather=STORM, limits=STORM_LIMITS),
+    "replicas async in a storm": replace(
+        REPLICAS, victims=("server-2",), mode="async", optimizer="sgd", weather=STORM, limits=STORM_LIMITS
+    ),
+    "replicas of rows": replace(REPLICAS, victims=("server-1",), tables=True),
+    "replicas of rows in a storm": replace(
+        REPLICAS, victims=("server-0",), tables=True, weather=STORM, limits=STORM_LIMITS
+    ),
+    "replicas and two dead servers": replace(REPLICAS, victims=("server-0", "server-2"), num_servers=4),
+    "replicas and two dead neighbours": replace(REPLICAS, victims=("server-0", "server-2")),
+    "replicas and a dead worker": replace(REPLICAS, victims=("server-1", "worker-1")),
+    "replicas and checkpoints": replace(
+        REPLICAS, victims=("server-1",), optimizer="momentum", saves=0.8, rounds=8, spread_s=0.1, weather=SLOW
+    ),
+    "replicas offloaded": replace(REPLICAS, victims=("server-1",), offloaded=True, optimizer="momentum"),
+    "replicas encoded": replace(REPLICAS, victims=("server-1",), encodes=0.6, holds=False),
+    "replicas and newcomers": replace(
+        JOINING, num_servers=3, replicas=1, victims=("server-1", "worker-1"), spread_s=0.3, saves=0.0, rounds=16
+    ),
+    "replicas and a scheduler that returns": replace(
+        REPLICAS, victims=("server-1",), later="scheduler", returns_s=1.0, saves=0.5, weather=SLOW
+    ),
+    "replicas and a zombie": replace(
+        REPLICAS, victims=("server-1",), pause_s=3.8, weather=STORM, limits=IMPATIENT_OF_SILENCE
+    ),
+    "replicas and leases": replace(LEASES, num_servers=3, replicas=1, victims=("server-1", "worker-1"), saves=0.0),
+    "replicas from the start": replace(REPLICAS, victims=("server-1",), fault_round=-1, spread_s=0.02, tables=True),
     "joins": replace(JOINING, victims=("worker-1",)),
     "joins as rank 0": replace(JOINING, victims=("worker-0",)),
     "joins beside another": replace(JOINING, victims=("worker-1", "worker-2")),

@@ -22,6 +22,7 @@ FEATURES = {
     "leases of examples": "core.scheduler.leases training.queue_sampler",
     "ledger": "runtime.ledger",
     "newcomers": "core.scheduler.newcomers core.worker.newcomer",
+    "replicas of servers": "core.server.replica",
     "return of the scheduler": "core.scheduler.recovery",
     "profiler": "profiler runtime.profiler runtime.trace",
 }

@@ -324,7 +324,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "KVDIST_ON_LOSS", word("fail", "continue"), "fail",
             "what follows when a worker is lost: `fail` ends the job, `continue` lets the others go on without it",
             "`continue` needs stores that update ([reliability.md](reliability.md)); a lost server ends"
-            " the job with both. The scheduler's value counts, and `kvdist-launch --on-loss` sets it",
+            " the job with both, but for `KVDIST_REPLICAS=1`. The scheduler's value counts, and `kvdist-launch"
+            " --on-loss` sets it",
         ),
         Setting(
             "KVDIST_MAX_WORKERS", whole_number(1), None,
@@ -337,6 +338,13 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "how many seconds a job waits for a worker that comes back when the last one is lost; `0`: it ends at once",
             "With `KVDIST_ON_LOSS=continue`: the servers keep the weights meanwhile. The scheduler's value counts, and"
             " `kvdist-launch --restart` makes it 120",
+        ),
+        Setting(
+            "KVDIST_REPLICAS", whole_number(0), 0,
+            "`1`: each server's slices have a copy on the next server, so that the death of a server loses nothing",
+            "Needs `KVDIST_ON_LOSS=continue` and two servers or more, doubles servers' memory, and costs a pass over"
+            " the gradients and a copy of their sum between servers"
+            " ([reliability.md](reliability.md#servers-with-a-copy)). The same for all processes",
         ),
         Setting(
             "KVDIST_SCHEDULER_AWAY_S", seconds(0), None,
@@ -755,7 +763,10 @@ def refuse_replaced(env: Variables) -> None:
 SCHEDULER_AWAY_S = 60.0
 """Where losses do not end the job."""
 
-JOB_WIDE = ("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss", "max_workers", "snapshots")
+JOB_WIDE = (
+    *("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss", "max_workers", "snapshots"),
+    "replicas",
+)
 """Fields that a child process gets even with the default, so that its host's variables do not change them."""
 
 
@@ -789,6 +800,7 @@ class ClusterConfig:
     local_reduce: str = setting("KVDIST_LOCAL_REDUCE")
     on_loss: str = setting("KVDIST_ON_LOSS")
     max_workers: int | None = setting("KVDIST_MAX_WORKERS")
+    replicas: int = setting("KVDIST_REPLICAS")
     restarts: int | None = setting("KVDIST_RESTARTS")
     return_s: float = setting("KVDIST_RETURN_S")
     scheduler_away_s: float | None = setting("KVDIST_SCHEDULER_AWAY_S")
@@ -831,10 +843,32 @@ class ClusterConfig:
                 " KVDIST_SECRET_FILE (kvdist-launch draws a secret by itself), or KVDIST_SECURITY=none if you trust all"
                 " users"
             )
+        if self.replicas:
+            self._require_replicas()
         if self.local_reduce == "on" and self.transport == "tcp":
             raise ConfigError(
                 "KVDIST_LOCAL_REDUCE is 'on', but the workers of a host sum in shared memory, and KVDIST_TRANSPORT is"
                 " 'tcp'; change one of them"
+            )
+
+    def _require_replicas(self) -> None:
+        """Refuse copies of slices where there is no place for them, or no use."""
+        if self.replicas > 1:
+            raise ConfigError(f"KVDIST_REPLICAS is {self.replicas}, and only 0 or 1 are possible")
+        if self.replicas >= self.num_servers:
+            raise ConfigError(
+                f"KVDIST_REPLICAS is {self.replicas}, and each copy is kept by another server, but there is only"
+                f" {self.num_servers}: start two servers or more (kvdist-launch -s 2), or none with copies"
+            )
+        if self.snapshots is not None:
+            raise ConfigError(
+                f"KVDIST_REPLICAS is {self.replicas} and KVDIST_SNAPSHOTS is {self.snapshots!r}, and a lost server is"
+                " replaced by its copy or by a snapshot, not by both: leave one of them out"
+            )
+        if self.on_loss == "fail":
+            raise ConfigError(
+                f"KVDIST_REPLICAS is {self.replicas}, but KVDIST_ON_LOSS is 'fail', which ends the job with the first"
+                " process that is lost, so that copies are of no use: add --on-loss continue"
             )
 
     @property

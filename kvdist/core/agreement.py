@@ -214,10 +214,18 @@ class Questions:
 
     def answered(self, sender: Member, request: int, failure: str) -> list[Effect]:
         """A server has answered, with '' or with why it could not."""
-        question, then = self._open.get(request, (None, None))
-        if question is None or then is None or question.has_heard(sender):
+        question, _ = self._open.get(request, (None, None))
+        if question is None or question.has_heard(sender):
             return []
         question.say(sender, failure)
+        return self._end(request)
+
+    def advance(self) -> list[Effect]:
+        """A server is gone: whatever has waited for nobody else goes on."""
+        return [effect for request in list(self._open) for effect in self._end(request)]
+
+    def _end(self, request: int) -> list[Effect]:
+        question, then = self._open[request]
         if not question.is_complete:
             return []
         del self._open[request], self._asked[request]

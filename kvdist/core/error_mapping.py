@@ -69,3 +69,10 @@ def unreachable(member: Member, host: str, me: Member, reason: str) -> PeerLostE
     """`member` is there, but nothing that `me` says gets through to it."""
     cause = f"{me} cannot reach it: {reason}"
     return PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
+
+
+def replicas_differ(me: Member, own: int, others: int) -> ConfigError:
+    """`me` was started with another number of copies than the scheduler."""
+    return ConfigError(
+        f"{me} was started with KVDIST_REPLICAS={own} and the scheduler with {others}: give all processes the same"
+    )

@@ -50,7 +50,16 @@ from kvdist.naming import NamedKey
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.optimizer.states import SliceState
 from kvdist.protocol.arrays import INDEX, Coded, Encoding, as_octets, offsets
-from kvdist.protocol.messages import CompressedPush, InitRows, Message, Packet, PullRows, PushRows, SavedFile
+from kvdist.protocol.messages import (
+    CompressedPush,
+    InitRows,
+    Message,
+    Packet,
+    PullRows,
+    PushRows,
+    ReplicateRows,
+    SavedFile,
+)
 from kvdist.protocol.wire import decode
 
 ROW_ID = np.dtype("<i8")
@@ -159,6 +168,7 @@ class Beginning:
         introduction: of a server or a worker.
         commands: which ones a server has handlers for.
         local_reduce: how a worker aggregates on its host; '' if it does not.
+        replicas: how many other servers keep a copy of a server's slices.
     """
 
     now: float
@@ -170,6 +180,7 @@ class Beginning:
     commands: tuple[int, ...] = ()
     local_reduce: str = ""
     term: int = 1
+    replicas: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +270,7 @@ def ids_of(message: Message) -> tuple[Ascending, ...]:
     match message:
         case CompressedPush(arrays=coded) if coded.encoding == Encoding.TOP_K:
             return _top_k(coded)
-        case InitRows(arrays=arrays) | PushRows(arrays=arrays) | PullRows(arrays=arrays):
+        case InitRows(arrays=arrays) | PushRows(arrays=arrays) | PullRows(arrays=arrays) | ReplicateRows(arrays=arrays):
             width, each = ROW_ID.itemsize, 1 if isinstance(message, PullRows) else 2
             payload = b"".join(arrays.frames)
             found = []

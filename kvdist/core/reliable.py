@@ -48,6 +48,7 @@ from kvdist.protocol.messages import (
     Rejected,
     ReplaceState,
     ReplaceValues,
+    Replicate,
     Stamp,
     Values,
 )
@@ -435,7 +436,7 @@ def _unreachable(link: PeerLink) -> Unreachable:
     )
 
 
-_WITH_PAYLOAD = (Push, CompressedPush, JoinedPush, Values, InitValues, ReplaceValues, ReplaceState)
+_WITH_PAYLOAD = (Push, CompressedPush, JoinedPush, Values, InitValues, ReplaceValues, ReplaceState, Replicate)
 
 
 def _payload_bytes(message: Message) -> int:

@@ -34,6 +34,7 @@ from kvdist.core.server.server import Server
 from kvdist.core.worker.worker import Worker
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Role
+from kvdist.protocol.messages import ReplicateRows
 from kvdist.protocol.wire import encode
 
 
@@ -98,7 +99,12 @@ def machine_of(beginning: Beginning, threads: RecordedThreads) -> Machine:
     assert introduction is not None
     if introduction.role is Role.SERVER:
         handlers = dict.fromkeys(beginning.commands, _do_nothing)
-        return Server(introduction, limits, REFERENCE, beginning.now, handlers=handlers)
+        kind: type[Server] = Server
+        if beginning.replicas:
+            from kvdist.core.server.replica import ReplicatedServer  # a feature at a seam: loaded where it is used
+
+            kind = ReplicatedServer
+        return kind(introduction, limits, REFERENCE, beginning.now, handlers=handlers)
     aggregation = HostAggregation(beginning.local_reduce, limits) if beginning.local_reduce else None
     worker = Worker(introduction, limits, beginning.now, aggregation)
     worker.watch(threads)
@@ -185,6 +191,8 @@ class _Player:
     def answer(self, effect: Effect) -> Sent | Did:
         """An effect as a record has it."""
         if isinstance(effect, Transmit):
+            if isinstance(effect.packet.message, ReplicateRows):
+                return Sent(effect.to)  # how many rows are merged depends on ids of which a record has the last ones
             try:
                 envelope, header, *_ = encode(effect.packet)
             except ValueError:  # ids among zeros do not ascend

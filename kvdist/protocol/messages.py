@@ -186,6 +186,8 @@ class Welcome(WireMessage):
     """The scheduler's word, which holds for all."""
     away_s: Seconds = 0.0
     """How long the scheduler may be away, because it is started again; 0: it is not."""
+    replicas: UInt32 = 0
+    """How many other servers keep a copy of what each of them has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1026,6 +1028,73 @@ class RollBack(WireMessage):
     versions: Numbers
 
 
+# Replicas: what a server tells the one that keeps a copy of its slices, before anybody hears what has come of it. First
+# values, new values and states, and what the scheduler says of keys and members, it passes on as it was told.
+
+
+@dataclass(frozen=True, slots=True)
+class Contributor:
+    """A push that is in a round."""
+
+    rank: UInt32
+    incarnation: UInt64
+    step: UInt32
+    samples: UInt32
+
+
+Contributors = Annotated[
+    tuple[Contributor, ...], list_of("contributors", record("contributor", Contributor), "members_max")
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Replicate(WireMessage):
+    """Server → the one that keeps a copy of its slices: a round is closed, and this is the scaled sum of its pushes."""
+
+    KIND = 100
+    ids: U32s
+    version: UInt32
+    """The one that it makes."""
+    contributors: Contributors
+    settings: Settings
+    """One (learning rate, weight decay, 1); NaN for what the optimizer decides."""
+    code: FromMinusOne
+    """Of the error with which the round was refused; -1 if it was not."""
+    reason: Sentence
+    is_empty: Boolean
+    """Whether it changes nothing, and has no elements."""
+    more: Boolean
+    """Further slices of the same parameter follow, and are updated together with these."""
+    arrays: SliceArrays
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplicateRows(WireMessage):
+    """The same for a table: the merged rows of a round."""
+
+    KIND = 101
+    ids: U32s
+    """One: the slice."""
+    version: UInt32
+    contributors: Contributors
+    settings: Settings
+    code: FromMinusOne
+    reason: Sentence
+    is_empty: Boolean
+    """Whether it changes nothing; a gradient without rows does."""
+    more: Boolean
+    """Further rows of the same round follow."""
+    arrays: RowArrays
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated(WireMessage):
+    """Server → the one whose slices it keeps a copy of: the first `count` of your messages are in it."""
+
+    KIND = 102
+    count: UInt64
+
+
 # Commands.
 
 HEAD_OF_USERS_MAX = (1 << 31) - 1
@@ -1136,6 +1205,7 @@ Message = (
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound
     | Command | Perform
     | Lease | Leased | Rest | Used
+    | Replicate | ReplicateRows | Replicated
 )  # fmt: skip
 
 

@@ -290,7 +290,19 @@ def _check_blocked(message: messages.Blocked) -> None:
         raise ProtocolError("the first slices of stretches must ascend")
 
 
+def _check_round(message: messages.Replicate | messages.ReplicateRows) -> None:
+    if len(message.settings) != 1:
+        raise ProtocolError(f"{len(message.settings)} settings of a sum, which has one")
+    if message.code >= 0 and message.code not in {int(code) for code in messages.ErrorCode}:
+        raise ProtocolError(f"unknown error {message.code}")
+    rows = isinstance(message, messages.ReplicateRows)
+    if rows and (len(message.ids), len(message.arrays.counts)) != (1, 2):
+        raise ProtocolError(f"{len(message.ids)} tables, where one is expected with ids and values of its rows")
+
+
 _RULES: dict[type[Any], Callable[[Any], None]] = {
+    messages.Replicate: _check_round,
+    messages.ReplicateRows: _check_round,
     messages.Declare: _check_pulled_as,
     messages.Assign: _check_pulled_as,
     messages.Push: _check_contributions,

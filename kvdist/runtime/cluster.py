@@ -356,7 +356,12 @@ def server_node(
         arithmetic = arithmetic_on(device, kernels)
         memory.pin(device.pin)
     introduced = introduction(config, endpoint, scheduler)
-    machine = Server(introduced, config.limits, kernels, time.monotonic(), memory.allocate, HANDLERS, arithmetic)
+    kind: type[Server] = Server
+    if config.replicas:
+        from kvdist.core.server.replica import ReplicatedServer  # a feature at a seam: loaded where it is used
+
+        kind = ReplicatedServer
+    machine = kind(introduced, config.limits, kernels, time.monotonic(), memory.allocate, HANDLERS, arithmetic)
     if (folder := read_setting("KVDIST_LEDGER")) is not None:
         from kvdist.runtime import ledger  # a feature at a seam: loaded where it is used
 

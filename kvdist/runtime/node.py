@@ -515,14 +515,14 @@ class Node:
     def _may_speak(self, route: Route, packet: Packet) -> bool:
         """Whether the sender of a message can be at the other end of its route.
 
-        Servers and workers dial the scheduler, and workers dial servers and each other. A process that dials this one
-        cannot be anything else.
+        Servers and workers dial the scheduler, workers dial servers and each other, and a server the one that keeps a
+        copy of its slices. A process that dials this one cannot be anything else.
         """
         dialled, source = self._dialled.get(route), packet.stamp.source
         if dialled is not None:
             return source == dialled or isinstance(packet.message, Rejected)
-        is_scheduler = self.machine.me.node.role is Role.SCHEDULER
-        return source.node.role is Role.WORKER or (is_scheduler and source.node.role is Role.SERVER)
+        is_worker = self.machine.me.node.role is Role.WORKER
+        return source.node.role is Role.WORKER or (not is_worker and source.node.role is Role.SERVER)
 
     def _refuse(self, route: Route, packet: Packet) -> None:
         """Say once why a route is not listened to any more: answers to a peer that does not read stay in memory."""

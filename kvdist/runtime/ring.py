@@ -271,7 +271,9 @@ def beginning_of(machine: Machine, job: int) -> Beginning:
     commands = tuple(sorted(machine._handlers)) if isinstance(machine, Server) else ()
     aggregation = machine.aggregation if isinstance(machine, Worker) else None
     local_reduce = "" if aggregation is None else aggregation._setting
-    return Beginning(joining.started_at, job, machine.limits, None, 0, joining.introduction, commands, local_reduce)
+    replicas = machine.REPLICAS if isinstance(machine, Server) else 0
+    made = (None, 0, joining.introduction, commands, local_reduce)
+    return Beginning(joining.started_at, job, machine.limits, *made, replicas=replicas)
 
 
 def _told(failure: Exception) -> dict[str, Any]:

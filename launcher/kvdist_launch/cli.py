@@ -25,7 +25,7 @@ from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, Sink
 from kvdist_launch.plan import HostFacts, JobSpec, plan, preview, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import CommandError, LocalProcesses
-from kvdist_launch.request import ROLE_COMMAND, Request, goes_on_without, grace_of, hosts_of, job_of
+from kvdist_launch.request import ROLE_COMMAND, Request, goes_on_without, grace_of, has_replicas, hosts_of, job_of
 from kvdist_launch.root_socket import LOOPBACK, listen, listening_here, port_of, ports_of
 from kvdist_launch.security import NONE, PLAIN_HERE
 from kvdist_launch.supervisor import Interrupted, Supervisor
@@ -93,7 +93,13 @@ class _Launch:
 
             restarts = Restarts(options.restart, RESTARTED | ({Role.SERVER} if options.snapshots else set()))
         supervisor = Supervisor(
-            output, self._err, grace_of(options), self._launched, goes_on=goes_on, restarts=restarts
+            output,
+            self._err,
+            grace_of(options),
+            self._launched,
+            goes_on=goes_on,
+            restarts=restarts,
+            replicas=goes_on and has_replicas(options, os.environ),
         )
         self._attempts.append(supervisor)
         return supervisor

@@ -187,6 +187,7 @@ def run(
             _run_on_hosts, _request(wanted, ssh_option_of(ssh_port, ssh_identity_file), network, sync_dst_dir)
         )
     calls = _WorkerCalls(pack_call(func, args, kwargs or {}, is_here), count, goes_on and servers > 0)
+    calls.replicas = calls.goes_on and SETTINGS["KVDIST_REPLICAS"].read({**os.environ, **own}) > 0
     _run_calls(calls, start, timeout_s, bool(verbose), output_filename)
     return calls.results()
 
@@ -230,7 +231,15 @@ def _run_calls(
     logs = None if output_folder is None else LogFiles(Path(output_folder), err.say, len(calls))
     grace = GracePeriods(grace_s=GRACE_S)
     supervisor = Supervisor(
-        JobOutput(out, err, logs=logs), err, grace, None, events, not is_verbose, calls, goes_on=calls.goes_on
+        JobOutput(out, err, logs=logs),
+        err,
+        grace,
+        None,
+        events,
+        not is_verbose,
+        calls,
+        goes_on=calls.goes_on,
+        replicas=calls.replicas,
     )
     deadline, raised = _Deadline(timeout_s, events), _Deadline(GRACE_S, events)
     calls.attend(supervisor, deadline, raised)
@@ -358,7 +367,7 @@ class _WorkerCalls:
 
     def __init__(self, data: bytes, count: int, goes_on: bool = False) -> None:
         self.data = data
-        self.goes_on = goes_on
+        self.goes_on, self.replicas = goes_on, False
         self.raised: list[int] = []
         self._answers = [WorkerAnswer(partial(self._has_raised, rank)) for rank in range(count)]
         self._began = time.monotonic()

@@ -141,6 +141,7 @@ class Job:
         launched: the start of the launcher; None is `now`.
         goes_on: whether the other workers go on when one is lost.
         restarts: says who is started again; None if nobody is.
+        replicas: whether that holds for servers, too, as others have copies of what they have.
 
     Attributes:
         cause: the exit that failed the job; None while there is none.
@@ -157,7 +158,9 @@ class Job:
         launched: float | None = None,
         goes_on: bool = False,
         restarts: Restarts | None = None,
+        replicas: bool = False,
     ) -> None:
+        self._replicas = replicas
         self._grace = GracePeriods() if grace is None else grace
         self._goes_on = goes_on
         self._losses: list[tuple[ProcessExit, float]] = []
@@ -380,13 +383,16 @@ class Job:
         if one.node in self._due:
             return [Say(f"{one}; {verdict.text if verdict else ''}")]
         why = f"; {verdict.text}" if verdict else ""
-        return [] if one.is_consequence and not why else [Say(f"{one}{why}; the other workers go on")]
+        others = "the other workers go on" if one.node.role is Role.WORKER else "the others go on with its copy"
+        return [] if one.is_consequence and not why else [Say(f"{one}{why}; {others}")]
 
     def _lived_s(self, one: ProcessExit) -> float:
         return next((record.ended_s - record.started_s for record in self.records if record.exit is one), 0.0)
 
     def _is_survived(self, one: ProcessExit) -> bool:
         """Whether the others go on without this process."""
+        if one.node.role is Role.SERVER:
+            return self._replicas and self._is_worked_on()
         if not self._goes_on or one.node.role is not Role.WORKER:
             return False
         ends = [record.exit for record in self.records if record.node.role is Role.WORKER]

@@ -19,6 +19,7 @@ from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError
 from kvdist_launch.environment import (
     ON_LOSS,
+    REPLICAS,
     SECURITY_VARIABLES,
     SNAPSHOTS,
     Environment,
@@ -106,8 +107,8 @@ SPREADS = ("--emit sbatch", "--emit kubernetes", "--launcher slurm")
 """Targets that may place processes on several machines."""
 
 OF_SERVERS = (
-    *("--on-loss", "--restart", "--max-workers", "--server-module", "--optimizer-module", "--server-device"),
-    *("--env-server", "--scheduler-on"),
+    *("--on-loss", "--restart", "--max-workers", "--replicas", "--server-module", "--optimizer-module"),
+    *("--server-device", "--env-server", "--scheduler-on"),
 )
 """Options that have no meaning without servers."""
 
@@ -222,6 +223,11 @@ def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_wor
             f"--on-loss {on_loss} lets a job go on without lost workers, and mpirun ends it with the first process that"
             " fails; take another way to start it"
         )
+    if options.replicas and target_of(options) == "--emit kubernetes":
+        raise ConfigError(
+            f"--replicas {options.replicas} lets a job go on without a lost server, and a JobSet fails with its first"
+            " server that does; leave it out, or take another way to start the job"
+        )
     if options.on_worker_exit and (options.restart or on_loss != "fail"):
         other = f"--restart {options.restart}" if options.restart else f"--on-loss {on_loss}"
         raise ConfigError(
@@ -255,11 +261,23 @@ def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_wor
 
 def goes_on_without(options: argparse.Namespace, environ: Mapping[str, str]) -> bool:
     """Whether the other workers go on when one is lost. A wrong value is refused by `job_of`."""
-    word = options.on_loss or environ.get(ON_LOSS, "")
-    for text in options.env or ():
-        name, _, value = text.partition("=")
-        word = value if name == ON_LOSS else word
+    word = _word_of(options, options.on_loss, ON_LOSS, environ)
     return word.strip().lower() == "continue" and options.num_servers != 0
+
+
+def has_replicas(options: argparse.Namespace, environ: Mapping[str, str]) -> bool:
+    """Whether servers have copies of what others have. A wrong value is refused by `job_of`."""
+    given = None if options.replicas is None else str(options.replicas)
+    return _word_of(options, given, REPLICAS, environ).strip() not in ("", "0")
+
+
+def _word_of(options: argparse.Namespace, given: str | None, name: str, environ: Mapping[str, str]) -> str:
+    """What an option, ``--env`` or the environment says."""
+    word = given or environ.get(name, "")
+    for text in options.env or ():
+        key, _, value = text.partition("=")
+        word = value if key == name else word
+    return word
 
 
 def _require_way(options: argparse.Namespace, hosts: Sequence[Host]) -> None:
@@ -345,6 +363,7 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         SNAPSHOTS: options.snapshots and os.path.abspath(options.snapshots),
         "KVDIST_MAX_WORKERS": None if options.max_workers is None else str(options.max_workers),
         "KVDIST_RETURN_S": RETURN_S if options.restart else None,
+        REPLICAS: None if options.replicas is None else str(options.replicas),
         "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",
         "KVDIST_FORM_TIMEOUT_S": start_timeout_s,  # until the cluster is complete
         "KVDIST_START_TIMEOUT_S": start_timeout_s,  # until ranks have found each other

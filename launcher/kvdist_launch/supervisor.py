@@ -82,6 +82,7 @@ class Supervisor:
         calls: what processes get and answer that are called; None if they run commands.
         goes_on: whether the other workers go on when one is lost.
         restarts: says which processes are started again; None is none.
+        replicas: whether the job goes on when a server is lost, as others have copies of what it had.
 
     Attributes:
         job: the state of the attempt.
@@ -99,7 +100,9 @@ class Supervisor:
         calls: Calls | None = None,
         goes_on: bool = False,
         restarts: Restarts | None = None,
+        replicas: bool = False,
     ) -> None:
+        self._replicas = replicas
         self.selector = selectors.DefaultSelector()
         self.job = Job((), time.monotonic(), grace, launched)
         self._goes_on = goes_on
@@ -193,7 +196,9 @@ class Supervisor:
         self._alive = {process.node for process in processes}
         self._with_stdin = next((process.node for process in processes if process.has_stdin), None)
         nodes = [one.node for one in processes]
-        self.job = Job(nodes, time.monotonic(), self._grace, self.job.launched, self._goes_on, self._restarts)
+        self.job = Job(
+            nodes, time.monotonic(), self._grace, self.job.launched, self._goes_on, self._restarts, self._replicas
+        )
         named = ((node, host.host) for node, host in self._host_of.items())
         for warning in self._output.open(named, self._with_stdin):
             self.say(warning)

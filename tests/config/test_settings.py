@@ -345,6 +345,18 @@ def test_another_word_for_what_a_host_sums_is_refused_with_those_that_are_known(
     assert refused(KVDIST_LOCAL_REDUCE="yes") == "KVDIST_LOCAL_REDUCE is 'yes'; it must be one of: auto, on, off"
 
 
+@each(
+    "changes, told",
+    [
+        ({"KVDIST_REPLICAS": "2"}, "KVDIST_REPLICAS is 2, and only 0 or 1 are possible"),
+        ({"KVDIST_REPLICAS": "1"}, "KVDIST_ON_LOSS is 'fail', which ends the job with the first"),
+        ({"KVDIST_REPLICAS": "1", "DMLC_NUM_SERVER": "1"}, "kept by another server, but there is only 1: start two"),
+    ],
+)
+def test_copies_of_slices_need_a_place_and_a_use(changes, told):
+    assert told in refused(**changes)
+
+
 def test_a_host_cannot_sum_in_shared_memory_that_was_turned_off():
     assert "KVDIST_TRANSPORT is 'tcp'; change one of them" in refused(KVDIST_LOCAL_REDUCE="on", KVDIST_TRANSPORT="tcp")
 

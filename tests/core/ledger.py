@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvdist.core.machine import Effect
+from kvdist.core.server.replica import ReplicatedServer
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import StoredHolder
 from kvdist.nodes import Member
@@ -35,12 +37,20 @@ class Books:
     pushed: Counter[tuple[int, Member]] = field(default_factory=Counter)
     undone: dict[int, int] = field(default_factory=dict)
     """Slice → the version to which it went back, until somebody has noticed."""
+    is_void: Callable[[Member], bool] = lambda member: False
+    """Whether a server was given up: it may not know, and what it thinks does not matter."""
     newcomers_above: int = 0
     """The incarnations of those that were there from the start are not higher."""
 
     def keep_of(self, server: Server) -> None:
         """Keep the books of a server, too."""
-        page = Page(self, lambda member: member in server.peers.lost)
+        page: Page = Page(self, lambda member: member in server.peers.lost)
+        if isinstance(server, ReplicatedServer):
+            assert server.copy is not None
+            copy = server.copy
+            own = CopyPage(self, lambda member: member in copy.peers.lost, server)
+            copy.dense.ledger = copy.sparse.ledger = own
+            page = PrimaryPage(self, page.is_lost, server)
         server.dense.ledger = server.sparse.ledger = page
 
     def version_with(self, number: int, rank: int, pushes: int) -> int | None:
@@ -77,19 +87,25 @@ class Page:
 
     def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
         """A round has been closed."""
-        counted = [(one.member, one.step) for one in contributions]
+        counted = self._told(contributions)
         for number in holder.ids.tolist():
-            assert len(self.books.rounds[number]) == holder.round.version - 1, (
-                "the versions of a slice follow each other"
-            )
-            for member, step in counted:
-                assert not self.is_lost(member), f"{member} is counted after its loss was settled"
-                if (number, member) not in self.books.pushed:
-                    self.books.begin(number, member, step, holder.round.version - 1)
-                before = self.books.pushed[number, member]
-                assert step == before, f"push {step} of {member} is counted after {before} of them"
-                self.books.pushed[number, member] += 1
-            self.books.rounds[number].append(counted)
+            self.enter(number, holder.round.version, counted)
+
+    def _told(self, contributions: Sequence[Any]) -> Counted:
+        for one in contributions:
+            assert not self.is_lost(one.member), f"{one.member} is counted after its loss was settled"
+        return [(one.member, one.step) for one in contributions]
+
+    def enter(self, number: int, version: int, counted: Counted) -> None:
+        """A version of a slice is made of these."""
+        assert len(self.books.rounds[number]) == version - 1, "the versions of a slice follow each other"
+        for member, step in counted:
+            if (number, member) not in self.books.pushed:
+                self.books.begin(number, member, step, version - 1)
+            before = self.books.pushed[number, member]
+            assert step == before, f"push {step} of {member} is counted after {before} of them"
+            self.books.pushed[number, member] += 1
+        self.books.rounds[number].append(counted)
 
     def rolled_back(self, holder: StoredHolder) -> None:
         """A server was lost: what made later versions is undone, and will be pushed again."""
@@ -107,3 +123,53 @@ class Page:
 
     def dropped(self, holder: StoredHolder, lost: Set[int]) -> None:
         """What is not counted never will be."""
+
+
+@dataclass
+class CopyPage(Page):
+    """The book of what a server has copies of."""
+
+    server: ReplicatedServer
+
+    def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+        """A round has been closed elsewhere."""
+        if not self.books.is_void(self.server.me):
+            super().counted(holder, contributions)
+
+
+@dataclass
+class PrimaryPage(Page):
+    """The book of a server whose slices have a copy: what only it knows is not true yet, and may never be."""
+
+    server: ReplicatedServer
+    own: dict[int, list[Counted]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        go_on = self.server._go_on_alone
+
+        def alone() -> list[Effect]:
+            for number in self.own:
+                self._tell(number)
+            return go_on()
+
+        self.server._go_on_alone = alone  # type: ignore[method-assign]
+
+    def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+        """A round has been closed."""
+        if self.books.is_void(self.server.me):
+            return
+        dense, counted = self.server.dense, self._told(contributions)
+        for number in holder.ids.tolist():
+            if number in dense.taken_over:
+                self.enter(number, holder.round.version, counted)
+                continue
+            self.own[number].append(counted)
+            if dense.tell is None:
+                self._tell(number)
+
+    def _tell(self, number: int) -> None:
+        """This server alone decides now."""
+        known = self.books.rounds[number]
+        assert self.own[number][: len(known)] == known, "a copy has what its server has"
+        for version in range(len(known), len(self.own[number])):
+            self.enter(number, version + 1, self.own[number][version])

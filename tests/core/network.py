@@ -328,6 +328,8 @@ class Process:
         self.paused = False
         self.is_zombie = False
         """It stands still for long enough to be given up."""
+        self.is_void = False
+        """Whether others go on without it, and may write again where it reads: what it does then does not matter."""
         self.after_turn: Callable[[], None] = lambda: None
         self._turning = False
         self._timer_at = float("inf")
@@ -375,7 +377,7 @@ class Process:
             self.network.used[f"{type(message).__name__} in several frames"] += 1
         if freight is not None:
             # The followers of a leader that was given up have pushed by themselves. Nobody hears what it makes of it.
-            is_void = self.is_zombie and sender.node.role is Role.WORKER
+            is_void = self.is_void or (self.is_zombie and sender.node.role is Role.WORKER)
             assert freight.was_told or freight.is_intact or is_void, (
                 f"a {type(message).__name__} from {sender} changed under way"
             )

@@ -27,10 +27,11 @@ from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.core.scheduler.recovery import Call, Memories, ReturnedScheduler
 from kvdist.core.scheduler.rollback import Rollback
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server import shard, snapshots
+from kvdist.core.server import replica, shard, snapshots
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.peers import Peers
+from kvdist.core.server.replica import CopiedDense, ReplicatedServer
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Reply, StoredHolder
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
@@ -129,6 +130,14 @@ FAULTS = {
         for name in SCENARIOS
         if name.startswith(("goes on", "leases ")) and not name.endswith(("storm", "zombie", "doomed"))
     },
+    "replicas and a zombie": ("pause", "fenced"),
+    "replicas and a scheduler that returns": ("crash", "return"),
+    **{
+        name: ("crash", *(("lost", "cut") if scenario.weather is STORM else ()))
+        for name, scenario in SCENARIOS.items()
+        if name.startswith("replicas") and any(one.startswith("server") for one in scenario.victims)
+        if scenario.pause_s is None and not scenario.returns_s
+    },
     **{
         name: ("crash", "started again", "joined", *(("lost", "cut") if scenario.weather is STORM else ()))
         for name, scenario in SCENARIOS.items()
@@ -162,6 +171,10 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         return
     if scenario.snapshot_s is not None:
         return  # what is said of faults is enough
+    if scenario.replicas:
+        if scenario.saves:
+            yield from ("checkpoint", "not saved for a dead server")
+        return
     if scenario.fault_round < 0:
         return  # most of its runs end early
     if scenario.holds:
@@ -233,6 +246,20 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "offloaded beside rows",
     "offloaded on hosts",
     "offloaded sums",
+    "replicas",
+    "replicas and a zombie",
+    "replicas and a scheduler that returns",
+    "replicas and checkpoints",
+    "replicas and leases",
+    "replicas and newcomers",
+    "replicas and two dead neighbours",
+    "replicas async",
+    "replicas encoded",
+    "replicas from the start",
+    "replicas in a storm",
+    "replicas of rows in a storm",
+    "replicas of two servers",
+    "replicas offloaded",
     "rows and a leaver in a storm",
     "rows and a paused worker",
     "rows async",
@@ -296,6 +323,37 @@ def test_one_worker_and_three_servers_work_too() -> None:
 
 
 # Mutants: with a rule switched off, some seed must fail.
+
+
+ORIGINAL_REPLICATE, ORIGINAL_PLACE_OF = CopiedDense.replicate, Round.place_of
+
+
+def publishes_at_once(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
+    log, self._log = self._log, []
+    self._told += len(log)
+    return [*(Send(self._backup, *one) for one in log if self._backup is not None), *effects]
+
+
+def forgets_who_is_in_it(contributions: Sequence[Any]) -> Any:
+    return ()
+
+
+def lags_behind(self: CopiedDense, message: Any) -> None:
+    """Apply what is forwarded one message late."""
+    before, self.__dict__["late"] = self.__dict__.get("late"), message
+    if before is not None:
+        ORIGINAL_REPLICATE(self, before)
+
+
+def counts_what_is_sent_again(self: Round[Any, Any], contribution: Any) -> Verdict:
+    rank = contribution.member.node.rank
+    self.counted[rank] = min(contribution.step, self.counted.get(rank, 0))
+    return ORIGINAL_PLACE_OF(self, contribution)
+
+
+def forgets_who_is_unaware(self: Checkpoints, server: Member, unaware: Any) -> None:
+    for saving in self._saving.values():
+        saving.servers.pop(server.node, None)
 
 
 def counts_messages(self: Round[Any, Any], contribution: Contribution, now: float) -> Verdict:
@@ -1004,6 +1062,25 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "checkpoints wait for who has rested": (
         "leases",
         [(Checkpoints, "is_saving", property(wakes_into_checkpoints))],
+    ),
+    "rounds are published before the backup has them": (
+        "replicas and a dead server",
+        [(ReplicatedServer, "_published", publishes_at_once)],
+    ),
+    "a backup does not know who is in a round": ("replicas async", [(replica, "_contributors", forgets_who_is_in_it)]),
+    "a copy that is behind is taken over": ("replicas async", [(CopiedDense, "replicate", lags_behind)]),
+    "what is sent again counts twice": ("replicas async", [(Round, "place_of", counts_what_is_sent_again)]),
+    "what lost servers have not answered is not sent again": (
+        "replicas and a dead server",
+        [(Transfers, "send_again", lambda transfers, server, is_near: None)],
+    ),
+    "what comes before a server is known to be lost is refused": (
+        "replicas and a dead server",
+        [(ReplicatedServer, "_is_early", lambda machine, copy, message: False)],
+    ),
+    "checkpoints lack what was marked at a lost server": (
+        "replicas and checkpoints",
+        [(Checkpoints, "server_lost", forgets_who_is_unaware)],
     ),
     "servers without rows get no contribution": (
         "rows",

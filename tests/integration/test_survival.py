@@ -114,6 +114,31 @@ def test_the_others_of_a_host_are_exact_when_its_leader_or_a_follower_is_killed(
     assert len(launcher.lines_with("went on to the end")) == 2, job.transcript()
 
 
+@pytest.mark.parametrize(
+    ("victim", "after_s", "mode", "transport"),
+    [
+        (1, 0.003, "dist", "auto"),
+        pytest.param(0, 0.02, "dist", "tcp", marks=pytest.mark.slow),
+        pytest.param(2, 0.008, "dist_async", "auto", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_that_is_killed_costs_nothing_where_another_has_a_copy(
+    job, tmp_path, victim, after_s, mode, transport
+):
+    options = [*GOES_ON, "--replicas", "1", "--env", f"KVDIST_TRANSPORT={transport}"]
+    options += ["--env", f"KVDIST_CHECKPOINT_ROOT={tmp_path}"]
+    arguments = ("without_server", str(victim), "5", str(after_s), mode, str(tmp_path))
+    launcher = job.launch(2, 3, "survival.py", *arguments, options=options)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    killed = f"server-{victim} (pid "
+    (line,) = [one for one in launcher.lines_with("go on with its copy") if killed in one]
+    assert "was killed by signal 9 (SIGKILL)" in line, "the fault happened"
+    assert launcher.lines_with(f"; server-{(victim + 1) % 3} goes on with its slices"), job.transcript()
+    assert len(launcher.lines_with("went on to the end")) == 2, job.transcript()
+    assert masks_of(job, 0) == masks_of(job, 1) == {0: [ALL], 1: [ALL]}, job.transcript()
+
+
 def is_prefix(mask):
     """Whether these are the first pushes, without a gap."""
     return mask & (mask + 1) == 0

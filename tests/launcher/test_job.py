@@ -486,6 +486,17 @@ def test_a_job_that_goes_on_tells_who_was_lost_and_ends_well_with_the_others():
     assert (job.exit_code(), sentence(job, 103.5)) == (0, told)
 
 
+@pytest.mark.parametrize("replicas", [True, False])
+def test_a_job_goes_on_without_a_server_of_which_another_has_a_copy(replicas):
+    job = Job(NODES, now=100.0, grace=GRACE, goes_on=True, replicas=replicas)
+    job.started([(node, "") for node in NODES], 100.0)
+    (said,) = end(job, 101.0, (server(0), -signal.SIGKILL))
+    assert isinstance(said, Say) and said.text.endswith("; the others go on with its copy") is replicas
+    end(job, 102.0, (worker(0), 0), (worker(1), 0))
+    end(job, 103.0, (server(1), 0), (SCHEDULER, 0))
+    assert (job.cause is None, job.exit_code()) == ((True, 0) if replicas else (False, 137))
+
+
 def test_the_last_worker_of_a_job_that_goes_on_fails_it():
     job = surviving_job()
     end(job, 101.0, (worker(0), -signal.SIGKILL))

@@ -42,7 +42,7 @@ def messages() -> list[m.Message]:
     keys: tuple[int | str, ...] = ("fc1.weight", -(1 << 63))
     return [
         m.Hello(-1, "node7", 4242, "tcp://10.0.0.7:9000", 2, 3, "0.1.0", 4),
-        m.Welcome(1, (1 << 64) - 1, m.OnLoss.CONTINUE, 60.0),
+        m.Welcome(1, (1 << 64) - 1, m.OnLoss.CONTINUE, 60.0, 1),
         m.Rejected("the seat is taken", True),
         m.Roster(peers, 3, (1, 4), (Member(worker(4), 1 << 63),), (2,)),
         m.Reregister(4, peers, peers[1:], (), (1, 2), True,
@@ -115,6 +115,10 @@ def messages() -> list[m.Message]:
         m.Quiet(2),
         m.Rewound(2, u32(3, 4), u32(40, 0)),
         m.RollBack(21, 2, u32(3, 4), u32(40, 0)),
+        m.Replicate(u32(0, 11), 7, (m.Contributor(2, 1 << 63, 6, 32), m.Contributor(3, 9, 6, 0)), ((0.5, NAN, 1.0),),
+                    -1, "", False, True, arrays([1, 1], [3, 5])),
+        m.ReplicateRows(u32(4), 7, (), ((NAN, NAN, 1.0),), 3, "not finite", True, False, arrays([7, 1], [2, 6])),
+        m.Replicated(1 << 33),
     ]  # fmt: skip
 
 

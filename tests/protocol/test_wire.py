@@ -173,9 +173,13 @@ OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies aroun
 RANKS = st.lists(U32, max_size=20).map(tuple)
 FATES = st.lists(st.builds(m.Fate, U32, U32, U32, U32, U32, U32, U64), max_size=20).map(tuple)
 CALLS = st.lists(st.builds(m.CallAnswer, U32, U32, U64, st.integers(-1, U32_MAX), NAMES), max_size=5).map(tuple)
+CONTRIBUTORS = st.lists(st.builds(m.Contributor, U32, U64, U32, U32), max_size=5).map(tuple)
+SETTING = st.tuples(st.tuples(*[FINITE | st.just(math.nan)] * 2, st.just(1.0)))
+ROUND = (U32, CONTRIBUTORS, SETTING, st.sampled_from([-1, *map(int, m.ErrorCode)]), NAMES, st.booleans(), st.booleans())
+"""What is said of a closed round."""
 STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES, U32),
-    m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss]), FINITE),
+    m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss]), FINITE, U32),
     m.Rejected: st.builds(m.Rejected, NAMES, st.booleans()),
     m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, st.lists(MEMBERS, max_size=20).map(tuple), RANKS),
     m.Lease: st.builds(m.Lease, U64, U32, U32, U64, U32, st.booleans(), U64, U32, U32, U64, U64, st.booleans()),
@@ -184,6 +188,9 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     m.Rest: st.builds(m.Rest, U64, RANKS),
     m.Used: st.builds(m.Used, U64, U64, st.booleans()),
+    m.Replicate: LENGTHS.flatmap(lambda n: st.builds(m.Replicate, numbers(n), *ROUND, arrays(n))),
+    m.ReplicateRows: st.builds(m.ReplicateRows, numbers(1), *ROUND, row_arrays(1)),
+    m.Replicated: st.builds(m.Replicated, U64),
     m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
     m.Reregister: st.builds(m.Reregister, U32, PEERS, PEERS, PEERS, RANKS, st.booleans(), CALLS, NAMES, CONTENTS),
     m.Declare: with_forms(
@@ -370,6 +377,9 @@ REFUSED_CHANGES = [
     ("Blocked", {"pushed": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
     ("Blocked", {"requests": (1,) * 65}, "65 items"),
     ("Hello", {"wanted_rank": -2}, "wanted_rank"),
+    ("Replicate", {"settings": ()}, "0 settings of a sum"),
+    ("Replicate", {"code": 99}, "unknown error 99"),
+    ("ReplicateRows", {"ids": np.zeros(2, np.uint32)}, "2 tables, where one"),
     ("Hello", {"host": "h" * 1025}, "longer than 1024"),
     ("Push", {"ids": np.zeros(3, np.int64)}, "array of uint32, found int64"),
     ("Push", {"flags": np.zeros(3, np.uint32)}, "array of uint8, found uint32"),

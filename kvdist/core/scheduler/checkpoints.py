@@ -23,14 +23,14 @@ from kvdist.checkpoint.snapshot import (
     WriteManifest,
     directory_of,
 )
-from kvdist.core.agreement import Agreement, Live, MemberWait, Questions
-from kvdist.core.machine import Effect, Log, Persist, Persisted
+from kvdist.core.agreement import Agreement, MemberWait, Questions
+from kvdist.core.machine import NEVER, Effect, Log, Persist, Persisted
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.errors import CheckpointError
 from kvdist.naming import minority_first
-from kvdist.nodes import Member, Role
+from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol.messages import (
     SAVING,
     Claim,
@@ -58,7 +58,7 @@ class SaveUnderWay:
     counter: int
     live: frozenset[int]
     """The ranks of the workers that were there when it began."""
-    servers: Live
+    servers: dict[NodeId, Member]
     """The servers that were there when it began: it lacks slices without the file of one that has ended since."""
     agreement: Agreement[Save | SavedFile]
     """The workers' messages and the servers' files."""
@@ -159,6 +159,8 @@ class Checkpoints:
         """By directory."""
         self._saving: dict[tuple[int, int], SaveUnderWay] = {}
         self._loading: dict[tuple[int, int], LoadUnderWay] = {}
+        self._unaware: dict[Member, tuple[float, str]] = {}
+        """Who may mark pushes at a server that is lost → until it hears this roster, and why that is in vain."""
         self.saves: dict[int, int] = {}
         """Store → how many checkpoints of it there were."""
         self.loads: dict[int, int] = {}
@@ -265,6 +267,8 @@ class Checkpoints:
             pass
         elif _place(said) != _place(message):
             saving.fail(_differ([(first.node.rank, _place(said)), (sender.node.rank, _place(message))]))
+        elif sender in self._unaware:
+            saving.fail(self._unaware[sender][1])
         elif not saving.keys:
             saving.fail("the store has no keys: init them before")
         elif message.num_keys != len(saving.keys):
@@ -288,6 +292,34 @@ class Checkpoints:
         for loading in list(self._loading.values()):
             effects += self._begin_loading(loading)
         return effects
+
+    def server_lost(self, server: Member, unaware: Iterable[Member]) -> None:
+        """A server is gone, and another one has its slices: what is being saved lacks them.
+
+        Args:
+            server: it.
+            unaware: who does not know that yet, and has perhaps marked pushes at the lost one.
+        """
+        reason = f"{server} was lost before it had saved its slices: save again"
+        self._unaware = dict.fromkeys(unaware, (self._membership.epoch + 1, reason))
+        for saving in self._saving.values():
+            if not saving.agreement.has_heard(server):
+                saving.fail(reason)
+                del saving.servers[server.node]
+
+    def is_unaware(self, member: Member) -> bool:
+        """Whether a worker may not know that a server is lost."""
+        return member in self._unaware
+
+    def heard(self, member: Member, epoch: int) -> None:
+        """A worker knows which servers there were in this roster."""
+        if self._unaware.get(member, (NEVER, ""))[0] <= epoch:
+            del self._unaware[member]
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether something is being restored."""
+        return bool(self._loading)
 
     def _open(self, message: Save | Saved, now: float) -> SaveUnderWay:
         place = (message.store, message.counter)

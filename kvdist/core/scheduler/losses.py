@@ -3,7 +3,7 @@
 Rules that hold here:
 
 * A loss ends the job unless its policy says that the others go on, the cluster has been complete, and others are there,
-  or may come back in time.
+  or may come back in time. That of a server does, unless another one has a copy of all that it has.
 * The same failure said by two processes ends the job: a mistake of the program would take one worker after the other.
 * Every server says once, for each roster that gives somebody up, how many pushes of theirs it has counted in its
   slices. That never becomes untrue, as it counts nothing of them any more.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvdist.core.machine import Effect, Log
+from kvdist.core.machine import NEVER, Effect, Log
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.nodes import Member, Role
@@ -35,6 +35,10 @@ class Settling:
     def add(self, server: Member, message: Settled) -> None:
         """Take what a server says."""
         self.heard.add(server)
+        self.take(message)
+
+    def take(self, message: Settled) -> None:
+        """Take what is said of some slices."""
         self.valueless += message.valueless.tolist()
         for fate in message.fates:
             before = self.fates.get((fate.rank, fate.store))
@@ -76,14 +80,18 @@ class Losses:
         """Why lost workers had to end, in their own words."""
         self._settling: dict[int, Settling] = {}
         """By epoch."""
+        self._taking_over: dict[Member, float] = {}
+        """Servers that take over the slices of lost ones → the epoch of the roster that tells them."""
         self.leases: SettledLeases | None = None
         """What lost workers had leased, if anything is leased at all."""
 
     def may_go_on(self, member: Member, said: str) -> bool:
         """Whether the others go on without this process, which has `said` why it must end, if anything."""
         there = self._membership
-        if self._on_loss is OnLoss.FAIL or member.node.role is not Role.WORKER or not there.is_complete:
+        if self._on_loss is OnLoss.FAIL or not there.is_complete:
             return False
+        if member.node.role is Role.SERVER:
+            return there.heir_of(member.node) is not None
         if said in self._said:
             return False
         others = (there.there.keys() | there.newcomers.keys()) - {member.node}
@@ -95,19 +103,41 @@ class Losses:
 
     def settled(self, server: Member, message: Settled) -> list[Effect]:
         """A server counts nothing more of the workers that a roster gives up."""
-        settling = self._settling.setdefault(message.epoch, Settling())
-        settling.add(server, message)
-        if not self._membership.servers.items() <= {(one.node, one) for one in settling.heard}:
-            return []
-        del self._settling[message.epoch]
-        lost = {member.node.rank: member for member in self._membership.lost}
+        if message.epoch >= self._taking_over.get(server, NEVER):
+            del self._taking_over[server]
+            for settling in self._settling.values():  # what the lost server may not have said
+                settling.take(message)
+        else:
+            self._settling.setdefault(message.epoch, Settling()).add(server, message)
+        return self.finish()
+
+    def takes_over(self, server: Member) -> None:
+        """A server has the slices of a lost one from the next roster on, and says what was counted there."""
+        self._taking_over[server] = self._membership.epoch + 1
+
+    def finish(self) -> list[Effect]:
+        """End what all servers have said their word on."""
+        servers = self._membership.servers.items()
+        ended = [
+            (epoch, settling)
+            for epoch, settling in sorted(self._settling.items())
+            if servers <= {(one.node, one) for one in settling.heard}
+        ]
+        effects: list[Effect] = []
+        for epoch, settling in () if self._taking_over else ended:
+            del self._settling[epoch]
+            effects += self._finish(epoch, settling)
+        return effects
+
+    def _finish(self, epoch: int, settling: Settling) -> list[Effect]:
+        lost = {member.node.rank: member for member in self._membership.lost if member.node.role is Role.WORKER}
         for number in settling.valueless:
             giver = self._keys.giver_of(number)
             if giver in lost:
                 return self._doomed(self._keys.key_of(number), lost[giver])
         effects: list[Effect] = [Log(f"{lost[fate.rank]}: {_told(fate)}") for fate in settling.fates.values()]
         if self.leases is not None:
-            effects += self.leases.settled(message.epoch, settling.fates.values())
+            effects += self.leases.settled(epoch, settling.fates.values())
         return effects
 
 

@@ -22,15 +22,6 @@ INCARNATIONS_SPARED = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class ShardOwners:
-    """The servers that keep one shard: placement names shards, messages go to their primaries."""
-
-    primary: int
-    replica: int | None = None
-    """The server that could take over, if there is one."""
-
-
-@dataclass(frozen=True, slots=True)
 class Suspicion:
     """Why a member that is not heard is suspected, and when it counts as lost."""
 
@@ -80,7 +71,6 @@ class Membership:
         """Workers whose processes ended well without having registered."""
         self.lost: dict[Member, str] = {}
         """The processes that were given up, and why. They have left, too, but nobody listens to them any more."""
-        self.shards = [ShardOwners(rank) for rank in range(config.num_servers)]
         self._config = config
         self._started_on: dict[NodeId, str] = {}
         self._suspects: dict[Member, Suspicion] = {}
@@ -160,7 +150,7 @@ class Membership:
                 (self.workers if node.role is Role.WORKER else self.servers)[node] = peer.member
         self.lives = dict.fromkeys((peer.member for peer in peers), 0)
         self.lost = dict.fromkeys(lost, "it was given up before the scheduler was started again")
-        self._untold.lost.update(member.node.rank for member in lost)
+        self._untold.lost.update(member.node.rank for member in lost if member.node.role is Role.WORKER)
         self.epoch = epoch
         newest = max(peer.member.incarnation for peer in self.peers.values())
         self._next_incarnation = newest + INCARNATIONS_SPARED
@@ -234,10 +224,10 @@ class Membership:
             self.workers[node] = member
 
     def lose(self, member: Member, cause: str, has_ended: bool) -> None:
-        """Give up a worker that is there; its process may go on, unless it is known to have ended."""
+        """Give up a process that is there, a worker or a server with a backup; it may go on, unless it has ended."""
         self.leave(member.node)
         self.lost[member] = cause
-        if member.node.role is Role.WORKER:
+        if member.node.role is Role.WORKER:  # that a server is not there, rosters say as they are
             self._untold.lost.add(member.node.rank)
         if has_ended:
             self.has_ended(member)
@@ -249,6 +239,16 @@ class Membership:
         if is_news and member.node.role is Role.WORKER:
             self._untold.ended.add(member)
         return is_news
+
+    def heir_of(self, server: NodeId) -> Member | None:
+        """The server that takes over what this one has, if it is lost: the next one, which has a copy of its slices.
+
+        None: there is no copy, as there are none at all, or a neighbour is lost. What was the neighbour's before lies
+        here alone.
+        """
+        count = self._config.num_servers
+        neighbours = [self.servers.get(NodeId(Role.SERVER, (server.rank + step) % count)) for step in (1, -1)]
+        return neighbours[0] if self._config.replicas and None not in neighbours else None
 
     @property
     def workers_are_gone(self) -> bool:
@@ -296,8 +296,6 @@ class Membership:
         assert live == {peer.member.node: peer.member for peer in self.present}, "a live member has not left"
         assert not self._suspects.keys() - set(live.values()), "only a live member is suspected"
         assert not self.lost.keys() & set(live.values()), "who was given up is not there"
-        owners = [owners for owners in self.shards if owners.replica == owners.primary]
-        assert not owners, "a replica is another server than the primary"
 
     def _rank_for(self, role: Role, hello: Hello) -> NodeId:
         config = self._config

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvdist.config.settings import ClusterConfig
 from kvdist.core.agreement import Agreement, Questions
 from kvdist.core.machine import Bind, Effect, Send
 from kvdist.core.scheduler.keys import Keys
@@ -64,6 +65,7 @@ class Rest(Protocol):
     """What the scheduler does for newcomers."""
 
     on_loss: OnLoss
+    config: ClusterConfig
 
     def announce(self) -> list[Effect]:
         """Tell all who is there."""
@@ -108,6 +110,8 @@ class Newcomers:
         self._told_at_cut: Callable[[int], list[Effect]] | None = None
         """The same of the cut that is being made."""
         self._highest = 0
+        self._is_finding = self._must_find_again = False
+        """Whether servers are asked how far they are; and whether they must be asked once more."""
         self._waiting: list[tuple[Member, Message]] = []
         """What cannot be answered before another worker has said the same."""
         self._shifts: dict[tuple[Member, type[Message], int], int] = {}
@@ -128,7 +132,8 @@ class Newcomers:
             return [Send(stranger, Rejected(str(error)))]
         self._early.pop(member.node, None)
         self.introductions[member] = Introduction(member, set(self._membership.servers.values()))
-        welcome = Welcome(member.node.rank, member.incarnation, self._scheduler.on_loss)
+        replicas = self._scheduler.config.replicas
+        welcome = Welcome(member.node.rank, member.incarnation, self._scheduler.on_loss, replicas=replicas)
         return [Send(stranger, welcome), Bind(stranger, member), *self._scheduler.announce()]
 
     def keep(self, node: NodeId, stranger: Member, hello: Hello, now: float) -> list[Effect]:
@@ -156,6 +161,11 @@ class Newcomers:
                 del self.introductions[introduction.member]
                 effects.append(Send(introduction.member, self._membership.roster))
         return effects
+
+    def server_lost(self, server: Member) -> list[Effect]:
+        """A server is gone, and another one has its slices."""
+        self._must_find_again = self._is_finding
+        return self.acknowledged(server, list(self.introductions.values()))
 
     # Going.
 
@@ -234,7 +244,10 @@ class Newcomers:
             return []
         self._cutting, self._line = tuple(self._line), []
         self._told_at_cut, self._at_cut = self._at_cut, None
-        self._highest = 0
+        return self._find()
+
+    def _find(self) -> list[Effect]:
+        self._highest, self._is_finding, self._must_find_again = 0, True, False
         return self._questions.ask(FindCut, self._found)
 
     def found(self, server: Member, message: CutFound) -> list[Effect]:
@@ -244,6 +257,9 @@ class Newcomers:
 
     def _found(self, _: str) -> list[Effect]:
         """All servers have said how far they are, and make one more version of each slice at most."""
+        if self._must_find_again:  # some slices have another server now, which may have been asked before it had them
+            return self._find()
+        self._is_finding = False
         there = [one for one in self._cutting or () if self._membership.newcomers.get(one.node) == one]
         version, ranks = self._highest + 1, tuple(one.node.rank for one in there)
         for member in there:

@@ -181,6 +181,9 @@ class ReturnedScheduler(Scheduler):
         told = (
             f"the scheduler was started again (term {self.term}); {len(memories.registered)} processes have registered"
         )
+        for member in self.membership.lost:
+            if member.node.role is Role.SERVER:  # who has not heard of it may have marked pushes there, as ever
+                self.checkpoints.server_lost(member, self.membership.workers.values())
         effects: list[Effect] = [Log(told), *self._recall_agreements(memories, now)]
         effects += self._without(missing, memories, now)
         if self._stopped:
@@ -203,7 +206,7 @@ class ReturnedScheduler(Scheduler):
             effects += self.keys.recall_optimizer(optimizer, first, now)
         for _, told in sorted(memories.assigned.items()):
             message = next(iter(told.values()))
-            is_told = len(told) == self.config.num_servers and len({one.giver for one in told.values()}) == 1
+            is_told = len(told) == len(self.membership.servers) and len({one.giver for one in told.values()}) == 1
             effects += self.keys.recall(message, is_told, first)
         for kind, store, counter in self._answers:
             if kind == Barrier.KIND:

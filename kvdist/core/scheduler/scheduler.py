@@ -302,9 +302,12 @@ class Scheduler(Machine):
         return []
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
-        """A server has heard that it shall stop, which has the server as its token, or who is new."""
+        """A server has heard that it shall stop, with itself as the token, or who is new; or a worker a roster."""
         if all(isinstance(token, Member) for token in tokens):
             return self._server_gone(member)
+        for epoch in tokens:
+            if isinstance(epoch, int):
+                self.checkpoints.heard(member, epoch)
         introductions = [one for token in tokens if isinstance(token, tuple) for one in token]
         return [] if self.newcomers is None else self.newcomers.acknowledged(member, introductions)
 
@@ -343,7 +346,8 @@ class Scheduler(Machine):
             return [Send(sender, Rejected(str(error)))]
         if member in self.membership.lost:
             return [Send(sender, Rejected(self._fenced(member)))]
-        welcome = Welcome(member.node.rank, member.incarnation, self.on_loss, self.config.away_s)
+        own = (self.on_loss, self.config.away_s, self.config.replicas)
+        welcome = Welcome(member.node.rank, member.incarnation, *own)
         effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
         if known is not None:
             return effects
@@ -376,11 +380,15 @@ class Scheduler(Machine):
         roster = self.membership.next_roster()
         self.epoch = self.membership.epoch
         if self.newcomers is None or not self.newcomers.introductions:
-            return [Send(peer.member, roster) for peer in roster.peers]
+            return [Send(peer.member, roster, self._token(peer.member)) for peer in roster.peers]
         introductions = self.newcomers.introductions
         known = [peer.member for peer in roster.peers if peer.member not in introductions]
         token = tuple(introductions.values())
-        return [Send(one, roster, token if one.node.role is Role.SERVER else None) for one in known]
+        return [Send(one, roster, token if one.node.role is Role.SERVER else self._token(one)) for one in known]
+
+    def _token(self, member: Member) -> int | None:
+        """Of a roster for this process, if it is to be known when it has heard it."""
+        return self.epoch if self.checkpoints.is_unaware(member) else None
 
     def announce(self) -> list[Effect]:
         """Tell all who is there, now."""
@@ -586,7 +594,10 @@ class Scheduler(Machine):
             if not obstacle:
                 return self._go_back_without(self.rollback, member, cause, sentence, has_ended, now)
             sentence = f"{sentence}, and nobody can go back: {obstacle}"
-        if self.losses.may_go_on(member, said):
+        if member.node.role is Role.SERVER and self.losses.may_go_on(member, said) and not self.checkpoints.is_loading:
+            effects = self._go_on_with_heir(member, cause, sentence, has_ended, now)
+            return effects if has_ended else [*effects, *self._end_given_up(member)]
+        if member.node.role is Role.WORKER and self.losses.may_go_on(member, said):
             self.losses.note(said)
             if not (self.membership.there.keys() | self.membership.newcomers.keys()) - {member.node}:
                 self._wait_for_return(member, host, cause, step, sentence, now)
@@ -594,9 +605,7 @@ class Scheduler(Machine):
             effects += [] if self.rollback is None else self.rollback.advance(now)
             # Who says itself why it must end is ending. One that was silent may be stopped, and would be so for ever.
             is_there = member in self.membership.lost and not has_ended and not said
-            if is_there and self.config.supervised:
-                effects.append(self._given_up(member))
-            return effects
+            return [*effects, *self._end_given_up(member)] if is_there else effects
         return self._abort(str(member), host, cause, step, sentence)
 
     def _wait_for_return(
@@ -609,18 +618,13 @@ class Scheduler(Machine):
         late = f"it was the last worker, and none has come back within {self.config.return_s:g} s"
         self._deserted = lambda: self._abort(str(member), host, cause, step, f"{sentence}; {late}")
 
-    def _given_up(self, member: Member) -> TellLauncher:
-        """What the launcher hears of a process that may still run."""
-        return TellLauncher(f"given up {member.node.role} {member.node.rank} life {self.membership.lives[member]}")
-
     def _go_back_without(
         self, rollback: Rollback, member: Member, cause: str, sentence: str, has_ended: bool, now: float
     ) -> list[Effect]:
         """Give up a server, and let all go back to the newest snapshot when there is another in its place."""
         effects: list[Effect] = [Log(f"{sentence}; all go back to the newest snapshot"), Forget(member)]
         self.membership.lose(member, cause, has_ended)
-        if self.config.supervised and not has_ended:
-            effects.append(self._given_up(member))
+        effects += [] if has_ended else self._end_given_up(member)
         for newcomer in list(self.membership.newcomers.values()):
             why = f"{member} was lost while it joined"
             verdict = Abort(ErrorCode.PEER_LOST, str(member), "", cause, -1, f"{newcomer} must start again: {why}")
@@ -674,6 +678,13 @@ class Scheduler(Machine):
         """End the job because of this process."""
         return self._abort(str(member), "", cause, None, sentence)
 
+    def _end_given_up(self, member: Member) -> list[Effect]:
+        """Let the launcher end a process that may still run."""
+        if not self.config.supervised:
+            return []
+        life = self.membership.lives[member]
+        return [TellLauncher(f"given up {member.node.role} {member.node.rank} life {life}")]
+
     def _go_on_without(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:
         """Give up a worker, and tell all, so that no round waits for it."""
         if member.node in self.membership.left:  # it had finished its part before
@@ -691,6 +702,20 @@ class Scheduler(Machine):
         if self.leases is not None:
             effects += self.leases.lost(member)
         return [*effects, *self._announce_soon(now), *self._without_departed(now)]
+
+    def _go_on_with_heir(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:
+        """Give up a server, of whose slices another one has a copy, and tell all who has them now."""
+        heir = self.membership.heir_of(member.node)
+        assert heir is not None
+        workers = [*self.membership.there.values(), *self.membership.newcomers.values()]
+        self.losses.takes_over(heir)
+        self.membership.lose(member, cause, has_ended)
+        self.checkpoints.server_lost(member, workers)
+        effects: list[Effect] = [Log(f"{sentence}; {heir} goes on with its slices"), Forget(member)]
+        effects += self._announce(now)
+        if self.newcomers is not None:
+            effects += self.newcomers.server_lost(member)
+        return [*effects, *self._questions.advance(), *self.losses.finish(), *self._without_departed(now)]
 
     def _with_leases(self) -> Leases:
         if self.leases is None:

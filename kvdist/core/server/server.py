@@ -11,7 +11,7 @@ import numpy as np
 
 from kvdist.config.settings import Limits
 from kvdist.core.commands import Handler, perform
-from kvdist.core.error_mapping import scheduler_away, scheduler_forgot, scheduler_lost, verdict
+from kvdist.core.error_mapping import replicas_differ, scheduler_away, scheduler_forgot, scheduler_lost, verdict
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.machine import (
     NEVER,
@@ -36,7 +36,7 @@ from kvdist.core.server.snapshots import Restoring, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, SparseShard
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.transfers import PRIORITY_MESSAGES_PER_WINDOW
-from kvdist.errors import DeviceError, KvdistError
+from kvdist.errors import DeviceError, FencedError, KvdistError
 from kvdist.kernels.interface import Kernels
 from kvdist.nodes import Member, Role
 from kvdist.optimizer.registry import from_description
@@ -97,6 +97,8 @@ HINTS_PER_WAIT = 5
 class Server(Machine):
     """The pure machine of a server.
 
+    Class attributes say what its slices are kept in, and how many other servers keep copies of them.
+
     Args:
         introduction: who this process is and where it listens.
         limits: sizes and times.
@@ -106,6 +108,10 @@ class Server(Machine):
         handlers: what runs when a worker sends a command, by the command's number.
         arithmetic: the arithmetic for dense slices; None for this host's.
     """
+
+    DENSE: type[DenseShard] = DenseShard
+    SPARSE: type[SparseShard] = SparseShard
+    REPLICAS = 0
 
     def __init__(
         self,
@@ -128,8 +134,8 @@ class Server(Machine):
         self.peers = Peers()
         self.replies = Replies(limits, self.traffic, self.peers)
         self.snapshots = Snapshots(self.peers)
-        self.dense = DenseShard(limits, arithmetic or own, allocate, self.replies, self.snapshots)
-        self.sparse = SparseShard(kernels, allocate, self.replies, self.snapshots)
+        self.dense = self.DENSE(limits, arithmetic or own, allocate, self.replies, self.snapshots)
+        self.sparse = self.SPARSE(kernels, allocate, self.replies, self.snapshots)
         self._shards = (self.dense, self.sparse)
         self._restoring = Restoring(self._shards)
         self._handlers = handlers
@@ -150,6 +156,11 @@ class Server(Machine):
     def me(self) -> Member:  # type: ignore[override]  # read-only here: the joining decides
         """Who this process is."""
         return self.joining.me
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The servers, as placement names them, whose slices are here: this one, and those that it has taken over."""
+        return (self.me.node.rank,)
 
     @property
     def deadline(self) -> float:
@@ -284,8 +295,11 @@ class Server(Machine):
                 self.joining.welcome(message, now)
                 self.on_loss = OnLoss(message.on_loss)
                 self._next_alive = now + self.limits.heartbeat_s
+                if message.replicas != self.REPLICAS:
+                    return [Halt(replicas_differ(self.me, self.REPLICAS, message.replicas))]
             case Rejected():
-                return [Halt(self.joining.refusal(message))]
+                is_fenced = self.joining.complete  # else it never had a seat
+                return [Halt(FencedError(message.reason) if is_fenced else self.joining.refusal(message))]
             case Roster():
                 return self._roster(message, now)
             case FindCut():
@@ -350,11 +364,13 @@ class Server(Machine):
         return [Send(SCHEDULER_MEMBER, message) for message in told]
 
     def _assign(self, message: Assign) -> Done | Failed:
-        where = (self.me.node.rank, self.joining.introduction.num_servers)
+        servers = self.joining.introduction.num_servers
         if POLICIES[message.mode].by_priority:
-            self.ack_bytes_max = self.limits.priority_window_bytes // where[1] // PRIORITY_MESSAGES_PER_WINDOW
-        self.dense.assign(message, *where)
-        failure = self.sparse.assign(message, *where)
+            self.ack_bytes_max = self.limits.priority_window_bytes // servers // PRIORITY_MESSAGES_PER_WINDOW
+        failure = ""
+        for number in self.numbers:
+            self.dense.assign(message, number, servers)
+            failure = self.sparse.assign(message, number, servers) or failure
         if failure:
             return Failed(message.request, ErrorCode.CONFIG, failure)
         if self.joining.away_s:

@@ -113,6 +113,11 @@ class Newcomer:
         pushed = self._transfers.slices.pushed
         return max((int(pushed[one]) + self._restored.get(one, 0) for one in self._numbers_of(store)), default=0)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether servers are about to say where counters begin."""
+        return bool(self._held)
+
     def counters(self, sender: Member, message: Counters) -> int:
         """A server says where counters begin; returns the highest."""
         later = message.steps == LATER

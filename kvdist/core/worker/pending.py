@@ -281,12 +281,13 @@ class SavingCalls:
         """Mark the pushes of this worker at every server, before any later one leaves."""
         counter = self._saved.get(request.store, 0)
         self._saved[request.store] = counter + 1
-        numbers: dict[int, list[int]] = {rank: [] for rank in servers}
+        ranks = {member: rank for rank, member in servers.items()}
+        numbers: dict[Member, list[int]] = {member: [] for _, member in sorted(servers.items())}
         for info in request.keys:
             for piece in info.slices:
-                numbers[piece.server].append(piece.number)
+                numbers[servers[piece.server]].append(piece.number)
         effects: list[Effect] = []
-        for rank, mine in sorted(numbers.items()):
+        for member, mine in numbers.items():
             ids = np.array(mine, np.uint32)
             for start in range(0, len(ids) or 1, SLICES_PER_MARK):
                 some = ids[start : start + SLICES_PER_MARK]
@@ -294,7 +295,7 @@ class SavingCalls:
                 contents = () if request.failure else request.contents
                 where = (request.store, counter, request.folder, contents, request.run, request.step)
                 mark = MarkPushes(*where, is_last, some, steps, pushes)
-                effects.append(Send(servers[rank], mark, self._transfers.note(rank)))
+                effects.append(Send(member, mark, self._transfers.note(ranks[member])))
         place = (request.store, counter, request.folder, request.contents, request.run, request.step, request.keep)
         save = Save(request.request, *place, len(request.keys), request.file, request.failure, pushes)
         return [*effects, self._pending.ask(request.request, save)]

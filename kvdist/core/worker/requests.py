@@ -253,12 +253,15 @@ class Run:
     """(n,) the versions that were seen."""
     left: int = field(init=False, repr=False)
     """Slices without an answer."""
+    answered: npt.NDArray[np.bool_] | None = field(init=False, repr=False)
+    """(n,) which slices have one, where keys are answered one by one: none may be answered twice."""
 
     def begin(self, number: int, transfer: Transfer, steps: U32, versions: U32) -> None:
         """Take a run over: it is under way, as part of a transfer."""
         self.number, self.request, self.kind = number, transfer.request, transfer.kind
         self.priority, self.key_by_key = transfer.priority, transfer.key_by_key
         self.steps, self.versions, self.left = steps, versions, len(self.plan.ids)
+        self.answered = np.zeros(self.left, np.bool_) if self.key_by_key else None
 
     @property
     def is_clipped(self) -> bool:

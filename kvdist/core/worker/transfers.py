@@ -426,6 +426,29 @@ class Transfers:
         self._outboxes[ready.server].add_ready(ready)
         self._ready.add(ready.server)
 
+    def send_again(self, server: int, is_near: bool) -> None:
+        """Send what a server has not answered to the one that has its slices now. That one knows what is counted.
+
+        Args:
+            server: the number of the lost one.
+            is_near: whether the other one is on this host.
+        """
+        outbox = self._outboxes[server]
+        outbox.forget()
+        outbox.is_near = is_near
+        counted = self.slices.counted_pushes()
+        for run in [run for run in self._runs.values() if run.plan.server == server]:
+            if run.kind.pushes:
+                under_way = np.flatnonzero(counted[run.plan.ids] == run.steps).tolist()
+                if under_way:
+                    self.send_directly(RunPart(run, under_way))
+                continue
+            if run.answered is not None:
+                self.send_directly(RunPart(run, np.flatnonzero(~run.answered).tolist()))
+                continue
+            run.left = len(run.plan.ids)  # which of its answers have come is not known: ask for all of them anew
+            self.send_directly(RunPart(run))
+
     def take_aggregated(self) -> list[RunPart]:
         """Remove and return what may leave and is summed on this host first."""
         parts, self._to_aggregate = self._to_aggregate, []
@@ -535,9 +558,10 @@ class Transfers:
                 self.slices.reclaim(message.ids[begin:end])
                 for freed in self.slices.counted(message.ids[begin:end]):
                     self._leave(freed)
-            if run.key_by_key:
-                plan = run.plan
-                finished.keys.append((run.request, plan.key_of[plan.places(message.ids[begin:end])].tolist()))
+            if run.answered is not None:
+                places = run.plan.places(message.ids[begin:end])
+                run.answered[places] = True
+                finished.keys.append((run.request, run.plan.key_of[places].tolist()))
             run.left -= end - begin
             if run.left == 0:
                 del self._runs[run.number]

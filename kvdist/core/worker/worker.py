@@ -73,7 +73,16 @@ from kvdist.core.worker.requests import (
 )
 from kvdist.core.worker.rewinding import DROPPED, Rewinding
 from kvdist.core.worker.transfers import LEADER, Credit, Transfers
-from kvdist.errors import ConfigError, DeadlineExceeded, FencedError, JobOver, KvdistError, RolledBackError, StoreClosed
+from kvdist.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    FencedError,
+    JobOver,
+    KvdistError,
+    PeerLostError,
+    RolledBackError,
+    StoreClosed,
+)
 from kvdist.naming import names_of, waiting
 from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
@@ -175,6 +184,8 @@ class Worker(Machine):
         """Member → when the broken connection counts as lost, and why it broke."""
         self._next_alive = NEVER
         self.on_loss = OnLoss.FAIL
+        self._replicas = 0
+        """How many other servers keep a copy of what each of them has."""
         self._newcomer: Newcomer | None = None
         """If this worker has joined later."""
         self._rewinding: Rewinding | None = None
@@ -278,6 +289,7 @@ class Worker(Machine):
                     self._lost_links[member] = (due, reason)
             case PeerDisconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
                 wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else VERDICT_WAIT_S
+                wait_s += self.limits.patience_s if self._replicas else 0.0  # a silent one takes the scheduler so long
                 self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence) + wait_s, reason)
             case PeerConnected(member):
                 self._lost_links.pop(member, None)
@@ -302,7 +314,9 @@ class Worker(Machine):
         except KvdistError as error:
             return self._fail_all(error)
         for member, (due, reason) in list(self._lost_links.items()):
-            if now >= due:
+            if now >= due and self._replicas and member != SCHEDULER_MEMBER and SCHEDULER_MEMBER in self._lost_links:
+                self._lost_links[member] = (now + VERDICT_WAIT_S, reason)  # nobody is there to judge
+            elif now >= due:
                 return self._lost_link(member, reason)
         if now >= self._next_alive:
             self._next_alive = now + self.limits.heartbeat_s
@@ -382,11 +396,12 @@ class Worker(Machine):
             shares: whether a member reads the shared memory of this process.
         """
         leader = self._leader
+        far = {peer.member for peer in self.peers if self._is_far_server(peer)}
         return ClusterView(
             self.me,
             self.epoch,
             frozenset(rank for rank, member in self.servers.items() if shares(member)),
-            frozenset(peer.member.node.rank for peer in self.peers if self._is_far_server(peer)),
+            frozenset(rank for rank, member in self.servers.items() if member in far),
             self._aggregating(ALONE_BYTES_MIN),
             self._aggregating(0),
             leader is not None and leader != self.me and shares(leader),
@@ -498,7 +513,12 @@ class Worker(Machine):
     def _leave_in_line(self) -> int | None:
         """The request to leave, while pushes are in line before it."""
         leaving = self._leaving
-        return leaving.request if leaving is not None and self.transfers.slices.has_lines else None
+        return leaving.request if leaving is not None and not self._may_leave else None
+
+    @property
+    def _may_leave(self) -> bool:
+        """Whether nothing is lost if this worker leaves. Where a server may die, what it has not counted would be."""
+        return self.transfers.is_idle if self._replicas else not self.transfers.slices.has_lines
 
     def _stalled(self, now: float) -> list[Effect]:
         """End the job if the user has waited for as long as `Limits.stall_shutdown_s`."""
@@ -532,7 +552,7 @@ class Worker(Machine):
         leaving = self._leaving
         if leaving is None or self._goodbye_said:
             return effects
-        may_leave = self.transfers.everything_arrived
+        may_leave = self.transfers.everything_arrived and self._may_leave
         if may_leave and not leaving.failure and self.aggregation is not None:
             effects += self.aggregation.leave(leaving.request)
             may_leave = self.aggregation.may_leave
@@ -549,10 +569,13 @@ class Worker(Machine):
                 self.joining.welcome(message, now)
                 self._next_alive = now + self.limits.heartbeat_s
                 self.on_loss = OnLoss(message.on_loss)
-                if message.on_loss not in (OnLoss.FAIL, OnLoss.CONTINUE):
-                    self.aggregation = None  # who returns would push again what is in a sum already
+                self._replicas = message.replicas
+                if message.replicas or message.on_loss not in (OnLoss.FAIL, OnLoss.CONTINUE):
+                    self.aggregation = (
+                        None  # who returns, or has to push again, would do so with what is in a sum already
+                    )
             case Roster():
-                return self._roster(message)
+                return self._roster(message, now)
             case Rewind():
                 return self._rewind(message, now)
             case Placed():
@@ -587,7 +610,7 @@ class Worker(Machine):
                 pass
         return []
 
-    def _roster(self, message: Roster) -> list[Effect]:
+    def _roster(self, message: Roster, now: float) -> list[Effect]:
         if not self.joining.complete and self.me.node.rank in message.newcomers:
             from kvdist.core.worker.newcomer import Newcomer  # a feature at a seam: loaded where it is used
 
@@ -607,6 +630,7 @@ class Worker(Machine):
                 effects.append(Connect(peer.member, peer.endpoint))
                 if self._newcomer is not None or self._rewinding is not None:
                     effects.append(Send(peer.member, Ready(0)))  # or it knows no way to this worker
+        effects += self._take_overs(now) if self._replicas else []
         for effect in () if self.aggregation is None else self.aggregation.roster(self.me, self.peers):
             if isinstance(effect, Forget):
                 self._lost_links.pop(effect.member, None)
@@ -655,6 +679,31 @@ class Worker(Machine):
         self.step = int(self.transfers.slices.pushed.max(initial=0))
         return [effect for request in rewinding.held for effect in self._accept(request, now)]
 
+    def _take_overs(self, now: float) -> list[Effect]:
+        """Send what lost servers have not answered to those that have their slices now: the next one each."""
+        there = {peer.member: peer for peer in self.peers}
+        count = self.joining.introduction.num_servers
+        lost: list[Member] = []
+        for number in range(count):
+            member, heir = self.servers.get(number), self.servers.get((number + 1) % count)
+            if member in there or heir not in there:
+                continue
+            self.servers[number] = heir
+            is_near = stays_on_host(there[heir].endpoint)
+            if member is None:  # it was lost before this worker came
+                self.transfers.add_server(number, is_near)
+            else:
+                self._lost_links.pop(member, None)
+                self.transfers.send_again(number, is_near)
+                lost.append(member)
+        if not lost:
+            return []
+        if self._newcomer is not None and self._newcomer.is_waiting:
+            cause = f"{lost[0]} was lost while this worker was joining"
+            return self._fail_all(PeerLostError(f"{cause}: start it again", str(lost[0]), "", cause))
+        # Forgotten last: that frees the window, and what leaves then follows what leaves now.
+        return [*self._settle(now), *map(Forget, lost)]
+
     def _reregister(self, now: float) -> list[Effect]:
         """The scheduler was started again: ask it once more for all that it has not answered."""
         if self.failure is not None or not self.joining.welcomed:
@@ -662,6 +711,9 @@ class Worker(Machine):
         if not self.joining.complete or self._rewinding is not None:
             return self._fail_all(scheduler_forgot(self.joining.introduction.scheduler_endpoint, self.me))
         self._lost_links.pop(SCHEDULER_MEMBER, None)
+        if self._replicas:  # it judges when all have registered that will
+            due = now + self.joining.scheduler_absence_s + VERDICT_WAIT_S
+            self._lost_links = {member: (due, reason) for member, (_, reason) in self._lost_links.items()}
         self._next_alive = now + self.limits.heartbeat_s
         self._blocked.repeat(now)
         told, folders = self._answers, tuple(self._answers.folders)[-FOLDERS_MAX:]

@@ -84,6 +84,45 @@ def killed(victims, at, after_s, mode="dist"):
     say("went on to the end")
 
 
+def server_of(rank):
+    """The process id of a server of this job, which this worker's launcher has started, too."""
+    for children in Path(f"/proc/{os.getppid()}/task").glob("*/children"):
+        for pid in map(int, children.read_text().split()):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+            if "DMLC_ROLE=server" in variables and f"KVDIST_RANK={rank}" in variables:
+                return pid
+    raise ProcessLookupError(f"server-{rank}")
+
+
+def without_server(rank, at, after_s, mode, folder):
+    """A server is killed a while after a step has begun; all go on with the copy that another one has."""
+    store = started(mode)
+    store.init("rows", LazyRows((9_000, 2), np.float64))
+    names, rows = list(SIZES), np.arange(0, 9_000, 3)
+    for step in range(STEPS):
+        values = step_of(store.rank, step)
+        if step == int(at) and store.rank == 0:
+            threading.Timer(float(after_s), os.kill, (server_of(int(rank)), signal.SIGKILL)).start()
+        store.pushpull(names, values)
+        store.push("rows", RowSparse(rows, np.full((len(rows), 2), 2.0 ** (STEPS * store.rank + step)), (9_000, 2)))
+        time.sleep(0.01)
+    store.barrier()
+    tell_masks(store, [*store.pull(names), store.row_sparse_pull("rows", row_ids=rows).values])
+    store.init("later", np.zeros(60_000))
+    store.pushpull("later", np.ones(60_000), out=(later := np.zeros(60_000)))
+    store.barrier()
+    assert (store.pull("later") == -store.num_workers).all()
+    if mode == "dist":
+        assert (later == -store.num_workers).all()
+    store.save_checkpoint(Path(folder) / "saved", 1).result()
+    store.pushpull("later", np.ones(60_000))
+    store.barrier()
+    store.load_checkpoint(Path(folder) / "saved")
+    assert (store.pull("later") == -store.num_workers).all()
+    store.close()
+    say("went on to the end")
+
+
 def joins(victims, at, times):
     """Some workers are killed, once or again and again, and join the others each time they are started again."""
     victims, at, life = ast.literal_eval(victims), int(at), int(os.environ.get("KVDIST_RESTARTS", "0"))
