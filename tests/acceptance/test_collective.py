@@ -411,6 +411,15 @@ def test_a_collective_store_sums_over_devices_and_workers_and_knows_no_tables():
 
 
 @three
+def test_nccl_sums_among_the_workers_where_a_launcher_has_started_several():
+    with kv.create("nccl") as store:
+        assert (store.type, store.num_workers, store.num_servers) == ("nccl", 3, 0)
+        store.init("w", torch.zeros(2))
+        store.pushpull("w", value := torch.full((2,), float(store.rank)))
+        same(value, [3, 3])
+
+
+@three
 def test_servers_are_an_error_that_says_so():
     with pytest.raises(kvdist.ConfigError, match="-s|server"):
         kv.create("dist")

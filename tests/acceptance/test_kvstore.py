@@ -75,13 +75,15 @@ def test_workers_that_init_another_shape_or_type_all_get_an_error_that_names_the
 
 
 @two
-def test_keys_are_agreed_by_name_and_not_by_their_order(store):
+def test_keys_are_agreed_by_name_and_not_by_their_order():
     keys = ["a", "b", "c"]
-    order = keys[::-1] if store.rank else keys
-    store.init(order, [full(2, "abc".index(key)) for key in order])
-    store.pushpull(order, out := [full(2, 10 * "abc".index(key) + store.rank) for key in order])
-    for key, value in zip(order, out, strict=True):
-        same(value, full(2, 20 * "abc".index(key) + 1))
+    for name in ("dist", "p3"):
+        with kv.create(name) as store:
+            order = keys[::-1] if store.rank else keys
+            store.init(order, [full(2, "abc".index(key)) for key in order])
+            store.pushpull(order, out := [full(2, 10 * "abc".index(key) + store.rank) for key in order])
+            for key, value in zip(order, out, strict=True):
+                same(value, full(2, 20 * "abc".index(key) + 1))
 
 
 @two
