@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+import torch
 
 from kvdist.collective import Adasum, Average, Compression, ProcessSet, ReduceOp, global_process_set
 from kvdist.collective.gradients import Distributed, ReduceOptions, put_before
 from kvdist.collective.reduction import NoneCompressor
-from kvdist.collective.tensorflow_bridge import averaged_gradients, call, variable_of
+from kvdist.collective.tensorflow_bridge import averaged_gradients, call, divided, named, of_given, variable_of
 from kvdist.keras.optimizer import DistributedOptimizer as OfKeras
 from kvdist.keras.optimizer import Groups, check_groups, variables_of
 
@@ -41,18 +43,18 @@ def DistributedOptimizer(
         name, use_locking: accepted for compatibility; the name is used in messages.
         device_dense, device_sparse, compression, sparse_as_dense, backward_passes_per_step, op,
         gradient_predivide_factor, average_aggregated_gradients, num_groups, groups, process_set,
-        scale_local_gradients: see `kvdist.keras.DistributedOptimizer`. Optimizers of `tf.compat.v1` have one backward
-            pass per step.
+        scale_local_gradients: see `kvdist.keras.DistributedOptimizer`. With several backward passes per step an
+            optimizer of `tf.compat.v1` adds gradients up in `compute_gradients`, in variables of the collection
+            LOCAL_VARIABLES, and `apply_gradients` changes variables in the last pass only; `global_step` counts all.
 
     Raises:
         TypeError: it is neither.
         ValueError: it is wrapped already, or the arguments contradict each other.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
-        if backward_passes_per_step != 1:
+        if backward_passes_per_step != 1 and op == Adasum:
             raise ValueError(
-                "an optimizer of tf.compat.v1 has one backward pass per step; use one of Keras for more, or add the"
-                " gradients up in the graph"
+                "with Adasum an optimizer of tf.compat.v1 has one backward pass per step; use one of Keras for more"
             )
         check_groups(num_groups, groups)
         options = ReduceOptions(
@@ -62,9 +64,12 @@ def DistributedOptimizer(
             gradient_predivide_factor,
             process_set,
             sparse_as_dense,
+            backward_passes_per_step,
             scales_local=scale_local_gradients,
         )
-        return _become(optimizer, AveragedOptimizer, options)
+        made = _become(optimizer, AveragedOptimizer, options)
+        made.kvdist_passes = _Passes(options, average_aggregated_gradients)
+        return made
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(
             f"DistributedOptimizer takes an optimizer of Keras 3 or of tf.compat.v1.train, not a"
@@ -92,25 +97,34 @@ class AveragedOptimizer(Distributed):
     """The first base of optimizers of `tf.compat.v1`."""
 
     kvdist_options: ReduceOptions
+    kvdist_passes: _Passes
 
     def register_local_var(self, var: Any) -> None:
         """Keep the gradients of a variable each rank's own."""
         _keep_local(self.kvdist_options, var)
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Gradients and variables as the optimizer's own method gives them, the gradients averaged over the ranks."""
+        """Gradients and variables as the optimizer's own method gives them, the gradients averaged over the ranks.
+
+        With several backward passes per step, they are the sums of this rank's ones until the last pass.
+        """
         own: Callable[..., Any] = super().compute_gradients  # type: ignore[misc]
         pairs: list[tuple[Any, Any]] = own(*args, **kwargs)
         if self.kvdist_options.op is Adasum:
             return pairs
         gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-        averaged = averaged_gradients(gradients, variables, self.kvdist_options)
+        if self.kvdist_options.passes > 1:
+            averaged = self.kvdist_passes.averaged(gradients, [variable_of(one) for one in variables])
+        else:
+            averaged = averaged_gradients(gradients, variables, self.kvdist_options)
         return list(zip(averaged, variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         """Use the gradients, with Adasum followed by the Adasum of what that changed."""
         own: Callable[..., Any] = super().apply_gradients  # type: ignore[misc]
         pairs, options = list(grads_and_vars), self.kvdist_options
+        if options.passes > 1:
+            return self.kvdist_passes.applied(pairs, global_step, lambda: own(pairs, global_step, name))
         if options.op is not Adasum or not options.has_others:
             return own(pairs, global_step, name)
         shared = [one for gradient, one in pairs if gradient is not None and id(variable_of(one)) not in options.local]
@@ -124,6 +138,81 @@ class AveragedOptimizer(Distributed):
         return tf.group(
             *(one.assign(start + change) for one, start, change in zip(shared, before, combined, strict=True))
         )
+
+
+class _Passes:
+    """Gradients of the backward passes of a step, which add up in variables that are neither saved nor broadcast.
+
+    Args:
+        options: how the sums are reduced over the ranks.
+        divides: whether they are divided by the number of passes.
+    """
+
+    def __init__(self, options: ReduceOptions, divides: bool) -> None:
+        self._options = options
+        self._divisor = options.passes if divides else 1
+        self._count: Any = None
+        self._sums: list[Any] = []
+        self._summed: set[int] = set()
+        """The variables that have had a gradient."""
+
+    def averaged(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Add gradients up, and return the sums: in the last pass of a step those of all ranks, else this rank's."""
+        if self._count is None:
+            self._make_variables(variables)
+        self._summed |= {i for i, gradient in enumerate(gradients) if gradient is not None}
+        is_first = tf.equal(self._count.read_value(), 0)
+        sums: list[Any] = [None] * len(gradients)
+        for i in sorted(self._summed):
+            total = self._sums[i].read_value()
+            gradient = tf.zeros_like(total) if gradients[i] is None else tf.convert_to_tensor(gradients[i])
+            sums[i] = tf.where(is_first, gradient, total + gradient)
+        with tf.control_dependencies([self._sums[i].assign(sums[i], read_value=False) for i in sorted(self._summed)]):
+            is_last = tf.equal(self._count.assign((self._count.read_value() + 1) % self._options.passes), 0)
+        results = self._options.reduce_shared(
+            sums, variables, lambda shared, _: self._reduced(shared, is_last), divided
+        )
+        return [None if one is None else divided(one, self._divisor) for one in results]
+
+    def applied(self, pairs: Sequence[tuple[Any, Any]], global_step: Any, own: Callable[[], Any]) -> Any:
+        """Call the optimizer's own `apply_gradients` in the last pass of a step; in the others count only."""
+
+        def count() -> Any:
+            return None if global_step is None else global_step.assign_add(1, read_value=False)
+
+        with tf.control_dependencies([gradient for gradient, _ in pairs if gradient is not None]):
+            is_last = tf.equal(self._count.read_value(), 0)
+        return tf.group(tf.cond(is_last, lambda: _after(own()), lambda: _after(count())))
+
+    def _make_variables(self, variables: Sequence[Any]) -> None:
+        local = {"trainable": False, "use_resource": True, "collections": [tf.compat.v1.GraphKeys.LOCAL_VARIABLES]}
+        with tf.init_scope():
+            self._count = tf.compat.v1.Variable(0, name="kvdist_pass", **local)
+            zeros = [tf.zeros(variable.shape, variable.dtype.base_dtype) for variable in variables]
+            self._sums = [tf.compat.v1.Variable(one, name="kvdist_sum", **local) for one in zeros]
+
+    def _reduced(self, sums: Sequence[Any], is_last: Any) -> list[Any]:
+        given = [one for one in sums if one is not None]
+        if not self._options.has_others or not given:
+            return list(sums)
+        name = named(self._options.name, "allreduce", given) or self._options.name
+        options = dataclasses.replace(self._options, name=name)
+
+        def work(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            # Not in a branch of the graph, where an operation that waits would keep one of the session's threads.
+            *values, last = tensors
+            return options.reduce(values) if last else values
+
+        results = call(work, [*given, is_last], [one.dtype for one in given])
+        for result, one in zip(results, given, strict=True):
+            result.set_shape(one.shape)
+        return of_given(lambda _: results, sums)
+
+
+def _after(done: Any) -> Any:
+    """A value for a branch of a graph, once an op is done."""
+    with tf.control_dependencies([] if done is None else [done]):
+        return tf.constant(0)
 
 
 class AveragedTape(Distributed):

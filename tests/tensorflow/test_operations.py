@@ -305,6 +305,26 @@ def test_questions_are_answered_when_they_are_run(mode):
     assert returned(run_ranks(2, operate)) == [[0, 0, 2, 1, 2, 0, -3], [1, 1, 2, 1, 2, 1, -3]]
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_in_a_session_the_rank_that_joins_first_takes_part_with_zeros_in_each_of_several_rounds(ranks):
+    """It makes fewer operations than the others; all have the names of tensors that each rank makes."""
+
+    def operate(rank):
+        with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+            rounds = []
+            for first in (0, 1):
+                x = tf.constant([4.0])
+                total = 0.0 if rank == first else session.run(hvd.allreduce(x, op=hvd.Sum)).item()
+                last = session.run(hvd.join())
+                assert last != first
+                rounds.append((total, hvd.allgather_object(int(last)) == [last] * ranks))
+            return rounds
+
+    full = 4.0 * (ranks - 1)
+    expected = [[(0.0 if rank == first else full, True) for first in (0, 1)] for rank in range(ranks)]
+    assert returned(run_ranks(ranks, operate)) == expected
+
+
 def test_a_rank_that_joins_takes_part_with_zeros():
     def operate(rank):
         total = [] if rank else hvd.allreduce(tf.constant([4.0])).numpy().tolist()

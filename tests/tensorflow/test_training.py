@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 
 import keras
@@ -191,6 +192,51 @@ def test_an_optimizer_of_sessions_computes_averages_and_applies_them():
     assert returned(run_ranks(2, train)) == [([-0.5, -0.5, 1.0], 2.0)] * 2
 
 
+@pytest.mark.parametrize(("ranks", "divides"), [(2, False), (4, True)])
+@pytest.mark.parametrize("mode", ["graph", "function", "eager"])
+def test_an_optimizer_of_tf1_makes_two_updates_in_ten_passes_of_four_a_step_and_counts_all_ten(mode, ranks, divides):
+    def train(rank):
+        with contextlib.ExitStack() as stack:
+            if mode == "graph":
+                stack.enter_context(tf.Graph().as_default())
+                session = stack.enter_context(v1.Session())
+            shared, rows, local = variables = [tf.Variable(tf.zeros(shape)) for shape in ([2], [ranks, 1], [1])]
+            count = tf.Variable(0, dtype=tf.int64)
+            # It has slots, which no branch of a graph can make; without momentum its rule is plain descent.
+            optimizer = hvd.DistributedOptimizer(
+                v1.train.MomentumOptimizer(1.0, 0.0), backward_passes_per_step=4, average_aggregated_gradients=divides
+            )
+            optimizer.register_local_var(local)
+
+            def step(factor):
+                def loss():
+                    of_rows = tf.reduce_sum(tf.gather(rows, [rank, rank]))
+                    return factor * (rank * tf.reduce_sum(shared) + of_rows + 2.0 * tf.reduce_sum(local))
+
+                return optimizer.apply_gradients(optimizer.compute_gradients(loss, variables), count)
+
+            if mode == "graph":
+                factor = v1.placeholder(tf.float32, [])
+                op = step(factor)
+                session.run([v1.global_variables_initializer(), v1.local_variables_initializer()])
+                run, values_of = (lambda given: session.run(op, {factor: given})), session.run
+            else:
+                run, values_of = (tf.function(lambda given: [step(given)][:0]) if mode == "function" else step), list
+            seen = []
+            for factor_of_pass in range(1, 11):
+                run(np.float32(factor_of_pass) if mode == "graph" else tf.constant(float(factor_of_pass)))
+                seen.append([np.array(one).ravel().tolist() for one in values_of([*variables, count])])
+            return seen
+
+    def after(passes):
+        # The factors of the first four passes add up to 10, those of the next four to 26.
+        total = {0: 0.0, 1: 10.0, 2: 36.0}[passes // 4] / (4 if divides else 1)
+        mean = total * (ranks - 1) / 2
+        return [[-mean] * 2, [-2.0 * total / ranks] * ranks, [-2.0 * total / ranks], [passes]]
+
+    assert returned(run_ranks(ranks, train)) == [[after(passes) for passes in range(1, 11)]] * ranks
+
+
 def test_the_hook_gives_all_sessions_the_variables_of_the_root():
     def train(rank):
         with tf.Graph().as_default():
@@ -216,7 +262,7 @@ def test_what_cannot_be_done_is_refused_with_a_reason():
     with pytest.raises(TypeError, match="of Keras 3 or of tf.compat.v1.train, not a str"):
         hvd.DistributedOptimizer("adam")
     with pytest.raises(ValueError, match="one backward pass per step"):
-        hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2)
+        hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0), backward_passes_per_step=2, op=hvd.Adasum)
     optimizer = hvd.DistributedOptimizer(v1.train.GradientDescentOptimizer(1.0))
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedOptimizer(optimizer)
