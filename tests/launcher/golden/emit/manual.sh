@@ -21,6 +21,7 @@ scp -p -- "$HOME"/.kvdist-0123.secret '[fd00::17]:'
   export KVDIST_ON_LOSS=fail
   export KVDIST_PLACEMENT=bytes
   export KVDIST_RANK=0
+  export KVDIST_REPLICAS=0
   export KVDIST_TRANSPORT=auto
   export MXNET_KVSTORE_BIGARRAY_BOUND=1000000
   export TEXT='it'"'"'s a "value" with
@@ -46,6 +47,7 @@ lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
   export KVDIST_ON_LOSS=fail
   export KVDIST_PLACEMENT=bytes
   export KVDIST_RANK=0
+  export KVDIST_REPLICAS=0
   export KVDIST_TRANSPORT=auto
   export MXNET_KVSTORE_BIGARRAY_BOUND=77
   export TEXT='it'"'"'s a "value" with
@@ -77,6 +79,7 @@ lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
   export KVDIST_ON_LOSS=fail
   export KVDIST_PLACEMENT=bytes
   export KVDIST_RANK=0
+  export KVDIST_REPLICAS=0
   export KVDIST_TRANSPORT=auto
   export MXNET_KVSTORE_BIGARRAY_BOUND=1000000
   export PERCENT=100%
@@ -110,6 +113,7 @@ lines, %i, = and : and $HOME;`id` $(touch pwned)\ é 😀  '
   export KVDIST_ON_LOSS=fail
   export KVDIST_PLACEMENT=bytes
   export KVDIST_RANK=1
+  export KVDIST_REPLICAS=0
   export KVDIST_TRANSPORT=auto
   export MXNET_KVSTORE_BIGARRAY_BOUND=1000000
   export PERCENT=100%
