@@ -936,7 +936,7 @@ SCENARIOS: dict[str, Scenario] = {
         weather=Weather(delay_s=0.005, scheduler_delay_s=0.15),
     ),
     "joins when all were lost": replace(
-        JOINING, victims=tuple(f"worker-{rank}" for rank in range(4)), optimizer="momentum"
+        JOINING, victims=tuple(f"worker-{rank}" for rank in range(4)), optimizer="momentum", again=(0.5, 1.0)
     ),
     "joins again and again": replace(JOINING, victims=("worker-1", "worker-0"), rounds=24, lives=5),
     "joins in a storm": replace(JOINING, victims=("worker-1",), weather=STORM, limits=STORM_LIMITS),

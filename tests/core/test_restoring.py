@@ -172,6 +172,7 @@ def test_a_worker_that_leaves_is_not_waited_for_by_those_who_load(tmp_path: Path
     wired.settle()
     assert not wired.works
     wired.leave(2)
+    wired.advance(1.0)  # it says goodbye when all that it has said has arrived
     wired.settle_works()
     assert all(request in wired.completed for request in requests)
     require_nothing_left(wired)

@@ -842,10 +842,10 @@ def knows_later_neighbours(self: Peers, message: Roster, endpoint: str) -> list[
     return gone
 
 
-def follows_as_a_newcomer(self: Worker, message: Roster) -> list[Effect]:
+def follows_as_a_newcomer(self: Worker, message: Roster, now: float) -> list[Effect]:
     """A worker that was started again gives its pushes to a leader that does not know it."""
     aggregation = self.aggregation
-    effects = ORIGINAL_WORKER_ROSTER(self, message)
+    effects = ORIGINAL_WORKER_ROSTER(self, message, now)
     if self.aggregation is not aggregation:
         self.aggregation = aggregation
         effects += aggregation.roster(self.me, self.peers)
@@ -1036,7 +1036,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "joins",
         [(newcomer.Newcomer, "accept", takes_part_before_it_pushes)],
     ),
-    "an early hello is refused": ("joins", [(Newcomers, "_keep", refuses_early_hellos)]),
+    "an early hello is refused": ("joins", [(Newcomers, "keep", refuses_early_hellos)]),
     "what comes before a newcomer waits for it": ("joins", [(Membership, "spared", waits_for_newcomers)]),
     "what is under way waits for a newcomer": ("joins while others save", [(Checkpoints, "spare", spares_nobody)]),
     "servers' checkpoints wait for a newcomer": ("joins while others save", [(Snapshots, "spare", spares_nobody)]),
