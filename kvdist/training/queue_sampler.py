@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdist.core.scheduler.leases import Holder, Plan, Queue, Range, position_of, restored
+from kvdist.core.scheduler.leases import LeaseHolder, Plan, Queue, Range, position_of, restored
 from kvdist.core.worker.requests import Request
 from kvdist.errors import ConfigError, KvdistError
 from kvdist.kvstore.backend import Backend
@@ -43,7 +43,7 @@ EPOCHS_MAX = (1 << 31) - 1
 LOG = logging.getLogger("kvdist")
 
 
-class Answer(NamedTuple):
+class LeaseAnswer(NamedTuple):
     """What there is to train on.
 
     Attributes:
@@ -70,10 +70,10 @@ class Leasing(abc.ABC):
 
     def __init__(self) -> None:
         self.number = 0
-        self.holder = Holder(0)
+        self.holder = LeaseHolder(0)
 
     @abc.abstractmethod
-    def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> Answer:
+    def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> LeaseAnswer:
         """The next range, which is held now; with `rests` wait until there is one, or the end."""
 
     @abc.abstractmethod
@@ -95,7 +95,7 @@ class OwnQueue(Leasing):
         self._pass = 0
         self._queue = Queue(())
 
-    def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> Answer:
+    def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> LeaseAnswer:
         """See `Leasing`. Nobody else could give anything back, so nothing to lease means the end.
 
         Raises:
@@ -108,11 +108,11 @@ class OwnQueue(Leasing):
                 f"{self._plan} has not come to its end, perhaps in a loaded checkpoint, and this is {plan}"
             )
         if self.number < self._pass:
-            return Answer(None, True, version)
+            return LeaseAnswer(None, True, version)
         given = self._queue.lease(batch, wanted, 1)
         if given is not None:
             self.holder.ranges.append(given)
-        return Answer(given, rests and given is None, version)
+        return LeaseAnswer(given, rests and given is None, version)
 
     def give_back(self) -> None:
         """See `Leasing`."""
@@ -144,7 +144,7 @@ class SharedQueue(Leasing):
         super().__init__()
         self.ask = ask
 
-    def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> Answer:
+    def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> LeaseAnswer:
         """See `Leasing`.
 
         Raises:
@@ -155,7 +155,7 @@ class SharedQueue(Leasing):
         given = Range(leased.epoch, leased.start, leased.stop)
         if len(given):
             self.holder.ranges.append(given)
-        return Answer(given if len(given) else None, leased.is_over, leased.version)
+        return LeaseAnswer(given if len(given) else None, leased.is_over, leased.version)
 
     def tell(self) -> None:
         """Say how much is used, before a checkpoint."""
@@ -301,7 +301,7 @@ class QueueSampler(DrivenSampler):
         self._first_pass = self._leasing.number
 
     @property
-    def _held(self) -> Holder:
+    def _held(self) -> LeaseHolder:
         """What is leased and not used."""
         assert self._leasing is not None
         return self._leasing.holder

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvdist.core.scheduler.leases import Holder, Plan, Queue, Range, merged, position_of, restored
+from kvdist.core.scheduler.leases import LeaseHolder, Plan, Queue, Range, merged, position_of, restored
 from kvdist.errors import ConfigError
 from kvdist.protocol.messages import Lease, Leased, Used
 from tests.cases import each
@@ -58,7 +58,7 @@ def test_ranges_that_touch_are_one_and_those_that_are_named_twice_count_once() -
 
 
 def test_what_is_used_goes_from_the_first_range_on() -> None:
-    holder = Holder(0, 5, [Range(0, 0, 10), Range(0, 40, 50)])
+    holder = LeaseHolder(0, 5, [Range(0, 0, 10), Range(0, 40, 50)])
     holder.use(3)  # an older number
     holder.use(18)
     assert (holder.ranges, holder.left) == ([Range(0, 43, 50)], 7)

@@ -20,7 +20,7 @@ from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
 from kvdist.core.scheduler.checkpoints import Checkpoints, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
-from kvdist.core.scheduler.leases import Holder, Leases, Queue, Range
+from kvdist.core.scheduler.leases import LeaseHolder, Leases, Queue, Range
 from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
@@ -688,7 +688,7 @@ def awaits_all(self: Peers, ranks: Set[int]) -> None:
 def ends_when_nothing_is_free(self: Leases) -> list[Effect]:
     """What others still hold, or may have lost, is not waited for."""
     holders, unsettled = self._holders, self._unsettled
-    self._holders, self._unsettled = {member: Holder(0) for member in holders}, {}
+    self._holders, self._unsettled = {member: LeaseHolder(0) for member in holders}, {}
     try:
         return ORIGINAL_ADVANCE(self)
     finally:

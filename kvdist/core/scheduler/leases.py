@@ -140,7 +140,7 @@ def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
 
 
 @dataclass(slots=True)
-class Holder:
+class LeaseHolder:
     """What a worker has leased.
 
     Attributes:
@@ -201,7 +201,7 @@ class Leases:
         self._queue = Queue(())
         self._is_over = False
         self._version = 0
-        self._holders: dict[Member, Holder] = {}
+        self._holders: dict[Member, LeaseHolder] = {}
         self._waiting: dict[Member, tuple[Lease, float]] = {}
         """Those that rest, or were never awaited; what they have asked, and when."""
         self._unsettled: dict[Member, int] = {}
@@ -216,7 +216,7 @@ class Leases:
         refusal = self._refusal(sender, message)
         if refusal:
             return [Send(sender, Failed(message.request, ErrorCode.CONFIG, refusal))]
-        holder = self._holders.setdefault(sender, Holder(message.store, message.used))
+        holder = self._holders.setdefault(sender, LeaseHolder(message.store, message.used))
         holder.use(message.used)
         self._version = max(self._version, message.version)
         if message.number < self._number:
@@ -232,7 +232,7 @@ class Leases:
 
     def used(self, sender: Member, message: Used) -> list[Effect]:
         """A worker is about to save, or to leave."""
-        holder = self._holders.get(sender, Holder(0))
+        holder = self._holders.get(sender, LeaseHolder(0))
         if message.used > holder.used + holder.left:
             reason = f"{sender} says that it has used {message.used} examples, but it was leased fewer"
             return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
@@ -255,7 +255,7 @@ class Leases:
     def lost(self, member: Member) -> list[Effect]:
         """A worker is given up, and the next roster says so: how much it has used is not known yet."""
         self._waiting.pop(member, None)
-        if self._holders.get(member, Holder(0)).ranges:
+        if self._holders.get(member, LeaseHolder(0)).ranges:
             self._unsettled[member] = self._membership.epoch
         return self.advance()
 
@@ -348,7 +348,7 @@ class Leases:
 
     def mark(self, sender: Member, place: Place) -> None:
         """A worker saves: what it uses from now on is not in that checkpoint."""
-        holder = self._holders.get(sender, Holder(0))
+        holder = self._holders.get(sender, LeaseHolder(0))
         self._marked.setdefault(place, []).extend(holder.ranges)
 
     def position(self, place: Place) -> dict[str, Any] | None:

@@ -50,7 +50,7 @@ from kvdist.protocol.messages import (
 
 
 @dataclass(slots=True, eq=False)
-class Introduction:
+class Unannounced:
     """A newcomer whose existence servers have to learn before it may speak to them. A token of their rosters."""
 
     member: Member
@@ -61,7 +61,7 @@ Call = Barrier | Load | Claim
 """What all workers do as often, and count."""
 
 
-class Rest(Protocol):
+class NewcomerScheduler(Protocol):
     """What the scheduler does for newcomers."""
 
     on_loss: OnLoss
@@ -89,7 +89,7 @@ class Newcomers:
     """
 
     def __init__(
-        self, membership: Membership, keys: Keys, questions: Questions, patience_s: float, scheduler: Rest
+        self, membership: Membership, keys: Keys, questions: Questions, patience_s: float, scheduler: NewcomerScheduler
     ) -> None:
         self._membership = membership
         self._keys = keys
@@ -98,7 +98,7 @@ class Newcomers:
         self._scheduler = scheduler
         self.over = "the job is over: all other workers had finished before this one could take part"
         """What is said to a process that comes too late."""
-        self.introductions: dict[Member, Introduction] = {}
+        self.introductions: dict[Member, Unannounced] = {}
         """Newcomers that not all servers know of."""
         self._early: dict[NodeId, tuple[Member, float]] = {}
         """Rank → a process that wants it, though its last process has not been given up yet, and since when."""
@@ -131,7 +131,7 @@ class Newcomers:
         except ConfigError as error:
             return [Send(stranger, Rejected(str(error)))]
         self._early.pop(member.node, None)
-        self.introductions[member] = Introduction(member, set(self._membership.servers.values()))
+        self.introductions[member] = Unannounced(member, set(self._membership.servers.values()))
         replicas = self._scheduler.config.replicas
         welcome = Welcome(member.node.rank, member.incarnation, self._scheduler.on_loss, replicas=replicas)
         return [Send(stranger, welcome), Bind(stranger, member), *self._scheduler.announce()]
@@ -152,7 +152,7 @@ class Newcomers:
         )
         return [Send(stranger, Rejected(reason))]
 
-    def acknowledged(self, server: Member, introductions: Iterable[Introduction]) -> list[Effect]:
+    def acknowledged(self, server: Member, introductions: Iterable[Unannounced]) -> list[Effect]:
         """A server knows of these newcomers; those that all know of may hear of the cluster."""
         effects: list[Effect] = []
         for introduction in introductions:

@@ -116,7 +116,7 @@ class WayBack:
     """The servers that have."""
 
 
-class Rest(Protocol):
+class SnapshotScheduler(Protocol):
     """What the scheduler does for snapshots."""
 
     @property
@@ -148,7 +148,7 @@ class Rollback:
         keys: Keys,
         questions: Questions,
         newcomers: Newcomers,
-        scheduler: Rest,
+        scheduler: SnapshotScheduler,
     ) -> None:
         assert config.snapshots is not None
         self._folder = config.snapshots.rstrip("/")
