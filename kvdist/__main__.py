@@ -38,7 +38,7 @@ from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
 from kvdist.config.sockets import scheduler_endpoint
 from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.errors import ConfigError, KvdistError, PeerLostError
+from kvdist.errors import ConfigError, FencedError, KvdistError, PeerLostError
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.registry import registered
 from kvdist.runtime import ledger
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     if node.failure is None:
         return 0
-    lost = isinstance(node.failure, PeerLostError)
+    lost = isinstance(node.failure, PeerLostError | FencedError)
     return _told(node.failure, EXIT_PEER_LOST if lost else EXIT_CONFIG if isinstance(node.failure, ConfigError) else 1)
 
 

@@ -99,6 +99,7 @@ class Proxy:
         self._fault = fault
         self._lock = threading.RLock()
         self._fronts: dict[int, int] = {}
+        self._targets: dict[int, int] = {}
         self._sockets: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
         self._held = {True: threading.Event(), False: threading.Event()}
@@ -127,8 +128,14 @@ class Proxy:
                 listener = socket.create_server(("127.0.0.1", 0))
                 self._sockets.add(listener)
                 self._fronts[target] = listener.getsockname()[1]
-                self._start(self._accept, listener, target)
+                self._targets[self._fronts[target]] = target
+                self._start(self._accept, listener)
             return self._fronts[target]
+
+    def move(self, target: int, to: int) -> None:
+        """Carry connections that are dialled from now on to another port, where another process listens."""
+        with self._lock:
+            self._targets[self._fronts[target]] = to
 
     def hold(self, up: bool) -> None:
         """From now on let nothing through in one direction, be it new connections' greetings; see `let_go`."""
@@ -146,7 +153,7 @@ class Proxy:
         self._threads.append(thread)
         thread.start()
 
-    def _accept(self, listener: socket.socket, target: int) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         port = listener.getsockname()[1]
         while not self._closed:
             try:
@@ -154,7 +161,7 @@ class Proxy:
             except OSError:
                 return
             try:
-                acceptor = socket.create_connection(("127.0.0.1", target))
+                acceptor = socket.create_connection(("127.0.0.1", self._targets[port]))
             except OSError:  # the process has ended
                 dialler.close()
                 continue

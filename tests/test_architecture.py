@@ -79,6 +79,13 @@ IMPURE = {
 }  # fmt: skip
 """What no file of `kvdist/core` imports: time arrives as `now`, and what is to be done leaves as an effect."""
 
+WALL_CLOCK = {"datetime.now", "time.time", "time.time_ns"}
+MAY_READ_THE_WALL_CLOCK = {
+    "kvdist/checkpoint/locks.py", "kvdist/collective/rendezvous.py", "kvdist/collective/timeline.py",
+    "kvdist/runtime/ring.py", "launcher/kvdist_launch/cli.py", "launcher/kvdist_launch/ssh.py",
+}  # fmt: skip
+"""Ages of files, and times that are shown to people. Whatever waits reads the monotonic clock: the other one jumps."""
+
 BANNED_MODULES = {"cPickle", "cloudpickle", "dill", "marshal", "pickle", "shelve"}
 MAY_PICKLE = {"launcher/kvdist_launch/serialization.py": "cloudpickle"}
 """What one file may import of the banned modules: it sends functions to our own children, over pipes alone."""
@@ -304,6 +311,16 @@ def by_name_faults(source: Source) -> list[str]:
     return [f"{source.path}:{node.lineno}: imports a module by its name as a string" for node in found]
 
 
+def clock_faults(source: Source) -> list[str]:
+    """The time of day, where a jump of it could end a wait or lose a process."""
+    if source.path in MAY_READ_THE_WALL_CLOCK:
+        return []
+    used = [(dotted(node), node.lineno) for node in ast.walk(source.tree) if isinstance(node, ast.Attribute)]
+    names = [*used, *imported_names(source)]
+    found = [(name, line) for name, line in names if name in WALL_CLOCK]
+    return [f"{source.path}:{line}: {name} is the time of day, which jumps" for name, line in found]
+
+
 def handler_faults(source: Source) -> list[str]:
     """`except:` without a type, which also swallows Ctrl-C and an exit."""
     bare = [node for node in ast.walk(source.tree) if isinstance(node, ast.ExceptHandler) and node.type is None]
@@ -349,6 +366,7 @@ CHECKS = {
     "no import hides in a string": (SOURCES, by_name_faults),
     "only config reads the environment": (LIBRARY, environment_faults),
     "nothing runs what it was sent or ends its caller": (SOURCES, banned_faults),
+    "nothing that waits reads the time of day": (SOURCES, clock_faults),
     "an exception has a type where it is caught": (SOURCES, handler_faults),
     "functions are short": (SOURCES, length_faults),
 }
@@ -391,6 +409,9 @@ WRONG = [
     (banned_faults, BLOCK, "sys.exit(1)"),
     (banned_faults, BLOCK, "from os import system"),
     (banned_faults, "launcher.kvdist_launch.serialization", "import pickle"),
+    (clock_faults, "kvdist.runtime.node", "import time\ntime.time()"),
+    (clock_faults, "kvdist.runtime.node", "from time import time_ns"),
+    (clock_faults, "kvdist.runtime.node", "from datetime import datetime\nclock = datetime.now"),
     (handler_faults, BLOCK, "try:\n    f()\nexcept:\n    pass"),
     (length_faults, BLOCK, f"def f():\n{LONG_BODY}"),
 ]

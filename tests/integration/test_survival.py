@@ -214,8 +214,9 @@ def test_a_worker_that_stood_still_for_too_long_is_told_so_and_does_no_harm(job,
 
 
 @pytest.mark.slow
-def test_a_worker_that_reads_nothing_for_longer_than_the_patience_is_not_lost(job):
-    launcher = job.launch(2, 1, "survival.py", "reads_nothing", "12", options=[*GOES_ON, "--patience", "6"])
+@each("how", ["sleeps", "keeps the GIL"])
+def test_a_worker_that_reads_nothing_for_longer_than_the_patience_is_not_lost(job, how):
+    launcher = job.launch(2, 1, "survival.py", "reads_nothing", "12", how, options=[*GOES_ON, "--patience", "6"])
     job.finish()
     assert launcher.code == 0, job.transcript()
     assert len(launcher.lines_with("0 dead")) == 2

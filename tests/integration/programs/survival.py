@@ -5,6 +5,7 @@ push can be counted twice without being seen.
 """
 
 import ast
+import ctypes
 import os
 import signal
 import sys
@@ -238,14 +239,15 @@ def pause(text):
         words.read()
 
 
-def reads_nothing(seconds):
-    """Worker 1 has asked for weights, and looks at nothing for longer than the patience."""
+def reads_nothing(seconds, how):
+    """Worker 1 has asked for weights, and looks at nothing for longer than the patience, perhaps no thread of it."""
     store = started("dist_async")
     names = list(SIZES)
     for step in range(STEPS):
         future = store.pushpull_async(names, step_of(store.rank, step))
         if store.rank == 1 and step == 3:
-            time.sleep(float(seconds))
+            sleep = time.sleep if how == "sleeps" else ctypes.PyDLL(None).sleep  # which keeps the GIL
+            sleep(int(seconds))
         future.result()
     say(f"{store.num_dead_nodes()} dead")
     store.barrier()
@@ -365,11 +367,15 @@ def comes_late(back):
     store.close()
 
 
-def trains_on():
-    """Workers that note what becomes of the scheduler only by what they agree on."""
+def trains_on(folder=None):
+    """Workers that note what becomes of the scheduler only by what they agree on. Halfway they may wait for a file."""
     store = started()
     names = list(SIZES)
     for step in range(STEPS):
+        if folder and step == STEPS // 2:
+            say("halfway")
+            while not os.path.exists(os.path.join(folder, "cut")):
+                time.sleep(0.01)
         store.pushpull(names, step_of(store.rank, step))
         say(f"step {step}")
         time.sleep(0.1)
