@@ -21,8 +21,9 @@ from kvdist.core.machine import ChildEnded, Event
 from kvdist.core.record import Asked, Beginning, Entry, Explained, Observed, Reader, Received, Sent, Ticked
 from kvdist.core.replay import Difference, replay
 from kvdist.errors import KvdistError
-from kvdist.protocol.messages import Stamp
-from kvdist.protocol.wire import read_stamp
+from kvdist.nodes import NodeId, Role
+from kvdist.protocol.messages import Roster, Stamp, Welcome
+from kvdist.protocol.wire import decode, read_stamp
 
 NAME = re.compile(r"(?:worker|server)-\d+|scheduler")
 WAITING = re.compile(r"waiting (?P<seconds>[\d.]+) s for (?P<who>.*?) to (?P<deed>.*)", re.DOTALL)
@@ -245,6 +246,9 @@ class Story:
         if alone:
             reasons = "it was interrupted" if self.interrupted else "these dumps are of long waits"
             yield f"No process of this job was lost; {reasons}."
+            if missing := self._missing():
+                yield f"The cluster was never complete: {missing} had not registered with the scheduler."
+                return
         party = self.awaited()
         if party is None:
             yield "None of them had waited long for another (KVDIST_EXPLAIN_AFTER_S, 10 s unless set)."
@@ -261,6 +265,19 @@ class Story:
             yield f"{name} has written no dump, so it waited for nobody. See what it does: {STACK_ADVICE}."
         elif not in_cycle and (call := dump.call()):
             yield f"{upper(name)} itself waited for nobody: its main thread was at {call}."
+
+    def _missing(self) -> str:
+        """Who had not registered, in a cluster that was never complete; '' if it was, or if that is not known."""
+        dump = self.by_name.get("scheduler")
+        if dump is None or dump.about["dropped"] or dump.beginning.config is None:
+            return ""
+        sent = [entry for entry in dump.entries if isinstance(entry, Sent) and entry.envelope]
+        told = [(entry.to.node.role, decode([entry.envelope, entry.header]).message) for entry in sent]
+        welcomed = {(role, message.rank) for role, message in told if isinstance(message, Welcome)}
+        sizes = {Role.SERVER: dump.beginning.config.num_servers, Role.WORKER: dump.beginning.config.num_workers}
+        missing = [(role, rank) for role, size in sizes.items() for rank in range(size) if (role, rank) not in welcomed]
+        was_complete = any(isinstance(message, Roster) for _, message in told)
+        return listed(str(NodeId(*one)) for one in missing) if missing and not was_complete else ""
 
     def awaited(self) -> tuple[str, bool] | None:
         """The process at the end of the longest chain of waits, and whether the chain is a circle."""

@@ -19,6 +19,8 @@ def stand_still(fifo):
 
 
 def main(scenario, fifo=""):
+    if scenario == "comes late" and os.environ["KVDIST_RANK"] == "1":
+        stand_still(fifo)
     store = kv.create("dist")
     odd = store.rank == 1
     store.init(["w", "v"], [np.zeros(4, np.float32), np.zeros(3, np.float32)])
