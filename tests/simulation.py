@@ -89,6 +89,7 @@ class Scenario:
     saves: how probable it is that a checkpoint follows a round.
     tables: whether there are tables of rows, too.
     examples: how many examples the data has that workers lease; 0 for rounds without data.
+    means: after which rounds workers average a number, in a store of its own.
     full: how probable it is that a work of a disk fails.
     encodes: how probable it is that a push of float32 travels encoded; unless it is 0, values come back as halves.
     offloaded: whether servers sum and update on devices.
@@ -114,6 +115,7 @@ class Scenario:
     saves: float = 0.35
     tables: bool = False
     examples: int = 0
+    means: Sequence[int] = ()
     full: float = 0.04
     encodes: float = 0.0
     offloaded: bool = False
@@ -321,6 +323,7 @@ def _build(cluster: Cluster) -> None:
         scenario.tables,
         scenario.again is not None,
         scenario.examples,
+        scenario.means,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
     oracle.books.is_void = partial(_has_given_up, cluster)
@@ -935,6 +938,7 @@ SCENARIOS: dict[str, Scenario] = {
         again=(0.1, 0.3),
         weather=Weather(delay_s=0.005, scheduler_delay_s=0.15),
     ),
+    "joins before the first mean": replace(JOINING, victims=("worker-1", "worker-0"), means=(4, 7), saves=0.0),
     "joins when all were lost": replace(
         JOINING, victims=tuple(f"worker-{rank}" for rank in range(4)), optimizer="momentum", again=(0.5, 1.0)
     ),

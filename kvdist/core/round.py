@@ -230,6 +230,11 @@ class Round(Generic[C, P]):
                 self.later |= {rank}
         self._tidy(admission)
 
+    def leave_out(self, ranks: Sequence[int]) -> None:
+        """Begin without these, which have joined later in the program; `admit` says when they take part."""
+        if ranks:
+            self.admit(ranks, None)
+
     def _tidy(self, admission: Admission) -> None:
         admission.since = {rank: since for rank, since in admission.since.items() if since > self.version}
         if not admission.since and admission.limit is None:

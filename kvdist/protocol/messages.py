@@ -354,7 +354,8 @@ class Placed(WireMessage):
     request: UInt64
     placement: Annotated[Placement, _PLACEMENT]
     givers: Givers
-    """Per key the rank of the worker whose value is the first one."""
+    """Per key the rank of the worker whose value is the first one; `LATER` if rounds do not wait for the receiver yet,
+    because the others have agreed on the key without it: `Counters` say from when on they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,6 +366,8 @@ class Assign(_OfKeys):
     placement: Annotated[Placement, _PLACEMENT]
     giver: UInt32 = 0
     """The rank of the worker that is going to be told to give their first values."""
+    later: Ranks = ()
+    """The ranks of members that their rounds do not wait for yet: the others have agreed on them without these."""
 
 
 @dataclass(frozen=True, slots=True)

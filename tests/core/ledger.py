@@ -88,7 +88,7 @@ class Page:
     def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
         """A round has been closed."""
         counted = self._told(contributions)
-        for number in holder.ids.tolist():
+        for number in holder.ids.tolist() if holder.store == 0 else ():  # others have versions of their own
             self.enter(number, holder.round.version, counted)
 
     def _told(self, contributions: Sequence[Any]) -> Counted:

@@ -57,6 +57,8 @@ Array = npt.NDArray[Any]
 Program = Generator[Sequence["Future[Any]"], None, None]
 
 STORE = 0
+MEANS = 1
+"""The store of what workers average."""
 GARBAGE = 0x5A
 """Buffers are overwritten with it as soon as they belong to the worker again."""
 LOSSLESS: tuple[Codec, ...] = (Half(DType.FLOAT16), Half(DType.BFLOAT16), TopK(1.0))
@@ -104,6 +106,7 @@ class Job:
     tables: whether there are tables of rows, too.
     in_step: whether a worker finishes a round before it begins the next one, as a `Trainer` does.
     examples: how many examples the data has that workers lease; 0 for rounds without data.
+    means: after which rounds workers average a number, in a store of its own.
     """
 
     num_workers: int
@@ -118,6 +121,7 @@ class Job:
     tables: bool = False
     in_step: bool = False
     examples: int = 0
+    means: Sequence[int] = ()
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -299,6 +303,8 @@ class User:
     """The slices of its first push, until it knows which push that is."""
     _rows: RowUser | None = None
     """What it does with tables of rows."""
+    _means: int = 0
+    """How many it has taken part in."""
 
     def advance(self) -> None:
         """Go on as far as the futures allow."""
@@ -473,10 +479,31 @@ class User:
             yield self._last_turn
         if self.job.leaver_rounds is None and turn % 2 == 1:
             yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+        if turn in self.job.means:
+            yield from self._average(turn)
         if not self.job.in_step and self.random.random() < 0.5:
             yield self._last_turn
         if self.oracle.saves[turn]:
             yield from self._save(turn)
+
+    def _average(self, turn: int) -> Program:
+        """As `KVStore.average` does; a sum shows how many are in it, and that they gave it for the same turn."""
+        yield [self._ask(lambda number: EnterBarrier(number, MEANS, statement=f"average of turn {turn}"))]
+        shape, kind = (((1,),), (DType.FLOAT64,))
+        declared = self._ask(lambda number: DeclareKeys(number, MEANS, "sync", ("mean",), shape, kind, kind))
+        yield [declared]
+        plan = make_plan(declared.result(), 64)
+
+        def runs(value: float, sinks: Sequence[Array] = ()) -> list[Run]:
+            data = np.full(1, value).tobytes()
+            return [Run(run, memoryview(data), sinks, np.zeros(1, np.uint8), SERVER_DECIDES) for run in plan.runs]
+
+        if declared.result()[0].giver == self.rank and self._means == 0:
+            yield [self._ask(lambda number: Transfer(number, RunKind.INITIALISE, "init", runs(0.0)))]
+        self._means += 1
+        found, mine = np.zeros(1), 1000.0 + turn
+        yield [self._ask(lambda number: Transfer(number, RunKind.PUSHPULL, "average", runs(mine, [found])))]
+        assert found[0] % mine == 0 < found[0], f"worker {self.rank} averages {found} in turn {turn}"
 
     def _is_narrow(self, dtype: DType) -> bool:
         return bool(self.job.encodes) and dtype is DType.FLOAT32

@@ -50,6 +50,16 @@ def test_who_comes_back_when_the_others_have_finished_is_ended_and_the_job_has_s
     assert launcher.lines_with("2 workers and 2 servers finished in"), job.transcript()
 
 
+def test_the_first_mean_does_not_wait_for_a_worker_that_joins_later_in_the_program(job, tmp_path):
+    options = ["--on-loss", "continue", "--restart", "1"]
+    launcher = job.launch(2, 2, "survival.py", "first_mean", str(tmp_path), options=options)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("worker-0 was started 2 times; it was killed by signal 9"), "the fault happened"
+    assert launcher.lines_with("first mean 7.0"), job.transcript()
+    assert len(launcher.lines_with("next mean 0.5 at version 16")) == 2, job.transcript()
+
+
 @pytest.mark.parametrize(
     ("victims", "killed_at", "waits_at", "every", "begins"),
     [

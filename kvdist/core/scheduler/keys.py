@@ -10,8 +10,9 @@ The first worker that sets an optimizer decides for the store; the others have t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from kvdist.checkpoint.snapshot import SavedKey
 from kvdist.core.agreement import Agreement, MemberWait, Questions
@@ -26,6 +27,7 @@ from kvdist.naming import minority_first, name_of
 from kvdist.nodes import Member, NodeId, worker
 from kvdist.optimizer.registry import from_description
 from kvdist.protocol.messages import (
+    LATER,
     ROWS,
     Assign,
     Configure,
@@ -73,7 +75,9 @@ class DeclaredKey:
     form: str
     """What its rows begin as, if it is a table of rows."""
     declared: frozenset[int] = frozenset()
-    """The ranks that have declared it: one of few sets that all keys share."""
+    """The ranks that have declared it, or need not: one of few sets that all keys share."""
+    spared: frozenset[Member] = frozenset()
+    """Members that need not, because they have joined later in the program: its rounds do not wait for them yet."""
     home: int = -1
     init_rank: int = 0
     """The worker whose value is the first one."""
@@ -146,14 +150,14 @@ class StoreKeys:
     _declarers: dict[tuple[frozenset[int], int], frozenset[int]] = field(default_factory=dict)
     """Ranks and one more → all of them."""
 
-    def declare(self, sender: Member, message: Declare, now: float, spared: Iterable[int] = ()) -> str:
+    def declare(self, sender: Member, message: Declare, now: float, spared: Collection[Member] = ()) -> str:
         """Note that a worker is about to initialise keys.
 
         Args:
             sender: the worker.
             message: what it says.
             now: the time.
-            spared: the ranks that need not declare them, because they have joined later in the program.
+            spared: who need not declare them, because they have joined later in the program.
 
         Returns:
             '', or why it cannot. Other requests that wait for such a key fail, too: see `take_conflicts`.
@@ -182,8 +186,10 @@ class StoreKeys:
                 before = entry.declared
                 after = self._with(before, rank)
                 for other in spared:
-                    after = self._with(after, other)
+                    after = self._with(after, other.node.rank)
             entry.declared = after
+            if spared and not entry.placed:
+                entry.spared |= frozenset(spared)
             entries.append(entry)
         if not conflict:
             self._enter(KeyRequest(sender, message.request, message.keys, 0, now), entries)
@@ -213,11 +219,12 @@ class StoreKeys:
                 request.missing += 1
         self.requests.append(request)
 
-    def spare(self, ranks: Iterable[int]) -> None:
+    def spare(self, members: Collection[Member]) -> None:
         """Place the keys that are being declared without these."""
         for entry in self._unplaced.values():
-            for rank in ranks:
-                entry.declared = self._with(entry.declared, rank)
+            entry.spared |= frozenset(members)
+            for member in members:
+                entry.declared = self._with(entry.declared, member.node.rank)
 
     def take_conflicts(self) -> list[tuple[KeyRequest, str]]:
         """The requests that wait for a key about which workers disagree, each once; they are removed."""
@@ -265,7 +272,12 @@ class StoreKeys:
         placement = Placement(
             tuple([entry.first_slice for entry in entries]), tuple([entry.home for entry in entries]), self.slice_bytes
         )
-        return Placed(request.request, placement, tuple([entry.init_rank for entry in entries]))
+        givers = [LATER if self.leaves_out(request.member, entry) else entry.init_rank for entry in entries]
+        return Placed(request.request, placement, tuple(givers))
+
+    def leaves_out(self, member: Member, entry: DeclaredKey) -> bool:
+        """Whether rounds of a key have begun without this member."""
+        return member in entry.spared and POLICIES[self.mode].is_lockstep
 
     def waits(self, live: set[int]) -> Iterator[MemberWait]:
         """All that wait for keys, and for whose declarations."""
@@ -309,8 +321,7 @@ class Keys:
             slice_bytes = self._placer.slice_bytes_of(POLICIES[message.mode])
             store = self.stores[message.store] = StoreKeys(message.store, message.mode, sender, slice_bytes)
         effects: list[Effect] = []
-        spared = [member.node.rank for member in self._membership.spared(message.pushes)]
-        conflict = store.declare(sender, message, now, spared)
+        conflict = store.declare(sender, message, now, self._membership.spared(message.pushes))
         if conflict:
             effects.append(Send(sender, Failed(message.request, ErrorCode.INIT_MISMATCH, conflict)))
         if store.settle_disputes(_ranks(self._membership.workers), now) or conflict:
@@ -335,8 +346,10 @@ class Keys:
         """Place what is agreed of these keys, or of all, and answer what is placed."""
         entries = store.take_agreed(_ranks(self._membership.workers), keys)
         effects: list[Effect] = []
-        for start in range(0, len(entries), KEYS_PER_MESSAGE):
-            effects += self._place(store, entries[start : start + KEYS_PER_MESSAGE])
+        for _, group in groupby(entries, lambda entry: entry.spared):
+            alike = list(group)
+            for start in range(0, len(alike), KEYS_PER_MESSAGE):
+                effects += self._place(store, alike[start : start + KEYS_PER_MESSAGE])
         return effects + store.take_answers()
 
     def _place(self, store: StoreKeys, entries: list[DeclaredKey]) -> list[Effect]:
@@ -353,9 +366,12 @@ class Keys:
         return self._assign(store, entries, placement)
 
     def _assign(self, store: StoreKeys, entries: list[DeclaredKey], placement: Placement) -> list[Effect]:
-        """Tell the servers, then the workers. The first worker gives first values."""
+        """Tell the servers, then the workers. The first worker that has declared them gives first values."""
         there = self._membership.workers or self._membership.newcomers
-        giver = min(_ranks(there), default=0)
+        spared = {member for member in self._membership.there.values() if member in entries[0].spared}
+        givers = _ranks(there) - _ranks(member.node for member in spared)
+        giver = min(givers or _ranks(there), default=0)
+        later = tuple(sorted(one.node.rank for one in spared if store.leaves_out(one, entries[0])))
         keys, said = tuple([entry.key for entry in entries]), [entry.said for entry in entries]
         shapes, dtypes, pulled_as, forms = zip(*said, strict=True)
         columns = (keys, shapes, dtypes, pulled_as, forms)
@@ -375,7 +391,7 @@ class Keys:
             return [*conflicts, *self._advance(store, ())]
 
         return self._questions.ask(
-            lambda request: Assign(request, store.store, store.mode, *columns, placement, giver),
+            lambda request: Assign(request, store.store, store.mode, *columns, placement, giver, later),
             placed,
         )
 
@@ -417,9 +433,10 @@ class Keys:
         )
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         everybody = frozenset(_ranks(self._membership.workers))
+        spared = frozenset(one for node, one in self._membership.there.items() if node.rank in message.later)
         entries = []
         for i, (key, shape, dtype, pulled_as, form) in enumerate(zip(*columns, strict=True)):
-            entry = DeclaredKey(key, shape, dtype, first, pulled_as, form, everybody)
+            entry = DeclaredKey(key, shape, dtype, first, pulled_as, form, everybody, spared)
             entry.first_slice, entry.home = placement.first_slices[i], placement.homes[i]
             entry.placed, entry.init_rank = is_told, message.giver
             entries.append(entry)
@@ -442,10 +459,16 @@ class Keys:
         entries = {} if store is None else store.entries
         return all(key in entries and (entries[key].placed or entries[key].conflict) for key in message.keys)
 
-    def spare(self, ranks: Sequence[int]) -> None:
+    def spare(self, members: Collection[Member]) -> None:
         """Place what is being declared without these workers, which join now."""
         for store in self.stores.values():
-            store.spare(ranks)
+            store.spare(members)
+
+    def spare_nobody(self) -> None:
+        """All workers stand at the same step: rounds of all keys wait for all of them."""
+        for store in self.stores.values():
+            for entry in store.entries.values():
+                entry.spared = frozenset()
 
     def key_of(self, number: int) -> int | str:
         """The key that a slice belongs to, by the number of the slice."""

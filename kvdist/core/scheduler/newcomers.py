@@ -238,6 +238,7 @@ class Newcomers:
         self._line, self._at_cut, self._told_at_cut = [], None, None
         self._waiting.clear()
         self._joined.clear()
+        self._keys.spare_nobody()
 
     def _next_cut(self) -> list[Effect]:
         if self._cutting is not None or not (self._line or self._at_cut):
@@ -265,7 +266,7 @@ class Newcomers:
         for member in there:
             self._membership.make_member(member, version)
             self._joined[member] = set()
-        self._keys.spare(ranks)
+        self._keys.spare(there)
         self._scheduler.spare(there)
         at, self._told_at_cut = self._told_at_cut, None
         before = [] if at is None else at(version)

@@ -433,6 +433,7 @@ class DenseShard(Shard[Block]):
             self._allocate,
             None if pulled_as == code else DType(pulled_as),
         )
+        block.round.leave_out(message.later)
         self.blocks.add(block)
         return block
 

@@ -306,6 +306,7 @@ class SparseShard(Shard[SparseTable]):
                     failure = failure or str(error)
                     continue
                 round_: Round[RowContribution, RowPull] = Round(key, POLICIES[message.mode])
+                round_.leave_out(message.later)
                 table = SparseTable(piece.number, message.store, rows, round_, has_value=initializer is not None)
                 self.all[piece.number] = table
         return failure

@@ -8,6 +8,8 @@ begin. The same happens once more in a store where rounds do not wait for it yet
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from kvdist.core.joining import SCHEDULER_MEMBER
@@ -50,15 +52,18 @@ class Newcomer:
         """The servers that have not said where counters begin."""
         self._later: set[int] = set()
         """The slices whose rounds do not wait for this worker yet."""
+        self._begun: set[int] = set()
+        """Those of which a server has said where counters begin."""
         self._restored: dict[int, int] = {}
         """Slice → how many updates more its weights have had than there were rounds."""
         self._stores: list[tuple[int, int, int]] = []
         """(first slice, the one after the last, store) of what was declared."""
         self._held: list[Request] = []
 
-    def declared(self, request: DeclareKeys, first: int, last: int) -> None:
-        """Keys of this store have these slices."""
+    def declared(self, request: DeclareKeys, first: int, last: int, later: Iterable[int]) -> None:
+        """Keys of this store have these slices. Rounds of `later` have begun without this worker."""
         self._stores.append((first, last + 1, request.store))
+        self._later |= set(later) - self._begun
 
     def accept(self, request: Request) -> list[Effect] | None:
         """Hold a call of the user back, or answer it; None if it is like those of others."""
@@ -123,6 +128,7 @@ class Newcomer:
         later = message.steps == LATER
         self._later.difference_update(message.ids[~later].tolist())
         self._later.update(message.ids[later].tolist())
+        self._begun.update(message.ids[~later].tolist())
         columns = (message.ids[~later], message.steps[~later], message.updates[~later])
         self._restored.update(
             {one: count - step for one, step, count in zip(*map(np.ndarray.tolist, columns), strict=True)}

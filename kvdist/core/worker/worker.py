@@ -86,6 +86,7 @@ from kvdist.errors import (
 from kvdist.naming import names_of, waiting
 from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
+    LATER,
     Abort,
     Alive,
     Barrier,
@@ -732,6 +733,7 @@ class Worker(Machine):
         placement = message.placement
         infos, aggregated, last = [], [], -1
         in_rounds: list[int] = []
+        later: list[int] = []
         is_lockstep, num_servers = POLICIES[declared.mode].is_lockstep, len(self.servers)
         aggregation = self.aggregation if self.aggregation is not None and self.aggregation.servers else None
         pulled = declared.pulled_as or declared.dtypes
@@ -742,13 +744,15 @@ class Worker(Machine):
             last = max(last, slices[-1].number)
             if is_lockstep:
                 in_rounds += range(first, slices[-1].number + 1)
+            if giver == LATER:
+                later += range(first, slices[-1].number + 1)
             if aggregation is not None and is_lockstep and not form:  # else there is nothing to sum
                 sizes = ((piece, piece.count * dtype.itemsize) for piece in slices)
                 aggregated += [piece.number for piece, size in sizes if aggregation.aggregates(piece.server, size)]
             other = None if pulled_as is dtype else pulled_as
             infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))
         if self._newcomer is not None and declared.keys:
-            self._newcomer.declared(declared, min(placement.first_slices), last)
+            self._newcomer.declared(declared, min(placement.first_slices), last, later)
         self.transfers.slices.grow(last + 1)
         self.transfers.slices.aggregated[aggregated] = True
         self.transfers.slices.is_lockstep[in_rounds] = True

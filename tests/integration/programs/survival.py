@@ -367,6 +367,36 @@ def comes_late(back):
     store.close()
 
 
+def first_mean(folder):
+    """Worker 0 comes back, and is a member before worker 1 makes the first mean, of the steps that it has missed."""
+    import torch
+
+    from kvdist import Trainer
+
+    back, averaged = Path(folder) / "back", Path(folder) / "averaged"
+    store, weight = kv.create("dist"), torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store)
+    is_back = "KVDIST_RESTARTS" in os.environ
+    if is_back:
+        back.touch()
+    step = trainer.version
+    while is_back and not averaged.exists():
+        time.sleep(0.01)
+    while step < STEPS:
+        if store.rank == 0 and step == 2 and not is_back:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if store.rank == 1 and step == 5:
+            while not back.exists() or len(store.members) < 2:
+                time.sleep(0.01)
+            say(f"first mean {store.average(7.0)}")
+            averaged.touch()
+        weight.grad = torch.full_like(weight, 1.0)
+        trainer.step()
+        step += 1
+    say(f"next mean {store.average(float(store.rank))} at version {trainer.version}")
+    store.close()
+
+
 def trains_on(folder=None):
     """Workers that note what becomes of the scheduler only by what they agree on. Halfway they may wait for a file."""
     store = started()
