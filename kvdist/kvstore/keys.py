@@ -20,7 +20,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import InitMismatch, KeyNotInitialised
 from kvdist.kvstore import values
 from kvdist.kvstore.placement import Devices, Matched, names_gpus
-from kvdist.kvstore.rowsparse import LazyRows, RowSparse, canonical, is_strictly_increasing, recast
+from kvdist.kvstore.rowsparse import LazyRows, RowSparse, canonical, is_strictly_increasing
 from kvdist.kvstore.values import Bits, Key
 from kvdist.naming import LISTED_MAX, name_of, names_of
 from kvdist.protocol.limits import DEFAULT
@@ -409,7 +409,7 @@ def _rows_of(info: KeyInfo, array: Any) -> Rows:
     if isinstance(value, RowSparse):
         require_rows(info, value)
         ids, rows = value.canonical()
-        return ids, recast(rows, value.dtype, info.dtype)
+        return ids, values.recast(rows, value.dtype, info.dtype)
     if not values.has_dtype(info.key, value, info.shape, info.dtype):
         value = values.converted(value, info.dtype)
     return np.arange(info.shape[0]), values.read_bits(value).reshape(info.shape[0], row_length(info.shape))

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
-from kvdist.optimizer.initializer import Initializer, initializer_from, to_bfloat16
+from kvdist.kvstore.values import as_dtype, is_tensor, narrowed, tensor_memory, tensor_over, widened
+from kvdist.optimizer.initializer import Initializer, initializer_from
 
 Array = NDArray[Any]
 
@@ -89,14 +90,14 @@ class RowSparse:
         """
         checked = _checked_indices(indices)
         if self._dtype is DType.BFLOAT16 and isinstance(values, np.ndarray) and values.dtype == np.uint16:
-            values = _tensor_of(np.ascontiguousarray(values), self._dtype)
+            values = tensor_over(np.ascontiguousarray(values), self._dtype)
         given, dtype = _checked_values(values)
         if dtype is not self._dtype:
             raise TypeError(f"this RowSparse holds {self._dtype.label}, the values given are {dtype.label}: cast them")
         _check_fit(checked, tuple(given.shape))
         _check_inside(checked, tuple(given.shape[1:]), self._shape)
         if isinstance(given, np.ndarray) and self.is_torch:
-            given = _tensor_of(given, dtype)
+            given = tensor_over(given, dtype)
         elif not isinstance(given, np.ndarray) and not self.is_torch:
             given = given.numpy()
         self._indices, self._values = checked, given
@@ -104,7 +105,7 @@ class RowSparse:
     def bits(self) -> Array:
         """The values as a (k, row_length) array of `dtype.storage`, which shows their memory: only to be read."""
         row_length = math.prod(self._values.shape[1:])
-        return _bits_of(self._values, self._dtype).reshape(len(self._indices), row_length)
+        return _bits_of(self._values).reshape(len(self._indices), row_length)
 
     def canonical(self) -> tuple[Array, Array]:
         """Ids in increasing order, each once, and their rows; see the function `canonical`."""
@@ -116,14 +117,14 @@ class RowSparse:
         dense = np.zeros((self._shape[0], rows.shape[1]), self._dtype.storage)
         dense[ids] = rows
         dense = dense.reshape(self._shape)
-        return _tensor_of(dense, self._dtype) if self.is_torch else dense
+        return tensor_over(dense, self._dtype) if self.is_torch else dense
 
     def to_torch(self) -> Any:
         """A coalesced sparse COO tensor with one sparse dimension, in host memory. Torch is imported."""
         import torch
 
         ids, rows = self.canonical()
-        values = _tensor_of(rows.reshape(len(ids), *self._shape[1:]), self._dtype)
+        values = tensor_over(rows.reshape(len(ids), *self._shape[1:]), self._dtype)
         tensor = torch.sparse_coo_tensor(torch.from_numpy(ids)[None], values, self._shape, check_invariants=False)
         return tensor._coalesced_(True)
 
@@ -134,10 +135,12 @@ class RowSparse:
         Raises:
             TypeError, ValueError: `dtype` or `shape` is none that a key may have.
         """
-        kind, checked = _as_dtype(dtype), _checked_shape(shape)
-        empty = np.zeros((0, *checked[1:]), kind.storage)
-        values = _tensor_of(empty, kind) if kind is DType.BFLOAT16 else empty
-        return cls(np.zeros(0, np.int64), values, checked)
+        kind, checked = as_dtype(dtype), _checked_shape(shape)
+        if kind is DType.BFLOAT16:
+            import torch
+
+            return cls([], torch.empty((0, *checked[1:]), dtype=torch.bfloat16), checked)
+        return cls([], np.empty((0, *checked[1:]), kind.storage), checked)
 
     @classmethod
     def from_dense(cls, array: Any) -> RowSparse:
@@ -151,12 +154,12 @@ class RowSparse:
             ValueError: it has no dimension.
         """
         values, dtype = _checked_values(array)
-        flat = _bits_of(values, dtype).reshape(values.shape[0], math.prod(values.shape[1:]))
+        flat = _bits_of(values).reshape(values.shape[0], math.prod(values.shape[1:]))
         # The sign of a bfloat16 zero is a bit too.
         there = (flat & 0x7FFF) != 0 if dtype is DType.BFLOAT16 else flat != 0
         ids = np.flatnonzero(there.any(axis=1)).astype(np.int64)
         rows = flat[ids].reshape(len(ids), *values.shape[1:])
-        return cls(ids, rows if isinstance(values, np.ndarray) else _tensor_of(rows, dtype), values.shape)
+        return cls(ids, rows if isinstance(values, np.ndarray) else tensor_over(rows, dtype), values.shape)
 
     @classmethod
     def from_torch(cls, tensor: Any) -> RowSparse:
@@ -182,7 +185,7 @@ class RowSparse:
         rows = cls(plain._indices()[0], plain._values(), tuple(plain.shape))
         ids, bits = rows.canonical()
         if ids is not rows.indices:
-            rows.assign(ids, _tensor_of(bits.reshape(len(ids), *rows.shape[1:]), rows.dtype))
+            rows.assign(ids, tensor_over(bits.reshape(len(ids), *rows.shape[1:]), rows.dtype))
         return rows
 
     def __len__(self) -> int:
@@ -219,7 +222,7 @@ class LazyRows:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", _checked_shape(self.shape))
-        object.__setattr__(self, "dtype", _as_dtype(self.dtype))
+        object.__setattr__(self, "dtype", as_dtype(self.dtype))
         initializer = initializer_from(self.initializer)
         initializer.check(self.dtype)
         object.__setattr__(self, "initializer", initializer)
@@ -265,53 +268,27 @@ def is_strictly_increasing(indices: Array) -> bool:
 def _with_repeated(rows: Array, values: Array, order: Array, starts: Array, counts: Array, dtype: DType) -> Array:
     """The first of each id's rows, with its others added: all second ones, all third ones, and so on."""
     repeated = np.flatnonzero(counts > 1)
-    sums = _widened(rows[repeated], dtype)
+    sums = widened(rows[repeated], dtype)
     active, turn = np.arange(len(repeated)), 1
     while len(active) > _FEW_ROWS:
         place = repeated[active]
-        sums[active] += _widened(values[order[starts[place] + turn]], dtype)
+        sums[active] += widened(values[order[starts[place] + turn]], dtype)
         turn += 1
         active = active[counts[place] > turn]
     for one in active.tolist():  # the few ids that everybody has, perhaps thousands of times
         start, count = starts[repeated[one]], counts[repeated[one]]
-        terms = _widened(values[order[start + turn - 1 : start + count]], dtype)
+        terms = widened(values[order[start + turn - 1 : start + count]], dtype)
         terms[0] = sums[one]
         # A reduction goes row by row where rows have several elements; of single ones it would make pairs.
         sums[one] = np.add.reduce(terms, axis=0) if terms.shape[1] > 1 else np.add.accumulate(terms, axis=0)[-1]
-    rows[repeated] = _narrowed(sums, dtype)
+    rows[repeated] = narrowed(sums, dtype)
     return rows
-
-
-def recast(values: Array, dtype: DType, to: DType) -> Array:
-    """Values as another element type: floats are rounded to nearest, and fractions are cut off for integers.
-
-    Args:
-        values: of `dtype.storage`.
-        dtype: the element type.
-        to: the other one; the same values where it is the same.
-    """
-    return values if dtype is to else _narrowed(_widened(values, dtype), to)
-
-
-def _widened(rows: Array, dtype: DType) -> Array:
-    """Rows in the type of sums."""
-    if dtype is DType.BFLOAT16:
-        return np.left_shift(rows, 16, dtype=np.uint32).view(np.float32)
-    return rows.astype(dtype.accumulate, copy=False)
-
-
-def _narrowed(rows: Array, dtype: DType) -> Array:
-    """Sums in the type of rows. What is too large becomes infinite without a warning, as in MXNet."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        if dtype is DType.BFLOAT16:
-            return to_bfloat16(rows.astype(np.float32, copy=False))
-        return rows.astype(dtype.storage, copy=False)
 
 
 def _checked_indices(indices: Any) -> Array:
     if isinstance(indices, (list, tuple)) and not indices:
         return np.zeros(0, np.int64)
-    if _is_tensor(indices):
+    if is_tensor(indices):
         indices = indices.detach().cpu().numpy()
     given = np.asarray(indices)
     if given.dtype.kind not in "iu":
@@ -326,7 +303,7 @@ def _checked_indices(indices: Any) -> Array:
 
 def _checked_values(values: Any) -> tuple[Any, DType]:
     """The values in host memory in C order, and their type."""
-    if _is_tensor(values):
+    if is_tensor(values):
         if str(values.layout) != "torch.strided":
             raise TypeError(f"values must be dense, not {_told(values)}: RowSparse.from_torch takes sparse tensors")
         values = values.detach().cpu().contiguous()
@@ -363,39 +340,9 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
     return tuple(int(one) for one in shape)
 
 
-def _as_dtype(dtype: Any) -> DType:
-    if isinstance(dtype, DType):
-        return dtype
-    text = dtype if isinstance(dtype, str) else str(dtype)
-    if isinstance(dtype, str) or text.startswith("torch."):
-        return from_name(text.removeprefix("torch."))
-    return from_name(np.dtype(dtype).name)
-
-
-def _is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
-def _bits_of(values: Any, dtype: DType) -> Array:
-    if isinstance(values, np.ndarray):
-        return values
-    if dtype is DType.BFLOAT16:
-        bits: Array = values.view(sys.modules["torch"].int16).numpy().view(np.uint16)
-        return bits
-    plain: Array = values.numpy()
-    return plain
-
-
-def _tensor_of(bits: Array, dtype: DType) -> Any:
-    """A tensor over these bits, which it shares where they may be written."""
-    import torch
-
-    writable = bits if bits.flags.writeable else bits.copy()
-    if dtype is DType.BFLOAT16:
-        return torch.from_numpy(writable.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(writable)
+def _bits_of(values: Any) -> Array:
+    return values if isinstance(values, np.ndarray) else tensor_memory(values)
 
 
 def _told(value: Any) -> str:
-    return f"a tensor of layout {value.layout}" if _is_tensor(value) else type(value).__name__
+    return f"a tensor of layout {value.layout}" if is_tensor(value) else type(value).__name__

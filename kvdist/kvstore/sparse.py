@@ -24,7 +24,7 @@ from kvdist.kvstore import values
 from kvdist.kvstore.backend import Backend, Lending, PushOptions, PushPull, TableTransfers, combined
 from kvdist.kvstore.keys import Ids, Rows, as_table, gradient, require_rows, wanted
 from kvdist.kvstore.push_pull import ArrayTransfers, hyperparameters_of, refuse_to_sum
-from kvdist.kvstore.rowsparse import RowSparse, recast
+from kvdist.kvstore.rowsparse import RowSparse
 from kvdist.kvstore.values import Key, Keys, Value
 from kvdist.naming import name_of
 from kvdist.protocol.arrays import Bits, padded
@@ -421,7 +421,7 @@ class MixedTransfers:
         def finish() -> None:
             rows = bits.reshape(len(ids), *info.shape[1:])
             for i, target in enumerate(targets):
-                own = recast(rows, info.dtype, target.dtype)
+                own = values.recast(rows, info.dtype, target.dtype)
                 target.assign(ids, own if i == 0 else own.copy())
 
         return _RowPull(info, ids, bits, finish)

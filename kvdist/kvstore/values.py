@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
-from kvdist.kvstore.rowsparse import recast
+from kvdist.kernels.quantization import from_float32
 from kvdist.naming import NamedKey, name_of
 
 Key: TypeAlias = int | str
@@ -91,23 +91,21 @@ def describe(value: Any) -> tuple[Shape, DType]:
     Raises:
         TypeError: it is neither, it is sparse, or its element type is not one that a key may have.
     """
-    if isinstance(value, _NUMPY):
-        dtype = _BY_NUMPY.get(value.dtype) or _BY_NUMPY.get(value.dtype.newbyteorder("<"))
+    if not isinstance(value, _NUMPY) and is_tensor(value):
+        torch = sys.modules["torch"]
+        if value.layout is not torch.strided:
+            raise TypeError(f"tensors of layout {value.layout} are not supported; use .to_dense()")
+        dtype = _torch_dtypes(torch).get(value.dtype)
         if dtype is None:
-            raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
-        return value.shape, dtype
-    if not is_tensor(value):
-        if _is_gpu_array(value):
-            return _describe_gpu_array(value)
+            raise TypeError(f"tensors of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
+        return tuple(value.shape), dtype
+    if not isinstance(value, _NUMPY) and not _is_gpu_array(value):
         raise TypeError(
             f"a value must be a NumPy array or a torch tensor, not {type(value).__name__}; numpy.asarray makes an array"
         )
-    torch = sys.modules["torch"]
-    if value.layout is not torch.strided:
-        raise TypeError(f"tensors of layout {value.layout} are not supported; use .to_dense()")
-    dtype = _torch_dtypes(torch).get(value.dtype)
+    dtype = _BY_NUMPY.get(value.dtype) or _BY_NUMPY.get(np.dtype(value.dtype).newbyteorder("<"))
     if dtype is None:
-        raise TypeError(f"tensors of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
+        raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
     return tuple(value.shape), dtype
 
 
@@ -174,6 +172,32 @@ def converted(value: Any, dtype: DType) -> Any:
     return value.astype(dtype.storage)
 
 
+def recast(values: Bits, dtype: DType, to: DType) -> Bits:
+    """Values as another element type: floats are rounded to nearest, and fractions are cut off for integers.
+
+    Args:
+        values: of `dtype.storage`.
+        dtype: the element type.
+        to: the other one; the same values where it is the same.
+    """
+    return values if dtype is to else narrowed(widened(values, dtype), to)
+
+
+def widened(values: Bits, dtype: DType) -> Bits:
+    """Values in the type of sums."""
+    if dtype is DType.BFLOAT16:
+        return np.left_shift(values, 16, dtype=np.uint32).view(np.float32)
+    return values.astype(dtype.accumulate, copy=False)
+
+
+def narrowed(sums: Bits, dtype: DType) -> Bits:
+    """Sums in the type of values. What is too large becomes infinite without a warning, as in MXNet."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if dtype is DType.BFLOAT16:
+            return from_float32(sums.astype(np.float32, copy=False).reshape(-1), dtype).reshape(sums.shape)
+        return sums.astype(dtype.storage, copy=False)
+
+
 def require_writable(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
     """Check that a result for the key can be written into the value: it has the key's shape and is not read-only."""
     has_dtype(key, value, shape, dtype)
@@ -196,8 +220,9 @@ def read_bits(value: Any) -> Bits:
             return plain.reshape(-1)
         return np.array(plain, dtype=describe(plain)[1].storage, order="C", copy=True).reshape(-1)
     if not is_tensor(value):
-        return _read_gpu_array(value).reshape(-1)
-    return _tensor_memory(value.detach().cpu().contiguous())
+        get = getattr(value, "get", None) or value.copy_to_host
+        return np.ascontiguousarray(get()).reshape(-1)
+    return tensor_memory(value.detach().cpu().contiguous())
 
 
 def writable_bits(value: Any, dtype: DType) -> Bits | None:
@@ -211,7 +236,7 @@ def writable_bits(value: Any, dtype: DType) -> Bits | None:
         return plain.reshape(-1) if plain.flags.carray and plain.dtype == dtype.storage else None
     if not is_tensor(value) or value.device.type != "cpu" or not value.is_contiguous():
         return None
-    memory = _tensor_memory(about_to_change(value))
+    memory = tensor_memory(about_to_change(value))
     return memory if memory.dtype == dtype.storage else None
 
 
@@ -267,9 +292,10 @@ def write_bits(value: Any, bits: Bits, dtype: DType) -> None:
         with np.errstate(over="ignore", invalid="ignore"):  # another type may hold less
             np.asarray(value)[...] = numbers.reshape(value.shape)
     elif not is_tensor(value):
-        _write_gpu_array(value, recast(bits, dtype, describe(value)[1]))
+        put = getattr(value, "set", None) or value.copy_to_device
+        put(np.ascontiguousarray(recast(bits, dtype, describe(value)[1])).reshape(value.shape))
     else:
-        value.detach().copy_(_tensor_over(bits, dtype).view(value.shape))
+        value.detach().copy_(tensor_over(bits, dtype).view(value.shape))
 
 
 def present_stream(value: Any) -> AbstractContextManager[Any]:
@@ -286,7 +312,7 @@ def kind_of(value: Any) -> str:
     if isinstance(value, _NUMPY):
         return "numpy"
     if not is_tensor(value):
-        return _gpu_kind_of(value)
+        return f"{type(value).__module__.partition('.')[0]}:{_gpu_array_index(value)}"
     return "torch" if value.device.type == "cpu" else f"torch:{value.device}"
 
 
@@ -297,7 +323,7 @@ def like(kind: str, shape: Shape, dtype: DType, bits: Bits) -> Any:
     library, _, device = kind.partition(":")
     if library != "torch":
         return _gpu_array_like(library, int(device), bits.reshape(shape))
-    tensor = _tensor_over(bits, dtype).view(shape)
+    tensor = tensor_over(bits, dtype).view(shape)
     return tensor.to(device) if device else tensor
 
 
@@ -324,11 +350,9 @@ def as_dtype(dtype: Any) -> DType:
     """
     if isinstance(dtype, DType):
         return dtype
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(dtype, torch.dtype):
-        return from_name(str(dtype).removeprefix("torch."))
-    if isinstance(dtype, str) and dtype == DType.BFLOAT16.label:
-        return DType.BFLOAT16
+    text = str(dtype)
+    if text.startswith("torch.") or text == DType.BFLOAT16.label:
+        return from_name(text.removeprefix("torch."))
     return from_name(np.dtype(dtype).name)
 
 
@@ -427,7 +451,7 @@ def _read_only(value: Bits) -> str:
     )
 
 
-def _tensor_memory(tensor: Any) -> Bits:
+def tensor_memory(tensor: Any) -> Bits:
     """Host memory of a contiguous tensor that does not require grad."""
     if tensor.dtype is sys.modules["torch"].bfloat16:
         bits: Bits = tensor.view(sys.modules["torch"].int16).numpy().view(DType.BFLOAT16.storage)
@@ -436,7 +460,8 @@ def _tensor_memory(tensor: Any) -> Bits:
     return bits.reshape(-1)
 
 
-def _tensor_over(bits: Bits, dtype: DType) -> Any:
+def tensor_over(bits: Bits, dtype: DType) -> Any:
+    """A flat tensor over these bits, which it shares where they may be written."""
     torch = sys.modules["torch"]
     if not bits.flags.writeable:
         bits = bits.copy()  # torch has no read-only tensors, and what was handed out must not change
@@ -462,18 +487,6 @@ def _gpu_array_index(value: Any) -> int | None:
     return gpu_index(value)
 
 
-def _describe_gpu_array(value: Any) -> tuple[Shape, DType]:
-    """Shape and element type.
-
-    Raises:
-        TypeError: the type is not one that a key may have.
-    """
-    dtype = _BY_NUMPY.get(np.dtype(value.dtype))
-    if dtype is None:
-        raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
-    return tuple(value.shape), dtype
-
-
 def _is_gpu_array_in_order(value: Any) -> bool:
     """Whether it is contiguous in C order."""
     interface = value.__cuda_array_interface__
@@ -486,23 +499,6 @@ def _is_gpu_array_in_order(value: Any) -> bool:
             return False
         expected *= length
     return True
-
-
-def _read_gpu_array(value: Any) -> NDArray[Any]:
-    """A copy in the host's memory, in C order."""
-    get = getattr(value, "get", None) or value.copy_to_host
-    return np.ascontiguousarray(get())
-
-
-def _write_gpu_array(value: Any, bits: NDArray[Any]) -> None:
-    """Copy host memory into it."""
-    put = getattr(value, "set", None) or value.copy_to_device
-    put(np.ascontiguousarray(bits).reshape(value.shape))
-
-
-def _gpu_kind_of(value: Any) -> str:
-    """Its library, and the number of its GPU."""
-    return f"{type(value).__module__.partition('.')[0]}:{_gpu_array_index(value)}"
 
 
 def _gpu_array_like(library: str, index: int, array: NDArray[Any]) -> Any:

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvdist.dtypes import DType
+from kvdist.kernels.interface import Array
+from kvdist.kernels.quantization import from_float32
 from kvdist.schema import WHOLE_MAX, finite_number, whole_number
-
-Array = NDArray[Any]
 
 TEXT_CHARACTERS_MAX = 100
 """The longest text that `initializer_from` reads."""
@@ -115,7 +114,7 @@ class Constant(Initializer):
         """See `Initializer.fill`."""
         with np.errstate(over="ignore"):
             if dtype is DType.BFLOAT16:
-                rows.fill(to_bfloat16(np.array([self.value], np.float32))[0])
+                rows.fill(from_float32(np.array([self.value], np.float32), dtype)[0])
             else:
                 rows.fill(self.value if dtype.is_floating else int(self.value))
 
@@ -225,19 +224,6 @@ def initializer_from(text: str | Initializer) -> Initializer:
     )
 
 
-def to_bfloat16(values: Array) -> Array:
-    """The bits of float32 values as bfloat16: rounded to nearest even; NaN stays NaN.
-
-    The kernels have the same; they are above this floor.
-    """
-    exact = values.view(np.uint32)
-    bits: Array = ((exact + (((exact >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
-    not_a_number = np.isnan(values)
-    if not_a_number.any():  # the addition can carry a NaN to infinity or round to zero
-        bits[not_a_number] = (exact[not_a_number] >> 16) | 0x40
-    return bits
-
-
 def _check_random(initializer: Uniform | Normal, name: str) -> None:
     scale = finite_number(f"the scale of {name}", initializer.scale)
     seed = whole_number(f"the seed of {name}", initializer.seed)
@@ -268,7 +254,9 @@ def _fill_pairs(seed: int, ids: Array, rows: Array, dtype: DType, pairs: Any) ->
         values[:, 0::2] = even
         values[:, 1::2] = odd[:, : row_length // 2]
         with np.errstate(over="ignore"):
-            rows[first : first + count] = to_bfloat16(values) if dtype is DType.BFLOAT16 else values
+            if dtype is DType.BFLOAT16:
+                values = from_float32(values.reshape(-1), dtype).reshape(values.shape)
+            rows[first : first + count] = values
 
 
 def _mixed(words: Array) -> Array:

@@ -9,7 +9,7 @@ import pytest
 
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
-from kvdist.optimizer.initializer import Constant, Initializer, Normal, Uniform, Zeros, initializer_from, to_bfloat16
+from kvdist.optimizer.initializer import Constant, Initializer, Normal, Uniform, Zeros, initializer_from
 from tests.cases import each
 
 F32, F64, F16, BF16 = DType.FLOAT32, DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16
@@ -85,14 +85,6 @@ def test_other_types_hold_the_float32_values_rounded(initializer, dtype):
         np.testing.assert_allclose(other, wide, rtol=1e-7)
     else:
         np.testing.assert_array_equal(other, REFERENCE.from_float32(wide, dtype))
-
-
-def test_bfloat16_is_rounded_as_the_kernels_round_it():
-    rng = np.random.default_rng(0)
-    values = rng.integers(0, 2**32, 100_000, np.uint32).view(np.float32)
-    np.testing.assert_array_equal(to_bfloat16(values), REFERENCE.from_float32(values, BF16))
-    matrix = values.reshape(100, 1000)
-    np.testing.assert_array_equal(to_bfloat16(matrix), REFERENCE.from_float32(values, BF16).reshape(100, 1000))
 
 
 @each("length", [0, 1])
