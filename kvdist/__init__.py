@@ -97,14 +97,7 @@ __all__ = [
     "JobOver",
 ]
 
-_MODULES = {
-    "collective": "kvdist.collective",
-    "horovod": "kvdist.horovod",
-    "kv": "kvdist.kv",
-    "lr_scheduler": "kvdist.lr_scheduler",
-    "optimizer": "kvdist.optimizer",
-    "profiler": "kvdist.profiler",
-}
+_MODULES = ("collective", "horovod", "kv", "lr_scheduler", "optimizer", "profiler")
 _NAMES = {
     "Checkpoint": "kvdist.kvstore.checkpoints",
     "Embedding": "kvdist.training.embedding",
@@ -125,7 +118,7 @@ _NAMES = {
 def __getattr__(name: str) -> Any:
     try:
         if name in _MODULES:
-            value: Any = import_module(_MODULES[name])
+            value: Any = import_module(f"kvdist.{name}")
         elif name in _NAMES:
             value = getattr(import_module(_NAMES[name]), name)
         else:

@@ -257,11 +257,6 @@ VERSION_WITHOUT_TABLES = 1
 """Written where no key is a table of rows: then nothing is different, and older readers can go on."""
 MANIFEST_BYTES_MAX = 1 << 30
 
-
-DIMENSIONS_MAX = 64
-COUNT_MAX = (1 << 63) - 1
-
-
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 

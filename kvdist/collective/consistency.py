@@ -230,7 +230,7 @@ class Failable(Protocol):
     def stuck_at(self, since: float, one_left: bool) -> int | None:
         """The first operation that the program waits for, if it can call no other before that ends.
 
-        All its threads have waited since then; or, where a member calls nothing more, those that wait for this group.
+        All its threads have waited since then; or, where a member calls nothing more, the ones waiting for this group.
         """
 
 

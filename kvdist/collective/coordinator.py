@@ -602,7 +602,7 @@ class Coordinator:
     # Join.
 
     def _invite_joined(self, group: GroupProgress, calls: dict[int, int], signature: Signature | None) -> None:
-        """Let those that have joined and have not called this take part."""
+        """Let ranks that have joined and have not called this take part."""
         if len(calls) == len(group.ranks):
             return
         order = Participate(group.number, group.agreed)

@@ -25,7 +25,7 @@ ALWAYS_AGREED = (JOIN, ADD_SET, REMOVE_SET)
 
 
 def kind_of(kind: str, count: int) -> str:
-    """The kind of an operation on so many tensors."""
+    """The kind of an operation on a number of tensors."""
     return kind if count == 1 else f"grouped {kind}"
 
 

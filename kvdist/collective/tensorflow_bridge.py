@@ -98,7 +98,7 @@ def _fail_with(text: Any) -> Any:
 def _element(run: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """An op of a session that keeps none of its threads while it waits.
 
-    An op that calls a Python function keeps one, and ops of one run have no order: once those that wait keep all
+    An op that calls a Python function keeps one, and ops of one run have no order: once the waiting ones keep all
     threads, the ones that other ranks wait for never begin. The ops of data sets have threads of their own.
     """
     # A data set has at least one tensor, and an operation such as join has none.
@@ -164,7 +164,7 @@ def has_gradient(tensor: Any) -> bool:
 
 
 def of_given(function: Callable[[list[Any]], Sequence[Any]], upstream: Sequence[Any]) -> list[Any]:
-    """Apply a function of gradients to those that are not None."""
+    """Apply a function of gradients to all but None."""
     results = iter(function([one for one in upstream if one is not None]))
     return [None if one is None else next(results) for one in upstream]
 

@@ -47,7 +47,7 @@ def exit_with_peer_lost() -> None:
     Where a launcher started this process it is shown in one line, without a traceback: every process has it, and what
     counts is why the peer was lost. Our hook becomes the outermost one again, because one that was installed over it
     would not expect that it raises `SystemExit`. An interactive interpreter does not end. Nor does an exception of a
-    thread end a process, as ever in Python.
+    thread end a process, as usual in Python.
     """
     hook = shorten_tracebacks()
     hook.ends, hook.is_launched = True, read_setting("KVDIST_LOCAL_RANK") is not None
@@ -83,7 +83,7 @@ class _Hook:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and those that caused it."""
+    """An exception, and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

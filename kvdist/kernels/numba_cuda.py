@@ -375,7 +375,6 @@ class NumbaEvent:
         return self._owned.native
 
     def wait(self) -> None:
-        """See `DeviceEvent.wait`."""
         with self._device.current():
             self.native.synchronize()
 
@@ -397,26 +396,21 @@ class NumbaDevice:
 
     @property
     def name(self) -> str:
-        """See `Device.name`."""
         return f"cuda:{self._index}"
 
     @property
     def index(self) -> int:
-        """See `Device.index`."""
         return self._index
 
     @property
     def library(self) -> str:
-        """See `Device.library`."""
         return LIBRARY
 
     @property
     def kernels(self) -> Kernels:
-        """See `Device.kernels`."""
         return self._kernels
 
     def runs(self, equation: Equation | None) -> bool:
-        """See `Device.runs`."""
         return equation is not None and equation.name in RULES
 
     def compile_one(self) -> None:
@@ -472,7 +466,6 @@ class NumbaDevice:
 
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        """See `Device.on`."""
         torch = _torch_with_cuda()
         if torch is not None:
             chosen = torch.cuda.ExternalStream(stream, self.name) if stream else torch.cuda.default_stream(self.name)
@@ -487,7 +480,6 @@ class NumbaDevice:
             self._chosen.handle = before
 
     def mark(self) -> NumbaEvent:
-        """See `Device.mark`."""
         return NumbaEvent(self)
 
     # Memory.
@@ -539,11 +531,9 @@ class NumbaDevice:
         return array.view(dtype.storage)
 
     def upload(self, host: Array, out: Any) -> None:
-        """See `Device.upload`."""
         self._copy(host, as_array(out).native)
 
     def download(self, array: Any, host: Array) -> None:
-        """See `Device.download`."""
         native = as_array(array).native
         _require_same(native, host)
         if host.size:
@@ -587,14 +577,12 @@ class NumbaDevice:
                 )
 
     def reaches(self, other: Device) -> bool:
-        """See `Device.reaches`."""
         if SIMULATED or other.index == self._index:
             return True
         with self.current():
             return bool(numba.cuda.current_context().can_access_peer(other.index))
 
     def pin(self, host: Array) -> Any:
-        """See `Device.pin`."""
         if not host.nbytes or SIMULATED:
             return host[:0] if host.nbytes else None
         try:
@@ -627,7 +615,6 @@ class NumbaDevice:
                 kernel[(blocks, THREADS) if SIMULATED else (blocks, THREADS, self.native_stream())](*given)
 
     def add_dequantised_2bit(self, data: Array, threshold: float, total: Array) -> None:
-        """See `Device.add_dequantised_2bit`."""
         check_dequantised(data, total, WORD_ELEMENTS_2BIT)
         self.launch(dequantise_2bit, total.size, as_array(data), np.float32(threshold), as_array(total), True)
 
@@ -794,14 +781,12 @@ def _fused_update(
 
 
 def _quantise_2bit(device: NumbaDevice, grad: Array, residual: Array, threshold: float, out: Array) -> None:
-    """See `Quantise`."""
     check_quantised(grad, residual, out, WORD_ELEMENTS_2BIT)
     arrays = as_array(grad), as_array(residual)
     device.launch(quantise_2bit, out.size, *arrays, np.float32(threshold), as_array(out))
 
 
 def _dequantise_2bit(device: NumbaDevice, data: Array, threshold: float, out: Array) -> None:
-    """See `Dequantise`."""
     check_dequantised(data, out, WORD_ELEMENTS_2BIT)
     device.launch(dequantise_2bit, out.size, as_array(data), np.float32(threshold), as_array(out), False)
 

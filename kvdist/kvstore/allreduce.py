@@ -67,7 +67,7 @@ class Summed:
     """The sum of one key, on the engine's thread.
 
     Attributes:
-        part: of which.
+        part: the key.
         tensor: the sum, or the average.
         count: how many ranks had a value; the tensor means nothing for 0.
         averaging: how many of them wanted an average; it is one if all did.
@@ -88,8 +88,8 @@ class KeyAllReduce(Operation):
         weight: what this rank's values are multiplied by before.
         predivide: by what values are divided before the sum, and multiplied after it.
         keeps: whether arrays may be read until the operation is done; else they are copied now.
-        then: called with the sums, on the engine's thread, before the places are written; it returns those that it has
-            not written itself.
+        then: called with the sums, on the engine's thread, before the places are written; it returns the sums that it
+            has not written itself.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ def _home(parts: Sequence[KeySum]) -> torch.device:
 def memory_of(place: Any) -> Tensor | None:
     """A place's own memory, to be written by any thread; None where it has no order that a tensor could show.
 
-    Autograd is told now that it changes, and is not told again: what is written later belongs to this call.
+    Autograd learns now, and only now, that it changes: what is written later belongs to this call.
     """
     if isinstance(place, Tensor):
         if not place.is_contiguous():

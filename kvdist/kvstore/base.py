@@ -115,7 +115,7 @@ class KVStore(KVStoreBase):
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of the workers that are there now, in order: all, but for those that have left or were lost."""
+        """The ranks of the workers that are there now, in order: all that have neither left nor been lost."""
         return self._backend.members
 
     def on_membership_change(self, function: MembershipWatcher) -> None:
@@ -592,10 +592,10 @@ class KVStore(KVStoreBase):
             If it is not looked at, the next `save_checkpoint`, `close` or the process's exit code says so.
 
         Raises:
-            TypeError, ValueError: an argument is not what is said above, or the store has no keys.
+            TypeError, ValueError: an argument is not as described above, or the store has no keys.
             CheckpointError: on the first call for a directory, which waits for that: it lies outside the servers'
-                root, cannot be written, or is in use by another job. Or the call before has failed, and nobody has
-                looked at its future.
+                root, cannot be written, or is in use by another job. Or the call before has failed, and its
+                future was not looked at.
         """
         self._begin()
         return self._backend.save(SaveJob(directory, step, state, keep, names))
@@ -610,7 +610,7 @@ class KVStore(KVStoreBase):
 
         Args:
             directory: where checkpoints lie.
-            step: of which step; None for the newest.
+            step: the step of the checkpoint; None for the newest.
             states: whether the optimizer's states come back too; else they stay as they are.
 
         Returns:

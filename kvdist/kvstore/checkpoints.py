@@ -702,8 +702,6 @@ def _records(folder: Path, digits: Sequence[str]) -> list[FileRecord]:
         return [record_of(folder, name) for name in names]
 
 
-LOG = logging.getLogger("kvdist")
-
 Submit = Callable[[Callable[[int], Request], Finish | None], Future[Any]]
 Wait = Callable[[Future[Any]], Any]
 

@@ -48,7 +48,7 @@ class PullFuture(AwaitedFuture[None]):
         self._hurry = hurry
 
     def __getattr__(self, name: str) -> Any:
-        # Of all attributes only those that the base class sets when it is initialised can be missing.
+        # Only attributes that the base class sets when it is initialised can be missing.
         if self._is_whole:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if not self._is_done:

@@ -167,12 +167,6 @@ class CollectiveBackend(Backend):
 
     # Files.
 
-    def command(self, head: int, body: str) -> None:
-        """Return: there are no servers."""
-
-    def check(self) -> None:
-        """Return: a call can be made."""
-
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
         self._settle()
         with self.arrays.lock:
@@ -420,7 +414,7 @@ class ReplicatedValues:
         return self.last
 
     def _take(self, summed: list[Summed], numbers: Mapping[str, Any] | None) -> list[Summed]:
-        """On the engine's thread: what the sums do to the values. Returns those that are results as they are."""
+        """On the engine's thread: what the sums do to the values. Returns the sums that are results as they are."""
         kept = [one for one in summed if one.part.key not in self.unkept]
         for one in kept:
             if 0 < one.averaging < one.count:

@@ -83,7 +83,7 @@ class DistBackend(Backend):
         kernels: what sums over devices on the host.
         devices: the GPUs that it uses; None where values of GPUs are brought to the host.
         is_internal: whether it is part of another store, and need not update where workers may be lost: a mean of
-            metrics is over those that take part.
+            metrics is over the workers that take part.
     """
 
     abilities = frozenset({Ability.OPTIMIZER, Ability.COMPRESSION, Ability.ROWS, Ability.STATES})

@@ -134,12 +134,6 @@ class LocalBackend(Backend):
                 " 'dist'"
             )
 
-    def command(self, head: int, body: str) -> None:
-        """Return: there are no servers."""
-
-    def check(self) -> None:
-        """Return: a call can be made."""
-
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
         updaters = self._with_states()
         states = [updaters.state_of(self.keys[key].key) for key in keys]

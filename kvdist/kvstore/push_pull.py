@@ -671,7 +671,7 @@ Settings = tuple[list[Hyperparameters], "np.ndarray[Any, Any] | None"]
 
 
 def refuse_to_sum() -> NoReturn:
-    """Raises a `ConfigError`: the store only sums, and a sum that lacks a lost worker is nobody's weights."""
+    """Raises a `ConfigError`: the store only sums, and a sum that lacks a lost worker would replace the weights."""
     raise ConfigError(
         "KVDIST_ON_LOSS is 'continue' (kvdist-launch --on-loss), which needs stores that update, because servers must"
         " hold the weights, and this one only sums: call set_optimizer before the first push, or use fail"

@@ -237,7 +237,7 @@ def canonical(indices: Array, values: Array, dtype: DType) -> tuple[Array, Array
     """Ids in strictly increasing order, and their rows.
 
     What is so already is returned as it is, without a copy. Else: one stable sort of the ids, one pass over the rows to
-    gather them, and one over those that are repeated, to sum them in the order given; halves in float32.
+    gather them, and one over repeated ones, to sum them in the order given; halves in float32.
 
     Args:
         indices: int64, shape (k,).

@@ -228,7 +228,7 @@ def read_bits(value: Any) -> Bits:
 def writable_bits(value: Any, dtype: DType) -> Bits | None:
     """The value's own memory as bits of this type to write into; None where it has no such form (use `write_bits`).
 
-    The caller is going to write: autograd is told now that a tensor changes, so a backward pass that still needs the
+    The caller is going to write: autograd learns now that a tensor changes, so a backward pass that still needs the
     old values raises instead of computing with the new ones.
     """
     if isinstance(value, np.ndarray):
@@ -241,7 +241,7 @@ def writable_bits(value: Any, dtype: DType) -> Bits | None:
 
 
 def about_to_change(value: Any) -> Any:
-    """The value without its history; autograd is told now that a tensor, which is contiguous, changes."""
+    """The value without its history; autograd learns now that a tensor, which is contiguous, changes."""
     if not is_tensor(value):
         return value
     tensor = value.detach()

@@ -19,7 +19,7 @@ from kvdist.kernels.interface import Array
 from kvdist.optimizer.adam import toward
 from kvdist.optimizer.base import Extent, Optimizer, States, Step
 from kvdist.optimizer.registry import register
-from kvdist.optimizer.sgd import add_decay
+from kvdist.optimizer.sgd import add_decay, descend
 from kvdist.schema import flag, number, optional_number
 
 UNSCALED_ENDINGS = ("gamma", "beta", "bias")
@@ -85,13 +85,7 @@ class LARS(Optimizer):
             grad.clip(-self.clip_gradient, self.clip_gradient, out=grad)
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, self._rate(step), out=grad)
-        if not self.momentum:
-            np.subtract(weight, grad, out=out)
-            return
-        (momentum,) = state
-        np.multiply(momentum, self.momentum, out=momentum)
-        np.subtract(momentum, grad, out=momentum)
-        np.add(weight, momentum, out=out)
+        descend(weight, grad, out, state[0] if state else None, self.momentum)
 
 
 def _is_unscaled(extent: Extent) -> bool:

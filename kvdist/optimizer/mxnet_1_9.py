@@ -72,7 +72,7 @@ EQUATIONS: Mapping[str, tuple[tuple[Applies, str], ...]] = MappingProxyType(
 
 
 def with_defaults(name: str, defaults: str, hyperparameters: Mapping[str, object]) -> dict[str, object]:
-    """The hyper-parameters, with 1.9's defaults for those that are not given.
+    """The hyper-parameters, with 1.9's defaults for the ones that are not given.
 
     A schedule keeps its own `base_lr` where no learning rate is given, as in 1.9.
 

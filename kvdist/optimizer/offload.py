@@ -107,7 +107,6 @@ class DeviceUpdater:
         self._updater.restore(index, None if state is None else on_device(state, self._device))
 
     def joinable(self, indices: Iterable[Hashable]) -> bool:
-        """See `SliceUpdater`."""
         return self._updater.joinable(indices)
 
     def join(self, index: Hashable, parts: Sequence[Part], size: int, dtype: DType) -> None:

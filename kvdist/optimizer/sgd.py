@@ -26,6 +26,16 @@ def add_decay(grad: Array, weight: Array, wd: float, scratch: Array) -> None:
         np.add(grad, scratch, out=grad)
 
 
+def descend(weight: Array, step: Array, out: Array, momentum: Array | None, mu: float) -> None:
+    """out ← weight − step; with a momentum m ← mu·m − step, and out ← weight + m. One pass; three with a momentum."""
+    if momentum is None:
+        np.subtract(weight, step, out=out)
+        return
+    np.multiply(momentum, mu, out=momentum)
+    np.subtract(momentum, step, out=momentum)
+    np.add(weight, momentum, out=out)
+
+
 @register
 @dataclass(kw_only=True, eq=False)
 class SGD(Optimizer):
@@ -61,13 +71,7 @@ class SGD(Optimizer):
         """Two passes; four with momentum."""
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, step.lr, out=grad)
-        if not self.momentum:
-            np.subtract(weight, grad, out=out)
-            return
-        (momentum,) = state
-        np.multiply(momentum, self.momentum, out=momentum)
-        np.subtract(momentum, grad, out=momentum)
-        np.add(weight, momentum, out=out)
+        descend(weight, grad, out, state[0] if state else None, self.momentum)
 
 
 @register
@@ -193,13 +197,7 @@ class DCASGD(Optimizer):
         np.multiply(scratch, grad, out=scratch)
         np.add(grad, scratch, out=grad)
         np.multiply(grad, step.lr, out=grad)
-        if not self.momentum:
-            np.subtract(weight, grad, out=out)
-            return
-        momentum = state[1]
-        np.multiply(momentum, self.momentum, out=momentum)
-        np.subtract(momentum, grad, out=momentum)
-        np.add(weight, momentum, out=out)
+        descend(weight, grad, out, state[1] if self.momentum else None, self.momentum)
 
 
 @register

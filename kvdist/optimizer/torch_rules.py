@@ -346,47 +346,63 @@ def _decayed(weight: Array, grad: Array, out: Array, scratch: Array, step: Step,
     return np.multiply(weight, 1.0 - step.lr * step.wd, out=out) if step.wd else weight
 
 
-def _adam_numbers(rule: TorchAdam | TorchAdamW, lr: float, count: int) -> tuple[float, ...]:
-    """η = lr·√(1 − β2ᵗ)/(1 − β1ᵗ), and the moments' numbers, with ε·√(1 − β2ᵗ) for ε.
+@dataclass(kw_only=True, eq=False)
+class _TorchAdam(TorchRule):
+    """What `TorchAdam` and `TorchAdamW` have in common: all but the decay."""
 
-    With these the equation of `kvdist.optimizer.Adam` is torch's.
-    """
-    epsilon = rule.eps * math.sqrt(1.0 - rule.beta2**count)
-    return corrected(lr, rule.beta1, rule.beta2, count), *moment_numbers(rule.beta1, rule.beta2, epsilon)
+    all_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
+    learning_rate: float = number(0.001, at_least=0)
+    beta1: float = number(0.9, at_least=0, below=1)
+    beta2: float = number(0.999, at_least=0, below=1)
+    eps: float = number(1e-8, at_least=0)
+    amsgrad: bool = flag(False)
 
-def _adam_equation(rule: TorchAdam | TorchAdamW, lr: float, wd: float, count: int, decoupled: bool) -> Equation | None:
-    """None with amsgrad, which has a third state."""
-    rate, *numbers = _adam_numbers(rule, lr, count)
-    name, decay = ("torch_adamw", 1.0 - lr * wd) if decoupled else ("adam", wd)
-    return None if rule.amsgrad else Equation(name, (rate, decay, *numbers))
+    @property
+    @abstractmethod
+    def decoupled(self) -> bool:
+        """Whether the decay is no part of the gradient."""
 
+    @property
+    def own_states(self) -> tuple[str, ...]:
+        """Three with amsgrad."""
+        return self.all_states if self.amsgrad else self.all_states[:2]
 
-def _adam(
-    rule: TorchAdam | TorchAdamW,
-    base: Array,
-    arrays: tuple[Array, Array, Array],
-    state: Mapping[str, Array],
-    step: Step,
-) -> None:
-    """Step from `base`, which may be `out`. Twelve passes; sixteen with amsgrad."""
-    grad, out, scratch = arrays
-    rate, *numbers = _adam_numbers(rule, step.lr, step.count)
-    mean, variance = state["exp_avg"], state["exp_avg_sq"]
-    ratio(grad, (mean, variance), scratch, numbers)
-    if rule.amsgrad:
-        largest = state["max_exp_avg_sq"]
-        np.maximum(largest, variance, out=largest)
-        np.sqrt(largest, out=scratch)
-        np.add(scratch, numbers[-1], out=scratch)
-        np.divide(mean, scratch, out=scratch)
-    np.multiply(scratch, rate, out=scratch)
-    np.subtract(base, scratch, out=out)
+    def _numbers(self, lr: float, count: int) -> tuple[float, ...]:
+        """η = lr·√(1 − β2ᵗ)/(1 − β1ᵗ), and the moments' numbers, with ε·√(1 − β2ᵗ) for ε.
+
+        With these the equation of `kvdist.optimizer.Adam` is torch's.
+        """
+        epsilon = self.eps * math.sqrt(1.0 - self.beta2**count)
+        return corrected(lr, self.beta1, self.beta2, count), *moment_numbers(self.beta1, self.beta2, epsilon)
+
+    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
+        """That of `kvdist.optimizer.Adam`, or one with a decoupled decay; None with amsgrad, a third state."""
+        rate, *numbers = self._numbers(lr, count)
+        name, decay = ("torch_adamw", 1.0 - lr * wd) if self.decoupled else ("adam", wd)
+        return None if self.amsgrad else Equation(name, (rate, decay, *numbers))
+
+    def update(
+        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
+    ) -> None:
+        """Twelve passes, and one for a decoupled decay; four more with amsgrad."""
+        base = _decayed(weight, grad, out, scratch, step, self.decoupled)
+        rate, *numbers = self._numbers(step.lr, step.count)
+        mean, variance = state["exp_avg"], state["exp_avg_sq"]
+        ratio(grad, (mean, variance), scratch, numbers)
+        if self.amsgrad:
+            largest = state["max_exp_avg_sq"]
+            np.maximum(largest, variance, out=largest)
+            np.sqrt(largest, out=scratch)
+            np.add(scratch, numbers[-1], out=scratch)
+            np.divide(mean, scratch, out=scratch)
+        np.multiply(scratch, rate, out=scratch)
+        np.subtract(base, scratch, out=out)
 
 
 @register
 @dataclass(kw_only=True, eq=False)
-class TorchAdam(TorchRule):
+class TorchAdam(_TorchAdam):
     """``torch.optim.Adam``: w ← w − lr·m̂/(√v̂ + ε), with m̂ = m/(1 − β1ᵗ) and v̂ = v/(1 − β2ᵗ).
 
     m ← β1·m + (1 − β1)·ĝ;  v ← β2·v + (1 − β2)·ĝ².
@@ -399,35 +415,18 @@ class TorchAdam(TorchRule):
     """
 
     name: ClassVar[str] = "torch.adam"
-    all_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-    learning_rate: float = number(0.001, at_least=0)
-    beta1: float = number(0.9, at_least=0, below=1)
-    beta2: float = number(0.999, at_least=0, below=1)
-    eps: float = number(1e-8, at_least=0)
-    amsgrad: bool = flag(False)
     decoupled_weight_decay: bool = flag(False)
 
     @property
-    def own_states(self) -> tuple[str, ...]:
-        """Three with amsgrad."""
-        return self.all_states if self.amsgrad else self.all_states[:2]
-
-    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
-        """Without decoupled decay that of `kvdist.optimizer.Adam`."""
-        return _adam_equation(self, lr, wd, count, self.decoupled_weight_decay)
-
-    def update(
-        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
-    ) -> None:
-        """Twelve passes; sixteen with amsgrad."""
-        base = _decayed(weight, grad, out, scratch, step, self.decoupled_weight_decay)
-        _adam(self, base, (grad, out, scratch), state, step)
+    def decoupled(self) -> bool:
+        """As the user chose."""
+        return self.decoupled_weight_decay
 
 
 @register
 @dataclass(kw_only=True, eq=False)
-class TorchAdamW(TorchRule):
+class TorchAdamW(_TorchAdam):
     """``torch.optim.AdamW``: `TorchAdam` with decoupled weight decay, by default 0.01.
 
     Attributes:
@@ -437,30 +436,13 @@ class TorchAdamW(TorchRule):
     """
 
     name: ClassVar[str] = "torch.adamw"
-    all_states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
-    learning_rate: float = number(0.001, at_least=0)
     wd: float = number(0.01, at_least=0)
-    beta1: float = number(0.9, at_least=0, below=1)
-    beta2: float = number(0.999, at_least=0, below=1)
-    eps: float = number(1e-8, at_least=0)
-    amsgrad: bool = flag(False)
 
     @property
-    def own_states(self) -> tuple[str, ...]:
-        """Three with amsgrad."""
-        return self.all_states if self.amsgrad else self.all_states[:2]
-
-    def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
-        """`Adam`'s with another decay."""
-        return _adam_equation(self, lr, wd, count, decoupled=True)
-
-    def update(
-        self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
-    ) -> None:
-        """Thirteen passes; seventeen with amsgrad."""
-        base = _decayed(weight, grad, out, scratch, step, decoupled=True)
-        _adam(self, base, (grad, out, scratch), state, step)
+    def decoupled(self) -> bool:
+        """Always."""
+        return True
 
 
 @register

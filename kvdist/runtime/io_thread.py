@@ -45,7 +45,6 @@ class ThreadedDisk(Disk):
         self._thread: threading.Thread | None = None
 
     def begin(self, work: DiskTask, done: Done) -> None:
-        """See `Disk.begin`."""
         self._waiting.put((work, done))
         if self._thread is None:
             # Only here: a job without checkpoints does without the modules that know files.
@@ -57,7 +56,6 @@ class ThreadedDisk(Disk):
             self._thread.start()
 
     def close(self, linger_s: float) -> None:
-        """See `Disk.close`."""
         if self._thread is not None:
             self._waiting.put(None)
             self._thread.join(linger_s)

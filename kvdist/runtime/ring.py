@@ -157,7 +157,7 @@ class Ring:
         self._keep(Did(words_of(effect, work)))
 
     def explained(self, now: float, text: str) -> None:
-        """A person was told of a long wait."""
+        """A long wait was explained to a person."""
         self._keep(Explained(now, text))
         self.write("a long wait")
 

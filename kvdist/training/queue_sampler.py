@@ -1,7 +1,7 @@
 """`QueueSampler`: workers take the next examples when they need them; each is used once, on however many workers.
 
 The scheduler leases ranges of places (`kvdist.core.scheduler.leases`); a process alone has a queue of its own. The
-order of an epoch is a permutation that every worker makes from (seed, epoch), so nobody sends one. Walk of a batch: the
+order of an epoch is a permutation that every worker makes from (seed, epoch), so none is sent. Walk of a batch: the
 loader asks the sampler, which leases a range when it has none left → `drive` hands the batch out, and knows how many
 examples that are → the trainer's step tells the servers with its push, and the sampler once it has returned (`_use`).
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvdist.training.trainer import Trainer
 
 BATCHES_PER_LEASE = 4
-"""For each worker process of a loader: so few that a lost worker has few, so many that leases are rare."""
+"""For each worker process of a loader: few enough that a lost worker has few, and leases are rare all the same."""
 SEED_MAX = (1 << 64) - 1
 LENGTH_MAX = (1 << 63) - 1
 EPOCHS_MAX = (1 << 31) - 1
@@ -48,7 +48,7 @@ class LeaseAnswer(NamedTuple):
 
     Attributes:
         given: the next range; None if there is nothing now.
-        is_over: whether all examples of the pass are used, by whomever.
+        is_over: whether all examples of the pass are used, by any worker.
         version: the most updates of the weights that any worker knows of.
     """
 
@@ -172,14 +172,14 @@ class SharedQueue(Leasing):
 class QueueSampler(DrivenSampler):
     """Indices of a data set that all workers take from one queue, for ``DataLoader(sampler=...)``.
 
-    Every example is used once per epoch, on however many workers there are, and whoever dies. The scheduler leases each
+    Every example is used once per epoch, on any number of workers, whichever are lost. The scheduler leases each
     worker a few batches at a time; what a lost worker has not used goes to others as soon as the servers have said how
     many of its pushes count. Its last step may have been counted in part: that counts as done, and is logged.
 
     Iterate ``for batch in trainer.batches(loader)``, once: it makes all `epochs`, and ends for all workers when every
     example is used. A worker that finds nothing to lease is not waited for meanwhile. The position is saved in every
     checkpoint, and `load_checkpoint` goes on there, also on another number of workers. On SIGTERM, as spot machines
-    send it, the loop finishes its batch, gives back what it has leased, and raises ``SystemExit(0)``.
+    send it, the loop finishes its batch, returns what it has leased, and raises ``SystemExit(0)``.
 
     Loaders with worker processes may be used, and ``StatefulDataLoader``; batches must be torch's, without
     ``drop_last``. With several workers the store must be a ``dist`` one, and update. Works alone, too.

@@ -429,7 +429,7 @@ class Trainer:
         return checkpoint
 
     def _go_on_from(self, updates: int) -> int:
-        """What was loaded has had so many updates; a worker that joins a running job is some steps behind then."""
+        """How many updates what was loaded has had; a worker that joins a running job is some steps behind then."""
         if self._take_part():
             self._behind = max(self._updates - updates, 0)
         else:

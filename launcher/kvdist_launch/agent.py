@@ -4,7 +4,7 @@
 Rules:
 
 * It ends every process of its host when the pipe ends, when the launcher has been silent for too long (a network that
-  went away closes nothing), and when it is told to.
+  went away closes nothing), and when the launcher says so.
 * It decides nothing else. Exits go to the launcher at once, output as it comes.
 * A watchdog notices its own death, as on the launcher's host.
 """

@@ -166,7 +166,7 @@ def manual(
 
 
 def _without_place(process: Process) -> Process:
-    """A worker that asks for no rank and is told no place among the others."""
+    """A worker that asks for no rank and has no place among the others."""
     settings = process.environment.settings
     left = {name: value for name, value in settings.items() if name not in ("KVDIST_RANK", *PLACES)}
     return replace(process, environment=replace(process.environment, settings=left))

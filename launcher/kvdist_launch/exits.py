@@ -1,4 +1,4 @@
-"""How a process of the job has ended, and in which words that is told. Pure."""
+"""How a process of the job has ended, and the words for that. Pure."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def run(
             modules that it uses must be importable in a new process, on each machine.
         args: its arguments.
         kwargs: its arguments by name.
-        num_proc, np: number of workers, at least 1; 1 if neither is given, and `np` wins, as in Horovod.
+        num_proc, np: number of workers, at least 1; by default 1, and `np` wins, as in Horovod.
         hosts, hostfile: such as ``'localhost:4,node2:4'``, or a file of lines ``HOST slots=N``: how many workers each
             takes; None is this machine. Others are reached by ssh, and have kvdist and cloudpickle at the same path.
         start_timeout: seconds that the processes may take to find each other.

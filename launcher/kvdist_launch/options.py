@@ -215,24 +215,28 @@ def to_interface(text: str) -> str:
         ) from None
 
 
-def _restarts(text: str) -> int:
-    match = re.fullmatch(r"abort|restart:([1-9][0-9]{0,3})", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: write abort, or restart:N with a number from 1 to 9999")
-    return int(match.group(1) or 0)
+def matching(pattern: str, advice: str, kind: Callable[[str], Any] = str) -> Callable[[str], Any]:
+    """A parser of texts of one form, whose value is in the form's group; `advice` completes the error."""
+
+    def parse(text: str) -> Any:
+        match = re.fullmatch(pattern, text)
+        if match is None or not text.isprintable():
+            raise argparse.ArgumentTypeError(f"{text!r}{advice}")
+        return kind(match.group(1))
+
+    return parse
 
 
-def _number_of_restarts(text: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]{0,3}", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: write how often each worker may be started again, from 1 to 9999")
-    return int(text)
-
-
-def _worker(text: str) -> int:
-    match = re.fullmatch(r"w(?:orker-)?([0-9]{1,6})", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: write the name of a worker, as in w0")
-    return int(match.group(1))
+_restarts = matching(
+    "(?:abort|restart:([1-9][0-9]{0,3}))",
+    ": write abort, or restart:N with a number from 1 to 9999",
+    lambda number: int(number or 0),
+)
+_number_of_restarts = matching(
+    "([1-9][0-9]{0,3})", ": write how often each worker may be started again, from 1 to 9999", int
+)
+_worker = matching("w(?:orker-)?([0-9]{1,6})", ": write the name of a worker, as in w0", int)
+_ssh_option = matching("([A-Za-z]{1,64}=.+)", ": write NAME=VALUE as in ssh_config, such as ProxyJump=gate")
 
 
 def _devices(text: str) -> str:
@@ -249,12 +253,6 @@ def _filters(text: str) -> tuple[str, ...]:
             f"{text!r}: write names of processes with commas between, as in w0,s*,worker-[0-3]"
         )
     return patterns
-
-
-def _ssh_option(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z]{1,64}=.+", text) or not text.isprintable():
-        raise argparse.ArgumentTypeError(f"{text!r}: write NAME=VALUE as in ssh_config, such as ProxyJump=gate")
-    return text
 
 
 def to_line(text: str) -> str:

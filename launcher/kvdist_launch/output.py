@@ -59,7 +59,7 @@ LOSS = re.compile(rb"kvdist: \S+ (\(.*\) )?was lost[,:] |" + NEWS.pattern)
 """What the scheduler and the servers print of a lost peer. It is not shown: they all do, and the launcher names it."""
 
 SCREEN_LINES = 20
-"""The last lines of a process are not repeated if no more than so many were shown since."""
+"""The last lines of a process are not repeated if no more than these were shown since."""
 
 CLEAR_LINE = b"\x1b[K"
 TABLE_WIDTH = 160
@@ -170,7 +170,7 @@ class Sink:
 
     def is_beside(self, other: Sink) -> bool:
         """Whether both go to one place, so that the readers of the other see the lines of this one too."""
-        with contextlib.suppress(OSError):  # closed: nobody reads it
+        with contextlib.suppress(OSError):  # closed: it has no reader
             return self is other or os.path.sameopenfile(self._descriptor, other._descriptor)
         return False
 

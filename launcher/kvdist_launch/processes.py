@@ -165,7 +165,7 @@ class HostProcesses(abc.ABC):
     def start(
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
     ) -> None:
-        """Start these, in order, beside those that run. One that has ended may be started again.
+        """Start these, in order, beside the running ones. One that has ended may be started again.
 
         Args:
             processes: at least one.

@@ -27,6 +27,7 @@ from kvdist_launch.options import (
     Option,
     flag,
     grouped_parser,
+    matching,
     parse_options,
     repeated,
     split_words,
@@ -229,10 +230,7 @@ def _log_level(text: str) -> str:
     return text.lower()
 
 
-def _at_least_one(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+_at_least_one = matching("(0*[1-9][0-9]*)", " is not a whole number of at least 1", int)
 
 
 def _number(text: str) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvdist.kernels import cupy_cuda as cuda
 from kvdist.kernels.cupy_cuda.arithmetic import CudaArithmetic
+from tests.kernels.cuda_instances import instances
 
 HEADER = Path(__file__).parent / "cuda_on_host.h"
 BARRIERS = {"squares"}
@@ -44,7 +45,7 @@ class Library:
         """Run a kernel over all its blocks.
 
         Args:
-            kernel: as of `cuda.instances`.
+            kernel: as of `instances`.
             blocks: how many.
             arguments: NumPy scalars, and arrays for structs.
         """
@@ -59,7 +60,7 @@ class Library:
 
 def compiled(family, folder):
     """A function that calls the kernels of one file by their numbers, and the numbers."""
-    names = [name for name in cuda.instances() if cuda.family_of(name) == family]
+    names = [name for name in instances() if cuda.family_of(name) == family]
     library = folder / f"{family}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as own:

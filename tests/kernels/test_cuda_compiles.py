@@ -8,6 +8,7 @@ import re
 import pytest
 
 from kvdist.kernels import cupy_cuda as cuda
+from tests.kernels.cuda_instances import instances
 
 nvrtc = pytest.importorskip(
     "cuda.bindings.nvrtc", reason="no cuda-bindings here: THE CUDA KERNELS ARE NOT COMPILED", exc_type=ImportError
@@ -60,7 +61,7 @@ def bodies(ptx, mangled):
 
 
 def of_family(family):
-    return tuple(name for name in cuda.instances() if cuda.family_of(name) == family)
+    return tuple(name for name in instances() if cuda.family_of(name) == family)
 
 
 def first_and_last(family):

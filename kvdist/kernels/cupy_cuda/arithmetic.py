@@ -82,7 +82,7 @@ class CudaRuntime(Protocol):
         """Queue a kernel on the current stream.
 
         Args:
-            kernel: as of `kvdist.kernels.cupy_cuda.instances`.
+            kernel: the expression that names it in C++, such as ``cast<f16, float>``.
             blocks: at least 1.
             arguments: NumPy scalars of the exact types of the kernel's parameters, addresses as uint64; what the
                 kernel takes as a struct is an array of one element of a structured type.
@@ -103,7 +103,6 @@ class CudaArithmetic:
 
     @property
     def kernels(self) -> Kernels:
-        """See `Device.kernels`."""
         return self._kernels
 
     def _table(self, name: str) -> Kernels:
@@ -131,20 +130,16 @@ class CudaArithmetic:
         self._move(addresses, places, sizes)
 
     def unpack(self, source: Array, offsets: Sequence[int], outs: Sequence[Array]) -> None:
-        """See `Device.unpack`."""
         addresses, places, sizes = self._bucket(outs, offsets, source)
         self._move(places, addresses, sizes)
 
     def add_dequantised_2bit(self, data: Array, threshold: float, total: Array) -> None:
-        """See `Device.add_dequantised_2bit`."""
         self._dequantise(2, data, threshold, total, add=True)
 
     def add_dequantised_1bit(self, data: Array, threshold: float, total: Array) -> None:
-        """See `Device.add_dequantised_1bit`."""
         self._dequantise(1, data, threshold, total, add=True)
 
     def all_finite(self, arrays: Sequence[Array], dtype: DType) -> bool:
-        """See `Device.all_finite`."""
         exponent = _EXPONENT.get(dtype)
         addresses, sizes = self._where(arrays)
         table, blocks = _pieces(addresses, addresses, sizes)
@@ -159,7 +154,6 @@ class CudaArithmetic:
         return not self._runtime.number(found)
 
     def merge_rows(self, indices: Array, rows: Array, dtype: DType) -> tuple[Array, Array]:
-        """See `Device.merge_rows`."""
         length = _row_length(indices, rows)
         if not indices.size:
             return self._runtime.empty(0, np.dtype(np.int64)), self._runtime.empty(0, dtype.storage)
@@ -173,7 +167,6 @@ class CudaArithmetic:
         return kept, sums
 
     def add_rows(self, table: Array, indices: Array, rows: Array) -> None:
-        """See `Device.add_rows`."""
         dtype = next(
             (each for each in (DType.FLOAT32, DType.FLOAT64, DType.FLOAT16) if each.storage == rows.dtype), None
         )
@@ -210,14 +203,12 @@ class CudaArithmetic:
         )  # fmt: skip
 
     def _to_float32(self, bits: Array, dtype: DType, out: Array | None = None) -> Array:
-        """See `ToFloat32`."""
         _require_half(dtype)
         values = self._runtime.empty(bits.size, np.dtype(np.float32)) if out is None else out
         self._cast(f"cast<{ELEMENT[dtype]}, float>", bits, values)
         return values
 
     def _from_float32(self, values: Array, dtype: DType, out: Array | None = None) -> Array:
-        """See `FromFloat32`."""
         _require_half(dtype)
         bits = self._runtime.empty(values.size, dtype.storage) if out is None else out
         self._cast(f"cast<float, {ELEMENT[dtype]}>", values, bits)
@@ -259,7 +250,6 @@ class CudaArithmetic:
         return True
 
     def _round_to_half(self, grad: Array, residual: Array, dtype: DType, out: Array) -> None:
-        """See `RoundToHalf`."""
         _require_half(dtype)
         check_rounded(grad, residual, dtype, out)
         if out.size:

@@ -84,17 +84,14 @@ class CupyDevice(CudaArithmetic):
 
     @property
     def name(self) -> str:
-        """See `Device.name`."""
         return f"cuda:{self._index}"
 
     @property
     def index(self) -> int:
-        """See `Device.index`."""
         return self._index
 
     @property
     def library(self) -> str:
-        """See `Device.library`."""
         version = runtime.runtimeGetVersion()
         return f"CuPy {cupy.__version__} with CUDA {version // 1000}.{version % 1000 // 10}"
 
@@ -103,7 +100,6 @@ class CupyDevice(CudaArithmetic):
         return True
 
     def stream(self) -> Any:
-        """See `Device.stream`."""
         torch = _torch_with_cuda()
         if torch is not None:
             return torch.cuda.current_stream(self._index)
@@ -112,7 +108,6 @@ class CupyDevice(CudaArithmetic):
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """See `Device.on`."""
         torch = _torch_with_cuda()
         if torch is not None and isinstance(stream, torch.cuda.Stream):
             with torch.cuda.stream(stream):
@@ -160,12 +155,10 @@ class CupyDevice(CudaArithmetic):
         return flat
 
     def upload(self, host: Array, out: Array) -> None:
-        """See `Device.upload`."""
         _check_copy(host, out)
         self._runtime.copy_from_host(host, out)
 
     def download(self, array: Array, host: Array) -> None:
-        """See `Device.download`."""
         _check_copy(array, host)
         if array.nbytes:
             with self._runtime.active() as stream:
@@ -200,21 +193,18 @@ class CupyDevice(CudaArithmetic):
             stream.wait_event(mark.event)
 
     def reaches(self, other: Device) -> bool:
-        """See `Device.reaches`."""
         if other.index == self._index:
             return True
         with _translated(self.name):
             return bool(runtime.deviceCanAccessPeer(self._index, other.index))
 
     def mark(self) -> CupyEvent:
-        """See `Device.mark`."""
         with self._runtime.active() as stream:
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(stream)
         return CupyEvent(event, self.name)
 
     def pin(self, host: Array) -> Any:
-        """See `Device.pin`."""
         if not host.nbytes:
             return None
         flags = runtime.hostAllocPortable | (0 if host.flags.writeable else _READ_ONLY)
@@ -269,19 +259,16 @@ class CupyRuntime:
             yield stream
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """See `CudaRuntime.empty`."""
         with self.active():
             array: Array = cupy.empty(count, dtype)
         return array
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """See `CudaRuntime.zeros`."""
         array = self.empty(count, dtype)
         self.clear(array)
         return array
 
     def clear(self, array: Array) -> None:
-        """See `CudaRuntime.clear`."""
         if array.nbytes:
             with self.active() as stream:
                 runtime.memsetAsync(self.address(array), 0, array.nbytes, stream.ptr)
@@ -318,7 +305,6 @@ class CupyRuntime:
         return array
 
     def number(self, array: Array) -> Any:
-        """See `CudaRuntime.number`."""
         host = np.empty(1, array.dtype)
         with self.active() as stream:
             source = self.address(array)
@@ -337,7 +323,6 @@ class CupyRuntime:
             return ascending[starts], order, starts
 
     def launch(self, kernel: str, blocks: int, *arguments: Any) -> None:
-        """See `CudaRuntime.launch`."""
         with self.active():
             function = self._compiled.get(kernel) or self._compile(kernel)
             function((blocks,), (THREADS,), arguments)

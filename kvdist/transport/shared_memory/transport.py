@@ -17,7 +17,7 @@ How two sides agree, without a message to strangers:
 * A connection that comes back is greeted anew. Descriptors that were on their way to a predecessor and arrive at
   a process that has not been greeted are dropped, as messages may be when a connection breaks.
 * A descriptor that cannot be read, because this process has no memory or no file descriptors left or because it is
-  wrong, is dropped and logged, and its sender is told to fall back: it reports the route as broken and mended, so that
+  wrong, is dropped and logged, and its sender falls back: it reports the route as broken and mended, so that
   what was under way is sent again, whole, as is everything after it.
 """
 
