@@ -41,7 +41,7 @@ from kvdist.protocol.collective import (
     encode,
 )
 from kvdist.transport.base import Arrived, Connected, DialRefused, Disconnected, Event, Route
-from kvdist.transport.endpoints import AddressInUse
+from kvdist.transport.factory import bind_first_free
 from kvdist.version import __version__
 
 if TYPE_CHECKING:
@@ -82,15 +82,7 @@ def listen(transport: ZeroMQTransport, address: str, settings: CollectiveSetting
     if settings.port_range is None:
         return transport.bind(tcp_endpoint(address, 0))
     first, last = settings.port_range
-    for port in range(first, last + 1):
-        try:
-            return transport.bind(tcp_endpoint(address, port))
-        except AddressInUse:
-            continue
-    raise ConfigError(
-        f"every port of {address} from {first} to {last} is taken (KVDIST_PORT_RANGE): widen the range, or end what"
-        " listens there"
-    )
+    return bind_first_free(transport, address, range(first, last + 1))
 
 
 LOG = logging.getLogger("kvdist")

@@ -22,7 +22,17 @@ from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
 from kvdist.kvstore.placement import OnDevice, Part, as_host_bits
 from kvdist.kvstore.values import Key
 from kvdist.naming import name_of
-from kvdist.optimizer.compression import EachCodec, GradientCompression, Half, TopK, TwoBit, decode, from_params, room
+from kvdist.optimizer.compression import (
+    EachCodec,
+    GradientCompression,
+    Half,
+    TopK,
+    TwoBit,
+    decode,
+    encode,
+    from_params,
+    room,
+)
 from kvdist.protocol.arrays import Bits, coded_size
 
 KEYS_NAMED_MAX = 5
@@ -226,12 +236,12 @@ class StoreCompression:
         if len(parts) > 1:
             gradient = np.empty_like(residual)
             self._kernels.weighted_sum(parts, [1.0] * len(parts), DType.FLOAT32, gradient)
-        return self.compression.codec.encode(gradient, residual, self._kernels)
+        return encode(self.compression.codec, gradient, residual, self._kernels)
 
     def _through(self, part: Bits, residual: Bits) -> Bits:
         decoded = np.empty_like(residual)
         codec = self.compression.codec
-        padded, entries = codec.encode(part, residual, self._kernels)
+        padded, entries = encode(codec, part, residual, self._kernels)
         data = padded[: coded_size(codec.encoding, entries)]
         decode(codec.encoding, codec.parameter, data, entries, decoded, self._kernels)
         return decoded

@@ -48,10 +48,6 @@ class TwoBit:
         """The threshold as a number of float32, which is what the arithmetic uses."""
         return _as_float32(self.threshold)
 
-    def encode(self, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
-        """See `Codec.encode`."""
-        return _encoded(self, grad, residual, kernels)
-
     def write(self, grad: Array, residual: Array, kernels: Kernels, out: Array) -> None:
         """See `EachCodec`. One pass: reads gradient and residual, writes the residual and a quarter byte each."""
         kernels.quantise_2bit(grad, residual, self.parameter, out)
@@ -76,10 +72,6 @@ class OneBit:
         """The threshold as a number of float32, which is what the arithmetic uses."""
         return _as_float32(self.threshold)
 
-    def encode(self, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
-        """See `Codec.encode`."""
-        return _encoded(self, grad, residual, kernels)
-
     def write(self, grad: Array, residual: Array, kernels: Kernels, out: Array) -> None:
         """See `EachCodec`. One pass: reads gradient and residual, writes the residual and an eighth byte each."""
         kernels.quantise_1bit(grad, residual, self.parameter, out)
@@ -99,10 +91,6 @@ class Half:
     def encoding(self) -> Encoding:
         """Of that half."""
         return Encoding.FLOAT16 if self.dtype is DType.FLOAT16 else Encoding.BFLOAT16
-
-    def encode(self, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
-        """See `Codec.encode`."""
-        return _encoded(self, grad, residual, kernels)
 
     def write(self, grad: Array, residual: Array, kernels: Kernels, out: Array) -> None:
         """See `EachCodec`. One pass: reads gradient and residual, writes the residual and two bytes each."""
@@ -128,8 +116,8 @@ class TopK:
         """How many of `count` elements travel."""
         return min(count, math.ceil(self.ratio * count))
 
-    def encode(self, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
-        """See `Codec.encode`. Four passes: the sum, its size, the selection (in a copy), and what travels is cleared.
+    def encode(self, grad: Array, residual: Array) -> tuple[Octets, int]:
+        """See `encode`. Four passes: the sum, its size, the selection (in a copy), and what travels is cleared.
 
         A NaN counts as larger than any number, so it travels and leaves nothing behind.
         """
@@ -148,11 +136,10 @@ class TopK:
 
 
 EachCodec = TwoBit | OneBit | Half
-"""Those that encode each element by itself. ``write(grad, residual, kernels, out)`` is ``encode`` into given bytes, as
-many as `coded_size` says; all arrays are of the kernels' kind."""
+"""What encodes each element by itself. ``write(grad, residual, kernels, out)`` is `encode` into given bytes, as many as
+`coded_size` says; all arrays are of the kernels' kind."""
 Codec = EachCodec | TopK
-"""How gradients are encoded. ``encode(grad, residual, kernels)`` adds `grad` to `residual`, takes from that what it
-encodes, and returns the bytes, padded to a multiple of 8, and the number of entries in them."""
+"""How gradients are encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +201,19 @@ def from_params(params: Mapping[str, Any]) -> GradientCompression:
     return GradientCompression(make(**numbers_given), DType.FLOAT32 if pull is None else _HALVES[pull])
 
 
+def encode(codec: Codec, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
+    """Add `grad` to `residual`, and take from that what is encoded.
+
+    Returns:
+        The bytes, padded to a multiple of 8, and the number of entries in them.
+    """
+    if isinstance(codec, TopK):
+        return codec.encode(grad, residual)
+    whole, data = room(codec.encoding, grad.size)
+    codec.write(grad, residual, kernels, data)
+    return whole, grad.size
+
+
 def decode(encoding: int, parameter: float, data: Octets, entries: int, out: Array, kernels: Kernels) -> None:
     """Write what was encoded into `out`, float32; one pass, top-k two.
 
@@ -241,12 +241,6 @@ def decode(encoding: int, parameter: float, data: Octets, entries: int, out: Arr
             out.fill(0)
             # NumPy looks at every index: in shared memory a sender could have changed it since it was checked.
             out[data[:middle].view(INDEX)] = data[middle:].view(VALUE)
-
-
-def _encoded(codec: EachCodec, grad: Array, residual: Array, kernels: Kernels) -> tuple[Octets, int]:
-    whole, data = room(codec.encoding, grad.size)
-    codec.write(grad, residual, kernels, data)
-    return whole, grad.size
 
 
 def room(encoding: Encoding, entries: int) -> tuple[Octets, Octets]:

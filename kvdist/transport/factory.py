@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvdist.config.endpoints import tcp_endpoint
@@ -108,15 +109,23 @@ def bind_port(transport: Transport, config: ClusterConfig, host: str) -> str:
         return transport.bind(further_endpoint(config.root_port))
     if config.port_range is None:
         return transport.bind(tcp_endpoint(host, 0))
-    for port in _ports(config, *config.port_range):
+    return bind_first_free(transport, host, _ports(config, *config.port_range))
+
+
+def bind_first_free(transport: Transport, host: str, ports: Sequence[int]) -> str:
+    """Listen at the first free port of a range, in this order; return the endpoint.
+
+    Raises:
+        ConfigError: there is no such address here, or every port is taken.
+    """
+    for port in ports:
         try:
             return transport.bind(tcp_endpoint(host, port))
         except AddressInUse:
             continue
-    first, last = config.port_range
     raise ConfigError(
-        f"every port of {host} from {first} to {last} is taken (KVDIST_PORT_RANGE): widen the range, or end what"
-        " listens there"
+        f"every port of {host} from {min(ports)} to {max(ports)} is taken (KVDIST_PORT_RANGE): widen the range, or end"
+        " what listens there"
     )
 
 

@@ -15,7 +15,7 @@ from kvdist.core.worker.transfers import DECODED_BYTES_MAX, Outbox
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.base import Extent
-from kvdist.optimizer.compression import Half, TopK, TwoBit
+from kvdist.optimizer.compression import Half, TopK, TwoBit, encode
 from kvdist.protocol.arrays import Coded, PayloadView, as_octets, views
 from kvdist.protocol.messages import CompressedPush, Flag, Push
 from tests.cases import each
@@ -34,7 +34,7 @@ def encoded_run(infos, values, codec=TWO_BIT):
         for piece in run.pieces:
             value = values[piece.index]
             part = None if value is None else value[piece.start : piece.stop]
-            octets, own = (b"", 0) if part is None else codec.encode(part, np.zeros_like(part), REFERENCE)
+            octets, own = (b"", 0) if part is None else encode(codec, part, np.zeros_like(part), REFERENCE)
             payload += bytes(octets)
             entries.append(own)
         flags = np.array([0 if values[i] is not None else Flag.EMPTY for i in run.key_of], np.uint8)
@@ -117,7 +117,9 @@ def test_padding_between_decoded_arrays_is_zero():
 
 
 def test_the_bytes_of_each_array_are_found_in_several_frames():
-    first, second = (TwoBit(0.5).encode(np.full(n, 1, np.float32), np.zeros(n, np.float32), REFERENCE) for n in (3, 40))
+    first, second = (
+        encode(TwoBit(0.5), np.full(n, 1, np.float32), np.zeros(n, np.float32), REFERENCE) for n in (3, 40)
+    )
     counts = np.array([3, 40], np.uint32)
     coded = Coded(counts, counts, 1, 0.5, (first[0].data, second[0].data))
     assert [len(one) for one in PayloadView(as_octets(coded)).arrays(0, 2)] == [4, 12]

@@ -45,7 +45,7 @@ from kvdist.core.worker.worker import Worker
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError, KvdistError, RolledBackError
 from kvdist.kernels.reference import REFERENCE
-from kvdist.optimizer.compression import Codec, Half, TopK
+from kvdist.optimizer.compression import Codec, Half, TopK, encode
 from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Configure, Flag, SavedFile
 from kvdist.runtime.node import AnswerByKey, Node
@@ -817,7 +817,7 @@ def _encoded(
             continue
         part = value[piece.start : piece.stop]
         residual = np.zeros_like(part)
-        data, own = codec.encode(part, residual, REFERENCE)
+        data, own = encode(codec, part, residual, REFERENCE)
         assert not residual.any(), "nothing of an integer is lost"
         payload += data.tobytes()
         entries.append(own)

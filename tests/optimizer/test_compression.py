@@ -9,7 +9,7 @@ import pytest
 
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
-from kvdist.optimizer.compression import GradientCompression, Half, OneBit, TopK, TwoBit, decode, from_params
+from kvdist.optimizer.compression import GradientCompression, Half, OneBit, TopK, TwoBit, decode, encode, from_params
 from kvdist.protocol.arrays import coded_size
 from tests.cases import each
 
@@ -18,7 +18,7 @@ SIZES = [0, 1, 3, 15, 16, 17, 31, 32, 33, 1001]
 
 def sent(codec, gradient, residual):
     """The bytes of one push, without padding, and what the server makes of them."""
-    padded, entries = codec.encode(gradient, residual, REFERENCE)
+    padded, entries = encode(codec, gradient, residual, REFERENCE)
     data = padded[: coded_size(codec.encoding, entries)]
     assert len(padded) % 8 == 0 and not padded[len(data) :].any()
     out = np.full(gradient.size, 77, np.float32)
