@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,14 +26,11 @@ from kvdist.core.worker.requests import KeyInfo, Plan, RunPlan, RunSlice
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, DeviceEvent, Kernels
 from kvdist.kvstore import values
-from kvdist.kvstore.local_values import LocalValue
+from kvdist.kvstore.local_values import DeviceCodec, LocalValue
 from kvdist.kvstore.placement import Devices, Matched, OnDevice, Part, as_host_bits, home_of
 from kvdist.kvstore.values import Bits, Key, Shape
 from kvdist.protocol.arrays import padded
 from kvdist.runtime.node import Finish
-
-if TYPE_CHECKING:
-    from kvdist.kvstore.compression import StoreCompression
 
 
 def uploaded(bits: Bits, device: Device) -> OnDevice:
@@ -599,7 +596,7 @@ class DeviceValue(LocalValue):
         kind = f"torch:{self._device.name}" if self._library == "torch" else self._library
         return new_value(kind, self._device, shape, dtype)
 
-    def _parts(self, arrays: Sequence[Any], compression: StoreCompression | None) -> list[Array]:
+    def _parts(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> list[Array]:
         read = [self._devices.read(array, self.dtype) for array in arrays]
         # What came from the host is copied to this GPU.
         parts = [part if isinstance(part, OnDevice) else uploaded(part, self._device) for part in read]

@@ -10,20 +10,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Array, Device, Kernels
 from kvdist.kvstore import values
+from kvdist.kvstore.placement import OnDevice
 from kvdist.kvstore.values import Bits, Key, Shape, UpdaterFunction
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
 
-if TYPE_CHECKING:
-    from kvdist.kvstore.compression import StoreCompression
+
+class DeviceCodec(Protocol):
+    """What compresses the contributions of devices, as if they travelled."""
+
+    def through(self, key: Key, parts: Sequence[Bits]) -> list[Bits]:
+        """What contributions from the host's memory become on their way."""
+
+    def through_on_devices(self, key: Key, parts: Sequence[OnDevice], home: Device) -> list[Array]:
+        """What contributions from GPUs become on their way to the one on which the key rests."""
 
 
 class Updaters:
@@ -154,11 +162,11 @@ class LocalValue(ABC):
         """A copy of the value, of the kind that came."""
         return values.like(self.kind, self.shape, self.dtype, self.host_bits().copy())
 
-    def sum(self, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def sum(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         """The sum of these becomes the value."""
         self._sum_into(self._bits, arrays, compression)
 
-    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def update(self, updaters: Updaters, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         """The optimizer changes the value by the sum of these."""
         updater = updaters.of(self.key)
         parts = self._parts(arrays, compression)
@@ -166,7 +174,7 @@ class LocalValue(ABC):
         extent = Extent(self.key, self.shape)
         updater.update(self.key, self._bits, parts, scales, self.dtype, self._bits, extent=extent)
 
-    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def call(self, function: UpdaterFunction, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         """The user's function changes the value, given the sum of these."""
         # A sum of its own, even of one array: the function may write into what it received.
         received, total, stored = self._for_function()
@@ -179,10 +187,10 @@ class LocalValue(ABC):
         """For the user's function: a new array and its bits, and the value."""
 
     @abstractmethod
-    def _parts(self, arrays: Sequence[Any], compression: StoreCompression | None) -> list[Array]:
+    def _parts(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> list[Array]:
         """What is contributed, where the value rests."""
 
-    def _sum_into(self, out: Array, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def _sum_into(self, out: Array, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         parts = self._parts(arrays, compression)
         self._kernels.weighted_sum(parts, [1.0] * len(parts), self.dtype, out)
 
@@ -213,11 +221,11 @@ class HostValue(LocalValue):
         received = values.like(library, self.shape, self.dtype, total)
         return received, total, values.like(library, self.shape, self.dtype, self._bits)
 
-    def _parts(self, arrays: Sequence[Any], compression: StoreCompression | None) -> list[Bits]:
+    def _parts(self, arrays: Sequence[Any], compression: DeviceCodec | None) -> list[Bits]:
         parts = [values.read_bits(array) for array in arrays]
         return parts if compression is None else compression.through(self.key, parts)
 
-    def _sum_into(self, out: Array, arrays: Sequence[Any], compression: StoreCompression | None) -> None:
+    def _sum_into(self, out: Array, arrays: Sequence[Any], compression: DeviceCodec | None) -> None:
         if len(arrays) == 1 and compression is None:  # a plain copy, at less than half the cost of a kernel's call
             out[...] = values.read_bits(arrays[0])
         else:
