@@ -1,4 +1,4 @@
-"""The examples with Keras: a script at one, two and four processes, and the cells of the notebook."""
+"""The examples with Keras: a script at one, two and four processes, the cells of the notebook, and one of Horovod's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.collective.scripts import horovodrun
+
+PROGRAMS = Path(__file__).with_name("programs")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT, NOTEBOOK = EXAMPLES / "keras_fit.py", EXAMPLES / "notebook.ipynb"
 TIMEOUT_S = 240.0
@@ -61,3 +64,15 @@ def test_the_cells_of_the_notebook_run_in_their_order(job, tmp_path):
     (line,) = notebook.lines_with(" on 2 processes")
     assert float(line.split()[1]) > 0.8, notebook.text
     assert {"checkpoint-1.keras", "checkpoint-8.keras"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.slow
+def test_horovods_imagenet_example_goes_on_from_the_checkpoint_of_rank_0(job, tmp_path, monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    script = PROGRAMS / "imagenet.py"
+    before, _ = horovodrun(job, tmp_path, script, timeout_s=TIMEOUT_S / 2)
+    rates = [float(rate) for rate in before["lr"].split("/")]
+    assert before["began"] == "0" and rates[1:] == [0.1, 0.1], before
+    after, other = horovodrun(job, tmp_path, script, "--epochs", "5", "--fp16-allreduce", timeout_s=TIMEOUT_S / 2)
+    assert after == other and after["began"] == "3" and after["lr"] == "0.010000/0.001000"
+    assert float(after["accuracy"]) > 0.8, (before, after)

@@ -145,10 +145,12 @@ def test_four_ranks_get_the_values_that_horovods_documents_say(mode):
     ranks = 4
     of_ranks = [np.arange(6, dtype=np.float32) - 2 + rank for rank in range(ranks)]
     integers = [np.array([-7, 7], np.int32) - rank for rank in range(ranks)]
+    halves = [np.array([rank + 1, 300], np.float16) for rank in range(ranks)]  # a product of these is infinite
     stack, total = np.stack(of_ranks), np.sum(of_ranks, 0)
 
     def operate(rank):
-        def values(x, i):
+        def values(x, i, h):
+            rows = tf.IndexedSlices(tf.reshape(x[: rank + 1], [-1, 1]), tf.range(rank + 1), tf.constant([ranks, 1]))
             return {
                 "average": hvd.allreduce(x),
                 "sum": hvd.allreduce(x, average=False),
@@ -160,6 +162,8 @@ def test_four_ranks_get_the_values_that_horovods_documents_say(mode):
                 "average of integers": hvd.allreduce(i),
                 "scaled integers": hvd.allreduce(i, op=hvd.Sum, prescale_factor=0.5),
                 "group": tf.concat(hvd.grouped_allreduce([x, x[:2]], op=hvd.Sum), 0),
+                "product of a group": tf.concat(hvd.grouped_allreduce([h, h[:1]], op=hvd.Product), 0),
+                "rows of slices": tf.convert_to_tensor(hvd.allreduce(rows)),
                 "rows": hvd.allgather(x[: rank + 1]),
                 "group of rows": tf.concat(hvd.grouped_allgather([x[:1], x[1 : rank + 1]]), 0),
                 "of rank 2": hvd.broadcast(x, 2),
@@ -174,7 +178,7 @@ def test_four_ranks_get_the_values_that_horovods_documents_say(mode):
             if mode == "session":
                 graph.enter_context(tf.Graph().as_default())
             made = (tf.function(values) if mode == "function" else values)(
-                tf.constant(of_ranks[rank]), tf.constant(integers[rank])
+                tf.constant(of_ranks[rank]), tf.constant(integers[rank]), tf.constant(halves[rank])
             )
             if mode == "session":
                 made = graph.enter_context(tf.compat.v1.Session()).run(made)
@@ -195,6 +199,8 @@ def test_four_ranks_get_the_values_that_horovods_documents_say(mode):
             "average of integers": np.trunc(np.sum(integers, 0) / ranks),
             "scaled integers": np.sum([np.trunc(one * 0.5) for one in integers], 0),
             "group": np.concatenate([total, total[:2]]),
+            "product of a group": np.array([24, np.inf, 24], np.float16),
+            "rows of slices": [[sum(float(one[row]) for one in of_ranks[row:]) / ranks] for row in range(ranks)],
             "rows": np.concatenate([one[: i + 1] for i, one in enumerate(of_ranks)]),
             "group of rows": np.concatenate([stack[:, 0], *(one[1 : i + 1] for i, one in enumerate(of_ranks))]),
             "of rank 2": of_ranks[2],
@@ -204,7 +210,58 @@ def test_four_ranks_get_the_values_that_horovods_documents_say(mode):
             "scattered": total[own],
             "group scattered": 2 * total[own] / ranks,
         }
-        assert found == {name: value.tolist() for name, value in expected.items()}, rank
+        assert found == {name: np.array(value).tolist() for name, value in expected.items()}, rank
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "session"])
+def test_two_process_sets_of_four_ranks_do_every_operation_and_refuse_the_other_ranks(mode):
+    def operate(rank):
+        sets = [hvd.add_process_set(ranks) for ranks in ([0, 2], [1, 3])]
+        own, other = sets[rank % 2], sets[1 - rank % 2]
+
+        def values():
+            x = tf.constant([rank + 1.0, 10.0])
+            return {
+                "sum": hvd.allreduce(x, op=hvd.Sum, process_set=own),
+                "group": hvd.grouped_allreduce([x, x[:1]], op=hvd.Max, process_set=own),
+                "rows": hvd.allgather(x, process_set=own),
+                "of the last": hvd.broadcast(x, 2 + rank % 2, process_set=own),
+                "parts": hvd.alltoall(x, process_set=own),
+                "scattered": hvd.reducescatter(x, op=hvd.Sum, process_set=own),
+                "slices": hvd.allreduce(
+                    tf.IndexedSlices(x, tf.constant([rank, 0])), op=hvd.Sum, process_set=own
+                ).indices,
+                "all": hvd.allreduce(x, op=hvd.Sum),
+            }
+
+        def foreign():
+            return hvd.allreduce(tf.ones(4), process_set=other)
+
+        with contextlib.ExitStack() as graph:
+            if mode != "session":
+                made = (tf.function(values) if mode == "function" else values)()
+                with pytest.raises(tf.errors.InvalidArgumentError, match=f"rank {rank} is not"):
+                    (tf.function(foreign) if mode == "function" else foreign)()
+            else:
+                graph.enter_context(tf.Graph().as_default())
+                session = graph.enter_context(tf.compat.v1.Session())
+                made = session.run(values())
+                with pytest.raises(tf.errors.InvalidArgumentError, match=f"rank {rank} is not"):
+                    session.run(foreign())
+        return tf.nest.map_structure(lambda value: np.array(value).tolist(), made)
+
+    for rank, found in enumerate(returned(run_ranks(4, operate))):
+        first, last, place = rank % 2 + 1.0, rank % 2 + 3.0, rank // 2
+        assert found == {
+            "sum": [first + last, 20.0],
+            "group": [[last, 10.0], [last]],
+            "rows": [first, 10.0, last, 10.0],
+            "of the last": [last, 10.0],
+            "parts": [[first, last], [10.0, 10.0]][place],
+            "scattered": [[first + last], [20.0]][place],
+            "slices": [rank % 2, 0, rank % 2 + 2, 0],
+            "all": [10.0, 40.0],
+        }, rank
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -1,39 +1,19 @@
-"""The scripts of Horovod's documents at two processes, with the lines changed that docs/collective.md names."""
+"""Scripts of Horovod's documents and examples at two processes; docs/collective.md names the lines that change."""
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.keras.jobs import as_of_torchrun
+from tests.collective.scripts import horovodrun, reports
 
 PROGRAMS = Path(__file__).with_name("programs")
 TIMEOUT_S = 280.0
 """For processes that import TensorFlow, which takes half a minute each on a machine that is busy."""
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
-
-
-def run(job, tmp_path, name, *arguments, ranks=2):
-    """Run a program at some ranks; of each what it says of itself, once all have the same weights."""
-    paths = [str(PROGRAMS / name), *map(str, arguments)]
-    for rank in range(ranks):
-        # TensorFlow imports what it makes of a function from a temporary file, and leaves its compiled form there.
-        variables = {**as_of_torchrun(rank, ranks, job.port), "PYTHONDONTWRITEBYTECODE": "1"}
-        job.start(f"rank-{rank}", ["env", "-C", str(tmp_path), sys.executable, *paths], **variables)
-    job.succeed(TIMEOUT_S)
-    return reports("\n".join(job.processes[f"rank-{rank}"].text for rank in range(ranks)), ranks)
-
-
-def reports(text, ranks):
-    """What each rank has said of itself in a text, once all have told the same digest."""
-    assert len(set(re.findall(r"digest (\S+)", text))) == 1, text
-    said = sorted(re.findall(r"rank (\d) of (\d): (.*)$", text, re.MULTILINE))
-    assert [line[:2] for line in said] == [(str(rank), str(ranks)) for rank in range(ranks)], text
-    return [dict(zip(words[::2], words[1::2], strict=True)) for words in (line[2].split() for line in said)]
 
 
 def test_the_introductions_notebook_trains_with_the_three_callbacks_and_saves_on_rank_0(job, tmp_path):
@@ -48,17 +28,24 @@ def test_the_introductions_notebook_trains_with_the_three_callbacks_and_saves_on
 
 
 def test_the_introductions_loop_with_a_tape_keeps_two_ranks_alike(job, tmp_path):
-    for result in run(job, tmp_path, "loop.py", 120):
+    for result in horovodrun(job, tmp_path, PROGRAMS / "loop.py", 120, timeout_s=TIMEOUT_S):
         assert int(result["steps"]) == 60 and float(result["loss"]) < 1.5, job.transcript()
-    assert len(job.processes["rank-0"].lines_with("Step #")) == 6
-    assert job.processes["rank-1"].lines_with("Step #") == []
+    assert len(job.processes["launcher"].lines_with("w0 │ Step #")) == 6
+    assert not job.processes["launcher"].lines_with("w1 │ Step #")
 
 
 def test_the_session_script_trains_and_goes_on_from_the_checkpoint_of_rank_0(job, tmp_path):
-    logs = tmp_path / "train_logs"
-    for result in run(job, tmp_path, "session.py", 40, logs):
+    logs, script = tmp_path / "train_logs", PROGRAMS / "session.py"
+    for result in horovodrun(job, tmp_path, script, 40, logs, timeout_s=TIMEOUT_S / 2):
         assert float(result["loss"]) < 0.9 * float(result["first"]), job.transcript()
     assert (logs / "checkpoint").exists()
-    job.processes.clear()
-    for result in run(job, tmp_path, "session.py", 60, logs):
+    for result in horovodrun(job, tmp_path, script, 60, logs, timeout_s=TIMEOUT_S / 2):
         assert int(result["began"]) == 40, job.transcript()
+
+
+@pytest.mark.parametrize("options", [[], ["--fp16-allreduce"]], ids=["whole", "half"])
+@pytest.mark.parametrize(("name", "steps"), [("synthetic.py", "13"), ("keras_synthetic.py", "12")])
+def test_synthetic_benchmarks(job, tmp_path, name, steps, options):
+    first, second = horovodrun(job, tmp_path, PROGRAMS / name, *options, timeout_s=TIMEOUT_S)
+    assert first == second and first["steps"] == steps
+    assert len(job.processes["launcher"].lines_with("img/sec per CPU")) == 3
