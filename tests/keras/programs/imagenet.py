@@ -56,8 +56,8 @@ callbacks = [
     hvd.callbacks.MetricAverageCallback(),
     hvd.callbacks.LearningRateWarmupCallback(initial_lr, warmup_epochs=args.warmup_epochs, verbose=verbose),
     later(initial_lr, multiplier=1.0, start_epoch=args.warmup_epochs, end_epoch=3),
-    later(initial_lr, multiplier=1e-1, start_epoch=3, end_epoch=4),
-    later(initial_lr, multiplier=1e-2, start_epoch=4),
+    later(initial_lr, multiplier=lambda epoch: 1e-1, start_epoch=3, end_epoch=4),
+    later(initial_lr, multiplier=lambda epoch: 1e-2, start_epoch=4),
 ]
 if hvd.rank() == 0:
     callbacks.append(keras.callbacks.ModelCheckpoint(args.checkpoint_format))
