@@ -29,6 +29,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Forked, forking
 from tests.integration.processes import Job
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -285,6 +286,13 @@ def grown_since(before: Counter[str]) -> Counter[str]:
     if getattr(multiprocessing.resource_tracker._resource_tracker, "_fd", None) is not None:
         grown["pipe"] -= 1
     return +grown
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[type[Forked]]:
+    """`subprocess.Popen` that forks."""
+    with forking() as popen:
+        yield popen
 
 
 @pytest.fixture

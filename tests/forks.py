@@ -110,6 +110,8 @@ def prepare(with_torch: bool) -> None:
 
     with contextlib.suppress(ImportError):
         if with_torch:
+            import torch._dynamo  # noqa: F401 (the first optimizer of a process imports it, for two seconds)
+
             import kvdist.collective
 
             assert kvdist.Trainer

@@ -1,5 +1,7 @@
 """Black-box tests: the public API and the command lines, in real processes. Nothing here knows how kvdist is built.
 
+The processes are forked; a file that is about their start says so with its own `popen`.
+
 What a test asserts is what a document promises, so these tests stay as they are when the code is rebuilt.
 """
 
@@ -11,8 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import Forked
 from tests.integration.processes import Job
 from tests.namespaces import Host, link
+
+
+@pytest.fixture
+def popen(forked: type[Forked]) -> type[Forked]:
+    return forked
 
 
 @pytest.fixture

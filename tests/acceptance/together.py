@@ -13,12 +13,14 @@ import inspect
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -78,16 +80,17 @@ class Together:
         """What a test does: see to it that the job has run, and look at how its own function went."""
         if self.outcomes is None:
             collected = {item.name for item in request.session.items if item.module is request.module}
-            self._run(request.module.__name__, [word for word in self.functions if word in collected])
+            names = [word for word in self.functions if word in collected]
+            self._run(request.module, names, request.getfixturevalue("popen"))
         self._look(request.node.name)
 
-    def _run(self, module: str, names: list[str]) -> None:
+    def _run(self, module: ModuleType, names: list[str], popen: type[subprocess.Popen[bytes]]) -> None:
         """Start the job, wait for its end, and read what its workers have written."""
         self.outcomes = {rank: {} for rank in range(self.workers)}
         folder, results = Path(tempfile.mkdtemp(prefix="job-")), Path(tempfile.mkdtemp(prefix="results-"))
-        job = Job(folder, uuid.uuid4().hex)
-        own = next(word for word, value in vars(sys.modules[module]).items() if value is self)
-        words = [sys.executable, __file__, module, own, str(results), *names]
+        job = Job(folder, uuid.uuid4().hex, popen)
+        own = next(word for word, value in vars(module).items() if value is self)
+        words = [sys.executable, __file__, str(module.__file__), own, str(results), *names]
         if self.servers:
             starter = ["kvdist_launch", "-n", str(self.workers), "-s", str(self.servers)]
         else:
@@ -128,8 +131,9 @@ def same(got: Any, wanted: Any, within: float = 0.0) -> None:
     np.testing.assert_allclose(values, np.asarray(wanted, np.float64), rtol=0, atol=within)
 
 
-def main(module: str, own: str, results: str, *names: str) -> None:
+def main(file: str, own: str, results: str, *names: str) -> None:
     """What each worker runs."""
+    module = ".".join(Path(file).relative_to(ROOT).with_suffix("").parts)
     together: Together = getattr(importlib.import_module(module), own)
     with open(Path(results) / f"rank-{os.environ['KVDIST_RANK']}", "w") as lines:
 

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.forks import Forked, forking
-
-
-@pytest.fixture(scope="session")
-def forked() -> Iterator[type[Forked]]:
-    """`subprocess.Popen` that forks."""
-    with forking() as popen:
-        yield popen
+from tests.forks import Forked
 
 
 @pytest.fixture
