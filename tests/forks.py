@@ -109,6 +109,10 @@ def prepare(with_torch: bool) -> None:
     import kvdist_launch.run_cli  # noqa: F401
 
     with contextlib.suppress(ImportError):
+        from kvdist.kernels import numba_cpu
+
+        numba_cpu.build("sum_float32")  # the first kernel of a process takes half a second, from the cache too
+    with contextlib.suppress(ImportError):
         if with_torch:
             import torch._dynamo  # noqa: F401 (the first optimizer of a process imports it, for two seconds)
 
@@ -200,4 +204,4 @@ def run(program: str, words: list[str]) -> NoReturn:
     else:
         main.__file__ = program
         exec(compile(Path(program).read_bytes(), program, "exec", dont_inherit=True), vars(main))
-    sys.exit()
+    raise SystemExit  # and no call of `sys.exit`, which programs may have replaced

@@ -242,6 +242,9 @@ def test_input_for_a_process_that_cannot_have_it_is_refused(job, words, sentence
 # Names of processes.
 
 
+@pytest.mark.parametrize(
+    "popen", [subprocess.Popen], ids=["started"]
+)  # a launcher that is forked has a process of its own to fork
 def test_processes_are_named_after_role_and_rank(job, script, tmp_path):
     job.launch(2, 2, sys.executable, script(ENDLESS_AT_FIRST), str(tmp_path / "attempts"), options=("--grace", "1"))
     job.line("launcher", "trains", count=2)

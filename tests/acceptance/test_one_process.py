@@ -214,6 +214,9 @@ WORDS = [
     *(f"{mode}/{optimizer}" for mode in MODES for optimizer in OPTIMIZERS),
     *(f"{mode}/{optimizer}" for mode in BY_HAND for optimizer in REFUSED),
 ]
+QUICK = [f"{mode}/torch.adamw" for mode in MODES]
+QUICK += ["servers/sgd", "workers/torch.sgd", "by hand/adafactor", "by hand-clipped/asgd"]
+"""Each mode, and each optimizer where its own equation counts."""
 
 
 def check(word):
@@ -221,6 +224,7 @@ def check(word):
     compare({**MODES, **BY_HAND}[mode](optimizer), optimizer, clip="clipped" in mode)
 
 
+@pytest.mark.slow_cases(*(word for word in WORDS if word not in QUICK))
 @two.each(*WORDS)
 def test_two_workers_make_the_steps_of_one_process(word):
     check(word)
@@ -251,6 +255,8 @@ def test_four_workers_make_the_steps_of_one_process(word):
     check(word)
 
 
+@pytest.mark.slow_cases("sgd-2-True", "sgd-2-False", "torch.sgd-2-True", "torch.sgd-4-True")
+@pytest.mark.slow_cases("torch.adamw-2-False", "torch.adamw-4-True")
 @pytest.mark.parametrize(("size", "clip"), [(2, True), (2, False), (4, True)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ranks_of_horovod_make_the_steps_of_one_process(size, clip, optimizer):

@@ -135,6 +135,7 @@ def test_a_job_of_one_machine_that_is_to_encrypt_draws_a_secret(job, running):
     go_on()
 
 
+@pytest.mark.parametrize("popen", [subprocess.Popen], ids=["started"])  # a launcher that is forked has one child more
 def test_the_secret_of_a_job_leaves_nothing_behind_when_launcher_and_guard_are_killed(job, running):
     running(1, "--security", "curve")
     launcher = job.pid_of("launcher")

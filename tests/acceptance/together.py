@@ -55,8 +55,8 @@ class Together:
         """Let the workers run a function; what is returned is the test that looks at how it went."""
         self.functions[function.__name__] = function
 
-        def test(request: pytest.FixtureRequest) -> None:
-            self._see(request)
+        def test(request: pytest.FixtureRequest, popen: type[subprocess.Popen[bytes]]) -> None:
+            self._see(request, popen)
 
         test.__name__, test.__doc__ = function.__name__, function.__doc__
         return test
@@ -68,20 +68,20 @@ class Together:
             for word in words:
                 self.functions[f"{function.__name__}[{word}]"] = functools.partial(function, word)
 
-            def test(request: pytest.FixtureRequest, word: str) -> None:
-                self._see(request)
+            def test(request: pytest.FixtureRequest, popen: type[subprocess.Popen[bytes]], word: str) -> None:
+                self._see(request, popen)
 
             test.__name__, test.__doc__ = function.__name__, function.__doc__
             return pytest.mark.parametrize("word", words, ids=words)(test)
 
         return decorate
 
-    def _see(self, request: pytest.FixtureRequest) -> None:
+    def _see(self, request: pytest.FixtureRequest, popen: type[subprocess.Popen[bytes]]) -> None:
         """What a test does: see to it that the job has run, and look at how its own function went."""
         if self.outcomes is None:
             collected = {item.name for item in request.session.items if item.module is request.module}
             names = [word for word in self.functions if word in collected]
-            self._run(request.module, names, request.getfixturevalue("popen"))
+            self._run(request.module, names, popen)
         self._look(request.node.name)
 
     def _run(self, module: ModuleType, names: list[str], popen: type[subprocess.Popen[bytes]]) -> None:

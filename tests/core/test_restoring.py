@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +69,12 @@ MATRICES: dict[int | str, tuple[int, ...]] = {"matrix": (30, 4), "tall": (7, 2),
 """One that is cut over all servers, unless its optimizer needs it whole or by rows."""
 
 
-@each("name, dtype", product(registered(), ["float32", "float16"]))
+@each("name, dtype", [*((name, "float32") for name in registered()), ("sgd", "float16"), ("adam", "float16")])
 def test_every_rule_with_all_that_it_remembers_goes_on_to_the_bit(tmp_path: Path, name: str, dtype: str) -> None:
     generator = np.random.default_rng(5)
     sizes = {key: math.prod(shape) for key, shape in MATRICES.items()}
     firsts = {key: generator.normal(size=size).tolist() for key, size in sizes.items()}
-    rounds = [{key: generator.normal(size=size).tolist() for key, size in sizes.items()} for _ in range(4)]
+    rounds = [{key: generator.normal(size=size).tolist() for key, size in sizes.items()} for _ in range(3)]
 
     def fresh(num_servers: int) -> Wired:
         wired = Wired(1, num_servers, SMALL, bigarray_bound=42)

@@ -43,7 +43,8 @@ def test_the_network_learns_alone_without_a_launcher(job):
     assert loss < 0.3 and accuracy > 0.9, alone.text
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_learn_the_same_network_and_rank_0_writes_it(job, ranks, tmp_path):
     options = ["--epochs", "8", "--checkpoints", str(tmp_path)]
     launcher = job.launch(ranks, 0, sys.executable, *OF_KERAS, str(SCRIPT), *options)

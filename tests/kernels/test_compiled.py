@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -44,6 +46,7 @@ def numba() -> Kernels:
     return choose("numba")
 
 
+@functools.lru_cache(maxsize=256)
 def values(size, seed, dtype=DType.FLOAT32):
     """Normal numbers of many magnitudes, and among them zeros of both signs, subnormals, infinities and NaN."""
     rng = np.random.default_rng(seed)
@@ -87,7 +90,7 @@ def run(
     """Six updates, as `torch.radam` has another equation from the sixth on; the weight and all states."""
     name, numbers = RULES[rule]
     updater = Updater(create(name, **{**numbers, **changes}), kernels)
-    weight = values(size, 99, dtype)
+    weight = values(size, 99, dtype).copy()
     for step in range(6):
         out = weight if in_place else np.full(size, 5, dtype.storage)
         contributions = [prepare(values(size, 10 * step + i, dtype)) for i in range(count)]
@@ -139,10 +142,10 @@ def off_by_a_byte(array):
 
 
 @each("prepare", [read_only, inside_a_larger_array, off_by_a_byte])
-@each("rule", RULES)
-def test_inputs_may_lie_anywhere_and_be_read_only(numba, rule, prepare):
-    for size, count in ((1001, 2), (CHUNK_ELEMENTS + 5, 5)):
-        assert_equal_runs(numba, rule, size, count, prepare=prepare)
+def test_inputs_may_lie_anywhere_and_be_read_only(numba, prepare):
+    for rule in RULES:
+        assert_equal_runs(numba, rule, 1001, 2, prepare=prepare)
+    assert_equal_runs(numba, "momentum", CHUNK_ELEMENTS + 5, 5, prepare=prepare)
     contributions = [prepare(values(1001, seed)) for seed in range(3)]
     out, expected = np.empty(1001, np.float32), np.empty(1001, np.float32)
     numba.weighted_sum(contributions, [1.0] * 3, DType.FLOAT32, out)

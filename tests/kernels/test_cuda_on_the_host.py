@@ -21,7 +21,7 @@ def device(cuda_library):
 
 @pytest.fixture(scope="session")
 def sizes():
-    return LONG
+    return LONG[:-1]  # of many blocks, as the longest, which takes ten times as long
 
 
 def test_few_blocks_sum_many_squares(device, monkeypatch):
