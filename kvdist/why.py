@@ -1,7 +1,7 @@
 """``kvdist why FOLDER``: read the dumps of a job, and say in a paragraph who was awaited, by whom, and why.
 
 A dump is what a process heard and answered last (`kvdist.runtime.ring`). The clocks of hosts differ, so the times of a
-dump are shifted until no message arrives before it was sent. With ``--replay`` a new machine is told all that a dump
+dump are shifted until no message arrives before it was sent. With ``--replay`` a new machine hears all that a dump
 says, and has to answer the same (`kvdist.core.replay`).
 """
 
@@ -387,7 +387,7 @@ def explained(folder: Path) -> str:
 
 
 def compared(folder: Path) -> tuple[str, int]:
-    """For each dump whether a new machine that is told what it says answers the same; and 1 if one does not, else 0.
+    """For each dump whether a new machine that hears the same answers the same; and 1 if one does not, else 0.
 
     Raises:
         NoDumps: there are none.

@@ -183,7 +183,7 @@ class Saving:
 
 
 _FAILED: dict[CheckpointFuture, BaseException] = {}
-"""Those that were not looked at."""
+"""The failures that were not looked at."""
 
 
 def _end_badly() -> None:

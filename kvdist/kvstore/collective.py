@@ -236,7 +236,7 @@ class CollectiveKeys(KeyTable):
         self._backend = backend
 
     def fresh(self, given: KeyArrays) -> Sequence[Fresh]:
-        """Those that are new, with what this worker says of them.
+        """The new keys, with what this worker says of them.
 
         Raises:
             InitMismatch: one has been declared otherwise before.

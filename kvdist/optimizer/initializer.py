@@ -14,7 +14,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 
@@ -119,8 +119,60 @@ class Constant(Initializer):
                 rows.fill(self.value if dtype.is_floating else int(self.value))
 
 
+class _Random(Initializer):
+    """Random numbers. Columns 2j and 2j + 1 come from word j of the row."""
+
+    _name: ClassVar[str]
+
+    scale: float
+    seed: int
+
+    def __post_init__(self) -> None:
+        scale = finite_number(f"the scale of {self._name}", self.scale)
+        seed = whole_number(f"the seed of {self._name}", self.seed)
+        if not 0 <= scale <= SCALE_MAX:
+            raise ValueError(f"the scale of {self._name} must be at least 0 and at most {SCALE_MAX:g}, not {scale:g}")
+        if not 0 <= seed <= WHOLE_MAX:
+            raise ValueError(f"the seed of {self._name} must be from 0 to {WHOLE_MAX}, not {seed}")
+        object.__setattr__(self, "scale", scale)
+        object.__setattr__(self, "seed", seed)
+
+    def describe(self) -> str:
+        """Such as ``uniform(0.07,seed=3)``."""
+        return f"{self._name}({self.scale!r},seed={self.seed})"
+
+    def check(self, dtype: DType) -> None:
+        """Floating types only."""
+        if not dtype.is_floating:
+            raise ValueError(
+                f"rows of {dtype.label} cannot start as {self._name} numbers: use zeros or constant(1), say"
+            )
+
+    def fill(self, ids: Array, rows: Array, dtype: DType) -> None:
+        """See `Initializer.fill`. Goes chunk by chunk."""
+        row_length = rows.shape[1]
+        columns = np.arange(1, (row_length + 1) // 2 + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        start = _mixed(np.array([self.seed], np.uint64) + np.uint64(_GOLDEN))
+        count = max(1, _CHUNK_ELEMENTS // max(1, row_length))
+        for first in range(0, len(ids), count):
+            part = ids[first : first + count].astype(np.uint64)
+            bases = _mixed((part + np.uint64(1)) * np.uint64(_GOLDEN) + start)
+            even, odd = self._pairs(_mixed(bases[:, np.newaxis] + columns))
+            values = np.empty((len(part), row_length), np.float32)
+            values[:, 0::2] = even
+            values[:, 1::2] = odd[:, : row_length // 2]
+            with np.errstate(over="ignore"):
+                if dtype is DType.BFLOAT16:
+                    values = from_float32(values.reshape(-1), dtype).reshape(values.shape)
+                rows[first : first + count] = values
+
+    @abstractmethod
+    def _pairs(self, words: Array) -> tuple[Array, Array]:
+        """Two numbers of each random word, in float64."""
+
+
 @dataclass(frozen=True)
-class Uniform(Initializer):
+class Uniform(_Random):
     """Numbers spread evenly between -scale and scale.
 
     Attributes:
@@ -128,23 +180,10 @@ class Uniform(Initializer):
         seed: a whole number; another seed, other numbers.
     """
 
+    _name = "uniform"
+
     scale: float = 0.07
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_random(self, "uniform")
-
-    def describe(self) -> str:
-        """Such as ``uniform(0.07,seed=3)``."""
-        return f"uniform({self.scale!r},seed={self.seed})"
-
-    def check(self, dtype: DType) -> None:
-        """Floating types only."""
-        _require_floating(dtype, "uniform")
-
-    def fill(self, ids: Array, rows: Array, dtype: DType) -> None:
-        """See `Initializer.fill`."""
-        _fill_pairs(self.seed, ids, rows, dtype, self._pairs)
 
     def _pairs(self, words: Array) -> tuple[Array, Array]:
         """Each half of a word is the middle of one of 2^32 equal steps."""
@@ -155,7 +194,7 @@ class Uniform(Initializer):
 
 
 @dataclass(frozen=True)
-class Normal(Initializer):
+class Normal(_Random):
     """Normally distributed numbers around 0.
 
     Attributes:
@@ -163,23 +202,10 @@ class Normal(Initializer):
         seed: a whole number; another seed, other numbers.
     """
 
+    _name = "normal"
+
     scale: float = 0.01
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_random(self, "normal")
-
-    def describe(self) -> str:
-        """Such as ``normal(0.01,seed=3)``."""
-        return f"normal({self.scale!r},seed={self.seed})"
-
-    def check(self, dtype: DType) -> None:
-        """Floating types only."""
-        _require_floating(dtype, "normal")
-
-    def fill(self, ids: Array, rows: Array, dtype: DType) -> None:
-        """See `Initializer.fill`."""
-        _fill_pairs(self.seed, ids, rows, dtype, self._pairs)
 
     def _pairs(self, words: Array) -> tuple[Array, Array]:
         """The halves of a word are a point of the unit square; Box and Muller make two normal numbers of it."""
@@ -222,41 +248,6 @@ def initializer_from(text: str | Initializer) -> Initializer:
     raise ValueError(
         f"an initialiser is written zeros, constant(0.5), uniform(0.07) or normal(0.01,seed=3), not {text!r:.80}"
     )
-
-
-def _check_random(initializer: Uniform | Normal, name: str) -> None:
-    scale = finite_number(f"the scale of {name}", initializer.scale)
-    seed = whole_number(f"the seed of {name}", initializer.seed)
-    if not 0 <= scale <= SCALE_MAX:
-        raise ValueError(f"the scale of {name} must be at least 0 and at most {SCALE_MAX:g}, not {scale:g}")
-    if not 0 <= seed <= WHOLE_MAX:
-        raise ValueError(f"the seed of {name} must be from 0 to {WHOLE_MAX}, not {seed}")
-    object.__setattr__(initializer, "scale", scale)
-    object.__setattr__(initializer, "seed", seed)
-
-
-def _require_floating(dtype: DType, name: str) -> None:
-    if not dtype.is_floating:
-        raise ValueError(f"rows of {dtype.label} cannot start as {name} numbers: use zeros or constant(1), say")
-
-
-def _fill_pairs(seed: int, ids: Array, rows: Array, dtype: DType, pairs: Any) -> None:
-    """Fill rows chunk by chunk. Columns 2j and 2j + 1 come from word j of the row."""
-    row_length = rows.shape[1]
-    columns = np.arange(1, (row_length + 1) // 2 + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-    start = _mixed(np.array([seed], np.uint64) + np.uint64(_GOLDEN))
-    count = max(1, _CHUNK_ELEMENTS // max(1, row_length))
-    for first in range(0, len(ids), count):
-        part = ids[first : first + count].astype(np.uint64)
-        bases = _mixed((part + np.uint64(1)) * np.uint64(_GOLDEN) + start)
-        even, odd = pairs(_mixed(bases[:, np.newaxis] + columns))
-        values = np.empty((len(part), row_length), np.float32)
-        values[:, 0::2] = even
-        values[:, 1::2] = odd[:, : row_length // 2]
-        with np.errstate(over="ignore"):
-            if dtype is DType.BFLOAT16:
-                values = from_float32(values.reshape(-1), dtype).reshape(values.shape)
-            rows[first : first + count] = values
 
 
 def _mixed(words: Array) -> Array:

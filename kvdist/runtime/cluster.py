@@ -117,7 +117,7 @@ class Cluster:
         self.stores_open = 0
         self._next_store = 0
         self.stores: list[RollsBack] = []
-        """Those that are told when all go back to a snapshot."""
+        """What hears of it when all go back to a snapshot."""
         self.leasing: Leasing | None = None
         """If this process trains on leased examples, which others may have when it leaves."""
         self._held: set[Future[Any]] = set()

@@ -175,7 +175,7 @@ class UnderWay:
             self.waiting -= 1
 
     def leave(self, nbytes: int) -> None:
-        """So many bytes are counted, or never will be."""
+        """These bytes are counted, or never will be."""
         with self._changed:
             self.nbytes -= nbytes
             if self.waiting:

@@ -185,15 +185,22 @@ class ShowCompletion(argparse.Action):
         parser.exit()
 
 
-def to_seconds(text: str) -> float:
-    """A number of seconds."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; write a number of at least 0")
-    return seconds
+def numbers(advice: str) -> Callable[[str], float]:
+    """A parser of finite numbers of at least 0; `advice` completes the error."""
+
+    def read(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = -1.0
+        if not 0 <= number < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text!r}{advice}")
+        return number
+
+    return read
+
+
+to_seconds = numbers(" is not a number of seconds; write a number of at least 0")
 
 
 def _port_range(text: str) -> tuple[int, int]:

@@ -28,6 +28,7 @@ from kvdist_launch.options import (
     flag,
     grouped_parser,
     matching,
+    numbers,
     parse_options,
     repeated,
     split_words,
@@ -233,14 +234,7 @@ def _log_level(text: str) -> str:
 _at_least_one = matching("(0*[1-9][0-9]*)", " is not a whole number of at least 1", int)
 
 
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
-    return number
+_number = numbers(" is not a number of at least 0")
 
 
 def _port(text: str) -> int:
