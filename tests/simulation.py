@@ -96,6 +96,7 @@ class Scenario:
     victims: who is hit once a worker is in its `fault_round`-th round (-1: has declared its keys; -2: has joined),
         within `spread_s` of that: killed, or paused for `pause_s`.
     on_loss: what follows when a worker is lost.
+    min_workers: with fewer workers than so many rounds stay open.
     replicas: how many other servers keep a copy of a server's slices.
     later: who is hit once a server has been given up.
     again: in how many seconds a victim is started again, at least and at most; None = never.
@@ -129,6 +130,7 @@ class Scenario:
     returns_s: float = 0.0
     """A killed scheduler is started again within so many seconds; 0: it is not."""
     on_loss: str = "fail"
+    min_workers: int | None = None
     replicas: int = 0
     later: str = ""
     again: tuple[float, float] | None = None
@@ -369,13 +371,16 @@ def _note_losses(cluster: Cluster, process: Process) -> None:
 
 def _tell(cluster: Cluster, node: NodeId, life: int) -> None:
     """The launcher's line about a process that was killed comes late now and then."""
+    if cluster.processes["scheduler"].ended:
+        return  # it is said once more to the next one
     cluster.processes["scheduler"].node.post(ChildEnded(node, "killed", False, life))
 
 
 def _start_again(cluster: Cluster, node: NodeId, life: int) -> None:
     """Start a process again that was killed, unless the job has ended meanwhile; a launcher would know."""
     cluster.starting -= 1
-    if cluster.processes["scheduler"].ended:
+    scheduler = cluster.processes["scheduler"]
+    if scheduler.ended and not scheduler.crashed:
         cluster.network.used["not started again"] += 1
         return
     name = f"{node}, life {life}"
@@ -400,8 +405,12 @@ def _return(cluster: Cluster, closed: int) -> None:
     node = _start(cluster, "scheduler", Role.SCHEDULER, 0).node
     for name, process in cluster.processes.items():
         if process.ended and name != "scheduler" and (not process.crashed or network.random.random() < 0.7):
-            role, _, rank = name.partition("-")
-            node.post(ChildEnded(NodeId(Role(role), int(rank)), "killed by signal 9 (SIGKILL)", not process.crashed))
+            who, _, lives = name.partition(", life ")
+            role, _, rank = who.partition("-")
+            ended_well = not process.crashed and process.node.failure is None
+            node.post(
+                ChildEnded(NodeId(Role(role), int(rank)), "killed by signal 9 (SIGKILL)", ended_well, int(lives or 0))
+            )
 
 
 def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport, life: int = 0) -> Node:
@@ -418,6 +427,7 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             scenario.num_servers,
             bigarray_bound=BIGARRAY_BOUND,
             on_loss=scenario.on_loss,
+            min_workers=scenario.min_workers,
             return_s=RETURN_S if scenario.again is not None else 0.0,
             replicas=scenario.replicas,
             scheduler_away_s=AWAY_S if scenario.returns_s else None,
@@ -579,6 +589,11 @@ def _judge(cluster: Cluster) -> None:
         assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
         assert user.done, f"{name} did not come to its end"
+    least = cluster.scenario.min_workers or 0
+    for number, rounds in cluster.oracle.books.rounds.items():
+        few = sum(len(counted) < least for counted in rounds)
+        assert few <= 2, f"{few} rounds of slice {number} were closed by fewer than {least} workers"
+        cluster.network.used["closed by few"] += few
     if cluster.scenario.examples:
         _judge_examples(cluster)
     else:
@@ -613,8 +628,11 @@ def _judge(cluster: Cluster) -> None:
 
 
 def _starts_again(cluster: Cluster, name: str) -> bool:
-    """Whether a worker was joining when all went back, and has ended for that; a launcher would start it again."""
+    """Whether a worker was joining when all went back, or when the scheduler was lost, and has ended for that; a
+    launcher would start it again."""
     user, failure = cluster.users.get(name), cluster.processes[name].node.failure
+    if user is not None and user.life and cluster.scenario.returns_s and user.since is None:
+        return isinstance(failure, PeerLostError) and "was started again before" in str(failure)
     if cluster.scenario.snapshot_s is None or user is None or not user.life:
         return False
     return isinstance(failure, FencedError | PeerLostError) and "while it joined" in str(failure)
@@ -937,6 +955,17 @@ SCENARIOS: dict[str, Scenario] = {
         spread_s=0.0,
         again=(0.1, 0.3),
         weather=Weather(delay_s=0.005, scheduler_delay_s=0.15),
+    ),
+    "joins while the scheduler is away": replace(
+        JOINING,
+        victims=("worker-1", "worker-2", "scheduler"),
+        returns_s=0.4,
+        spread_s=1.0,
+        again=(0.1, 0.3),
+        weather=Weather(delay_s=0.01, scheduler_delay_s=0.15),
+    ),
+    "joins when too few are left": replace(
+        JOINING, victims=("worker-1", "worker-2"), min_workers=3, saves=0.2, again=(0.3, 0.8)
     ),
     "joins before the first mean": replace(JOINING, victims=("worker-1", "worker-0"), means=(4, 7), saves=0.0),
     "joins when all were lost": replace(

@@ -334,6 +334,13 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             shown_default="as many as there are at the start",
         ),
         Setting(
+            "KVDIST_MIN_WORKERS", whole_number(1), None,
+            "how many workers must be there for training to go on; with fewer it waits until enough are back",
+            "With `KVDIST_ON_LOSS=continue`, for synchronous stores. Workers that have finished well count."
+            " The scheduler's value counts, and `kvdist-launch --min-workers` sets it",
+            shown_default="1",
+        ),
+        Setting(
             "KVDIST_RETURN_S", seconds(0), 0.0,
             "how many seconds a job waits for a worker that comes back when the last one is lost; `0`: it ends at once",
             "With `KVDIST_ON_LOSS=continue`: the servers keep the weights meanwhile. The scheduler's value counts, and"
@@ -765,7 +772,7 @@ SCHEDULER_AWAY_S = 60.0
 
 JOB_WIDE = (
     *("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss", "max_workers", "snapshots"),
-    "replicas",
+    *("min_workers", "replicas"),
 )
 """Fields that a child process gets even with the default, so that its host's variables do not change them."""
 
@@ -800,6 +807,7 @@ class ClusterConfig:
     local_reduce: str = setting("KVDIST_LOCAL_REDUCE")
     on_loss: str = setting("KVDIST_ON_LOSS")
     max_workers: int | None = setting("KVDIST_MAX_WORKERS")
+    min_workers: int | None = setting("KVDIST_MIN_WORKERS")
     replicas: int = setting("KVDIST_REPLICAS")
     restarts: int | None = setting("KVDIST_RESTARTS")
     return_s: float = setting("KVDIST_RETURN_S")
@@ -825,6 +833,16 @@ class ClusterConfig:
         count = {Role.WORKER: self.most_workers, Role.SERVER: self.num_servers, Role.SCHEDULER: 1}[self.role]
         if self.rank is not None and self.rank >= count:
             raise ConfigError(f"KVDIST_RANK is {self.rank}, but the cluster has only {count} {self.role}(s)")
+        if self.min_workers is not None and self.on_loss == "fail":
+            raise ConfigError(
+                f"KVDIST_MIN_WORKERS is {self.min_workers}, below which a job waits for workers that come back, and"
+                " KVDIST_ON_LOSS is 'fail', which ends it with the first loss: set KVDIST_ON_LOSS=continue"
+            )
+        if (self.min_workers or 0) > self.num_workers:
+            raise ConfigError(
+                f"KVDIST_MIN_WORKERS is {self.min_workers}, but the job begins with {self.num_workers} worker(s):"
+                " expected that number at most"
+            )
         if self.snapshots is not None and self.on_loss == "fail":
             raise ConfigError(
                 f"KVDIST_SNAPSHOTS is {self.snapshots!r}, from which a job goes on that has lost a server, and"

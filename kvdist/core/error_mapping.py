@@ -56,7 +56,7 @@ def scheduler_away(endpoint: str, me: Member, away_s: float) -> PeerLostError:
 
 def scheduler_forgot(endpoint: str, me: Member) -> PeerLostError:
     """The scheduler was started again, and cannot know of `me`, which was not in any roster yet."""
-    return scheduler_lost(endpoint, me, "it was started again before the cluster was complete")
+    return scheduler_lost(endpoint, me, "it was started again before this process had heard who is there")
 
 
 def link_lost(member: Member, host: str, me: Member, reason: str) -> PeerLostError:

@@ -209,6 +209,8 @@ class Peer:
     host: Name
     pid: UInt32
     endpoint: Name
+    life: UInt32 = 0
+    """How often a process of this rank was started before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,8 @@ class CallAnswer:
     code: FromMinusOne
     """The code of the error; -1 for none."""
     reason: Sentence
+    pushes: UInt32
+    """How many pushes it had made before, as in `Declare`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +288,9 @@ class Reregister(WireMessage):
     lost: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
     """Of those the ones that were given up."""
     joined: Ranks
-    """Of those that are there the ones that have joined later."""
+    """Of those that are there the ones that have joined later, as a server knows."""
+    since: Ranks
+    """For each of them the version from which on rounds wait for it, or `LATER`."""
     leases: Boolean
     """Whether the sender has asked for leases of data."""
     calls: Annotated[tuple[CallAnswer, ...], list_of("calls", record("call", CallAnswer), "members_max")]
@@ -949,10 +955,13 @@ class Counters(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Numbered(WireMessage):
-    """Scheduler → worker that came later: your next checkpoint of this store is the `counter`-th of all workers."""
+    """Scheduler → worker that came later: this barrier, load or claim of yours is the `counter`-th of all workers.
+
+    The worker had said `LATER` in place of the number. From here on it counts as the others do.
+    """
 
     KIND = 85
-    store: UInt32
+    request: UInt64
     counter: UInt64
 
 

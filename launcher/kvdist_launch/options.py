@@ -365,6 +365,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
          " own is gone, or a scheduler that is killed, each at most N times; with --on-loss continue")),
         (("--snapshots",), valued(_word, "DIR", SETTINGS["KVDIST_SNAPSHOTS"].help())),
         (("--max-workers",), valued(int, "N", SETTINGS["KVDIST_MAX_WORKERS"].help() + "; see docs/launching.md")),
+        (("--min-workers",), valued(int, "N", SETTINGS["KVDIST_MIN_WORKERS"].help() + "; see docs/reliability.md")),
         (("--replicas",), valued(int, "N", SETTINGS["KVDIST_REPLICAS"].help() + "; see docs/reliability.md")),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_FORM_TIMEOUT_S"].help())),
         (("--patience",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_PATIENCE_S"].help())),

@@ -108,7 +108,7 @@ SPREADS = ("--emit sbatch", "--emit kubernetes", "--launcher slurm")
 
 OF_SERVERS = (
     *("--on-loss", "--restart", "--max-workers", "--replicas", "--server-module", "--optimizer-module"),
-    *("--server-device", "--env-server", "--scheduler-on"),
+    *("--server-device", "--env-server", "--scheduler-on", "--min-workers"),
 )
 """Options that have no meaning without servers."""
 
@@ -241,6 +241,16 @@ def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_wor
         )
     if options.max_workers is not None and options.max_workers < num_workers:
         raise ConfigError(f"--max-workers {options.max_workers} is less than the {num_workers} workers at the start")
+    least = options.min_workers
+    if least is not None and on_loss == "fail":
+        raise ConfigError(
+            f"--min-workers {least}: with fewer a job waits for workers that come back, and without --on-loss its first"
+            " loss ends it; add --on-loss continue"
+        )
+    if least is not None and not 1 <= least <= num_workers:
+        raise ConfigError(
+            f"--min-workers {least}: expected 1 to {num_workers}, the number of workers at the start (-n)"
+        )
     if options.snapshots and (on_loss == "fail" or not options.restart or options.num_servers == 0):
         raise ConfigError(
             f"--snapshots {options.snapshots}: a job goes back to them when a server was lost and is started again; add"
@@ -362,6 +372,7 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         "KVDIST_DUMP": options.dump and os.path.abspath(options.dump),
         SNAPSHOTS: options.snapshots and os.path.abspath(options.snapshots),
         "KVDIST_MAX_WORKERS": None if options.max_workers is None else str(options.max_workers),
+        "KVDIST_MIN_WORKERS": None if options.min_workers is None else str(options.min_workers),
         "KVDIST_RETURN_S": RETURN_S if options.restart else None,
         REPLICAS: None if options.replicas is None else str(options.replicas),
         "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",

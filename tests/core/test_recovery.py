@@ -9,13 +9,14 @@ import pytest
 from kvdist.checkpoint.snapshot import LockFolder
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import ChildEnded, Halt, PeerDisconnected, Transmit
-from kvdist.core.worker.requests import ClaimFolder
+from kvdist.core.worker.newcomer import Newcomer
+from kvdist.core.worker.requests import ClaimFolder, TakePart
 from kvdist.errors import FencedError, InitMismatch, OptimizerMismatch, PeerLostError
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
 from kvdist.protocol.messages import Command, Hello, Lease, Packet, Rejected, Reregister, Stamp, Waiting
 from tests.core.wired import JOB, Wired
 
-REGISTER = Reregister(9, (), (), (), (), False, (), "", ())
+REGISTER = Reregister(9, (), (), (), (), (), False, (), "", ())
 KILLED = "killed by signal 9 (SIGKILL)"
 
 
@@ -213,13 +214,41 @@ def test_a_scheduler_whose_place_was_taken_ends_itself(wired: Wired) -> None:
     assert "a scheduler of term 2 has taken the place of this one, of term 1" in str(failure)
 
 
-def test_a_job_that_workers_have_joined_later_ends_with_a_sentence(wired: Wired) -> None:
-    wired.servers[1].peers.since[2] = 5
+def test_a_cut_that_not_all_servers_have_heard_of_is_told_again(wired: Wired) -> None:
+    told, untold = (server.peers for server in wired.servers)
+    told.since[2] = 1
+    untold.newcomers[2] = untold.workers.pop(2)
+    untold.rest(set())
     return_scheduler(wired)
-    for name in wired.processes:
-        failure = wired.stopped[name]
-        assert isinstance(failure, PeerLostError)
-        assert "it was started again, which a job does not survive that worker-2 joined later" in str(failure)
+    assert told.since == untold.since == {2: 1}
+    assert untold.awaited == {0, 1, 2}
+    assert wired.scheduler.membership.since == {wired.member("worker-2"): 1}
+
+
+def test_what_servers_have_promised_the_last_one_ends(wired: Wired) -> None:
+    for server in wired.servers:
+        server.dense.hold()
+    return_scheduler(wired)
+    assert all(block.round.admission is None for server in wired.servers for block in server.dense)
+    for _ in range(3):
+        reads = [wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]}) for rank in range(3)]
+        wired.settle()
+    assert [wired.value(read, "w") for read in reads] == [[9, 9, 9]] * 3
+
+
+def test_a_worker_that_looks_on_says_once_more_that_it_wants_to_be_a_member(wired: Wired) -> None:
+    for server in wired.servers:
+        server.peers.newcomers[2] = server.peers.workers.pop(2)
+        server.peers.rest(set())
+    late = wired.workers[2]
+    late._newcomer = Newcomer(late.transfers, late.servers)
+    asked = wired.ask(2, lambda number: TakePart(number, 0))
+    wired.settle()
+    assert asked not in wired.completed, "the last scheduler has not made a cut"
+    return_scheduler(wired)
+    assert asked in wired.completed
+    assert [server.peers.since for server in wired.servers] == [{2: 1}, {2: 1}]
+    assert wired.scheduler.membership.since == {wired.member("worker-2"): 1}
 
 
 def test_a_job_whose_workers_lease_their_data_ends_with_a_sentence(wired: Wired) -> None:
@@ -269,7 +298,7 @@ def test_a_process_that_knows_no_roster_yet_cannot_be_known_to_the_new_one() -> 
     wired.return_scheduler()
     wired.advance(1.0)
     for name in ("worker-0", "server-0"):
-        assert "it was started again before the cluster was complete" in str(wired.stopped[name])
+        assert "it was started again before this process had heard who is there" in str(wired.stopped[name])
 
 
 def test_a_later_process_gets_a_later_incarnation(wired: Wired) -> None:

@@ -143,6 +143,7 @@ FAULTS = {
         for name, scenario in SCENARIOS.items()
         if name.startswith("joins")
     },
+    "joins while the scheduler is away": ("crash", "return", "started again", "joined"),
     "goes on with sums of hosts": ("crash", *DROPPED),
     "goes on with sums of hosts in a storm": ("crash", "cut", "lost", "duplicated", *DROPPED),
     "goes on with sums under way for long": (
@@ -231,6 +232,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "joins beside another",
     "joins from the start",
     "joins offloaded",
+    "joins when too few are left",
+    "joins while the scheduler is away",
     "joins with rows",
     "leader leaves in a storm",
     "leader leaves one host",
@@ -833,6 +836,11 @@ def keeps_it_to_itself(self: HostAggregation, message: HandedBack) -> None:
     """A leader does not tell its followers what a server has handed back."""
 
 
+def takes_all_for_elders(self: Memories) -> tuple[dict[Member, int], set[Member], dict[Member, int]]:
+    """Whoever is there has been there from the start."""
+    return {}, set(), {}
+
+
 def awaits_all_at_once(self: Round[Any, Any], ranks: Sequence[int]) -> None:
     """Rounds of new keys wait for all members, whatever those have agreed on."""
 
@@ -1045,6 +1053,14 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "newcomers agree before their first push": (
         "joins",
         [(newcomer.Newcomer, "accept", takes_part_before_it_pushes)],
+    ),
+    "rounds are closed by too few": (
+        "joins when too few are left",
+        [(Newcomers, "_lacking", lambda newcomers, joining=0: 0)],
+    ),
+    "a scheduler does not know who has joined later": (
+        "joins while the scheduler is away",
+        [(Memories, "joined", takes_all_for_elders)],
     ),
     "the first mean waits for a newcomer": ("joins before the first mean", [(Round, "leave_out", awaits_all_at_once)]),
     "a newcomer pushes into rounds that began without it": (

@@ -50,6 +50,19 @@ def test_who_comes_back_when_the_others_have_finished_is_ended_and_the_job_has_s
     assert launcher.lines_with("2 workers and 2 servers finished in"), job.transcript()
 
 
+def test_with_too_few_workers_training_waits_until_enough_are_back(job, tmp_path):
+    options = ["--on-loss", "continue", "--restart", "1", "--min-workers", "2"]
+    launcher = job.launch(2, 2, "survival.py", "too_few", str(tmp_path), options=options)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("worker-1 was started 2 times; it was killed by signal 9"), "the fault happened"
+    assert launcher.lines_with("training waits for 1 more worker(s): at least 2 must be there"), job.transcript()
+    assert launcher.lines_with("training goes on: 2 workers are there"), job.transcript()
+    (back,) = launcher.lines_with("is back at version ")
+    assert int(back.rpartition(" ")[2]) in (4, 5, 6), "the open round was closed, and at most one more"
+    assert len(launcher.lines_with("ended at version 100")) == 2, job.transcript()
+
+
 def test_the_first_mean_does_not_wait_for_a_worker_that_joins_later_in_the_program(job, tmp_path):
     options = ["--on-loss", "continue", "--restart", "1"]
     launcher = job.launch(2, 2, "survival.py", "first_mean", str(tmp_path), options=options)

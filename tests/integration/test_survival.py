@@ -92,6 +92,21 @@ def test_workers_that_are_killed_and_started_again_join_the_others_with_exact_we
         assert not any(mask >> joined & 1 for mask in found[0][rank]), "it has joined with zeros"
 
 
+def test_the_scheduler_is_killed_when_a_worker_has_joined_and_all_go_on(job, tmp_path):
+    go = tmp_path / "go"
+    launcher = job.launch(3, 2, "survival.py", "joins", "[1]", "2", "1", str(go), options=[*GOES_ON, "--restart", "3"])
+    job.line("launcher", "life 1 has joined in step")
+    job.kill("scheduler")
+    go.touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("the scheduler was started 2 times; it was killed by signal 9 (SIGKILL)"), "the fault"
+    assert len(launcher.lines_with("went on to the end")) == 3, job.transcript()
+    found = [masks_of(job, rank) for rank in range(3)]
+    assert found[0] == found[1] == found[2], job.transcript()
+    assert found[0][0] == found[0][2] == [ALL], job.transcript()
+
+
 @pytest.mark.parametrize(
     ("victim", "after_s"),
     [

@@ -69,6 +69,17 @@ from tests.ports import held_port
             "others can join only where losses do not end the job; add --on",
         ),
         (["-n", "4", "--on-loss", "continue", "--max-workers", "3", "true"], 2, "3 is less than the 4 workers at the"),
+        (["-n", "2", "--min-workers", "2", "true"], 2, "--min-workers 2: with fewer a job waits for workers that come"),
+        (
+            ["-n", "2", "--on-loss", "continue", "--min-workers", "3", "true"],
+            2,
+            "--min-workers 3: expected 1 to 2, the",
+        ),
+        (
+            ["-n", "2", "--on-loss", "continue", "--min-workers", "0", "true"],
+            2,
+            "--min-workers 0: expected 1 to 2, the",
+        ),
         (["-n", "2", "--on-loss", "continue", "--launcher", "mpi", "true"], 2, "mpirun ends it with the first process"),
         (["-n", "4", "-s", "0", "--launcher", "mpi", "true"], 2, "mpirun -np 4 COMMAND starts it"),
         (["-n", "4", "-s", "0", "--launcher", "slurm", "true"], 2, "srun --ntasks=4 COMMAND starts it"),

@@ -36,7 +36,7 @@ KEYS = I64 | NAMES
 SHAPES = st.lists(st.integers(0, 9), max_size=6).map(tuple)
 RANKED = st.builds(NodeId, st.sampled_from([Role.SERVER, Role.WORKER]), U32 | st.just(UNRANKED))
 MEMBERS = st.builds(Member, RANKED | st.just(SCHEDULER), U64)
-PEERS = st.lists(st.builds(Peer, MEMBERS, NAMES, U32, NAMES), max_size=4).map(tuple)
+PEERS = st.lists(st.builds(Peer, MEMBERS, NAMES, U32, NAMES, U32), max_size=4).map(tuple)
 CONTENTS = st.lists(NAMES, max_size=3).map(tuple)
 FILES = st.builds(m.SavedFile, NAMES, U64, NAMES)
 LENGTHS = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 65])
@@ -172,7 +172,7 @@ def by_length(make: Any) -> st.SearchStrategy[Any]:
 OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies around it)
 RANKS = st.lists(U32, max_size=20).map(tuple)
 FATES = st.lists(st.builds(m.Fate, U32, U32, U32, U32, U32, U32, U64), max_size=20).map(tuple)
-CALLS = st.lists(st.builds(m.CallAnswer, U32, U32, U64, st.integers(-1, U32_MAX), NAMES), max_size=5).map(tuple)
+CALLS = st.lists(st.builds(m.CallAnswer, U32, U32, U64, st.integers(-1, U32_MAX), NAMES, U32), max_size=5).map(tuple)
 CONTRIBUTORS = st.lists(st.builds(m.Contributor, U32, U64, U32, U32), max_size=5).map(tuple)
 SETTING = st.tuples(st.tuples(*[FINITE | st.just(math.nan)] * 2, st.just(1.0)))
 ROUND = (U32, CONTRIBUTORS, SETTING, st.sampled_from([-1, *map(int, m.ErrorCode)]), NAMES, st.booleans(), st.booleans())
@@ -192,14 +192,16 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.ReplicateRows: st.builds(m.ReplicateRows, numbers(1), *ROUND, row_arrays(1)),
     m.Replicated: st.builds(m.Replicated, U64),
     m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
-    m.Reregister: st.builds(m.Reregister, U32, PEERS, PEERS, PEERS, RANKS, st.booleans(), CALLS, NAMES, CONTENTS),
+    m.Reregister: st.builds(
+        m.Reregister, U32, PEERS, PEERS, PEERS, RANKS, RANKS, st.booleans(), CALLS, NAMES, CONTENTS
+    ),
     m.Declare: with_forms(
         lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), U32)
     ),
     m.Placed: by_length(lambda n: st.builds(m.Placed, U64, placements(n), *equal_lists(n, U32))),
     m.Assign: with_forms(
         lambda n, *forms: st.builds(
-            m.Assign, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), placements(n), U32
+            m.Assign, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), placements(n), U32, RANKS
         )
     ),
     m.Configure: st.builds(m.Configure, U64, U32, DESCRIPTIONS),
@@ -250,7 +252,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Cut: st.builds(m.Cut, U64, st.integers(-1, U32_MAX), U32, RANKS),
     m.Counters: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Counters, *[numbers(n)] * 3)),
     m.Ready: st.builds(m.Ready, U32),
-    m.Numbered: st.builds(m.Numbered, U32, U64),
+    m.Numbered: st.builds(m.Numbered, U64, U64),
     m.TakeSnapshot: st.builds(m.TakeSnapshot, U32, U32, NAMES, NAMES),
     m.SnapshotTaken: (LENGTHS | st.just(0)).flatmap(
         lambda n: st.builds(m.SnapshotTaken, NAMES, FILES, NAMES, numbers(n), numbers(n))

@@ -7,7 +7,7 @@ The set is fixed once it is complete, but for members that leave, and for worker
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from kvdist.config.settings import ClusterConfig
@@ -109,7 +109,7 @@ class Membership:
         member = Member(node, self._next_incarnation)
         self._next_incarnation += 1
         self._tokens[stranger.incarnation] = member
-        self.peers[node] = Peer(member, hello.host, hello.pid, hello.endpoint)
+        self.peers[node] = Peer(member, hello.host, hello.pid, hello.endpoint, hello.life)
         self.lives[member] = hello.life
         self.left.discard(node)
         workers = self.newcomers if is_late else self.workers
@@ -133,7 +133,15 @@ class Membership:
         """Whether a worker of this rank is there, as a member or a newcomer."""
         return node in self.there or node in self.newcomers
 
-    def recall(self, peers: Collection[Peer], left: Set[Member], lost: Set[Member], epoch: int) -> None:
+    def recall(
+        self,
+        peers: Collection[Peer],
+        left: Set[Member],
+        lost: Set[Member],
+        epoch: int,
+        since: Mapping[Member, int],
+        newcomers: Set[Member],
+    ) -> None:
         """Take over the cluster of an earlier scheduler.
 
         Args:
@@ -141,14 +149,18 @@ class Membership:
             left: of those the ones that had left.
             lost: of those the ones that were given up.
             epoch: of its newest roster.
+            since: those that have joined later, as `self.since`.
+            newcomers: those that rounds do not wait for yet.
         """
         self.peers = {peer.member.node: peer for peer in sorted(peers, key=lambda one: one.member.incarnation)}
         for node, peer in self.peers.items():
             if peer.member in left | lost:
                 self.left.add(node)
             else:
-                (self.workers if node.role is Role.WORKER else self.servers)[node] = peer.member
-        self.lives = dict.fromkeys((peer.member for peer in peers), 0)
+                workers = self.newcomers if peer.member in newcomers else self.workers
+                (workers if node.role is Role.WORKER else self.servers)[node] = peer.member
+        self.since = {member: version for member, version in since.items() if member in self.workers.values()}
+        self.lives = {peer.member: peer.life for peer in peers}
         self.lost = dict.fromkeys(lost, "it was given up before the scheduler was started again")
         self._untold.lost.update(member.node.rank for member in lost if member.node.role is Role.WORKER)
         self.epoch = epoch
@@ -249,6 +261,12 @@ class Membership:
         count = self._config.num_servers
         neighbours = [self.servers.get(NodeId(Role.SERVER, (server.rank + step) % count)) for step in (1, -1)]
         return neighbours[0] if self._config.replicas and None not in neighbours else None
+
+    @property
+    def workers_counted(self) -> int:
+        """How many workers are there or have finished well."""
+        finished = [node for node in self.left if node.role is Role.WORKER and self.peers[node].member not in self.lost]
+        return len(self.there) + len(finished)
 
     @property
     def workers_are_gone(self) -> bool:

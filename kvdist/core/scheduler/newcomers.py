@@ -11,6 +11,8 @@ T, every round waits for the newcomer. Nobody stops for that. Rules that hold he
 * T is a place in the program: after T pushes. What the others agree on before that place does not wait for the
   newcomer; what comes after it does. Its own barriers and loads get the numbers that the others' have, once it is known
   which is its first; so do its checkpoints, when it claims a folder.
+* With fewer workers than `ClusterConfig.min_workers` a cut is begun and not made before enough are there: so servers
+  keep their promise, and no round is closed but the one that is open.
 * Slices that are not pushed at each step (of means, say) have no version that says where in the program they are. A
   newcomer takes part in a store of such slices from its first barrier there on, at which all workers stand.
 """
@@ -23,13 +25,15 @@ from typing import Any, Protocol
 
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.agreement import Agreement, Questions
-from kvdist.core.machine import Bind, Effect, Send
+from kvdist.core.machine import Bind, Effect, Log, Send
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.errors import ConfigError
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol.messages import (
+    LATER,
     Barrier,
+    CallAnswer,
     Claim,
     Configure,
     Cut,
@@ -110,12 +114,16 @@ class Newcomers:
         self._told_at_cut: Callable[[int], list[Effect]] | None = None
         """The same of the cut that is being made."""
         self._highest = 0
+        self._is_held = False
+        """Servers have said how far they are, and the cut waits until enough workers are there."""
         self._is_finding = self._must_find_again = False
         """Whether servers are asked how far they are; and whether they must be asked once more."""
         self._waiting: list[tuple[Member, Message]] = []
         """What cannot be answered before another worker has said the same."""
-        self._shifts: dict[tuple[Member, type[Message], int], int] = {}
-        """(who has joined later, kind of call, store) → what is added to the number that it gives its calls."""
+        self._aligned: set[tuple[Member, type[Message], int]] = set()
+        """(who has joined later, kind of call, store) where it gives its calls the numbers that the others do."""
+        self._answered: dict[tuple[int, int, int], int] = {}
+        """(kind, store, number) of calls that an earlier scheduler has answered → after how many pushes they came."""
         self._joined: dict[Member, set[int]] = {}
         """Who has joined later → the stores where it takes part in all slices."""
 
@@ -132,8 +140,9 @@ class Newcomers:
             return [Send(stranger, Rejected(str(error)))]
         self._early.pop(member.node, None)
         self.introductions[member] = Unannounced(member, set(self._membership.servers.values()))
-        replicas = self._scheduler.config.replicas
-        welcome = Welcome(member.node.rank, member.incarnation, self._scheduler.on_loss, replicas=replicas)
+        config = self._scheduler.config
+        own = (self._scheduler.on_loss, config.away_s, config.replicas)
+        welcome = Welcome(member.node.rank, member.incarnation, *own)
         return [Send(stranger, welcome), Bind(stranger, member), *self._scheduler.announce()]
 
     def keep(self, node: NodeId, stranger: Member, hello: Hello, now: float) -> list[Effect]:
@@ -175,7 +184,7 @@ class Newcomers:
         self._joined.pop(member, None)
         self._line = [one for one in self._line if one != member]
         self._waiting = [one for one in self._waiting if one[0] != member]
-        self._shifts = {place: shift for place, shift in self._shifts.items() if place[0] != member}
+        self._aligned = {place for place in self._aligned if place[0] != member}
 
     def end(self) -> list[Effect]:
         """The last member has finished well: who has only looked on is too late."""
@@ -236,12 +245,25 @@ class Newcomers:
     def begin_anew(self) -> None:
         """All go back to an earlier step, and stand there together: no cut before that is worth anything."""
         self._line, self._at_cut, self._told_at_cut = [], None, None
+        if self._is_held:
+            self._is_held, self._cutting = False, None
         self._waiting.clear()
         self._joined.clear()
         self._keys.spare_nobody()
 
+    def hold_if_few(self) -> list[Effect]:
+        """A worker is gone: if too few are left, let no server close more rounds than one until enough are there."""
+        return self._next_cut()
+
+    def _lacking(self, joining: int = 0) -> int:
+        """How many workers are missing to the least, with so many that join; who has finished well is not."""
+        least = self._scheduler.config.min_workers or 0
+        return max(0, least - self._membership.workers_counted - joining)
+
     def _next_cut(self) -> list[Effect]:
-        if self._cutting is not None or not (self._line or self._at_cut):
+        if self._is_held:
+            return self._admit()
+        if self._cutting is not None or not (self._line or self._at_cut or self._lacking()):
             return []
         self._cutting, self._line = tuple(self._line), []
         self._told_at_cut, self._at_cut = self._at_cut, None
@@ -261,7 +283,23 @@ class Newcomers:
         if self._must_find_again:  # some slices have another server now, which may have been asked before it had them
             return self._find()
         self._is_finding = False
+        return self._admit()
+
+    def _admit(self) -> list[Effect]:
+        """Make members of those that wait, if enough are there then."""
+        if self._is_held:
+            self._cutting, self._line = (*(self._cutting or ()), *self._line), []
         there = [one for one in self._cutting or () if self._membership.newcomers.get(one.node) == one]
+        told: list[Effect] = []
+        least, lacking = self._scheduler.config.min_workers, self._lacking(len(there))
+        if lacking:
+            if not self._is_held:
+                told.append(Log(f"training waits for {lacking} more worker(s): at least {least} must be there"))
+            self._is_held = True
+            return told
+        if self._is_held:
+            self._is_held = False
+            told.append(Log(f"training goes on: {self._membership.workers_counted + len(there)} workers are there"))
         version, ranks = self._highest + 1, tuple(one.node.rank for one in there)
         for member in there:
             self._membership.make_member(member, version)
@@ -271,7 +309,7 @@ class Newcomers:
         at, self._told_at_cut = self._told_at_cut, None
         before = [] if at is None else at(version)
         cut = self._questions.ask(lambda request: Cut(request, -1, version, ranks), self._made)
-        return [*before, *cut, *(self._scheduler.announce() if there else [])]
+        return [*told, *before, *cut, *(self._scheduler.announce() if there else [])]
 
     def _made(self, _: str) -> list[Effect]:
         self._cutting = None
@@ -305,32 +343,59 @@ class Newcomers:
             opened: what is open of this kind in this store, by number.
             count: how many there were, at least.
         """
-        if sender not in self._membership.since:
-            return message.counter
         place = (sender, type(message), message.store)
-        if place not in self._shifts:
-            first = min((number for number, one in opened.items() if sender not in one.spared), default=None)
-            if first is None and any(self._knows(other, place) for other in self._membership.workers.values()):
+        if message.counter == LATER:
+            numbers = [number for number, one in opened.items() if sender not in one.spared]
+            if not numbers and any(self._knows(other, place) for other in self._membership.workers.values()):
                 self._waiting.append((sender, message))
                 return None
-            if first is None:
-                first = max([count, *(number + 1 for number in opened)])
-            self._shifts[place] = first - message.counter
-        return message.counter + self._shifts[place]
+            return min(numbers, default=max([count, *(number + 1 for number in opened)]))
+        self._aligned.add(place)
+        return message.counter
 
     def align(self, member: Member, stores: Iterable[int]) -> None:
         """A worker hears the numbers of all that there has been: it counts as the others from now on."""
-        if member in self._membership.since:
-            self._shifts.update({(member, kind, store): 0 for kind in (Barrier, Load, Claim) for store in stores})
+        self._aligned.update((member, kind, store) for kind in (Barrier, Load, Claim) for store in stores)
 
-    def tell(self, sender: Member, message: Claim, number: int) -> list[Effect]:
-        """Tell a worker the number of its checkpoint, which it says to servers."""
-        self._shifts[sender, Claim, message.store] = 0
-        return [Send(sender, Numbered(message.store, number))]
+    def tell(self, sender: Member, message: Call, number: int) -> list[Effect]:
+        """Tell a worker the number of its call, if it does not know it."""
+        if message.counter != LATER:
+            return []
+        self._aligned.add((sender, type(message), message.store))
+        return [Send(sender, Numbered(message.request, number))]
 
     def _knows(self, other: Member, place: tuple[Member, type[Message], int]) -> bool:
         """Whether another worker's calls of this kind say which the next one is."""
-        return other != place[0] and (other not in self._membership.since or (other, *place[1:]) in self._shifts)
+        return other != place[0] and (other not in self._membership.since or (other, *place[1:]) in self._aligned)
+
+    def answered(self, sender: Member, message: Call) -> int:
+        """The number of a worker's first call of a kind, if an earlier scheduler has answered it; else `LATER`."""
+        since = self._membership.since.get(sender, LATER)
+        calls = self._answered.items()
+        numbers = [
+            number for (*place, number), pushes in calls if place == [message.KIND, message.store] and pushes > since
+        ]
+        return min(numbers, default=LATER)
+
+    def recall(self, halfway: Mapping[Member, int], calls: Mapping[Member, Iterable[CallAnswer]]) -> list[Effect]:
+        """Take over from an earlier scheduler, and release what servers have promised it.
+
+        Args:
+            halfway: members by a cut that not all servers have heard of, and its version.
+            calls: what workers were answered.
+        """
+        self._joined = {member: set() for member in self._membership.since}
+        kinds = {kind.KIND: kind for kind in (Barrier, Load)}
+        for member, answers in calls.items():
+            for one in answers:
+                self._answered[one.kind, one.store, one.counter] = one.pushes
+                if one.kind in kinds:
+                    self._aligned.add((member, kinds[one.kind], one.store))
+        if not halfway:
+            return self.cut(lambda _: []) if self._membership.workers or self._lacking() else []
+        self._cutting = tuple(halfway)
+        version, ranks = max(halfway.values()), tuple(sorted(member.node.rank for member in halfway))
+        return self._questions.ask(lambda request: Cut(request, -1, version, ranks), self._made)
 
 
 def _process(peer: Peer) -> str:

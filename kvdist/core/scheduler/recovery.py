@@ -18,8 +18,9 @@ from functools import partial
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.machine import ChildEnded, Effect, Event, LauncherGone, Log, ProcessStarted, Send
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.nodes import UNRANKED, Member, NodeId, Role
+from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
 from kvdist.protocol.messages import (
+    LATER,
     Alive,
     Assign,
     Barrier,
@@ -71,11 +72,17 @@ class Memories:
 
     def obstacle(self) -> str:
         """What the earlier scheduler knew alone, so that nobody can go on from it; '' if there is nothing."""
-        messages = self.registered.values()
-        joined = ", ".join(f"worker-{rank}" for rank in sorted({rank for one in messages for rank in one.joined}))
-        if joined:
-            return f"that {joined} joined later"
-        return "whose workers lease their data" if any(one.leases for one in messages) else ""
+        return "whose workers lease their data" if any(one.leases for one in self.registered.values()) else ""
+
+    def joined(self) -> tuple[dict[Member, int], set[Member], dict[Member, int]]:
+        """Members that have joined later and their versions; newcomers; and those members that not all servers know."""
+        members, said = self.members(), dict[Member, list[int]]()
+        for message in self.registered.values():
+            for rank, version in zip(message.joined, message.since, strict=False):
+                said.setdefault(members[worker(rank)], []).append(version)
+        since = {member: min(versions) for member, versions in said.items() if min(versions) < LATER}
+        halfway = {member: version for member, version in since.items() if LATER in said[member]}
+        return since, said.keys() - since.keys(), halfway
 
     def answers(self) -> dict[Call, tuple[int, str]]:
         """What workers were told of their calls: the code of the error, or -1, and why."""
@@ -185,6 +192,10 @@ class ReturnedScheduler(Scheduler):
             if member.node.role is Role.SERVER:  # who has not heard of it may have marked pushes there, as ever
                 self.checkpoints.server_lost(member, self.membership.workers.values())
         effects: list[Effect] = [Log(told), *self._recall_agreements(memories, now)]
+        if self.newcomers is not None:
+            calls = {member: message.calls for member, message in memories.registered.items()}
+            effects += self.newcomers.recall(memories.joined()[2], calls)
+        self._wait_if_deserted(now)
         effects += self._without(missing, memories, now)
         if self._stopped:
             return effects
@@ -193,10 +204,21 @@ class ReturnedScheduler(Scheduler):
             effects += event(now)
         return effects + self._without_departed(now)
 
+    def _wait_if_deserted(self, now: float) -> None:
+        """Nobody is left but servers, which were not told to stop: one may come back, as ever."""
+        there = self.membership
+        lost = [member for member in there.lost if member.node.role is Role.WORKER]
+        if lost and self.config.return_s and not (there.there or there.newcomers):
+            self._return_by = now + self.config.return_s
+            cause = f"it was the last worker, and none has come back within {self.config.return_s:g} s"
+            last = str(max(lost, key=lambda one: one.incarnation))
+            self._deserted = lambda: self._abort(last, "", cause, None, f"{last} was lost: {cause}")
+
     def _recall_members(self, memories: Memories) -> None:
         lines = {peer.member: peer for message in memories.registered.values() for peer in message.peers}
         epoch = max(message.epoch for message in memories.registered.values())
-        self.membership.recall(lines.values(), *memories.known(), epoch)
+        since, newcomers, _ = memories.joined()
+        self.membership.recall(lines.values(), *memories.known(), epoch, since, newcomers)
 
     def _recall_agreements(self, memories: Memories, now: float) -> list[Effect]:
         """Keys and optimizers, of which servers are told once more; passed barriers; locks of folders."""
@@ -244,11 +266,15 @@ class ReturnedScheduler(Scheduler):
         if not self.membership.has(sender) or self._stopped:
             return []
         if isinstance(message, Barrier | Save | Load):
-            answer = self._answers.get((message.KIND, message.store, message.counter))
+            counter, effects = message.counter, list[Effect]()
+            if not isinstance(message, Save) and counter == LATER and self.newcomers is not None:
+                counter = self.newcomers.answered(sender, message)
+                effects = self.newcomers.tell(sender, message, counter) if counter < LATER else []
+            answer = self._answers.get((message.KIND, message.store, counter))
             if answer is not None:
                 code, reason = answer
                 request = message.request
-                return [Send(sender, Done(request) if code < 0 else Failed(request, code, reason))]
+                return [*effects, Send(sender, Done(request) if code < 0 else Failed(request, code, reason))]
         if isinstance(message, Saved):
             # All workers had marked when it was said. If nobody asks any more, all have been answered.
             call = (Save.KIND, message.store, message.counter)

@@ -220,7 +220,10 @@ class Scheduler(Machine):
                 return self.checkpoints.save(sender, message, now)
             case Load() if is_worker:
                 number = self._number(sender, message, *self.checkpoints.loading_of(message.store))
-                return [] if number is None else self.checkpoints.load(sender, replace(message, counter=number), now)
+                if number is None:
+                    return []
+                effects = self._tell_number(sender, message, number)
+                return effects + self.checkpoints.load(sender, replace(message, counter=number), now)
             case Saved() if not is_worker:
                 return self.checkpoints.saved(sender, message, now)
             case Command() if is_worker:
@@ -413,8 +416,9 @@ class Scheduler(Machine):
         number = self._number(sender, message, opened, passed)
         if number is None:
             return []
+        effects = self._tell_number(sender, message, number)
         if number < passed:
-            return [Send(sender, Done(message.request))]
+            return [*effects, Send(sender, Done(message.request))]
         place, workers = (message.store, number), self.membership.workers
         barrier = self._barriers.get(place)
         if barrier is None:
@@ -426,7 +430,7 @@ class Scheduler(Machine):
         if asks_again:
             waits = (wait for wait in barrier.waits() if (wait.member, wait.request) == (sender, message.request))
             return [wait.hint(now) for wait in waits]
-        return self._pass_barriers()
+        return effects + self._pass_barriers()
 
     def _pass_barriers(self) -> list[Effect]:
         """Let all go on where all live workers have arrived."""
@@ -460,13 +464,14 @@ class Scheduler(Machine):
             return message.counter
         return self.newcomers.number(sender, message, opened, count)
 
+    def _tell_number(self, sender: Member, message: Barrier | Load | Claim, number: int) -> list[Effect]:
+        return [] if self.newcomers is None else self.newcomers.tell(sender, message, number)
+
     def _claim(self, sender: Member, message: Claim, now: float) -> list[Effect]:
         number = self._number(sender, message, *self.checkpoints.saving_of(message.store))
         if number is None:
             return []
-        effects: list[Effect] = []
-        if number != message.counter and self.newcomers is not None:
-            effects = self.newcomers.tell(sender, message, number)
+        effects = self._tell_number(sender, message, number)
         return effects + self.checkpoints.claim(sender, replace(message, counter=number), now)
 
     def _command(self, sender: Member, message: Command, now: float) -> list[Effect]:
@@ -696,9 +701,10 @@ class Scheduler(Machine):
         if self._return_by < NEVER:
             go_on = f"it was the last worker; the weights wait {self.config.return_s:g} s for one that comes back"
         told = Log(f"{sentence}; {go_on}")
+        effects: list[Effect] = [told, Forget(member)]
         if self.newcomers is not None:
             self.newcomers.forget(member)
-        effects: list[Effect] = [told, Forget(member)]
+            effects += self.newcomers.hold_if_few()  # before servers hear of the loss, and close rounds without it
         if self.leases is not None:
             effects += self.leases.lost(member)
         return [*effects, *self._announce_soon(now), *self._without_departed(now)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvdist.config.endpoints import crosses_network
 from kvdist.nodes import Member, Role, host_of
-from kvdist.protocol.messages import Peer, Roster
+from kvdist.protocol.messages import LATER, Peer, Roster
 
 
 @dataclass(slots=True)
@@ -87,9 +87,11 @@ class Peers:
         self.awaited = self.workers.keys() - self.resting
 
     @property
-    def joined(self) -> tuple[int, ...]:
-        """The ranks of the workers that are there and have joined later."""
-        return tuple(sorted({*self.newcomers, *(self.since.keys() & self.workers.keys())}))
+    def joined(self) -> dict[int, int]:
+        """Rank of each worker that is there and has joined later → since when, or `LATER`."""
+        return dict.fromkeys(self.newcomers, LATER) | {
+            rank: version for rank, version in self.since.items() if rank in self.workers
+        }
 
     def lines_of(self, members: Iterable[Member]) -> tuple[Peer, ...]:
         """The lines of these members in the rosters that they were in."""

@@ -357,9 +357,9 @@ class Server(Machine):
         self._settles_again = True
         self._next_alive = now + self.limits.heartbeat_s
         left, lost = self.peers.lines_of(self.peers.left), self.peers.lines_of(self.peers.lost)
-        register = Reregister(
-            self.epoch, tuple(self.peers.known.values()), left, lost, self.peers.joined, False, (), "", ()
-        )
+        joined = self.peers.joined
+        own = (self.epoch, tuple(self.peers.known.values()), left, lost, tuple(joined), tuple(joined.values()))
+        register = Reregister(*own, False, (), "", ())
         told: list[Message] = [*self._optimizers.values(), *self._assigned.values(), *self.snapshots.reported, register]
         return [Send(SCHEDULER_MEMBER, message) for message in told]
 
@@ -419,7 +419,8 @@ class Server(Machine):
 
     def _cut(self, message: Cut) -> list[Effect]:
         """Let rounds wait for workers that came later, and tell them from when on."""
-        if message.store < 0:
+        if message.store < 0:  # a scheduler that was started again repeats what some servers have not heard
+            message = replace(message, ranks=tuple([rank for rank in message.ranks if rank in self.peers.newcomers]))
             self.peers.admit(message.ranks, message.version)
             self.snapshots.spare(message.ranks)
         found = [one for shard in self._shards for one in shard.admit(message)]

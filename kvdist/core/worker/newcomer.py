@@ -59,6 +59,7 @@ class Newcomer:
         self._stores: list[tuple[int, int, int]] = []
         """(first slice, the one after the last, store) of what was declared."""
         self._held: list[Request] = []
+        self._wish = Ready(0)
 
     def declared(self, request: DeclareKeys, first: int, last: int, later: Iterable[int]) -> None:
         """Keys of this store have these slices. Rounds of `later` have begun without this worker."""
@@ -99,9 +100,15 @@ class Newcomer:
 
     def _hold(self, request: Request, store: int) -> list[Effect]:
         self._held.append(request)
+        self._wish = Ready(store)
         if not self.is_member:
             self._silent = set(self._servers.values())
-        return [Send(SCHEDULER_MEMBER, Ready(store))]
+        return [Send(SCHEDULER_MEMBER, self._wish)]
+
+    @property
+    def wishes(self) -> list[Ready]:
+        """What it waits for that a scheduler which was started again must hear once more."""
+        return [self._wish] if self._held else []
 
     def _waits_for(self, numbers: set[int]) -> bool:
         """Whether rounds of some of these slices do not wait for this worker yet."""

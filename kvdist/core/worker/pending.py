@@ -23,6 +23,7 @@ from kvdist.errors import BarrierTimeout
 from kvdist.nodes import Member
 from kvdist.protocol.arrays import U32
 from kvdist.protocol.messages import (
+    LATER,
     SAVING,
     Barrier,
     Blocked,
@@ -163,7 +164,7 @@ class CallAnswers:
         if isinstance(asked, Barrier | Save | Load):
             code, reason = (-1, "") if failure is None else (failure.code, failure.reason)
             answers = self._all.setdefault((asked.KIND, asked.store), deque(maxlen=CALLS_MAX))
-            answers.append(CallAnswer(asked.KIND, asked.store, asked.counter, code, reason))
+            answers.append(CallAnswer(asked.KIND, asked.store, asked.counter, code, reason, asked.pushes))
 
     def claimed(self, asked: Message | None, run: str) -> None:
         """A directory is this job's."""
@@ -187,6 +188,8 @@ class BarrierCalls:
     def __init__(self, pending: PendingRequests, name: Callable[[int], str]) -> None:
         self._pending = pending
         self._name = name
+        self.first = 0
+        """The number of its first barrier of a store; `LATER` if it has joined later, and hears the number."""
         self._passed: dict[int, int] = {}
         """Store → how many of its barriers this worker has passed."""
         self._open: dict[int, Barrier] = {}
@@ -194,7 +197,7 @@ class BarrierCalls:
 
     def enter(self, request: EnterBarrier, pushes: int) -> list[Effect]:
         """Arrive at the next barrier of the store, after so many pushes."""
-        counter = self._passed.get(request.store, 0)
+        counter = self._passed.get(request.store, self.first)
         barrier = self._open[request.request] = Barrier(
             request.request, request.store, counter, request.statement, request.giver, pushes
         )
@@ -203,6 +206,10 @@ class BarrierCalls:
     def begin_at(self, stores: U32, counts: U32) -> None:
         """So many barriers of these stores were passed meanwhile, without this worker."""
         self._passed.update(zip(stores.tolist(), counts.tolist(), strict=True))
+
+    def number(self, barrier: Barrier) -> None:
+        """This is a barrier that has its number now."""
+        self._open[barrier.request] = barrier
 
     def drop(self, request: int) -> None:
         """Nobody waits at this barrier any more: the next one of its store has its number."""
@@ -238,7 +245,8 @@ class BarrierCalls:
         counter = self._open.pop(pending.request).counter
         names = ", ".join(map(self._name, missing)) or "the other workers"
         waited = now - pending.since
-        text = f"{names} did not reach barrier {counter} within {waited:.1f} s"
+        which = "the barrier" if counter == LATER else f"barrier {counter}"
+        text = f"{names} did not reach {which} within {waited:.1f} s"
         pending.error = BarrierTimeout(text, tuple(missing))
         return self._pending.close(pending)
 
@@ -254,6 +262,8 @@ class SavingCalls:
     def __init__(self, pending: PendingRequests, transfers: Transfers) -> None:
         self._pending = pending
         self._transfers = transfers
+        self.first = 0
+        """The number of its first checkpoint or load of a store; `LATER` if it has joined later, and hears it."""
         self._saved: dict[int, int] = {}
         """Store → how many of its checkpoints this worker has marked."""
         self._loaded: dict[int, int] = {}
@@ -269,13 +279,16 @@ class SavingCalls:
 
     def claim(self, request: ClaimFolder) -> list[Effect]:
         """Ask for the directory into which the next checkpoint is to be saved."""
-        counter = self._saved.get(request.store, 0)
+        counter = self._saved.get(request.store, self.first)
         claim = Claim(request.request, request.store, counter, request.folder, request.contents)
         return [self._pending.ask(request.request, claim)]
 
-    def number(self, store: int, counter: int) -> None:
-        """The next checkpoint of a store has this number: there were others before this worker came."""
-        self._saved[store] = counter
+    def number(self, asked: Claim | Load) -> None:
+        """This has its number now: there were others before this worker came."""
+        if isinstance(asked, Claim):
+            self._saved[asked.store] = asked.counter
+        else:
+            self._loaded[asked.store] = asked.counter + 1
 
     def save(self, request: SaveStore, servers: dict[int, Member], pushes: int) -> list[Effect]:
         """Mark the pushes of this worker at every server, before any later one leaves."""
@@ -303,7 +316,7 @@ class SavingCalls:
     def drop(self, asked: Message | None) -> None:
         """This checkpoint or load is given up by all: the next one of its store has its number."""
         counts = self._saved if isinstance(asked, Save) else self._loaded if isinstance(asked, Load) else None
-        if counts is not None and isinstance(asked, Save | Load):
+        if counts is not None and isinstance(asked, Save | Load) and asked.store in counts:
             counts[asked.store] = min(counts[asked.store], asked.counter)
 
     def hinted(self, hint: Waiting) -> bool:
@@ -323,8 +336,9 @@ class SavingCalls:
             return []
         effects: list[Effect] = []
         for request in self.waiting:
-            counter = self._loaded.get(request.store, 0)
-            self._loaded[request.store] = counter + 1
+            counter = self._loaded.get(request.store, self.first)
+            if counter != LATER:
+                self._loaded[request.store] = counter + 1
             place = (request.store, counter, request.folder, request.contents)
             load = Load(request.request, *place, request.failure, pushes)
             effects.append(self._pending.ask(request.request, load))

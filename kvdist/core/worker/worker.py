@@ -596,8 +596,8 @@ class Worker(Machine):
                     self._answers.note(pending.asked_for, message)
                     pending.error = refusal(message.code, message.reason)
                     return [self._close(pending)]
-            case Numbered(store, counter):
-                self._saving.number(store, counter)
+            case Numbered(request, counter):
+                self._number(request, counter)
             case Leased():
                 self._barriers.begin_at(message.stores, message.barriers)
                 self._saving.begin_at(message.stores, message.saves, message.loads)
@@ -611,11 +611,24 @@ class Worker(Machine):
                 pass
         return []
 
+    def _number(self, request: int, counter: int) -> None:
+        """A call of this worker, which has joined later, is the `counter`-th of all workers."""
+        pending = self._pending.get(request)
+        asked = None if pending is None else pending.asked_for
+        if pending is None or not isinstance(asked, Barrier | Claim | Load):
+            return
+        pending.asked_for = numbered = replace(asked, counter=counter)
+        if isinstance(numbered, Barrier):
+            self._barriers.number(numbered)
+        else:
+            self._saving.number(numbered)
+
     def _roster(self, message: Roster, now: float) -> list[Effect]:
         if not self.joining.complete and self.me.node.rank in message.newcomers:
             from kvdist.core.worker.newcomer import Newcomer  # a feature at a seam: loaded where it is used
 
             self._newcomer = Newcomer(self.transfers, self.servers)
+            self._barriers.first = self._saving.first = LATER
             self.aggregation = None  # its host sums, or does not, without it
         before, self.peers = self.peers, self.joining.roster(message)
         self.epoch = message.epoch
@@ -718,9 +731,10 @@ class Worker(Machine):
         self._next_alive = now + self.limits.heartbeat_s
         self._blocked.repeat(now)
         told, folders = self._answers, tuple(self._answers.folders)[-FOLDERS_MAX:]
-        register = Reregister(self.epoch, self.peers, (), (), (), told.has_leases, tuple(told), told.run, folders)
+        register = Reregister(self.epoch, self.peers, (), (), (), (), told.has_leases, tuple(told), told.run, folders)
         open_ = [pending.asked_for for pending in self._pending if pending.asked_for is not None]
-        return [Send(SCHEDULER_MEMBER, message) for message in (*open_, register)]
+        ready = [] if self._newcomer is None else self._newcomer.wishes
+        return [Send(SCHEDULER_MEMBER, message) for message in (*open_, *ready, register)]
 
     def _registered(self) -> list[Effect]:
         requests, self._registering = self._registering, []

@@ -124,8 +124,11 @@ def without_server(rank, at, after_s, mode, folder):
     say("went on to the end")
 
 
-def joins(victims, at, times):
-    """Some workers are killed, once or again and again, and join the others each time they are started again."""
+def joins(victims, at, times, go=""):
+    """Some workers are killed, once or again and again, and join the others each time they are started again.
+
+    All wait for the file ``go`` before they meet at the end.
+    """
     victims, at, life = ast.literal_eval(victims), int(at), int(os.environ.get("KVDIST_RESTARTS", "0"))
     store = started()
     names, begun = list(SIZES), 0
@@ -145,6 +148,8 @@ def joins(victims, at, times):
         while store.rank not in victims and step > at and len(store.members) < store.num_workers:
             time.sleep(0.01)
         store.pushpull(names, step_of(store.rank, step))
+    while go and not Path(go).exists():
+        time.sleep(0.01)
     store.barrier()
     tell_weights(store)
     store.close()
@@ -364,6 +369,28 @@ def comes_late(back):
     while not os.path.exists(back):
         time.sleep(0.01)
     tell_weights(store)
+    store.close()
+
+
+def too_few(folder):
+    """Worker 1 is killed; worker 0 makes no more steps than one or two before it is back, and they end together."""
+    import torch
+
+    from kvdist import Trainer
+
+    store, weight = kv.create("dist"), torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store)
+    is_back = "KVDIST_RESTARTS" in os.environ
+    step = trainer.version
+    if is_back:
+        say(f"is back at version {step}")
+    while step < 100:
+        if store.rank == 1 and step == 3 and not is_back:
+            os.kill(os.getpid(), signal.SIGKILL)
+        weight.grad = torch.full_like(weight, 1.0)
+        trainer.step()
+        step += 1
+    say(f"ended at version {trainer.version}")
     store.close()
 
 
