@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.forks import Forked, forking
+from tests.forks import Forked
 
 SURROUNDINGS = """
 import os, sys, tempfile
@@ -36,12 +35,6 @@ ENDS = [
     "import atexit; atexit.register(print, 'at the end')",
     "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
 ]
-
-
-@pytest.fixture(scope="module")
-def forked() -> Iterator[type[Forked]]:
-    with forking() as popen:
-        yield popen
 
 
 def outcome(popen: type[subprocess.Popen[Any]], *argv: str, **given: Any) -> tuple[int, str]:

@@ -3,6 +3,7 @@
 import sys
 
 import numpy as np
+import torch
 
 from kvdist import Trainer, kv
 from kvdist.errors import InitMismatch
@@ -12,8 +13,6 @@ THRESHOLD = 0.5
 
 def trained(rank, gradients, **settings):
     """The weights after steps with these gradients on this worker, at learning rate 1, averaged over the workers."""
-    import torch
-
     weights = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(200, 100))]
     frozen = torch.nn.Parameter(torch.full((4,), 1 / 3), requires_grad=False)
     trainer = Trainer([*weights, frozen], "sgd", {"learning_rate": 1.0}, **settings)
@@ -52,8 +51,6 @@ def trainer():
 
 def overlapped():
     """Gradients that leave during the backward pass are compressed as well."""
-    import torch
-
     weight = torch.nn.Parameter(torch.zeros(5))
     parameters = {"type": "2bit", "threshold": THRESHOLD}
     trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore="dist", overlap=True,

@@ -4,6 +4,7 @@ import hashlib
 import sys
 
 import numpy as np
+import torch
 
 from kvdist import ConfigError, OptimizerMismatch, kv, lr_scheduler, optimizer
 
@@ -28,8 +29,6 @@ def all_are(store, number):
 
 def gluon_step():
     """One parameter of ones, sgd with lr 1, the loss (rank + 1)·w: a step takes n(n+1)/2 away."""
-    import torch
-
     from kvdist import Trainer
 
     store = kv.create("dist")
@@ -48,8 +47,6 @@ def gluon_step():
 
 def torchs_own():
     """AdamW of torch with two groups and a schedule: the steps of all workers are those of one process."""
-    import torch
-
     from kvdist import Trainer
 
     torch.set_num_threads(1)
@@ -102,8 +99,6 @@ def learning_rate():
 
 def trainer_learning_rate():
     """`Trainer.set_learning_rate` reaches the servers."""
-    import torch
-
     from kvdist import Trainer
 
     store = kv.create("dist")
@@ -246,7 +241,6 @@ def nesterov():
 
 def adam_w():
     """AdamW on the servers is torch's, whose ε and decay are brought to where kvdist has them."""
-    import torch
     from torch.optim.adamw import adamw
 
     lr, beta1, beta2, epsilon, wd = 0.01, 0.8, 0.99, 1e-3, 0.1
@@ -271,8 +265,6 @@ def against_torch(theirs, name, **numbers):
         theirs: updates a weight of torch in place; gets the key, the weight, the gradient, and the count of the step.
         name, numbers: the optimizer of kvdist.
     """
-    import torch
-
     dtypes = {"small": np.float64, "big": np.float32}
     tolerances = {"small": 1e-12, "big": 2e-6}
     random = np.random.default_rng(7)  # the same on all workers
@@ -301,8 +293,6 @@ def against_torch(theirs, name, **numbers):
 
 def bfloat16():
     """Weights of bfloat16 are updated in float32 and rounded once; on the servers so are the sums of gradients."""
-    import torch
-
     shapes = [(7,), (3, 5), (1200, 1200), (1,)]
     for on_store, store, train in trainers():
         random = torch.Generator().manual_seed(3)  # the same on all workers
@@ -433,8 +423,6 @@ def own_rule_unknown():
 
 def groups():
     """Groups of parameters have factors of their own on the learning rate and the decay, changed ones too."""
-    import torch
-
     for on_store, store, train in trainers():
         mean = (store.num_workers + 1) / 2
         weights = parameters([torch.ones(shape) for shape in ((3, 5), (1200, 1200), (1,), (7,))])
@@ -464,8 +452,6 @@ def groups():
 
 def batch_sizes():
     """Each worker's gradient is divided by the number of its own examples, whoever updates the weights."""
-    import torch
-
     for on_store, store, train in trainers():
         n = store.num_workers
         net = torch.nn.Linear(5, 3, bias=False)
@@ -487,8 +473,6 @@ def batch_sizes():
 
 def clipping():
     """Gradients summed over the workers can be clipped before the update."""
-    import torch
-
     from kvdist import Trainer
 
     store = kv.create("dist")
@@ -530,8 +514,6 @@ def trainers():
 
 
 def parameters(tensors):
-    import torch
-
     return [torch.nn.Parameter(tensor) for tensor in tensors]
 
 
