@@ -83,7 +83,7 @@ def imports_torch(args: Sequence[str]) -> bool:
     """Whether a program of a command imports torch in any case: a fork with torch takes four times as long."""
     files = [Path(word) for word in args if word.endswith(".py")]
     texts = [*args, *(file.read_text("utf-8") for file in files if file.exists())]
-    return any(re.search("^(import|from) torch", text, re.MULTILINE) for text in texts)
+    return any(re.search("^(import torch|from (torch|kvdist import .*Trainer))", text, re.MULTILINE) for text in texts)
 
 
 @contextlib.contextmanager
