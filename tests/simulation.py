@@ -326,9 +326,11 @@ def _build(cluster: Cluster) -> None:
         scenario.again is not None,
         scenario.examples,
         scenario.means,
+        scenario.on_loss == "wait",
     )
     oracle = cluster.oracle = Oracle(job, network.random)
     oracle.books.is_void = partial(_has_given_up, cluster)
+    oracle.books.awaited = [job.rounds_of(rank) for rank in range(job.num_workers)] if job.waits else None
     oracle.books.newcomers_above = scenario.num_workers + scenario.num_servers
 
     order = [("scheduler", Role.SCHEDULER, 0)]
@@ -579,12 +581,14 @@ def _judge(cluster: Cluster) -> None:
             assert user.done, f"{name} did not hear that it was given up"
             continue
         if user.life and isinstance(user.error, JobOver):
+            assert cluster.scenario.on_loss != "wait", f"{name} was waited for, and was told that it is too late"
             assert user.since is None, f"{name} took part, and was told that it is too late"
             cluster.network.used["too late"] += 1
             continue
         if _starts_again(cluster, name):
             continue
         cluster.network.used["joined"] += user.life > 0
+        cluster.network.used["a step once more"] += user.repeats
         cluster.network.used["went back"] += user.rollbacks > 0
         assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
@@ -725,7 +729,7 @@ def _is_given_up(cluster: Cluster, name: str) -> bool:
         before = cluster.dead_servers[: cluster.dead_servers.index(name)]
         count, rank = cluster.scenario.num_servers, int(name[-1])
         return not any(f"server-{(rank + step) % count}" in before for step in (1, -1))
-    return cluster.scenario.on_loss == "continue" and name in cluster.users
+    return cluster.scenario.on_loss != "fail" and name in cluster.users
 
 
 def _is_doomed(cluster: Cluster) -> bool:
@@ -766,6 +770,7 @@ JOINING = Scenario(
     weather=Weather(delay_s=0.03),
 )
 """A round takes about as long as a process that is started again."""
+WAITING = replace(JOINING, on_loss="wait")
 SLOW = Weather(delay_s=0.02)
 """What is under way is so for long, and may be lost with the one who has said it."""
 NEAR_SCHEDULER = Weather(delay_s=0.4, scheduler_delay_s=0.005)
@@ -994,6 +999,34 @@ SCENARIOS: dict[str, Scenario] = {
     "joins late": replace(JOINING, victims=("worker-1",), rounds=4, fault_round=3, again=(0.0, 0.6)),
     "joins from the start": replace(JOINING, victims=("worker-1",), fault_round=-1, rounds=8),
     "joins offloaded": replace(JOINING, victims=("worker-2",), offloaded=True, optimizer="momentum"),
+    "waits": replace(WAITING, victims=("worker-1",)),
+    "waits for rank 0": replace(WAITING, victims=("worker-0",), optimizer="momentum"),
+    "waits for two": replace(WAITING, victims=("worker-1", "worker-2")),
+    "waits for all": replace(WAITING, victims=tuple(f"worker-{rank}" for rank in range(4)), again=(0.1, 1.0)),
+    "waits again and again": replace(WAITING, victims=("worker-1", "worker-0"), rounds=24, lives=5),
+    "waits in a storm": replace(WAITING, victims=("worker-1",), weather=STORM, limits=STORM_LIMITS),
+    "waits again and again in a storm": replace(
+        WAITING, victims=("worker-2", "worker-1"), rounds=16, lives=4, weather=STORM, limits=STORM_LIMITS
+    ),
+    "waits and saves": replace(WAITING, victims=("worker-1",), optimizer="momentum", saves=0.8),
+    "waits with rows": replace(WAITING, victims=("worker-2",), tables=True, saves=0.0),
+    "waits again and again with rows": replace(
+        WAITING, victims=("worker-2", "worker-0"), tables=True, saves=0.0, rounds=20, lives=4
+    ),
+    "waits holding": replace(WAITING, victims=("worker-2",), holds=True),
+    "waits encoded": replace(WAITING, victims=("worker-1",), encodes=0.6, rounds=8),
+    "waits offloaded": replace(WAITING, victims=("worker-2",), offloaded=True, optimizer="momentum"),
+    "waits with a far scheduler": replace(
+        WAITING,
+        victims=("worker-1", "worker-2"),
+        saves=0.0,
+        spread_s=0.0,
+        again=(0.1, 0.3),
+        weather=Weather(delay_s=0.005, scheduler_delay_s=0.15),
+    ),
+    "waits from the start": replace(WAITING, victims=("worker-1",), fault_round=-1, rounds=8),
+    "waits at the end": replace(WAITING, victims=("worker-1",), rounds=4, fault_round=3, again=(0.0, 0.6)),
+    "waits for one that left others behind": replace(WAITING, victims=("worker-1",), leaver_rounds=3, fault_round=2),
     "leases": replace(LEASES, victims=()),
     "leases of lost workers": LEASES,
     "leases of all but one": replace(LEASES, victims=("worker-1", "worker-3", "worker-0"), spread_s=0.2),

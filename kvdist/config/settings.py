@@ -321,10 +321,11 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " every worker the same: one that says otherwise makes the others of its host wait",
         ),
         Setting(
-            "KVDIST_ON_LOSS", word("fail", "continue"), "fail",
-            "what follows when a worker is lost: `fail` ends the job, `continue` lets the others go on without it",
-            "`continue` needs stores that update ([reliability.md](reliability.md)); a lost server ends"
-            " the job with both, but for `KVDIST_REPLICAS=1`. The scheduler's value counts, and `kvdist-launch"
+            "KVDIST_ON_LOSS", word("fail", "wait", "continue"), "fail",
+            "what follows when a worker is lost: `fail` ends the job, `wait` lets the others wait until it is started"
+            " again, `continue` lets them go on without it",
+            "`wait` and `continue` need stores that update ([reliability.md](reliability.md)); a lost server ends"
+            " the job with all three, but for `KVDIST_REPLICAS=1`. The scheduler's value counts, and `kvdist-launch"
             " --on-loss` sets it",
         ),
         Setting(
@@ -341,10 +342,12 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             shown_default="1",
         ),
         Setting(
-            "KVDIST_RETURN_S", seconds(0), 0.0,
-            "how many seconds a job waits for a worker that comes back when the last one is lost; `0`: it ends at once",
-            "With `KVDIST_ON_LOSS=continue`: the servers keep the weights meanwhile. The scheduler's value counts, and"
-            " `kvdist-launch --restart` makes it 120",
+            "KVDIST_RETURN_S", seconds(0), None,
+            "how many seconds a job waits for a worker that comes back: with `KVDIST_ON_LOSS=wait` for each that is"
+            " lost, with `continue` when the last one is; `0`: it ends at once",
+            "The servers keep the weights meanwhile. The scheduler's value counts, and `kvdist-launch --restart` makes"
+            " it 120",
+            shown_default="600 with `KVDIST_ON_LOSS=wait`, else 0",
         ),
         Setting(
             "KVDIST_REPLICAS", whole_number(0), 0,
@@ -768,7 +771,9 @@ def refuse_replaced(env: Variables) -> None:
 # Jobs with servers.
 
 SCHEDULER_AWAY_S = 60.0
-"""Where losses do not end the job."""
+"""Where the others go on without lost processes."""
+RETURN_S = 600.0
+"""Where all wait for lost workers: long enough to start one by hand."""
 
 JOB_WIDE = (
     *("job", "bigarray_bound", "placement", "transport", "local_reduce", "on_loss", "max_workers", "snapshots"),
@@ -810,7 +815,7 @@ class ClusterConfig:
     min_workers: int | None = setting("KVDIST_MIN_WORKERS")
     replicas: int = setting("KVDIST_REPLICAS")
     restarts: int | None = setting("KVDIST_RESTARTS")
-    return_s: float = setting("KVDIST_RETURN_S")
+    return_s: float | None = setting("KVDIST_RETURN_S")
     scheduler_away_s: float | None = setting("KVDIST_SCHEDULER_AWAY_S")
     snapshots: str | None = setting("KVDIST_SNAPSHOTS")
     snapshot_interval_s: float | None = setting("KVDIST_SNAPSHOT_INTERVAL_S")
@@ -861,12 +866,34 @@ class ClusterConfig:
                 " KVDIST_SECRET_FILE (kvdist-launch draws a secret by itself), or KVDIST_SECURITY=none if you trust all"
                 " users"
             )
+        if self.on_loss == "wait":
+            self._require_waiting()
         if self.replicas:
             self._require_replicas()
         if self.local_reduce == "on" and self.transport == "tcp":
             raise ConfigError(
                 "KVDIST_LOCAL_REDUCE is 'on', but the workers of a host sum in shared memory, and KVDIST_TRANSPORT is"
                 " 'tcp'; change one of them"
+            )
+
+    def _require_waiting(self) -> None:
+        """Refuse what goes on without lost processes where all wait for them."""
+        others = {
+            "KVDIST_REPLICAS": self.replicas or None,
+            "KVDIST_SNAPSHOTS": self.snapshots,
+            "KVDIST_MAX_WORKERS": self.max_workers,
+            "KVDIST_SCHEDULER_AWAY_S": self.scheduler_away_s or None,
+        }
+        for name, value in others.items():
+            if value is not None:
+                raise ConfigError(
+                    f"KVDIST_ON_LOSS is 'wait', which waits for lost workers and for nobody else, and {name} is"
+                    f" {value!r}: leave {name} out, or set KVDIST_ON_LOSS=continue (kvdist-launch --on-loss continue)"
+                )
+        if self.return_s == 0:
+            raise ConfigError(
+                "KVDIST_ON_LOSS is 'wait' and KVDIST_RETURN_S is 0, so that nobody would wait: set it to the seconds"
+                " within which a lost worker comes back, or leave it out"
             )
 
     def _require_replicas(self) -> None:
@@ -894,7 +921,14 @@ class ClusterConfig:
         """How long the others go on without a scheduler that was lost, in seconds; 0: its loss ends the job."""
         if self.scheduler_away_s is not None:
             return self.scheduler_away_s
-        return 0.0 if self.on_loss == "fail" else SCHEDULER_AWAY_S
+        return SCHEDULER_AWAY_S if self.on_loss == "continue" else 0.0
+
+    @property
+    def return_limit_s(self) -> float:
+        """How long a job waits for a worker that comes back, in seconds; 0: not at all."""
+        if self.return_s is not None:
+            return self.return_s
+        return RETURN_S if self.on_loss == "wait" else 0.0
 
     @property
     def is_local(self) -> bool:

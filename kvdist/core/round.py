@@ -213,10 +213,10 @@ class Round(Generic[C, P]):
     # Newcomers: workers that join a running job. Counters of workers are aligned with versions: a worker's next push is
     # for the version after `counted` of them, so a newcomer's begin at the version in which it takes part first.
 
-    def hold(self) -> int:
-        """Make one more version at most, until `admit`. Returns the present one."""
+    def hold(self, more: int = 1) -> int:
+        """Make so many more versions at most, until `admit`. Returns the present one."""
         self.admission = self.admission or Admission()
-        self.admission.limit = self.version + 1
+        self.admission.limit = self.version + more
         return self.version
 
     def admit(self, ranks: Iterable[int], version: int | None) -> None:
@@ -234,6 +234,17 @@ class Round(Generic[C, P]):
         """Begin without these, which have joined later in the program; `admit` says when they take part."""
         if ranks:
             self.admit(ranks, None)
+
+    def take_back(self, ranks: Iterable[int]) -> None:
+        """Go on with workers for whose return all have waited. What they had pushed and was counted still counts."""
+        if self.admission is not None:
+            self.admission.limit = None
+            self._tidy(self.admission)
+        self.later |= frozenset(ranks)
+
+    def is_before(self, pull: PullRequest) -> bool:
+        """Whether a pull wants the version before the present one: its worker has come back, and repeats that step."""
+        return pull.step == self.version - 1 < self.counted.get(pull.member.node.rank, 0)
 
     def _tidy(self, admission: Admission) -> None:
         admission.since = {rank: since for rank, since in admission.since.items() if since > self.version}
@@ -277,6 +288,11 @@ class Round(Generic[C, P]):
                 self.admission.since.pop(rank, None)
             self.examples.pop(rank, None)
         return {rank: self.counted.pop(rank, 0) for rank in ranks}
+
+    def drop_open(self, ranks: Set[int]) -> None:
+        """Drop what these lost workers have pushed and no version has: they come back, and push it again."""
+        for rank in ranks:
+            self.slots.pop(rank, None)
 
     def rewind(self, version: int, ranks: Iterable[int]) -> None:
         """Go back to a version that has as many pushes of each of these workers; what is open is dropped."""

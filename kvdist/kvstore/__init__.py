@@ -109,9 +109,10 @@ def collective_store(name: str, number: int = 0, predivide: float = 1.0) -> KVSt
 
 
 def _collective(name: str, number: int = 0, updates: bool = False, predivide: float = 1.0) -> CollectiveBackend:
-    if read_setting("KVDIST_ON_LOSS") != "fail":
+    on_loss = read_setting("KVDIST_ON_LOSS")
+    if on_loss != "fail":
         raise ConfigError(
-            f"KVDIST_ON_LOSS is 'continue' (kvdist-launch --on-loss), and the store {name!r} sums among workers, none"
+            f"KVDIST_ON_LOSS is {on_loss!r} (kvdist-launch --on-loss), and the store {name!r} sums among workers, none"
             " of which can be left out: use a dist store that updates, or fail"
         )
     try:  # torch, which the other stores do without, is imported here

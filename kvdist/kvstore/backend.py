@@ -223,7 +223,7 @@ class Backend(abc.ABC):
         rows: moves rows of tables; None without `Ability.ROWS`.
         rollback_watchers: called when all have gone back to a snapshot.
         watchers: called by `check` when `members` has changed.
-        on_loss: what follows when a worker is lost: ``fail`` or ``continue``.
+        on_loss: what follows when a worker is lost: ``fail``, ``wait`` or ``continue``.
         came_late: whether this process has joined a running job.
         position: where a process that trains alone is in its data, for checkpoints.
     """

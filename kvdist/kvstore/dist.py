@@ -102,6 +102,11 @@ class DistBackend(Backend):
         self._policy = policy
         view = cluster.node.view
         self.on_loss = view.on_loss.name.lower()
+        if view.on_loss is OnLoss.WAIT and not policy.is_lockstep:
+            raise ConfigError(
+                f"KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), and nobody waits for anybody in the store"
+                f" {type_name!r}: use continue, or a store such as 'dist'"
+            )
         self.came_late = cluster.came_late
         if policy.is_lockstep:
             self.abilities = self.abilities | {Ability.CLIPPING}
@@ -109,6 +114,7 @@ class DistBackend(Backend):
         self._number = cluster.open_store()
         self.devices.pin_with(lambda device: cluster.memory.pin(device.pin))
         self.arrays: ArrayTransfers = ArrayTransfers(cluster, policy, self, self._require_usable)
+        self.arrays.on_loss = self.on_loss
         self.arrays.must_update = view.on_loss is not OnLoss.FAIL and not is_internal
         self._rows = self.rows = RowTransfers(cluster, self.arrays)
         self._members = view.members
@@ -239,7 +245,7 @@ class DistBackend(Backend):
 
         if self.arrays.must_update:
             raise ConfigError(
-                "KVDIST_ON_LOSS is 'continue' (kvdist-launch --on-loss), and servers that clip by the norm keep"
+                f"KVDIST_ON_LOSS is {self.on_loss!r} (kvdist-launch --on-loss), and servers that clip by the norm keep"
                 " gradients from one push to the next, which a lost worker would leave half done: leave clip_norm out,"
                 " or use fail"
             )

@@ -83,6 +83,7 @@ class ArrayTransfers:
         self.optimizer: Optimizer | None = None
         """Whose numbers travel with each push."""
         self.must_update = False
+        self.on_loss = "fail"
         """Whether pushes without an optimizer are refused, because workers may be lost without ending the job."""
         self._cluster = cluster
         self._backend = backend
@@ -135,7 +136,7 @@ class ArrayTransfers:
         if not call.pushes:
             return self._pull(call)
         if self.optimizer is None and self.must_update:
-            refuse_to_sum()
+            refuse_to_sum(self.on_loss)
         if call.lending is Lending.NOTHING and not call.pulls:
             return self._push_unread(call)
         if not call.pulls:
@@ -670,10 +671,10 @@ Settings = tuple[list[Hyperparameters], "np.ndarray[Any, Any] | None"]
 """Distinct settings, and for each key of a plan the index of its own; None if all have the first."""
 
 
-def refuse_to_sum() -> NoReturn:
+def refuse_to_sum(on_loss: str) -> NoReturn:
     """Raises a `ConfigError`: the store only sums, and a sum that lacks a lost worker would replace the weights."""
     raise ConfigError(
-        "KVDIST_ON_LOSS is 'continue' (kvdist-launch --on-loss), which needs stores that update, because servers must"
+        f"KVDIST_ON_LOSS is {on_loss!r} (kvdist-launch --on-loss), which needs stores that update, because servers must"
         " hold the weights, and this one only sums: call set_optimizer before the first push, or use fail"
     )
 

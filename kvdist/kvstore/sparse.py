@@ -98,7 +98,7 @@ class RowTransfers:
     def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
         """Push rows; without any it still counts. None: there is no gradient here."""
         if self._moves.optimizer is None and self._moves.must_update:
-            refuse_to_sum()
+            refuse_to_sum(self._moves.on_loss)
         flags = (Flag.AVERAGE if options.average else 0) | (Flag.EMPTY if rows is None else 0)
         setting = hyperparameters_of(info, self._moves.optimizer)
         nbytes, under_way = 0 if rows is None else sum(array.nbytes for array in rows), self._cluster.under_way

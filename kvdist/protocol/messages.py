@@ -110,10 +110,12 @@ class ErrorCode(enum.IntEnum):
 
 
 class OnLoss(enum.IntEnum):
-    """What follows when a worker is lost. 1 is kept for a policy that waits for its return."""
+    """What follows when a worker is lost."""
 
     FAIL = 0
     """The job ends."""
+    WAIT = 1
+    """The others wait for its return."""
     CONTINUE = 2
     """The others go on without it."""
 
@@ -910,7 +912,10 @@ class Ready(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class FindCut(WireMessage):
-    """Scheduler → server: which is the highest version of your slices? Make at most one more of each until a `Cut`."""
+    """Scheduler → server: which is the highest version of your slices? Make at most one more of each until a `Cut`.
+
+    Where all wait for the return of lost workers: make none.
+    """
 
     KIND = 80
     request: UInt64
@@ -923,6 +928,8 @@ class CutFound(WireMessage):
     KIND = 81
     request: UInt64
     highest: UInt32
+    lowest: UInt32
+    """Of those that are at the highest or at the one before it; `LATER` if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -930,6 +937,7 @@ class Cut(WireMessage):
     """Scheduler → server: rounds wait for these workers from a version on. Tell them by `Counters`.
 
     Without a store they become members, and take part from this version on in all slices that were as far as that.
+    Where rounds have waited for their return, what they had pushed before still counts.
     With one they take part from now on in the slices of that store that have not waited for them yet.
     """
 

@@ -140,7 +140,8 @@ class Embedding(torch.nn.Module):
             self._ask()
 
     def step(self, batch_size: float | None = None) -> None:
-        """Push the gradients of all forward passes since the last call; returns at once.
+        """Push the gradients of all forward passes since the last call; returns at once, unless lost workers are waited
+        for (``KVDIST_ON_LOSS=wait``): then when they are counted.
 
         Every worker calls it after each backward pass, also when its batch named no rows: that counts, too.
 
@@ -163,7 +164,12 @@ class Embedding(torch.nn.Module):
         if self._wanted is None and self._coming is not None:  # asked for before this push, so they lack its update
             self._wanted, self._coming = self._coming[0], None
         grads = [(ids, rows.grad) for ids, rows in used if rows.grad is not None]
-        self._store.push(self.key, self._gradient(grads, batch_size), average=batch_size is None)
+        gradient, average = self._gradient(grads, batch_size), batch_size is None
+        if self._store.on_loss == "wait":
+            # Who repeats a step of a lost worker finds it only if nobody is further than the next one.
+            self._store.push_async(self.key, gradient, average=average).result()
+        else:
+            self._store.push(self.key, gradient, average=average)
         self._ask()
 
     def _gradient(self, grads: list[tuple[Ids, torch.Tensor]], batch_size: float | None) -> RowSparse | None:

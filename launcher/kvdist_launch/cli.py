@@ -25,7 +25,16 @@ from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, Sink
 from kvdist_launch.plan import HostFacts, JobSpec, plan, preview, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import CommandError, LocalProcesses
-from kvdist_launch.request import ROLE_COMMAND, Request, goes_on_without, grace_of, has_replicas, hosts_of, job_of
+from kvdist_launch.request import (
+    ROLE_COMMAND,
+    Request,
+    goes_on_without,
+    grace_of,
+    has_replicas,
+    hosts_of,
+    job_of,
+    waits_for_lost,
+)
 from kvdist_launch.root_socket import LOOPBACK, listen, listening_here, port_of, ports_of
 from kvdist_launch.security import NONE, PLAIN_HERE
 from kvdist_launch.supervisor import Interrupted, Supervisor
@@ -87,17 +96,20 @@ class _Launch:
         options = self._request.options
         output = JobOutput(self._out, self._err, options.filter or (), self._logs)
         goes_on, restarts = goes_on_without(options, os.environ), None
+        waits = goes_on and waits_for_lost(options, os.environ)
         if options.restart:
             # Imported here because few ask for it, and every job would wait for it.
             from kvdist_launch.restarts import RESTARTED, Restarts
 
-            restarts = Restarts(options.restart, RESTARTED | ({Role.SERVER} if options.snapshots else set()))
+            roles = {Role.WORKER} if waits else RESTARTED | ({Role.SERVER} if options.snapshots else set())
+            restarts = Restarts(options.restart, roles)
         supervisor = Supervisor(
             output,
             self._err,
             grace_of(options),
             self._launched,
             goes_on=goes_on,
+            waits=waits,
             restarts=restarts,
             replicas=goes_on and has_replicas(options, os.environ),
         )

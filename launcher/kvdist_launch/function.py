@@ -170,7 +170,13 @@ def run(
         own = {**dict.fromkeys(("KVDIST_FORM_TIMEOUT_S", "KVDIST_START_TIMEOUT_S"), f"{start_timeout:g}"), **own}
     if on_loss is not None:
         own = {"KVDIST_ON_LOSS": on_loss, **own}
-    goes_on = SETTINGS["KVDIST_ON_LOSS"].read({**os.environ, **own}) != "fail"
+    policy = SETTINGS["KVDIST_ON_LOSS"].read({**os.environ, **own})
+    if policy == "wait":
+        raise ConfigError(
+            "on_loss (KVDIST_ON_LOSS) is 'wait', which waits until a lost worker is started again, and workers that run"
+            " a function are not: use on_loss='continue', or kvdist-launch --on-loss wait --restart N with a script"
+        )
+    goes_on = policy != "fail"
     if goes_on and on_loss is not None and not servers:
         raise ConfigError(
             f"on_loss is {on_loss!r}, which needs servers, as they hold the weights: give servers=1 or more"

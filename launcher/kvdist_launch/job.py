@@ -142,6 +142,7 @@ class Job:
         goes_on: whether the other workers go on when one is lost.
         restarts: says who is started again; None if nobody is.
         replicas: whether that holds for servers, too, as others have copies of what they have.
+        waits: whether the other workers wait until a lost one is back.
 
     Attributes:
         cause: the exit that failed the job; None while there is none.
@@ -159,8 +160,10 @@ class Job:
         goes_on: bool = False,
         restarts: Restarts | None = None,
         replicas: bool = False,
+        waits: bool = False,
     ) -> None:
         self._replicas = replicas
+        self._waits = waits
         self._grace = GracePeriods() if grace is None else grace
         self._goes_on = goes_on
         self._losses: list[tuple[ProcessExit, float]] = []
@@ -241,7 +244,8 @@ class Job:
         """The others go on without a process that may still be there, stopped or cut off: it must not go on either."""
         if self._phase is not Phase.RUNNING or node not in self._alive or self._lives[node] != life:
             return []
-        text = f"{node} has been given up, and its process is ended, as the others go on without it"
+        why = "wait for one in its place" if self._waits else "go on without it"
+        text = f"{node} has been given up, and its process is ended, as the others {why}"
         return [Say(text), SendSignal(node, signal.SIGKILL)]
 
     def interrupt(self, number: int, now: float) -> list[Action]:
@@ -383,7 +387,8 @@ class Job:
         if one.node in self._due:
             return [Say(f"{one}; {verdict.text if verdict else ''}")]
         why = f"; {verdict.text}" if verdict else ""
-        others = "the other workers go on" if one.node.role is Role.WORKER else "the others go on with its copy"
+        workers = "the other workers wait for it" if self._waits else "the other workers go on"
+        others = workers if one.node.role is Role.WORKER else "the others go on with its copy"
         return [] if one.is_consequence and not why else [Say(f"{one}{why}; {others}")]
 
     def _lived_s(self, one: ProcessExit) -> float:

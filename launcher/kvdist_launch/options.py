@@ -360,9 +360,10 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--on-worker-exit",), valued(_restarts, "abort|restart:N", "what follows when a process fails or is"
          " lost, also a server or the scheduler: the job ends, or is started anew as a whole, at most N times"
          " (default: abort)", default=0)),
-        (("--on-loss",), _choice(("fail", "continue"), SETTINGS["KVDIST_ON_LOSS"].help())),
+        (("--on-loss",), _choice(("fail", "wait", "continue"), SETTINGS["KVDIST_ON_LOSS"].help())),
         (("--restart",), valued(_number_of_restarts, "N", "start a worker that is lost again, on another host if its"
-         " own is gone, or a scheduler that is killed, each at most N times; with --on-loss continue")),
+         " own is gone, or with --on-loss continue a scheduler that is killed, each at most N times; with --on-loss"
+         " wait|continue")),
         (("--snapshots",), valued(_word, "DIR", SETTINGS["KVDIST_SNAPSHOTS"].help())),
         (("--max-workers",), valued(int, "N", SETTINGS["KVDIST_MAX_WORKERS"].help() + "; see docs/launching.md")),
         (("--min-workers",), valued(int, "N", SETTINGS["KVDIST_MIN_WORKERS"].help() + "; see docs/reliability.md")),

@@ -234,6 +234,13 @@ def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_wor
             f"--on-worker-exit restart:{options.on_worker_exit} starts the whole job anew after a loss, and {other}"
             " lets it go on; leave one of them out"
         )
+    others = {"--max-workers": options.max_workers, "--snapshots": options.snapshots, "--replicas": options.replicas}
+    for option, value in others.items() if on_loss == "wait" else ():
+        if value:
+            raise ConfigError(
+                f"--on-loss wait waits for lost workers and for nobody else, and {option} is {value}: leave it out, or"
+                " use --on-loss continue"
+            )
     if options.max_workers is not None and on_loss == "fail":
         raise ConfigError(
             f"--max-workers {options.max_workers}: others can join only where losses do not end the job; add --on-loss"
@@ -263,16 +270,21 @@ def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_wor
         )
     if options.restart and on_loss == "fail":
         raise ConfigError(
-            f"--restart {options.restart} starts lost workers again while the others go on, and without --on-loss a"
-            f" loss ends the job: add --on-loss continue, or write --on-worker-exit restart:{options.restart} to start"
-            " the whole job anew"
+            f"--restart {options.restart} starts lost workers again while the others go on or wait, and without"
+            " --on-loss a loss ends the job: add --on-loss continue or wait, or write --on-worker-exit"
+            f" restart:{options.restart} to start the whole job anew"
         )
 
 
 def goes_on_without(options: argparse.Namespace, environ: Mapping[str, str]) -> bool:
-    """Whether the other workers go on when one is lost. A wrong value is refused by `job_of`."""
+    """Whether the job goes on when a worker is lost, with it or without. A wrong value is refused by `job_of`."""
     word = _word_of(options, options.on_loss, ON_LOSS, environ)
-    return word.strip().lower() == "continue" and options.num_servers != 0
+    return word.strip().lower() in ("wait", "continue") and options.num_servers != 0
+
+
+def waits_for_lost(options: argparse.Namespace, environ: Mapping[str, str]) -> bool:
+    """Whether the other workers wait for one that is lost."""
+    return _word_of(options, options.on_loss, ON_LOSS, environ).strip().lower() == "wait"
 
 
 def has_replicas(options: argparse.Namespace, environ: Mapping[str, str]) -> bool:

@@ -83,6 +83,7 @@ class Supervisor:
         goes_on: whether the other workers go on when one is lost.
         restarts: says which processes are started again; None is none.
         replicas: whether the job goes on when a server is lost, as others have copies of what it had.
+        waits: whether the other workers wait until a lost one is back.
 
     Attributes:
         job: the state of the attempt.
@@ -101,8 +102,10 @@ class Supervisor:
         goes_on: bool = False,
         restarts: Restarts | None = None,
         replicas: bool = False,
+        waits: bool = False,
     ) -> None:
         self._replicas = replicas
+        self._waits = waits
         self.selector = selectors.DefaultSelector()
         self.job = Job((), time.monotonic(), grace, launched)
         self._goes_on = goes_on
@@ -196,9 +199,8 @@ class Supervisor:
         self._alive = {process.node for process in processes}
         self._with_stdin = next((process.node for process in processes if process.has_stdin), None)
         nodes = [one.node for one in processes]
-        self.job = Job(
-            nodes, time.monotonic(), self._grace, self.job.launched, self._goes_on, self._restarts, self._replicas
-        )
+        policy = (self._goes_on, self._restarts, self._replicas, self._waits)
+        self.job = Job(nodes, time.monotonic(), self._grace, self.job.launched, *policy)
         named = ((node, host.host) for node, host in self._host_of.items())
         for warning in self._output.open(named, self._with_stdin):
             self.say(warning)

@@ -39,6 +39,8 @@ class Books:
     """Slice → the version to which it went back, until somebody has noticed."""
     is_void: Callable[[Member], bool] = lambda member: False
     """Whether a server was given up: it may not know, and what it thinks does not matter."""
+    awaited: Sequence[int] | None = None
+    """Where all wait for lost workers: rank → how many rounds it takes part in. Then each round has all of them."""
     newcomers_above: int = 0
     """The incarnations of those that were there from the start are not higher."""
 
@@ -71,7 +73,11 @@ class Books:
 
     def begin(self, number: int, member: Member, step: int, version: int) -> None:
         """A worker is counted in a slice for the first time. It begins with the same step in all of them."""
-        if step:
+        if step and self.awaited is not None:
+            earlier = [one for of, one in self.pushed if of == number and one.node == member.node]
+            before = max([self.pushed[number, one] for one in earlier], default=0)
+            assert step == before, f"push {step} of {member} is counted after {before} of its rank"
+        elif step:
             assert member.incarnation > self.newcomers_above, f"the first pushes of {member} are not counted"
             assert step == version, f"push {step} of {member} is counted in version {version + 1}"
             assert self.since.setdefault(member, step) == step, f"{member} has joined in several steps"
@@ -99,6 +105,10 @@ class Page:
     def enter(self, number: int, version: int, counted: Counted) -> None:
         """A version of a slice is made of these."""
         assert len(self.books.rounds[number]) == version - 1, "the versions of a slice follow each other"
+        if self.books.awaited is not None and version <= max(self.books.awaited):
+            wanted = [(rank, version - 1) for rank, rounds in enumerate(self.books.awaited) if version <= rounds]
+            found = [(member.node.rank, step) for member, step in counted]
+            assert found == wanted, f"version {version} of slice {number} has {found}, undisturbed it has {wanted}"
         for member, step in counted:
             if (number, member) not in self.books.pushed:
                 self.books.begin(number, member, step, version - 1)

@@ -233,11 +233,15 @@ class RowUser:
 
     def require_final(self, reads: Sequence[tuple[Table, Array, Future[Any]]]) -> None:
         """All rows are as all contributions make them."""
+        self.require_at(reads, -1)
+
+    def require_at(self, reads: Sequence[tuple[Table, Array, Future[Any]]], version: int) -> None:
+        """All rows are as they are at this version; -1 for the newest."""
         for table, out, _ in reads:
             for piece in self.infos[table.name].slices:
-                found, wanted = out[self.oracle.rows_of(table, piece)], self.oracle.states(table, piece)[-1]
+                found, wanted = out[self.oracle.rows_of(table, piece)], self.oracle.states(table, piece)[version]
                 assert np.array_equal(found, wanted), (
-                    f"worker {self.rank}: table {table.name!r} ended as {found}, not {wanted}"
+                    f"worker {self.rank}: table {table.name!r} is {found} at version {version}, not {wanted}"
                 )
 
     def _check_versions(

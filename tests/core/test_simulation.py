@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from kvdist.config.settings import Limits
@@ -36,6 +37,7 @@ from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Reply, StoredHolder
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
+from kvdist.core.server.table_rows import TableRows
 from kvdist.core.worker import newcomer
 from kvdist.core.worker.pending import BarrierCalls
 from kvdist.core.worker.requests import LoadStore, Request, RunPart
@@ -144,6 +146,11 @@ FAULTS = {
         if name.startswith("joins")
     },
     "joins while the scheduler is away": ("crash", "return", "started again", "joined"),
+    **{
+        name: ("crash", "started again", "joined", *(("lost", "cut") if scenario.weather is STORM else ()))
+        for name, scenario in SCENARIOS.items()
+        if name.startswith("waits")
+    },
     "goes on with sums of hosts": ("crash", *DROPPED),
     "goes on with sums of hosts in a storm": ("crash", "cut", "lost", "duplicated", *DROPPED),
     "goes on with sums under way for long": (
@@ -162,7 +169,7 @@ USED = ("Push in several frames", "Values in several frames")
 def used_in(scenario: Scenario) -> Iterator[str]:
     """What a scenario must exercise, or it has shown nothing."""
     is_short = scenario.pause_s is not None and scenario.pause_s < scenario.limits.patience_s
-    goes_on = scenario.on_loss == "continue" and not any(name.startswith("server") for name in scenario.victims)
+    goes_on = scenario.on_loss != "fail" and not any(name.startswith("server") for name in scenario.victims)
     goes_on = goes_on or scenario.returns_s > 0
     is_complete = not scenario.victims or is_short or goes_on
     yield from USED
@@ -191,7 +198,10 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         yield "round of several slices"
     if scenario.hosts is not None and scenario.mode == "sync":
         yield "summed on a host"
-    if goes_on and not scenario.returns_s and not (scenario.again and scenario.hosts):
+    if scenario.on_loss == "wait":
+        if scenario.fault_round > 0:
+            yield "a step once more"
+    elif goes_on and not scenario.returns_s and not (scenario.again and scenario.hosts):
         yield "in part"
     if scenario.returns_s and scenario.fault_round == 1:
         yield "closed meanwhile"
@@ -277,6 +287,7 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "scheduler returns where losses end the job",
     "scheduler returns while keys are declared",
     "scheduler while a loss is settled",
+    *[name for name in SCENARIOS if name.startswith("waits ") and name != "waits with rows"],
 )
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_request_is_answered_and_every_weight_is_exact(name: str) -> None:
@@ -759,6 +770,41 @@ ORIGINAL_TAKEN = Rollback.taken
 ORIGINAL_ROUND_REWIND = Round.rewind
 
 
+def knows_one_version(self: Round[Any, Any], pull: PullRequest) -> bool:
+    """Who comes back reads the present version of each slice."""
+    return False
+
+
+def keeps_no_rows(self: TableRows, ids: Any, optimizer: Any, wd: Any) -> Any:
+    """The rows that a round changes are not copied before."""
+    return np.zeros(0, np.int64), np.zeros(0, self.dtype.storage)
+
+
+def loses_what_was_before(self: Block, begin: int, end: int) -> Block:
+    """Splitting a block forgets the version before."""
+    part = ORIGINAL_PART(self, begin, end)
+    part.previous = None
+    return part
+
+
+def forgets_what_counts(self: Round[Any, Any], ranks: Set[int]) -> None:
+    """Who comes back is counted in each slice as if it had never been there."""
+    ORIGINAL_DROP(self, ranks)
+
+
+def begins_at_the_highest(self: Newcomers) -> int:
+    """Who comes back goes on at the highest version of all slices."""
+    return max(one.highest for one in self._found_by.values())
+
+
+def awaits_who_is_there(self: Peers, ranks: Set[int]) -> None:
+    """Rounds do not wait for workers that are away."""
+    self.resting, self.awaited = set(ranks), self.workers.keys() - ranks
+
+
+ORIGINAL_DROP = Round.drop
+
+
 def asks_nothing_again(self: Worker, now: float) -> list[Effect]:
     """What the last scheduler had not answered is forgotten."""
     return ORIGINAL_REREGISTER(self, now)[-1:]
@@ -1078,6 +1124,12 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "a late line ends the next life": ("joins again and again", [(Scheduler, "_child_ended", forgets_lives)]),
     "newcomers count barriers alone": ("joins", [(Newcomers, "number", numbers_of_its_own)]),
+    "who comes back reads the present": ("waits", [(Round, "is_before", knows_one_version)]),
+    "rows of the version before are not kept": ("waits with rows", [(TableRows, "visited", keeps_no_rows)]),
+    "a block that is split loses the version before": ("waits", [(Block, "_part", loses_what_was_before)]),
+    "what counts of the lost counts again": ("waits", [(Round, "drop_open", forgets_what_counts)]),
+    "who comes back begins at the highest version": ("waits", [(Newcomers, "_version", begins_at_the_highest)]),
+    "nobody waits for who is away": ("waits", [(Peers, "rest", awaits_who_is_there)]),
     "examples are leased twice": ("leases", [(Queue, "lease", leases_twice)]),
     "leases of the lost go back before servers have settled": (
         "leases of lost workers",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ from kvdist.core.worker.requests import (
     RunKind,
     RunPlan,
     SaveStore,
+    TakePart,
     Transfer,
     make_plan,
 )
@@ -345,6 +346,21 @@ class Wired:
         """A process ends, and the launcher says so."""
         self.stopped[name] = None
         self.observe("scheduler", ChildEnded(self.member(name).node, cause, clean=False))
+
+    def come_back(self, rank: int) -> None:
+        """A worker that was lost is started again, and joins."""
+        last = self.workers[rank].joining.introduction
+        introduction = replace(last, token=last.token + 1000, life=last.life + 1)
+        self._addresses[Role.WORKER, introduction.token] = f"worker-{rank}"
+        worker = self.workers[rank] = Worker(introduction, self.limits, self.now)
+        self.processes[f"worker-{rank}"] = Reliable(worker, JOB)
+        self.stopped.pop(f"worker-{rank}", None)
+        self.ask(rank, Register)
+        self.advance(1.0)
+
+    def take_part(self, rank: int, store: int = 0) -> int:
+        """Ask from which version on rounds wait for a worker."""
+        return self.ask(rank, lambda number: TakePart(number, store))
 
     def set_optimizer(self, rank: int, name: str, **numbers: Any) -> int:
         """Choose the optimizer."""

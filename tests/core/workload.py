@@ -107,6 +107,7 @@ class Job:
     in_step: whether a worker finishes a round before it begins the next one, as a `Trainer` does.
     examples: how many examples the data has that workers lease; 0 for rounds without data.
     means: after which rounds workers average a number, in a store of its own.
+    waits: whether all wait for lost workers, which go on where they were.
     """
 
     num_workers: int
@@ -122,6 +123,7 @@ class Job:
     in_step: bool = False
     examples: int = 0
     means: Sequence[int] = ()
+    waits: bool = False
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -285,6 +287,8 @@ class User:
     """Round → the checkpoint that was called for after it."""
     since: int | None = None
     """The round in which it has joined the others, if it came later."""
+    repeats: int = 0
+    """Slices that had made a step without it which its earlier life had begun, and it makes again."""
     restored: bool | None = None
     """Whether the newest checkpoint could be loaded at the end; None if there was none."""
     rollbacks: int = 0
@@ -359,7 +363,7 @@ class User:
     def _work(self) -> Program:
         yield from self._begin()
         if self.life:
-            yield from self._join()
+            yield from self._come_back() if self.job.waits else self._join()
         begun = 0 if self.since is None else self.since
         if begun > self.job.rounds:  # the others are at their ends
             yield [self._ask(Leave)]
@@ -369,7 +373,7 @@ class User:
     def _go_on(self, begun: int) -> Program:
         for turn in range(begun, self.job.rounds_of(self.rank)):
             self.round = turn
-            if turn != self.since:
+            if turn != self.since or self.job.waits:
                 yield from self._take_turn(turn)
             yield from self._end_turn(turn)
         if begun == self.job.rounds:
@@ -410,8 +414,8 @@ class User:
         if self.rank == 0:
             yield [self._initialise(), *(() if self._rows is None else self._rows.initialise())]
 
-    def _join(self) -> Program:
-        """As a script that starts anew: what it does at the start changes nothing, then it pushes ones."""
+    def _look_on(self) -> Program:
+        """As a script that starts anew: what it does at the start changes nothing."""
         yield [self._ask(lambda number: EnterBarrier(number, STORE))]
         garbage = {key.name: np.full(key.size, 13, key.dtype.storage) for key in KEYS}
         yield [self._transfer(RunKind.REPLACE, garbage)]
@@ -420,6 +424,31 @@ class User:
             yield [self._ask(lambda number: LoadStore(number, STORE, folder, EVERYTHING))]
         is_checked = not self.oracle.went_back
         yield [self._read(self._some_keys(), is_checked)[1]]
+
+    def _come_back(self) -> Program:
+        """All have waited for this worker: it finds the weights with which its earlier life has begun the step."""
+        yield from self._look_on()
+        joined = self._ask(lambda number: TakePart(number, STORE))
+        yield [joined]
+        since = self.since = joined.result()
+        slices, self._pushed = self._machine.transfers.slices, {key.name: since for key in KEYS}
+        pieces = [piece for info in self.infos.values() for piece in info.slices]
+        assert {int(slices.pushed[piece.number]) for piece in pieces} == {since}, "it is at one step in all slices"
+        self._seen = {piece.number: since for piece in pieces}
+        if since <= self.job.rounds and not self.oracle.went_back:
+            made = {piece.number: len(self.oracle.books.rounds[piece.number]) for piece in pieces}
+            self.repeats += sum(one > since for one in made.values())
+            yield from self._require({key.name: self.oracle.at(key, since)[0] for key in KEYS}, "it goes on elsewhere")
+        if self._rows is not None:
+            self._rows.begin_at(since)
+            if since <= self.job.rounds:
+                reads = self._rows.check_the_end()
+                yield [future for _, _, future in reads]
+                self._rows.require_at(reads, since)
+
+    def _join(self) -> Program:
+        """As a script that does not ask where the others are: it pushes ones."""
+        yield from self._look_on()
         if self.random.random() < 0.5:
             yield from self._take_part()
         ones = {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS}

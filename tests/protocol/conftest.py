@@ -98,7 +98,7 @@ def messages() -> list[m.Message]:
         m.TakeRestored(16, 1),
         m.DropRestored(17, 1),
         m.FindCut(18),
-        m.CutFound(18, (1 << 32) - 1),
+        m.CutFound(18, (1 << 32) - 1, 3),
         m.Cut(19, -1, 8, (0, 2)),
         m.Counters(u32(3, 4), u32(8, m.LATER), u32(0, 200)),
         m.Ready(1),

@@ -248,7 +248,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.TakeRestored: st.builds(m.TakeRestored, U64, U32),
     m.DropRestored: st.builds(m.DropRestored, U64, U32),
     m.FindCut: st.builds(m.FindCut, U64),
-    m.CutFound: st.builds(m.CutFound, U64, U32),
+    m.CutFound: st.builds(m.CutFound, U64, U32, U32),
     m.Cut: st.builds(m.Cut, U64, st.integers(-1, U32_MAX), U32, RANKS),
     m.Counters: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Counters, *[numbers(n)] * 3)),
     m.Ready: st.builds(m.Ready, U32),

@@ -327,7 +327,8 @@ class Checkpoints:
         if saving is None:
             workers, servers = self._membership.workers, dict(self._membership.servers)
             there = self._membership.there
-            agreement: Agreement[Save | SavedFile] = Agreement("checkpoint", "", now, there, (workers, servers))
+            quorum = (*self._membership.quorum, servers)
+            agreement: Agreement[Save | SavedFile] = Agreement("checkpoint", "", now, there, quorum)
             live = frozenset(node.rank for node in workers)
             saving = self._saving[place] = SaveUnderWay(*place, live, servers, agreement)
             self.saves[message.store] = message.counter + 1
@@ -393,7 +394,8 @@ class Checkpoints:
         if loading is None:
             subject, deed = "loading of a checkpoint", "call load_checkpoint"
             spared = self._membership.spared(message.pushes)
-            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, (workers,), spared))
+            quorum = self._membership.quorum
+            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, quorum, spared))
             self._loading[place] = loading
             self.loads[message.store] = message.counter + 1
         loading.agreement.say(sender, message)

@@ -2,8 +2,8 @@
 
 Rules that hold here:
 
-* A loss ends the job unless its policy says that the others go on, the cluster has been complete, and others are there,
-  or may come back in time. That of a server does, unless another one has a copy of all that it has.
+* A loss ends the job unless its policy says that the others go on or wait, the cluster has been complete, and others
+  are there, or may come back in time. That of a server does, unless another one has a copy of all that it has.
 * The same failure said by two processes ends the job: a mistake of the program would take one worker after the other.
 * Every server says once, for each roster that gives somebody up, how many pushes of theirs it has counted in its
   slices. That never becomes untrue, as it counts nothing of them any more.

@@ -64,6 +64,10 @@ class Membership:
         """Workers that are there, but have nothing to train on: nobody waits for them."""
         self.there = ChainMap(self.workers, self.resting)
         """Both; only to be read."""
+        self.away: dict[NodeId, Member] = {}
+        """Lost workers for whose return all wait, until a process of their rank comes."""
+        self.quorum = (self.workers, self.away)
+        """Whose word the workers' agreements need."""
         self.servers: dict[NodeId, Member] = {}
         self.left: set[NodeId] = set()
         """Workers that have said goodbye, and servers that have ended after they were told to."""
@@ -112,6 +116,7 @@ class Membership:
         self.peers[node] = Peer(member, hello.host, hello.pid, hello.endpoint, hello.life)
         self.lives[member] = hello.life
         self.left.discard(node)
+        self.away.pop(node, None)
         workers = self.newcomers if is_late else self.workers
         (workers if role is Role.WORKER else self.servers)[node] = member
         return member
@@ -241,6 +246,7 @@ class Membership:
         self.lost[member] = cause
         if member.node.role is Role.WORKER:  # that a server is not there, rosters say as they are
             self._untold.lost.add(member.node.rank)
+            self.away |= {member.node: member} if self._config.on_loss == "wait" else {}
         if has_ended:
             self.has_ended(member)
 
@@ -314,6 +320,7 @@ class Membership:
         assert live == {peer.member.node: peer.member for peer in self.present}, "a live member has not left"
         assert not self._suspects.keys() - set(live.values()), "only a live member is suspected"
         assert not self.lost.keys() & set(live.values()), "who was given up is not there"
+        assert not self.away.keys() & live.keys(), "who has come back is not away"
 
     def _rank_for(self, role: Role, hello: Hello) -> NodeId:
         config = self._config

@@ -113,9 +113,10 @@ class Newcomers:
         """Wants to know the version of the next cut, before servers do."""
         self._told_at_cut: Callable[[int], list[Effect]] | None = None
         """The same of the cut that is being made."""
-        self._highest = 0
         self._is_held = False
         """Servers have said how far they are, and the cut waits until enough workers are there."""
+        self._found_by: dict[Member, CutFound] = {}
+        """Server → how far its slices are."""
         self._is_finding = self._must_find_again = False
         """Whether servers are asked how far they are; and whether they must be asked once more."""
         self._waiting: list[tuple[Member, Message]] = []
@@ -270,12 +271,12 @@ class Newcomers:
         return self._find()
 
     def _find(self) -> list[Effect]:
-        self._highest, self._is_finding, self._must_find_again = 0, True, False
+        self._found_by, self._is_finding, self._must_find_again = {}, True, False
         return self._questions.ask(FindCut, self._found)
 
     def found(self, server: Member, message: CutFound) -> list[Effect]:
         """A server says how far its slices are."""
-        self._highest = max(self._highest, message.highest)
+        self._found_by[server] = message
         return self._questions.answered(server, message.request, "")
 
     def _found(self, _: str) -> list[Effect]:
@@ -300,7 +301,7 @@ class Newcomers:
         if self._is_held:
             self._is_held = False
             told.append(Log(f"training goes on: {self._membership.workers_counted + len(there)} workers are there"))
-        version, ranks = self._highest + 1, tuple(one.node.rank for one in there)
+        version, ranks = self._version(), tuple(one.node.rank for one in there)
         for member in there:
             self._membership.make_member(member, version)
             self._joined[member] = set()
@@ -310,6 +311,18 @@ class Newcomers:
         before = [] if at is None else at(version)
         cut = self._questions.ask(lambda request: Cut(request, -1, version, ranks), self._made)
         return [*told, *before, *cut, *(self._scheduler.announce() if there else [])]
+
+    def _version(self) -> int:
+        """From which version on newcomers take part.
+
+        Where all wait for them it is the lowest one of the slices of a step, as nobody is beyond that step. Slices that
+        are further behind are pushed less often, and say nothing of it.
+        """
+        highest = max([one.highest for one in self._found_by.values()], default=0)
+        if self._scheduler.on_loss is not OnLoss.WAIT:
+            return highest + 1
+        lowest = min([one.lowest for one in self._found_by.values() if one.highest >= highest - 1], default=highest)
+        return min(highest, max(lowest, highest - 1))
 
     def _made(self, _: str) -> list[Effect]:
         self._cutting = None

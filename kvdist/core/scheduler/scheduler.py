@@ -81,6 +81,11 @@ if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
 BarrierWord = tuple[str, int]
 """What a worker says at a barrier: its statement, and the rank of the giver, or -1."""
 
+NO_LEASES = (
+    "KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), which makes each worker's steps again as they were, and a"
+    " QueueSampler gives the examples of a lost worker to others: use a SplitSampler, or continue"
+)
+
 ROSTER_GAP_S = 0.001
 """Between two rosters, for each member: to tell all of all costs the square of their number, and a thousand workers
 leave at nearly the same time."""
@@ -132,7 +137,7 @@ class Scheduler(Machine):
             parts = (self.membership, self.keys, self._questions, self.newcomers, self)
             self.rollback = Rollback(config, now, *parts)
             self.checkpoints.after_load = self.rollback.forget
-        self.losses = Losses(self.membership, self.keys, self.on_loss, config.return_s > 0, self._doomed)
+        self.losses = Losses(self.membership, self.keys, self.on_loss, config.return_limit_s > 0, self._doomed)
         self.leases: Leases | None = None
         """There are some once a worker has asked for one, or a checkpoint was loaded that had some."""
         self.checkpoints.restoring_data = lambda position: self._with_leases().restoring(position)
@@ -151,10 +156,9 @@ class Scheduler(Machine):
         self._announced_at = -NEVER
         self._announce_at = NEVER
         """When a change that has not been told yet must be."""
-        self._return_by = NEVER
-        """No worker is left, and until then one may come back."""
-        self._deserted: Callable[[], list[Effect]] = list
-        """Ends the job because none has."""
+        self._returns: dict[NodeId, tuple[float, Callable[[], list[Effect]]]] = {}
+        """Who may come back, because all wait for it or nobody else is left → until when, and what ends the job if it
+        has not."""
         self._stop_by = NEVER
         self._stopped = False
         self._now = now
@@ -166,7 +170,8 @@ class Scheduler(Machine):
         form_by = NEVER if self.membership.is_complete else self._form_by
         snapshot = NEVER if self.rollback is None or self._is_over else self.rollback.deadline
         dues = (form_by, self._next_look, self._announce_at, self._stop_by, self._deadlocks.due, self.keys.due)
-        return min(self.membership.next_loss, self._return_by, snapshot, *dues)
+        returns = min([due for due, _ in self._returns.values()], default=NEVER)
+        return min(self.membership.next_loss, returns, snapshot, *dues)
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to members, and to the hello of processes that want to be one."""
@@ -232,6 +237,8 @@ class Scheduler(Machine):
                 return self._goodbye(sender, message, now)
             case Goodbye() if message.failure:
                 return self._lost(sender, message.failure, now)
+            case Lease() if is_worker and self.on_loss is OnLoss.WAIT:
+                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, NO_LEASES))]
             case Lease() if is_worker:
                 return self._with_leases().lease(sender, message, now)
             case Used() if is_worker:
@@ -284,8 +291,9 @@ class Scheduler(Machine):
             return self._server_gone(member) if self._is_over else self._lost(member, why.reason, now, has_ended)
         if now >= self._stop_by:
             return self._stop(None)
-        if now >= self._return_by:
-            return self._deserted()
+        for due, end in self._returns.values():
+            if now >= due:
+                return end()
         if not self.membership.is_complete and now >= self._form_by:
             missing = self.membership.missing()
             cause = f"did not register within {self.limits.form_timeout_s:g} s"
@@ -368,7 +376,9 @@ class Scheduler(Machine):
         if self._is_over:
             return [Send(sender, Rejected(newcomers.over, is_over=True))]
         effects = newcomers.hello(sender, message, now)
-        self._return_by = NEVER if self.membership.newcomers else self._return_by
+        if self.membership.newcomers:
+            self._returns = {node: due for node, due in self._returns.items() if node in self.membership.away}
+            effects += self._without_departed(now)
         joined = [effect.member for effect in effects if isinstance(effect, Bind)] if self.config.supervised else []
         return [*effects, *(TellLauncher(f"joined worker {one.node.rank} life {message.life}") for one in joined)]
 
@@ -423,7 +433,8 @@ class Scheduler(Machine):
         barrier = self._barriers.get(place)
         if barrier is None:
             subject, spared = f"barrier {number}", self.membership.spared(message.pushes)
-            barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, (workers,), spared)
+            quorum = self.membership.quorum
+            barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, quorum, spared)
         asks_again = barrier.has_heard(sender)
         barrier.say(sender, (message.statement, message.giver))
         barrier.ask(sender, message.request)
@@ -506,7 +517,8 @@ class Scheduler(Machine):
         self.membership.leave(sender.node)
         if self.newcomers is not None:
             self.newcomers.forget(sender)
-            effects += [] if self.membership.there else self.newcomers.end()
+            is_over = self.on_loss is not OnLoss.WAIT and not self.membership.there
+            effects += self.newcomers.end() if is_over else []
         if self.leases is not None:
             effects += self.leases.left(sender)
         return effects + self._announce_soon(now) + self._without_departed(now)
@@ -523,7 +535,7 @@ class Scheduler(Machine):
 
     def _end_if_alone(self, now: float) -> list[Effect]:
         """The last worker has gone: stop the servers, those too that have not registered yet."""
-        if not self.membership.workers_are_gone or self._is_over or self._return_by < NEVER:
+        if not self.membership.workers_are_gone or self._is_over or self._returns:
             return []
         self._stop_by = now + self.limits.farewell_s
         self._announce_at = NEVER
@@ -604,7 +616,8 @@ class Scheduler(Machine):
             return effects if has_ended else [*effects, *self._end_given_up(member)]
         if member.node.role is Role.WORKER and self.losses.may_go_on(member, said):
             self.losses.note(said)
-            if not (self.membership.there.keys() | self.membership.newcomers.keys()) - {member.node}:
+            others = (self.membership.there.keys() | self.membership.newcomers.keys()) - {member.node}
+            if self.on_loss is OnLoss.WAIT or not others:
                 self._wait_for_return(member, host, cause, step, sentence, now)
             effects = self._go_on_without(member, cause, sentence, has_ended, now)
             effects += [] if self.rollback is None else self.rollback.advance(now)
@@ -616,12 +629,16 @@ class Scheduler(Machine):
     def _wait_for_return(
         self, member: Member, host: str, cause: str, step: int | None, sentence: str, now: float
     ) -> None:
-        """The last worker is lost: one that comes back finds the weights on the servers."""
+        """All wait for a lost worker, or it was the last one: who comes back finds the weights on the servers."""
         if member.node in self.membership.left:
             return
-        self._return_by = now + self.config.return_s
-        late = f"it was the last worker, and none has come back within {self.config.return_s:g} s"
-        self._deserted = lambda: self._abort(str(member), host, cause, step, f"{sentence}; {late}")
+        late = f"it was the last worker, and none has come back within {self.config.return_limit_s:g} s"
+        if self.on_loss is OnLoss.WAIT:
+            late = f"all have waited for its return, and it has not come back within {self.config.return_limit_s:g} s"
+        self._returns[member.node] = (
+            now + self.config.return_limit_s,
+            lambda: self._abort(str(member), host, cause, step, f"{sentence}; {late}"),
+        )
 
     def _go_back_without(
         self, rollback: Rollback, member: Member, cause: str, sentence: str, has_ended: bool, now: float
@@ -698,8 +715,10 @@ class Scheduler(Machine):
         self._deadlocks.forget(member, now)
         others = len(self.membership.there)
         go_on = f"{others} worker{' goes' if others == 1 else 's go'} on"
-        if self._return_by < NEVER:
-            go_on = f"it was the last worker; the weights wait {self.config.return_s:g} s for one that comes back"
+        if self.on_loss is OnLoss.WAIT:
+            go_on = f"all wait up to {self.config.return_limit_s:g} s for its return (KVDIST_RETURN_S)"
+        elif self._returns:
+            go_on = f"it was the last worker; the weights wait {self.config.return_limit_s:g} s for one that comes back"
         told = Log(f"{sentence}; {go_on}")
         effects: list[Effect] = [told, Forget(member)]
         if self.newcomers is not None:

@@ -102,6 +102,10 @@ class Block:
     pulled_as: DType | None = None
     published: Buffer | None = None
     """The present values; None before all first ones have arrived."""
+    previous: Buffer | None = None
+    """Those of the version before, where all wait for lost workers, one of which may repeat that step. Nothing has to
+    release it: the next round, which writes it, has a push of every worker, and nobody pushes before that step is over
+    in all slices."""
     joint: Sequence[Block] = ()
     """All blocks here of the same parameter, if there are several: a rule that needs norms updates them together."""
     held: dict[Member, Buffer] = field(default_factory=dict)
@@ -201,6 +205,7 @@ class Block:
         for position, array in enumerate(values):
             self.pool.array(target, position)[...] = array
         self.publish(target)
+        self.previous = None
         self.pool.spare = [buffer for buffer in self.pool.spare if buffer.leases]
 
     # Rounds.
@@ -279,6 +284,13 @@ class Block:
     # What travels to workers.
 
     @property
+    def before(self) -> Block:
+        """The version before the present one, as a block to read."""
+        assert self.previous is not None
+        round_ = replace(self.round, version=self.version - 1)
+        return replace(self, round=round_, published=self.previous, _halves=None)
+
+    @property
     def outgoing(self) -> Buffer:
         """The present version in the dtype in which it travels."""
         assert self.published is not None
@@ -333,6 +345,8 @@ class Block:
             part.merge_after, part.wait = (self.version + self.wait, self.wait) if is_early else (self.version, 0)
         if self.published is not None:
             part.published = self.pool.part(self.published, begin, end)
+        if self.previous is not None:
+            part.previous = self.pool.part(self.previous, begin, end)
         return part
 
     def may_merge(self, other: Block) -> bool:
@@ -363,13 +377,8 @@ class Block:
         whole = cls(first.store, ids, extents, pool, replace(first.round), first.kernels, first.pulled_as)
         whole.merged_at, longest = first.version, max(block.wait for block in blocks)
         whole.wait = min(max(2 * longest, ROUNDS_WORTH_IT), MERGE_AFTER_MAX)
-        target = pool.fresh()
-        position = 0
-        for block in blocks:
-            for own in range(len(block)):
-                pool.array(target, position)[...] = block.values(own)
-                position += 1
-        whole.published = target
+        whole.published = pool.joined([(block.pool, block.published) for block in blocks])
+        whole.previous = pool.joined([(block.pool, block.previous) for block in blocks])
         if updater is not None:
             updater.join(whole, whole._places_of(blocks), pool.size, first.dtype)
         return whole

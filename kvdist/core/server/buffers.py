@@ -6,7 +6,7 @@ only when it is not leased.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,6 +86,17 @@ class BufferPool:
         """Take back a buffer that is no longer published."""
         if buffer.pooled:
             self.spare.append(buffer)
+
+    def joined(self, parts: Sequence[tuple[BufferPool, Buffer | None]]) -> Buffer | None:
+        """A new buffer with the arrays of others, in their order; one copy. None if one of those is missing."""
+        target, position = None, 0
+        for pool, buffer in parts if all(buffer is not None for _, buffer in parts) else ():
+            target = target or self.fresh()
+            assert buffer is not None
+            for own in range(len(pool.counts)):
+                self.array(target, position)[...] = pool.array(buffer, own)
+                position += 1
+        return target
 
     def array(self, buffer: Buffer, position: int) -> Bits:
         """One of the arrays in a buffer."""

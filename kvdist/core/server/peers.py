@@ -29,6 +29,10 @@ class Peers:
     """Workers that have left; their late messages are ignored."""
     lost: set[Member] = field(default_factory=set)
     """Workers that were given up; they are told so."""
+    waits: bool = False
+    """Whether all wait for the return of lost workers."""
+    away: set[int] = field(default_factory=set)
+    """The ranks of those."""
     known: dict[Member, Peer] = field(default_factory=dict)
     """All that were in any roster, with their lines."""
     far: set[Member] = field(default_factory=set)
@@ -64,8 +68,10 @@ class Peers:
         gone = sorted(set(before) - present, key=lambda member: member.node.rank)
         for member in gone:
             self.since.pop(member.node.rank, None)
+        lost = [member for member in gone if member.node.rank in message.lost]
+        self.away.update([member.node.rank for member in lost] if self.waits else ())
         self.rest(self.resting - {member.node.rank for member in gone})
-        self.lost.update(member for member in gone if member.node.rank in message.lost)
+        self.lost.update(lost)
         self.left.update(member for member in gone if member not in self.lost)
         return gone
 
@@ -74,6 +80,7 @@ class Peers:
         for rank in ranks:
             self.workers[rank] = self.newcomers.pop(rank)
             self.since[rank] = version
+        self.away.difference_update(ranks)
         self.rest(self.resting)
 
     def has(self, member: Member) -> bool:
@@ -84,7 +91,7 @@ class Peers:
     def rest(self, ranks: Set[int]) -> None:
         """Wait for all workers but these."""
         self.resting = set(ranks)
-        self.awaited = self.workers.keys() - self.resting
+        self.awaited = (self.workers.keys() | self.away) - self.resting
 
     @property
     def joined(self) -> dict[int, int]:

@@ -42,6 +42,7 @@ from kvdist.nodes import Member, Role
 from kvdist.optimizer.registry import from_description
 from kvdist.optimizer.updater import Arithmetic, Updater
 from kvdist.protocol.messages import (
+    LATER,
     Abort,
     Alive,
     Assign,
@@ -294,6 +295,7 @@ class Server(Machine):
             case Welcome():
                 self.joining.welcome(message, now)
                 self.on_loss = OnLoss(message.on_loss)
+                self.peers.waits = self.on_loss is OnLoss.WAIT
                 self._next_alive = now + self.limits.heartbeat_s
                 if message.replicas != self.REPLICAS:
                     return [Halt(replicas_differ(self.me, self.REPLICAS, message.replicas))]
@@ -303,7 +305,7 @@ class Server(Machine):
             case Roster():
                 return self._roster(message, now)
             case FindCut():
-                return [Send(SCHEDULER_MEMBER, CutFound(message.request, max(one.hold() for one in self._shards)))]
+                return [Send(SCHEDULER_MEMBER, self._hold(message))]
             case Cut():
                 return self._cut(message)
             case Assign():
@@ -411,11 +413,23 @@ class Server(Machine):
     def _drop(self, lost: Set[int]) -> dict[int, tuple[Fate, ...]]:
         """Nothing of these workers is counted from now on. Before any round closes without them.
 
-        Marks go first, or a checkpoint would wait for pushes that nobody counts.
+        Marks go first, or a checkpoint would wait for pushes that nobody counts. Where all wait for their return, they
+        push again what is not counted, so what they have marked and what is counted of them stays.
         """
+        if self.peers.waits:
+            for holder in (one for shard in self._shards for one in shard):
+                holder.round.drop_open(lost)
+            return dict.fromkeys(lost, ())
         self.snapshots.unmark(lost)
         fates = [fate for shard in self._shards for fate in shard.drop(lost)]
         return {rank: tuple(fate for fate in fates if fate.rank == rank) for rank in lost}
+
+    def _hold(self, message: FindCut) -> CutFound:
+        """Say how far the slices are, and let them make one version more at most; none, where others wait anyway."""
+        versions = [version for shard in self._shards for version in shard.hold(0 if self.peers.waits else 1)]
+        highest = max(versions, default=0)
+        lowest = min((version for version in versions if version >= highest - 1), default=LATER)
+        return CutFound(message.request, highest, lowest)
 
     def _cut(self, message: Cut) -> list[Effect]:
         """Let rounds wait for workers that came later, and tell them from when on."""
@@ -424,6 +438,8 @@ class Server(Machine):
             self.peers.admit(message.ranks, message.version)
             self.snapshots.spare(message.ranks)
         found = [one for shard in self._shards for one in shard.admit(message)]
+        if self.peers.waits:
+            self.snapshots.roster()  # some have waited for those that were away
         effects = self._replies()
         for rank in message.ranks:
             mine = np.array([row for of, *row in found if of == rank], np.uint32).reshape(-1, 3)

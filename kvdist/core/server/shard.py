@@ -227,10 +227,10 @@ class Shard(abc.ABC, Generic[H]):
                 self.ledger.dropped(holder, lost)
         return [_fate(*place, found, examples.get(place, 0)) for place, found in counted.items()]
 
-    def hold(self) -> int:
-        """Make one more version of each slice at most, until `admit`; returns the highest one that rounds have made."""
+    def hold(self, more: int) -> list[int]:
+        """Make so many more versions of each slice at most, until `admit`; returns those that rounds have made."""
         rounds = [one.round for one in self if one.round.policy.is_lockstep and self.updates(one.store)]
-        return max((round_.hold() for round_ in rounds), default=0)
+        return [round_.hold(more) for round_ in rounds]
 
     def admit(self, message: Cut) -> list[tuple[int, int, int, int]]:
         """Let workers that came later take part: see `Cut`. Returns (rank, slice, and the columns of `Counters`)."""
@@ -241,13 +241,25 @@ class Shard(abc.ABC, Generic[H]):
             ranks = message.ranks if message.store < 0 else _lacking(holder, message)
             if not ranks and message.store >= 0:
                 continue
+            if self.peers.waits and message.store < 0:
+                if self._is_awaited(holder, message.version):
+                    holder.round.take_back(ranks)
+                    step = min(holder.round.version, message.version)
+                    updates = self._updates(holder, step)
+                    found += [(rank, number, step, updates) for rank in ranks for number in holder.ids.tolist()]
+                    continue
+                holder.drop(set(ranks))
             version = self._version_for(holder, message) if holder.round.policy.is_lockstep else 0
             holder.round.admit(ranks, version)
             step = LATER if version is None else version
-            updates = max((version or 0) + self._restored.get(holder.store, 0), 0)
+            updates = self._updates(holder, version or 0)
             found += [(rank, number, step, updates) for rank in ranks for number in holder.ids.tolist()]
         self._close_open()
         return found
+
+    def _updates(self, holder: H, version: int) -> int:
+        """How many updates its weights have had at this version."""
+        return max(version + self._restored.get(holder.store, 0), 0)
 
     def _count_skipped(self, version: int) -> None:
         """Nobody else is there: the versions up to that one are made of nothing."""
@@ -258,6 +270,15 @@ class Shard(abc.ABC, Generic[H]):
         for store, found in highest.items():
             self._restored[store] = self._restored.get(store, 0) - max(version - found, 0)
 
+    def _is_awaited(self, holder: H, version: int) -> bool:
+        """Whether a worker that has come back goes on here at this version, the lowest one of its step.
+
+        It may be the one before the present one. What is used for the first time after that is common to all, too.
+        """
+        round_ = holder.round
+        is_unused = not (round_.version or round_.slots)
+        return is_unused or (self.updates(holder.store) and version <= round_.version <= version + 1)
+
     def _version_for(self, holder: H, message: Cut) -> int | None:
         """From which version on workers take part that came later; None for not yet.
 
@@ -266,6 +287,8 @@ class Shard(abc.ABC, Generic[H]):
         """
         if message.store >= 0:
             return holder.round.version + any(one.round.slots for one in self._together(holder))
+        if self.peers.waits:
+            return None
         return message.version if _is_in_step(holder, message.version) else None
 
     def versions_at(self, message: TakeSnapshot) -> dict[int, int]:
@@ -707,6 +730,9 @@ class DenseShard(Shard[Block]):
         elif blocks[0].kept:
             for block in blocks:
                 block.kept = ()  # no second push came, as the norm was not finite: memory of a gradient
+        if self.peers.waits:
+            for block in blocks:
+                block.previous = block.published
         self.apply(blocks, rounds, updater)
         self._count(rounds)
 
@@ -732,7 +758,8 @@ class DenseShard(Shard[Block]):
             reply.counted(run, block.ids, block.version, Outcome.COUNTED)
 
     def _answer_pull(self, block: Block, pull: PullRequest) -> None:
-        self._to(pull.member).value(pull.run, block)
+        is_before = block.previous is not None and block.round.is_before(pull)
+        self._to(pull.member).value(pull.run, block.before if is_before else block)
 
     def _wait(self, block: Block) -> RoundWait:
         if not block.has_value:

@@ -125,6 +125,8 @@ class SparseTable:
     """Worker rank → a contribution that is not complete."""
     spoilt: dict[int, int] = field(default_factory=dict)
     """Worker rank → the last run with a refused part."""
+    before: tuple[RowIds, Bits] | None = None
+    """Where all wait for lost workers: what the last round has changed, as it was; see `Block.previous`."""
     rooms: dict[int, Bits] = field(default_factory=dict)
     """Worker rank → memory for the values of a contribution in several parts: fresh memory is slow."""
 
@@ -173,13 +175,18 @@ class SparseTable:
         """Drop what lost workers have pushed and is not counted. Returns rank → how many pushes are."""
         return self.round.drop(lost)
 
-    def apply(self, contributions: Sequence[RowContribution], optimizer: Optimizer | None) -> None:
+    def apply(self, contributions: Sequence[RowContribution], optimizer: Optimizer | None, keeps: bool = False) -> None:
         """Change the rows by the contributions of a round.
+
+        Args:
+            contributions: they.
+            optimizer: the rule.
+            keeps: whether the version before can still be read.
 
         Raises:
             OptimizerMismatch, PushRefused: the round cannot be applied; nothing has changed.
         """
-        key = self.round.key
+        key, self.before = self.round.key, None
         require_optimizer(key, self.round.policy, optimizer)
         present = [contribution for contribution in contributions if not contribution.is_empty]
         if not present:
@@ -187,7 +194,10 @@ class SparseTable:
         lr, wd = agreed_settings(key, present, self.round.later)
         scales = [scale_of(contribution, len(contributions), optimizer) for contribution in present]
         try:
-            self.rows.update([self._joined(c) for c in present], scales, optimizer, lr, wd)
+            gradients = [self._joined(c) for c in present]
+            if keeps:
+                self.before = self.rows.visited([ids for ids, _ in gradients], optimizer, wd)
+            self.rows.update(gradients, scales, optimizer, lr, wd)
         except (MemoryError, TypeError, ValueError) as error:
             raise PushRefused(f"{name_of(key)}: {error}") from error
 
@@ -423,7 +433,7 @@ class SparseShard(Shard[SparseTable]):
     # Rounds.
 
     def _apply(self, tables: Sequence[SparseTable], rounds: Sequence[Sequence[RowContribution]]) -> None:
-        tables[0].apply(rounds[0], self._optimizers.get(tables[0].store))
+        tables[0].apply(rounds[0], self._optimizers.get(tables[0].store), self.peers.waits)
         self._traffic.summed += sum([one.nbytes for one in rounds[0]])
 
     def _answer(self, table: SparseTable, contribution: RowContribution) -> None:
@@ -451,11 +461,17 @@ class SparseShard(Shard[SparseTable]):
         nbytes = count * rows.dtype.itemsize
         buffer = self.buffers.take(padded(nbytes))
         payload = buffer.memory[: padded(nbytes)]
-        rows.gather(pull.ids, payload[:nbytes].view(rows.dtype.storage))
+        values = payload[:nbytes].view(rows.dtype.storage)
+        rows.gather(pull.ids, values)
+        is_before = self.peers.waits and table.round.is_before(pull)
+        if is_before and table.before is not None:
+            _, mine, its = np.intersect1d(pull.ids, table.before[0], assume_unique=True, return_indices=True)
+            shape = (-1, rows.row_length)
+            values.reshape(shape)[mine] = table.before[1].reshape(shape)[its]
         payload[nbytes:] = 0
         self._traffic.joined += nbytes
         arrays = Arrays(np.array([rows.dtype], np.uint8), _u32(count), payload.data)
-        return buffer, RowValues(_u32(pull.run), table.ids, _u32(table.round.version), arrays)
+        return buffer, RowValues(_u32(pull.run), table.ids, _u32(table.round.version - is_before), arrays)
 
     def _wait(self, table: SparseTable) -> RoundWait:
         live, round_ = self.peers.awaited, table.round

@@ -176,6 +176,18 @@ class TableRows:
         else:
             self.initializer.fill(ids, rows, self.dtype)
 
+    def visited(self, ids: Sequence[Slots], optimizer: Optimizer | None, wd: float | None) -> tuple[Slots, Array]:
+        """A copy of the rows that `update` would change, as (k,) ids and their values, flat. One pass over them.
+
+        With a rule that visits all rows it is as large as the table.
+        """
+        decay = 0.0 if optimizer is None else optimizer.wd_for(self.key) if wd is None else wd
+        rests = optimizer is not None and (optimizer.lazy_update or optimizer.rests(decay))
+        rows = merged(ids)[0].copy() if rests else self.ids  # they may lie in a message
+        values = np.empty(len(rows) * self.row_length, self.dtype.storage)
+        self.gather(rows, values)
+        return rows, values
+
     def update(
         self,
         contributions: Sequence[tuple[Slots, Array]],

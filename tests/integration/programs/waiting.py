@@ -1,0 +1,65 @@
+"""Workers that are killed again and again while the others wait for them: ``waiting.py KIND VICTIM LIVES``.
+
+Gradients depend on the weights, the rank and the step alone. In each of its first LIVES lives the victim kills itself a
+random time after a step has begun. The end says a digest of all weights.
+"""
+
+import hashlib
+import os
+import random
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+from kvdist import Embedding, Trainer, kv
+
+STEPS = 12
+KILLED_AT = (3, 5, 9)
+"""By life; who is further by then is killed in its first step."""
+ROWS, WIDTH = 40, 8
+
+
+def main():
+    kind, victim, lives = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    life = int(os.environ.get("KVDIST_RESTARTS", "0"))
+    store = kv.create("dist")
+    torch.manual_seed(7)
+    net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 300), torch.nn.Tanh(), torch.nn.Linear(300, 300))
+    numbers = {"learning_rate": 0.05, "lazy_update": True} | ({} if kind == "adam" else {"momentum": 0.9})
+    trainer = Trainer(net.parameters(), "adam" if kind == "adam" else "sgd", numbers, kvstore=store)
+    table = Embedding(ROWS, WIDTH, store, 1000, "normal(0.5,seed=3)") if kind == "rows" else None
+    version = trainer.version
+    if life:
+        print(f"worker {store.rank} is back in life {life} at version {version}", flush=True)
+    doomed = store.rank == victim and life < lives
+    for step in range(version, STEPS):
+        if doomed and step >= KILLED_AT[life]:
+            moment = random.Random(f"{kind} {life}").uniform(0.0, 0.03)
+            threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            doomed = False
+        generator = torch.Generator().manual_seed(1000 * store.rank + step)
+        ids = torch.randint(ROWS, (16,), generator=generator)
+        inputs = torch.randn(16, WIDTH, generator=generator)
+        outputs = net(inputs if table is None else inputs * table(ids))
+        loss = (outputs - torch.randn(16, 300, generator=generator)).square().mean()
+        net.zero_grad()
+        loss.backward()
+        trainer.step()
+        if table is not None:
+            table.step()
+        time.sleep(0.01)
+    if store.rank == victim and life < lives:
+        time.sleep(60)  # until the end that has been set
+    digest = hashlib.sha256()
+    for parameter in net.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+    if table is not None:
+        digest.update(table(torch.arange(ROWS)).detach().numpy().tobytes())
+    print(f"weights {digest.hexdigest()}", flush=True)
+    store.close()
+
+
+main()
