@@ -170,13 +170,7 @@ def run(
         own = {**dict.fromkeys(("KVDIST_FORM_TIMEOUT_S", "KVDIST_START_TIMEOUT_S"), f"{start_timeout:g}"), **own}
     if on_loss is not None:
         own = {"KVDIST_ON_LOSS": on_loss, **own}
-    policy = SETTINGS["KVDIST_ON_LOSS"].read({**os.environ, **own})
-    if policy == "wait":
-        raise ConfigError(
-            "on_loss (KVDIST_ON_LOSS) is 'wait', which waits until a lost worker is started again, and workers that run"
-            " a function are not: use on_loss='continue', or kvdist-launch --on-loss wait --restart N with a script"
-        )
-    goes_on = policy != "fail"
+    goes_on = _goes_on({**os.environ, **own})
     if goes_on and on_loss is not None and not servers:
         raise ConfigError(
             f"on_loss is {on_loss!r}, which needs servers, as they hold the weights: give servers=1 or more"
@@ -196,6 +190,17 @@ def run(
     calls.replicas = calls.goes_on and SETTINGS["KVDIST_REPLICAS"].read({**os.environ, **own}) > 0
     _run_calls(calls, start, timeout_s, bool(verbose), output_filename)
     return calls.results()
+
+
+def _goes_on(environ: Mapping[str, str]) -> bool:
+    """Whether the other workers go on without one that is lost."""
+    policy: str = SETTINGS["KVDIST_ON_LOSS"].read(environ)
+    if policy == "wait":
+        raise ConfigError(
+            "on_loss (KVDIST_ON_LOSS) is 'wait', which waits until a lost worker is started again, and workers that run"
+            " a function are not: use on_loss='continue', or kvdist-launch --on-loss wait --restart N with a script"
+        )
+    return policy != "fail"
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,27 @@ def test_copies_of_slices_need_a_place_and_a_use(changes, told):
     assert told in refused(**changes)
 
 
+@each(
+    "changes, told",
+    [
+        ({"KVDIST_REPLICAS": "1"}, "KVDIST_REPLICAS is 1: leave KVDIST_REPLICAS out"),
+        ({"KVDIST_SNAPSHOTS": "there"}, "KVDIST_SNAPSHOTS is 'there'"),
+        ({"KVDIST_MAX_WORKERS": "9"}, "KVDIST_MAX_WORKERS is 9"),
+        ({"KVDIST_SCHEDULER_AWAY_S": "5"}, "KVDIST_SCHEDULER_AWAY_S is 5.0"),
+        ({"KVDIST_RETURN_S": "0"}, "KVDIST_RETURN_S is 0, so that nobody would wait"),
+    ],
+)
+def test_where_all_wait_for_lost_workers_nothing_goes_on_without_them(changes, told):
+    assert told in refused(KVDIST_ON_LOSS="wait", **changes)
+
+
+def test_lost_workers_are_waited_for_as_long_as_it_takes_to_start_one_by_hand():
+    told = {**MXNET, "KVDIST_ON_LOSS": "wait"}
+    assert cluster_from_env(told).return_limit_s == 600.0
+    assert cluster_from_env({**told, "KVDIST_RETURN_S": "7"}).return_limit_s == 7.0
+    assert cluster_from_env({**told, "KVDIST_ON_LOSS": "continue"}).return_limit_s == 0.0
+
+
 def test_a_host_cannot_sum_in_shared_memory_that_was_turned_off():
     assert "KVDIST_TRANSPORT is 'tcp'; change one of them" in refused(KVDIST_LOCAL_REDUCE="on", KVDIST_TRANSPORT="tcp")
 

@@ -136,6 +136,8 @@ def test_a_worker_that_is_lost_has_no_result_where_the_others_go_on():
         kvdist_launch.run(fn, ("raises",), np=3, on_loss="continue")
     with pytest.raises(ConfigError, match="KVDIST_ON_LOSS"):
         kvdist_launch.run(fn, ("raises",), np=3, servers=1, on_loss="perhaps")
+    with pytest.raises(ConfigError, match="'wait', which waits until a lost worker is started again"):
+        kvdist_launch.run(fn, ("raises",), np=3, servers=1, on_loss="wait")
 
 
 def test_a_job_that_asks_for_encryption_gets_its_secret(monkeypatch):
