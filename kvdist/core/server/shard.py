@@ -273,11 +273,12 @@ class Shard(abc.ABC, Generic[H]):
     def _is_awaited(self, holder: H, version: int) -> bool:
         """Whether a worker that has come back goes on here at this version, the lowest one of its step.
 
-        It may be the one before the present one. What is used for the first time after that is common to all, too.
+        It may be the one before the present one. What nobody has used yet, all will begin together.
         """
         round_ = holder.round
-        is_unused = not (round_.version or round_.slots)
-        return is_unused or (self.updates(holder.store) and version <= round_.version <= version + 1)
+        if not (round_.version or round_.slots):
+            return self.updates(holder.store) or not version
+        return self.updates(holder.store) and version <= round_.version <= version + 1
 
     def _version_for(self, holder: H, message: Cut) -> int | None:
         """From which version on workers take part that came later; None for not yet.
