@@ -882,6 +882,7 @@ class ClusterConfig:
             "KVDIST_REPLICAS": self.replicas or None,
             "KVDIST_SNAPSHOTS": self.snapshots,
             "KVDIST_MAX_WORKERS": self.max_workers,
+            "KVDIST_MIN_WORKERS": self.min_workers,
             "KVDIST_SCHEDULER_AWAY_S": self.scheduler_away_s or None,
         }
         for name, value in others.items():

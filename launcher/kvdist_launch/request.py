@@ -234,7 +234,8 @@ def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_wor
             f"--on-worker-exit restart:{options.on_worker_exit} starts the whole job anew after a loss, and {other}"
             " lets it go on; leave one of them out"
         )
-    others = {"--max-workers": options.max_workers, "--snapshots": options.snapshots, "--replicas": options.replicas}
+    others = {"--max-workers": options.max_workers, "--min-workers": options.min_workers}
+    others |= {"--snapshots": options.snapshots, "--replicas": options.replicas}
     for option, value in others.items() if on_loss == "wait" else ():
         if value:
             raise ConfigError(

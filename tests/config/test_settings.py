@@ -363,6 +363,7 @@ def test_copies_of_slices_need_a_place_and_a_use(changes, told):
         ({"KVDIST_REPLICAS": "1"}, "KVDIST_REPLICAS is 1: leave KVDIST_REPLICAS out"),
         ({"KVDIST_SNAPSHOTS": "there"}, "KVDIST_SNAPSHOTS is 'there'"),
         ({"KVDIST_MAX_WORKERS": "9"}, "KVDIST_MAX_WORKERS is 9"),
+        ({"KVDIST_MIN_WORKERS": "2"}, "KVDIST_MIN_WORKERS is 2"),
         ({"KVDIST_SCHEDULER_AWAY_S": "5"}, "KVDIST_SCHEDULER_AWAY_S is 5.0"),
         ({"KVDIST_RETURN_S": "0"}, "KVDIST_RETURN_S is 0, so that nobody would wait"),
     ],

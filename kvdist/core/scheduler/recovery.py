@@ -208,11 +208,12 @@ class ReturnedScheduler(Scheduler):
         """Nobody is left but servers, which were not told to stop: one may come back, as ever."""
         there = self.membership
         lost = [member for member in there.lost if member.node.role is Role.WORKER]
-        if lost and self.config.return_s and not (there.there or there.newcomers):
-            self._return_by = now + self.config.return_s
-            cause = f"it was the last worker, and none has come back within {self.config.return_s:g} s"
-            last = str(max(lost, key=lambda one: one.incarnation))
-            self._deserted = lambda: self._abort(last, "", cause, None, f"{last} was lost: {cause}")
+        return_s = self.config.return_limit_s
+        if lost and return_s and not (there.there or there.newcomers):
+            cause = f"it was the last worker, and none has come back within {return_s:g} s"
+            last = max(lost, key=lambda one: one.incarnation)
+            sentence = f"{last} was lost: {cause}"
+            self._returns[last.node] = (now + return_s, lambda: self._abort(str(last), "", cause, None, sentence))
 
     def _recall_members(self, memories: Memories) -> None:
         lines = {peer.member: peer for message in memories.registered.values() for peer in message.peers}
