@@ -70,6 +70,12 @@ class Memories:
         away = [one for one in self.members().values() if one not in self.registered and one not in left | lost]
         return sorted(away, key=lambda one: (one.node.role is Role.WORKER, one.node.rank))
 
+    def end_of(self, member: Member) -> ChildEnded | None:
+        """What the launcher says of the end of this very process; None if nothing."""
+        ended = self.ended.get(member.node)
+        lives = {peer.life for message in self.registered.values() for peer in message.peers if peer.member == member}
+        return ended if ended is not None and lives <= {ended.life} else None
+
     def obstacle(self) -> str:
         """What the earlier scheduler knew alone, so that nobody can go on from it; '' if there is nothing."""
         return "whose workers lease their data" if any(one.leases for one in self.registered.values()) else ""
@@ -82,7 +88,11 @@ class Memories:
                 said.setdefault(members[worker(rank)], []).append(version)
         since = {member: min(versions) for member, versions in said.items() if min(versions) < LATER}
         halfway = {member: version for member, version in since.items() if LATER in said[member]}
-        return since, said.keys() - since.keys(), halfway
+        known = [
+            {peer.member for peer in one.peers} for by, one in self.registered.items() if by.node.role is Role.SERVER
+        ]
+        unknown = {one for one in members.values() if any(one not in those for those in known)}
+        return since, (said.keys() | unknown) - since.keys(), halfway
 
     def answers(self) -> dict[Call, tuple[int, str]]:
         """What workers were told of their calls: the code of the error, or -1, and why."""
@@ -168,7 +178,7 @@ class ReturnedScheduler(Scheduler):
     def _begin_if_known(self, now: float) -> list[Effect]:
         memories = self._memories
         assert memories is not None
-        awaited = {member.node for member in memories.missing()} - memories.ended.keys()
+        awaited = [member for member in memories.missing() if memories.end_of(member) is None]
         return [] if awaited or not memories.registered else self._begin(now)
 
     def _begin(self, now: float) -> list[Effect]:
@@ -243,7 +253,7 @@ class ReturnedScheduler(Scheduler):
         """Go on without those that have not registered, or end the job, and name all of them."""
         silent = []
         for member in missing:
-            ended = memories.ended.get(member.node)
+            ended = memories.end_of(member)
             if ended is None:
                 silent.append(member)
             elif ended.clean:  # it had heard that it may go, from the earlier scheduler
