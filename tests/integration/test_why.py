@@ -31,17 +31,6 @@ def assert_replays(folder: Path) -> None:
     "scenario, sentences",
     [
         (
-            "killed",
-            [
-                " because of worker-1 (host ",
-                ": killed by signal 9 (SIGKILL).",
-                "server-0 waited",
-                "for worker-1 to push key 'w' (step 6).",
-                "worker-0 waited",
-                "see dmesg on ",
-            ],
-        ),
-        (
             "raises",
             [
                 " because of worker-1 (host ",
@@ -69,6 +58,21 @@ def test_the_paragraph_names_the_party(job, tmp_path_factory, scenario, sentence
     assert codes["launcher"], "the job failed"
     text = why(folder)
     assert "\n" not in text.strip() and all(sentence in text for sentence in sentences), text
+    assert_replays(folder)
+
+
+def test_a_killed_worker_is_named_with_who_waited_for_it(job, tmp_path_factory):
+    folder, fifo = tmp_path_factory.mktemp("dumps"), tmp_path_factory.mktemp("fifo") / "fifo"
+    os.mkfifo(fifo)
+    options = ["--grace", "30", "--dump", str(folder)]
+    job.launch(2, 1, "why.py", "stands still", str(fifo), options=options, **PROMPT)
+    job.line("launcher", "for worker-1")  # by then the others' pushes have come
+    job.kill("worker-1")
+    job.finish()
+    text = why(folder)
+    assert " because of worker-1 (host " in text and ": killed by signal 9 (SIGKILL)." in text, text
+    assert "server-0 waited" in text and "worker-0 waited" in text, text
+    assert "for worker-1 to push key 'w' (step 6)." in text and "see dmesg on " in text, text
     assert_replays(folder)
 
 

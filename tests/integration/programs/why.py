@@ -1,7 +1,6 @@
 """Two workers of which one does what the test explains afterwards: ``why.py SCENARIO [FIFO]``."""
 
 import os
-import signal
 import sys
 
 import numpy as np
@@ -27,8 +26,6 @@ def main(scenario, fifo=""):
     out = [np.zeros(4, np.float32), np.zeros(3, np.float32)]
     for _ in range(STEPS):
         store.pushpull(["w", "v"], out)
-    if scenario == "killed" and odd:
-        os.kill(os.getpid(), signal.SIGKILL)
     if scenario == "raises" and odd:
         raise ValueError("the learning rate went overboard")
     if scenario == "stands still" and odd:
