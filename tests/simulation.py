@@ -33,6 +33,7 @@ from kvdist.core.machine import ChildEnded
 from kvdist.core.record import Reader, Writer
 from kvdist.core.replay import Difference, replay
 from kvdist.core.round import Verdict
+from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.recovery import ReturnedScheduler
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import server, shard
@@ -98,6 +99,7 @@ class Scenario:
     on_loss: what follows when a worker is lost.
     min_workers: with fewer workers than so many rounds stay open.
     replicas: how many other servers keep a copy of a server's slices.
+    fills: whether servers are started again, too, and get copies while the others go on.
     later: who is hit once a server has been given up.
     again: in how many seconds a victim is started again, at least and at most; None = never.
     lives: how often, if each is struck again.
@@ -132,6 +134,7 @@ class Scenario:
     on_loss: str = "fail"
     min_workers: int | None = None
     replicas: int = 0
+    fills: bool = False
     later: str = ""
     again: tuple[float, float] | None = None
     lives: int = 1
@@ -182,6 +185,8 @@ class Cluster:
     struck_later: bool = False
     dead_servers: list[str] = field(default_factory=list)
     """In the order of their deaths."""
+    filled: int = 0
+    """How often every slice had a copy again."""
     starting: int = 0
     """Processes that are about to be started again."""
     term: int = 1
@@ -367,6 +372,7 @@ def _note_losses(cluster: Cluster, process: Process) -> None:
     """The scheduler has turned: who was given up just now?"""
     scheduler = process.node.machine
     assert isinstance(scheduler, Scheduler)
+    _strike_filled(cluster, scheduler.membership)
     for name in {str(member.node) for member in scheduler.membership.lost} - cluster.given_up.keys():
         cluster.given_up[name] = cluster.network.now
 
@@ -388,8 +394,24 @@ def _start_again(cluster: Cluster, node: NodeId, life: int) -> None:
     name = f"{node}, life {life}"
     cluster.network.used["started again"] += 1
     _start(cluster, name, node.role, node.rank, life)
-    if life < cluster.scenario.lives:
+    if life < cluster.scenario.lives and not (cluster.scenario.fills and node.role is Role.SERVER):
         cluster.network.after(cluster.network.random.uniform(0.01, 1.0), partial(_strike, cluster, name))
+
+
+def _strike_filled(cluster: Cluster, membership: Membership) -> None:
+    """Once every slice has a copy again, the next server is hit."""
+    scenario, random = cluster.scenario, cluster.network.random
+    struck = len(cluster.dead_servers)
+    known = sum(one.node.role is Role.SERVER for one in membership.lost)
+    if not scenario.fills or scenario.later or not struck or struck != known or struck != cluster.filled + 1:
+        return
+    if len(membership.servers) == scenario.num_servers and not membership.is_filling:
+        cluster.filled += 1
+        cluster.network.used["filled"] += 1
+        if struck >= scenario.lives:
+            return
+        lives = [name for name, one in cluster.processes.items() if name.startswith("server") and not one.crashed]
+        cluster.network.after(random.uniform(0.0, 0.2), partial(_strike, cluster, random.choice(lives)))
 
 
 def _closed(cluster: Cluster) -> int:
@@ -523,7 +545,7 @@ def _strike(cluster: Cluster, name: str) -> None:
             cluster.oracle.lost.add(cluster.users[name].rank)
     if scenario.pause_s is None:
         victim.crash()
-        is_replaced = scenario.replicas > 0 and name.startswith("server")
+        is_replaced = scenario.replicas > 0 and name.startswith("server") and not scenario.fills
         if scenario.again is not None and name != "scheduler" and not is_replaced:
             who, _, lives = name.partition(", life ")
             role, _, rank = who.partition("-")
@@ -605,6 +627,7 @@ def _judge(cluster: Cluster) -> None:
     cluster.network.used["offloaded"] += sum(device.downloaded_bytes > 0 for device in cluster.devices)
     assert not any(device.pending for device in cluster.devices), "a copy is under way after its round"
     survivors = [process for process in cluster.processes.values() if not process.crashed]
+    survivors = [process for process in survivors if not _is_too_late(process)]
     for process in survivors:
         failure = process.node.failure
         if isinstance(failure, JobOver) or _starts_again(cluster, process.name):
@@ -626,9 +649,16 @@ def _judge(cluster: Cluster) -> None:
             continue
         assert isinstance(failure, PeerLostError), f"{process.name} ended with {failure!r} and no PeerLostError"
         if cluster.scenario.pause_s is None:
-            assert failure.node in cluster.scenario.victims, f"{process.name} blames {failure.node}: {failure}"
+            hit = {name.partition(",")[0] for name, one in cluster.processes.items() if one.crashed}
+            assert failure.node in hit, f"{process.name} blames {failure.node}: {failure}"
             late_s = process.ended_at - (cluster.struck_at or 0.0)
             assert late_s < VERDICT_S, f"{process.name} took {late_s:.2f} s to notice"
+
+
+def _is_too_late(process: Process) -> bool:
+    """Whether this is a server that was started again and has not joined the others before they had finished."""
+    machine = process.node.machine
+    return isinstance(machine, Server) and bool(machine.joining.introduction.life) and not machine.joining.complete
 
 
 def _starts_again(cluster: Cluster, name: str) -> bool:
@@ -725,6 +755,9 @@ def _is_given_up(cluster: Cluster, name: str) -> bool:
     """Whether the others go on without this process when it is lost."""
     if name.startswith("server") and cluster.scenario.snapshot_s is not None:
         return True
+    if name.startswith("server") and cluster.scenario.fills:  # it is known to the scheduler what has a copy
+        failure = cluster.processes["scheduler"].node.failure
+        return not (isinstance(failure, PeerLostError) and failure.node == name.partition(",")[0])
     if name.startswith("server") and cluster.scenario.replicas:
         before = cluster.dead_servers[: cluster.dead_servers.index(name)]
         count, rank = cluster.scenario.num_servers, int(name[-1])
@@ -780,6 +813,10 @@ GOES_BACK = replace(JOINING, num_workers=3, rounds=14, saves=0.0, full=0.0, faul
 RETURNS = replace(GOING_ON, num_workers=3, returns_s=1.5)
 
 REPLICAS = replace(GOING_ON, num_workers=3, num_servers=3, replicas=1, saves=0.0, spread_s=0.05)
+
+FILLS = replace(
+    JOINING, num_workers=3, num_servers=3, replicas=1, fills=True, victims=("server-1",), saves=0.0, rounds=16
+)
 
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
 
@@ -949,6 +986,21 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "replicas and leases": replace(LEASES, num_servers=3, replicas=1, victims=("server-1", "worker-1"), saves=0.0),
     "replicas from the start": replace(REPLICAS, victims=("server-1",), fault_round=-1, spread_s=0.02, tables=True),
+    "fills": replace(FILLS),
+    "fills again and again": replace(FILLS, num_servers=2, rounds=40, lives=6),
+    "fills until its server is killed": replace(FILLS, later="server-2", spread_s=0.15, rounds=12),
+    "fills and a dead neighbour": replace(FILLS, later="server-2", rounds=30, spread_s=1.0),
+    "fills with momentum": replace(FILLS, optimizer="momentum", rounds=30, lives=4),
+    "fills near the end": replace(FILLS, saves=0.9, full=0.0, fault_round=13, spread_s=0.5, lives=2),
+    "fills async": replace(FILLS, mode="async", optimizer="sgd", later="server-2", rounds=30, spread_s=1.0),
+    "fills in a storm": replace(FILLS, later="server-2", weather=STORM, limits=STORM_LIMITS, rounds=30, spread_s=1.0),
+    "fills rows": replace(FILLS, tables=True, later="server-2", rounds=20, spread_s=1.0),
+    "fills rows again and again": replace(FILLS, tables=True, num_servers=2, rounds=30, lives=6),
+    "fills while workers die": replace(
+        FILLS, victims=("server-1", "worker-1", "worker-2"), later="server-2", rounds=30, spread_s=1.0
+    ),
+    "fills saving": replace(FILLS, saves=0.7, optimizer="momentum", num_servers=2, rounds=24, lives=4),
+    "fills offloaded": replace(FILLS, offloaded=True, optimizer="momentum", later="server-2", spread_s=1.0, rounds=24),
     "joins": replace(JOINING, victims=("worker-1",)),
     "joins as rank 0": replace(JOINING, victims=("worker-0",)),
     "joins beside another": replace(JOINING, victims=("worker-1", "worker-2")),

@@ -203,6 +203,11 @@ class Questions:
         self._asked[request] = make
         return [Send(server, make(request)) for server in sorted(self._servers.values(), key=lambda one: one.node.rank)]
 
+    @property
+    def are_open(self) -> bool:
+        """Whether servers have something to answer."""
+        return bool(self._open)
+
     def drop(self, question: Agreement[str] | None) -> None:
         """Ask this no more."""
         for request in [number for number, (one, _) in self._open.items() if one is question]:

@@ -27,6 +27,7 @@ from kvdist.protocol.wire_types import (
     Forms,
     FromMinusOne,
     Givers,
+    Int64,
     Keys,
     Members,
     Name,
@@ -229,6 +230,8 @@ class Roster(WireMessage):
     """Of all that were given up, those whose processes are known since then to have ended: they read nothing more."""
     newcomers: Ranks = ()
     """Of `peers`, the workers that no round waits for: a `Cut` makes members of them."""
+    owners: Ranks = ()
+    """The rank of the server that has the slices of each, as placement numbers them; none if each has its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +303,8 @@ class Reregister(WireMessage):
     """What tells files of this job's checkpoints from others; empty where the sender does not know."""
     folders: Names
     """The directories that it has claimed."""
+    owners: Ranks = ()
+    """As in the newest roster."""
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
@@ -1108,6 +1113,57 @@ class ReplicateRows(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """What a round knows of a worker."""
+
+    rank: UInt32
+    counted: UInt32
+    """Its pushes that are in the value, or were refused for good."""
+    examples: UInt64
+    since: FromMinusOne
+    """The version from which on it takes part, `LATER` if that is not known yet; -1: it does."""
+    is_later: Boolean
+    """Whether it has joined later."""
+    refused: FromMinusOne
+    """The counter of its last push, if that was refused for good, else -1; and why it was."""
+    code: FromMinusOne
+    reason: Sentence
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fill(WireMessage):
+    """Server → the one that keeps a copy of its slices: a slice as it is now, which was not in the copy."""
+
+    KIND = 103
+    ids: U32s
+    """The same slice for each part."""
+    parts: U8s
+    """Of what each array is a piece; those of a part follow each other."""
+    version: UInt32
+    standings: Annotated[tuple[Standing, ...], list_of("standings", record("standing", Standing), "members_max")]
+    limit: FromMinusOne
+    """No version above this is made yet; -1: there is no limit."""
+    restored: Int64
+    """How many updates more the store's weights have had than there were rounds."""
+    has_value: Boolean
+    """Whether its first values are complete."""
+    initializer: Name
+    """What lazy rows begin as."""
+    more: Boolean
+    """Further pieces of the same slice follow."""
+    arrays: SliceArrays
+
+
+@dataclass(frozen=True, slots=True)
+class Copied(WireMessage):
+    """Server → scheduler, backup: all that the server of this rank has in this roster is in its backup's copy."""
+
+    KIND = 104
+    rank: UInt32
+    epoch: UInt32
+
+
+@dataclass(frozen=True, slots=True)
 class Replicated(WireMessage):
     """Server → the one whose slices it keeps a copy of: the first `count` of your messages are in it."""
 
@@ -1225,7 +1281,7 @@ Message = (
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound
     | Command | Perform
     | Lease | Leased | Rest | Used
-    | Replicate | ReplicateRows | Replicated
+    | Replicate | ReplicateRows | Replicated | Fill | Copied
 )  # fmt: skip
 
 

@@ -300,7 +300,16 @@ def _check_round(message: messages.Replicate | messages.ReplicateRows) -> None:
         raise ProtocolError(f"{len(message.ids)} tables, where one is expected with ids and values of its rows")
 
 
+def _check_fill(message: messages.Fill) -> None:
+    if (message.ids != message.ids[0]).any():
+        raise ProtocolError("pieces of several slices, where those of one are expected")
+    known = {-1, *(int(code) for code in messages.ErrorCode)}
+    if unknown := {one.code for one in message.standings} - known:
+        raise ProtocolError(f"unknown error {min(unknown)}")
+
+
 _RULES: dict[type[Any], Callable[[Any], None]] = {
+    messages.Fill: _check_fill,
     messages.Replicate: _check_round,
     messages.ReplicateRows: _check_round,
     messages.Declare: _check_pulled_as,

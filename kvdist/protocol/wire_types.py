@@ -167,6 +167,7 @@ _NAME = text("name", "name_bytes_max")
 UInt32 = Annotated[int, _UINT32]
 UInt64 = Annotated[int, _UINT64]
 FromMinusOne = Annotated[int, integer("from-1", -1, (1 << 32) - 1)]
+Int64 = Annotated[int, integer("i64", -(1 << 63), (1 << 63) - 1)]
 Boolean = Annotated[bool, WireType("flag", _read_flag)]
 Seconds = Annotated[float, WireType("seconds", _read_seconds, float)]
 Name = Annotated[str, _NAME]

@@ -97,11 +97,13 @@ class _Launch:
         output = JobOutput(self._out, self._err, options.filter or (), self._logs)
         goes_on, restarts = goes_on_without(options, os.environ), None
         waits = goes_on and waits_for_lost(options, os.environ)
+        replicas = goes_on and has_replicas(options, os.environ)
         if options.restart:
             # Imported here because few ask for it, and every job would wait for it.
             from kvdist_launch.restarts import RESTARTED, Restarts
 
-            roles = {Role.WORKER} if waits else RESTARTED | ({Role.SERVER} if options.snapshots else set())
+            can_return = options.snapshots or replicas
+            roles = {Role.WORKER} if waits else RESTARTED | ({Role.SERVER} if can_return else set())
             restarts = Restarts(options.restart, roles)
         supervisor = Supervisor(
             output,
@@ -111,7 +113,7 @@ class _Launch:
             goes_on=goes_on,
             waits=waits,
             restarts=restarts,
-            replicas=goes_on and has_replicas(options, os.environ),
+            replicas=replicas,
         )
         self._attempts.append(supervisor)
         return supervisor

@@ -24,7 +24,8 @@ from kvdist.nodes import NodeId, Role
 from kvdist_launch.exits import SENTENCE_MAX, ProcessExit
 
 RESTARTED = frozenset({Role.WORKER, Role.SCHEDULER})
-"""The roles whose processes can join the cluster that they were lost to. Servers can where there are snapshots."""
+"""The roles whose processes can join the cluster that they were lost to. Servers can where there are snapshots, or
+copies of what they had."""
 
 HEALTHY_S = 60.0
 """Who has lived so long did not end by the way it was started."""

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdist.core.machine import Effect
-from kvdist.core.server.replica import ReplicatedServer
+from kvdist.core.server.replica import Copy, ReplicatedServer, _Replicated
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import StoredHolder
+from kvdist.core.server.snapshots import Restoring
 from kvdist.nodes import Member
 
 Counted = list[tuple[Member, int]]
@@ -48,10 +49,17 @@ class Books:
         """Keep the books of a server, too."""
         page: Page = Page(self, lambda member: member in server.peers.lost)
         if isinstance(server, ReplicatedServer):
-            assert server.copy is not None
-            copy = server.copy
-            own = CopyPage(self, lambda member: member in copy.peers.lost, server)
-            copy.dense.ledger = copy.sparse.ledger = own
+            new_copy = server._new_copy
+
+            def make() -> Copy:
+                copy = new_copy()
+                copy.dense.ledger = copy.sparse.ledger = CopyPage(
+                    self, lambda member: member in copy.peers.lost, server
+                )
+                return copy
+
+            server._new_copy, server.copy = make, make()  # type: ignore[assignment]
+            server._restoring = Restoring((*server._shards, *server.copy._shards))
             page = PrimaryPage(self, page.is_lost, server)
         server.dense.ledger = server.sparse.ledger = page
 
@@ -152,7 +160,7 @@ class PrimaryPage(Page):
     """The book of a server whose slices have a copy: what only it knows is not true yet, and may never be."""
 
     server: ReplicatedServer
-    own: dict[int, list[Counted]] = field(default_factory=lambda: defaultdict(list))
+    own: dict[int, list[Counted]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         go_on = self.server._go_on_alone
@@ -168,13 +176,13 @@ class PrimaryPage(Page):
         """A round has been closed."""
         if self.books.is_void(self.server.me):
             return
-        dense, counted = self.server.dense, self._told(contributions)
+        counted = self._told(contributions)
         for number in holder.ids.tolist():
-            if number in dense.taken_over:
-                self.enter(number, holder.round.version, counted)
-                continue
+            shard: _Replicated[Any] = self.server.sparse if number in self.server.sparse.all else self.server.dense
+            if number not in self.own:  # it may be taken over
+                self.own[number] = list(self.books.rounds[number])
             self.own[number].append(counted)
-            if dense.tell is None:
+            if shard.is_alone(number):
                 self._tell(number)
 
     def _tell(self, number: int) -> None:

@@ -14,8 +14,11 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from kvdist.checkpoint.snapshot import SavedSlice
 from kvdist.config.settings import Limits
+from kvdist.core.agreement import Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
+from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import ChildEnded, Effect, Send
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
@@ -51,7 +54,9 @@ from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import (
     Assign,
+    Copied,
     Fate,
+    Fill,
     HandedBack,
     JoinedPush,
     Message,
@@ -141,6 +146,11 @@ FAULTS = {
         if scenario.pause_s is None and not scenario.returns_s
     },
     **{
+        name: ("crash", "started again", *(("lost", "cut") if scenario.weather is STORM else ()))
+        for name, scenario in SCENARIOS.items()
+        if name.startswith("fills")
+    },
+    **{
         name: ("crash", "started again", "joined", *(("lost", "cut") if scenario.weather is STORM else ()))
         for name, scenario in SCENARIOS.items()
         if name.startswith("joins")
@@ -180,6 +190,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     if scenario.snapshot_s is not None:
         return  # what is said of faults is enough
     if scenario.replicas:
+        if scenario.fills and scenario.lives > 1:
+            yield "filled"
         if scenario.saves:
             yield from ("checkpoint", "not saved for a dead server")
         return
@@ -224,6 +236,15 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "encoded in a storm",
     "goes on with sums of a zombie",
     "goes on with sums of hosts in a storm",
+    "fills async",
+    "fills in a storm",
+    "fills offloaded",
+    "fills rows",
+    "fills rows again and again",
+    "fills saving",
+    "fills while workers die",
+    "fills with momentum",
+    "fills near the end",
     "goes back again and again",
     "goes back encoded",
     "goes back holding",
@@ -341,6 +362,11 @@ def test_one_worker_and_three_servers_work_too() -> None:
 
 
 ORIGINAL_REPLICATE, ORIGINAL_PLACE_OF = CopiedDense.replicate, Round.place_of
+ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
+    replica._pieces,
+    ReplicatedServer._fill,
+    ReplicatedServer._published,
+)
 
 
 def publishes_at_once(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
@@ -364,6 +390,34 @@ def counts_what_is_sent_again(self: Round[Any, Any], contribution: Any) -> Verdi
     rank = contribution.member.node.rank
     self.counted[rank] = min(contribution.step, self.counted.get(rank, 0))
     return ORIGINAL_PLACE_OF(self, contribution)
+
+
+def fills_in_without_counters(round_: Round[Any, Any]) -> Any:
+    """What a worker sends again counts twice after a second death."""
+    return (), -1
+
+
+def fills_in_without_states(saved: SavedSlice) -> Any:
+    """The rule begins anew in a copy that was filled in."""
+    return ORIGINAL_PIECES(replace(saved, states={}, updates=0, scalars=(), master=None))
+
+
+def says_it_is_whole_at_once(self: ReplicatedServer) -> list[Effect]:
+    """A server says that its backup has everything, and has not given it anything."""
+    effects = ORIGINAL_FILL(self)
+    if self._backup is None or self._is_whole or not self._is_linked:
+        return effects
+    self._is_whole = True
+    return [*effects, Send(SCHEDULER_MEMBER, Copied(self.me.node.rank, self.epoch))]
+
+
+def fills_in_late(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
+    """What is filled in overtakes, or is overtaken by, the rounds that follow it."""
+    fills = [one for one in self._log if isinstance(one[0], Fill)]
+    late = self.__dict__.pop("late", [])
+    self.__dict__["late"] = fills
+    self._log = [*(one for one in self._log if not isinstance(one[0], Fill)), *late]
+    return ORIGINAL_PUBLISHED(self, effects)
 
 
 def forgets_who_is_unaware(self: Checkpoints, server: Member, unaware: Any) -> None:
@@ -1164,6 +1218,20 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "checkpoints lack what was marked at a lost server": (
         "replicas and checkpoints",
         [(Checkpoints, "server_lost", forgets_who_is_unaware)],
+    ),
+    "a copy is filled in without counters": (
+        "fills again and again",
+        [(replica, "_standings", fills_in_without_counters)],
+    ),
+    "a copy is filled in without states": ("fills with momentum", [(replica, "_pieces", fills_in_without_states)]),
+    "a copy that is not whole is taken over": (
+        "fills until its server is killed",
+        [(ReplicatedServer, "_fill", says_it_is_whole_at_once)],
+    ),
+    "rounds overtake what is filled in": ("fills", [(ReplicatedServer, "_published", fills_in_late)]),
+    "a server comes back while others are asked": (
+        "fills while workers die",
+        [(Questions, "are_open", False)],
     ),
     "servers without rows get no contribution": (
         "rows",

@@ -154,6 +154,37 @@ def test_a_server_that_is_killed_costs_nothing_where_another_has_a_copy(
     assert masks_of(job, 0) == masks_of(job, 1) == {0: [ALL], 1: [ALL]}, job.transcript()
 
 
+@pytest.mark.parametrize(
+    ("servers", "victims", "mode"),
+    [
+        (2, (1, 0, 1), "dist"),
+        pytest.param(3, (1, 2, 0), "dist", marks=pytest.mark.slow),
+        pytest.param(2, (0, 1, 0), "dist_async", marks=pytest.mark.slow),
+    ],
+)
+def test_servers_that_are_killed_one_after_the_other_come_back_and_get_copies_while_training_goes_on(
+    job, tmp_path, servers, victims, mode
+):
+    options = [*GOES_ON, "--replicas", "1", "--restart", "9"]
+    words = ("servers_come_back", str(tmp_path), str(len(victims)), mode)
+    launcher = job.launch(2, servers, "survival.py", *words, options=options)
+    owners = list(range(servers))
+    for stage, victim in enumerate(victims):
+        job.line("launcher", f"stage {stage}", count=2)
+        before = len(launcher.text)
+        job.kill(f"server-{victim}")
+        heir = (victim + 1) % servers
+        owners = [heir if owner == victim else owner for owner in owners]
+        job.line("launcher", "was killed by signal 9 (SIGKILL); starting it again", count=stage + 1)
+        job.line("launcher", "is back, and is given a copy of slices while training goes on", count=stage + 1)
+        told = [f"the job survives a loss of server-{owner} again" for owner in set(owners)]
+        job.wait(lambda told=told, before=before: all(one in launcher.text[before:] for one in told), "all have copies")
+        (tmp_path / f"filled-{stage}").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert masks_of(job, 0) == masks_of(job, 1) == {0: [ALL], 1: [ALL]}, job.transcript()
+
+
 def is_prefix(mask):
     """Whether these are the first pushes, without a gap."""
     return mask & (mask + 1) == 0

@@ -174,14 +174,19 @@ RANKS = st.lists(U32, max_size=20).map(tuple)
 FATES = st.lists(st.builds(m.Fate, U32, U32, U32, U32, U32, U32, U64), max_size=20).map(tuple)
 CALLS = st.lists(st.builds(m.CallAnswer, U32, U32, U64, st.integers(-1, U32_MAX), NAMES, U32), max_size=5).map(tuple)
 CONTRIBUTORS = st.lists(st.builds(m.Contributor, U32, U64, U32, U32), max_size=5).map(tuple)
+CODES = st.sampled_from([-1, *map(int, m.ErrorCode)])
+FROM_MINUS_ONE = st.integers(-1, U32_MAX)
+STANDINGS = st.lists(
+    st.builds(m.Standing, U32, U32, U64, FROM_MINUS_ONE, st.booleans(), FROM_MINUS_ONE, CODES, NAMES), max_size=5
+).map(tuple)
 SETTING = st.tuples(st.tuples(*[FINITE | st.just(math.nan)] * 2, st.just(1.0)))
-ROUND = (U32, CONTRIBUTORS, SETTING, st.sampled_from([-1, *map(int, m.ErrorCode)]), NAMES, st.booleans(), st.booleans())
+ROUND = (U32, CONTRIBUTORS, SETTING, CODES, NAMES, st.booleans(), st.booleans())
 """What is said of a closed round."""
 STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES, U32),
     m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss]), FINITE, U32),
     m.Rejected: st.builds(m.Rejected, NAMES, st.booleans()),
-    m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, st.lists(MEMBERS, max_size=20).map(tuple), RANKS),
+    m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, st.lists(MEMBERS, max_size=20).map(tuple), RANKS, RANKS),
     m.Lease: st.builds(m.Lease, U64, U32, U32, U64, U32, st.booleans(), U64, U32, U32, U64, U64, st.booleans()),
     m.Leased: (LENGTHS | st.just(0)).flatmap(
         lambda n: st.builds(m.Leased, U64, U32, U64, U64, st.booleans(), U64, *[numbers(n)] * 4)
@@ -191,9 +196,25 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Replicate: LENGTHS.flatmap(lambda n: st.builds(m.Replicate, numbers(n), *ROUND, arrays(n))),
     m.ReplicateRows: st.builds(m.ReplicateRows, numbers(1), *ROUND, row_arrays(1)),
     m.Replicated: st.builds(m.Replicated, U64),
+    m.Fill: LENGTHS.flatmap(
+        lambda n: st.builds(
+            m.Fill,
+            U32.map(lambda one: np.full(n, one, np.uint32)),
+            octets(n, 255),
+            U32,
+            STANDINGS,
+            st.integers(-1, U32_MAX),
+            st.integers(-(1 << 63), (1 << 63) - 1),
+            st.booleans(),
+            NAMES,
+            st.booleans(),
+            arrays(n),
+        )
+    ),
+    m.Copied: st.builds(m.Copied, U32, U32),
     m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
     m.Reregister: st.builds(
-        m.Reregister, U32, PEERS, PEERS, PEERS, RANKS, RANKS, st.booleans(), CALLS, NAMES, CONTENTS
+        m.Reregister, U32, PEERS, PEERS, PEERS, RANKS, RANKS, st.booleans(), CALLS, NAMES, CONTENTS, RANKS
     ),
     m.Declare: with_forms(
         lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), U32)
@@ -382,6 +403,8 @@ REFUSED_CHANGES = [
     ("Replicate", {"settings": ()}, "0 settings of a sum"),
     ("Replicate", {"code": 99}, "unknown error 99"),
     ("ReplicateRows", {"ids": np.zeros(2, np.uint32)}, "2 tables, where one"),
+    ("Fill", {"ids": np.array([4, 5], np.uint32)}, "pieces of several slices"),
+    ("Fill", {"standings": (m.Standing(0, 0, 0, -1, False, 3, 99, ""),)}, "unknown error 99"),
     ("Hello", {"host": "h" * 1025}, "longer than 1024"),
     ("Push", {"ids": np.zeros(3, np.int64)}, "array of uint32, found int64"),
     ("Push", {"flags": np.zeros(3, np.uint32)}, "array of uint8, found uint32"),

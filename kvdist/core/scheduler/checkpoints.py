@@ -280,7 +280,12 @@ class Checkpoints:
 
     def saved(self, sender: Member, message: Saved, now: float) -> list[Effect]:
         """A server has written its slices, or could not."""
+        place = (message.store, message.counter)
+        if place not in self._saving and message.counter < self.saves.get(message.store, 0):
+            return []  # it is over
         saving = self._open(message, now)
+        if saving.servers.get(sender.node) != sender:
+            return []  # it had no slices when the others began
         saving.agreement.say(sender, message.file)
         if message.failure:
             saving.fail(f"{sender}: {message.failure}")
@@ -301,9 +306,9 @@ class Checkpoints:
             unaware: who does not know that yet, and has perhaps marked pushes at the lost one.
         """
         reason = f"{server} was lost before it had saved its slices: save again"
-        self._unaware = dict.fromkeys(unaware, (self._membership.epoch + 1, reason))
+        self._unaware |= dict.fromkeys(unaware, (self._membership.epoch + 1, reason))
         for saving in self._saving.values():
-            if not saving.agreement.has_heard(server):
+            if saving.servers.get(server.node) == server and not saving.agreement.has_heard(server):
                 saving.fail(reason)
                 del saving.servers[server.node]
 
@@ -325,7 +330,8 @@ class Checkpoints:
         place = (message.store, message.counter)
         saving = self._saving.get(place)
         if saving is None:
-            workers, servers = self._membership.workers, dict(self._membership.servers)
+            workers, there_now = self._membership.workers, self._membership.servers
+            servers = {node: one for node, one in there_now.items() if self._membership.numbers_of(node)}
             there = self._membership.there
             quorum = (*self._membership.quorum, servers)
             agreement: Agreement[Save | SavedFile] = Agreement("checkpoint", "", now, there, quorum)
@@ -402,7 +408,7 @@ class Checkpoints:
         return [*loading.agreement.ask(sender, message.request), *self._begin_loading(loading)]
 
     def _begin_loading(self, loading: LoadUnderWay) -> list[Effect]:
-        if loading.is_reading or not loading.agreement.is_complete:
+        if loading.is_reading or not loading.agreement.is_complete or self._membership.is_filling:
             return []
         loading.is_reading = True
         asked = loading.asked
@@ -492,7 +498,8 @@ class Checkpoints:
         for claim in self._claims.values():
             claim.agreement.validate()
         for loading in self._loading.values():
-            assert loading.is_reading or not loading.agreement.is_complete, "a complete agreement is carried out"
+            may_wait = self._membership.is_filling or not loading.agreement.is_complete
+            assert loading.is_reading or may_wait, "a complete agreement is carried out"
 
 
 def _answer(request: int, failure: str) -> Done | Failed:

@@ -91,7 +91,7 @@ class Losses:
         if self._on_loss is OnLoss.FAIL or not there.is_complete:
             return False
         if member.node.role is Role.SERVER:
-            return there.heir_of(member.node) is not None
+            return there.may_lose(member.node)
         if said in self._said:
             return False
         others = (there.there.keys() | there.newcomers.keys()) - {member.node}

@@ -7,7 +7,7 @@ The set is fixed once it is complete, but for members that leave, and for worker
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from kvdist.config.settings import ClusterConfig
@@ -69,6 +69,10 @@ class Membership:
         self.quorum = (self.workers, self.away)
         """Whose word the workers' agreements need."""
         self.servers: dict[NodeId, Member] = {}
+        self.owners = list(range(config.num_servers))
+        """Number of a server, as placement names it → the rank of the one that has its slices."""
+        self._uncopied: dict[int, int] = {}
+        """Rank of a server of which not all has a copy → the first roster in which that is so."""
         self.left: set[NodeId] = set()
         """Workers that have said goodbye, and servers that have ended after they were told to."""
         self.absent: set[NodeId] = set()
@@ -117,6 +121,8 @@ class Membership:
         self.lives[member] = hello.life
         self.left.discard(node)
         self.away.pop(node, None)
+        if is_late and role is Role.SERVER and self._config.replicas:  # the backup of the one before it, without a copy
+            self._uncopied |= dict.fromkeys((node.rank, self._rank_beside(node, -1)), self.epoch + 1)
         workers = self.newcomers if is_late else self.workers
         (workers if role is Role.WORKER else self.servers)[node] = member
         return member
@@ -146,6 +152,7 @@ class Membership:
         epoch: int,
         since: Mapping[Member, int],
         newcomers: Set[Member],
+        owners: Sequence[int],
     ) -> None:
         """Take over the cluster of an earlier scheduler.
 
@@ -156,6 +163,7 @@ class Membership:
             epoch: of its newest roster.
             since: those that have joined later, as `self.since`.
             newcomers: those that rounds do not wait for yet.
+            owners: who had which slices in it, if not each server its own.
         """
         self.peers = {peer.member.node: peer for peer in sorted(peers, key=lambda one: one.member.incarnation)}
         for node, peer in self.peers.items():
@@ -169,6 +177,8 @@ class Membership:
         self.lost = dict.fromkeys(lost, "it was given up before the scheduler was started again")
         self._untold.lost.update(member.node.rank for member in lost if member.node.role is Role.WORKER)
         self.epoch = epoch
+        self.owners = [*owners] or self.owners
+        self._uncopied = dict.fromkeys(self.owners, epoch)  # until they say otherwise
         newest = max(peer.member.incarnation for peer in self.peers.values())
         self._next_incarnation = newest + INCARNATIONS_SPARED
 
@@ -214,7 +224,9 @@ class Membership:
     @property
     def roster(self) -> Roster:
         """Who is there now, for one that has heard nothing yet."""
-        return Roster(self.present, self.epoch, newcomers=tuple(sorted(node.rank for node in self.newcomers)))
+        newcomers = tuple(sorted(node.rank for node in self.newcomers))
+        is_moved = self.owners != sorted(set(self.owners))
+        return Roster(self.present, self.epoch, newcomers=newcomers, owners=tuple(self.owners) if is_moved else ())
 
     # Leaving and dying.
 
@@ -241,12 +253,16 @@ class Membership:
             self.workers[node] = member
 
     def lose(self, member: Member, cause: str, has_ended: bool) -> None:
-        """Give up a process that is there, a worker or a server with a backup; it may go on, unless it has ended."""
+        """Give up a worker that is there, or a server that may be lost; it may go on, unless it has ended."""
         self.leave(member.node)
         self.lost[member] = cause
         if member.node.role is Role.WORKER:  # that a server is not there, rosters say as they are
             self._untold.lost.add(member.node.rank)
             self.away |= {member.node: member} if self._config.on_loss == "wait" else {}
+        elif self._config.replicas:
+            heir, rank = self._rank_beside(member.node, 1), member.node.rank
+            self.owners = [heir if owner == rank else owner for owner in self.owners]
+            self._uncopied |= dict.fromkeys((heir, self._rank_beside(member.node, -1)), self.epoch + 1)
         if has_ended:
             self.has_ended(member)
 
@@ -258,15 +274,39 @@ class Membership:
             self._untold.ended.add(member)
         return is_news
 
-    def heir_of(self, server: NodeId) -> Member | None:
-        """The server that takes over what this one has, if it is lost: the next one, which has a copy of its slices.
+    # Servers with copies of each other's slices.
 
-        None: there is no copy, as there are none at all, or a neighbour is lost. What was the neighbour's before lies
-        here alone.
-        """
-        count = self._config.num_servers
-        neighbours = [self.servers.get(NodeId(Role.SERVER, (server.rank + step) % count)) for step in (1, -1)]
-        return neighbours[0] if self._config.replicas and None not in neighbours else None
+    def _rank_beside(self, server: NodeId, step: int) -> int:
+        return (server.rank + step) % self._config.num_servers
+
+    def backup_of(self, server: NodeId) -> Member | None:
+        """The server that keeps a copy of what this one has, or is getting it: the next one, if it is there."""
+        backup = self.servers.get(NodeId(Role.SERVER, self._rank_beside(server, 1)))
+        return backup if self._config.replicas else None
+
+    def numbers_of(self, server: NodeId) -> list[int]:
+        """The slices of which servers, as placement names them, this one has."""
+        return [number for number, owner in enumerate(self.owners) if owner == server.rank]
+
+    def may_lose(self, server: NodeId) -> bool:
+        """Whether nothing is lost with this server: it has nothing, or there is a copy of all that it has."""
+        has_copy = self.backup_of(server) is not None and server.rank not in self._uncopied
+        return self._config.replicas > 0 and (has_copy or not self.numbers_of(server))
+
+    def copied(self, rank: int, epoch: int) -> bool:
+        """All that a server had in this roster has a copy; whether that is news."""
+        if self._uncopied.get(rank, epoch + 1) > epoch:
+            return False
+        del self._uncopied[rank]
+        return True
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether a server is giving its backup what that lacks."""
+        return any(self.backup_of(NodeId(Role.SERVER, rank)) for rank in self._uncopied if self._is_server(rank))
+
+    def _is_server(self, rank: int) -> bool:
+        return NodeId(Role.SERVER, rank) in self.servers
 
     @property
     def workers_counted(self) -> int:

@@ -24,6 +24,7 @@ from kvdist.protocol.messages import (
     Alive,
     Assign,
     Barrier,
+    Copied,
     Done,
     Failed,
     Hello,
@@ -47,6 +48,8 @@ class Memories:
     assigned: dict[tuple[int, int], dict[Member, Assign]] = field(default_factory=dict)
     """(store, first slice) → by server what it was told."""
     optimizers: dict[int, SetOptimizer] = field(default_factory=dict)
+    copied: list[Copied] = field(default_factory=list)
+    """Which servers have a backup with all that they have."""
     ended: dict[NodeId, ChildEnded] = field(default_factory=dict)
     """What the launcher says of processes."""
     later: list[Callable[[float], list[Effect]]] = field(default_factory=list)
@@ -138,6 +141,8 @@ class ReturnedScheduler(Scheduler):
                 memories.assigned.setdefault((store, min(placement.first_slices)), {})[sender] = message
             case SetOptimizer(store=store):
                 memories.optimizers[store] = message
+            case Copied():
+                memories.copied.append(message)
             case Reregister():
                 memories.registered[sender] = message
                 return self._begin_if_known(now)
@@ -227,9 +232,12 @@ class ReturnedScheduler(Scheduler):
 
     def _recall_members(self, memories: Memories) -> None:
         lines = {peer.member: peer for message in memories.registered.values() for peer in message.peers}
-        epoch = max(message.epoch for message in memories.registered.values())
+        newest = max(memories.registered.values(), key=lambda message: message.epoch)
         since, newcomers, _ = memories.joined()
-        self.membership.recall(lines.values(), *memories.known(), epoch, since, newcomers)
+        known = memories.known()
+        self.membership.recall(lines.values(), *known, newest.epoch, since, newcomers, newest.owners)
+        for message in memories.copied:
+            self.membership.copied(message.rank, message.epoch)
 
     def _recall_agreements(self, memories: Memories, now: float) -> list[Effect]:
         """Keys and optimizers, of which servers are told once more; passed barriers; locks of folders."""

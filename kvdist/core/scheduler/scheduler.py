@@ -49,6 +49,7 @@ from kvdist.protocol.messages import (
     Claim,
     Command,
     Configure,
+    Copied,
     CutFound,
     Declare,
     Done,
@@ -245,6 +246,8 @@ class Scheduler(Machine):
                 return self._with_leases().used(sender, message)
             case Settled() if not is_worker:
                 return self.losses.settled(sender, message)
+            case Copied() if not is_worker:
+                return self._copied(message)
             case CutFound() if not is_worker and self.newcomers is not None:
                 return self.newcomers.found(sender, message)
             case Done() if not is_worker:
@@ -602,10 +605,10 @@ class Scheduler(Machine):
         peer = self.membership.peers.get(member.node)
         host = peer.host if peer else ""
         step = self.steps.get(member) if member.node.role is Role.WORKER else None
-        where = f" (host {peer.host}, pid {peer.pid})" if peer else ""
+        where = self._where(member)
         # Workers tell their step once a second, and with each message to the scheduler.
         when = "" if step is None else f", last heard of in step {step}"
-        sentence = f"{member}{where} was lost{when}: {cause}"
+        sentence = f"{where} was lost{when}: {cause}"
         if self.rollback is not None and self.membership.servers.get(member.node) == member and not self._is_over:
             obstacle = self.rollback.obstacle()
             if not obstacle:
@@ -625,6 +628,23 @@ class Scheduler(Machine):
             is_there = member in self.membership.lost and not has_ended and not said
             return [*effects, *self._end_given_up(member)] if is_there else effects
         return self._abort(str(member), host, cause, step, sentence)
+
+    def _where(self, member: Member) -> str:
+        """A process, and where it runs, for people."""
+        peer = self.membership.peers.get(member.node)
+        return f"{member} (host {peer.host}, pid {peer.pid})" if peer else str(member)
+
+    def _copied(self, message: Copied) -> list[Effect]:
+        """A server's backup has all that it has. Nothing is loaded before."""
+        node, membership = NodeId(Role.SERVER, message.rank), self.membership
+        if not membership.copied(message.rank, message.epoch):
+            return []
+        server, backup = membership.servers.get(node), membership.backup_of(node)
+        effects: list[Effect] = []
+        if server is not None and backup is not None and membership.numbers_of(node):
+            told = f"{self._where(backup)} has a copy of {server}'s slices: the job survives a loss of {server} again"
+            effects.append(Log(told))
+        return effects + self.checkpoints.advance_all()
 
     def _wait_for_return(
         self, member: Member, host: str, cause: str, step: int | None, sentence: str, now: float
@@ -658,18 +678,25 @@ class Scheduler(Machine):
     def _server_late(self, newcomers: Newcomers, sender: Member, message: Hello, now: float) -> list[Effect]:
         """A server wants to take the place of a lost one."""
         node = NodeId(Role.SERVER, message.wanted_rank)
-        if self.rollback is None:
+        if self.rollback is None and not self.config.replicas:
             return [Send(sender, Rejected(f"the cluster is complete, and a {sender.node.role} cannot join later"))]
         if node in self.membership.servers and not self._is_over:
             return newcomers.keep(node, sender, message, now)
+        if self.rollback is None and not self._is_over and (self._questions.are_open or self.checkpoints.is_loading):
+            # What servers are asked now, it could not answer; what is said to all from then on, it hears.
+            return [Send(sender, Waiting("the servers to finish what they were asked", (), 0.0))]
         try:
             member = self.membership.admit(sender, message)
         except ConfigError as error:
             return [Send(sender, Rejected(str(error)))]
-        welcome = Welcome(member.node.rank, member.incarnation, self.on_loss, self.config.away_s)
+        own = (self.on_loss, self.config.away_s, self.config.replicas)
+        welcome = Welcome(member.node.rank, member.incarnation, *own)
         effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
         if self._is_over:
             return [*effects, Send(member, Stop(), member)]
+        if self.rollback is None:
+            told = Log(f"{self._where(member)} is back, and is given a copy of slices while training goes on")
+            return [*effects, told, *self._announce(now)]
         return [*effects, *self.rollback.welcome(member), *self._announce(now), *self.rollback.advance(now)]
 
     def _about_snapshots(self, rollback: Rollback, sender: Member, message: Message, now: float) -> list[Effect] | None:
@@ -730,13 +757,15 @@ class Scheduler(Machine):
 
     def _go_on_with_heir(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:
         """Give up a server, of whose slices another one has a copy, and tell all who has them now."""
-        heir = self.membership.heir_of(member.node)
-        assert heir is not None
+        heir, owned = self.membership.backup_of(member.node), self.membership.numbers_of(member.node)
         workers = [*self.membership.there.values(), *self.membership.newcomers.values()]
-        self.losses.takes_over(heir)
+        if heir is not None:
+            self.losses.takes_over(heir)
         self.membership.lose(member, cause, has_ended)
-        self.checkpoints.server_lost(member, workers)
-        effects: list[Effect] = [Log(f"{sentence}; {heir} goes on with its slices"), Forget(member)]
+        if owned:
+            self.checkpoints.server_lost(member, workers)
+        go_on = f"{heir} goes on with its slices" if owned else "it had only copies of others' slices"
+        effects: list[Effect] = [Log(f"{sentence}; {go_on}"), Forget(member)]
         effects += self._announce(now)
         if self.newcomers is not None:
             effects += self.newcomers.server_lost(member)

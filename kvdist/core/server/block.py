@@ -492,6 +492,8 @@ class Blocks:
     """
 
     def __init__(self, bytes_max: int, updater_of: Callable[[int], SliceUpdater | None]) -> None:
+        self.may_merge = True
+        """Whether neighbours in a message become one block."""
         self._bytes_max = bytes_max
         self._updater_of = updater_of
         self._all: dict[int, Block] = {}
@@ -587,7 +589,7 @@ class Blocks:
         """As `cover`, and neighbours merge where they may."""
         changes = _changes(columns, len(ids))
         rows = self._cover(ids, changes)
-        return rows if len(rows) < 2 or changes.all() else self._merge(rows, changes)
+        return rows if len(rows) < 2 or changes.all() or not self.may_merge else self._merge(rows, changes)
 
     def isolate(self, ids: U32) -> list[Block]:
         """A block for each of these slices, each named once."""

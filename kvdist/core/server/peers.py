@@ -33,6 +33,8 @@ class Peers:
     """Whether all wait for the return of lost workers."""
     away: set[int] = field(default_factory=set)
     """The ranks of those."""
+    owners: tuple[int, ...] = ()
+    """Number of a server, as placement names it → the rank of the one that has its slices; empty: its own."""
     known: dict[Member, Peer] = field(default_factory=dict)
     """All that were in any roster, with their lines."""
     far: set[Member] = field(default_factory=set)
@@ -56,6 +58,7 @@ class Peers:
         there = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
         self.newcomers = {rank: there.pop(rank) for rank in message.newcomers if rank in there}
         self.workers = there
+        self.owners = message.owners
         for peer in peers:
             self.known[peer.member] = peer
             host = host_of(peer.endpoint)

@@ -9,25 +9,31 @@ backup (`Replicate`), which applies the same rule (`CopiedDense`), and says so (
 * A copy is told what its server was told, in the same order: what workers give as values, what the scheduler says.
 * With a sum goes who is in it, so that a push that is sent again, because nobody has answered it, counts once.
 * At the death of a server its backup takes the copy over. What the scheduler has said meanwhile, and the dead server
-  had not passed on, the copy hears first. It has no further copy: the death of a neighbour ends the job then.
+  had not passed on, the copy hears first.
+* What has no copy is filled in: a server whose backup is new, or that has taken slices over, gives it slice after slice
+  (`Fill`), each as it is between two of its rounds, in one line with what the copy is told of those that it has. So
+  a slice is in the copy from its `Fill` on. When all are, the server says so (`Copied`), and may be lost from then on.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvdist.checkpoint.snapshot import EVERYTHING, ReadSlice, SavedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.commands import Handler
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
+    NEVER,
     Connect,
     Effect,
     Event,
@@ -38,8 +44,9 @@ from kvdist.core.machine import (
     Send,
     Unreachable,
 )
-from kvdist.core.round import agreed_settings, scale_of, setting_of
+from kvdist.core.round import Admission, Round, agreed_settings, scale_of, setting_of
 from kvdist.core.server.block import Block, Contribution
+from kvdist.core.server.block_state import MASTER, NUMBERS, state_dtype
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Shard, code_of
@@ -52,15 +59,19 @@ from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
 from kvdist.nodes import Member, Role, worker
 from kvdist.optimizer.base import Optimizer
+from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Arithmetic
 from kvdist.protocol.arrays import Arrays, PayloadView, padded, views
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import (
+    LATER,
     Assign,
     Contributor,
+    Copied,
     Counters,
     Cut,
     ErrorCode,
+    Fill,
     FindCut,
     Flag,
     Goodbye,
@@ -77,6 +88,7 @@ from kvdist.protocol.messages import (
     Roster,
     SetOptimizer,
     Settled,
+    Standing,
 )
 
 GIVEN = (InitValues, ReplaceValues, ReplaceState, InitRows)
@@ -87,6 +99,13 @@ NOBODY = Member(worker(0), 0)
 """No process has this incarnation, so it gets no replies."""
 _EMPTY, _CLIPPED = int(Flag.EMPTY), int(Flag.MEASURE | Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
+
+WEIGHT, ROW_IDS = 254, 253
+"""Parts of a slice beside those of its optimizer's state, in `Fill`."""
+PIECE_BYTES_MAX, FILL_BYTES_MAX = 4 << 20, 8 << 20
+"""Of what a slice is filled in with: an array is cut into pieces of so many bytes, a message has no more."""
+FILLS_AHEAD = 2
+"""Blocks or tables that are on their way to the backup, without being in the copy. Answers wait behind them."""
 
 Tell = Callable[[Message, tuple[Buffer, ...] | None], None]
 """Takes what the backup must hear, and the token of that message."""
@@ -99,38 +118,54 @@ class _Replicated(Shard[Any]):
 
     tell: Tell | None = None
     """None: there is no backup."""
-    number: int | None = None
-    """Of the server whose slices they were from the start, as placement names it."""
-    taken_over: set[int]
-    """Slices that were another server's, and have no copy."""
+    alone: dict[int, None]
+    """Slices that are not in the copy, though there is a backup."""
 
     def is_alone(self, number: int) -> bool:
         """Whether a slice has no copy."""
-        return self.tell is None or number in self.taken_over
+        return self.tell is None or number in self.alone
 
-    def _numbers(self) -> set[int]:
-        return {number for holder in self for number in holder.ids.tolist()}
+    def be_alone(self) -> None:
+        """There is another backup, which has nothing."""
+        self.alone.update({number: None for holder in self for number in holder.ids.tolist()})
 
-    def note_assigned(self, rank: int, before: set[int]) -> None:
-        """Slices of the server of this rank have been added to those that were here before."""
-        self.number = rank if self.number is None else self.number
-        if rank != self.number:
-            self.taken_over |= self._numbers() - before
+    def beside(self, number: int) -> Sequence[Any]:
+        """What is to be in the copy at once with a slice."""
+        raise NotImplementedError
+
+    def fills(self, holder: Block | SparseTable) -> Iterator[tuple[Fill, tuple[Buffer, ...] | None]]:
+        """What the backup must hear to have these slices, with the token of each message; they are in the copy then."""
+        ids = holder.ids.tolist()
+        saved: Sequence[SavedSlice | None] = [None] * len(ids)
+        leased: Buffer | None = None
+        if holder.has_value or isinstance(holder, SparseTable):
+            saved, leased = self.taken(ids, EVERYTHING)
+        standings, limit = _standings(holder.round)
+        restored = self._restored.get(holder.store, 0)
+        for number, one in zip(ids, saved, strict=True):
+            del self.alone[number]
+            initializer = "" if one is None else one.initializer
+            about = (holder.round.version, standings, limit, restored, holder.has_value, initializer)
+            messages = [] if one is None else list(_messages(_pieces(one)))
+            for parts, arrays in messages or [(np.zeros(1, np.uint8), _packed([np.zeros(0)], [DType.FLOAT64]))]:
+                is_last = one is None or arrays is messages[-1][1]
+                token = (leased,) if leased is not None and is_last and number == ids[-1] else None
+                yield Fill(np.full(len(parts), number, np.uint32), parts, *about, not is_last, arrays), token
 
 
 class ReplicatedDense(_Replicated, DenseShard):
     """The arrays of a server that has a backup."""
 
-    def assign(self, message: Assign, rank: int, num_servers: int) -> None:
-        """See `DenseShard`."""
-        before = self._numbers() if rank != self.number else set()
-        super().assign(message, rank, num_servers)
-        self.note_assigned(rank, before)
+    def beside(self, number: int) -> Sequence[Block]:
+        """All blocks that a rule may update together with that of a slice."""
+        block, _ = self.blocks.of(number)
+        return block.joint or (block,)
 
     def absorb(self, other: DenseShard) -> None:
         """Take a copy over, with its states."""
+        self._restored |= {block.store: other._restored.get(block.store, 0) for block in other}
         for block in other:
-            self.taken_over.update(block.ids.tolist())
+            self.alone.update(dict.fromkeys(block.ids.tolist()))
             self.blocks.add(block)
         for store, updater in other._updaters.items():
             for index, state in list(updater.states.items()):
@@ -235,16 +270,14 @@ class CopiedDense(DenseShard):
 class ReplicatedSparse(_Replicated, SparseShard):
     """The tables of a server that has a backup."""
 
-    def assign(self, message: Assign, rank: int, num_servers: int) -> str:
-        """See `SparseShard`."""
-        before = self._numbers() if rank != self.number else set()
-        failure = super().assign(message, rank, num_servers)
-        self.note_assigned(rank, before)
-        return failure
+    def beside(self, number: int) -> Sequence[SparseTable]:
+        """The table of a slice."""
+        return (self.all[number],)
 
     def absorb(self, other: SparseShard) -> None:
         """Take a copy over."""
-        self.taken_over.update(other.all)
+        self._restored |= {table.store: other._restored.get(table.store, 0) for table in other}
+        self.alone.update(dict.fromkeys(other.all))
         self.all.update(other.all)
 
     def _apply(self, tables: Sequence[SparseTable], rounds: Sequence[Sequence[RowContribution]]) -> None:
@@ -309,17 +342,29 @@ class Copy(Server):
     DENSE, SPARSE = CopiedDense, CopiedSparse
     dense: CopiedDense
     sparse: CopiedSparse
-    number: int | None = None
+    rank = -1
     """Of that server."""
+    is_whole_in = -1
+    """The newest roster in which all that it has is known to be in the copy."""
+    _numbers: tuple[int, ...] = ()
+    _pieces: Sequence[tuple[int, npt.NDArray[Any]]] = ()
+    """Of a slice that is being filled in: the part, and the piece of it."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """See `Server`."""
-        return () if self.number is None else (self.number,)
+        return self._numbers
 
     def hear(self, message: Message, now: float) -> list[Effect]:
         """What the server has done, or was told. Returns what it would have answered."""
         match message:
+            case Fill():
+                self._fill(message)
+            case Copied():
+                self.is_whole_in = message.epoch
+            case Roster():
+                self._numbers = _owned(message, self.rank, self.joining.introduction.num_servers)
+                return self.handle(SCHEDULER_MEMBER, message, now)
             case Replicate():
                 self.dense.replicate(message)
             case ReplicateRows():
@@ -327,6 +372,31 @@ class Copy(Server):
             case _:
                 return self.handle(NOBODY if isinstance(message, GIVEN) else SCHEDULER_MEMBER, message, now)
         return []
+
+    def _fill(self, message: Fill) -> None:
+        """A slice as it is, or a piece of it."""
+        pieces = zip(message.parts.tolist(), views(message.arrays), strict=True)
+        self._pieces = [*self._pieces, *((part, array.copy()) for part, array in pieces)]
+        if message.more:
+            return
+        found, self._pieces, number = self._pieces, (), int(message.ids[0])
+        shard: DenseShard | SparseShard = self.dense if self.dense.holder(number) is not None else self.sparse
+        holder = shard.holder(number)
+        if holder is None:
+            return
+        parts = {part: np.concatenate([piece for of, piece in found if of == part]) for part, _ in found}
+        numbers, weight = parts.pop(NUMBERS).tolist(), parts.pop(WEIGHT, None)
+        ids, master, state = parts.pop(ROW_IDS, None), parts.pop(MASTER, None), None
+        if numbers:
+            state = SliceState(int(numbers[0]), tuple(parts[one] for one in sorted(parts)), tuple(numbers[1:]), master)
+        read = ReadSlice(number, weight, state, state is None, ids, message.initializer)
+        shard._load(holder.store, [read])
+        holder = shard.holder(number)
+        assert holder is not None
+        if isinstance(holder, SparseTable):
+            holder.has_value = message.has_value
+        _stand(holder.round, message)
+        shard._restored[holder.store] = message.restored
 
     @property
     def fates(self) -> Settled:
@@ -354,13 +424,13 @@ class ReplicatedServer(Server):
         arithmetic: Arithmetic | None = None,
     ) -> None:
         super().__init__(introduction, limits, kernels, now, allocate, handlers, arithmetic)
-        self.copy: Copy | None = Copy(introduction, limits, kernels, now, allocate, arithmetic=arithmetic)
-        """None: there is none any more."""
+        self._new_copy = partial(Copy, introduction, limits, kernels, now, allocate, arithmetic=arithmetic)
+        self.copy: Copy | None = self._new_copy()
+        """None: the server before this one is not there."""
         self._restoring = Restoring((*self._shards, *self.copy._shards))
-        self.dense.taken_over = self.sparse.taken_over = set()
+        self.dense.alone, self.sparse.alone = {}, {}
+        self._numbers: tuple[int, ...] = ()
         self._servers: dict[int, Member] = {}
-        self._taken: tuple[int, ...] = ()
-        """The servers, as placement names them, whose slices were taken over."""
         self._backup: Member | None = None
         self._is_linked = True
         """Whether there is a way to the backup."""
@@ -368,6 +438,10 @@ class ReplicatedServer(Server):
         """What the backup must hear of what is being handled."""
         self._told = self._confirmed = self._heard = 0
         """Messages to the backup, those that are in the copy there, and those of the server whose copy is here."""
+        self._filling: deque[int] = deque()
+        """For each block or table on its way to the backup: how many messages that must have for it."""
+        self._is_whole = False
+        """Whether the scheduler was told of this roster that all is in the copy."""
         self._held: deque[tuple[int, list[Effect]]] = deque()
         """(messages that the backup must have, what is done then)"""
         self._waiting: list[tuple[Member, Message]] = []
@@ -380,39 +454,75 @@ class ReplicatedServer(Server):
     @property
     def numbers(self) -> tuple[int, ...]:
         """See `Server`."""
-        return (self.me.node.rank, *self._taken)
+        return self._numbers
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to the other servers, too."""
         if source.node.role is not Role.SERVER or source in self.peers.lost:
             return super().refuses(source, message)
-        # One that has heard sooner that the cluster is complete may speak first.
-        is_known = not self._servers or self._servers.get(source.node.rank) == source
-        return None if is_known else f"{source} is not a server of this cluster"
+        # One that has heard sooner that the cluster is complete, or who is new, may speak first.
+        known = self._servers.get(source.node.rank)
+        if not self._servers or known == source:
+            return None
+        is_new = known is None or known.incarnation < source.incarnation
+        return "" if is_new else f"{source} is not a server of this cluster"
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message; what others hear of it waits for the backup."""
         if sender.node.role is Role.SERVER:
             return self._of_server(sender, message, now)
-        if self.copy is not None and self._is_early(self.copy, message):
+        if self._is_early(message):
             self._waiting.append((sender, message))
             return []
-        effects: list[Effect] = []
-        if sender == SCHEDULER_MEMBER and isinstance(message, SAID):
-            effects = self._meet(message, now) if isinstance(message, Roster) else []
+        if sender == SCHEDULER_MEMBER and isinstance(message, Roster):
+            return self._hear_roster(message, now)
+        if sender == SCHEDULER_MEMBER and isinstance(message, SAID) and self._servers:
             self._note_said(message)
         if isinstance(message, (*GIVEN, *SAID)):
             self._tell(message, None)
-        effects += self._published(super().handle(sender, message, now))
-        if self.copy is None:
-            waiting, self._waiting = self._waiting, []
-            for who, what in waiting:
-                if self.refuses(who, what) is None:
-                    effects += self.handle(who, what, now)
+        return self._published(super().handle(sender, message, now))
+
+    def _hear_roster(self, message: Roster, now: float) -> list[Effect]:
+        """Hear who is there: other servers, too."""
+        before = self._backup, self._numbers
+        effects = self._meet(message, now)
+        self._note_said(message)
+        if self._backup == before[0]:
+            self._tell(message, None)
+        done = super().handle(SCHEDULER_MEMBER, message, now)
+        self._is_whole = False
+        if self._backup is not None and self._backup != before[0]:
+            self._introduce(message)
+        if (self._backup, self._numbers) != before:
+            for optimizer in self._optimizers.values():
+                self._tell(replace(optimizer, request=0), None)
+            for assigned in self._assigned.values():
+                self._tell(replace(assigned, request=0), None)
+        effects += self._published([*done, *self._fill()])
+        waiting, self._waiting = self._waiting, []
+        for who, what in waiting:
+            if self.refuses(who, what) is None:
+                effects += self.handle(who, what, now)
         return effects
 
-    def _is_early(self, copy: Copy, message: Message) -> bool:
+    def _introduce(self, message: Roster) -> None:
+        """Tell a new backup who is there, and since when: what the copy would know if it had been there before."""
+        peers = self.peers
+        joined = {rank: version for rank, version in peers.since.items() if rank in peers.workers}
+        newcomers = tuple(sorted({*peers.newcomers, *joined}))
+        self._tell(replace(message, lost=(), ended=(), newcomers=newcomers), None)
+        for version in sorted(set(joined.values())):
+            self._tell(Cut(0, -1, version, tuple(rank for rank in joined if joined[rank] == version)), None)
+        if peers.resting:
+            self._tell(Rest(0, tuple(sorted(peers.resting))), None)
+
+    def _is_early(self, message: Message) -> bool:
         """Whether this is about slices of which there is only a copy here: its sender has heard sooner who is lost."""
+        copy = self.copy
+        if copy is None:
+            return False
+        if isinstance(message, MarkPushes) and not self._numbers:
+            return True
         ids: Sequence[int] = getattr(message, "ids", ())
         some = ids if isinstance(message, MarkPushes) else ids[:1]  # marks alone are of all that a server has
         return any(shard.holder(int(number)) is not None for number in some for shard in copy._shards)
@@ -454,9 +564,29 @@ class ReplicatedServer(Server):
             self._held.append((must_have, effects))
         return told
 
+    def _fill(self) -> list[Effect]:
+        """Give the backup what is not in the copy, some of it at a time; when all is, the scheduler hears so."""
+        if self._backup is None or not self._is_linked:
+            return []
+        while len(self._filling) < FILLS_AHEAD and (self.dense.alone or self.sparse.alone):
+            shard: _Replicated = self.dense if self.dense.alone else self.sparse
+            for holder in shard.beside(next(iter(shard.alone))):
+                for message, token in shard.fills(holder):
+                    self._tell(message, token)
+            self._filling.append(self._told + len(self._log))
+        self.dense.blocks.may_merge = not self.dense.alone
+        if self._is_whole or self._filling or self.dense.alone or self.sparse.alone:
+            return []
+        self._is_whole = True
+        copied = Copied(self.me.node.rank, self.epoch)
+        self._tell(copied, None)
+        return [Send(SCHEDULER_MEMBER, copied)]
+
     def _replicated(self, count: int) -> list[Effect]:
         """The backup has so many of the messages."""
         self._confirmed = max(self._confirmed, count)
+        while self._filling and self._filling[0] <= self._confirmed:
+            self._filling.popleft()
         effects: list[Effect] = []
         while self._held and self._held[0][0] <= self._confirmed:
             effects += self._held.popleft()[1]
@@ -466,18 +596,21 @@ class ReplicatedServer(Server):
 
     def _of_server(self, sender: Member, message: Message, now: float) -> list[Effect]:
         if isinstance(message, Replicated):
-            return self._replicated(message.count) if sender == self._backup else []
+            effects = self._replicated(message.count) if sender == self._backup else []
+            return effects + self._published(self._fill())
         if self.copy is None:
             return []
-        self.copy.number = sender.node.rank
+        self.copy.rank = sender.node.rank
         self._is_linked = True
         if isinstance(message, SAID):
             said = _said(message)
-            if self._said.pop(said, None) is None:
+            if said[1] and self._said.pop(said, None) is None:
                 self._early.add(said)
+            if not said[1] and isinstance(message, Assign | SetOptimizer):
+                super().handle(SCHEDULER_MEMBER, message, now)  # this server may be new, and not know of it either
         self.copy.hear(message, now)
         self._heard += 1
-        return [Send(sender, Replicated(self._heard)), *self._published([])]
+        return [Send(sender, Replicated(self._heard)), *self._published(self._fill())]
 
     def _note_said(self, message: Message) -> None:
         said = _said(message)
@@ -487,27 +620,35 @@ class ReplicatedServer(Server):
             self._said[said] = message
 
     def _meet(self, message: Roster, now: float) -> list[Effect]:
-        """Hear which servers there are."""
+        """Hear which servers there are, and what each has."""
         there = {one.member.node.rank: one for one in message.peers if one.member.node.role is Role.SERVER}
         effects: list[Effect] = []
         count, own = self.joining.introduction.num_servers, self.me.node.rank
-        if not self._servers:
-            backup = there[(own + 1) % count]
-            self._backup = backup.member
-            self.dense.tell = self.sparse.tell = self._tell
-            self._is_linked = count > 2 or own == 0  # of two servers that are each other's backups one dials
-            if self._is_linked:
-                effects.append(Connect(backup.member, backup.endpoint))
         for rank, member in self._servers.items():
-            if rank in there or member in self.peers.lost:
+            if member in self.peers.lost or (rank in there and there[rank].member == member):
                 continue
             self.peers.lost.add(member)
             effects.append(Forget(member))
             if member == self._backup:
                 effects += self._go_on_alone()
             if rank == (own - 1) % count:
-                effects += self._promote(rank, message.epoch, now)
-        self._servers = self._servers or {rank: one.member for rank, one in there.items()}
+                effects += self._promote(message.epoch, now)
+        self._servers = {rank: one.member for rank, one in there.items()}
+        self._numbers = _owned(message, own, count)
+        if self.copy is None and (own - 1) % count in there:
+            self.copy, self._heard = self._new_copy(), 0
+            self._said.clear()
+            self._early.clear()
+            self._restoring = Restoring((*self._shards, *self.copy._shards))
+        backup = there.get((own + 1) % count)
+        if self._backup is None and backup is not None:
+            self._backup, self._told, self._confirmed = backup.member, 0, 0
+            self.dense.tell = self.sparse.tell = self._tell
+            self.dense.be_alone()
+            self.sparse.be_alone()
+            self._is_linked = count > 2 or own == 0  # of two servers that are each other's backups one dials
+            if self._is_linked:
+                effects.append(Connect(backup.member, backup.endpoint))
         return effects
 
     def _go_on_alone(self) -> list[Effect]:
@@ -517,24 +658,41 @@ class ReplicatedServer(Server):
             for buffer in token or ():
                 buffer.leases -= 1
         self._told, self._log = self._told + len(self._log), []
+        self._filling.clear()
+        self.dense.alone.clear()
+        self.sparse.alone.clear()
         return self._replicated(self._told)
 
-    def _promote(self, number: int, epoch: int, now: float) -> list[Effect]:
+    def _promote(self, epoch: int, now: float) -> list[Effect]:
         """Take the copy over: its server is lost."""
         copy, self.copy = self.copy, None
         assert copy is not None
-        copy.number = number
         effects: list[Effect] = []
         for message in self._said.values():
             effects += [one for one in copy.hear(message, now) if _is_for_workers(one)]
         self._said.clear()
         for member, fates in copy._fates.items():
             self._fates[member] = (*self._fates.get(member, ()), *fates)
-        self._taken += (number,)
+        if not self._numbers:  # it has had nothing to know this for
+            self.peers.since = dict(copy.peers.since)
+            self.peers.rest(copy.peers.resting)
         self.dense.absorb(copy.dense)
         self.sparse.absorb(copy.sparse)
         self._restoring = Restoring(self._shards)
         return [*effects, Send(SCHEDULER_MEMBER, replace(copy.fates, epoch=epoch))]
+
+    def _reregister(self, now: float) -> list[Effect]:
+        """Say, too, what is in copies: of this server, and of the one before it, which may be lost by now."""
+        effects = super()._reregister(now)
+        told = [Copied(self.me.node.rank, self.epoch)] if self._is_whole else []
+        if self.copy is not None and self.copy.is_whole_in >= 0:
+            told.append(Copied(self.copy.rank, self.copy.is_whole_in))
+        return [*(Send(SCHEDULER_MEMBER, one) for one in told), *effects] if effects and self._servers else effects
+
+
+def _owned(message: Roster, rank: int, num_servers: int) -> tuple[int, ...]:
+    """The slices of which servers, as placement names them, this one has."""
+    return tuple(number for number, owner in enumerate(message.owners or range(num_servers)) if owner == rank)
 
 
 def _said(message: Message) -> Said:
@@ -633,3 +791,74 @@ def _row_arrays(ids: npt.NDArray[np.int64], values: npt.NDArray[Any], dtype: DTy
     memory[8 * len(ids) : 8 * len(ids) + values.nbytes] = values.view(np.uint8)
     counts = np.array([len(ids), len(values)], np.uint32)
     return Arrays(np.array([DType.INT64, dtype], np.uint8), counts, memory.data)
+
+
+# Filling in.
+
+
+def _standings(round_: Round[Any, Any]) -> tuple[tuple[Standing, ...], int]:
+    """What a round knows of each worker, and its limit or -1."""
+    admission = round_.admission or Admission()
+    limit = -1 if admission.limit is None else admission.limit
+    ranks = sorted({*round_.counted, *round_.examples, *round_.refused, *round_.later, *admission.since})
+    found = []
+    for rank in ranks:
+        since = admission.since.get(rank, -1)
+        refused, (code, reason) = round_.refused.get(rank, (-1, (-1, "")))
+        before = (round_.counted.get(rank, 0), round_.examples.get(rank, 0), LATER if since == NEVER else int(since))
+        found.append(Standing(rank, *before, rank in round_.later, refused, code, reason))
+    return tuple(found), limit
+
+
+def _stand(round_: Round[Any, Any], message: Fill) -> None:
+    """Go on from what another round knew."""
+    known = message.standings
+    round_.version = message.version
+    round_.counted = {one.rank: one.counted for one in known}
+    round_.examples = {one.rank: one.examples for one in known if one.examples}
+    round_.later = frozenset(one.rank for one in known if one.is_later)
+    refused = [one for one in known if one.refused >= 0]
+    round_.refused = {one.rank: (one.refused, (ErrorCode(one.code), one.reason)) for one in refused}
+    since = {one.rank: NEVER if one.since == LATER else float(one.since) for one in known if one.since >= 0}
+    limit = None if message.limit < 0 else message.limit
+    round_.admission = None if limit is None and not since else Admission(limit, since)
+
+
+def _pieces(saved: SavedSlice) -> Iterator[tuple[int, npt.NDArray[Any], DType]]:
+    """What a slice is, in pieces: the part, the piece and its dtype."""
+    has_state = bool(saved.states) or saved.updates > 0 or saved.master is not None
+    numbers = [saved.updates, *saved.scalars] if has_state else []
+    state = state_dtype(saved.dtype)
+    parts: list[tuple[int, npt.NDArray[Any], DType]] = [(NUMBERS, np.array(numbers, np.float64), DType.FLOAT64)]
+    parts += [] if saved.ids is None else [(ROW_IDS, saved.ids, DType.INT64)]
+    parts += [] if saved.weight is None else [(WEIGHT, saved.weight, saved.dtype)]
+    parts += [(1 + i, array, state) for i, array in enumerate(saved.states.values())]
+    parts += [] if saved.master is None else [(MASTER, saved.master, state)]
+    for part, array, dtype in parts:
+        step = PIECE_BYTES_MAX // dtype.itemsize
+        for start in range(0, len(array) or 1, step):
+            yield part, array[start : start + step], dtype
+
+
+def _messages(pieces: Iterator[tuple[int, npt.NDArray[Any], DType]]) -> Iterator[tuple[npt.NDArray[np.uint8], Arrays]]:
+    """Pieces as few messages: the parts, and the arrays."""
+    parts: list[int] = []
+    arrays: list[npt.NDArray[Any]] = []
+    dtypes: list[DType] = []
+    for part, array, dtype in pieces:
+        if sum(one.nbytes for one in arrays) + array.nbytes > FILL_BYTES_MAX:
+            yield np.array(parts, np.uint8), _packed(arrays, dtypes)
+            parts, arrays, dtypes = [], [], []
+        parts.append(part)
+        arrays.append(array)
+        dtypes.append(dtype)
+    yield np.array(parts, np.uint8), _packed(arrays, dtypes)
+
+
+def _packed(arrays: Sequence[npt.NDArray[Any]], dtypes: Sequence[DType]) -> Arrays:
+    """Arrays as they lie in memory, each in a frame; one copy of those whose bytes are no multiple of eight."""
+    frames = [array.view(np.uint8).data for array in arrays if array.nbytes]
+    whole = [frame if len(frame) % 8 == 0 else bytes(frame).ljust(padded(len(frame)), b"\0") for frame in frames]
+    counts = np.array([len(array) for array in arrays], np.uint32)
+    payload = tuple(whole) if len(whole) > 1 else whole[0] if whole else b""
+    return Arrays(np.array(dtypes, np.uint8), counts, payload)

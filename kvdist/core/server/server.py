@@ -141,7 +141,7 @@ class Server(Machine):
         self._restoring = Restoring(self._shards)
         self._handlers = handlers
         self._assigned: dict[tuple[int, int], Assign] = {}
-        """(store, first slice) → what the scheduler has said; here for one that is started again."""
+        """(store, first slice) → what the scheduler has said; here for one that is started again, and for a backup."""
         self._optimizers: dict[int, SetOptimizer] = {}
         self._fates: dict[Member, tuple[Fate, ...]] = {}
         """Of the lost."""
@@ -361,7 +361,7 @@ class Server(Machine):
         left, lost = self.peers.lines_of(self.peers.left), self.peers.lines_of(self.peers.lost)
         joined = self.peers.joined
         own = (self.epoch, tuple(self.peers.known.values()), left, lost, tuple(joined), tuple(joined.values()))
-        register = Reregister(*own, False, (), "", ())
+        register = Reregister(*own, False, (), "", (), self.peers.owners)
         told: list[Message] = [*self._optimizers.values(), *self._assigned.values(), *self.snapshots.reported, register]
         return [Send(SCHEDULER_MEMBER, message) for message in told]
 
@@ -375,7 +375,7 @@ class Server(Machine):
             failure = self.sparse.assign(message, number, servers) or failure
         if failure:
             return Failed(message.request, ErrorCode.CONFIG, failure)
-        if self.joining.away_s:
+        if self.joining.away_s or self.REPLICAS:
             self._assigned[message.store, min(message.placement.first_slices)] = message
         return Done(message.request)
 

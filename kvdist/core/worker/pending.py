@@ -313,6 +313,21 @@ class SavingCalls:
         save = Save(request.request, *place, len(request.keys), request.file, request.failure, pushes)
         return [*effects, self._pending.ask(request.request, save)]
 
+    def give_up(self, server: Member, number: int) -> list[Effect]:
+        """Tell a server that has slices only now of the checkpoints under way, which others may mark there, too.
+
+        Args:
+            server: it.
+            number: of the lost one whose slices it has.
+        """
+        nothing = np.zeros(0, np.uint32)
+        effects: list[Effect] = []
+        for save in [one.asked_for for one in self._pending if isinstance(one.asked_for, Save)]:
+            where = (save.store, save.counter, save.folder, (), save.run, save.step)
+            mark = MarkPushes(*where, True, nothing, nothing, save.pushes)
+            effects.append(Send(server, mark, self._transfers.note(number)))
+        return effects
+
     def drop(self, asked: Message | None) -> None:
         """This checkpoint or load is given up by all: the next one of its store has its number."""
         counts = self._saved if isinstance(asked, Save) else self._loaded if isinstance(asked, Load) else None

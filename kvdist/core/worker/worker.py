@@ -162,6 +162,9 @@ class Worker(Machine):
         self.step = 0
         self.steps: dict[Member, int] = {}
         self.servers: dict[int, Member] = {}
+        """The number of a server, as placement names it → the one that has its slices."""
+        self._dialled: set[Member] = set()
+        """All servers that are there."""
         self.peers: tuple[Peer, ...] = ()
         self.traffic = Traffic()
         self.transfers = Transfers(limits, self.traffic)
@@ -196,6 +199,8 @@ class Worker(Machine):
         self._members: tuple[int, ...] = ()
         """The ranks of the workers that are there."""
         self._lost_workers = 0
+        self._owners: tuple[int, ...] = ()
+        """As the newest roster says."""
 
     def watch(self, threads: Threads) -> None:
         """Take the user's threads into account; to be called before anything else."""
@@ -246,8 +251,7 @@ class Worker(Machine):
         return f"{source} is not a server of {self.me}'s cluster"
 
     def _is_peer(self, source: Member) -> bool:
-        is_server = self.servers.get(source.node.rank) == source
-        return is_server or (self.aggregation is not None and self.aggregation.is_member(source))
+        return source in self._dialled or (self.aggregation is not None and self.aggregation.is_member(source))
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of the scheduler, of a server, or of a worker of this host."""
@@ -631,20 +635,18 @@ class Worker(Machine):
             self._barriers.first = self._saving.first = LATER
             self.aggregation = None  # its host sums, or does not, without it
         before, self.peers = self.peers, self.joining.roster(message)
-        self.epoch = message.epoch
+        self.epoch, self._owners = message.epoch, message.owners
         ranks = [peer.member.node.rank for peer in self.peers if peer.member.node.role is Role.WORKER]
         self._lost_workers += len(set(message.lost) & {peer.member.node.rank for peer in before})
         self._members = tuple(sorted(set(ranks) - set(message.newcomers)))
         effects: list[Effect] = []
         for peer in self.peers:
-            rank = peer.member.node.rank
-            if peer.member.node.role is Role.SERVER and rank not in self.servers:
-                self.servers[rank] = peer.member
-                self.transfers.add_server(rank, stays_on_host(peer.endpoint))
+            if peer.member.node.role is Role.SERVER and peer.member not in self._dialled:
                 effects.append(Connect(peer.member, peer.endpoint))
-                if self._newcomer is not None or self._rewinding is not None:
+                if self._newcomer is not None or before:
                     effects.append(Send(peer.member, Ready(0)))  # or it knows no way to this worker
-        effects += self._take_overs(now) if self._replicas else []
+                self._dialled.add(peer.member)
+        effects += self._take_overs(message, now)
         for effect in () if self.aggregation is None else self.aggregation.roster(self.me, self.peers):
             if isinstance(effect, Forget):
                 self._lost_links.pop(effect.member, None)
@@ -665,6 +667,7 @@ class Worker(Machine):
         for rank, member in list(self.servers.items()):
             if member not in there:
                 del self.servers[rank]
+                self._dialled.discard(member)
                 self._lost_links.pop(member, None)
                 effects.append(Forget(member))
         loading = {load.request for load in self._saving.waiting}
@@ -693,30 +696,38 @@ class Worker(Machine):
         self.step = int(self.transfers.slices.pushed.max(initial=0))
         return [effect for request in rewinding.held for effect in self._accept(request, now)]
 
-    def _take_overs(self, now: float) -> list[Effect]:
-        """Send what lost servers have not answered to those that have their slices now: the next one each."""
-        there = {peer.member: peer for peer in self.peers}
-        count = self.joining.introduction.num_servers
-        lost: list[Member] = []
-        for number in range(count):
-            member, heir = self.servers.get(number), self.servers.get((number + 1) % count)
-            if member in there or heir not in there:
-                continue
-            self.servers[number] = heir
-            is_near = stays_on_host(there[heir].endpoint)
-            if member is None:  # it was lost before this worker came
+    def _take_overs(self, message: Roster, now: float) -> list[Effect]:
+        """Send to each server what is for it; what lost ones have not answered, to those that have their slices now."""
+        there = {peer.member.node.rank: peer for peer in self.peers if peer.member.node.role is Role.SERVER}
+        had_slices = set(self.servers.values())
+        lost: dict[Member, None] = {}
+        heirs: dict[Member, int] = {}
+        for number, rank in enumerate(message.owners or range(self.joining.introduction.num_servers)):
+            member, owner = self.servers.get(number), there.get(rank)
+            if owner is None or owner.member == member:
+                continue  # lost, and all go back to a snapshot; or as before
+            self.servers[number] = owner.member
+            is_near = stays_on_host(owner.endpoint)
+            if member is None:
                 self.transfers.add_server(number, is_near)
-            else:
-                self._lost_links.pop(member, None)
-                self.transfers.send_again(number, is_near)
-                lost.append(member)
-        if not lost:
+                continue
+            self.transfers.send_again(number, is_near)
+            lost[member] = None
+            if owner.member not in had_slices:
+                heirs[owner.member] = number
+        if not self._replicas:
             return []
-        if self._newcomer is not None and self._newcomer.is_waiting:
-            cause = f"{lost[0]} was lost while this worker was joining"
-            return self._fail_all(PeerLostError(f"{cause}: start it again", str(lost[0]), "", cause))
+        if lost and self._newcomer is not None and self._newcomer.is_waiting:
+            first = next(iter(lost))
+            cause = f"{first} was lost while this worker was joining"
+            return self._fail_all(PeerLostError(f"{cause}: start it again", str(first), "", cause))
+        gone = sorted(self._dialled - {peer.member for peer in there.values()}, key=lambda one: one.incarnation)
+        for member in gone:
+            self._dialled.discard(member)
+            self._lost_links.pop(member, None)
+        marks = [mark for heir, number in heirs.items() for mark in self._saving.give_up(heir, number)]
         # Forgotten last: that frees the window, and what leaves then follows what leaves now.
-        return [*self._settle(now), *map(Forget, lost)]
+        return [*marks, *self._settle(now), *map(Forget, gone)]
 
     def _reregister(self, now: float) -> list[Effect]:
         """The scheduler was started again: ask it once more for all that it has not answered."""
@@ -731,7 +742,8 @@ class Worker(Machine):
         self._next_alive = now + self.limits.heartbeat_s
         self._blocked.repeat(now)
         told, folders = self._answers, tuple(self._answers.folders)[-FOLDERS_MAX:]
-        register = Reregister(self.epoch, self.peers, (), (), (), (), told.has_leases, tuple(told), told.run, folders)
+        own = (told.has_leases, tuple(told), told.run, folders, self._owners)
+        register = Reregister(self.epoch, self.peers, (), (), (), (), *own)
         open_ = [pending.asked_for for pending in self._pending if pending.asked_for is not None]
         ready = [] if self._newcomer is None else self._newcomer.wishes
         return [Send(SCHEDULER_MEMBER, message) for message in (*open_, *ready, register)]

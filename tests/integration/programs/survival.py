@@ -441,5 +441,32 @@ def trains_on(folder=None):
     store.close()
 
 
+def servers_come_back(folder, stages, mode):
+    """Workers that train on while servers are killed and come back, stage after stage, until they are told so."""
+    store = started(mode)
+    store.init("stage", np.zeros(2))
+    store.init("rows", LazyRows((9_000, 2), np.float64))
+    names, ids, stages = list(SIZES), np.arange(0, 9_000, 1_000), int(stages)
+    for step in range(STEPS):
+        stage = step // 4 if step % 4 == 2 and step // 4 < stages else None
+        if stage is not None:
+            say(f"stage {stage}")
+        told, idle = np.zeros(2), 0
+        while stage is not None and told[0] > -stage - 1:
+            is_first = store.rank == 0 and Path(folder, f"filled-{stage}").exists()
+            is_told = is_first and -told[0] < stage + 1
+            store.pushpull("stage", np.full(2, float(is_told)), out=told)
+            idle += 1
+            time.sleep(0.01)
+        if stage is not None:
+            say(f"trained on for {idle} rounds")
+        store.push("rows", RowSparse(ids, np.full((len(ids), 2), 2.0 ** (STEPS * store.rank + step)), (9_000, 2)))
+        store.pushpull(names, step_of(store.rank, step))
+    store.barrier()
+    tell_masks(store, [*store.pull(names), store.row_sparse_pull("rows", row_ids=ids).values])
+    store.barrier()
+    store.close()
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])
