@@ -1,5 +1,5 @@
 # make demo      the main job: a launched cluster of real processes trains a network
-# make demo-faults  the same digits twice: undisturbed, and while the scheduler and workers are killed at random and come back
+# make demo-faults  the same digits twice: undisturbed, and while the scheduler, servers and workers are killed at random and come back
 # make test      lint, strict types, the documentation, and the tests but for the slow ones
 # make test-machines  jobs on several machines: namespaces with real ssh daemons, Slurm, Open MPI; as root it installs those
 # make test-tensorflow  the tests of kvdist.tensorflow, in an environment of its own

@@ -1,12 +1,14 @@
-"""A real training in a storm: workers are killed, stopped and cut off at random, and every example must count once.
+"""A real training in a storm: processes are killed, stopped and cut off at random, and every example must count once.
 
     python benchmarks/storm.py                              # 16 workers, 4 servers, half an hour, 125 faults an hour
     python benchmarks/storm.py --minutes 2 --workers 6 --servers 2 --faults-per-hour 300
     python benchmarks/storm.py --peer torchrun              # the same on DDP, which starts again from checkpoints
 
-First the same job runs undisturbed for a while; what it does in a second is the measure. Workers are paced, so that the
-machine is not what limits them. Kinds of faults that the program cannot survive are found out by a short trial and left
-out with a line. All of this machine: the numbers are those of one host.
+Servers keep copies of each other's slices (`--replicas 1`), and are killed, too, one when all slices have a copy again;
+so is the scheduler. First the same
+job runs undisturbed for a while; what it does in a second is the measure. Workers are paced, so that the machine is not
+what limits them. Kinds of faults that the program cannot survive are found out by a short trial and left out with a
+line. All of this machine: the numbers are those of one host.
 """
 
 from __future__ import annotations
@@ -171,6 +173,7 @@ class Job:
         words = ["-n", str(asked.workers), "-s", str(asked.servers), "--on-loss", "continue", "--restart", "9999"]
         words += ["--patience", str(asked.patience), "--grace", "30", "--json-summary", str(self.folder / "summary")]
         words += ["--security", "none"] if self._relays else []
+        words += ["--replicas", "1"] if asked.servers > 1 else []
         script = [worker_script("storm_worker.py"), str(self.folder), str(epochs), str(asked.period), str(asked.seed)]
         return [sys.executable, "-m", "kvdist_launch", *words, *asked.option, "--", sys.executable, *script]
 
@@ -265,6 +268,8 @@ class Job:
     def strike(self, kind: str, chance: random.Random, spared: Collection[str] = ()) -> Fault | None:
         """Let a fault happen to somebody but `spared`; None if there is nobody for it now."""
         there = self.processes()
+        if kind == "server" and not self._has_copies():
+            return None
         if kind in ("server", "scheduler"):
             names = sorted(name for name in there if name.startswith(kind))
         else:
@@ -283,6 +288,12 @@ class Job:
                 return None
         self.faults.append(Fault(kind, victim, time.monotonic(), life))
         return self.faults[-1]
+
+    def _has_copies(self) -> bool:
+        """Whether every server that was struck is back and has its copies: until then another death ends a job."""
+        struck, text = sum(fault.kind == "server" for fault in self.faults), self.text()
+        back = text.count("is back, and is given a copy")
+        return back >= struck and (not struck or text.rfind("the job survives a loss of") > text.rfind("is back, and"))
 
     def _cut_off(self, victim: str) -> None:
         """Let nothing through to or from a worker for a while; what is dialled meanwhile hangs, too."""
@@ -476,7 +487,7 @@ def main() -> None:
         "--option",
         action="append",
         default=[],
-        help="another word for kvdist-launch, such as --option=--replicas --option=1",
+        help="another word for kvdist-launch, such as --option=--verbose",
     )
     parser.add_argument("--picture", type=Path, default=ROOT / "benchmarks" / "results" / "storm.png")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""The digits are learned twice: undisturbed, then while the scheduler and workers are killed at random.
+"""The digits are learned twice: undisturbed, then while the scheduler, servers and workers are killed at random.
 
     python examples/faults.py
 
-The launcher starts killed processes again. The scheduler asks the others for all that it had known, and workers join
-the others, who go on meanwhile. In both runs the workers learn from as many batches, so they should know the digits
-equally well. Needs Linux, where processes are found by name.
+The launcher starts killed processes again. The scheduler asks the others for all that it had known, workers join the
+others, who go on meanwhile, and each server has a copy of what another one has. In both runs the workers learn from as
+many batches, so they should know the digits equally well. Needs Linux, where processes are found by name.
 """
 
 import argparse
@@ -33,13 +33,16 @@ args = parser.parse_args()
 WORSE_MAX = 0.02
 """Other batches come in another order, so a few of the 360 held-out images may be told differently."""
 
-KILLABLE = re.compile(r"kv-(scheduler|worker-[0-9]+)")
+KILLABLE = re.compile(r"kv-(scheduler|(worker|server)-[0-9]+)")
 SCHEDULER = "scheduler"
+BACK, COPIED = "is back, and is given a copy", "the job survives a loss of"
+"""What the scheduler says of servers."""
 ACCURACY = re.compile(r"Test_acc ([0-9.]+)")
-TOOK_OVER = (
-    "the next one learned from the others what it had known, while they trained on",
-    "the others trained on without it, until the next one joined them",
-)
+TOOK_OVER = {
+    "scheduler": "the next one learned from the others what it had known, while they trained on",
+    "server": "another server went on with its weights, of which it had a copy, and it got copies when it was back",
+    "worker": "the others trained on without it, until the next one joined them",
+}
 began = time.monotonic()
 
 
@@ -60,17 +63,36 @@ def processes_of(launcher: int) -> dict[str, int]:
     return found
 
 
-def kill_some(launcher: subprocess.Popen[str], killed: Counter[str]) -> None:
+class Copies:
+    """Whether all weights have a copy, by what the scheduler says: else the next death of a server ends the job."""
+
+    def __init__(self) -> None:
+        self.are_whole = True
+        self._is_back = True
+
+    def lost(self) -> None:
+        self.are_whole = self._is_back = False
+
+    def read(self, line: str) -> None:
+        self._is_back = self._is_back or BACK in line
+        self.are_whole = self.are_whole or (self._is_back and COPIED in line)
+
+
+def kill_some(launcher: subprocess.Popen[str], killed: Counter[str], copies: Copies) -> None:
     """Kill processes of a job now and then, as long as it runs."""
     chance = random.Random(args.seed)
     while killed.total() < args.kills and launcher.poll() is None:
         time.sleep(chance.uniform(0.5, 1.5) * args.every)
         there = processes_of(launcher.pid) if launcher.poll() is None else {}
-        workers = sorted(there.keys() - {SCHEDULER})
+        workers = sorted(name for name in there if name.startswith("worker"))
+        servers = sorted(name for name in there if name.startswith("server"))
         if len(workers) < 2 or SCHEDULER not in there:
             continue  # the last worker has nobody who goes on, and one thing at a time
         # First the scheduler: one that returns does not know yet what to say to workers that have joined later.
-        name = chance.choice(workers) if killed else SCHEDULER
+        is_turn = killed.total() % 2 == 1 and copies.are_whole
+        name = SCHEDULER if not killed else chance.choice(servers if is_turn else workers)
+        if name in servers:
+            copies.lost()
         say(f"kill -9 {name} (pid {there[name]})")
         try:
             kill(there[name], signal.SIGKILL)
@@ -85,10 +107,12 @@ def train(*options: str, killed: Counter[str] | None = None) -> tuple[float, flo
     words += [sys.executable, str(Path(__file__).with_name("digits_survive.py")), "--epochs", str(args.epochs)]
     start, accuracy, shown = time.monotonic(), 0.0, 0.0
     launcher = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    copies = Copies()
     if killed is not None:
-        threading.Thread(target=kill_some, args=(launcher, killed), daemon=True).start()
+        threading.Thread(target=kill_some, args=(launcher, killed, copies), daemon=True).start()
     assert launcher.stdout is not None
     for line in launcher.stdout:
+        copies.read(line)
         found = ACCURACY.search(line)
         if found is None:
             say(line.rstrip())
@@ -112,12 +136,14 @@ def main() -> None:
     say(f"the same again, and {args.kills} processes are killed on the way")
     killed: Counter[str] = Counter()
     with tempfile.NamedTemporaryFile(suffix=".json") as summary:
-        words = ("--on-loss", "continue", "--restart", str(args.kills), "--json-summary", summary.name)
+        words = ("--on-loss", "continue", "--replicas", "1", "--restart", str(args.kills))
+        words += ("--json-summary", summary.name)
         disturbed, storm_s = train(*words, killed=killed)
         lives = Counter(one["node"] for one in json.loads(Path(summary.name).read_text())["processes"])
     print()
     for name in sorted(killed):
-        print(f"{name}: killed {times(killed[name])}, and {TOOK_OVER[name != SCHEDULER]}; started {times(lives[name])}")
+        how = TOOK_OVER[name.partition("-")[0]]
+        print(f"{name}: killed {times(killed[name])}, and {how}; started {times(lives[name])}")
     print(f"accuracy undisturbed: {undisturbed:.4f}, in {quiet_s:.0f} s")
     print(f"accuracy with {killed.total()} kills: {disturbed:.4f}, in {storm_s:.0f} s")
     if disturbed < undisturbed - WORSE_MAX:

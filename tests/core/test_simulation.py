@@ -1213,7 +1213,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "what comes before a server is known to be lost is refused": (
         "replicas and a dead server",
-        [(ReplicatedServer, "_is_early", lambda machine, copy, message: False)],
+        [(ReplicatedServer, "_is_early", lambda machine, message: False)],
     ),
     "checkpoints lack what was marked at a lost server": (
         "replicas and checkpoints",
