@@ -1161,8 +1161,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), help="one scenario only")
     parser.add_argument("--trace", action="store_true", help="print what happened")
+    parser.add_argument("--mutants", action="store_true", help="print the table of broken rules for docs/decisions")
     options = parser.parse_args(arguments)
     logging.disable(logging.ERROR)
+    if options.mutants:
+        from tests.core.test_simulation import MUTANTS, seeds_to_notice  # that imports this
+
+        for rule, (scenario, patches) in MUTANTS.items():
+            print(f"| {rule} | {scenario} | {seeds_to_notice(scenario, patches)} |", flush=True)
+        return 0
     names = [options.scenario] if options.scenario else list(SCENARIOS)
     seeds = range(options.first, options.first + options.seeds) if options.seed is None else [options.seed]
     failed = 0
