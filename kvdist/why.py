@@ -269,15 +269,17 @@ class Story:
     def _missing(self) -> str:
         """Who had not registered, in a cluster that was never complete; '' if it was, or if that is not known."""
         dump = self.by_name.get("scheduler")
-        if dump is None or dump.about["dropped"] or dump.beginning.config is None:
+        if dump is None or dump.beginning.config is None or any(one.about["dropped"] for one in self.dumps):
             return ""
+        said = [entry for one in self.dumps for entry in one.entries if isinstance(entry, Received | Sent)]
+        if any(read_stamp(entry.envelope)[0].message is Roster for entry in said if entry.envelope):
+            return ""  # perhaps to a worker, after the scheduler had written its dump
         sent = [entry for entry in dump.entries if isinstance(entry, Sent) and entry.envelope]
         told = [(entry.to.node.role, decode([entry.envelope, entry.header]).message) for entry in sent]
         welcomed = {(role, message.rank) for role, message in told if isinstance(message, Welcome)}
         sizes = {Role.SERVER: dump.beginning.config.num_servers, Role.WORKER: dump.beginning.config.num_workers}
         missing = [(role, rank) for role, size in sizes.items() for rank in range(size) if (role, rank) not in welcomed]
-        was_complete = any(isinstance(message, Roster) for _, message in told)
-        return listed(str(NodeId(*one)) for one in missing) if missing and not was_complete else ""
+        return listed(str(NodeId(*one)) for one in missing) if missing else ""
 
     def awaited(self) -> tuple[str, bool] | None:
         """The process at the end of the longest chain of waits, and whether the chain is a circle."""
