@@ -309,9 +309,7 @@ def job(popen: type[subprocess.Popen[bytes]]) -> Iterator[Job]:
     job = Job(folder, uuid.uuid4().hex, popen)
     try:
         yield job
-        deadline = time.monotonic() + GRACE_S
-        while (left := job.left_behind()) and time.monotonic() < deadline:
-            time.sleep(LOOK_AGAIN_S)  # orphans are nobody's children, so their end cannot be waited for
+        left = job.left_behind(GRACE_S)
         assert not left, f"left behind: {'; '.join(left)}\n{job.transcript()}"
     finally:
         job.close()

@@ -30,6 +30,8 @@ from tests.integration.processes import Job
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 280.0
+LEFT_S = 10.0
+"""How long a process may take to end behind its launcher."""
 STALLED = {"KVDIST_STALL_SHUTDOWN_S": "40"}
 """A worker that fails alone leaves the others waiting; so long, and then the job ends."""
 
@@ -100,7 +102,7 @@ class Together:
             code = job.finish(TIMEOUT_S)["launcher"]
             for path in folder.glob("torchinductor_*"):  # a cache that `torch.optim` makes
                 shutil.rmtree(path)
-            left = job.left_behind()
+            left = job.left_behind(LEFT_S)
             for path in results.glob("rank-*"):
                 lines = [json.loads(line) for line in path.read_text().splitlines()]
                 self.outcomes[int(path.name.removeprefix("rank-"))] = dict(lines)

@@ -945,11 +945,6 @@ def awaits_all_at_once(self: Round[Any, Any], ranks: Sequence[int]) -> None:
     """Rounds of new keys wait for all members, whatever those have agreed on."""
 
 
-def takes_part_in_all(self: newcomer.Newcomer, request: Any, first: int, last: int, later: Iterable[int]) -> None:
-    """A newcomer counts its pushes of a key from none, though the others have begun before."""
-    self._stores.append((first, last + 1, request.store))
-
-
 def knows_later_neighbours(self: Peers, message: Roster, endpoint: str) -> list[Member]:
     """Rows of a sum are of the newest process of a rank."""
     gone = ORIGINAL_UPDATE(self, message, endpoint)
@@ -1163,10 +1158,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Memories, "joined", takes_all_for_elders)],
     ),
     "the first mean waits for a newcomer": ("joins before the first mean", [(Round, "leave_out", awaits_all_at_once)]),
-    "a newcomer pushes into rounds that began without it": (
-        "joins before the first mean",
-        [(newcomer.Newcomer, "declared", takes_part_in_all)],
-    ),
     "an early hello is refused": ("joins", [(Newcomers, "keep", refuses_early_hellos)]),
     "what comes before a newcomer waits for it": ("joins", [(Membership, "spared", waits_for_newcomers)]),
     "what is under way waits for a newcomer": ("joins while others save", [(Checkpoints, "spare", spares_nobody)]),

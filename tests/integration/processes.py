@@ -246,8 +246,14 @@ class Job:
 
     # Ending.
 
-    def left_behind(self) -> list[str]:
-        """Processes, ports and files of this job that are still there."""
+    def left_behind(self, within_s: float = 0.0) -> list[str]:
+        """Processes, ports and files of this job that are still there after a while; orphans are nobody's children."""
+        deadline = time.monotonic() + within_s
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(LOOK_AGAIN_S)
+        return left
+
+    def _left(self) -> list[str]:
         left = [f"process {pid} ({command_of(pid)})" for pid in self.marked()]
         left += [f"file {path}" for path in sorted(self.folder.iterdir())]
         with socket.socket() as probe:

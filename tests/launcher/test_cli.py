@@ -52,7 +52,11 @@ from tests.ports import held_port
         (["-n", "1", "-s", "0", "-H", "a", "--scheduler-on", "a", "true"], 2, "--scheduler-on is for jobs with serv"),
         (["-n", "2", "-s", "0", "--on-loss", "continue", "true"], 2, "--on-loss is for jobs with servers"),
         (["-n", "2", "-s", "0", "--restart", "3", "true"], 2, "--restart is for jobs with servers"),
-        (["-n", "2", "--restart", "3", "true"], 2, "add --on-loss continue, or write --on-worker-exit restart:3"),
+        (
+            ["-n", "2", "--restart", "3", "true"],
+            2,
+            "add --on-loss continue or wait, or write --on-worker-exit restart:3",
+        ),
         (
             ["-n", "2", "--on-loss", "continue", "--restart", "3", "--on-worker-exit", "restart:2", "true"],
             2,
