@@ -30,8 +30,13 @@ def disturbed_step(trainer):
         print(f"worker {rank} is back at version {trainer.version}", flush=True)
         Path(f"back.{rank}").touch()
     elif not life and rank in victims and trainer.version == killed_at:
-        os.kill(os.getpid(), signal.SIGKILL)
+        Path(f"dies.{rank}.{os.getpid()}").touch()
+        while rank != victims[0] or len(dying := list(Path().glob("dies.*"))) < len(victims):
+            time.sleep(0.01)
+        for path in sorted(dying, key=lambda path: path.name == f"dies.{rank}.{os.getpid()}"):  # at once, itself last
+            os.kill(int(path.suffix[1:]), signal.SIGKILL)
     if trainer.version == waits_at:
+        Path(f"waits.{rank}").touch()
         deadline = time.monotonic() + 60
         while len(list(Path().glob("back.*"))) < len(victims) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -44,6 +49,10 @@ def saved_together(trainer, directory, number, **more):
     return save_checkpoint(trainer, directory, number, **more)
 
 
+goes_on = os.environ["KVDIST_ON_LOSS"] == "continue"
+others = int(os.environ["DMLC_NUM_WORKER"]) - len(victims) if goes_on else 0
+while life and len(list(Path().glob("waits.*"))) < others:  # a fork is back before they are there
+    time.sleep(0.01)
 Trainer.step, Trainer.save_checkpoint = disturbed_step, saved_together
 found = runpy.run_path("train.py")
 print(f"ended in step {found['step']} at version {found['trainer'].version}", flush=True)
