@@ -17,6 +17,7 @@ backup (`Replicate`), which applies the same rule (`CopiedDense`), and says so (
 
 from __future__ import annotations
 
+import abc
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -129,9 +130,9 @@ class _Replicated(Shard[Any]):
         """There is another backup, which has nothing."""
         self.alone.update({number: None for holder in self for number in holder.ids.tolist()})
 
+    @abc.abstractmethod
     def beside(self, number: int) -> Sequence[Any]:
         """What is to be in the copy at once with a slice."""
-        raise NotImplementedError
 
     def fills(self, holder: Block | SparseTable) -> Iterator[tuple[Fill, tuple[Buffer, ...] | None]]:
         """What the backup must hear to have these slices, with the token of each message; they are in the copy then."""

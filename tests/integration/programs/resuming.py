@@ -19,6 +19,7 @@ victims = [int(rank) for rank in sys.argv[2].split(",")]
 os.chdir(folder)
 life = int(os.environ.get("KVDIST_RESTARTS", "0"))
 begun = False
+WAITS_S = 60.0
 step, save_checkpoint = Trainer.step, Trainer.save_checkpoint
 
 
@@ -30,17 +31,24 @@ def disturbed_step(trainer):
         print(f"worker {rank} is back at version {trainer.version}", flush=True)
         Path(f"back.{rank}").touch()
     elif not life and rank in victims and trainer.version == killed_at:
-        Path(f"dies.{rank}.{os.getpid()}").touch()
-        while rank != victims[0] or len(dying := list(Path().glob("dies.*"))) < len(victims):
-            time.sleep(0.01)
-        for path in sorted(dying, key=lambda path: path.name == f"dies.{rank}.{os.getpid()}"):  # at once, itself last
+        own = Path(f"dies.{rank}.{os.getpid()}")
+        own.touch()
+        dying = wait_for("dies.*", len(victims))
+        if rank != victims[0]:
+            time.sleep(WAITS_S)  # until it is killed
+        for path in sorted(dying, key=lambda path: path == own):  # all at once, itself last
             os.kill(int(path.suffix[1:]), signal.SIGKILL)
     if trainer.version == waits_at:
         Path(f"waits.{rank}").touch()
-        deadline = time.monotonic() + 60
-        while len(list(Path().glob("back.*"))) < len(victims) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_for("back.*", len(victims))
     step(trainer)
+
+
+def wait_for(pattern, count):
+    deadline = time.monotonic() + WAITS_S
+    while len(found := list(Path().glob(pattern))) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return found
 
 
 def saved_together(trainer, directory, number, **more):
@@ -51,8 +59,10 @@ def saved_together(trainer, directory, number, **more):
 
 goes_on = os.environ["KVDIST_ON_LOSS"] == "continue"
 others = int(os.environ["DMLC_NUM_WORKER"]) - len(victims) if goes_on else 0
-while life and len(list(Path().glob("waits.*"))) < others:  # a fork is back before they are there
-    time.sleep(0.01)
+if life:  # a fork begins so soon that the last of them may not be dead, nor the others at their step
+    Path(f"again.{os.environ['KVDIST_RANK']}").touch()
+    wait_for("again.*", len(victims))
+    wait_for("waits.*", others)
 Trainer.step, Trainer.save_checkpoint = disturbed_step, saved_together
 found = runpy.run_path("train.py")
 print(f"ended in step {found['step']} at version {found['trainer'].version}", flush=True)
