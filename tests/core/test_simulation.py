@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -75,7 +77,7 @@ from tests.cases import each
 from tests.core import row_runs, row_workload
 from tests.simulation import IMPATIENT, JOINING, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
 
-SEEDS = int(os.environ.get("SIMULATION_SEEDS", "2"))
+SEEDS = int(os.environ.get("SIMULATION_SEEDS", "1"))
 """Seeds per scenario; `make test-all` runs 10, and `python -m tests.simulation --seeds N` more."""
 SEEDS_MAX = max(SEEDS, 10)
 """Seeds within which all that a scenario is there for must have happened."""
@@ -1231,12 +1233,25 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
 }
 
 
-def seeds_to_notice(scenario: str, patches: Patches) -> int | None:
-    """How many seeds it takes until a scenario fails under these patches; None if it does not."""
+NOTED_ON = Path(__file__).parents[2] / "docs" / "decisions" / "proof.md"
+"""The page with the seed at which each broken rule was noticed, counted from 1."""
+
+
+def noted_seeds() -> dict[str, int]:
+    """Rule → the seed with which the search begins."""
+    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| (\d+) \|$", NOTED_ON.read_text("utf-8"), re.MULTILINE)
+    return {rule: int(count) - 1 for rule, count in rows}
+
+
+def seeds_to_notice(scenario: str, patches: Patches, noted: int = 0) -> int | None:
+    """How many seeds it takes until a scenario fails under these patches; None if it does not.
+
+    The noted seed comes first: unless the protocol has changed since it was noted, it is the only one.
+    """
     with ExitStack() as stack:
         for owner, name, function in patches:
             stack.enter_context(mock.patch.object(owner, name, function))
-        for seed in range(MUTANT_SEEDS):
+        for seed in dict.fromkeys([noted, *range(MUTANT_SEEDS)]):
             try:
                 run(seed, SCENARIOS[scenario])
             except (SimulationError, KeyError):
@@ -1244,27 +1259,11 @@ def seeds_to_notice(scenario: str, patches: Patches) -> int | None:
     return None
 
 
-@pytest.mark.slow_cases(
-    "a key is placed that not all servers know",
-    "a late line ends the next life",
-    "an early hello is refused",
-    "followers do not hear that a sum was dropped",
-    "half a checkpoint is loaded",
-    "keys wait for lost workers",
-    "newcomers give their pushes to a leader",
-    "newcomers speak before servers know them",
-    "rounds close before what is lost is dropped",
-    "servers' checkpoints wait for a newcomer",
-    "slices go on while a cut is made",
-    "the moment of a checkpoint passes by",
-    "two cuts at once",
-    "what is under way waits for a newcomer",
-    "who has something under way is quiet",
-)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_simulation_notices_a_broken_rule(name: str) -> None:
     scenario, patches = MUTANTS[name]
-    assert seeds_to_notice(scenario, patches) is not None, f"{name} goes unnoticed in {scenario}"
+    noticed = seeds_to_notice(scenario, patches, noted_seeds().get(name, 0))
+    assert noticed is not None, f"{name} goes unnoticed in {scenario}"
 
 
 def test_a_round_is_a_set_so_a_push_that_reaches_the_server_twice_changes_nothing() -> None:
