@@ -24,6 +24,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -87,13 +88,13 @@ def imports_torch(args: Sequence[str]) -> bool:
 
 
 @contextlib.contextmanager
-def forking(*options: str) -> Iterator[type[Forked]]:
-    """Start the processes that fork, with these options of Python; a class of `Forked` that asks them."""
+def forking() -> Iterator[type[Forked]]:
+    """Start the processes that fork; a class of `Forked` that asks them."""
     with contextlib.ExitStack() as stack:
         links = []
         for with_torch in (False, True):
             link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            argv = [sys.executable, *options, "-c", SERVE.format(with_torch, theirs.fileno())]
+            argv = [sys.executable, "-c", SERVE.format(with_torch, theirs.fileno())]
             env = {**os.environ, "PYTHONUNBUFFERED": "1", "ROOM": "x" * ROOM}
             stack.enter_context(subprocess.Popen(argv, env=env, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL))
             links.append(stack.enter_context(link))
@@ -164,6 +165,8 @@ def be(
     os.environ.clear()
     os.environ.update(env)
     show(env)
+    if "PYTHONWARNINGS" in env:
+        warnings.simplefilter(env["PYTHONWARNINGS"])
     tempfile.tempdir = None  # to be looked up again
     program, words = argv[1], argv[2:]
     if program == "-m" and words[0] in LAUNCHERS:

@@ -16,7 +16,7 @@ import pytest
 from kvdist.config.settings import REPLACED_BY_PATIENCE, SETTINGS, WITHOUT_EFFECT
 from kvdist.kvstore.registry import DIST_NAMES, LOCAL_NAMES
 from kvdist_launch.environment import OWNED_VARIABLES
-from tests.forks import Forked, forking
+from tests.forks import Forked
 from tests.ports import held_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -285,23 +285,18 @@ def test_there_are_examples_to_run() -> None:
     assert {path for path, _ in PYTHON} >= {README, MANUAL}
 
 
-@pytest.fixture(scope="module")
-def forked() -> Iterator[type[Forked]]:
-    pytest.importorskip("torch")
-    with forking("-W", "error") as popen:
-        yield popen
-
-
 @pytest.mark.parametrize("page", sorted({path for path, _ in PYTHON}), ids=name_of)
 def test_each_python_example_runs_alone_in_the_embedded_cluster(
     page: Path, forked: type[Forked], tmp_path: Path
 ) -> None:
+    pytest.importorskip("torch")
+    env = {**plain_environment(), "PYTHONWARNINGS": "error"}
     for number, body in enumerate(body for path, body in PYTHON if path == page):
         folder = tmp_path / f"{number}"
         folder.mkdir()
         (folder / "train.py").write_text(body, "utf-8")
         argv, pipe = [sys.executable, "train.py"], subprocess.PIPE
-        with forked(argv, cwd=folder, env=plain_environment(), stdout=pipe, stderr=pipe, text=True) as process:
+        with forked(argv, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True) as process:
             said = process.communicate(timeout=TIMEOUT_S)[1]
         assert process.returncode == 0, f"{body}\n{said}"
         # A module of optimizers, say, makes no store, and what starts a job has a cluster.
