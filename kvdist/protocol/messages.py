@@ -996,10 +996,19 @@ class TakeSnapshot(WireMessage):
     run: Name
 
 
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """How many examples a worker's pushes summed, of those that a snapshot has."""
+
+    incarnation: UInt64
+    """Of the worker."""
+    examples: UInt64
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotTaken(WireMessage):
     """Server → scheduler: my slices of that snapshot are in this file, at these versions; or not, because of
-    `failure`."""
+    `failure`. It names all workers whose pushes count there, but for those that were given up before."""
 
     KIND = 111
     folder: Name
@@ -1007,6 +1016,7 @@ class SnapshotTaken(WireMessage):
     failure: Sentence
     ids: Numbers
     versions: Numbers
+    trained: Annotated[tuple[Trained, ...], list_of("trained", record("trained", Trained), "members_max")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,9 @@ class Leasing(Protocol):
     def give_back(self) -> None:
         """Let others have what is not used."""
 
+    def rolled_back(self) -> None:
+        """All have gone back to a snapshot: what is leased is void."""
+
 
 class RollsBack(Protocol):
     """A store, when all go back to a snapshot."""
@@ -187,6 +190,8 @@ class Cluster:
         newest: RolledBackError | None = self.node.submit(AcceptRollback).result()
         if newest is None:
             return error  # another thread has seen it
+        if self.leasing is not None:
+            self.leasing.rolled_back()
         for store in self.stores:
             store.rolled_back(newest.step)
         return newest

@@ -506,6 +506,10 @@ class DrivenSampler(abc.ABC):
         """A checkpoint was loaded, which was saved at this place in the data."""
 
     @abc.abstractmethod
+    def rolled_back(self) -> None:
+        """All have gone back to a snapshot: what the loader has read ahead is void."""
+
+    @abc.abstractmethod
     def _use(self, iteration: int, used: int | None, unknown: str) -> None:
         """A step has used examples of an iteration; see `SplitSampler._use`."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Overlap(GradientBuckets):
@@ -197,12 +198,12 @@ class Overlap(GradientBuckets):
         return ", ".join(dict.fromkeys(changed))
 
 
-def weakly(method: Callable[[], T]) -> Callable[[], T | None]:
+def weakly(method: Callable[P, T]) -> Callable[P, T | None]:
     """Wrap a method so that it does not keep its object alive; without the object it returns None."""
     reference = weakref.WeakMethod(method)
 
-    def call() -> T | None:
+    def call(*args: P.args, **kwargs: P.kwargs) -> T | None:
         alive = reference()
-        return None if alive is None else alive()
+        return None if alive is None else alive(*args, **kwargs)
 
     return call

@@ -61,7 +61,8 @@ class Leasing(abc.ABC):
     """Where a process gets its examples, and what it has of them.
 
     Attributes:
-        number: of the pass that comes next, or goes on.
+        number: of the pass that comes next, or goes on; after a rollback perhaps one before.
+        begun: the last pass that the program has begun.
         holder: what is leased and not used.
         is_shared: whether others train on the same data.
     """
@@ -69,7 +70,7 @@ class Leasing(abc.ABC):
     is_shared = False
 
     def __init__(self) -> None:
-        self.number = 0
+        self.number = self.begun = 0
         self.holder = LeaseHolder(0)
 
     @abc.abstractmethod
@@ -83,7 +84,7 @@ class Leasing(abc.ABC):
     def restore(self, position: Mapping[str, Any]) -> None:
         """A checkpoint was loaded: go on where it was saved. What was leased is void."""
         self.holder.ranges.clear()
-        self.number = min(self.number, restored(position)[0])
+        self.number = self.begun = min(self.number, restored(position)[0])
 
 
 class OwnQueue(Leasing):
@@ -168,6 +169,13 @@ class SharedQueue(Leasing):
             with contextlib.suppress(KvdistError):  # the cluster has ended first, or will ask the servers
                 self.ask(lambda request, _: Used(request, self.holder.used, True))
 
+    def rolled_back(self) -> None:
+        """All have gone back to a snapshot: what is leased is void, and servers count examples from 0 again.
+
+        In which pass the snapshot is only the scheduler knows: it says of each before that it is over.
+        """
+        self.holder, self.number = LeaseHolder(0), 0
+
 
 class QueueSampler(DrivenSampler):
     """Indices of a data set that all workers take from one queue, for ``DataLoader(sampler=...)``.
@@ -216,6 +224,8 @@ class QueueSampler(DrivenSampler):
         self._is_begun = self._is_over = False
         self._is_driven = False
         self._iterations = 0
+        self._rollbacks = 0
+        """How often all have gone back to a snapshot."""
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
         """The last epoch whose order was needed, and that."""
 
@@ -277,11 +287,26 @@ class QueueSampler(DrivenSampler):
         self._batch = batch
         self._wanted = BATCHES_PER_LEASE * batch * max(1, getattr(loader, "num_workers", 0))
         self._version, self._is_over = trainer._updates, False
+        assert self._leasing is not None
+        self._leasing.begun = max(self._leasing.begun, self._leasing.number)
         with Departure() as departure:
             while True:
-                yield from self._until_nothing_is_leased(trainer, loader, departure)
-                if not self._go_on(trainer, departure):
-                    return
+                with trainer._skipping_rollback():
+                    if trainer._is_void:
+                        trainer._go_back()
+                    self._pass_by()
+                    yield from self._until_nothing_is_leased(trainer, loader, departure)
+                    if not self._go_on(trainer, departure):
+                        return
+
+    def _pass_by(self) -> None:
+        """After a rollback: find the pass in which there is something to do again."""
+        assert self._leasing is not None
+        while self._leasing.number < self._leasing.begun and not self._held.ranges:
+            self._lease(rests=False)
+            if not self._is_over:
+                return
+            self._leasing.number += 1
 
     def _bind(self, trainer: Trainer) -> None:
         if self._store is not None and self._store is not trainer.kvstore:
@@ -307,17 +332,22 @@ class QueueSampler(DrivenSampler):
         return self._leasing.holder
 
     def _until_nothing_is_leased(self, trainer: Trainer, loader: Any, departure: Departure) -> Iterator[Any]:
-        begun = self._handed = self._held.used
+        begun, rollbacks = self._held.used, self._rollbacks
+        self._handed = begun
         self._is_driven = True
         try:
             for count, batch in enumerate(loader, 1):
                 self._leave_if_asked(departure)
+                if self._rollbacks > rollbacks:
+                    return  # what the loader has read ahead is void
                 self._handed = min(begun + count * self._batch, begun + self._yielded)
                 trainer._handed_out[self] = (self._iterations, self._handed, "")
                 trainer._take_part()
                 yield batch
                 self._version = trainer.version
                 self._leave_if_asked(departure)
+                if self._rollbacks > rollbacks:
+                    return
         finally:
             self._is_driven = False
         if self.unused:
@@ -339,7 +369,7 @@ class QueueSampler(DrivenSampler):
             trainer._catch_up(self._version)
         if self._is_over:
             self._leasing.number += 1
-        return not self._is_over
+        return self._leasing.number <= self._leasing.begun
 
     def _leave_if_asked(self, departure: Departure) -> None:
         if departure.is_asked:
@@ -358,6 +388,13 @@ class QueueSampler(DrivenSampler):
     def _use(self, iteration: int, used: int | None, unknown: str) -> None:
         if iteration == self._iterations and used is not None:
             self._held.use(used)
+
+    def rolled_back(self) -> None:
+        """All have gone back to a snapshot: the loader begins anew, with what is leased then."""
+        self._rollbacks += 1
+        self._iterations += 1
+        self._handed = self._yielded = self._version = 0
+        self._is_over = False
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """A checkpoint was loaded.

@@ -156,6 +156,8 @@ class Trainer:
         """At which version it has, once that is known."""
         self._loaded_updates = 0
         """By how many updates a loaded checkpoint was ahead of the steps made here."""
+        self._is_void = False
+        """Whether all have gone back to a snapshot, and the weights here are not yet those."""
         self._handed_out: HandedOut = {}
         self._queue: DrivenSampler | None = None
         """What `batches` has iterated last."""
@@ -549,6 +551,8 @@ class Trainer:
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
         used = fit(store, self._parameters, needs_more, self._compression_params, here)
         refuse_overlap_of_snapshots(store, self._overlaps)
+        if isinstance(store, KVStore):
+            store._backend.rollback_watchers.insert(0, weakly(self._rolled_back))
         used.agree(
             statement(self._parameters, self._optimizer if here else None, self._clip_norm, digest(self._loaded_states))
         )
@@ -609,6 +613,9 @@ class Trainer:
 
     def _step(self, batch_size: float | None, on_stale: Stale) -> None:
         divisor = self._divisor(batch_size)
+        if self._is_void:
+            self._go_back()
+            return
         self._sync_hyperparameters()
         refuse_untrained(self._untrained)
         if self._overlap is not None:
@@ -643,6 +650,9 @@ class Trainer:
 
     def _skip_step(self) -> None:
         with self._skipping_rollback():
+            if self._is_void:
+                self._go_back()
+                return
             nothing: Grads = [None] * len(self._trained)
             if self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
                 self._watch.note_grads()
@@ -685,20 +695,24 @@ class Trainer:
         """Make no step if all go back to a snapshot meanwhile."""
         try:
             yield
-        except RolledBackError as error:
-            self._go_back(error.step)
+        except RolledBackError:
+            self._go_back()
 
-    def _go_back(self, step: int) -> None:
-        """A server was lost: take the weights of a snapshot; this step is not made."""
+    def _rolled_back(self, step: int) -> None:
+        """A server was lost, and the store has the weights of a snapshot; whichever call has heard of it."""
+        self._updates = step + self._loaded_updates
+        self._is_void = True
+        if self._queue is not None:
+            self._queue.rolled_back()
+
+    def _go_back(self) -> None:
+        """Take the weights of a snapshot; this step is not made."""
         self._watch.note_grads()
-        while True:
-            self._updates = step + self._loaded_updates
-            try:
-                assert self._exchange is not None
+        assert self._exchange is not None
+        while self._is_void:
+            self._is_void = False
+            with contextlib.suppress(RolledBackError):  # another server was lost meanwhile
                 self._exchange.fetch()
-                break
-            except RolledBackError as error:
-                step = error.step
         self._note_weights()
 
     def _unused(self) -> int:

@@ -26,23 +26,37 @@ Place = tuple[int, int]
 class LeasingUser(User):
     """Pushes ones for each batch, every slice in every step, and leaves when all examples are used."""
 
-    trained: list[list[Place]] = field(default_factory=list)
-    """Per push the places that it sums."""
+    trained: dict[int, list[Place]] = field(default_factory=dict)
+    """How many pushes its slices had counted of it before → the places that a push sums."""
+    _pushes: int = 0
     _places: deque[Place] = field(default_factory=deque)
     _used: int = 0
     _version: int = 0
 
     def _work(self) -> Program:
         yield from self._begin()
+        yield from self._go_on(0)
+
+    def _begin_anew(self, accepted: Future[Any]) -> Program:
+        """A server was lost, and all have gone back to a step: what was leased is void."""
+        error = accepted.result()
+        assert error is not None, f"worker {self.rank} hears that all went back, and is not told so"
+        self.rollbacks += 1
+        self._places.clear()
+        self._used, self._landed = 0, []
+        self._pushes = self._version = error.step
+        yield from self._go_on(error.step)
+
+    def _go_on(self, begun: int) -> Program:
         while (yield from self._get_more()):
-            step = len(self.trained)
-            self.round = step
+            step = self.round = self._pushes
             if step == self.job.leaver_rounds and self.rank == self.job.leaver:
                 yield from self._go()
                 return
-            self.trained.append([self._places.popleft() for _ in range(min(BATCH, len(self._places)))])
-            yield [self._push(len(self.trained[-1]))]
-            self._used += len(self.trained[-1])
+            places = self.trained[step] = [self._places.popleft() for _ in range(min(BATCH, len(self._places)))]
+            yield [self._push(len(places))]
+            self._pushes += 1
+            self._used += len(places)
             self._version += 1
             if self._version % 5 == 0:
                 yield [self._ask(lambda number: EnterBarrier(number, STORE))]
@@ -112,10 +126,9 @@ class LeasingUser(User):
 def require_used_once(users: Sequence[LeasingUser], books: Books, examples: int) -> None:
     """Each place of each epoch is in exactly one push that any server has counted."""
     counts: Counter[Place] = Counter()
-    for user in users:
-        counted = [pushes for (_, member), pushes in books.pushed.items() if member.node.rank == user.rank]
-        for places in user.trained[: max(counted, default=0)]:
-            counts.update(places)
+    trained = {user.node.machine.me: user.trained for user in users}
+    for member, step in {one for rounds in books.rounds.values() for counted in rounds for one in counted}:
+        counts.update(trained[member][step])
     for epoch in range(EPOCHS):
         for place in range(examples):
             found = counts.pop((epoch, place), 0)

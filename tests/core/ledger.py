@@ -40,6 +40,8 @@ class Books:
     """Slice → the version to which it went back, until somebody has noticed."""
     is_void: Callable[[Member], bool] = lambda member: False
     """Whether a server was given up: it may not know, and what it thinks does not matter."""
+    has_gone_back: bool = False
+    """Whether all went back to a snapshot: a worker that has rested may have pushed nothing before."""
     awaited: Sequence[int] | None = None
     """Where all wait for lost workers: rank → how many rounds it takes part in. Then each round has all of them."""
     newcomers_above: int = 0
@@ -86,7 +88,8 @@ class Books:
             before = max([self.pushed[number, one] for one in earlier], default=0)
             assert step == before, f"push {step} of {member} is counted after {before} of its rank"
         elif step:
-            assert member.incarnation > self.newcomers_above, f"the first pushes of {member} are not counted"
+            is_late = member.incarnation > self.newcomers_above or self.has_gone_back
+            assert is_late, f"the first pushes of {member} are not counted"
             assert step == version, f"push {step} of {member} is counted in version {version + 1}"
             assert self.since.setdefault(member, step) == step, f"{member} has joined in several steps"
         self.pushed[number, member] = step
@@ -128,6 +131,7 @@ class Page:
     def rolled_back(self, holder: StoredHolder) -> None:
         """A server was lost: what made later versions is undone, and will be pushed again."""
         version, books = holder.round.version, self.books
+        books.has_gone_back = True
         books.since.clear()
         for number in holder.ids.tolist():
             assert len(books.rounds[number]) >= version, "nobody goes back to what has not been"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvdist.core.scheduler.leases import LeaseHolder, Plan, Queue, Range, merged, position_of, restored
+from kvdist.core.scheduler.leases import LeaseHolder, Plan, Queue, Range, merged, position_of, restored, split
 from kvdist.errors import ConfigError
 from kvdist.protocol.messages import Lease, Leased, Used
 from tests.cases import each
@@ -64,6 +64,12 @@ def test_what_is_used_goes_from_the_first_range_on() -> None:
     assert (holder.ranges, holder.left) == ([Range(0, 43, 50)], 7)
 
 
+def test_ranges_are_split_after_a_number_of_places() -> None:
+    ranges = [Range(0, 0, 10), Range(1, 40, 50)]
+    assert split(ranges, 13) == ([Range(0, 0, 10), Range(1, 40, 43)], [Range(1, 43, 50)])
+    assert (split(ranges, 0), split(ranges, 99)) == (([], ranges), (ranges, []))
+
+
 def test_a_place_in_the_data_is_read_back() -> None:
     plan, left = Plan(100, 2, True, 7), [Range(0, 90, 100), Range(1, 0, 100)]
     number, again, queue = restored(position_of(3, plan, left))
@@ -101,6 +107,41 @@ def test_a_lease_is_given_back_once(wired: Wired) -> None:
     wired.settle()
     assert first in wired.completed and given(wired, lease(wired, 1)) == Range(0, 4, 14)
     assert refusal(wired, again).endswith("worker-0 gives back examples, but it has none: a lease is given back once")
+
+
+def test_a_snapshot_has_what_was_used_up_to_its_version_though_more_was_used_and_leased_meanwhile(wired: Wired) -> None:
+    for rank in range(3):
+        lease(wired, rank)
+    leases = wired.scheduler.leases
+    assert leases is not None
+    leases.snapshot_begins(1)
+    incarnations = [wired.member(f"worker-{rank}").incarnation for rank in range(3)]
+    assert given(wired, lease(wired, 0, 10)) == Range(0, 30, 40)
+    first = wired.ask(1, lambda one: Used(one, 8, True))  # of what it had used after that version, 3 are left there
+    wired.settle()
+    assert first in wired.completed and given(wired, lease(wired, 2, 10)) == Range(0, 18, 20)
+    found = leases.position_at(dict(zip(incarnations, (12, 5, 10), strict=True)))
+    assert found is not None
+    assert found["left"] == [[0, 15, 20], [0, 32, 100], [1, 0, 100]]
+
+
+def test_a_snapshot_has_nothing_of_who_joins_by_its_cut_and_all_that_counts_of_who_was_lost(wired: Wired) -> None:
+    for rank in range(2):
+        lease(wired, rank)
+    leases = wired.scheduler.leases
+    assert leases is not None
+    leases.snapshot_begins(1)
+    wired.scheduler.membership.since[wired.member("worker-2")] = 1
+    assert given(wired, lease(wired, 2)) == Range(0, 20, 30)
+    wired.pushpull(0, {"w": [1]}, samples=10)
+    for rank in (1, 2):
+        wired.pushpull(rank, {"w": [1]}, samples=4)
+    wired.settle()
+    wired.kill("worker-1")
+    wired.advance(10.0)
+    found = leases.position_at({wired.member("worker-0").incarnation: 10, wired.member("worker-2").incarnation: 4})
+    assert found is not None
+    assert found["left"] == [[0, 14, 100], [1, 0, 100]]
 
 
 def test_nobody_has_used_more_than_it_was_given(wired: Wired) -> None:

@@ -774,6 +774,31 @@ def wakes_into_checkpoints(self: Checkpoints) -> bool:
     return False
 
 
+def forgets_what_is_held(self: Leases, version: int) -> None:
+    """Only what is free is left when a snapshot begins."""
+    ORIGINAL_SNAPSHOT_BEGINS(self, version)
+    for holder in self._then.values():
+        holder.ranges.clear()
+
+
+def knows_no_examples(self: Snapshots, snapshot: ServerSnapshot, examples: Any) -> None:
+    """A snapshot has none of what workers have leased."""
+
+
+def goes_on_in_the_data(self: Leases, position: Any) -> None:
+    """The weights go back, and the place in the data does not."""
+
+
+def lets_them_sleep(self: Leases, position: Any) -> None:
+    """Who had nothing to train on is not waited for, though there is something now."""
+    resting = dict(self._membership.resting)
+    self._membership.resting.clear()
+    ORIGINAL_GO_BACK(self, position)
+    self._membership.resting.update(resting)
+
+
+ORIGINAL_SNAPSHOT_BEGINS = Leases.snapshot_begins
+ORIGINAL_GO_BACK = Leases.go_back
 ORIGINAL_LEASE = Queue.lease
 ORIGINAL_SETTLED = Leases.settled
 ORIGINAL_ADVANCE = Leases.advance
@@ -1186,6 +1211,16 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "leases of lost workers",
         [(Leases, "settled", gives_back_what_counts)],
     ),
+    "what is leased is not left when a snapshot begins": (
+        "goes back leasing",
+        [(Leases, "snapshot_begins", forgets_what_is_held)],
+    ),
+    "nobody knows which examples a snapshot has": (
+        "goes back leasing",
+        [(Snapshots, "_note_trained", knows_no_examples)],
+    ),
+    "the place in the data does not go back": ("goes back leasing", [(Leases, "go_back", goes_on_in_the_data)]),
+    "who rests sleeps through a rollback": ("goes back leasing near the end", [(Leases, "go_back", lets_them_sleep)]),
     "rounds wait for workers without data": ("leases", [(Peers, "rest", awaits_all)]),
     "the data end while others hold some": ("leases near the end", [(Leases, "advance", ends_when_nothing_is_free)]),
     "who has rested does not know of barriers": ("leases", [(BarrierCalls, "begin_at", tells_no_numbers)]),

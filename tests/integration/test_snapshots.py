@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.integration.test_leases import found
+
 OPTIONS = ["--on-loss", "continue", "--restart", "3"]
 EVERY = {"KVDIST_SNAPSHOT_INTERVAL_S": "0.02"}
 STEPS, WORKERS = 40, 2
@@ -43,3 +45,26 @@ def test_killed_servers_come_back_and_all_go_on_from_the_newest_snapshot(job, tm
     for name in victims:
         assert launcher.lines_with(f"{name} was started 2 times; it was killed by signal 9"), job.transcript()
     assert launcher.lines_with("all have gone back to step"), job.transcript()
+
+
+@pytest.mark.parametrize(
+    ("loader_workers", "victims"),
+    [("0", ["server-1"]), pytest.param("2", ["server-0", "server-1"], marks=pytest.mark.slow)],
+)
+def test_all_go_back_to_where_the_snapshot_was_in_the_data_and_each_example_counts_once(
+    job, tmp_path, loader_workers, victims
+):
+    snapshots = tmp_path / "snapshots"
+    options = [*OPTIONS, "--snapshots", str(snapshots)]
+    more = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path), "SNAPSHOTS": str(snapshots), "LOADER_TEMP": str(tmp_path)}
+    command = ("leases.py", "6000", "2", "8", loader_workers, "dist", "{}")
+    launcher = job.launch(3, 2, *command, options=options, **EVERY, **more)
+    job.line("launcher", "waits in the middle")
+    for name in victims:
+        job.kill(name)
+    (snapshots / "go").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("all have gone back to step"), job.transcript()
+    _, counts = found(job)
+    assert counts == {(2, 2): 6000}, job.transcript()

@@ -173,6 +173,7 @@ OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies aroun
 RANKS = st.lists(U32, max_size=20).map(tuple)
 FATES = st.lists(st.builds(m.Fate, U32, U32, U32, U32, U32, U32, U64), max_size=20).map(tuple)
 CALLS = st.lists(st.builds(m.CallAnswer, U32, U32, U64, st.integers(-1, U32_MAX), NAMES, U32), max_size=5).map(tuple)
+TRAINED = st.lists(st.builds(m.Trained, U64, U64), max_size=20).map(tuple)
 CONTRIBUTORS = st.lists(st.builds(m.Contributor, U32, U64, U32, U32), max_size=5).map(tuple)
 CODES = st.sampled_from([-1, *map(int, m.ErrorCode)])
 FROM_MINUS_ONE = st.integers(-1, U32_MAX)
@@ -276,7 +277,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Numbered: st.builds(m.Numbered, U64, U64),
     m.TakeSnapshot: st.builds(m.TakeSnapshot, U32, U32, NAMES, NAMES),
     m.SnapshotTaken: (LENGTHS | st.just(0)).flatmap(
-        lambda n: st.builds(m.SnapshotTaken, NAMES, FILES, NAMES, numbers(n), numbers(n))
+        lambda n: st.builds(m.SnapshotTaken, NAMES, FILES, NAMES, numbers(n), numbers(n), TRAINED)
     ),
     m.Rewind: st.builds(m.Rewind, U32, U32, NAMES),
     m.Quiet: st.builds(m.Quiet, U32),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -32,6 +32,9 @@ SHARES = 8
 
 _NUMBERS = ("length", "epochs", "seed")
 NO_NUMBERS: Sequence[Sequence[int]] = ((), (), (), ())
+
+ALL = 1 << 64
+"""More examples than anybody has."""
 
 Place = tuple[int, int]
 """A checkpoint: the store, and how many were made of it before."""
@@ -111,6 +114,18 @@ def merged(ranges: Iterable[Range]) -> list[Range]:
     return found
 
 
+def split(ranges: Iterable[Range], count: int) -> tuple[list[Range], list[Range]]:
+    """The first `count` places of these ranges, as far as there are so many; and the others."""
+    first: list[Range] = []
+    others: list[Range] = []
+    for one in ranges:
+        middle = min(one.start + count, one.stop)
+        count -= middle - one.start
+        first += [Range(one.epoch, one.start, middle)] if middle > one.start else []
+        others += [Range(one.epoch, middle, one.stop)] if middle < one.stop else []
+    return first, others
+
+
 def position_of(number: int, plan: Plan, left: Iterable[Range]) -> dict[str, Any]:
     """A place in the data, for a checkpoint: numbers and lists that JSON can express.
 
@@ -157,12 +172,7 @@ class LeaseHolder:
         """It has used so many; fewer than it is known to have used already changes nothing."""
         more = max(0, used - self.used)
         self.used += more
-        while more and self.ranges:
-            first = self.ranges[0]
-            taken = min(more, len(first))
-            rest = Range(first.epoch, first.start + taken, first.stop)
-            self.ranges[:1] = [rest] if len(rest) else []
-            more -= taken
+        _, self.ranges = split(self.ranges, more)
 
     @property
     def left(self) -> int:
@@ -208,6 +218,12 @@ class Leases:
         """Lost worker → the last roster that did not say so."""
         self._marked: dict[Place, list[Range]] = {}
         """Checkpoint under way → what its workers had not used when they called, or were given later."""
+        self._then: dict[Member, LeaseHolder] = {}
+        """What each worker had not used when the last snapshot began, or was given later and has not given back."""
+        self._then_at = 0
+        """The version of that snapshot."""
+        self._then_number = -1
+        """The pass that had not come to its end then."""
 
     # What workers say.
 
@@ -268,7 +284,7 @@ class Leases:
                 if (fate.rank, fate.store) == (member.node.rank, holder.store):
                     holder.use(fate.examples)
             del self._unsettled[member]
-            self._queue.give_back(self._holders.pop(member).ranges)
+            self._give_back(member, self._holders.pop(member))
         return self.advance()
 
     def _refusal(self, sender: Member, message: Lease) -> str:
@@ -286,6 +302,7 @@ class Leases:
     def _give(self, sender: Member, message: Lease) -> Range | None:
         taken = self._queue.lease(max(1, message.batch), message.wanted, len(self._membership.there))
         if taken is not None:
+            self._note_given(sender, taken)
             self._holders[sender].ranges.append(taken)
             for marked in self._marked.values():
                 marked.append(taken)
@@ -295,9 +312,15 @@ class Leases:
         holder = self._holders.get(member)
         if holder is None:
             return []
-        self._queue.give_back(holder.ranges)
+        self._give_back(member, holder)
         holder.ranges = []
         return self.advance()
+
+    def _give_back(self, member: Member, holder: LeaseHolder) -> None:
+        self._queue.give_back(holder.ranges)
+        then = self._then.get(member)
+        if then is not None:
+            then.ranges, _ = split(then.ranges, then.left - holder.left)
 
     # Resting.
 
@@ -364,6 +387,53 @@ class Leases:
         self._marked.pop(place, None)
         return self.advance()
 
+    # Snapshots that servers write by themselves.
+
+    def snapshot_begins(self, version: int) -> None:
+        """Every slice is taken at this version, and none is beyond it: note what nobody is known to have used."""
+        self._then = {one: replace(holder, ranges=[*holder.ranges]) for one, holder in self._holders.items()}
+        self._then_at, self._then_number = version, -1 if self._is_over else self._number
+
+    def _note_given(self, member: Member, given: Range) -> None:
+        """A worker that takes part only after the snapshot uses nothing for it."""
+        if member not in self._then:
+            is_later = self._membership.since.get(member, -1) >= self._then_at
+            self._then[member] = LeaseHolder(0, ALL if is_later else self._holders[member].used)
+        self._then[member].ranges.append(given)
+
+    def position_at(self, trained: Mapping[int, int]) -> dict[str, Any] | None:
+        """Where the snapshot that began last is in the data.
+
+        Args:
+            trained: incarnation → how many examples there are in it of that worker. Of lost ones that are not named
+                all is in it that was ever counted.
+
+        Raises:
+            ValueError: a pass came to its end, and another has begun.
+        """
+        if self._plan is None:
+            return None
+        if self._then_number not in (-1, self._number):
+            raise ValueError("another pass through the data has begun meanwhile")
+        for member, then in self._then.items():
+            then.use(trained.get(member.incarnation, ALL if member in self._membership.lost else 0))
+        left = [one for then in self._then.values() for one in then.ranges]
+        return position_of(self._number, self._plan, [*self._queue.free, *left])
+
+    def go_back(self, position: Mapping[str, Any] | None) -> None:
+        """All go back to a snapshot, to where that is in the data: what they hold is void, and nobody rests."""
+        if position is not None:
+            self.restoring(position)()
+            self._said_by = "the snapshot"
+        else:
+            self._number, self._plan, self._queue, self._is_over = -1, None, Queue(()), False
+            self._holders.clear()
+        self._version = 0
+        for one in (self._unsettled, self._waiting, self._marked, self._then):
+            one.clear()
+        for node in list(self._membership.resting):
+            self._membership.wake(node)
+
     def restoring(self, position: Mapping[str, Any]) -> Callable[[], None]:
         """Read a position; what is returned goes on there. What workers hold is void then, and they know it.
 
@@ -376,6 +446,7 @@ class Leases:
             self._number, self._plan, self._queue, self._is_over = number, plan, queue, not queue.free
             self._said_by = "the checkpoint that was loaded"
             self._holders.clear()
+            self._unsettled.clear()
 
         return restore
 

@@ -16,8 +16,9 @@ that hold here:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -45,7 +46,6 @@ from kvdist.protocol.arrays import U32
 from kvdist.protocol.messages import (
     Configure,
     Declare,
-    Lease,
     Quiet,
     Restore,
     Rewind,
@@ -54,6 +54,9 @@ from kvdist.protocol.messages import (
     SnapshotTaken,
     TakeSnapshot,
 )
+
+if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
+    from kvdist.core.scheduler.leases import Leases
 
 KEPT = 2
 """Snapshots that stay: the newest, and the one before it."""
@@ -75,6 +78,8 @@ class Snapshot:
     keys: tuple[SavedKey, ...]
     begun_at: float
     taken: dict[Member, SnapshotTaken] = field(default_factory=dict)
+    position: Mapping[str, Any] | None = None
+    """In the data, if workers lease them."""
     is_written: bool = False
     """Its manifest is there, or is being written."""
 
@@ -94,6 +99,14 @@ class Snapshot:
         """(n,) slices, and (n,) the version of each."""
         taken = self.taken.values()
         return np.concatenate([one.ids for one in taken]), np.concatenate([one.versions for one in taken])
+
+    @property
+    def trained(self) -> dict[int, int]:
+        """Incarnation of a worker → how many of its examples are in it: what counts in part counts as used."""
+        found: dict[int, int] = {}
+        for one in [trained for taken in self.taken.values() for trained in taken.trained]:
+            found[one.incarnation] = max(found.get(one.incarnation, 0), one.examples)
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -160,6 +173,8 @@ class Rollback:
         self._questions = questions
         self._newcomers = newcomers
         self._scheduler = scheduler
+        self.leases: Leases | None = None
+        """What workers train on; None if nobody has asked for any."""
         self._run = ""
         self._is_locking = False
         self._next = now
@@ -207,6 +222,8 @@ class Rollback:
             return []
         folder = f"{self._folder}/step-{version}"
         self._making = Snapshot(store, version, folder, self._keys.saved(store), now)
+        if self.leases is not None:
+            self.leases.snapshot_begins(version)
         message = TakeSnapshot(store, version, folder, self._run)
         return [Send(server, message) for server in self._membership.servers.values()]
 
@@ -220,6 +237,13 @@ class Rollback:
             return []
         if making.failure:
             return self._failed(making, making.failure)
+        if self.leases is not None:
+            try:
+                making.position = self.leases.position_at(making.trained)
+            except ValueError as error:
+                effects = self._failed(making, str(error))
+                self._next = self._scheduler.now + LOOK_AGAIN_S
+                return effects
         making.is_written = True
         return [Persist(making, WriteManifest(making.folder, self._manifest(making), KEPT))]
 
@@ -228,7 +252,16 @@ class Rollback:
         mode, workers = self._keys.stores[making.store].mode, len(self._membership.workers)
         counts = (workers, self._num_servers)
         return Manifest(
-            making.version, EVERYTHING, mode, True, description, *counts, making.keys, making.files, self._run
+            making.version,
+            EVERYTHING,
+            mode,
+            True,
+            description,
+            *counts,
+            making.keys,
+            making.files,
+            self._run,
+            making.position,
         )
 
     def persisted(self, event: Persisted, now: float) -> list[Effect]:
@@ -273,15 +306,13 @@ class Rollback:
             return max(self._interval_s, took_s)
         return max(took_s, math.sqrt(2.0 * took_s * FAILURES_APART_S), LOOK_AGAIN_S)
 
-    def refusal(self, message: Declare | Configure | Lease) -> str:
+    def refusal(self, message: Declare | Configure) -> str:
         """Why this cannot be beside snapshots; '' if it can."""
         obstacle = ""
         if isinstance(message, Declare) and not POLICIES[message.mode].is_lockstep:
             obstacle = "a dist_async store"
         elif isinstance(message, Configure) and message.store not in self._keys.optimizers and self._keys.optimizers:
             obstacle = "a second store with an optimizer"
-        elif isinstance(message, Lease):
-            obstacle = "a QueueSampler"
         return (
             f"snapshots (KVDIST_SNAPSHOTS) cannot bring back {obstacle} yet: leave one of them out" if obstacle else ""
         )
@@ -302,7 +333,7 @@ class Rollback:
         new = [key.key for store in self._keys.optimizers for key in self._keys.saved(store) if key.key not in kept]
         if new:
             return f"{name_of(new[0])} was initialised after the last snapshot"
-        return "" if self._membership.workers else "no worker is left that could go on"
+        return "" if self._membership.there else "no worker is left that could go on"
 
     def _complete(self) -> Snapshot | None:
         """The newest snapshot, or the one whose files are all there and whose manifest is being written."""
@@ -316,6 +347,8 @@ class Rollback:
         assert to is not None
         if self._making is not to:
             self._making = None  # it is of what is dropped now, even if its manifest is being written
+        if self.leases is not None:
+            self.leases.go_back(to.position)
         self._number += 1
         loud = set(self._membership.workers.values())
         self.way_back = WayBack(self._number, to, loud, now)

@@ -706,7 +706,7 @@ class Scheduler(Machine):
                 return rollback.taken(sender, message)
             case Quiet():
                 return rollback.quiet(sender, message, now)
-            case Barrier() | Claim() | Save() | Load() if rollback.ignores(sender):
+            case Barrier() | Claim() | Save() | Load() | Lease() | Used() if rollback.ignores(sender):
                 return []
             case Saved() if rollback.is_stale(sender):
                 return []
@@ -714,7 +714,7 @@ class Scheduler(Machine):
                 rollback.note_done(sender, message.request)
             case Hello() if sender.node.role is Role.WORKER and rollback.way_back is not None:
                 return [Send(sender, Waiting("the others to go back to a snapshot", (), 0.0))]
-            case Declare() | Configure() | Lease() if reason := rollback.refusal(message):
+            case Declare() | Configure() if reason := rollback.refusal(message):
                 return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
         return None
 
@@ -783,6 +783,8 @@ class Scheduler(Machine):
                 lambda: self.checkpoints.is_saving,
             )
             self.leases = self.checkpoints.data = self.losses.leases = leases
+            if self.rollback is not None:
+                self.rollback.leases = leases
         return self.leases
 
     def _go_on_without_data(self, now: float) -> list[Effect]:

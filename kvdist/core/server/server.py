@@ -450,6 +450,7 @@ class Server(Machine):
         """Go on from a snapshot that has been read, and tell the workers where their counters begin."""
         self.snapshots.clear()
         self.peers.since.clear()  # all stand at the same step now, whenever they have joined
+        self.peers.rest(set())
         versions = dict(zip(message.ids.tolist(), message.versions.tolist(), strict=True))
         read = self._restoring.take()
         there = [one for shard in self._shards for one in shard.roll_back(versions, read)]

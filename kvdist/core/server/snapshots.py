@@ -54,6 +54,7 @@ from kvdist.protocol.messages import (
     SnapshotTaken,
     TakeRestored,
     TakeSnapshot,
+    Trained,
 )
 
 
@@ -105,6 +106,9 @@ class ServerSnapshot:
     """What is not written yet."""
     versions: dict[int, int] = field(default_factory=dict)
     """Slice of a synchronous store → its version that was taken."""
+    trained: dict[int, int] = field(default_factory=dict)
+    """Incarnation of a worker → how many examples its pushes in those versions summed, where most count; only
+    of a snapshot that servers write by themselves."""
     leased: list[Buffer] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
     """Ranks that have marked all their slices."""
@@ -379,15 +383,24 @@ class Snapshots:
         for number in numbers:
             if holder.round.policy.is_lockstep:
                 snapshot.versions[number] = holder.round.version
+            if snapshot.at is not None:
+                self._note_trained(snapshot, holder.round.examples)
             del snapshot.marks[number]
             self._stop_awaiting(number, snapshot)
         self.ready[snapshot] = None
+
+    def _note_trained(self, snapshot: ServerSnapshot, examples: Mapping[int, int]) -> None:
+        """Note which examples are in a slice that is taken. What a lost worker had used, `Settled` has said before."""
+        for worker in (*self._peers.workers.values(), *self._peers.left):
+            used = max(snapshot.trained.get(worker.incarnation, 0), examples.get(worker.node.rank, 0))
+            snapshot.trained[worker.incarnation] = used
 
 
 def _taken(snapshot: ServerSnapshot) -> SnapshotTaken:
     columns = np.array(list((snapshot.at or {}).items()), np.uint32).reshape(-1, 2)
     file = NO_FILE if snapshot.failure else snapshot.file
-    return SnapshotTaken(snapshot.folder, file, snapshot.failure, columns[:, 0].copy(), columns[:, 1].copy())
+    trained = tuple(Trained(worker, examples) for worker, examples in snapshot.trained.items())
+    return SnapshotTaken(snapshot.folder, file, snapshot.failure, columns[:, 0].copy(), columns[:, 1].copy(), trained)
 
 
 def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Set[int], is_exact: bool) -> bool:

@@ -18,8 +18,9 @@ from kvdist.core.worker.requests import (
     Transfer,
 )
 from kvdist.nodes import Member
+from kvdist.protocol.messages import Lease, Used
 
-DROPPED = (Transfer, EnterBarrier, ClaimFolder, SaveStore, LoadStore)
+DROPPED = (Transfer, EnterBarrier, ClaimFolder, SaveStore, LoadStore, Lease, Used)
 """What is done together with servers or all other workers. What is left is said again, or concerns nobody else."""
 
 

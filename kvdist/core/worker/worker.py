@@ -673,7 +673,8 @@ class Worker(Machine):
         loading = {load.request for load in self._saving.waiting}
         self._saving.waiting.clear()
         for pending in list(self._pending):
-            is_shared = isinstance(pending.asked_for, Barrier | Claim | Save | Load) or pending.request in loading
+            is_shared = isinstance(pending.asked_for, Barrier | Claim | Save | Load | Lease | Used)
+            is_shared |= pending.request in loading
             if is_shared or self.transfers.is_open(pending.request):
                 self._barriers.drop(pending.request)
                 self._saving.drop(pending.asked_for)

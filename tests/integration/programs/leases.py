@@ -3,7 +3,8 @@
     python leases.py LENGTH EPOCHS BATCH LOADER_WORKERS STORE VICTIMS [FOLDER]
 
 Example i moves element i of one parameter by 1, and element LENGTH - 1 - i of another. VICTIMS maps ranks to the
-example counts after which they kill themselves, some milliseconds into the step that follows.
+example counts after which they kill themselves, some milliseconds into the step that follows. With SNAPSHOTS rank 0
+waits in the middle, when there is a snapshot in that folder, until SNAPSHOTS/go is there.
 """
 
 import ast
@@ -15,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -36,6 +38,15 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         return index
+
+
+def wait_in_the_middle(trainer):
+    folder = Path(os.environ["SNAPSHOTS"])
+    go = folder / "go"
+    if trainer.version >= 30 and not go.exists() and any(folder.glob("step-*/manifest.json")):
+        print("waits in the middle", flush=True)
+        while not go.exists():
+            time.sleep(0.01)
 
 
 def kill_soon(after_s):
@@ -62,6 +73,8 @@ def main():
         if victim_after is not None and used >= victim_after:
             kill_soon(random.Random(f"{store.rank} {used}").uniform(0, 0.004))
             victim_after = None
+        if "SNAPSHOTS" in os.environ and store.rank == 0:
+            wait_in_the_middle(trainer)
         time.sleep(0.002 * ((store.rank % 3) + 1) if store.rank not in VICTIMS else 0.001)
         trainer.step(1)
         for weight in weights:
