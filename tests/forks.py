@@ -11,6 +11,7 @@ needs one that is started from scratch.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -104,6 +106,8 @@ def forking() -> Iterator[type[Forked]]:
 
 def prepare(with_torch: bool) -> None:
     """Import what programs need."""
+    modules: dict[str, Any] = {}
+    atexit.register(leave, modules)  # as the first, which is called as the last
     import kvdist.__main__
     import kvdist.kv
     import kvdist_launch.cli
@@ -122,8 +126,18 @@ def prepare(with_torch: bool) -> None:
             assert kvdist.Trainer
     del sys.modules["kvdist.__main__"]  # or runpy warns when it runs that
     assert len(os.listdir("/proc/self/task")) == 1, "a fork would lack the other threads"
+    modules |= sys.modules
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch's would take its operators apart
     gc.collect()
     gc.freeze()
+
+
+def leave(modules: dict[str, Any]) -> None:
+    """Let the interpreter end without these modules: taking them apart would copy the memory that forks share."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
+    for name in modules.keys() - {"__main__", "builtins", "sys"}:
+        sys.modules.pop(name, None)
 
 
 def serve(number: int) -> NoReturn:
