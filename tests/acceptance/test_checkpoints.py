@@ -75,6 +75,12 @@ def files_below(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
+@pytest.fixture(autouse=True)
+def forks(popen, monkeypatch):
+    """`subprocess.run` forks, too."""
+    monkeypatch.setattr(subprocess, "Popen", popen)
+
+
 def verify(folder: Path) -> subprocess.CompletedProcess[str]:
     words = [sys.executable, "-m", "kvdist", "checkpoints", str(folder), "--verify"]
     return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

@@ -112,10 +112,9 @@ def test_an_update_has_the_bits_of_the_reference_at_every_size(numba, rule, coun
     assert_equal_runs(numba, rule, size, count)
 
 
-@each("rule", RULES)
 @each(
-    "count, kind, wd, clip, dtype, in_place",
-    pairs([1, 2, 5, 9], ["ones", "equal", "unequal"], [0.0, 0.01], [None, 0.5], FLOATS, [False, True]),
+    "rule, count, kind, wd, clip, dtype, in_place",
+    pairs(RULES, [1, 2, 5, 9], ["ones", "equal", "unequal"], [0.0, 0.01], [None, 0.5], FLOATS, [False, True]),
 )
 def test_an_update_has_the_bits_of_the_reference_with_every_setting(
     numba, rule, count, kind, wd, clip, dtype, in_place

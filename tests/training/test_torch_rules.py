@@ -85,7 +85,7 @@ def by_name(name, numbers, groups, way):
     return net, trainer, trainer.as_torch_optimizer()
 
 
-@pytest.mark.slow_cases("collective", "local", "overlap")
+@pytest.mark.slow_cases("collective", "local", "overlap", "workers")
 @every_way
 @each("make", [by_instance, by_name])
 @each("name, numbers, groups", GROUPS)
