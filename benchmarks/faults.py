@@ -101,7 +101,7 @@ def main() -> None:
         "--option", action="append", default=[], help="another word for kvdist-launch: --option=--replicas"
     )
     options = parser.parse_args()
-    options.peer = None
+    options.peer, options.store = None, "dist"
     end_on_terminate()
     for kind in options.kind or SHARES:
         if kind in WORKER_KINDS or survives(options, kind):

@@ -123,12 +123,35 @@ class Outcome:
                 found.append((back_s, back_s - (first.imported - first.began)))
         return found
 
+    def allowed(self, patience_s: float) -> float:
+        """The share of the undisturbed throughput that these faults leave to a system that loses nothing else.
+
+        A silent worker cannot be told from a slow one before the patience is over, and rounds wait as long; where there
+        are no rounds, give a patience of 0. A lost worker makes no examples before its replacement has imported all.
+        """
+        start, over = self._span
+        held = away = 0.0
+        for fault in self.faults:
+            if fault.kind in WORKER_KINDS:
+                later = [one for one in self.lives if f"worker-{one.rank}" == fault.victim and one.life > fault.life]
+                back = min((one.imported for one in later if one.imported), default=over)
+                noticed = fault.at + (0.0 if fault.kind == "kill" else patience_s)
+                held += max(0.0, min(noticed, over) - max(fault.at, start))
+                away += max(0.0, min(back, over) - max(noticed, start))
+        workers = len({life.rank for life in self.lives})
+        return 1 - (held + away / workers) / (over - start)
+
+    @property
+    def _span(self) -> tuple[float, float]:
+        """From when all workers had begun to the last step."""
+        over = max(at for life in self.lives for at, _ in life.steps)
+        return max(life.steps[0][0] for life in self.lives if life.life == 0 and life.steps), over
+
     def taking_part(self, patience_s: float) -> float:
         """The share of the time of living processes, from when all had begun, in which they took steps."""
         lived = worked = 0.0
         struck = {(fault.victim, fault.life): fault.at for fault in self.faults}
-        over = max(at for life in self.lives for at, _ in life.steps)
-        start = max(life.steps[0][0] for life in self.lives if life.life == 0 and life.steps)
+        start, over = self._span
         for one in self.lives:
             ended = min(struck.get((f"worker-{one.rank}", one.life), over), over)
             times = [at for at, _ in one.steps if start <= at <= ended]
@@ -175,6 +198,7 @@ class Job:
         words += ["--security", "none"] if self._relays else []
         words += ["--replicas", "1"] if asked.servers > 1 else []
         script = [worker_script("storm_worker.py"), str(self.folder), str(epochs), str(asked.period), str(asked.seed)]
+        script += [asked.store]
         return [sys.executable, "-m", "kvdist_launch", *words, *asked.option, "--", sys.executable, *script]
 
     def _peer_command(self, rounds: int) -> list[str]:
@@ -394,6 +418,12 @@ def report(options: argparse.Namespace, calm: Outcome, storm: Outcome, say: Call
         f"{len(storm.faults)} faults ({told or 'none'})")  # fmt: skip
     say(f"cores busy: {calm.busy:.0%} undisturbed, {storm.busy:.0%} in the storm (at most 50 % for a fair figure)")
     say(f"throughput: {storm.per_second:.0f} examples/s, undisturbed {calm.per_second:.0f}: {share:.1%}")
+    if not options.peer:
+        allowed = storm.allowed(0.0 if options.store == "dist_async" else options.patience)
+        say(
+            f"the faults, the patience and the imports of replacements leave {allowed:.1%};"
+            f" reached of that: {share / allowed:.1%}"
+        )
     part = storm.taking_part(options.patience)
     say(f"share of the living that take part: {part:.1%}; throughput per one that does: {share / part:.1%}")
     for kind in WORKER_KINDS:
@@ -478,6 +508,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=1.0)
     parser.add_argument("--period", type=float, default=0.25, help="seconds that a worker's step takes at least")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--store", choices=["dist", "dist_async"], default="dist")
     parser.add_argument("--kind", choices=list(SHARES), action="append", help="only these, without trials")
     parser.add_argument("--peer", choices=["torchrun"], help="the same on torchrun, DDP and checkpoints")
     parser.add_argument(

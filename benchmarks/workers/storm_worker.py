@@ -1,6 +1,6 @@
 """A worker that learns the digits from a queue of examples, each step at its time, and notes when it did what.
 
-    python storm_worker.py FOLDER EPOCHS PERIOD_S SEED
+    python storm_worker.py FOLDER EPOCHS PERIOD_S SEED STORE
 
 Besides the network the servers have two counters, whose gradient is 1 for each example of a batch: they say in the end
 how often every example was counted, in either half of the slices.
@@ -52,7 +52,7 @@ def main() -> None:
     through_the_relay()
     life = os.environ.get("KVDIST_RESTARTS", "0")
     with (
-        kv.create("dist") as store,
+        kv.create(sys.argv[5]) as store,
         (folder / f"{store.rank}.{life}.{os.getpid()}").open("w", buffering=1) as log,
     ):
         print("began", BEGAN, file=log)
