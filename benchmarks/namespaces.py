@@ -28,7 +28,7 @@ from models import parse_spec
 from peers.environments import Absent
 from peers.mxnet import mxnet_starts
 from peers.torch_gloo import torch_starts
-from systems import Measured, Work, take_turns
+from systems import COPIES, GOING_ON, Measured, Work, take_turns
 from workers.workload import Spec
 
 PREFIX = "kvdist-bench-"
@@ -40,10 +40,13 @@ SYSTEMS = {
     "line": "plain TCP, both ways at once",
     "kvdist": "kvdist",
     "kvdist-each": "kvdist, LOCAL_REDUCE=off",
+    "kvdist-continue": "kvdist, --on-loss continue",
+    "kvdist-copies": "kvdist, --replicas 1",
     "mxnet": "MXNet 1.9.1",
     "gloo-flat": "torch gloo, one flat tensor",
 }
 HOSTS = 2
+VARIABLES = {"kvdist-each": {"KVDIST_LOCAL_REDUCE": "off"}, "kvdist-continue": GOING_ON, "kvdist-copies": COPIES}
 
 
 @dataclass(frozen=True)
@@ -62,10 +65,18 @@ class Host:
 def main() -> None:
     options = parse_arguments()
     end_on_terminate()
-    work = Work(options.spec, servers=HOSTS, workers=HOSTS * options.workers, steps=options.steps, warmup=2)
+    work = Work(
+        options.spec,
+        servers=HOSTS,
+        workers=HOSTS * options.workers,
+        steps=options.steps,
+        warmup=2,
+        optimizer=options.optimizer,
+    )
     each = ["kvdist-each"] if options.workers > 1 else []
     try:
-        measured = measure(work, ["line", "kvdist", *each, *options.peer], options.turns, options.mbit)
+        copies = ["kvdist-continue", "kvdist-copies"] if options.copies else []
+        measured = measure(work, ["line", "kvdist", *each, *copies, *options.peer], options.turns, options.mbit)
     except Absent as error:
         raise SystemExit(f"SKIPPED: {error}") from error
     print_table(work, measured, options.mbit)
@@ -78,6 +89,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="timed steps in each turn")
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--workers", type=int, default=1, help="on each host (default: 1); peers have one")
+    parser.add_argument("--copies", action="store_true", help="--on-loss continue, too, without and with --replicas 1")
+    parser.add_argument("--optimizer", choices=["none", "sgd", "adam"], default="none", help="on the servers")
     parser.add_argument("--peer", choices=["mxnet", "gloo-flat"], action="append", default=[], help="may be repeated")
     options = parser.parse_args()
     if options.peer and options.workers > 1:
@@ -103,9 +116,9 @@ def measure(work: Work, systems: list[str], turns: int, mbit: int = 1000) -> dic
 def starts(name: str, work: Work, hosts: list[Host], folder: str) -> list[Start]:
     """The processes of one turn, each in its namespace."""
     words = work.arguments(name, folder)
-    if name in ("kvdist", "kvdist-each"):
-        reduce = "auto" if name == "kvdist" else "off"
-        return kvdist_starts(worker_command("kvdist_worker.py", *words), hosts, work.workers // len(hosts), reduce)
+    if name.startswith("kvdist"):
+        command, variables = worker_command("kvdist_worker.py", *words), VARIABLES.get(name, {})
+        return kvdist_starts(command, hosts, work.workers // len(hosts), **variables)
     if name == "mxnet":
         return mxnet_starts_inside(words, hosts)
     if name == "gloo-flat":
@@ -117,10 +130,10 @@ def starts(name: str, work: Work, hosts: list[Host], folder: str) -> list[Start]
     return [host.inside(Start(worker_command("line_worker.py", side, *words), environment())) for host, side in sides]
 
 
-def kvdist_starts(command: list[str], hosts: list[Host], per_host: int = 1, local_reduce: str = "auto") -> list[Start]:
+def kvdist_starts(command: list[str], hosts: list[Host], per_host: int = 1, **variables: str) -> list[Start]:
     """A cluster started by hand: the scheduler on the first host, a server and some workers on each."""
     module = [sys.executable, "-m", "kvdist"]
-    shared = cluster_variables(hosts, per_host) | {"KVDIST_SECURITY": "none", "KVDIST_LOCAL_REDUCE": local_reduce}
+    shared = cluster_variables(hosts, per_host) | {"KVDIST_SECURITY": "none"} | variables
     found = [hosts[0].inside(Start(module, environment(**shared, DMLC_ROLE="scheduler")))]
     for rank, host in enumerate(hosts):
         here = shared | {"DMLC_NODE_HOST": host.address}

@@ -60,6 +60,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20, help="timed steps in each turn")
     parser.add_argument("--warmup", type=int, default=3, help="steps before those")
     parser.add_argument("--turns", type=int, default=3, help="clusters started for each system, taking turns")
+    parser.add_argument(
+        "--copies", action="store_true", help="with --on-loss continue, without and with --replicas 1 in turns"
+    )
     parser.add_argument("--peer", choices=PEERS, action="append", default=[], help="compare with it; may be repeated")
     parser.add_argument("--json", metavar="FILE", help=f"write the results to FILE, in {RESULTS.name}/ if relative")
     options = parser.parse_args()
@@ -68,7 +71,12 @@ def parse_arguments() -> argparse.Namespace:
     if options.transport == "tcp" and options.store_arrays != "plain":
         kind = options.store_arrays
         parser.error(f"--store-arrays {kind} has shared memory, which --transport tcp refuses; give one of the two")
+    if options.copies and options.store_arrays != "plain":
+        parser.error(f"--copies is measured with plain arrays, not with --store-arrays {options.store_arrays}")
     ours = "kvdist-tcp" if options.transport == "tcp" else "kvdist"
+    if options.copies:
+        options.ours = [f"{ours}-continue", f"{ours}-copies"]
+        return options
     options.ours = [ours if options.store_arrays == "plain" else f"kvdist-{options.store_arrays}"]
     return options
 

@@ -21,6 +21,9 @@ from peers.torch_gloo import torch_starts
 from workers.workload import Spec
 
 IN_PROCESS_STORES = ("local", "device")
+GOING_ON = {"KVDIST_ON_LOSS": "continue"}
+COPIES = GOING_ON | {"KVDIST_REPLICAS": "1"}
+"""Each server has a copy of another one's slices."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,10 @@ SYSTEMS: dict[str, System] = {
     "kvdist-resident": kvdist_system("kvdist, resident", "resident"),
     "kvdist-shared": kvdist_system("kvdist, resident and shown", "shared"),
     "kvdist-tcp": kvdist_system("kvdist, TCP", **PLAIN_TCP),
+    "kvdist-continue": kvdist_system("kvdist, --on-loss continue", **GOING_ON),
+    "kvdist-copies": kvdist_system("kvdist, --replicas 1", **COPIES),
+    "kvdist-tcp-continue": kvdist_system("kvdist, TCP, continue", **PLAIN_TCP, **GOING_ON),
+    "kvdist-tcp-copies": kvdist_system("kvdist, TCP, --replicas 1", **PLAIN_TCP, **COPIES),
     "collective": _without_servers("kvdist, collective"),
     "mxnet": System("MXNet 1.9.1", lambda work, words: mxnet_starts(work.workers, work.servers, words), _mxnet_refuses),
     "mxnet-trainer": System(
