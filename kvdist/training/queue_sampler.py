@@ -144,6 +144,8 @@ class SharedQueue(Leasing):
     def __init__(self, ask: Callable[[Callable[[int, int], Request]], Any]) -> None:
         super().__init__()
         self.ask = ask
+        self._told = 0
+        """How much the scheduler knows to be used: the rest of what is leased goes to others as this process leaves."""
 
     def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> LeaseAnswer:
         """See `Leasing`.
@@ -151,7 +153,8 @@ class SharedQueue(Leasing):
         Raises:
             ConfigError: the workers' samplers differ, or another one has not come to its end.
         """
-        said = (self.number, *plan, batch, wanted, self.holder.used, version, rests)
+        self._told = self.holder.used
+        said = (self.number, *plan, batch, wanted, self._told, version, rests)
         leased = self.ask(lambda request, store: Lease(request, store, *said))
         given = Range(leased.epoch, leased.start, leased.stop)
         if len(given):
@@ -164,17 +167,19 @@ class SharedQueue(Leasing):
 
     def give_back(self) -> None:
         """See `Leasing`."""
-        if self.holder.ranges:
+        gives_back = bool(self.holder.ranges)
+        if gives_back or self.holder.used > self._told:
+            self._told = self.holder.used
             self.holder.ranges.clear()
             with contextlib.suppress(KvdistError):  # the cluster has ended first, or will ask the servers
-                self.ask(lambda request, _: Used(request, self.holder.used, True))
+                self.ask(lambda request, _: Used(request, self._told, gives_back))
 
     def rolled_back(self) -> None:
         """All have gone back to a snapshot: what is leased is void, and servers count examples from 0 again.
 
         In which pass the snapshot is only the scheduler knows: it says of each before that it is over.
         """
-        self.holder, self.number = LeaseHolder(0), 0
+        self.holder, self.number, self._told = LeaseHolder(0), 0, 0
 
 
 class QueueSampler(DrivenSampler):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import signal
 import sys
 from pathlib import Path
 
 import pytest
+
+from kvdist.training.queue_sampler import BATCHES_PER_LEASE
 
 GOES_ON = ["--on-loss", "continue"]
 BATCH = 8
@@ -64,10 +65,9 @@ def test_every_example_is_counted_once_when_workers_are_killed_again_and_again_a
     assert counts.get((1, 1), 0) >= 40_000 - in_part * BATCH, "only what is said to count in part does"
 
 
-def test_who_gets_sigterm_leaves_with_nothing_but_its_leases_and_exit_code_0(job):
-    launcher = job.launch(3, 1, "leases.py", "4000", "1", str(BATCH), "0", "dist", "{}")
-    job.line("launcher", "w1 │ has ")
-    job.kill("worker-1", signal.SIGTERM)
+@pytest.mark.parametrize("batches", [BATCHES_PER_LEASE - 1, BATCHES_PER_LEASE])
+def test_who_gets_sigterm_leaves_with_nothing_but_its_leases_and_exit_code_0(job, batches):
+    launcher = job.launch(3, 1, "leases.py", "4000", "1", str(BATCH), "0", "dist", "{}", TERMINATED=f"{batches}")
     job.finish()
     assert launcher.code == 0, job.transcript()
     assert launcher.lines_with("SIGTERM: this worker has finished its batch and leaves"), job.transcript()

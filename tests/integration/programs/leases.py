@@ -4,7 +4,8 @@
 
 Example i moves element i of one parameter by 1, and element LENGTH - 1 - i of another. VICTIMS maps ranks to the
 example counts after which they kill themselves, some milliseconds into the step that follows. With SNAPSHOTS rank 0
-waits in the middle, when there is a snapshot in that folder, until SNAPSHOTS/go is there.
+waits in the middle, when there is a snapshot in that folder, until SNAPSHOTS/go is there. Rank 1 sends itself SIGTERM
+in the batch that TERMINATED counts.
 """
 
 import ast
@@ -75,6 +76,8 @@ def main():
             victim_after = None
         if "SNAPSHOTS" in os.environ and store.rank == 0:
             wait_in_the_middle(trainer)
+        if store.rank == 1 and os.environ.get("TERMINATED") == str(steps + 1):
+            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.002 * ((store.rank % 3) + 1) if store.rank not in VICTIMS else 0.001)
         trainer.step(1)
         for weight in weights:
