@@ -348,7 +348,11 @@ def test_another_seed_is_another_story() -> None:
     assert run(3, SCENARIOS["storm"]).trace != run(4, SCENARIOS["storm"]).trace
 
 
-@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.offloaded])
+OFFLOADED = [name for name, scenario in SCENARIOS.items() if scenario.offloaded]
+
+
+@pytest.mark.slow_cases(*{*OFFLOADED} - {"offloaded beside rows", "offloaded in a storm"})
+@pytest.mark.parametrize("name", OFFLOADED)
 def test_with_servers_on_devices_the_same_happens_at_the_same_time(name: str) -> None:
     there, here = run(0, SCENARIOS[name]), run(0, replace(SCENARIOS[name], offloaded=False))
     assert there.used["offloaded"] > 0 == here.used["offloaded"]
