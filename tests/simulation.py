@@ -100,7 +100,7 @@ class Scenario:
     min_workers: with fewer workers than so many rounds stay open.
     replicas: how many other servers keep a copy of a server's slices.
     fills: whether servers are started again, too, and get copies while the others go on.
-    later: who is hit once a server has been given up.
+    later: who is hit once a server has been given up, or a scheduler is back.
     again: in how many seconds a victim is started again, at least and at most; None = never.
     lives: how often, if each is struck again.
     """
@@ -435,6 +435,8 @@ def _return(cluster: Cluster, closed: int) -> None:
             node.post(
                 ChildEnded(NodeId(Role(role), int(rank)), "killed by signal 9 (SIGKILL)", ended_well, int(lives or 0))
             )
+    if cluster.scenario.later and not cluster.dead_servers:
+        network.after(network.random.uniform(0.2, 1.0), partial(_strike, cluster, cluster.scenario.later))
 
 
 def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport, life: int = 0) -> Node:
@@ -1101,6 +1103,9 @@ SCENARIOS: dict[str, Scenario] = {
     "goes back with full disks": replace(GOES_BACK, victims=("server-0",), full=0.1),
     "goes back holding": replace(GOES_BACK, victims=("server-0",), holds=True),
     "goes back encoded": replace(GOES_BACK, victims=("server-1",), encodes=0.6, rounds=10, fault_round=4),
+    "goes back after its scheduler": replace(
+        GOES_BACK, victims=("scheduler",), returns_s=0.4, later="server-1", rounds=40, optimizer="momentum"
+    ),
     "goes back leasing": replace(GOES_BACK_LEASING, victims=("server-1",)),
     "goes back leasing again and again": replace(
         GOES_BACK_LEASING, victims=("server-0", "server-1"), lives=4, examples=170

@@ -214,9 +214,13 @@ class Round(Generic[C, P]):
     # for the version after `counted` of them, so a newcomer's begin at the version in which it takes part first.
 
     def hold(self, more: int = 1) -> int:
-        """Make so many more versions at most, until `admit`. Returns the present one."""
+        """Make so many more versions at most, until `admit`. Returns the present one.
+
+        What an earlier scheduler was promised still holds: else a full round could be open, and nothing would close it.
+        """
         self.admission = self.admission or Admission()
-        self.admission.limit = self.version + more
+        before = self.admission.limit
+        self.admission.limit = self.version + more if before is None else min(before, self.version + more)
         return self.version
 
     def admit(self, ranks: Iterable[int], version: int | None) -> None:

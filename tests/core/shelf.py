@@ -98,6 +98,8 @@ class Shelf:
                 assert not missing, f"{missing} are in the manifest of {work.folder} and not there"
                 self.manifests[work.folder] = work.manifest
                 self._sweep(work.folder)
+            case ReadManifest() if work.folder not in self.manifests:
+                raise CheckpointError("there is no manifest")
             case ReadManifest():
                 return self.manifests[work.folder]
             case ReadShards():

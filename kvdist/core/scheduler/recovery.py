@@ -34,6 +34,7 @@ from kvdist.protocol.messages import (
     Save,
     Saved,
     SetOptimizer,
+    SnapshotTaken,
 )
 
 Call = tuple[int, int, int]
@@ -48,6 +49,8 @@ class Memories:
     assigned: dict[tuple[int, int], dict[Member, Assign]] = field(default_factory=dict)
     """(store, first slice) → by server what it was told."""
     optimizers: dict[int, SetOptimizer] = field(default_factory=dict)
+    snapshots: dict[str, dict[Member, SnapshotTaken]] = field(default_factory=dict)
+    """Folder → what servers have written there by themselves; the newest is the last."""
     copied: list[Copied] = field(default_factory=list)
     """Which servers have a backup with all that they have."""
     ended: dict[NodeId, ChildEnded] = field(default_factory=dict)
@@ -141,6 +144,8 @@ class ReturnedScheduler(Scheduler):
                 memories.assigned.setdefault((store, min(placement.first_slices)), {})[sender] = message
             case SetOptimizer(store=store):
                 memories.optimizers[store] = message
+            case SnapshotTaken():
+                memories.snapshots.setdefault(message.folder, {})[sender] = message
             case Copied():
                 memories.copied.append(message)
             case Reregister():
@@ -210,6 +215,8 @@ class ReturnedScheduler(Scheduler):
         if self.newcomers is not None:
             calls = {member: message.calls for member, message in memories.registered.items()}
             effects += self.newcomers.recall(memories.joined()[2], calls)
+        if self.rollback is not None:
+            effects += self.rollback.recall(memories.snapshots)
         self._wait_if_deserted(now)
         effects += self._without(missing, memories, now)
         if self._stopped:

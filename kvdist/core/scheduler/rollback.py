@@ -110,6 +110,14 @@ class Snapshot:
 
 
 @dataclass(slots=True, eq=False)
+class Recalled:
+    """Snapshots of an earlier scheduler: the manifest of the first is being read, and of the others if it has none."""
+
+    found: list[tuple[str, dict[Member, SnapshotTaken]]]
+    """Folder, and what every server has written there; the newest first."""
+
+
+@dataclass(slots=True, eq=False)
 class WayBack:
     """A server was lost, and all go back to a snapshot."""
 
@@ -176,7 +184,7 @@ class Rollback:
         self.leases: Leases | None = None
         """What workers train on; None if nobody has asked for any."""
         self._run = ""
-        self._is_locking = False
+        self._has_lock = self._is_locking = False
         self._next = now
         """When the next snapshot begins."""
         self._making: Snapshot | None = None
@@ -205,9 +213,9 @@ class Rollback:
         self._next = now + min(LOOK_AGAIN_S, self._again_s)
         if not self._membership.workers or self._store() is None:
             return []
-        if not self._run:
+        if not self._has_lock:
             self._is_locking = True
-            return [Persist(self, LockFolder(f"{self._folder}/step-0"))]
+            return [Persist(self, LockFolder(f"{self._folder}/step-0", self._run))]
         return self._newcomers.cut(lambda version: self._begin(version, now))
 
     def _store(self) -> int | None:
@@ -270,9 +278,11 @@ class Rollback:
             return self._written(event.token, event.failure, now)
         if isinstance(event.token, WayBack):
             return self._checked(event.token, event)
+        if isinstance(event.token, Recalled):
+            return self._recalled(event.token, event, now)
         if event.token is not self:
             return []
-        self._is_locking = False
+        self._is_locking, self._has_lock = False, not event.failure
         self._next = now + self._again_s if event.failure else now
         if event.failure:
             return [Log(f"no snapshots can be written, so the loss of a server ends the job: {event.failure}")]
@@ -316,6 +326,33 @@ class Rollback:
         return (
             f"snapshots (KVDIST_SNAPSHOTS) cannot bring back {obstacle} yet: leave one of them out" if obstacle else ""
         )
+
+    def recall(self, written: Mapping[str, dict[Member, SnapshotTaken]]) -> list[Effect]:
+        """Take over from an earlier scheduler: go back to the newest snapshot that all servers have written.
+
+        Args:
+            written: folder → what servers have said of it, the newest last.
+        """
+        servers = set(self._membership.servers.values())
+        found = [one for one in reversed(list(written.items())) if one[1].keys() >= servers]
+        return self._look_at(Recalled(found))
+
+    def _look_at(self, recalled: Recalled) -> list[Effect]:
+        self._is_locking = bool(recalled.found)
+        if self._is_locking:
+            return [Persist(recalled, ReadManifest(recalled.found[0][0]))]
+        return [Log("no snapshot is known any more: until there is a new one, the loss of a server ends the job")]
+
+    def _recalled(self, recalled: Recalled, event: Persisted, now: float) -> list[Effect]:
+        """Its manifest was read; there is none if the earlier scheduler was lost before it was written."""
+        folder, taken = recalled.found.pop(0)
+        manifest, store = event.product, self._store()
+        names = {one.file.name for one in taken.values()} - {""}
+        if store is None or not isinstance(manifest, Manifest) or {file.name for file in manifest.files} != names:
+            return self._look_at(recalled)
+        self._is_locking, self._next, self._run = False, now, manifest.run
+        self.newest = Snapshot(store, manifest.step, folder, manifest.keys, now, taken, manifest.data, is_written=True)
+        return [Log(f"the newest snapshot is that of step {manifest.step}: all can go back to it")]
 
     def forget(self) -> None:
         """The store was loaded: what was before is not to come back."""

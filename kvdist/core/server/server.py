@@ -317,6 +317,8 @@ class Server(Machine):
             case Restore():
                 return self._restoring.read(message)
             case TakeRestored() | DropRestored():
+                if isinstance(message, TakeRestored):
+                    self.snapshots.taken.clear()
                 return self._restoring.end(message)
             case TakeSnapshot():
                 versions = [one.versions_at(message) for one in self._shards]
@@ -362,8 +364,8 @@ class Server(Machine):
         joined = self.peers.joined
         own = (self.epoch, tuple(self.peers.known.values()), left, lost, tuple(joined), tuple(joined.values()))
         register = Reregister(*own, False, (), "", (), self.peers.owners)
-        told: list[Message] = [*self._optimizers.values(), *self._assigned.values(), *self.snapshots.reported, register]
-        return [Send(SCHEDULER_MEMBER, message) for message in told]
+        told: list[Message] = [*self._optimizers.values(), *self._assigned.values(), *self.snapshots.reported]
+        return [Send(SCHEDULER_MEMBER, message) for message in (*told, *self.snapshots.taken, register)]
 
     def _assign(self, message: Assign) -> Done | Failed:
         servers = self.joining.introduction.num_servers

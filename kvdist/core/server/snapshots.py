@@ -86,6 +86,8 @@ class SnapshotSource(Protocol):
 
 
 NO_FILE = SavedFile("", 0, "")
+TAKEN_MAX = 2
+"""The manifest of the newest one may never have been written."""
 REPORTS_MAX = 64
 """More checkpoints are not under way at a time, in all stores."""
 
@@ -149,6 +151,8 @@ class Snapshots:
         """Slice → the snapshots that wait for it. Empty nearly always: asked whenever a round is closed."""
         self.reported: deque[Saved] = deque(maxlen=REPORTS_MAX)
         """What the scheduler was told last; here for one that is started again."""
+        self.taken: deque[SnapshotTaken] = deque(maxlen=TAKEN_MAX)
+        """The same of snapshots that servers write by themselves, if nothing was loaded after them."""
         self.ready: dict[ServerSnapshot, None] = {}
         """The snapshots to be looked at by `take_effects`, once each. Empty nearly always."""
 
@@ -204,6 +208,7 @@ class Snapshots:
             self._forget(snapshot)
         self._snapshots.clear()
         self.ready.clear()
+        self.taken.clear()
 
     def look(self, numbers: Sequence[int]) -> None:
         """Take those of these slices whose moment this is, for every checkpoint that awaits them.
@@ -349,7 +354,9 @@ class Snapshots:
             return []
         del self._snapshots[snapshot.store, snapshot.counter]
         if snapshot.at is not None:
-            return [Send(SCHEDULER_MEMBER, _taken(snapshot))]
+            taken = _taken(snapshot)
+            self.taken += [] if snapshot.failure else [taken]
+            return [Send(SCHEDULER_MEMBER, taken)]
         file = NO_FILE if snapshot.failure else snapshot.file
         self.reported.append(Saved(snapshot.store, snapshot.counter, file, snapshot.failure))
         return [Send(SCHEDULER_MEMBER, self.reported[-1])]
