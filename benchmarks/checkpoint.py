@@ -2,10 +2,14 @@
 
     python benchmarks/checkpoint.py                       # 25 arrays of 4 MB with Adam, on the disk of the home folder
     python benchmarks/checkpoint.py --folder /mnt/fast
+    python benchmarks/checkpoint.py --snapshots 10        # pairs of runs with and without snapshots, ten minutes each
 
 Two workers step without a pause; some steps in, all call `save_checkpoint` and go on. Reported are the median step
 without one under way, the step in which it is called, the median of those while servers write, and the seconds until
 the future is done, beside those of writing and syncing as many bytes by one process.
+
+With ``--snapshots`` runs with and without snapshots take turns, and what is reported is how much fewer steps a second
+there are with them: the mean over the pairs, and the interval that has it in 95 of 100 draws of as many pairs.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from cluster import Start, end_on_terminate, environment, launch_command, run_together, worker_command
@@ -30,8 +36,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures checkpoints.")
     parser.add_argument("--spec", type=parse_spec, default=parse_spec("25x1048576"), help="as for push_pull.py")
     parser.add_argument("--folder", type=Path, default=Path.home(), help="where to write; emptied afterwards")
+    parser.add_argument("--snapshots", type=int, metavar="PAIRS", help="measure snapshots, in so many pairs of runs")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of each run of a pair")
     options = parser.parse_args()
     end_on_terminate()
+    if options.snapshots:
+        compare_snapshots(Work(options.spec, optimizer="adam"), options.snapshots, options.seconds, options.folder)
+        return
     work = Work(options.spec, optimizer="adam", steps=20, warmup=20)
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as folder:
         command = worker_command("checkpoint_worker.py", *work.arguments("kvdist", folder))
@@ -47,6 +58,40 @@ def main() -> None:
     print(f"a step without one {median_ms('quiet'):.1f} ms, in which it is called {median_ms('called'):.1f} ms,")
     print(f"while servers write {median_ms('beside'):.1f} ms; complete after {median_ms('complete'):.0f} ms")
     print(f"writing and syncing as much by one process alone: {1e3 * plain_s:.0f} ms")
+
+
+def compare_snapshots(work: Work, pairs: int, seconds: float, folder: Path) -> None:
+    """Print what snapshots cost."""
+    costs: list[float] = []
+    for pair in range(pairs):
+        rates = {takes: rate_of(work, seconds, folder, takes) for takes in ((True, False), (False, True))[pair % 2]}
+        costs.append(100 * (1 - rates[True] / rates[False]))
+        print(f"pair {pair + 1}: {rates[False]:.2f} steps a second, with snapshots {rates[True]:.2f}", flush=True)
+    low, high = interval_of(costs)
+    print(f"{work.spec} with Adam, {seconds:g} s a run, intervals by what a snapshot takes:")
+    print(f"snapshots cost {statistics.mean(costs):.2f} % of the steps ({low:.2f} to {high:.2f} %, {pairs} pairs)")
+
+
+def rate_of(work: Work, seconds: float, folder: Path, takes_snapshots: bool) -> float:
+    """Steps a second."""
+    with tempfile.TemporaryDirectory(prefix="snapshots-", dir=folder) as out:
+        command = worker_command("snapshot_worker.py", *work.arguments("kvdist", out))
+        options = ["--on-loss", "continue", "--restart", "1"]
+        options += ["--snapshots", f"{out}/snapshots"] if takes_snapshots else []
+        launch = launch_command(work.workers, work.servers, command)
+        launch[launch.index("--") : launch.index("--")] = options
+        variables = environment(KVDIST_CHECKPOINT_ROOT=out, SECONDS_OF_STEPS=str(seconds))
+        run_together([Start(launch, variables)], timeout_s=seconds + 300)
+        if takes_snapshots and not any(Path(out).glob("snapshots/step-*/manifest.json")):
+            raise SystemExit("no snapshot was complete: give the runs more --seconds")
+        return float((Path(out) / "0.rate").read_text())
+
+
+def interval_of(costs: Sequence[float]) -> tuple[float, float]:
+    """What the mean is between in 95 of 100 draws, with replacement, of as many."""
+    draw = random.Random(0)
+    means = sorted(statistics.mean(draw.choices(costs, k=len(costs))) for _ in range(2000))
+    return means[50], means[1949]
 
 
 def write_plainly(path: Path, nbytes: int) -> float:
