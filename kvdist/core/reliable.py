@@ -198,7 +198,7 @@ class Reliable:
         stamp = packet.stamp
         refusal = self.refusal(packet)
         if refusal is not None:
-            self.strangers_refused += bool(refusal)
+            self.strangers_refused += bool(refusal) and self.is_stranger(stamp)
             return [Transmit(stamp.source, self.rejection(refusal, stamp))] if refusal else []
         if stamp.term != self.machine.term and not isinstance(packet.message, Rejected):
             effects = self._of_other_term(packet, now)
@@ -291,6 +291,10 @@ class Reliable:
             # Meant for a former life of this seat. After a hello the first answers still carry the token.
             return ""
         return self.machine.refuses(stamp.source, packet.message)
+
+    def is_stranger(self, stamp: Stamp) -> bool:
+        """Whether the sender of something that is refused was never heard here: not a former life of this job."""
+        return stamp.job != self.job or stamp.source not in self.links
 
     def _of_other_term(self, packet: Packet, now: float) -> list[Effect] | None:
         """What to do instead of handling what was not said in this term; None to handle it all the same."""

@@ -453,7 +453,6 @@ class Node:
 
     def _arrived(self, route: Route, frames: Sequence[memoryview], sender: NodeId | None) -> None:
         if route in self._refused_routes:
-            self.reliable.strangers_refused += 1
             return
         try:
             packet = decode(frames)
@@ -481,9 +480,12 @@ class Node:
     def _adopt(self, route: Route, packet: Packet) -> bool:
         """Take a route for that of the sender, if it may speak there; whether the message is to be read."""
         source = packet.stamp.source
-        refusal = self.reliable.refusal(packet) if self._may_speak(route, packet) else ""
+        may_speak = self._may_speak(route, packet)
+        refusal = self.reliable.refusal(packet) if may_speak else ""
         if refusal is not None:
-            self.reliable.strangers_refused += 1
+            # What is dropped without a word is of this job, and too early or too late.
+            is_stranger = not may_speak or (bool(refusal) and self.reliable.is_stranger(packet.stamp))
+            self.reliable.strangers_refused += is_stranger
             if refusal:
                 self._refuse(route, self.reliable.rejection(refusal, packet.stamp))
             else:

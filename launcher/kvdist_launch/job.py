@@ -388,7 +388,7 @@ class Job:
             return [Say(f"{one}; {verdict.text if verdict else ''}")]
         why = f"; {verdict.text}" if verdict else ""
         workers = "the other workers wait for it" if self._waits else "the other workers go on"
-        others = workers if one.node.role is Role.WORKER else "the others go on with its copy"
+        others = workers if one.node.role is Role.WORKER else "the others go on if one has a copy of all that it had"
         return [] if one.is_consequence and not why else [Say(f"{one}{why}; {others}")]
 
     def _lived_s(self, one: ProcessExit) -> float:

@@ -4,9 +4,10 @@ Rules:
 
 - A process that a signal killed is started again; a worker also after a lost peer (exit code 75), with its host lost,
   and after any other failure.
-- Not after the same failure a second time, whichever workers they were: the same last line on standard error, or of
-  processes that say nothing and lived for less than a minute the same exit code. A mistake of the program would take
-  one worker after the other, so this ends the job.
+- Not after the same failure a second time, whichever workers they were: the same exception and exit code, or of
+  processes that lived for less than a minute the same last line on standard error, if any, and exit code. A mistake of
+  the program would take one worker after the other, so this ends the job. A signal is no mistake of the program, also
+  where a shell between says so by its exit code.
 - The first start comes at once, the next ones after 1, 2, 4 and more seconds, at most 30. A process that has lived
   for a minute begins anew.
 - Each process is started again at most N times.
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 
 from kvdist.errors import FencedError
 from kvdist.nodes import NodeId, Role
-from kvdist_launch.exits import SENTENCE_MAX, ProcessExit
+from kvdist_launch.exits import SENTENCE_MAX, SIGNAL_BASE, ProcessExit
 
 RESTARTED = frozenset({Role.WORKER, Role.SCHEDULER})
 """The roles whose processes can join the cluster that they were lost to. Servers can where there are snapshots, or
@@ -35,6 +36,8 @@ DELAY_MAX_S = 30.0
 CONSEQUENCE_DELAY_S = 1.0
 """Who lost a peer may have been told that the job ends; by then the process that is the cause of it has ended too."""
 
+EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Warning)(: .*)?")
+"""The end of a traceback, and not what a program has written last before it ended in another way."""
 TORCH_PREFIX = re.compile(r"^\[rank[0-9]+\]: ")
 FENCED = f"{FencedError.__module__}.{FencedError.__qualname__}"
 
@@ -67,7 +70,8 @@ class Restarts:
         self._roles = roles
         self._count: Counter[NodeId] = Counter()
         self._in_a_row: Counter[NodeId] = Counter()
-        self._said: dict[str, NodeId] = {}
+        self._said: dict[tuple[str, int], NodeId] = {}
+        """(why, exit code) → the worker that ended by it first."""
 
     def concerns(self, node: NodeId) -> bool:
         """Whether this process may be started again."""
@@ -84,11 +88,12 @@ class Restarts:
         if one.node.role not in self._roles or not (is_worker or (one.status < 0 and not one.lost)):
             return None
         words = _own_words(one, lived_s)
-        if words in self._said:
-            before = "it" if self._said[words] == one.node else str(self._said[words])
+        failure = words, one.status
+        if failure in self._said:
+            before = "it" if self._said[failure] == one.node else str(self._said[failure])
             return Verdict(f"{before} had ended by the same before, so it is not started again: {words}", ends_job=True)
         if words:
-            self._said[words] = one.node
+            self._said[failure] = one.node
         if self._count[one.node] >= self._limit:
             return Verdict(f"it is not started again, as it has been {_times(self._limit)} (--restart {self._limit})")
         self._count[one.node] += 1
@@ -105,12 +110,14 @@ class Restarts:
 
 def _own_words(one: ProcessExit, lived_s: float) -> str:
     """Why it ended, where that is its own doing; empty if it is not, or not known."""
-    if one.status < 0 or one.lost or one.is_consequence:
+    if not 0 < one.status <= SIGNAL_BASE or one.lost or one.is_consequence:
         return ""
     line = TORCH_PREFIX.sub("", one.last_error_line.decode(errors="replace").strip())[:SENTENCE_MAX]
     if line.startswith(FENCED):
         return ""  # the others gave it up, whatever it did
-    return line or (f"exit code {one.status}" if lived_s < HEALTHY_S else "")
+    if EXCEPTION.fullmatch(line):
+        return line
+    return (line or f"exit code {one.status}") if lived_s < HEALTHY_S else ""
 
 
 def _times(number: int) -> str:

@@ -491,7 +491,8 @@ def test_a_job_goes_on_without_a_server_of_which_another_has_a_copy(replicas):
     job = Job(NODES, now=100.0, grace=GRACE, goes_on=True, replicas=replicas)
     job.started([(node, "") for node in NODES], 100.0)
     (said,) = end(job, 101.0, (server(0), -signal.SIGKILL))
-    assert isinstance(said, Say) and said.text.endswith("; the others go on with its copy") is replicas
+    told = "; the others go on if one has a copy of all that it had"
+    assert isinstance(said, Say) and said.text.endswith(told) is replicas
     end(job, 102.0, (worker(0), 0), (worker(1), 0))
     end(job, 103.0, (server(1), 0), (SCHEDULER, 0))
     assert (job.cause is None, job.exit_code()) == ((True, 0) if replicas else (False, 137))

@@ -35,7 +35,12 @@ def ended(node=worker(1), status=KILLED, line=b"", life=0, lost=""):  # noqa: B0
         (ended(status=1, line=b"ValueError: x\n"), ended(status=1, line=b"ValueError: x\n"), True),
         (ended(status=1, line=b"ValueError: x\n"), ended(worker(0), 1, b"[rank0]: ValueError: x\n"), True),
         (ended(status=1, line=b"ValueError: x\n"), ended(status=1, line=b"ValueError: y\n"), False),
+        (ended(status=1, line=b"ValueError: x\n"), ended(status=4, line=b"ValueError: x\n"), False),
         (ended(status=3), ended(worker(0), 3), True),
+        (ended(status=3, line=b"step 9\n"), ended(worker(0), 3, b"step 9\n"), True),
+        (ended(status=3, line=b"step 9\n"), ended(worker(0), 4, b"step 9\n"), False),
+        (ended(line=b"step 9\n"), ended(worker(0), line=b"step 9\n"), False),
+        (ended(status=128 + 9, line=b"step 9\n"), ended(worker(0), 128 + 9, b"step 9\n"), False),
         (ended(status=3), ended(status=4), False),
         (ended(status=3), ended(status=KILLED), False),
     ],
@@ -46,10 +51,21 @@ def test_the_same_mistake_twice_ends_the_job_and_what_befalls_a_process_does_not
     assert restarts.judge(second, 1.0).ends_job == ends_job
 
 
-def test_an_exit_code_alone_is_the_same_mistake_only_of_processes_that_lived_shortly():
+@each(
+    "line, ends_job",
+    [
+        (b"", False),
+        (b"INFO: step 9 of 10\n", False),
+        (b"loss 0.31, Error: 0.2\n", False),
+        (b"ValueError: x\n", True),
+        (b"[rank1]: torch.OutOfMemoryError: CUDA out of memory\n", True),
+        (b"models.NoSuchLayerError\n", True),
+    ],
+)
+def test_of_processes_that_lived_for_long_only_the_same_exception_is_the_same_mistake(line, ends_job):
     restarts = Restarts(5)
-    assert not restarts.judge(ended(status=3), HEALTHY_S).ends_job
-    assert not restarts.judge(ended(status=3), HEALTHY_S).ends_job
+    assert not restarts.judge(ended(worker(0), 1, line), HEALTHY_S).ends_job
+    assert restarts.judge(ended(status=1, line=line), HEALTHY_S).ends_job == ends_job
 
 
 def test_starts_come_later_each_time_and_a_minute_of_health_is_a_new_beginning():

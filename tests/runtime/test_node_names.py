@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -11,11 +12,13 @@ from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import Effect
 from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.server import Server
 from kvdist.core.worker.requests import Register
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import AuthenticationError, ConfigError, FencedError
+from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role, server, worker
-from kvdist.protocol.messages import Ack, Hello, Packet, Peer, Rejected, Roster, Stamp, Welcome
+from kvdist.protocol.messages import Ack, Hello, OnLoss, Packet, Peer, Ready, Rejected, Roster, Stamp, Welcome
 from kvdist.protocol.wire import decode, encode
 from kvdist.runtime.node import GARBAGE_REPORTS_MAX, Node
 from kvdist.transport.base import (
@@ -143,7 +146,7 @@ def test_a_process_with_the_token_of_another_does_not_get_its_route(node):
 
 def test_somebody_who_goes_on_forging_is_told_once_and_not_listened_to_any_more(node):
     assert len(heard(node, *[hello(Role.WORKER, 0, worker(1)) for _ in range(9)])) == 1
-    assert (node.forgeries, node.reliable.strangers_refused) == (1, 8)
+    assert (node.forgeries, node.reliable.strangers_refused) == (1, 0), "who is refused once counts once"
 
 
 def test_forgeries_of_many_connections_are_logged_a_few_times_and_counted(node, caplog):
@@ -285,3 +288,36 @@ def test_where_the_new_connection_ends_first_the_member_is_heard_at_the_old_one_
         heard(node, Arrived(route, message(member, Ack(wanted=True)), worker(0)))
     heard(node, Disconnected("new", "it broke"), Arrived("old", message(member, Ack(wanted=True)), worker(0)))
     assert node._routes[member] == "old"
+
+
+@pytest.fixture
+def serving() -> Iterator[Node]:
+    """A server's that has been welcomed, and has not heard who else is there."""
+    endpoint = "tcp://127.0.0.1:9"
+    introduced = Introduction(Role.SERVER, TOKEN, 0, "host", 1, "tcp://127.0.0.1:8", 2, 1, __version__, endpoint)
+    limits = ClusterConfig(Role.SERVER, "127.0.0.1", 9, 2, 1).limits
+    made = Node(Server(introduced, limits, REFERENCE, 0.0), Scripted(), JOB, 10.0, clock=lambda: 0.0)
+    made.turn(0.0)
+    heard(made, Arrived(endpoint, message(SCHEDULER_MEMBER, Welcome(0, 5, OnLoss.CONTINUE), TOKEN), SCHEDULER))
+    yield made
+    made.finish()
+
+
+def roster_of(*members: Member, seq: int, lost: tuple[int, ...] = ()) -> Arrived:
+    peers = tuple(Peer(one, "host", 1, "tcp://127.0.0.1:8" if one.node.role is Role.SERVER else "") for one in members)
+    packet = Packet(Stamp(JOB, 1, 0, SCHEDULER_MEMBER, 5, seq, 0, 0), Roster(peers, seq, lost=lost))
+    return Arrived("tcp://127.0.0.1:9", [memoryview(bytes(frame)) for frame in encode(packet)], SCHEDULER)
+
+
+def test_a_worker_that_speaks_before_or_after_its_time_is_no_stranger_and_another_is(serving):
+    me, *workers = Member(server(0), 5), Member(worker(0), 6), Member(worker(1), 7)
+    early = Arrived("one", message(workers[1], Ready(0), to=5), worker(1))
+    assert heard(serving, early) == [] and serving.reliable.strangers_refused == 0
+    lost = roster_of(me, workers[0], seq=2, lost=(1,))
+    said = heard(serving, roster_of(me, *workers, seq=1), early, lost, early, replace(early, route="another"))
+    answer, again = [packet for route, packet in said if route != lost.route]
+    assert again.message == answer.message
+    assert isinstance(answer.message, Rejected) and "given up" in answer.message.reason
+    assert serving.reliable.strangers_refused == 0
+    heard(serving, Arrived("two", message(Member(worker(1), 99), Ready(0), to=5), worker(1)))
+    assert serving.reliable.strangers_refused == 1
