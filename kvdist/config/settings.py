@@ -337,7 +337,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         Setting(
             "KVDIST_MIN_WORKERS", whole_number(1), None,
             "how many workers must be there for training to go on; with fewer it waits until enough are back",
-            "With `KVDIST_ON_LOSS=continue`, for synchronous stores. Workers that have finished well count."
+            "With `KVDIST_ON_LOSS=continue`; `dist_async` is refused. Workers that have finished well count."
             " The scheduler's value counts, and `kvdist-launch --min-workers` sets it",
             shown_default="1",
         ),

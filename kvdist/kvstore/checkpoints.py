@@ -768,13 +768,29 @@ class ServerSaving(Saving):
         try:
             self._raise_failed("the checkpoint before this one")
             place = self._claim(destination(job, self._rank))
-            if place.content:
+            if place.content and place.run:
                 record = write_worker_file(place.folder, self._rank, place.content, place.run, place.step)
                 file = SavedFile(record.name, record.nbytes, record.sha256)
         except (CheckpointError, TypeError, ValueError) as error:
             self._begin(keys, place, NO_FILE, str(error)).abandon()
             raise
-        return self._begin(keys, place, file)
+        return self._begin(keys, place, file) if place.run else self._repeated(place)
+
+    @staticmethod
+    def _repeated(place: Destination) -> CheckpointFuture:
+        """This worker was started again, and calls before its first step: what the others have saved stays.
+
+        Raises:
+            CheckpointError: they have not saved this.
+        """
+        if not (place.folder / folders.NAME).is_file():
+            raise CheckpointError(
+                f"this worker has joined later, and the others have not saved {place.folder}: it saves with them after"
+                " its first step, not before"
+            )
+        future = CheckpointFuture(place.folder)
+        future.finish(None)
+        return future
 
     def _claim(self, place: Destination) -> Destination:
         """The same, once the job has the lock of the directory and every server can write there."""
@@ -783,6 +799,8 @@ class ServerSaving(Saving):
         if run is None:
             where = (self._number, str(place.folder), place.contents)
             run = self._result_of(self._submit(lambda request: ClaimFolder(request, *where), None))
+            if not run:  # it only looks on
+                return place
             self._claimed[directory] = run
         if place.content and directory not in self._seen:
             require_run(directory, run)

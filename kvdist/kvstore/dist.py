@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,12 +199,15 @@ class DistBackend(Backend):
 
     def _replace_by(self, give: Callable[[], None]) -> None:
         """Let rank 0, or the next one if that is gone, give what is to be everybody's; for all workers at once."""
-        while not self._has_given(give):
-            pass  # it was lost or has left in the middle: some is new and some old
+        for attempt in count():
+            if self._has_given(give, attempt):
+                return  # else it was lost or has left in the middle: some is new and some old
 
-    def _has_given(self, give: Callable[[], None]) -> bool:
+    def _has_given(self, give: Callable[[], None], attempt: int) -> bool:
         self.meet()
-        giver = min(self.members)
+        # A member that has just come back, or rests, is at another place of the program, and gives nothing here.
+        members = sorted(self.members)
+        giver = members[attempt % len(members)]
         if giver == self.rank:
             give()
 

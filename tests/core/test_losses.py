@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.core.machine import ChildEnded, PeerDisconnected, Unreachable
+from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.buffers import Buffer
-from kvdist.errors import FencedError, PeerLostError
+from kvdist.core.worker.requests import ClaimFolder
+from kvdist.errors import ConfigError, FencedError, PeerLostError
 from kvdist.protocol.messages import Flag
 from tests.cases import each
 from tests.core.wired import Wired
@@ -252,3 +256,51 @@ def test_one_death_is_one_loss_whoever_reports_it(wired: Wired) -> None:
     assert sum("was lost" in report for report in wired.reports) == 1
     assert wired.workers[0].view(lambda _: False).members == (0, 2)
     assert wired.workers[0].view(lambda _: False).lost == 1
+
+
+def test_a_worker_that_has_just_come_back_gives_nothing_in_a_barrier_of_the_others_and_the_next_one_does() -> None:
+    wired = going_on()
+    for rank in (0, 1, 2):
+        wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]})
+    wired.settle()
+    wired.kill("worker-0")
+    wired.come_back(0)
+    wired.declare(0, {"w": (3,), "b": (1,)})
+    wired.take_part(0)
+    wired.advance(1.0)
+    assert wired.workers[1].view(lambda _: False).members == (0, 1, 2), "it is a member, as rounds wait for it"
+    for giver, passes in ((0, False), (1, True)):
+        requests = [wired.barrier(rank, giver=giver) for rank in (1, 2)]
+        wired.advance(1.0)
+        assert [request in wired.completed for request in requests] == [passes] * 2
+        assert passes or all(isinstance(wired.failed[request], PeerLostError) for request in requests)
+
+
+def test_a_worker_that_comes_back_saves_nothing_before_its_first_push(wired: Wired, tmp_path: Path) -> None:
+    wired.pushpull(0, {"w": [1, 1, 1], "b": [1]})
+    wired.kill("worker-1")
+    wired.come_back(1)
+    wired.declare(1, {"w": (3,), "b": (1,)})
+    wired.settle()
+    wired.log.clear()
+    claim = wired.ask(1, lambda number: ClaimFolder(number, 0, str(tmp_path / "step-0"), EVERYTHING))
+    save = wired.save(1, tmp_path / "step-0")
+    wired.settle()
+    assert wired.completed[claim] == wired.completed[save] == "", "of no run"
+    assert not wired.works and not [line for line in wired.log if "Claim" in line or "Save" in line or "Mark" in line]
+
+
+@each("mode, least, is_refused", [("async", 2, True), ("async", 1, False), ("sync", 2, False)])
+def test_rounds_that_wait_for_nobody_are_refused_with_a_least_number_of_workers(
+    mode: str, least: int, is_refused: bool
+) -> None:
+    wired = Wired(2, 1, on_loss="continue")
+    scheduler = wired.processes["scheduler"].machine
+    assert isinstance(scheduler, Scheduler)
+    scheduler.config = replace(scheduler.config, min_workers=least)
+    requests = [wired.declare(rank, {"w": (2,)}, mode) for rank in (0, 1)]
+    wired.settle()
+    assert [request in wired.completed for request in requests] == [not is_refused] * 2
+    for request in requests if is_refused else ():
+        error = wired.failed[request]
+        assert isinstance(error, ConfigError) and str(error).startswith("KVDIST_MIN_WORKERS is 2 (")

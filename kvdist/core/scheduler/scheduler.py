@@ -33,6 +33,7 @@ from kvdist.core.machine import (
     TellLauncher,
     Unreachable,
 )
+from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.checkpoints import Checkpoints
 from kvdist.core.scheduler.deadlocks import Deadlocks
 from kvdist.core.scheduler.keys import Keys
@@ -85,6 +86,12 @@ BarrierWord = tuple[str, int]
 NO_LEASES = (
     "KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), which makes each worker's steps again as they were, and a"
     " QueueSampler gives the examples of a lost worker to others: use a SplitSampler, or continue"
+)
+
+ASYNCHRONOUS = frozenset(name for name, policy in POLICIES.items() if not policy.is_lockstep)
+NO_LEAST = (
+    "KVDIST_MIN_WORKERS is {} (kvdist-launch --min-workers), below which training waits, and rounds of a dist_async"
+    " store wait for no worker: leave it out, or use a store such as 'dist'"
 )
 
 ROSTER_GAP_S = 0.001
@@ -209,6 +216,10 @@ class Scheduler(Machine):
         match message:
             case Hello():
                 return self._hello(sender, message, now)
+            case Declare(request, mode=mode) if (
+                is_worker and mode in ASYNCHRONOUS and (self.config.min_workers or 0) > 1
+            ):
+                return [Send(sender, Failed(request, ErrorCode.CONFIG, NO_LEAST.format(self.config.min_workers)))]
             case Declare() if is_worker:
                 return self.keys.declare(sender, message, now)
             case Configure() if is_worker:

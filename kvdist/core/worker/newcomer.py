@@ -22,11 +22,11 @@ from kvdist.core.worker.requests import (
     LoadStore,
     Request,
     RunKind,
+    SaveStore,
     TakePart,
     Transfer,
 )
 from kvdist.core.worker.transfers import Transfers
-from kvdist.errors import CheckpointError
 from kvdist.nodes import Member
 from kvdist.protocol.messages import LATER, Command, Counters, Ready
 
@@ -82,9 +82,8 @@ class Newcomer:
                 return self._transfer(request)
             case EnterBarrier() | LoadStore() | Command() if self.looks_on:
                 return [CompleteRequest(request.request)]
-            case ClaimFolder() if self.looks_on:
-                reason = "this worker has joined later: it saves with the others after its first step, not before"
-                return [FailRequest(request.request, CheckpointError(reason))]
+            case ClaimFolder() | SaveStore() if self.looks_on:
+                return [CompleteRequest(request.request, "")]  # of no run: it saves nothing
             case _:
                 return None
 
