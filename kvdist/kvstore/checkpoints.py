@@ -26,7 +26,7 @@ import numpy as np
 from kvdist.checkpoint import folders
 from kvdist.checkpoint.files import DIGITS, explained, record_of, write_file
 from kvdist.checkpoint.folders import perform
-from kvdist.checkpoint.format import STATE_BYTES_MAX, read_manifest, read_workers
+from kvdist.checkpoint.format import NAME, STATE_BYTES_MAX, read_manifest, read_workers
 from kvdist.checkpoint.locks import Locks, require_run
 from kvdist.checkpoint.snapshot import (
     EVERYTHING,
@@ -783,7 +783,7 @@ class ServerSaving(Saving):
         Raises:
             CheckpointError: they have not saved this.
         """
-        if not (place.folder / folders.NAME).is_file():
+        if not (place.folder / NAME).is_file():
             raise CheckpointError(
                 f"this worker has joined later, and the others have not saved {place.folder}: it saves with them after"
                 " its first step, not before"
