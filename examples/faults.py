@@ -88,7 +88,7 @@ def kill_some(launcher: subprocess.Popen[str], killed: Counter[str], copies: Cop
         servers = sorted(name for name in there if name.startswith("server"))
         if len(workers) < 2 or SCHEDULER not in there:
             continue  # the last worker has nobody who goes on, and one thing at a time
-        # First the scheduler: one that returns does not know yet what to say to workers that have joined later.
+        # First the scheduler, so that it is among them; then servers and workers in turn.
         is_turn = killed.total() % 2 == 1 and copies.are_whole
         name = SCHEDULER if not killed else chance.choice(servers if is_turn else workers)
         if name in servers:

@@ -58,7 +58,7 @@ from kvdist.protocol.messages import CompressedPush, JoinedPush, Push
 from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
-from tests.core.leasing import LeasingUser, require_used_once
+from tests.core.leasing import LeasingUser, require_position, require_used_once
 from tests.core.network import Network, Process, SimulatedTransport, Weather
 from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk
 from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
@@ -668,7 +668,11 @@ def _starts_again(cluster: Cluster, name: str) -> bool:
     launcher would start it again."""
     user, failure = cluster.users.get(name), cluster.processes[name].node.failure
     if user is not None and user.life and cluster.scenario.returns_s and user.since is None:
-        return isinstance(failure, PeerLostError) and "was started again before" in str(failure)
+        # It had not heard who is there; the scheduler was away for longer than a connection, or is another one now.
+        reasons = ("was started again before", "its connection closed and did not come back")
+        machine = cluster.processes[name].node.machine
+        is_unknown = isinstance(machine, Worker) and not machine.joining.complete
+        return is_unknown and isinstance(failure, PeerLostError) and any(one in str(failure) for one in reasons)
     if cluster.scenario.snapshot_s is None or user is None or not user.life:
         return False
     return isinstance(failure, FencedError | PeerLostError) and "while it joined" in str(failure)
@@ -698,6 +702,8 @@ def _judge_examples(cluster: Cluster) -> None:
                 error = future.exception()
                 is_dropped = isinstance(error, RolledBackError)
                 assert error is None or is_dropped or FULL in str(error), f"checkpoint of version {version}: {error!r}"
+    for folder in cluster.shelf.called_for() if cluster.scenario.mode == "sync" else ():
+        require_position(users, cluster.oracle.books, cluster.scenario.examples, cluster.shelf.manifests[folder])
     cluster.network.used["checkpoint"] += len(cluster.shelf.manifests)
 
 
@@ -823,6 +829,7 @@ FILLS = replace(
 )
 
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
+LEASES_RETURN = replace(LEASES, spread_s=0.3, returns_s=0.6, weather=Weather(delay_s=0.01))
 
 SCENARIOS: dict[str, Scenario] = {
     "calm": Scenario(rounds=6),
@@ -1092,6 +1099,14 @@ SCENARIOS: dict[str, Scenario] = {
     "leases near the end": replace(LEASES, victims=("worker-0", "worker-1", "worker-2"), fault_round=14, spread_s=0.01),
     "leases on hosts": replace(LEASES, num_workers=6, hosts=2, local_reduce="on", victims=("worker-0", "worker-3")),
     "leases and a leaver": replace(LEASES, victims=("worker-2",), leaver=1, leaver_rounds=4),
+    "leases and a scheduler that returns": replace(LEASES_RETURN, victims=("scheduler",)),
+    "leases and a scheduler that returns twice": replace(LEASES_RETURN, victims=("scheduler",) * 3, returns_s=0.1),
+    "leases and a scheduler that dies with workers": replace(
+        LEASES_RETURN, victims=("scheduler", "worker-1", "worker-3", "scheduler"), returns_s=0.3
+    ),
+    "leases and a scheduler that returns to the end": replace(
+        LEASES_RETURN, victims=("worker-0", "scheduler", "scheduler"), fault_round=14, spread_s=0.1, returns_s=0.2
+    ),
     "goes back": replace(GOES_BACK, victims=("server-1",)),
     "goes back without both servers": replace(GOES_BACK, victims=("server-0", "server-1")),
     "goes back again and again": replace(GOES_BACK, victims=("server-0", "server-1"), rounds=30, lives=4),

@@ -32,6 +32,7 @@ from kvdist.protocol.wire_types import (
     Members,
     Name,
     Names,
+    Note,
     Numbers,
     Ranks,
     Requests,
@@ -239,6 +240,7 @@ class Fate:
     """How many pushes of a lost worker a server has counted in its slices of a store."""
 
     rank: UInt32
+    incarnation: UInt64
     store: UInt32
     least: UInt32
     most: UInt32
@@ -280,7 +282,7 @@ class CallAnswer:
 class Reregister(WireMessage):
     """Process → a scheduler that was started again: I am still here, and said all that you should know before this.
 
-    Before it come `Assign`, `SetOptimizer` and `Saved` of a server, and the open requests of a worker.
+    Before it come `Assign`, `SetOptimizer`, `Saved` and `Rest` of a server, and the open requests of a worker.
     """
 
     KIND = 8
@@ -296,8 +298,6 @@ class Reregister(WireMessage):
     """Of those that are there the ones that have joined later, as a server knows."""
     since: Ranks
     """For each of them the version from which on rounds wait for it, or `LATER`."""
-    leases: Boolean
-    """Whether the sender has asked for leases of data."""
     calls: Annotated[tuple[CallAnswer, ...], list_of("calls", record("call", CallAnswer), "members_max")]
     run: Name
     """What tells files of this job's checkpoints from others; empty where the sender does not know."""
@@ -1268,6 +1268,8 @@ class Rest(WireMessage):
     KIND = 92
     request: UInt64
     ranks: Ranks
+    note: Note = ""
+    """What a scheduler that is started again has to know of leases, or empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ def _reader(header: memoryview | bytes, limits: WireLimits) -> Any:
     reader = msgpack.Unpacker(
         use_list=False,
         max_buffer_size=max(len(header), 1),
-        max_str_len=max(limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max, limits.body_bytes_max),
+        max_str_len=max(limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max, limits.note_bytes_max),
         max_array_len=max(limits.settings_max, limits.dims_max),
         max_map_len=limits.entries_max,
         max_ext_len=0,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from kvdist.checkpoint.snapshot import Manifest
 from kvdist.core.worker.requests import EnterBarrier, Leave, Run, RunKind, Transfer, make_plan
 from kvdist.protocol.messages import Lease, Leased, Used
 from tests.core.ledger import Books
@@ -74,8 +75,7 @@ class LeasingUser(User):
     def _go(self) -> Program:
         """As a spot machine has to, with examples that it has not used."""
         yield self._landed
-        if self._places:
-            yield [self._ask(lambda number: Used(number, self._used, True))]
+        yield [self._ask(lambda number: Used(number, self._used, bool(self._places)))]
         self._let_go()
         yield [self._ask(Leave)]
 
@@ -121,6 +121,18 @@ class LeasingUser(User):
                 value[piece.start : piece.stop] += sum(map(len, self.oracle.books.rounds[piece.number]))
             values[key.name] = value
         return values
+
+
+def require_position(users: Sequence[LeasingUser], books: Books, examples: int, manifest: Manifest) -> None:
+    """A checkpoint goes on with all that no push has used which is in it."""
+    assert manifest.data is not None
+    trained = {user.node.machine.me: user.trained for user in users}
+    counted = {one for rounds in books.rounds.values() for said in rounds[: manifest.step] for one in said}
+    used = {place for member, step in counted for place in trained[member][step]}
+    every = {(epoch, place) for epoch in range(EPOCHS) for place in range(examples)}
+    left = {(epoch, place) for epoch, start, stop in manifest.data["left"] for place in range(start, stop)}
+    lacks, again = sorted(every - used - left), sorted(left & used)
+    assert not lacks and not again, f"the checkpoint of step {manifest.step} lacks {lacks}, and has {again} again"
 
 
 def require_used_once(users: Sequence[LeasingUser], books: Books, examples: int) -> None:

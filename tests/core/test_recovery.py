@@ -13,10 +13,10 @@ from kvdist.core.worker.newcomer import Newcomer
 from kvdist.core.worker.requests import ClaimFolder, TakePart
 from kvdist.errors import FencedError, InitMismatch, OptimizerMismatch, PeerLostError
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
-from kvdist.protocol.messages import Command, Hello, Lease, Packet, Rejected, Reregister, Stamp, Waiting
+from kvdist.protocol.messages import Command, Hello, Lease, Packet, Rejected, Reregister, Stamp, Used, Waiting
 from tests.core.wired import JOB, Wired
 
-REGISTER = Reregister(9, (), (), (), (), (), False, (), "", ())
+REGISTER = Reregister(9, (), (), (), (), (), (), "", ())
 KILLED = "killed by signal 9 (SIGKILL)"
 
 
@@ -251,11 +251,93 @@ def test_a_worker_that_looks_on_says_once_more_that_it_wants_to_be_a_member(wire
     assert wired.scheduler.membership.since == {wired.member("worker-2"): 1}
 
 
-def test_a_job_whose_workers_lease_their_data_ends_with_a_sentence(wired: Wired) -> None:
-    wired.ask(0, lambda number: Lease(number, 0, 1, 100, 1, True, 7, 4, 16, 0, 0, False))
+def lease(wired: Wired, rank: int, used: int = 0, *, length: int = 1000, rests: bool = False) -> int:
+    return wired.ask(rank, lambda number: Lease(number, 0, 0, length, 1, True, 7, 4, 16, used, 0, rests))
+
+
+def given(wired: Wired, request: int) -> tuple[int, int]:
+    leased = wired.completed[request]
+    return leased.start, leased.stop
+
+
+def deliver_until_noted(wired: Wired, count: int) -> None:
+    """Until so many servers know what the next grant is."""
+    before = [server._rested for server in wired.servers]
+    while sum(one is not server._rested for one, server in zip(before, wired.servers, strict=True)) < count:
+        wired.deliver()
+
+
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_a_lease_that_was_given_and_not_said_is_given_once(wired: Wired, servers: int) -> None:
+    first = lease(wired, 0)
+    wired.settle()
+    second = lease(wired, 1)
+    deliver_until_noted(wired, servers)
+    assert second not in wired.completed
     return_scheduler(wired)
-    assert all("a job does not survive whose workers lease their data" in str(one) for one in wired.stopped.values())
-    assert wired.stopped.keys() == wired.processes.keys()
+    third = lease(wired, 2)
+    wired.settle()
+    assert [given(wired, one) for one in (first, second, third)] == [(0, 16), (16, 32), (32, 48)]
+
+
+def test_a_scheduler_that_repeats_a_lease_and_dies_has_told_all_servers_before(wired: Wired) -> None:
+    """One server alone has heard of it from the first scheduler, and is silent when the third asks."""
+    given_first = lease(wired, 0)
+    deliver_until_noted(wired, 1)
+    return_scheduler(wired)
+    assert given(wired, given_first) == (0, 16)
+    assert len({server._rested.note for server in wired.servers if server._rested is not None}) == 1
+    return_scheduler(wired, 3)
+    other = lease(wired, 1)
+    wired.settle()
+    assert given(wired, other) == (16, 32)
+
+
+def test_what_a_worker_has_not_used_that_died_while_the_scheduler_was_away_goes_to_others(wired: Wired) -> None:
+    ranges = [lease(wired, rank) for rank in range(3)]
+    wired.settle()
+    for rank in range(3):
+        wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]}, samples=4)
+    wired.settle()
+    assert given(wired, ranges[1]) == (16, 32)
+    wired.stopped["worker-1"] = None
+    wired.return_scheduler()
+    wired.observe("scheduler", ChildEnded(worker(1), KILLED, False))
+    wired.advance(1.0)
+    again = lease(wired, 0, 16)
+    wired.settle()
+    assert given(wired, again) == (20, 32)
+
+
+def test_who_rests_goes_on_only_when_all_do_and_hears_what_it_has_missed(wired: Wired) -> None:
+    for rank in (0, 1):
+        lease(wired, rank, length=8)
+    resting = lease(wired, 2, length=8, rests=True)
+    wired.settle()
+    barriers = [wired.barrier(rank) for rank in (0, 1)]
+    wired.settle()
+    assert set(barriers) <= wired.completed.keys(), "it does not wait for who rests"
+    wired.ask(0, lambda number: Used(number, 0, True))
+    wired.settle()
+    return_scheduler(wired)
+    assert [server.peers.resting for server in wired.servers] == [{2}, {2}]
+    assert resting not in wired.completed, "what is free is for those who work"
+    again = lease(wired, 1, 4, length=8)
+    wired.settle()
+    assert given(wired, again) == (0, 4)
+    return_scheduler(wired, 3)
+    ended = [lease(wired, rank, used, length=8, rests=True) for rank, used in ((0, 0), (1, 8))]
+    wired.settle()
+    assert wired.completed[ended[0]].is_over and wired.completed[ended[1]].is_over and wired.completed[resting].is_over
+    assert wired.completed[resting].barriers.tolist() == [1]
+
+
+def test_no_note_is_kept_where_the_scheduler_is_not_started_again() -> None:
+    wired = trained(2, 1, on_loss="fail")
+    wired.log.clear()
+    lease(wired, 0)
+    wired.settle()
+    assert not [line for line in wired.log if "Rest(" in line] and wired.servers[0]._rested is None
 
 
 def test_what_servers_have_said_of_losses_is_said_again_and_of_each_process_once(wired: Wired) -> None:

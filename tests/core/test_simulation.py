@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +61,7 @@ from kvdist.protocol.messages import (
     Fill,
     HandedBack,
     JoinedPush,
+    Lease,
     Message,
     Packet,
     Push,
@@ -139,6 +140,7 @@ FAULTS = {
         for name in SCENARIOS
         if name.startswith(("goes on", "leases ")) and not name.endswith(("storm", "zombie", "doomed"))
     },
+    **{name: ("crash", "return") for name in SCENARIOS if name.startswith("leases ") and "scheduler" in name},
     "replicas and a zombie": ("pause", "fenced"),
     "replicas and a scheduler that returns": ("crash", "return"),
     **{
@@ -272,6 +274,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "leader leaves one host",
     "leases",
     "leases and a leaver",
+    "leases and a scheduler that dies with workers",
+    "leases and a scheduler that returns to the end",
     "leases async",
     "leases on hosts",
     "leases of all but one",
@@ -614,9 +618,9 @@ def closes_before_it_drops(self: Server, message: Roster, now: float) -> list[Ef
     """Rounds that waited for the lost ones only are closed with what these have pushed."""
     drop = self._drop
 
-    def late(lost: Set[int]) -> list[Fate]:
+    def late(lost: Mapping[int, Member]) -> dict[int, tuple[Fate, ...]]:
         for one in self._shards:
-            one.roster(lost)
+            one.roster(lost.keys())
         return drop(lost)
 
     with mock.patch.object(self, "_drop", late):
@@ -755,6 +759,13 @@ def gives_back_what_counts(self: Leases, epoch: int, fates: Iterable[Fate]) -> l
     return ORIGINAL_SETTLED(self, epoch, ())
 
 
+def gives_anew(self: Leases, sender: Member, message: Lease) -> Range | None:
+    """What was given by a request is not known any more."""
+    given = ORIGINAL_GIVE(self, sender, message)
+    self._holders[sender].request = -1
+    return given
+
+
 def awaits_all(self: Peers, ranks: Set[int]) -> None:
     """Rounds wait for workers without data."""
     self.resting, self.awaited = set(ranks), set(self.workers)
@@ -806,6 +817,7 @@ ORIGINAL_GO_BACK = Leases.go_back
 ORIGINAL_LEASE = Queue.lease
 ORIGINAL_SETTLED = Leases.settled
 ORIGINAL_ADVANCE = Leases.advance
+ORIGINAL_GIVE = Leases._give
 
 
 def says_it_is_quiet_at_once(self: Transfers) -> bool:
@@ -1225,6 +1237,14 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "the place in the data does not go back": ("goes back leasing", [(Leases, "go_back", goes_on_in_the_data)]),
     "who rests sleeps through a rollback": ("goes back leasing near the end", [(Leases, "go_back", lets_them_sleep)]),
+    "a lease is said before servers know of it": (
+        "leases and a scheduler that returns",
+        [(Leases, "_note", lambda leases, then: then())],
+    ),
+    "a lease that was given and not said is given to nobody": (
+        "leases and a scheduler that returns twice",
+        [(Leases, "_give", gives_anew)],
+    ),
     "rounds wait for workers without data": ("leases", [(Peers, "rest", awaits_all)]),
     "the data end while others hold some": ("leases near the end", [(Leases, "advance", ends_when_nothing_is_free)]),
     "who has rested does not know of barriers": ("leases", [(BarrierCalls, "begin_at", tells_no_numbers)]),

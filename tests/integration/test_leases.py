@@ -65,6 +65,27 @@ def test_every_example_is_counted_once_when_workers_are_killed_again_and_again_a
     assert counts.get((1, 1), 0) >= 40_000 - in_part * BATCH, "only what is said to count in part does"
 
 
+@pytest.mark.parametrize(
+    ("kills", "examples", "victims"),
+    [(1, 6_000, {2: 400}), pytest.param(4, 40_000, {1: 240, 3: 400}, marks=pytest.mark.slow)],
+)
+def test_every_example_is_counted_once_when_the_scheduler_and_workers_are_killed(job, kills, examples, victims):
+    command = ("leases.py", str(examples), "1", str(BATCH), "0", "dist", str(victims))
+    launcher = job.launch(4, 2, *command, options=[*GOES_ON, "--restart", "20"])
+    job.line("launcher", "w0 │ has ")
+    for term in range(2, kills + 2):
+        job.kill("scheduler")
+        job.line("launcher", f"the scheduler was started again (term {term})")
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with(f"the scheduler was started {kills + 1} times; it was killed by signal 9"), "the fault"
+    _, counts = found(job)
+    in_part = len(launcher.lines_with(" in part: in "))
+    assert sum(counts.values()) == examples
+    assert all(max(both) == 1 for both in counts), "nothing twice, and nothing left out everywhere"
+    assert counts.get((1, 1), 0) >= examples - in_part * BATCH, "only what is said to count in part does"
+
+
 @pytest.mark.parametrize("batches", [BATCHES_PER_LEASE - 1, BATCHES_PER_LEASE])
 def test_who_gets_sigterm_leaves_with_nothing_but_its_leases_and_exit_code_0(job, batches):
     launcher = job.launch(3, 1, "leases.py", "4000", "1", str(BATCH), "0", "dist", "{}", TERMINATED=f"{batches}")

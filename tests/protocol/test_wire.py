@@ -171,7 +171,7 @@ def by_length(make: Any) -> st.SearchStrategy[Any]:
 
 OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies around it)
 RANKS = st.lists(U32, max_size=20).map(tuple)
-FATES = st.lists(st.builds(m.Fate, U32, U32, U32, U32, U32, U32, U64), max_size=20).map(tuple)
+FATES = st.lists(st.builds(m.Fate, U32, U64, U32, U32, U32, U32, U32, U64), max_size=20).map(tuple)
 CALLS = st.lists(st.builds(m.CallAnswer, U32, U32, U64, st.integers(-1, U32_MAX), NAMES, U32), max_size=5).map(tuple)
 TRAINED = st.lists(st.builds(m.Trained, U64, U64), max_size=20).map(tuple)
 CONTRIBUTORS = st.lists(st.builds(m.Contributor, U32, U64, U32, U32), max_size=5).map(tuple)
@@ -214,9 +214,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     m.Copied: st.builds(m.Copied, U32, U32),
     m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
-    m.Reregister: st.builds(
-        m.Reregister, U32, PEERS, PEERS, PEERS, RANKS, RANKS, st.booleans(), CALLS, NAMES, CONTENTS, RANKS
-    ),
+    m.Reregister: st.builds(m.Reregister, U32, PEERS, PEERS, PEERS, RANKS, RANKS, CALLS, NAMES, CONTENTS, RANKS),
     m.Declare: with_forms(
         lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), U32)
     ),
@@ -437,7 +435,7 @@ REFUSED_CHANGES = [
     ("Push", {"arrays": Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"", 1)}, "unknown encoding 1"),
     ("Push", {"settings": ((0.1, 0.0, 1.0),) * 257}, "257 settings, where 256"),
     ("Counted", {"outcomes": np.array([0, 4], np.uint8)}, "unknown outcome 4"),
-    ("Command", {"body": "é" * (1 << 15) + "x"}, "body: not readable"),
+    ("Command", {"body": "é" * (1 << 15) + "x"}, "body: a text is longer than 65536 bytes"),
     ("Command", {"head": -1}, "head: expected an integer"),
     ("Perform", {"body": b"x"}, "body.*found a bytes"),
     ("Pull", dict.fromkeys(("runs", "ids", "steps", "versions"), np.zeros(0, np.uint32)), "0 slices"),

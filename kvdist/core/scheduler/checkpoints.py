@@ -141,6 +141,9 @@ class DataPositions(Protocol):
     def saved(self, place: tuple[int, int]) -> list[Effect]:
         """The checkpoint has come to its end, good or bad."""
 
+    def restored(self, then: Callable[[], list[Effect]]) -> list[Effect]:
+        """Workers may go on where they were, once that is known to all who have to know it."""
+
 
 class Checkpoints:
     """All checkpoints that are written or read.
@@ -458,7 +461,11 @@ class Checkpoints:
         if not failure:
             loading.take_data()
             self.after_load()
-        return loading.agreement.settle(lambda request: _answer(request, failure))
+
+        def settle() -> list[Effect]:
+            return loading.agreement.settle(lambda request: _answer(request, failure))
+
+        return settle() if failure or self.data is None else self.data.restored(settle)
 
     # Both.
 

@@ -9,14 +9,17 @@ epoch; workers make that order from the seed. Rules that hold here:
 * A worker that has nothing to train on rests: nobody waits for it, in rounds, barriers or checkpoints. Those that rest
   go on only when no other works, so that none comes into the middle of a step, and when every server awaits them.
 * The pass is over when nothing is free, leased or unsettled, and no worker is on its way.
+* Where the scheduler may be started again, every server has a note of all this before a worker is answered. What the
+  note lacks, others repeat: workers what they have asked, and servers how much of the pushes of the lost counts.
 """
 
 from __future__ import annotations
 
+import json
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +27,8 @@ import numpy as np
 from kvdist.core.agreement import Agreement, MemberWait, Questions
 from kvdist.core.machine import Effect, Send
 from kvdist.core.scheduler.membership import Membership
-from kvdist.nodes import Member
-from kvdist.protocol.messages import Done, ErrorCode, Failed, Fate, Lease, Leased, Rest, Used
+from kvdist.nodes import Member, NodeId, worker
+from kvdist.protocol.messages import Done, ErrorCode, Failed, Fate, Lease, Leased, Rest, Save, Used
 
 SHARES = 8
 """A lease is at most 1 / (SHARES · workers) of what is left of an epoch, so that its end waits for little."""
@@ -154,6 +157,10 @@ def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
     return number, plan, Queue(left)
 
 
+def _numbers_of(member: Member) -> tuple[int, int]:
+    return member.node.rank, member.incarnation
+
+
 @dataclass(slots=True)
 class LeaseHolder:
     """What a worker has leased.
@@ -162,11 +169,15 @@ class LeaseHolder:
         store: whose pushes tell what it has used.
         used: how many examples, of all that it was ever given.
         ranges: what it has not used, in the order in which it will.
+        request: the last one that has changed them.
+        has_rested: whether it was not awaited before that.
     """
 
     store: int
     used: int = 0
     ranges: list[Range] = field(default_factory=list)
+    request: int = -1
+    has_rested: bool = False
 
     def use(self, used: int) -> None:
         """It has used so many; fewer than it is known to have used already changes nothing."""
@@ -180,6 +191,19 @@ class LeaseHolder:
         return sum(map(len, self.ranges))
 
 
+@dataclass(slots=True)
+class Marked:
+    """What is not used in a checkpoint under way.
+
+    Attributes:
+        pushes: how many there were before it.
+        ranges: by worker what it had not used when it called, and was given since.
+    """
+
+    pushes: int
+    ranges: dict[Member, list[Range]] = field(default_factory=dict)
+
+
 class Leases:
     """The passes of one job, one after the other.
 
@@ -187,8 +211,9 @@ class Leases:
         membership: who is in the cluster.
         questions: what servers are asked.
         go_on: lets agreements go on that have waited only for a worker that rests now.
-        numbers: (stores, barriers, saves, loads): what this worker has to know that has rested.
+        numbers: (stores, barriers, saves, loads): what a worker has to know that has rested; None for anybody.
         is_saving: whether a checkpoint is being made.
+        returns: whether the scheduler may be started again, so that servers keep a note.
     """
 
     def __init__(
@@ -196,14 +221,16 @@ class Leases:
         membership: Membership,
         questions: Questions,
         go_on: Callable[[float], list[Effect]],
-        numbers: Callable[[Member], Sequence[Sequence[int]]],
+        numbers: Callable[[Member | None], Sequence[Sequence[int]]],
         is_saving: Callable[[], bool],
+        returns: bool = False,
     ) -> None:
         self._membership = membership
         self._questions = questions
         self._go_on = go_on
         self._numbers = numbers
         self._is_saving = is_saving
+        self._returns = returns
         self._number = -1
         """Of the pass."""
         self._plan: Plan | None = None
@@ -216,8 +243,8 @@ class Leases:
         """Those that rest, or were never awaited; what they have asked, and when."""
         self._unsettled: dict[Member, int] = {}
         """Lost worker → the last roster that did not say so."""
-        self._marked: dict[Place, list[Range]] = {}
-        """Checkpoint under way → what its workers had not used when they called, or were given later."""
+        self._marked: dict[Place, Marked] = {}
+        """By checkpoint under way."""
         self._then: dict[Member, LeaseHolder] = {}
         """What each worker had not used when the last snapshot began, or was given later and has not given back."""
         self._then_at = 0
@@ -236,30 +263,35 @@ class Leases:
         holder.use(message.used)
         self._version = max(self._version, message.version)
         if message.number < self._number:
-            return [Send(sender, self._answer(message, None, is_over=True))]
+            return [self._answer(sender, message, None, is_over=True)]
         if self._is_over:
-            return self._tell(lambda: [Send(sender, self._answer(message, None, is_over=True))])
-        if given := self._give(sender, message):
-            return [Send(sender, self._answer(message, given))]
-        if not message.rests:
-            return [Send(sender, self._answer(message, None))]
+            has_rested = message.rests and self._membership.there.get(sender.node) == sender
+            return self._tell(lambda: [self._answer(sender, message, None, True, has_rested)])
+        if message.request == holder.request:  # an earlier scheduler has given it, and was lost before it said so
+            again = holder.ranges[-1]
+            return self._tell(lambda: [self._answer(sender, message, again, False, holder.has_rested)])
+        is_resting = sender.node in self._membership.resting
+        given = None if is_resting else self._give(sender, message)
+        if given or not message.rests:
+            return self._note(lambda: [self._answer(sender, message, given)])
         self._waiting[sender] = (message, now)
         return self.advance() or self._rest(sender, now)
 
     def used(self, sender: Member, message: Used) -> list[Effect]:
         """A worker is about to save, or to leave."""
-        holder = self._holders.get(sender, LeaseHolder(0))
+        holder = self._holders.get(sender, LeaseHolder(0, message.used))
         if message.used > holder.used + holder.left:
             reason = f"{sender} says that it has used {message.used} examples, but it was leased fewer"
             return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
         holder.use(message.used)
-        effects: list[Effect] = [Send(sender, Done(message.request))]
-        if not message.gives_back:
-            return effects
-        if not holder.ranges:
-            reason = f"{sender} gives back examples, but it has none: a lease is given back once"
-            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
-        return effects + self._take_back(sender)
+        effects: list[Effect] = []
+        if message.gives_back and message.request != holder.request:
+            if not holder.ranges:
+                reason = f"{sender} gives back examples, but it has none: a lease is given back once"
+                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+            holder.request = message.request
+            effects = self._take_back(sender)
+        return effects + self._note(lambda: [Send(sender, Done(message.request))])
 
     def left(self, member: Member) -> list[Effect]:
         """A worker has said goodbye: all that it has pushed counts, and that is all it has used."""
@@ -273,6 +305,8 @@ class Leases:
         self._waiting.pop(member, None)
         if self._holders.get(member, LeaseHolder(0)).ranges:
             self._unsettled[member] = self._membership.epoch
+        else:
+            self._holders.pop(member, None)
         return self.advance()
 
     def settled(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
@@ -281,7 +315,7 @@ class Leases:
         for member in [member for member, since in self._unsettled.items() if since < epoch]:
             holder = self._holders[member]
             for fate in said:
-                if (fate.rank, fate.store) == (member.node.rank, holder.store):
+                if (fate.rank, fate.incarnation, fate.store) == (member.node.rank, member.incarnation, holder.store):
                     holder.use(fate.examples)
             del self._unsettled[member]
             self._give_back(member, self._holders.pop(member))
@@ -303,9 +337,12 @@ class Leases:
         taken = self._queue.lease(max(1, message.batch), message.wanted, len(self._membership.there))
         if taken is not None:
             self._note_given(sender, taken)
-            self._holders[sender].ranges.append(taken)
+            holder = self._holders[sender]
+            holder.ranges.append(taken)
+            holder.request, holder.has_rested = message.request, sender.node in self._membership.resting
             for marked in self._marked.values():
-                marked.append(taken)
+                if sender in marked.ranges or self._is_spared(sender, marked):
+                    marked.ranges.setdefault(sender, []).append(taken)
         return taken
 
     def _take_back(self, member: Member) -> list[Effect]:
@@ -339,48 +376,116 @@ class Leases:
         if self._is_saving():
             return []  # a checkpoint that has begun without them must not wait for them
         self._is_over = not self._queue.free
-        woken: list[tuple[Member, Lease, Range | None]] = []
+        woken: list[tuple[Member, Lease, Range | None, bool, bool]] = []
         for member, (message, _) in list(self._waiting.items()):
             given = self._give(member, message)
             if given or self._is_over:
-                woken.append((member, message, given))
+                woken.append((member, message, given, self._is_over, member.node in self._membership.resting))
                 del self._waiting[member]
                 self._membership.wake(member.node)
-
-        def answers() -> list[Effect]:
-            return [
-                Send(member, self._answer(message, given, self._is_over, self._numbers(member)))
-                for member, message, given in woken
-            ]
-
-        return self._tell(answers)
+        return self._tell(lambda: [self._answer(*one) for one in woken])
 
     def _tell(self, then: Callable[[], list[Effect]]) -> list[Effect]:
-        """Tell the servers who rests; go on when all know."""
-        ranks = tuple(sorted(node.rank for node in self._membership.resting))
+        """Tell the servers who rests, and who has what; go on when all know."""
+        rest = self.rest(0)
         told: Agreement[str] = Agreement("the list of workers without data", "", 0.0, {})
-        return self._questions.ask(lambda request: Rest(request, ranks), lambda _: then(), told)
+        return self._questions.ask(lambda request: replace(rest, request=request), lambda _: then(), told)
+
+    def _note(self, then: Callable[[], list[Effect]]) -> list[Effect]:
+        """Go on when all servers know who has what, if a scheduler that is started again would have to know it."""
+        return self._tell(then) if self._returns else then()
 
     def _answer(
-        self, message: Lease, given: Range | None, is_over: bool = False, numbers: Sequence[Sequence[int]] = NO_NUMBERS
-    ) -> Leased:
-        columns = [np.array(column, np.uint32) for column in numbers]
-        return Leased(message.request, *(given or Range(0, 0, 0)), is_over, self._version, *columns)
+        self,
+        sender: Member,
+        message: Lease,
+        given: Range | None,
+        is_over: bool = False,
+        has_rested: bool = False,
+    ) -> Send:
+        columns = [np.array(column, np.uint32) for column in (self._numbers(sender) if has_rested else NO_NUMBERS)]
+        leased = Leased(message.request, *(given or Range(0, 0, 0)), is_over, self._version, *columns)
+        return Send(sender, leased)
+
+    # Notes.
+
+    def rest(self, request: int) -> Rest:
+        """What servers have to know."""
+        ranks = tuple(sorted(node.rank for node in self._membership.resting))
+        if not self._returns or self._plan is None:
+            return Rest(request, ranks)
+        held = [
+            (*_numbers_of(member), one.store, one.used, one.ranges, one.request, one.has_rested)
+            for member, one in self._holders.items()
+        ]
+        marked = [
+            (*place, one.pushes, [(*_numbers_of(member), ranges) for member, ranges in one.ranges.items()])
+            for place, one in self._marked.items()
+        ]
+        note = {"is_over": self._is_over, "version": self._version, "held": held, "marked": marked}
+        position = position_of(self._number, self._plan, self._queue.free)
+        return Rest(request, ranks, json.dumps({**position, **note, "numbers": self._numbers(None)}))
+
+    def recall(
+        self, note: str, resting: Iterable[NodeId], saving: Collection[Place]
+    ) -> tuple[list[Effect], Sequence[Sequence[int]]]:
+        """Take over from an earlier scheduler, and let every server have the same note.
+
+        Args:
+            note: the newest one that any server has.
+            resting: the workers that it leaves out, and that still ask.
+            saving: the checkpoints under way.
+
+        Returns:
+            What to do, and the numbers of barriers, checkpoints and loads then, as `numbers` returns them.
+        """
+        said = json.loads(note)
+        self._number, self._plan, self._queue = restored(said)
+        self._is_over, self._version, self._said_by = said["is_over"], said["version"], "an earlier process"
+        for rank, incarnation, store, used, ranges, request, has_rested in said["held"]:
+            member = Member(worker(rank), incarnation)
+            holder = LeaseHolder(store, used, [Range(*one) for one in ranges], request, has_rested)
+            if self._membership.has(member) and member.node in self._membership.left:
+                self._queue.give_back(holder.ranges)
+                continue
+            self._holders[member] = holder
+            if not self._membership.has(member):
+                self._unsettled[member] = self._membership.epoch
+        for store, counter, pushes, marks in said["marked"]:
+            if (store, counter) in saving:
+                ranges_of = {Member(worker(rank), of): [Range(*one) for one in ranges] for rank, of, ranges in marks}
+                self._marked[store, counter] = Marked(pushes, ranges_of)
+        for node in resting:
+            self._membership.rest(node)
+        return self._tell(list), said["numbers"]
 
     # Checkpoints.
 
-    def mark(self, sender: Member, place: Place) -> None:
-        """A worker saves: what it uses from now on is not in that checkpoint."""
-        holder = self._holders.get(sender, LeaseHolder(0))
-        self._marked.setdefault(place, []).extend(holder.ranges)
+    def mark(self, sender: Member, message: Save) -> None:
+        """A worker saves: what it uses from now on is not in that checkpoint.
+
+        Nor is what newcomers use, which do not call, as rounds wait for them only later.
+        """
+        marked = self._marked.setdefault((message.store, message.counter), Marked(message.pushes))
+        for member in (sender, *(one for one in self._holders if self._is_spared(one, marked))):
+            marked.ranges.setdefault(member, list(self._holders.get(member, LeaseHolder(0)).ranges))
+
+    def _is_spared(self, member: Member, marked: Marked) -> bool:
+        """Whether a worker uses nothing that is in a checkpoint, because it comes later."""
+        is_newcomer = self._membership.newcomers.get(member.node) == member
+        return is_newcomer or self._membership.since.get(member, -1) >= marked.pushes
 
     def position(self, place: Place) -> dict[str, Any] | None:
         """Where a checkpoint is in the data: the pass, and what of it was not used then."""
-        marked = self._marked.get(place, [])
         if self._plan is None:
             return None
+        marked = self._marked[place].ranges.values() if place in self._marked else ()
         held = [one for holder in self._holders.values() for one in holder.ranges]
-        return position_of(self._number, self._plan, [*self._queue.free, *held, *marked])
+        return position_of(self._number, self._plan, [*self._queue.free, *held, *chain.from_iterable(marked)])
+
+    def restored(self, then: Callable[[], list[Effect]]) -> list[Effect]:
+        """A position was taken over; go on when servers know."""
+        return self._note(then)
 
     def saved(self, place: Place) -> list[Effect]:
         """A checkpoint has come to its end, made or not: who rests may go on."""

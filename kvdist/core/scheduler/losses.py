@@ -19,7 +19,7 @@ from typing import Protocol
 from kvdist.core.machine import NEVER, Effect, Log
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
-from kvdist.nodes import Member, Role
+from kvdist.nodes import Member, Role, worker
 from kvdist.protocol.messages import Fate, OnLoss, Settled
 
 
@@ -28,8 +28,8 @@ class Settling:
     """What servers have said of one roster that gives workers up."""
 
     heard: set[Member] = field(default_factory=set)
-    fates: dict[tuple[int, int], Fate] = field(default_factory=dict)
-    """(rank, store) → over all servers."""
+    fates: dict[tuple[int, int, int], Fate] = field(default_factory=dict)
+    """(rank, incarnation, store) → over all servers."""
     valueless: list[int] = field(default_factory=list)
 
     def add(self, server: Member, message: Settled) -> None:
@@ -41,8 +41,9 @@ class Settling:
         """Take what is said of some slices."""
         self.valueless += message.valueless.tolist()
         for fate in message.fates:
-            before = self.fates.get((fate.rank, fate.store))
-            self.fates[fate.rank, fate.store] = fate if before is None else _joined(before, fate)
+            of = (fate.rank, fate.incarnation, fate.store)
+            before = self.fates.get(of)
+            self.fates[of] = fate if before is None else _joined(before, fate)
 
 
 class SettledLeases(Protocol):
@@ -135,16 +136,18 @@ class Losses:
             giver = self._keys.giver_of(number)
             if giver in lost:
                 return self._doomed(self._keys.key_of(number), lost[giver])
-        effects: list[Effect] = [Log(f"{lost[fate.rank]}: {_told(fate)}") for fate in settling.fates.values()]
+        fates = settling.fates.values()
+        effects: list[Effect] = [Log(f"{Member(worker(one.rank), one.incarnation)}: {_told(one)}") for one in fates]
         if self.leases is not None:
-            effects += self.leases.settled(epoch, settling.fates.values())
+            effects += self.leases.settled(epoch, fates)
         return effects
 
 
 def _joined(one: Fate, other: Fate) -> Fate:
     least, most = min(one.least, other.least), max(one.most, other.most)
     slices = sum(fate.slices for fate in (one, other) if fate.most == most)
-    return Fate(one.rank, one.store, least, most, slices, one.of + other.of, max(one.examples, other.examples))
+    examples = max(one.examples, other.examples)
+    return Fate(one.rank, one.incarnation, one.store, least, most, slices, one.of + other.of, examples)
 
 
 def _told(fate: Fate) -> str:

@@ -7,6 +7,7 @@ Whoever hears of the new term says all that it knows and still waits for, and th
 * Who was in any roster is a member, unless somebody knows that it has left or was given up.
 * What one worker was told of a barrier, a checkpoint or a load, every other is told that asks for it again.
 * What one server was told of a key or an optimizer, all are told. Who gives a key's first value is kept if all knew.
+* Which data a worker has was told to all servers before it was to the worker; the newest of these notes counts.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ from kvdist.protocol.messages import (
     Done,
     Failed,
     Hello,
+    Lease,
     Load,
     Message,
     Reregister,
+    Rest,
     Save,
     Saved,
     SetOptimizer,
@@ -51,6 +54,10 @@ class Memories:
     optimizers: dict[int, SetOptimizer] = field(default_factory=dict)
     snapshots: dict[str, dict[Member, SnapshotTaken]] = field(default_factory=dict)
     """Folder → what servers have written there by themselves; the newest is the last."""
+    rest: Rest | None = None
+    """The newest one that any server has: who has which data."""
+    resting: set[Member] = field(default_factory=set)
+    """Those that ask for data, and may not have been awaited."""
     copied: list[Copied] = field(default_factory=list)
     """Which servers have a backup with all that they have."""
     ended: dict[NodeId, ChildEnded] = field(default_factory=dict)
@@ -81,10 +88,6 @@ class Memories:
         ended = self.ended.get(member.node)
         lives = {peer.life for message in self.registered.values() for peer in message.peers if peer.member == member}
         return ended if ended is not None and lives <= {ended.life} else None
-
-    def obstacle(self) -> str:
-        """What the earlier scheduler knew alone, so that nobody can go on from it; '' if there is nothing."""
-        return "whose workers lease their data" if any(one.leases for one in self.registered.values()) else ""
 
     def joined(self) -> tuple[dict[Member, int], set[Member], dict[Member, int]]:
         """Members that have joined later and their versions; newcomers; and those members that not all servers know."""
@@ -146,6 +149,8 @@ class ReturnedScheduler(Scheduler):
                 memories.optimizers[store] = message
             case SnapshotTaken():
                 memories.snapshots.setdefault(message.folder, {})[sender] = message
+            case Rest():
+                memories.rest = max(memories.rest or message, message, key=lambda one: one.request)
             case Copied():
                 memories.copied.append(message)
             case Reregister():
@@ -154,6 +159,8 @@ class ReturnedScheduler(Scheduler):
             case _:
                 if isinstance(message, Barrier | Save | Load):
                     memories.asked_again.add((message.KIND, message.store, message.counter))
+                if isinstance(message, Lease) and message.rests:
+                    memories.resting.add(sender)
                 memories.later.append(partial(self._again, sender, message))
         return []
 
@@ -197,13 +204,10 @@ class ReturnedScheduler(Scheduler):
         assert memories is not None
         self._answers = memories.answers()
         self._asked_again = memories.asked_again
+        self._over = set[Call]()
         if not memories.registered:
             return [effect for event in memories.later for effect in event(now)]
         self._recall_members(memories)
-        obstacle = memories.obstacle()
-        if obstacle:
-            cause = f"it was started again, which a job does not survive {obstacle}"
-            return self._abort("scheduler", "", cause, None, f"scheduler was lost: {cause}; start the job again")
         missing = memories.missing()
         told = (
             f"the scheduler was started again (term {self.term}); {len(memories.registered)} processes have registered"
@@ -212,6 +216,8 @@ class ReturnedScheduler(Scheduler):
             if member.node.role is Role.SERVER:  # who has not heard of it may have marked pushes there, as ever
                 self.checkpoints.server_lost(member, self.membership.workers.values())
         effects: list[Effect] = [Log(told), *self._recall_agreements(memories, now)]
+        if memories.rest is not None and memories.rest.note:
+            effects += self._recall_leases(memories, memories.rest)
         if self.newcomers is not None:
             calls = {member: message.calls for member, message in memories.registered.items()}
             effects += self.newcomers.recall(memories.joined()[2], calls)
@@ -224,6 +230,10 @@ class ReturnedScheduler(Scheduler):
         effects += [] if self._is_over else self._announce(now)
         for event in memories.later:
             effects += event(now)
+        for kind, store, counter in (*self._answers, *self._over):  # now that what is under way is known to be
+            counts = self.checkpoints.saves if kind == Save.KIND else self.checkpoints.loads
+            if kind != Barrier.KIND:
+                counts[store] = max(counts.get(store, 0), counter + 1)
         return effects + self._without_departed(now)
 
     def _wait_if_deserted(self, now: float) -> None:
@@ -264,16 +274,28 @@ class ReturnedScheduler(Scheduler):
                 effects += self.checkpoints.recall(folder, register.run, now)
         return effects
 
+    def _recall_leases(self, memories: Memories, rest: Rest) -> list[Effect]:
+        """Which worker has which part of the data."""
+        resting = [one.node for one in memories.resting if one.node.rank in rest.ranks and self.membership.has(one)]
+        open_ = memories.asked_again - self._answers.keys()
+        saving = {(store, counter) for kind, store, counter in open_ if kind == Save.KIND}
+        effects, (stores, *numbers) = self._with_leases().recall(rest.note, resting, saving)
+        for counts, told in zip((self._passed, self.checkpoints.saves, self.checkpoints.loads), numbers, strict=True):
+            for store, count in zip(stores, told, strict=True):
+                counts[store] = max(counts.get(store, 0), count)
+        return effects
+
     def _without(self, missing: list[Member], memories: Memories, now: float) -> list[Effect]:
         """Go on without those that have not registered, or end the job, and name all of them."""
-        silent = []
+        silent, effects = [], list[Effect]()
         for member in missing:
             ended = memories.end_of(member)
             if ended is None:
                 silent.append(member)
             elif ended.clean:  # it had heard that it may go, from the earlier scheduler
                 self.membership.leave(member.node)
-        effects = self._end_if_alone(now)
+                effects += [] if self.leases is None else self.leases.left(member)
+        effects += self._end_if_alone(now)
         if self._is_over:
             for member in silent:
                 self.membership.leave(member.node)
@@ -305,5 +327,6 @@ class ReturnedScheduler(Scheduler):
             # All workers had marked when it was said. If nobody asks any more, all have been answered.
             call = (Save.KIND, message.store, message.counter)
             if call in self._answers or call not in self._asked_again:
+                self._over.add(call)
                 return []
         return super().handle(sender, message, now)

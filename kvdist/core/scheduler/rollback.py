@@ -384,14 +384,16 @@ class Rollback:
         assert to is not None
         if self._making is not to:
             self._making = None  # it is of what is dropped now, even if its manifest is being written
+        noted: list[Effect] = []
         if self.leases is not None:
             self.leases.go_back(to.position)
+            noted = self.leases.restored(list)  # servers hear it before they go back themselves
         self._number += 1
         loud = set(self._membership.workers.values())
         self.way_back = WayBack(self._number, to, loud, now)
         self._newcomers.begin_anew()
         message = Rewind(self._number, to.version, f"{lost} was lost: all go back to step {to.version}")
-        return [*(Send(member, message) for member in loud), *self._advance(now)]
+        return [*noted, *(Send(member, message) for member in loud), *self._advance(now)]
 
     def ignores(self, sender: Member) -> bool:
         """Whether this worker has called something that it is going to drop."""

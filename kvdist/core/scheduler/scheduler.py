@@ -233,7 +233,7 @@ class Scheduler(Machine):
                 return self._claim(sender, message, now)
             case Save() if is_worker:
                 if self.leases is not None:
-                    self.leases.mark(sender, (message.store, message.counter))
+                    self.leases.mark(sender, message)
                 return self.checkpoints.save(sender, message, now)
             case Load() if is_worker:
                 number = self._number(sender, message, *self.checkpoints.loading_of(message.store))
@@ -705,6 +705,8 @@ class Scheduler(Machine):
         effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
         if self._is_over:
             return [*effects, Send(member, Stop(), member)]
+        if self.leases is not None:
+            effects.append(Send(member, self.leases.rest(0)))
         if self.rollback is None:
             told = Log(f"{self._where(member)} is back, and is given a copy of slices while training goes on")
             return [*effects, told, *self._announce(now)]
@@ -792,6 +794,7 @@ class Scheduler(Machine):
                 self._go_on_without_data,
                 self._numbers,
                 lambda: self.checkpoints.is_saving,
+                self.config.away_s > 0,
             )
             self.leases = self.checkpoints.data = self.losses.leases = leases
             if self.rollback is not None:
@@ -802,13 +805,19 @@ class Scheduler(Machine):
         """A worker rests: whatever has waited for nobody else goes on."""
         return [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
 
-    def _numbers(self, member: Member) -> Sequence[Sequence[int]]:
-        """Stores, and of each how many barriers, checkpoints and loads there were: for a worker that has rested."""
-        saves, loads = self.checkpoints.saves, self.checkpoints.loads
-        stores = sorted(self._passed.keys() | saves.keys() | loads.keys())
-        if self.newcomers is not None:
+    def _numbers(self, member: Member | None) -> Sequence[Sequence[int]]:
+        """Stores, and of each how many barriers, checkpoints and loads have come to their ends.
+
+        Args:
+            member: who is told this, because it has rested; None if it is only noted.
+        """
+        made = self.checkpoints
+        stores = sorted(self._passed.keys() | made.saves.keys() | made.loads.keys())
+        if self.newcomers is not None and member is not None:
             self.newcomers.align(member, stores)
-        return (stores, *([counts.get(store, 0) for store in stores] for counts in (self._passed, saves, loads)))
+        passed = [self._passed.get(store, 0) for store in stores]
+        saves, loads = ([_ended(*of(store)) for store in stores] for of in (made.saving_of, made.loading_of))
+        return stores, passed, saves, loads
 
     def _fenced(self, member: Member) -> str:
         return (
@@ -871,6 +880,11 @@ class Scheduler(Machine):
             hint = Waiting(f"{', '.join(self.membership.missing())} to register", (), now - self._started_at)
             return [Send(peer.member, hint) for peer in self.membership.present]
         return [wait.hint(now) for wait in sorted(self._waits(), key=lambda wait: wait.since, reverse=True)]
+
+
+def _ended(under_way: Mapping[int, object], count: int) -> int:
+    """How many calls have come to their ends before the first that has not."""
+    return min(under_way, default=count)
 
 
 def _barrier_answer(barrier: Agreement[BarrierWord]) -> Answer:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -147,6 +147,8 @@ class Server(Machine):
         """Of the lost."""
         self._settles_again = False
         """The scheduler was started again, and has not heard of them."""
+        self._rested: Rest | None = None
+        """The newest that the scheduler has said."""
         self._performed: dict[tuple[int, int], Done | Failed] = {}
         self._next_alive = NEVER
         self._next_look = NEVER
@@ -363,8 +365,10 @@ class Server(Machine):
         left, lost = self.peers.lines_of(self.peers.left), self.peers.lines_of(self.peers.lost)
         joined = self.peers.joined
         own = (self.epoch, tuple(self.peers.known.values()), left, lost, tuple(joined), tuple(joined.values()))
-        register = Reregister(*own, False, (), "", (), self.peers.owners)
+        register = Reregister(*own, (), "", (), self.peers.owners)
         told: list[Message] = [*self._optimizers.values(), *self._assigned.values(), *self.snapshots.reported]
+        if self._rested is not None:
+            told.append(replace(self._rested, ranks=tuple(sorted(self.peers.resting))))
         return [Send(SCHEDULER_MEMBER, message) for message in (*told, *self.snapshots.taken, register)]
 
     def _assign(self, message: Assign) -> Done | Failed:
@@ -388,7 +392,7 @@ class Server(Machine):
         self.epoch = message.epoch
         self._next_look = now + self.limits.explain_after_s
         lost = {member.node.rank: member for member in gone if member in self.peers.lost}
-        fates = self._drop(lost.keys()) if lost else {}
+        fates = self._drop(lost) if lost else {}
         self._fates |= {member: fates[rank] for rank, member in lost.items()}
         for shard in self._shards:
             shard.roster({member.node.rank for member in gone})
@@ -406,13 +410,15 @@ class Server(Machine):
 
     def _rest(self, message: Rest) -> list[Effect]:
         """Go on without the workers that have no data; what waited only for them goes on."""
-        self.peers.rest(set(message.ranks))
-        for shard in self._shards:
-            shard.roster(set())
-        self.snapshots.roster()
+        self._rested = message
+        if self.peers.resting != set(message.ranks):
+            self.peers.rest(set(message.ranks))
+            for shard in self._shards:
+                shard.roster(set())
+            self.snapshots.roster()
         return [*self._replies(), Send(SCHEDULER_MEMBER, Done(message.request))]
 
-    def _drop(self, lost: Set[int]) -> dict[int, tuple[Fate, ...]]:
+    def _drop(self, lost: Mapping[int, Member]) -> dict[int, tuple[Fate, ...]]:
         """Nothing of these workers is counted from now on. Before any round closes without them.
 
         Marks go first, or a checkpoint would wait for pushes that nobody counts. Where all wait for their return, they
@@ -420,9 +426,9 @@ class Server(Machine):
         """
         if self.peers.waits:
             for holder in (one for shard in self._shards for one in shard):
-                holder.round.drop_open(lost)
+                holder.round.drop_open(lost.keys())
             return dict.fromkeys(lost, ())
-        self.snapshots.unmark(lost)
+        self.snapshots.unmark(lost.keys())
         fates = [fate for shard in self._shards for fate in shard.drop(lost)]
         return {rank: tuple(fate for fate in fates if fate.rank == rank) for rank in lost}
 

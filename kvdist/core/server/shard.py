@@ -211,21 +211,21 @@ class Shard(abc.ABC, Generic[H]):
 
     # What the scheduler says.
 
-    def drop(self, lost: Set[int]) -> list[Fate]:
+    def drop(self, lost: Mapping[int, Member]) -> list[Fate]:
         """Drop what these lost workers have pushed and is not counted; say how much is."""
         counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
         examples: dict[tuple[int, int], int] = {}
         for holder in self:
             is_used = bool(holder.round.version or holder.round.slots)
-            for rank in lost & holder.round.examples.keys():
+            for rank in lost.keys() & holder.round.examples.keys():
                 place = (rank, holder.store)
                 examples[place] = max(examples.get(place, 0), holder.round.examples[rank])
-            for rank, pushes in holder.drop(lost).items():
+            for rank, pushes in holder.drop(lost.keys()).items():
                 if is_used:
                     counted.setdefault((rank, holder.store), []).append((pushes, len(holder.ids)))
             if self.ledger is not None:
-                self.ledger.dropped(holder, lost)
-        return [_fate(*place, found, examples.get(place, 0)) for place, found in counted.items()]
+                self.ledger.dropped(holder, lost.keys())
+        return [_fate(lost[place[0]], place[1], found, examples.get(place, 0)) for place, found in counted.items()]
 
     def hold(self, more: int) -> list[int]:
         """Make so many more versions of each slice at most, until `admit`; returns those that rounds have made."""
@@ -466,10 +466,10 @@ class DenseShard(Shard[Block]):
         updater = self._updaters.get(store)
         return updater is None or updater.optimizer.is_elementwise
 
-    def drop(self, lost: Set[int]) -> list[Fate]:
+    def drop(self, lost: Mapping[int, Member]) -> list[Fate]:
         """See `Shard`. What came in one sum with something of these workers cannot be taken apart, and goes, too."""
         for block in self:
-            for rank in lost & block.round.slots.keys():
+            for rank in lost.keys() & block.round.slots.keys():
                 self._drop_sum(block, rank)
         return super().drop(lost)
 
@@ -773,12 +773,13 @@ class DenseShard(Shard[Block]):
         return RoundWait(block.round, f"push {name_of(block.key)} (step {block.version + 1})", missing)
 
 
-def _fate(rank: int, store: int, counted: Sequence[tuple[int, int]], examples: int) -> Fate:
+def _fate(member: Member, store: int, counted: Sequence[tuple[int, int]], examples: int) -> Fate:
     """Of (pushes counted, slices with so many)."""
     pushes = [count for count, _ in counted]
     least, most = min(pushes), max(pushes)
     slices = sum(number for count, number in counted if count == most)
-    return Fate(rank, store, least, most, slices, sum(number for _, number in counted), examples)
+    of = sum(number for _, number in counted)
+    return Fate(member.node.rank, member.incarnation, store, least, most, slices, of, examples)
 
 
 def _consecutive(rows: Sequence[int]) -> list[tuple[int, int]]:

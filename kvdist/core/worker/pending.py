@@ -156,8 +156,6 @@ class CallAnswers:
         """The directories that it has claimed."""
         self.run = ""
         """What its checkpoints are to name."""
-        self.has_leases = False
-        """Whether it has ever asked for a lease of data."""
 
     def note(self, asked: Message | None, failure: Failed | None = None) -> None:
         """The scheduler has answered a request."""

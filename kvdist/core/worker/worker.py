@@ -465,7 +465,6 @@ class Worker(Machine):
                 self.transfers.kernels = request.kernels
                 return [CompleteRequest(request.request)]
             case Configure() | Command() | Lease() | Used():
-                self._answers.has_leases |= isinstance(request, Lease)
                 self._open(request.request, label_of(request), now)
                 rests = isinstance(request, Lease) and request.rests
                 rest = self.aggregation.rest() if rests and self.aggregation is not None else []
@@ -743,7 +742,7 @@ class Worker(Machine):
         self._next_alive = now + self.limits.heartbeat_s
         self._blocked.repeat(now)
         told, folders = self._answers, tuple(self._answers.folders)[-FOLDERS_MAX:]
-        own = (told.has_leases, tuple(told), told.run, folders, self._owners)
+        own = (tuple(told), told.run, folders, self._owners)
         register = Reregister(self.epoch, self.peers, (), (), (), (), *own)
         open_ = [pending.asked_for for pending in self._pending if pending.asked_for is not None]
         ready = [] if self._newcomer is None else self._newcomer.wishes
