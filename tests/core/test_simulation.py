@@ -674,11 +674,6 @@ def promises_nothing(self: Admission, version: int) -> bool:
     return True
 
 
-def cuts_twice_at_once(self: Newcomers) -> list[Effect]:
-    self._line, self._cutting = [*(self._cutting or ()), *self._line], None
-    return ORIGINAL_NEXT_CUT(self)
-
-
 def tells_of_the_cluster_at_once(self: Newcomers, stranger: Member, hello: Any, now: float) -> list[Effect]:
     """A newcomer speaks to servers that have not heard of it."""
     effects = ORIGINAL_HELLO(self, stranger, hello, now)
@@ -735,7 +730,6 @@ def numbers_of_its_own(self: Newcomers, sender: Member, message: Any, opened: An
 
 
 ORIGINAL_MAY_GO_ON = Losses.may_go_on
-ORIGINAL_NEXT_CUT = Newcomers._next_cut
 ORIGINAL_HELLO = Newcomers.hello
 ORIGINAL_ACCEPT = newcomer.Newcomer.accept
 ORIGINAL_ENDED = Scheduler._child_ended
@@ -1183,7 +1177,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "early pushes of newcomers count": ("joins", [(Round, "ready", counts_early_pushes)]),
     "rounds wait for newcomers too early": ("joins", [(Admission, "of", waits_from_the_start)]),
     "slices go on while a cut is made": ("joins with a far scheduler", [(Admission, "allows", promises_nothing)]),
-    "two cuts at once": ("joins with a far scheduler", [(Newcomers, "_next_cut", cuts_twice_at_once)]),
     "newcomers speak before servers know them": ("joins", [(Newcomers, "hello", tells_of_the_cluster_at_once)]),
     "counters of newcomers begin at none": ("joins", [(SliceTable, "begin_at", begins_at_none)]),
     "newcomers give values": ("joins", [(newcomer, "GIVES", ())]),
