@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -49,9 +49,11 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.naming import NamedKey
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.optimizer.states import SliceState
-from kvdist.protocol.arrays import INDEX, Coded, Encoding, as_octets, offsets
+from kvdist.protocol.arrays import INDEX, Arrays, Coded, Encoding, as_octets, offsets
 from kvdist.protocol.messages import (
+    ROW_IDS,
     CompressedPush,
+    Fill,
     InitRows,
     Message,
     Packet,
@@ -270,17 +272,24 @@ def ids_of(message: Message) -> tuple[Ascending, ...]:
     match message:
         case CompressedPush(arrays=coded) if coded.encoding == Encoding.TOP_K:
             return _top_k(coded)
-        case InitRows(arrays=arrays) | PushRows(arrays=arrays) | PullRows(arrays=arrays) | ReplicateRows(arrays=arrays):
-            width, each = ROW_ID.itemsize, 1 if isinstance(message, PullRows) else 2
-            payload = b"".join(arrays.frames)
-            found = []
-            starts, _ = offsets(arrays.dtypes, arrays.counts)
-            for start, count in zip(starts[::each].tolist(), arrays.counts[::each].tolist(), strict=True):
-                if count:
-                    last = int(np.frombuffer(payload, ROW_ID, 1, start + (count - 1) * width)[0])
-                    found.append(Ascending(start, count, width, last))
-            return tuple(found)
+        case PullRows(arrays=arrays):
+            return _row_ids(arrays, range(len(arrays.counts)))
+        case InitRows(arrays=arrays) | PushRows(arrays=arrays) | ReplicateRows(arrays=arrays):
+            return _row_ids(arrays, range(0, len(arrays.counts), 2))
+        case Fill(parts=parts, arrays=arrays):
+            return _row_ids(arrays, np.flatnonzero(parts == ROW_IDS).tolist())
     return ()
+
+
+def _row_ids(arrays: Arrays, positions: Iterable[int]) -> tuple[Ascending, ...]:
+    """The arrays at these positions are ids of rows."""
+    width, payload, found = ROW_ID.itemsize, b"".join(arrays.frames), []
+    starts, _ = offsets(arrays.dtypes, arrays.counts)
+    for start, count in ((int(starts[position]), int(arrays.counts[position])) for position in positions):
+        if count:
+            last = int(np.frombuffer(payload, ROW_ID, 1, start + (count - 1) * width)[0])
+            found.append(Ascending(start, count, width, last))
+    return tuple(found)
 
 
 def _top_k(coded: Coded) -> tuple[Ascending, ...]:

@@ -34,7 +34,7 @@ from kvdist.core.server.server import Server
 from kvdist.core.worker.worker import Worker
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Role
-from kvdist.protocol.messages import ReplicateRows
+from kvdist.protocol.messages import ROW_IDS, Fill, ReplicateRows
 from kvdist.protocol.wire import encode
 
 
@@ -191,8 +191,9 @@ class _Player:
     def answer(self, effect: Effect) -> Sent | Did:
         """An effect as a record has it."""
         if isinstance(effect, Transmit):
-            if isinstance(effect.packet.message, ReplicateRows):
-                return Sent(effect.to)  # how many rows are merged depends on ids of which a record has the last ones
+            message = effect.packet.message
+            if isinstance(message, ReplicateRows) or (isinstance(message, Fill) and ROW_IDS in message.parts):
+                return Sent(effect.to)  # how many rows these are depends on ids of which a record has the last ones
             try:
                 envelope, header, *_ = encode(effect.packet)
             except ValueError:  # ids among zeros do not ascend

@@ -1140,6 +1140,10 @@ class Standing:
     reason: Sentence
 
 
+WEIGHT, ROW_IDS = 254, 253
+"""Parts of a slice beside those of its optimizer's state, in `Fill`."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Fill(WireMessage):
     """Server → the one that keeps a copy of its slices: a slice as it is now, which was not in the copy."""

@@ -66,6 +66,8 @@ from kvdist.protocol.arrays import Arrays, PayloadView, padded, views
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import (
     LATER,
+    ROW_IDS,
+    WEIGHT,
     Assign,
     Contributor,
     Copied,
@@ -101,8 +103,6 @@ NOBODY = Member(worker(0), 0)
 _EMPTY, _CLIPPED = int(Flag.EMPTY), int(Flag.MEASURE | Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
-WEIGHT, ROW_IDS = 254, 253
-"""Parts of a slice beside those of its optimizer's state, in `Fill`."""
 PIECE_BYTES_MAX, FILL_BYTES_MAX = 4 << 20, 8 << 20
 """Of what a slice is filled in with: an array is cut into pieces of so many bytes, a message has no more."""
 FILLS_AHEAD = 2
