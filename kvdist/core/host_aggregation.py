@@ -7,9 +7,9 @@ replies from it. Pulls and first values go to the servers. Rules that hold here:
 * A slice is forwarded when every live worker of the host has contributed, and never before, so a forwarded push never
   makes a server wait for a worker of this host. An incomplete slice is *handed back* after a while: each worker sends
   its own contribution, and the server knows who is late. What was forwarded is never handed back.
-* Contributions that agree in settings and flags are summed in rank order, in the row of the lowest rank with a
-  gradient; the rows of the others are *carried*. Halves are not summed: the sum of a host could round or overflow where
-  that of all workers does not.
+* Contributions that agree in settings and flags, and in samples where those weigh, are summed in rank order, in the row
+  of the lowest rank with a gradient; the rows of the others are *carried*. Halves are not summed: the sum of a host
+  could round or overflow where that of all workers does not.
 * When the leader leaves, its followers push to the servers again. A server knows by the push counter what it has.
 * When a worker is lost, servers count nothing of a sum that it is in, as that cannot be taken apart: they hand it back,
   and each of the others sends its own contribution.
@@ -50,7 +50,7 @@ from kvdist.protocol.messages import (
 
 ROWS_PER_MESSAGE_MAX = 1 << 16
 """Keeps the columns of a message far below the longest header."""
-_EMPTY, _CARRIED, _HOLD = int(Flag.EMPTY), int(Flag.CARRIED), int(Flag.HOLD)
+_EMPTY, _CARRIED, _HOLD, _WEIGHTED = map(int, (Flag.EMPTY, Flag.CARRIED, Flag.HOLD, Flag.WEIGHTED))
 _NAN = float("nan")
 
 
@@ -646,7 +646,8 @@ class PushJoiner:
                 continue
             dtype = DType(share.dtype)
             alone = rank if dtype.accumulate != dtype.storage else -1
-            carrier = carriers.setdefault((share.flags, share.setting, dtype, share.values.size, alone), row)
+            weight = share.samples if share.flags & _WEIGHTED else 0
+            carrier = carriers.setdefault((share.flags, share.setting, weight, dtype, share.values.size, alone), row)
             carrier.summands.append(share.values)
             if carrier is not row:
                 row.flags |= _CARRIED

@@ -25,7 +25,7 @@ from kvdist.protocol.arrays import U32
 from kvdist.protocol.messages import ErrorCode, Flag
 
 # A plain number: operators of enums are written in Python, and this is asked for every block of every push.
-_AVERAGE = int(Flag.AVERAGE)
+_AVERAGE, _WEIGHTED = int(Flag.AVERAGE), int(Flag.WEIGHTED)
 
 Setting = tuple[float | None, float | None, float | None]
 """Learning rate, weight decay, rescale; None where the server's optimizer decides."""
@@ -379,12 +379,38 @@ def take_round(holders: Sequence[Holder], live: Set[int]) -> list[list[Any]]:
     return [holder.round.take(ranks) for holder in holders]
 
 
-def scale_of(contribution: Contributed, total: int, optimizer: Optimizer | None) -> float:
-    """What a contribution is multiplied by: rescale, over the number of contributions if they are averaged."""
+def scales_of(
+    present: Sequence[Contributed], contributions: Sequence[Contributed], optimizer: Optimizer | None
+) -> list[float]:
+    """What each contribution is multiplied by.
+
+    Args:
+        present: those with values, which `agreed_settings` has checked.
+        contributions: all of the round.
+        optimizer: rescales what came without a rescale of its own.
+
+    Raises:
+        PushRefused: a mean is of no samples, which only a broken peer can cause.
+    """
+    if present and present[0].flags & _WEIGHTED:
+        if not all(one.samples for one in present):
+            raise PushRefused("a contribution that is weighted by its samples has none")
+        total = sum(one.samples for one in contributions if one.flags & _WEIGHTED)
+        return [rescale_of(one, optimizer) * one.samples / total for one in present]
+    count = len(contributions)
+    scales = []
+    for one in present:
+        rescale = rescale_of(one, optimizer)
+        scales.append(rescale / count if one.flags & _AVERAGE else rescale)
+    return scales
+
+
+def rescale_of(contribution: Contributed, optimizer: Optimizer | None) -> float:
+    """The number that a worker's optimizer multiplies its gradients by."""
     rescale = contribution.setting[2]
     if rescale is None:
         rescale = 1.0 if optimizer is None else optimizer.rescale_grad
-    return rescale / total if contribution.flags & _AVERAGE else rescale
+    return rescale
 
 
 def agreed_settings(
@@ -398,10 +424,16 @@ def agreed_settings(
         later: the ranks of workers that have joined later, whose schedules may have begun anew: the others' words hold.
 
     Raises:
-        OptimizerMismatch: the workers say different ones.
+        OptimizerMismatch: the workers say different ones, or only some of them weigh by samples.
     """
-    first = present[0].setting
+    first, weighted = present[0].setting, present[0].flags & _WEIGHTED
     for other in present[1:]:
+        if other.flags & _WEIGHTED != weighted:
+            said = "; ".join(f"{one.member}: {'yes' if one.flags & _WEIGHTED else 'no'}" for one in present)
+            raise OptimizerMismatch(
+                f"only some workers say of how many samples their gradient of {name_of(key)} is the mean ({said}): call"
+                " step(samples=n) on all workers, or on none"
+            )
         if other.setting != first and other.setting[:2] != first[:2]:
             if later:
                 elders = [one for one in present if one.member.node.rank not in later]

@@ -20,6 +20,7 @@ import abc
 from collections.abc import Sequence
 from typing import Any
 
+from kvdist.kvstore.backend import Average
 from kvdist.kvstore.registry import register
 from kvdist.optimizer.base import Optimizer
 
@@ -123,10 +124,19 @@ class Adapted:
         value: Sequence[list[Any] | None],
         out: Sequence[list[Any] | None] | None = None,
         *,
-        average: bool = False,
+        average: Average = False,
         samples: int = 0,
     ) -> None:
-        """Sum each key's arrays and write the result into all of `out`; None for what was given."""
+        """Sum each key's arrays and write the result into all of `out`; None for what was given.
+
+        Raises:
+            NotImplementedError: the sums are to be means over samples.
+        """
+        if average == "samples":
+            raise NotImplementedError(
+                f"step(samples=n) is not possible where {type(self._store).__name__} updates the weights, as it cannot"
+                " weight gradients: give the Trainer update_on_kvstore=False"
+            )
         divisor = self._store.num_workers if average else 1
         for position, (key, given, places) in enumerate(zip(keys, value, out or value, strict=True)):
             assert places is not None, "a result needs a place"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +32,14 @@ from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.values import Bits, Key, Keys, UpdaterFunction, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
+from kvdist.protocol.messages import Flag
 from kvdist.runtime.waits import AwaitedFuture
 
 if TYPE_CHECKING:
     from kvdist.kvstore.compression import StoreCompression
 
+Average: TypeAlias = bool | Literal["samples"]
+"""Whether a sum is divided: by the number of workers that contributed, or by that of all their samples."""
 SAMPLES_MAX = (1 << 32) - 1
 """A message has four bytes for it."""
 
@@ -50,6 +53,7 @@ class Ability(enum.Enum):
     ROWS = enum.auto()
     STATES = enum.auto()
     CLIPPING = enum.auto()
+    WEIGHTS = enum.auto()
 
 
 UNABLE: Mapping[Ability, tuple[type[Exception], str]] = {
@@ -77,6 +81,13 @@ UNABLE: Mapping[Ability, tuple[type[Exception], str]] = {
         NotImplementedError,
         "does not clip gradients by the norm of all of them: that needs 'dist', whose servers sum all before updates",
     ),
+    Ability.WEIGHTS: (
+        NotImplementedError,
+        (
+            "does not weight values by their samples: multiply them by their number, sum, and divide by the sum of"
+            " these numbers, as Trainer.step(samples=n) does; or use 'dist', whose servers do it"
+        ),
+    ),
 }
 """What is raised for a store that cannot do something: ``the store 'collective' has no tables of rows, ...``."""
 
@@ -88,12 +99,26 @@ UNABLE: Mapping[Ability, tuple[type[Exception], str]] = {
 class PushOptions:
     """How the servers count a push; see `KVStore.push`."""
 
-    average: bool
+    average: Average
     samples: int
 
     def __post_init__(self) -> None:
         if not 0 <= self.samples <= SAMPLES_MAX:
             raise ValueError(f"samples is {self.samples}; it counts examples, from 0 to {SAMPLES_MAX}")
+        if self.average not in (False, True, "samples"):
+            raise ValueError(f"average is {self.average!r}; it is True, False or 'samples'")
+        if self.is_weighted and not self.samples:
+            raise ValueError("average='samples' needs samples: of how many examples the values are the mean")
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether contributions weigh as much as their samples."""
+        return self.average == "samples"
+
+    @property
+    def flags(self) -> int:
+        """As they travel."""
+        return int(Flag.WEIGHTED if self.is_weighted else Flag.AVERAGE if self.average else 0)
 
 
 PLAIN = PushOptions(average=False, samples=0)

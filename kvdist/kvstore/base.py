@@ -33,6 +33,7 @@ from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.backend import (
     PLAIN,
     Ability,
+    Average,
     Backend,
     Lending,
     LoadJob,
@@ -199,7 +200,7 @@ class KVStore(KVStoreBase):
 
     # Values.
 
-    def push(self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0) -> None:
+    def push(self, key: Keys, value: Value, priority: int = 0, *, average: Average = False, samples: int = 0) -> None:
         """Contribute to keys: the sum over devices, then over workers, is what updates the stored value.
 
         With an optimizer or updater the sum updates the stored value; without one it replaces it. Returns at
@@ -212,15 +213,17 @@ class KVStore(KVStoreBase):
             value: as described for the module; ``None`` for a key without a gradient on this worker.
             priority: higher goes first.
             average: divide the sum by the number of workers that contributed (not by the devices). Integers are cut
-                toward zero; with servers several workers average floats only.
-            samples: how many examples the values sum, told to the servers; 0 if it is not known.
+                toward zero; with servers several workers average floats only. ``'samples'``: the values are means over
+                `samples` examples, and the result is the mean over the examples of all workers; then all must say so.
+                For ``dist`` stores, and for local ones, where it changes nothing.
+            samples: how many examples the values are of, told to the servers; 0 if it is not known.
         """
         self._begin()
         options = PushOptions(average, samples) if average or samples else PLAIN
         self._transfer(PushPull(key, value, None, priority, Lending.NOTHING, options, pulls=False))
 
     def push_async(
-        self, key: Keys, value: Value, priority: int = 0, *, average: bool = False, samples: int = 0
+        self, key: Keys, value: Value, priority: int = 0, *, average: Average = False, samples: int = 0
     ) -> Future[None]:
         """`push` with a future that resolves when the contribution has been counted."""
         self._begin()
@@ -262,7 +265,7 @@ class KVStore(KVStoreBase):
         out: Value | None = None,
         priority: int = 0,
         *,
-        average: bool = False,
+        average: Average = False,
         samples: int = 0,
     ) -> None:
         """Push keys and pull the result, in one round trip; blocks until the result is written.
@@ -287,7 +290,7 @@ class KVStore(KVStoreBase):
         out: Value | None = None,
         priority: int = 0,
         *,
-        average: bool = False,
+        average: Average = False,
         samples: int = 0,
     ) -> Future[None]:
         """`pushpull` with a future; `out` (or `value`, in place) belongs to the store until it resolves."""
@@ -295,7 +298,7 @@ class KVStore(KVStoreBase):
         return self._transfer(PushPull(key, value, out, priority, Lending.RESIDENT, PushOptions(average, samples)))
 
     def pushpull_shared(
-        self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: bool = False, samples: int = 0
+        self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: Average = False, samples: int = 0
     ) -> list[Any]:
         """`pushpull` whose large results stay where they are, in the memory of servers of this host.
 
@@ -323,7 +326,7 @@ class KVStore(KVStoreBase):
         out: Value | None = None,
         priority: int = 0,
         *,
-        average: bool = False,
+        average: Average = False,
         samples: int = 0,
     ) -> float:
         """`pushpull` of gradients, clipped as ``torch.nn.utils.clip_grad_norm_`` does, before the servers' optimizer.
@@ -717,6 +720,8 @@ class KVStore(KVStoreBase):
             raise backend.errors.popleft()
 
     def _transfer(self, call: PushPull) -> Future[Any]:
+        if call.options is not PLAIN and call.options.is_weighted:
+            self._backend.require_able(Ability.WEIGHTS)
         if self._backend.keys.tables:
             return self._mixed.transfer(call)
         return self._backend.arrays.transfer(call)

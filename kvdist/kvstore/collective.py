@@ -324,7 +324,7 @@ class ReplicatedValues:
             return self._pull(call)
         with self._ranks.reporting():
             given = self._matched(call)
-        future = self._begin(given, call.options.average, call.pulls and call.lending is Lending.EVERYTHING)
+        future = self._begin(given, bool(call.options.average), call.pulls and call.lending is Lending.EVERYTHING)
         if call.lending is Lending.NOTHING:
             future.add_done_callback(self._backend.note_failed)
         return future

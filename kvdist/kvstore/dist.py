@@ -87,7 +87,7 @@ class DistBackend(Backend):
             metrics is over the workers that take part.
     """
 
-    abilities = frozenset({Ability.OPTIMIZER, Ability.COMPRESSION, Ability.ROWS, Ability.STATES})
+    abilities = frozenset({Ability.OPTIMIZER, Ability.COMPRESSION, Ability.ROWS, Ability.STATES, Ability.WEIGHTS})
 
     def __init__(
         self,

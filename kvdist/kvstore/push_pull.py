@@ -742,7 +742,7 @@ def push_runs(
         reads: whether the receiver of a run shares memory with this process.
     """
     distinct, setting_of_key = settings
-    flag = int(Flag.AVERAGE) if options.average else 0
+    flag = options.flags
     empty = None if all(bits) else np.array([Flag.EMPTY * (not parts) for parts in bits], np.uint8)
     runs = []
     for run, payload, code in zip(plan.runs, payloads, codes, strict=True):

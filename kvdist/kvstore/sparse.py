@@ -99,7 +99,7 @@ class RowTransfers:
         """Push rows; without any it still counts. None: there is no gradient here."""
         if self._moves.optimizer is None and self._moves.must_update:
             refuse_to_sum(self._moves.on_loss)
-        flags = (Flag.AVERAGE if options.average else 0) | (Flag.EMPTY if rows is None else 0)
+        flags = options.flags | (Flag.EMPTY if rows is None else 0)
         setting = hyperparameters_of(info, self._moves.optimizer)
         nbytes, under_way = 0 if rows is None else sum(array.nbytes for array in rows), self._cluster.under_way
         largest = self._largest.get(info.key, 0)

@@ -127,8 +127,8 @@ class Flag(enum.IntFlag):
 
     EMPTY = 1
     """No gradient on this worker: counts, adds nothing, and has no bytes in the payload."""
-    DELTA = 2
-    """A change of the weights made by local steps, not a gradient."""
+    WEIGHTED = 2
+    """A mean over its samples: multiply it by their number, and divide the sum by that of the whole round."""
     AVERAGE = 4
     """Divide the sum by the number of contributions."""
     HOLD = 8
@@ -150,11 +150,11 @@ MORE = 128
 Error = Annotated[int, code("error", ErrorCode, "an error")]
 Loss = Annotated[int, code("on-loss", OnLoss, "a policy of losses")]
 Outcomes = Annotated[U8, codes_up_to(max(Outcome), "outcome")]
-_PUSH_FLAGS = Flag.EMPTY | Flag.DELTA | Flag.AVERAGE | Flag.HOLD
+_PUSH_FLAGS = Flag.EMPTY | Flag.WEIGHTED | Flag.AVERAGE | Flag.HOLD
 PushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.MEASURE | Flag.APPLY)]
 JoinedPushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.CARRIED)]
 InitRowsFlags = Annotated[U8, bits(MORE)]
-PushRowsFlags = Annotated[U8, bits(Flag.EMPTY | Flag.AVERAGE | MORE)]
+PushRowsFlags = Annotated[U8, bits(Flag.EMPTY | Flag.WEIGHTED | Flag.AVERAGE | MORE)]
 
 # Registration: spoken before there are sequence numbers, hence idempotent.
 

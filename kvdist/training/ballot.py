@@ -3,7 +3,8 @@
 One more key of the same exchange, so it costs no message. Invariants:
 
 * For each parameter it has whether a worker had a gradient, as all must update the same parameters.
-* It has whether a worker averages or sums, as all with gradients must do the same where no server divides.
+* It has whether a worker averages, sums or weighs by samples, as all with gradients must do the same where no server
+  divides; and the samples, whose sum divides then.
 * Every worker writes what its optimizer's numbers are into a place of its own, and all see alike whether they differ:
   then each would make another step, and the weights would drift apart.
 """
@@ -22,6 +23,9 @@ from kvdist.optimizer.base import Optimizer, numbers_of
 
 DIGESTS = 1 << 20
 """How many digests there are: whole numbers that float32 keeps apart, also divided by a number of workers."""
+
+CONVENTIONS = 3
+"""Averages, sums, and gradients that are weighted by their samples."""
 
 
 class Ballot:
@@ -42,26 +46,26 @@ class Ballot:
         self._num_workers = num_workers
         self._names = [name for name in numbers_of(type(optimizer)) if name != "rescale_grad"]
 
-    def cast(self, had: Sequence[bool], average: bool) -> NDArray[np.float32]:
+    def cast(self, had: Sequence[bool], average: bool, samples: int = 0) -> NDArray[np.float32]:
         """Return this worker's ballot.
 
         Args:
             had: for each trained parameter whether there is a gradient here.
-            average: whether this worker averages. Without any gradient, as in a skipped step, it accepts either.
+            average: whether this worker averages. Without any gradient, as in a skipped step, it accepts everything.
+            samples: what its gradients were multiplied by; 0 if they are not weighted.
         """
         own = np.zeros((self._num_workers, 2), np.float32)
         own[self._rank] = self._digest(), self._optimizer.learning_rate
-        convention = [any(had) and average, any(had) and not average]
+        convention = [any(had) and average, any(had) and not average and not samples, any(had) * samples]
         return np.array([*had, *convention, *own.ravel()], np.float32)
 
-    def read(self, result: NDArray[np.float32]) -> tuple[list[bool], bool]:
-        """For each trained parameter whether any worker had a gradient; and whether some average and others sum.
+    def read(self, result: NDArray[np.float32]) -> tuple[list[bool], NDArray[np.float32]]:
+        """For each trained parameter whether any worker had a gradient; how many average and sum, and all samples.
 
         Args:
             result: all workers' ballots, summed or averaged.
         """
-        averaging, summing = result[self._parameters : self._parameters + 2]
-        return (result[: self._parameters] > 0).tolist(), bool(averaging > 0 and summing > 0)
+        return (result[: self._parameters] > 0).tolist(), result[self._parameters : self._parameters + CONVENTIONS]
 
     def require_equal_numbers(self, result: NDArray[np.float32]) -> None:
         """Compare the workers' optimizers; without any gradient nothing is updated, and they may differ.
@@ -69,7 +73,7 @@ class Ballot:
         Raises:
             OptimizerMismatch: they have different numbers; all workers raise it.
         """
-        said = result[self._parameters + 2 :].reshape(-1, 2)
+        said = result[self._parameters + CONVENTIONS :].reshape(-1, 2)
         there = np.flatnonzero(said[:, 0])
         if len(set(said[there, 0].tolist())) <= 1 or not result[: self._parameters].any():
             return

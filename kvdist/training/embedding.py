@@ -15,10 +15,12 @@ import numpy.typing as npt
 import torch
 
 from kvdist.kvstore import create as create_store
+from kvdist.kvstore.backend import Average
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.initializer import Initializer
+from kvdist.training.trainer_config import require_samples
 
 Ids = npt.NDArray[np.int64]
 
@@ -139,7 +141,7 @@ class Embedding(torch.nn.Module):
         if not self._used:
             self._ask()
 
-    def step(self, batch_size: float | None = None) -> None:
+    def step(self, batch_size: float | None = None, *, samples: int | None = None) -> None:
         """Push the gradients of all forward passes since the last call; returns at once, unless lost workers are waited
         for (``KVDIST_ON_LOSS=wait``): then when they are counted.
 
@@ -148,9 +150,11 @@ class Embedding(torch.nn.Module):
         Args:
             batch_size: None: losses are means, and gradients are averaged over the workers, as by ``Trainer.step()``.
                 A number: losses are sums; this worker's gradients are divided by it and summed over the workers.
+            samples: None, or of how many examples this worker's loss is the mean, as of ``Trainer.step(samples=n)``.
 
         Raises:
-            ValueError: the size is not a positive number, or the store has no optimizer: gradients would become the
+            OptimizerMismatch: only some workers give their samples.
+            ValueError: a number is not positive, or both are given; or the store has no optimizer: gradients would become the
                 whole table then.
         """
         if not self._store.has_optimizer:
@@ -160,16 +164,19 @@ class Embedding(torch.nn.Module):
             )
         if batch_size is not None and not 0 < batch_size < float("inf"):
             raise ValueError(f"batch_size is {batch_size}; it must be a positive number")
+        if samples is not None:
+            require_samples(samples, batch_size)
         used, self._used = self._used, []
         if self._wanted is None and self._coming is not None:  # asked for before this push, so they lack its update
             self._wanted, self._coming = self._coming[0], None
         grads = [(ids, rows.grad) for ids, rows in used if rows.grad is not None]
-        gradient, average = self._gradient(grads, batch_size), batch_size is None
+        gradient = self._gradient(grads, batch_size)
+        average: Average = batch_size is None if samples is None else "samples"
         if self._store.on_loss == "wait":
             # Who repeats a step of a lost worker finds it only if nobody is further than the next one.
-            self._store.push_async(self.key, gradient, average=average).result()
+            self._store.push_async(self.key, gradient, average=average, samples=samples or 0).result()
         else:
-            self._store.push(self.key, gradient, average=average)
+            self._store.push(self.key, gradient, average=average, samples=samples or 0)
         self._ask()
 
     def _gradient(self, grads: list[tuple[Ids, torch.Tensor]], batch_size: float | None) -> RowSparse | None:

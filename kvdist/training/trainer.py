@@ -33,6 +33,7 @@ from kvdist.checkpoint.shards import updates_in
 from kvdist.errors import RolledBackError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
+from kvdist.kvstore.backend import Average
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.checkpoints import Checkpoint
 from kvdist.kvstore.registry import DIST_NAMES
@@ -60,6 +61,7 @@ from kvdist.training.trainer_config import (
     refuse_updated_there,
     refuse_what_contradicts,
     require_joinable,
+    require_samples,
     require_survivable,
     statement,
 )
@@ -189,14 +191,18 @@ class Trainer:
             " a trainer"
         )
 
-    def step(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
+    def step(
+        self, batch_size: float | None = None, ignore_stale_grad: bool = False, *, samples: int | None = None
+    ) -> None:
         """Make one training step: sum the gradients over devices and workers, update, and get the new weights.
 
         ``step()`` is torch's convention: each device's loss is a mean over its examples, and gradients are averaged
         over workers and devices, as in DistributedDataParallel. ``step(batch_size)`` is Gluon's: losses are sums; each
         worker's gradient is divided by its `batch_size`, its number of examples on all devices, and these are summed
-        over the workers. The size may change from step to step. Where workers update, ``grad`` afterwards holds the
-        gradient that was applied.
+        over the workers. The size may change from step to step. ``step(samples=n)`` is for batches of unequal sizes:
+        losses are means, as with ``step()``, and this worker's weighs n over the n of all workers, so the gradient is
+        that of one big batch of all examples. Where workers update, ``grad`` afterwards holds the gradient that was
+        applied.
 
         A parameter without a gradient (``grad`` is None) on every device of every worker stays as it is. Where only
         some have none, they contribute nothing and get the others' update; no worker waits for them.
@@ -207,22 +213,29 @@ class Trainer:
 
         Args:
             batch_size: None, or the number of examples in this worker's gradients.
+            samples: None, or of how many examples (or tokens) this worker's loss is the mean, on all devices. All
+                workers that make this step give theirs; one without any calls `skip_step`. On ``dist_async``, where
+                each push is an update, it weighs nothing.
             ignore_stale_grad: what to do with a gradient that the last step has used already, because no backward pass
                 and no ``zero_grad()`` has renewed it. False refuses it; True ignores it.
 
         Raises:
-            ValueError: the size is out of range, or given with ``overlap=True``.
+            ValueError: a number is out of range, both are given, or one of them with ``overlap=True``; or `samples` is
+                not what `batches` has handed out from a `QueueSampler`.
+            OptimizerMismatch: only some workers give their samples.
             RuntimeError: a gradient is stale; weights of the store were changed other than by `step`; or gradients
                 were changed after ``overlap=True`` had sent them.
             FloatingPointError: a gradient is not finite, with ``reject_nonfinite=True``; or the norm by which servers
                 clip, on every worker.
         """
         if self._overlaps and batch_size is not None:
-            refuse_size(batch_size)
+            refuse_size(f"step({batch_size})")
+        if samples is not None:
+            require_samples(samples, batch_size, self._overlaps, None if self._queue is None else self._queue.unused)
         self._start()
         with self._skipping_rollback():
             self._take_part()
-            self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+            self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE, samples)
         count_as_used(self._handed_out)
 
     def batches(self, loader: Iterable[Any]) -> Batches:
@@ -611,7 +624,7 @@ class Trainer:
 
     # A step.
 
-    def _step(self, batch_size: float | None, on_stale: Stale) -> None:
+    def _step(self, batch_size: float | None, on_stale: Stale, samples: int | None = None) -> None:
         divisor = self._divisor(batch_size)
         if self._is_void:
             self._go_back()
@@ -625,17 +638,19 @@ class Trainer:
         grads = self._watch.grads(on_stale)
         self._require_finite(grads)
         self._meet_others()
-        average = batch_size is None
+        average: Average = batch_size is None if samples is None else "samples"
         if self._exchange is None:
             self._update_here(divisor, [grad is not None for grad in grads])
         elif self._update_on_kvstore:
             self._optimizer.rescale_grad = self._scale / divisor
-            samples = 0 if average else max(1, round(divisor))
-            self._update_there(grads, average, samples if self._queue is None else self._queue.unused)
+            if samples is None:
+                samples = 0 if average else max(1, round(divisor))
+                samples = samples if self._queue is None else self._queue.unused
+            self._update_there(grads, average, samples)
         else:
             # Each worker divides before the sum: others may give other sizes, or skip this step.
             divide(grads, divisor)
-            self._update_here(1, self._exchange.sum(grads, average))
+            self._update_here(1, self._exchange.sum(grads, average, samples or 0))
 
     def _meet_others(self) -> None:
         """Within `join`, say that this worker makes a step; nothing is sent after this that could be refused here."""
@@ -736,7 +751,7 @@ class Trainer:
         # Only after the transfers have ended; by then the store's weights have replaced the changed ones.
         refuse_changed(changed, "gradients were sent already, so this step was made and the change is lost")
 
-    def _update_there(self, grads: Grads, average: bool, samples: int) -> None:
+    def _update_there(self, grads: Grads, average: Average, samples: int) -> None:
         assert self._exchange is not None
         try:
             self._grad_norm = self._exchange.update(grads, average, samples, self._clip_norm)
@@ -850,7 +865,7 @@ class Exchange:
         store.broadcast([named], [blank], out=[[blank]])
         return self._ballot
 
-    def update(self, grads: Grads, average: bool, samples: int, clip_norm: float | None = None) -> float | None:
+    def update(self, grads: Grads, average: Average, samples: int, clip_norm: float | None = None) -> float | None:
         """Send gradients to a store that updates, and get the new weights; the norm, if they are clipped."""
         weights = [parameter.replicas for _, parameter in self._trained]
         if clip_norm is not None:
@@ -864,29 +879,45 @@ class Exchange:
         self._shared.take(shown)
         return None
 
-    def sum(self, grads: Grads, average: bool) -> list[bool]:
+    def sum(self, grads: Grads, average: Average, samples: int = 0) -> list[bool]:
         """Replace the gradients, on every device, by their sums over devices and workers.
+
+        Args:
+            grads: per trained parameter, on every device; None without one.
+            average: whether the sums are divided: by the number of workers, or by that of all samples.
+            samples: of this worker; 0 if they do not weigh.
 
         Returns:
             For each trained parameter whether any worker had a gradient. Without one, it has none afterwards.
 
         Raises:
-            ValueError: some workers average and others sum, on a store that cannot mix the two.
+            ValueError: some workers average and others sum, on a store that cannot mix the two; or only some give
+                their samples.
             OptimizerMismatch: the workers' optimizers have different numbers.
         """
-        average = average or self.always_averages
+        is_weighted = average == "samples"
+        average = self.always_averages or (average is True)
         here = [grad is not None for grad in grads]
         if self._ballot is None:
             self._sum([position for position, is_here in enumerate(here) if is_here], grads, average)
             return here
-        vote = self._ballot.cast(here, average)
+        if is_weighted:
+            divide(grads, 1 / samples)
+        vote = self._ballot.cast(here, average and not is_weighted, samples if is_weighted else 0)
         self._sum(range(len(grads)), grads, average, (self._ballot.key, torch.from_numpy(vote)))
-        given, is_mixed = self._ballot.read(vote)
+        given, (averaging, summing, total) = self._ballot.read(vote)
         for (_, parameter), is_given in zip(self._trained, given, strict=True):
             if not is_given:
                 parameter.drop_filled()
         self._ballot.require_equal_numbers(vote)
-        if is_mixed and isinstance(self._store, KVStore) and self._store.type not in DIST_NAMES:
+        if total:
+            if averaging or summing:
+                raise ValueError(
+                    "some workers called step(samples=n), which weighs their gradients, and others step() or"
+                    " step(batch_size): call the same on all workers"
+                )
+            scale([parameter for _, parameter in self._trained], 1 / float(total))
+        if averaging and summing and isinstance(self._store, KVStore) and self._store.type not in DIST_NAMES:
             raise ValueError(
                 "some workers called step(), which averages over the workers, and others step(batch_size), which sums:"
                 f" the store {self._store.type!r} cannot do both in one step. Call the same on all workers"

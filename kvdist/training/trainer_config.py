@@ -24,6 +24,7 @@ import torch
 from kvdist.config.environment import cluster_from_env, read_setting
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
+from kvdist.kvstore.backend import SAMPLES_MAX
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import Optimizer
@@ -418,13 +419,45 @@ def require_joinable(store: KVStoreBase, overlap: bool) -> bool:
     return True
 
 
-def refuse_size(batch_size: float) -> None:
-    """Raise for a batch size that comes after gradients were sent."""
+def refuse_size(call: str) -> None:
+    """Raise for a number of examples that comes after gradients were sent."""
     raise ValueError(
-        f"step({batch_size}) with overlap=True: gradients were sent during backward(), before their divisor was known."
+        f"{call} with overlap=True: gradients were sent during backward(), before their divisor was known."
         " Make the loss a mean over its examples and call step() without a size, or make the trainer with"
         " overlap=False"
     )
+
+
+def require_samples(
+    samples: int, batch_size: float | None, overlaps: bool = False, handed_out: int | None = None
+) -> None:
+    """Check the number of examples of a mean.
+
+    Args:
+        samples, batch_size: as of a step.
+        overlaps: whether gradients were sent already.
+        handed_out: how many a `QueueSampler` has handed out since the last step; None without one.
+
+    Raises:
+        ValueError: it is out of range, or contradicts something.
+    """
+    if overlaps:
+        refuse_size(f"step(samples={samples})")
+    if batch_size is not None:
+        raise ValueError(
+            f"step({batch_size}, samples={samples}): a batch_size is for losses that are sums, and samples for those"
+            " that are means; give one of them"
+        )
+    if not 0 < samples <= SAMPLES_MAX:
+        raise ValueError(
+            f"samples is {samples}; it is the number of examples of this worker's loss, from 1 to {SAMPLES_MAX}."
+            " Trainer.skip_step() is for a worker without any"
+        )
+    if handed_out is not None and samples != handed_out:
+        raise ValueError(
+            f"samples is {samples}, but batches() has handed out {handed_out} examples of the QueueSampler since the"
+            " last step, and each must count once"
+        )
 
 
 def refuse_sent(method: str, first: str) -> None:

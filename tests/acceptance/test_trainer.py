@@ -259,6 +259,52 @@ def test_step_averages_over_workers_and_step_with_a_size_sums_what_each_divides(
             same(weight, [-11, -11])
 
 
+@two.each("servers", "workers", "servers that clip", "workers that clip", "collective")
+def test_batches_of_unequal_sizes_make_the_steps_of_one_big_batch(word):
+    inputs = torch.from_numpy(np.random.default_rng(3).normal(size=(40, 6)).astype(np.float32))
+    network, alone = torch.nn.Linear(6, 3), torch.nn.Linear(6, 3)
+    alone.load_state_dict(network.state_dict())
+    clip = 0.5 if "clip" in word else None
+    with kv.create("collective" if word == "collective" else "dist") as store:
+        how = {"update_on_kvstore": "servers" in word, "clip_norm": clip}
+        trainer = Trainer(network.parameters(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=store, **how)
+        trainer.broadcast_parameters()
+        alone.load_state_dict(network.state_dict())
+        torchs = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+        for begin, middle, end in ((0, 9, 12), (12, 13, 30), (30, 35, 40)):
+            part = inputs[begin:middle] if store.rank == 0 else inputs[middle:end]
+            for net, batch in ((network, part), (alone, inputs[begin:end])):
+                net.zero_grad()
+                net(batch).tanh().sum(1).mean().backward()
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(alone.parameters(), clip)
+            trainer.step(samples=len(part))
+            torchs.step()
+            for mine, its in zip(network.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6)
+                if "servers" not in word:
+                    torch.testing.assert_close(mine.grad, its.grad, rtol=1e-6, atol=1e-6)
+
+
+@two
+def test_a_worker_that_skips_weighs_nothing_and_all_or_none_give_their_samples():
+    for on_kvstore in (True, False):
+        with kv.create("dist") as store:
+            weight = parameter([0.0])
+            trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store, update_on_kvstore=on_kvstore)
+            weight.grad = None
+            give(weight, [4.0])
+            trainer.step(samples=3) if store.rank else trainer.skip_step()
+            same(weight, [-4])
+            give(weight, [4.0])
+            with pytest.raises((kvdist.OptimizerMismatch, ValueError), match=r"(?s)samples.*on all workers"):
+                trainer.step(samples=3) if store.rank else trainer.step()
+            for arguments in ({"samples": 0}, {"samples": 1 << 32}, {"batch_size": 2, "samples": 2}):
+                with pytest.raises(ValueError, match="samples"):
+                    trainer.step(**arguments)
+            same(weight, [-4])
+
+
 @two
 def test_the_first_step_makes_rank_0s_weights_everybodys_the_frozen_ones_too(store):
     weights = [parameter([store.rank + 1.0]), parameter([store.rank + 5.0])]

@@ -19,6 +19,7 @@ from kvdist.optimizer.base import Extent
 from kvdist.optimizer.registry import create
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Flag
+from tests.cases import each
 
 OPEN = None
 
@@ -43,8 +44,9 @@ def contribution(rank: int, values: list[float], step: int = 0, **options: Any) 
     setting = options.get("setting", (OPEN, OPEN, OPEN))
     dtype = options.get("dtype", DType.FLOAT32)
     flags = options.get("flags", 0)
+    samples = options.get("samples", 0)
     return Contribution(
-        Member(worker(rank), rank + 1), 9, step, 0, 0, flags, setting, np.array(values, dtype.storage), False
+        Member(worker(rank), rank + 1), 9, step, 0, samples, flags, setting, np.array(values, dtype.storage), False
     )
 
 
@@ -170,6 +172,29 @@ def test_an_average_divides_by_all_contributions_the_empty_ones_too() -> None:
     offer_all(made, contribution(0, [4, 8, 12], flags=average), contribution(1, [], flags=empty))
     close(made)
     assert value(made) == [2, 4, 6]
+
+
+def test_a_mean_over_samples_weighs_each_contribution_by_its_own() -> None:
+    made = block()
+    weighted = int(Flag.WEIGHTED)
+    offer_all(
+        made,
+        contribution(0, [4, 8, 12], flags=weighted, samples=3),
+        contribution(1, [8, 0, 4], flags=weighted, samples=1),
+        contribution(2, [], flags=int(Flag.EMPTY | Flag.WEIGHTED), samples=4),  # no gradient of this key, but a loss
+        contribution(3, [], flags=int(Flag.EMPTY | Flag.AVERAGE), samples=6),  # a skipped step
+    )
+    close(made)
+    assert value(made) == [2.5, 3, 5]
+
+
+@each("flags", [(int(Flag.WEIGHTED), 0), (int(Flag.WEIGHTED), int(Flag.WEIGHTED))])
+def test_contributions_of_which_one_has_no_samples_are_refused_and_the_value_stays(flags: tuple[int, int]) -> None:
+    made = block()
+    offer_all(made, contribution(0, [1, 1, 1], flags=flags[0], samples=2), contribution(1, [1, 1, 1], flags=flags[1]))
+    with pytest.raises((OptimizerMismatch, PushRefused), match="samples"):
+        close(made)
+    assert value(made) == [1, 2, 3]
 
 
 def test_a_round_of_empty_contributions_counts_and_changes_nothing() -> None:

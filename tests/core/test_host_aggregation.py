@@ -69,6 +69,20 @@ def test_an_average_divides_by_all_who_contributed_and_not_by_hosts() -> None:
     assert [wired.value(one, "b") for one in asked] == [[(8 + 16 + 24) / 4]] * 4
 
 
+@each("samples", [(1, 2, 3, 4), (2, 2, 2, 4), (3, 3, 1, 0)])
+def test_a_mean_over_samples_is_that_of_all_workers_whatever_a_host_sums(samples: tuple[int, ...]) -> None:
+    wired = cluster("xxyx")
+    given = [None if number == 0 else [10.0 * rank] for rank, number in enumerate(samples)]
+    asked = [
+        wired.pushpull(rank, {"b": given[rank]}, flag=Flag.WEIGHTED, samples=number)
+        for rank, number in enumerate(samples)
+    ]
+    wired.settle()
+    assert said(wired, "JoinedPush(")
+    mean = sum(10 * rank * number for rank, number in enumerate(samples)) / sum(samples)
+    assert [wired.value(one, "b") for one in asked] == [[pytest.approx(mean)]] * 4
+
+
 def test_a_worker_alone_on_its_host_pushes_to_the_server() -> None:
     wired = cluster("xy")
     for rank in range(2):

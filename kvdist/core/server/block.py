@@ -25,7 +25,7 @@ from kvdist.core.round import (
     Verdict,
     agreed_settings,
     require_optimizer,
-    scale_of,
+    scales_of,
 )
 from kvdist.core.server.buffers import Allocate, Buffer, BufferPool, ordinary_memory
 from kvdist.dtypes import DType
@@ -424,13 +424,13 @@ def apply_round(
     require_optimizer(first.key, first.round.policy, updater)
     lr, wd = agreed_settings(first.key, spoken, first.round.later)
     optimizer = None if updater is None else updater.optimizer
+    factors = [scales_of(own, every, optimizer) for own, every in zip(present, rounds, strict=True)]
     targets, pieces = [], []
     try:
-        for block, own in zip(blocks, present, strict=True):
+        for block, own, scales in zip(blocks, present, factors, strict=True):
             assert block.published is not None
             target = block.pool.take()
             targets.append(target)
-            scales = [scale_of(contribution, len(rounds[0]), optimizer) for contribution in own]
             values = [contribution.values for contribution in own]
             if updater is None:
                 block.kernels.weighted_sum(values, scales, block.dtype, target.array)

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kvdist.core.round import scale_of
+from kvdist.core.round import rescale_of, scales_of
 from kvdist.core.server.block import Block, Contribution
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.naming import name_of
@@ -57,7 +57,7 @@ def turn(block: Block, contributions: Sequence[Contribution], optimizer: Optimiz
         raise OptimizerMismatch(
             f"workers disagree on the gradient of {name_of(block.key)}: {said}. Give all of them one clip_norm"
         )
-    return [replace(one, setting=(*one.setting[:2], factor * scale_of(one, 1, optimizer))) for one in kept]
+    return [replace(one, setting=(*one.setting[:2], factor * rescale_of(one, optimizer))) for one in kept]
 
 
 def squares(block: Block, contributions: Sequence[Contribution], optimizer: Optimizer | None) -> float:
@@ -69,7 +69,7 @@ def squares(block: Block, contributions: Sequence[Contribution], optimizer: Opti
     if not block.dtype.is_floating:
         raise PushRefused(f"{name_of(block.key)} is of {block.dtype.label}, and only floating types have a norm")
     present = [one for one in contributions if not one.is_empty]
-    scales = [scale_of(one, len(contributions), optimizer) for one in present]
+    scales = scales_of(present, contributions, optimizer)
     size, length = block.pool.size if present else 0, block.kernels.chunk_elements
     scratch = np.empty(min(size, length), block.dtype.accumulate)
     total = 0.0

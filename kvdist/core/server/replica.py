@@ -45,7 +45,7 @@ from kvdist.core.machine import (
     Send,
     Unreachable,
 )
-from kvdist.core.round import Admission, Round, agreed_settings, scale_of, setting_of
+from kvdist.core.round import Admission, Round, agreed_settings, scales_of, setting_of
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.block_state import MASTER, NUMBERS, state_dtype
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
@@ -205,9 +205,9 @@ class ReplicatedDense(_Replicated, DenseShard):
         updater = self._updaters.get(blocks[0].store)
         optimizer = None if updater is None else updater.optimizer
         sums = []
-        for block, own in zip(blocks, present, strict=True):
+        for block, own, every in zip(blocks, present, rounds, strict=True):
+            scales = scales_of(own, every, optimizer)
             buffer = block.pool.take()
-            scales = [scale_of(one, len(rounds[0]), optimizer) for one in own]
             try:
                 block.kernels.weighted_sum([one.values for one in own], scales, block.dtype, buffer.array)
             except (TypeError, ValueError) as error:
@@ -762,7 +762,7 @@ def _merged(
     if not present:
         return None
     lr, wd = agreed_settings(table.round.key, present, table.round.later)
-    scales = [scale_of(one, len(contributions), optimizer) for one in present]
+    scales = scales_of(present, contributions, optimizer)
     parts = [table._joined(one) for one in present]
     rows = table.rows
     try:

@@ -26,7 +26,7 @@ from kvdist.core.round import (
     Verdict,
     agreed_settings,
     require_optimizer,
-    scale_of,
+    scales_of,
     setting_of,
 )
 from kvdist.core.server.buffers import Allocate
@@ -192,7 +192,7 @@ class SparseTable:
         if not present:
             return
         lr, wd = agreed_settings(key, present, self.round.later)
-        scales = [scale_of(contribution, len(contributions), optimizer) for contribution in present]
+        scales = scales_of(present, contributions, optimizer)
         try:
             gradients = [self._joined(c) for c in present]
             if keeps:
