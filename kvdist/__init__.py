@@ -40,6 +40,7 @@ from kvdist.version import __version__
 
 if TYPE_CHECKING:
     from kvdist import collective, horovod, kv, lr_scheduler, optimizer, profiler
+    from kvdist.config.policies import LocalSteps, diloco, local_sgd
     from kvdist.kvstore.base import KVStore
     from kvdist.kvstore.checkpoints import Checkpoint
     from kvdist.kvstore.rowsparse import LazyRows, RowSparse
@@ -69,6 +70,7 @@ __all__ = [
     "KeyNotInitialised",
     "KvdistError",
     "LazyRows",
+    "LocalSteps",
     "NoCheckpoint",
     "OptimizerMismatch",
     "PeerLostError",
@@ -85,8 +87,10 @@ __all__ = [
     "Trainer",
     "__version__",
     "collective",
+    "diloco",
     "horovod",
     "kv",
+    "local_sgd",
     "lr_scheduler",
     "optimizer",
     "profiler",
@@ -103,11 +107,14 @@ _NAMES = {
     "Embedding": "kvdist.training.embedding",
     "KVStore": "kvdist.kvstore.base",
     "LazyRows": "kvdist.kvstore.rowsparse",
+    "LocalSteps": "kvdist.config.policies",
     "QueueSampler": "kvdist.training.queue_sampler",
     "Replicas": "kvdist.training.replicas",
     "RowSparse": "kvdist.kvstore.rowsparse",
     "SplitSampler": "kvdist.training.data",
     "Trainer": "kvdist.training.trainer",
+    "diloco": "kvdist.config.policies",
+    "local_sgd": "kvdist.config.policies",
     "replicate": "kvdist.training.replicas",
     "split_and_load": "kvdist.training.data",
     "split_data": "kvdist.training.data",

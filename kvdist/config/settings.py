@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from kvdist.config.endpoints import is_loopback
+from kvdist.config.policies import FORMS, policy_from
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
@@ -68,6 +69,9 @@ def word(*words: str) -> Kind:
     """One of some words, in upper or lower case."""
     known = {each: each for each in words}
     return Kind(f"one of: {', '.join(words)}", lambda text: known[text.strip().lower()])
+
+
+POLICY = Kind(f"a policy: {FORMS}", policy_from, str)
 
 
 def _require(value: Any, holds: Callable[[Any], bool]) -> Any:
@@ -387,6 +391,15 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " overtakes. `0`: only those two. `DMLC_PS_VAN_TYPE=p3` is `1` where this is not set; any other van type"
             " changes nothing. Give every worker the same",
             derived=("DMLC_PS_VAN_TYPE", lambda text: "1" if text.lower() == "p3" else ""),
+        ),
+        Setting(
+            "KVDIST_POLICY", POLICY, None,
+            "how often a `Trainer` on a synchronous `dist` store exchanges weights: `local_sgd:STEPS` or"
+            " `diloco:STEPS`, with or without `,LEARNING_RATE,MOMENTUM`",
+            "Between two exchanges each worker makes so many steps of its own ([training.md](training.md#local-steps))."
+            " Unless it is set, gradients travel in each step. What a script gives to `kv.create` comes first. Give"
+            " every worker the same; `kvdist-launch --policy` does",
+            shown_default="gradients in each step",
         ),
         Setting(
             "KVDIST_KERNELS", word("auto", "numpy", "numba"), "auto",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
 from kvdist.config import exit_codes
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
+from kvdist.config.policies import LocalSteps, policy_from
 from kvdist.core.policy import with_priority_slices
 from kvdist.errors import ConfigError
 from kvdist.kernels.cpu import choose
@@ -41,7 +42,7 @@ __all__ = ["KVStore", "KVStoreBase", "create", "register", "register_command"]
 LOG = logging.getLogger("kvdist")
 
 
-def create(name: str = "local") -> KVStore:
+def create(name: str = "local", *, policy: str | LocalSteps | None = None) -> KVStore:
     """Make a store.
 
     For ``dist`` and its spellings this process joins the cluster that its environment describes, and the call returns
@@ -56,11 +57,15 @@ def create(name: str = "local") -> KVStore:
             process as one of several), ``hybrid`` (tables of rows on servers, everything else as ``collective``), one
             of MXNet's other spellings of these, or the name of a registered class, which comes first.
             Upper case is the same.
+        policy: how often a `Trainer` on a synchronous ``dist`` store exchanges weights, such as
+            ``kvdist.local_sgd(20)``, ``kvdist.diloco(100)`` or ``'diloco:100'``; None reads `KVDIST_POLICY`, and unless
+            that is set gradients travel in each step.
 
     Raises:
         TypeError: the name is not a string.
-        ValueError: no store has that name; the message lists those there are.
-        ConfigError: the environment describes half a cluster, or another launcher's, or `KVDIST_KERNELS` is wrong.
+        ValueError: no store has that name; the message lists those there are. Or there is no such policy.
+        ConfigError: the environment describes half a cluster, or another launcher's, or `KVDIST_KERNELS` is wrong; or
+            the store has no policies.
         CollectiveError: the other ranks of a job without servers were not found in time.
         DeadlineExceeded: the scheduler does not answer, or the cluster does not become complete.
     """
@@ -68,6 +73,7 @@ def create(name: str = "local") -> KVStore:
     if not isinstance(name, str):
         raise TypeError(f"the name of a store is a string, not {type(name).__name__}")
     lowered = name.lower()
+    local_steps = _local_steps(lowered, policy)
     if lowered in registry.REGISTERED:
         return registry.REGISTERED[lowered]()  # type: ignore[no-any-return]  # the class is the user's promise
     if lowered in COLLECTIVE_NAMES or (lowered == "nccl" and _is_one_of_several()):
@@ -79,17 +85,30 @@ def create(name: str = "local") -> KVStore:
             LOG.warning("kv.create('nccl') in a process that is alone: the store is what 'device' gives")
         return KVStore(LocalBackend(lowered, choose(read_setting("KVDIST_KERNELS")), _devices(lowered)))
     if lowered in DIST_NAMES:
-        return KVStore(_dist(lowered))
+        return KVStore(_dist(lowered, local_steps))
     advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
     known = ", ".join([*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *registry.REGISTERED])
     raise ValueError(f"there is no store called {name!r}{advice}; known are: {known}")
 
 
-def _dist(name: str) -> DistBackend:
+def _local_steps(name: str, given: str | LocalSteps | None) -> LocalSteps | None:
+    """What a trainer on this store does between two exchanges."""
+    wanted = policy_from(given) if isinstance(given, str) else given or read_setting("KVDIST_POLICY")
+    if wanted is None or (name in DIST_NAMES and DIST_NAMES[name].is_lockstep):
+        return wanted
+    if given is None and name in LOCAL_NAMES:
+        return None  # such as one for metrics, in a job whose other stores are on servers
+    origin = "policy" if given is not None else "KVDIST_POLICY (kvdist-launch --policy)"
+    raise ConfigError(f"{origin} is {wanted}, which is for synchronous stores on servers: use 'dist', not {name!r}")
+
+
+def _dist(name: str, local_steps: LocalSteps | None = None) -> DistBackend:
     policy = DIST_NAMES[name]
     if read_setting("KVDIST_PRIORITY_SLICES"):
         policy = with_priority_slices(policy)
-    return DistBackend(name, policy, PROCESS_CLUSTER.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))
+    made = DistBackend(name, policy, PROCESS_CLUSTER.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))
+    made.local_steps = local_steps
+    return made
 
 
 def _is_one_of_several() -> bool:

@@ -154,8 +154,8 @@ class Embedding(torch.nn.Module):
 
         Raises:
             OptimizerMismatch: only some workers give their samples.
-            ValueError: a number is not positive, or both are given; or the store has no optimizer: gradients would become the
-                whole table then.
+            ValueError: a number is not positive, or both are given; or the store has no optimizer: gradients would
+                become the whole table then.
         """
         if not self._store.has_optimizer:
             raise ValueError(

@@ -355,6 +355,7 @@ class QueueSampler(DrivenSampler):
                     return
         finally:
             self._is_driven = False
+        trainer.exchange()
         if self.unused:
             trainer._handed_out.pop(self, None)
             LOG.warning(

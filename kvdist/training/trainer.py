@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 from kvdist.checkpoint.shards import updates_in
+from kvdist.config.policies import LocalSteps
 from kvdist.errors import RolledBackError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
@@ -45,6 +46,7 @@ from kvdist.training.ballot import Ballot
 from kvdist.training.data import Batches, DrivenSampler, HandedOut, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
 from kvdist.training.join import Join, NextStep
+from kvdist.training.local_steps import OuterSteps, outer_optimizer
 from kvdist.training.overlap import Overlap, weakly
 from kvdist.training.parameters import Grads, Parameter, collect, divide, multipliers, named_keys, require_shapes, scale
 from kvdist.training.torch_optimizer import TorchOptimizer
@@ -54,6 +56,7 @@ from kvdist.training.trainer_config import (
     decide_update_on_kvstore,
     fit,
     group_entries,
+    local_steps_of,
     make_optimizer,
     refuse_overlap_of_snapshots,
     refuse_sent,
@@ -61,6 +64,7 @@ from kvdist.training.trainer_config import (
     refuse_updated_there,
     refuse_what_contradicts,
     require_joinable,
+    require_local_steps,
     require_samples,
     require_survivable,
     statement,
@@ -142,6 +146,7 @@ class Trainer:
         self._kvstore: KVStoreBase | None = None
         self._exchange: Exchange | None = None  # there is one when there is a store
         self._update_on_kvstore = False
+        self._outer: OuterSteps | None = None  # there is one where workers make steps between two exchanges
         self._started = False
         self._closed = False
         self._overlaps = overlap
@@ -231,12 +236,12 @@ class Trainer:
         if self._overlaps and batch_size is not None:
             refuse_size(f"step({batch_size})")
         if samples is not None:
-            require_samples(samples, batch_size, self._overlaps, None if self._queue is None else self._queue.unused)
+            require_samples(samples, batch_size, self._overlaps, None if self._queue is None else self._unused())
         self._start()
         with self._skipping_rollback():
             self._take_part()
             self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE, samples)
-        count_as_used(self._handed_out)
+        self._count_as_used()
 
     def batches(self, loader: Iterable[Any]) -> Batches:
         """Iterate a loader and let its `SplitSampler` count the batches that have reached a step.
@@ -270,7 +275,7 @@ class Trainer:
         self._require_weights_unchanged()
         self._meet_others()
         self._skip_step()
-        count_as_used(self._handed_out)
+        self._count_as_used()
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -394,6 +399,22 @@ class Trainer:
         self._update_here(self._divisor(batch_size), given)
         count_as_used(self._handed_out)
 
+    def exchange(self) -> None:
+        """Under a policy of local steps: exchange now what the steps since the last exchange have changed.
+
+        For before an evaluation, or after the last step. All workers call it after equally many steps.
+        `save_checkpoint` does so, and the end of `batches` with a `QueueSampler`. Without such a policy, and after an
+        exchange, there is nothing to do.
+        """
+        if self._outer is None or not self._outer.passed:
+            return
+        with self._skipping_rollback():
+            if self._is_void:
+                self._go_back()
+            else:
+                self._exchange_changes(self._outer)
+        self._count_as_used()
+
     def broadcast_parameters(self) -> None:
         """Copy rank 0's current weights to all workers, devices and the store; the optimizer's state stays.
 
@@ -423,8 +444,11 @@ class Trainer:
     ) -> Future[Path]:
         """Save the current weights and optimizer states; see `KVStore.save_checkpoint`.
 
-        Where workers update, this blocks until all is written. Buffers, such as BatchNorm's, are not included.
+        Where workers update, this blocks until all is written. Buffers, such as BatchNorm's, are not included. Under a
+        policy of local steps it makes an `exchange`, and saves the weights and the outer optimizer's states; those of
+        the workers' own optimizers are theirs to save.
         """
+        self.exchange()
         return self._state("save_checkpoint").save_checkpoint(directory, step, state, keep)
 
     def load_checkpoint(
@@ -446,7 +470,7 @@ class Trainer:
     def _go_on_from(self, updates: int) -> int:
         """How many updates what was loaded has had; a worker that joins a running job is some steps behind then."""
         if self._take_part():
-            self._behind = max(self._updates - updates, 0)
+            self._behind = max(self._updates - updates, 0) * self._every
         else:
             self._loaded_updates += updates - self._updates
             self._updates = updates
@@ -552,30 +576,39 @@ class Trainer:
                 self._parameters,
                 self._clip_norm is not None,
             )
+            policy = local_steps_of(store)
+            if policy is not None:
+                require_local_steps(policy, self._num_devices, self._clip_norm, self._overlaps or self._shares)
+                self._update_on_kvstore = True
             require_survivable(store, self._update_on_kvstore)
-            self._begin_with(store)
+            self._begin_with(store, policy)
         self._kvstore = store
         self._started = True
         if any(state is not None for state in self._loaded_states):
             self._replace_states(self._loaded_states)
             self._loaded_states = ()
 
-    def _begin_with(self, store: KVStoreBase) -> None:
+    def _begin_with(self, store: KVStoreBase, policy: LocalSteps | None) -> None:
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
         used = fit(store, self._parameters, needs_more, self._compression_params, here)
         refuse_overlap_of_snapshots(store, self._overlaps)
         if isinstance(store, KVStore):
             store._backend.rollback_watchers.insert(0, weakly(self._rolled_back))
+        words = "" if policy is None else f", local steps {policy}"
         used.agree(
             statement(self._parameters, self._optimizer if here else None, self._clip_norm, digest(self._loaded_states))
+            + words
         )
         # With overlap the hyper-parameters of a step are fixed when it begins, so the store has a copy of its own.
         sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
         if self._update_on_kvstore:
-            used.set_optimizer(sent)
+            used.set_optimizer(sent if policy is None else outer_optimizer(policy))
         if self._shares and self._update_on_kvstore:
             self._shared = SharedWeights([parameter for _, parameter in self._trained])
         self._exchange = Exchange(used, self._parameters, self._trained, self._shared)
+        if policy is not None:
+            trained = [parameter for _, parameter in self._trained]
+            self._outer = self._exchange.outer = OuterSteps(policy, trained, self._exchange.update)
         self._exchange.broadcast()
         self._note_weights()
         ballot = None if self._update_on_kvstore else self._exchange.open_ballot(self._optimizer)
@@ -591,7 +624,7 @@ class Trainer:
         self._require_nothing_sent(method, "step()")
         self._start()
         if self._training_state is None:
-            where = (self._kvstore, self._update_on_kvstore)
+            where = (self._kvstore, self._update_on_kvstore, self._outer is not None)
             self._training_state = TrainingState(self._parameters, self._local, *where)
         return self._training_state
 
@@ -607,7 +640,7 @@ class Trainer:
             self._loaded_states = states
             return
         self._require_nothing_sent("load_state_dict", "step()")
-        if isinstance(self._kvstore, KVStore):
+        if isinstance(self._kvstore, KVStore) and self._outer is None:
             self._kvstore.agree(f"loads the optimizer state {digest(states) or 'of no updates'}")
         self._replace_states(states)
 
@@ -641,6 +674,13 @@ class Trainer:
         average: Average = batch_size is None if samples is None else "samples"
         if self._exchange is None:
             self._update_here(divisor, [grad is not None for grad in grads])
+        elif self._outer is not None:
+            self._outer.require_alike(samples)
+            self._update_here(divisor, [grad is not None for grad in grads])
+            self._note_weights()
+            self._outer.made += 1
+            self._outer.samples += samples or 0
+            self._pass(self._outer)
         elif self._update_on_kvstore:
             self._optimizer.rescale_grad = self._scale / divisor
             if samples is None:
@@ -669,7 +709,10 @@ class Trainer:
                 self._go_back()
                 return
             nothing: Grads = [None] * len(self._trained)
-            if self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
+            if self._outer is not None:
+                self._watch.note_grads()
+                self._pass(self._outer)
+            elif self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
                 self._watch.note_grads()
             elif self._update_on_kvstore:
                 self._update_there(nothing, average=True, samples=self._unused())
@@ -685,7 +728,25 @@ class Trainer:
         with self._skipping_rollback():
             self._take_part()
             self._step(None, Stale.USE)
-        count_as_used(self._handed_out)
+        self._count_as_used()
+
+    def _pass(self, outer: OuterSteps) -> None:
+        """A step of this worker is over; after the last one before an exchange make that."""
+        outer.passed += 1
+        if outer.is_due:
+            self._exchange_changes(outer)
+
+    def _exchange_changes(self, outer: OuterSteps) -> None:
+        try:
+            outer.exchange(self._unused())
+        finally:
+            self._note_weights()  # they were written, also if it failed
+        self._updates += 1
+
+    def _count_as_used(self) -> None:
+        """Of batches whose steps no exchange has taken to the servers, nothing counts yet."""
+        if self._outer is None or not self._outer.passed:
+            count_as_used(self._handed_out)
 
     def _take_part(self) -> bool:
         """Whether this worker has joined a running job; the others wait for its steps from the first call on."""
@@ -694,7 +755,8 @@ class Trainer:
             return False
         if self._joined_at is None:
             self._start()
-            self._joined_at = self._behind = store._backend.take_part()
+            self._joined_at = store._backend.take_part()
+            self._behind = self._joined_at * self._every
             self._catch_up(self._joined_at)
         return True
 
@@ -730,8 +792,13 @@ class Trainer:
                 self._exchange.fetch()
         self._note_weights()
 
+    @property
+    def _every(self) -> int:
+        """Steps for each update of the weights on the store."""
+        return 1 if self._outer is None else self._outer.every
+
     def _unused(self) -> int:
-        """How many examples of a queue the next step sums."""
+        """How many examples of a queue no push has."""
         return 0 if self._queue is None else self._queue.unused
 
     def _finish_overlap(self, overlap: Overlap, divisor: float, on_stale: Stale) -> None:
@@ -769,7 +836,7 @@ class Trainer:
         self._local.apply(members)
         for _, parameter in self._trained:
             parameter.drop_filled()
-        self._updates += 1
+        self._updates += self._outer is None
         self._watch.note_grads()
 
     def _clip(self, parameters: Sequence[Parameter], clip_norm: float) -> None:
@@ -783,7 +850,8 @@ class Trainer:
     def _sync_hyperparameters(self) -> None:
         """Exchange learning rate and weight decay with the groups of the torch optimizer."""
         if self._torch_optimizer is not None:
-            self._torch_optimizer.tell(updates_here=not (self._started and self._update_on_kvstore))
+            updates_there = self._started and self._update_on_kvstore and self._outer is None
+            self._torch_optimizer.tell(updates_here=not updates_there)
 
     def _note_weights(self) -> None:
         if self._update_on_kvstore:
@@ -834,6 +902,8 @@ class Exchange:
         self._shared = shared
         self.always_averages = False
         """Whether sums are averages in steps with a batch size too."""
+        self.outer: OuterSteps | None = None
+        """What counts local steps, if there are any."""
 
     def broadcast(self) -> None:
         """Copy rank 0's weights to all workers."""
@@ -841,6 +911,8 @@ class Exchange:
             self._shared.own()
         replicas = [parameter.replicas for parameter in self._parameters]
         self._store.broadcast(named_keys(self._parameters), [one[0] for one in replicas], out=replicas)
+        if self.outer is not None:
+            self.outer.begin()
 
     def fetch(self) -> None:
         """Write the store's current values into all parameters."""
@@ -848,6 +920,8 @@ class Exchange:
             self._shared.own()
         assert isinstance(self._store, KVStore)
         self._store.pull(list(range(len(self._parameters))), out=[one.replicas for one in self._parameters])
+        if self.outer is not None:
+            self.outer.begin()
 
     def open_ballot(self, optimizer: Optimizer) -> Ballot | None:
         """Make the ballot, which `sum` needs; None for a single worker.

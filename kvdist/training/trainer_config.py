@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from kvdist.config.environment import cluster_from_env, read_setting
+from kvdist.config.policies import LocalSteps
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import SAMPLES_MAX
@@ -389,6 +390,36 @@ def require_survivable(store: KVStoreBase, updates_there: bool) -> None:
             f"KVDIST_ON_LOSS is {store.on_loss!r} (kvdist-launch --on-loss), which needs a store that updates, because"
             " servers must hold the weights, and this Trainer's workers update (update_on_kvstore=False, clip_norm, or"
             " an optimizer that servers do not have): change that, or use fail"
+        )
+
+
+def local_steps_of(store: KVStoreBase) -> LocalSteps | None:
+    """The policy of a store under which workers make steps of their own; None under another one."""
+    return store._backend.local_steps if isinstance(store, KVStore) else None
+
+
+def require_local_steps(policy: LocalSteps, num_devices: int, clip_norm: float | None, sends_otherwise: bool) -> None:
+    """Check what does not go together with steps of each worker's own.
+
+    Args:
+        policy: which.
+        num_devices: of this worker.
+        clip_norm: of the trainer.
+        sends_otherwise: whether it overlaps, or shares weights.
+
+    Raises:
+        ConfigError: something does not.
+    """
+    obstacle = (
+        "several devices: a worker has one" if num_devices > 1
+        else "clip_norm, which is of the mean of all gradients: call torch.nn.utils.clip_grad_norm_ before step()"
+        if clip_norm is not None
+        else "overlap=True or share_weights=True: leave them out" if sends_otherwise
+        else ""
+    )  # fmt: skip
+    if obstacle:
+        raise ConfigError(
+            f"the policy {policy} lets workers update their own weights, and does not work with {obstacle}"
         )
 
 

@@ -30,16 +30,24 @@ class TrainingState:
         local: the optimizer that runs here, unless the store updates.
         store: the trainer's; None without one.
         is_updated_there: whether the store updates.
+        steps_here: whether workers make steps of their own between two of the store's: then `states` are theirs.
     """
 
     def __init__(
-        self, parameters: Sequence[Parameter], local: LocalUpdate, store: KVStoreBase | None, is_updated_there: bool
+        self,
+        parameters: Sequence[Parameter],
+        local: LocalUpdate,
+        store: KVStoreBase | None,
+        is_updated_there: bool,
+        steps_here: bool = False,
     ) -> None:
         self._parameters = parameters
         self._local = local
         self._store = _able(store)
         self._updating = self._store if is_updated_there else None
         """The store where it updates, which then saves and loads."""
+        self._stepping = None if steps_here else self._updating
+        """The store where it has the states of the optimizer."""
         self._workers = WorkerSaving(self._store, self._held, lambda: local.updater)
         if self._store is not None:
             self._store._at_close(self._workers.close)
@@ -60,15 +68,15 @@ class TrainingState:
 
     def states(self, keys: Sequence[int]) -> list[SliceState | None]:
         """The optimizer's state of each key; not a collective call."""
-        if self._updating is not None:
-            return self._updating.optimizer_states(keys)
+        if self._stepping is not None:
+            return self._stepping.optimizer_states(keys)
         states = [self._local.updater.state_of(key) for key in keys]
         return [None if state is None else state.copy() for state in states]
 
     def replace_states(self, keys: Sequence[int], states: Sequence[SliceState | None]) -> None:
         """Go on from these; every worker calls it, and has agreed that they are the same everywhere."""
-        if self._updating is not None:
-            self._updating.replace_optimizer_states(keys, states)
+        if self._stepping is not None:
+            self._stepping.replace_optimizer_states(keys, states)
         else:
             for key, state in zip(keys, states, strict=True):
                 self._local.updater.restore(key, None if state is None else state.copy())

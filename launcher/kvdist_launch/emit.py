@@ -567,7 +567,7 @@ UNDERSTOOD = frozenset(
     [
         "--num-workers", "--num-servers", "--server-module", "--optimizer-module", "--server-device", "--hostfile",
         "-x", "--env", "--env-server", "--env-worker", "--env-file", "--security", "--emit", "--launcher", "--image",
-        "--dry-run", "--verbose", "--on-loss", "--restart", "--max-workers", "--min-workers", "--replicas",
+        "--dry-run", "--verbose", "--on-loss", "--restart", "--max-workers", "--min-workers", "--replicas", "--policy",
     ]
 )  # fmt: skip
 """The options that have an effect on processes that another system starts."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from kvdist.config.policies import policy_from
 from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError
 from kvdist.version import __version__
@@ -269,6 +270,13 @@ def to_line(text: str) -> str:
     return text
 
 
+def _policy(text: str) -> str:
+    try:
+        return str(policy_from(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _word(text: str) -> str:
     if text.startswith("-"):
         raise argparse.ArgumentTypeError(f"{text!r} must not begin with a hyphen")
@@ -367,6 +375,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--snapshots",), valued(_word, "DIR", SETTINGS["KVDIST_SNAPSHOTS"].help())),
         (("--max-workers",), valued(int, "N", SETTINGS["KVDIST_MAX_WORKERS"].help() + "; see docs/launching.md")),
         (("--min-workers",), valued(int, "N", SETTINGS["KVDIST_MIN_WORKERS"].help() + "; see docs/reliability.md")),
+        (("--policy",), valued(_policy, "NAME", SETTINGS["KVDIST_POLICY"].help())),
         (("--replicas",), valued(int, "N", SETTINGS["KVDIST_REPLICAS"].help() + "; see docs/reliability.md")),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_FORM_TIMEOUT_S"].help())),
         (("--patience",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_PATIENCE_S"].help())),

@@ -387,6 +387,7 @@ def _variables(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[
         "KVDIST_MAX_WORKERS": None if options.max_workers is None else str(options.max_workers),
         "KVDIST_MIN_WORKERS": None if options.min_workers is None else str(options.min_workers),
         "KVDIST_RETURN_S": RETURN_S if options.restart else None,
+        "KVDIST_POLICY": options.policy,
         REPLICAS: None if options.replicas is None else str(options.replicas),
         "KVDIST_PATIENCE_S": None if options.patience is None else f"{options.patience:g}",
         "KVDIST_FORM_TIMEOUT_S": start_timeout_s,  # until the cluster is complete

@@ -1,0 +1,179 @@
+"""Policies of local steps: each worker's own optimizer between two exchanges, and an outer one on the servers."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import kvdist
+from kvdist import QueueSampler, SplitSampler, Trainer, kv
+from tests.acceptance.together import Together, same
+
+two = Together(2, 2, MXNET_KVSTORE_BIGARRAY_BOUND="10", KVDIST_CHECKPOINT_ROOT="/")
+DATA = torch.from_numpy(np.random.default_rng(5).normal(size=(64, 6)).astype(np.float32))
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+def backward(net, inputs):
+    net.zero_grad()
+    ((net(inputs) - inputs.sum(1, keepdim=True)) ** 2).mean().backward()
+
+
+def batch(rank, step, count=4):
+    begin = (7 * step + 13 * rank) % 50
+    return DATA[begin : begin + count]
+
+
+class Reference:
+    """All workers' steps in one process, with torch alone."""
+
+    def __init__(self, workers, rate=1.0, momentum=0.0):
+        self.weights = network()
+        self.outer = torch.optim.SGD(self.weights.parameters(), rate, momentum=momentum, nesterov=momentum > 0)
+        self.nets = [network() for _ in range(workers)]
+        self.optimizers = [torch.optim.AdamW(net.parameters(), 0.05) for net in self.nets]
+
+    def step(self, rank, inputs):
+        backward(self.nets[rank], inputs)
+        self.optimizers[rank].step()
+
+    def exchange(self, shares):
+        owns = [list(net.parameters()) for net in self.nets]
+        for i, weight in enumerate(self.weights.parameters()):
+            changes = [weight.detach() - own[i].detach() for own in owns]
+            weight.grad = sum(share * change for share, change in zip(shares, changes, strict=True))
+        self.outer.step()
+        for own in owns:
+            for weight, mine in zip(self.weights.parameters(), own, strict=True):
+                mine.data.copy_(weight.data)
+
+
+def equal(net, other):
+    for mine, its in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-5, atol=1e-6)
+
+
+def differ(net, other):
+    return any(not torch.equal(mine, its) for mine, its in zip(net.parameters(), other.parameters(), strict=True))
+
+
+@two.each("local_sgd", "diloco", "diloco by samples")
+def test_weights_are_what_torch_makes_of_the_same_steps(word):
+    policy = kvdist.local_sgd(3) if word == "local_sgd" else kvdist.diloco(3, learning_rate=0.7, momentum=0.9)
+    with kv.create("dist", policy=policy) as store:
+        net, reference = network(), Reference(2, policy.learning_rate, policy.momentum)
+        trainer = Trainer(net.parameters(), torch.optim.AdamW(net.parameters(), 0.05), kvstore=store)
+        sizes = (2, 6) if "samples" in word else (4, 4)
+        for step in range(9):
+            for rank in range(2):
+                reference.step(rank, batch(rank, step, sizes[rank]))
+            backward(net, batch(store.rank, step, sizes[store.rank]))
+            trainer.step(samples=sizes[store.rank] if "samples" in word else None)
+            if step % 3 == 2:
+                reference.exchange([size / sum(sizes) for size in sizes])
+                equal(net, reference.weights)
+            equal(net, reference.nets[store.rank])
+            assert trainer.version == (step + 1) // 3
+        before = copy.deepcopy(net)
+        backward(net, batch(store.rank, 9))
+        trainer.step(samples=sizes[store.rank] if "samples" in word else None)
+        assert differ(net, before)
+        trainer.exchange(), trainer.exchange()  # the second one has nothing to do
+        assert trainer.version == 4
+        pulled = store.pull(0)
+        same(next(net.parameters()), pulled)
+
+
+@two
+def test_a_worker_that_skips_steps_is_at_the_exchange_too_and_changes_nothing():
+    with kv.create("dist", policy="local_sgd:2") as store:
+        net = network()
+        trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store)
+        for step in range(2):
+            if store.rank:
+                trainer.skip_step()
+            else:
+                backward(net, batch(0, step))
+                trainer.step(samples=4)
+        alone = network()
+        torchs = torch.optim.SGD(alone.parameters(), 0.1)
+        for step in range(2):
+            backward(alone, batch(0, step))
+            torchs.step()
+        equal(net, alone)
+
+
+@two
+def test_a_checkpoint_has_all_steps_and_the_place_in_the_data_that_belongs_to_them():
+    with kv.create("dist", policy="local_sgd:4") as store:
+        folder = Path(tempfile.gettempdir(), f"kvdist-local-steps-{os.getppid()}")
+        net = network()
+        sampler = SplitSampler(48, 2, store.rank, seed=1)
+        loader = torch.utils.data.DataLoader(DATA[:48], 4, sampler=sampler)
+        trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.05}, kvstore=store)
+        visited = []
+        for inputs in trainer.batches(loader):
+            backward(net, inputs)
+            trainer.step()
+            visited.append(sampler.state_dict()["visited"])
+        assert visited == [0, 0, 0, 16, 16, 16]
+        trainer.save_checkpoint(folder, 6).result()
+        assert trainer.version == 2 and sampler.state_dict()["epoch"] == 1
+        saved = copy.deepcopy(net)
+        backward(net, DATA[:4])
+        trainer.step()
+        assert differ(net, saved)
+        trainer.load_checkpoint(folder)
+        equal(net, saved)
+        store.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@two
+def test_each_example_of_a_queue_is_used_once_and_its_end_exchanges_the_last_steps():
+    with kv.create("dist", policy="local_sgd:3") as store:
+        net = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(net.weight)
+        loader = torch.utils.data.DataLoader(torch.ones(50, 1), 2, sampler=QueueSampler(50, epochs=2, seed=3))
+        trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 1.0}, kvstore=store)
+        mine = 0
+        for inputs in trainer.batches(loader):
+            net.zero_grad()
+            (-net(inputs)).mean().backward()
+            trainer.step(samples=len(inputs))
+            mine += len(inputs)
+        assert store.average(float(mine)) == 50
+        same(net.weight, store.pull(0))
+
+
+@two
+def test_workers_with_other_policies_and_what_does_not_go_with_one_are_told():
+    with kv.create("dist", policy=kvdist.local_sgd(2 + int(os.environ["KVDIST_RANK"]))) as store:
+        net = network()
+        trainer = Trainer(net.parameters(), "sgd", kvstore=store)
+        backward(net, DATA[:4])
+        with pytest.raises(kvdist.KvdistError, match=r"local_sgd:2.*local_sgd:3"):
+            trainer.step()
+    for wrong in ("local_sgd", "local_sgd:0", "diloco:3,0,0.9", "quick:3"):
+        with pytest.raises(ValueError, match=r"policy|steps between|outer optimizer"):
+            kv.create("dist", policy=wrong)
+    with pytest.raises(kvdist.ConfigError, match="synchronous stores on servers: use 'dist', not 'dist_async'"):
+        kv.create("dist_async", policy="diloco:10")
+    with kv.create("dist", policy="diloco:10") as store:
+        net = network()
+        trainer = Trainer(net.parameters(), "sgd", kvstore=store, clip_norm=1.0)
+        backward(net, DATA[:4])
+        with pytest.raises(kvdist.ConfigError, match="diloco:10.*does not work with clip_norm"):
+            trainer.step()
