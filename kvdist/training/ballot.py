@@ -54,8 +54,8 @@ class Ballot:
             average: whether this worker averages. Without any gradient, as in a skipped step, it accepts everything.
             samples: what its gradients were multiplied by; 0 if they are not weighted.
         """
-        own = np.zeros((self._num_workers, 2), np.float32)
-        own[self._rank] = self._digest(), self._optimizer.learning_rate
+        own = np.zeros((self._num_workers, 3), np.float32)
+        own[self._rank] = self._digest(), self._optimizer.learning_rate, 1.0
         convention = [any(had) and average, any(had) and not average and not samples, any(had) * samples]
         return np.array([*had, *convention, *own.ravel()], np.float32)
 
@@ -73,13 +73,14 @@ class Ballot:
         Raises:
             OptimizerMismatch: they have different numbers; all workers raise it.
         """
-        said = result[self._parameters + CONVENTIONS :].reshape(-1, 2)
+        said = result[self._parameters + CONVENTIONS :].reshape(-1, 3)
         there = np.flatnonzero(said[:, 0])
-        if len(set(said[there, 0].tolist())) <= 1 or not result[: self._parameters].any():
+        # Some may have been averaged and others not, as those of a worker that skips the step.
+        digests, live = np.rint(said[there, 0] / said[there, 2]), said[there, 1] / said[there, 2]
+        if len(set(digests.tolist())) <= 1 or not result[: self._parameters].any():
             return
-        divisor = self._digest() / said[self._rank, 0]  # of an average
-        rates = [f"{rate * divisor:.6g}" for rate in said[there, 1]]
-        more = [f", and a digest {digest * divisor:.0f} of all numbers" for digest in said[there, 0]]
+        rates = [f"{rate:.6g}" for rate in live]
+        more = [f", and a digest {digest:.0f} of all numbers" for digest in digests]
         own = [
             (int(rank), f"learning rate {rate}{rest if len(set(rates)) == 1 else ''}")
             for rank, rate, rest in zip(there, rates, more, strict=True)

@@ -236,7 +236,9 @@ class Trainer:
         if self._overlaps and batch_size is not None:
             refuse_size(f"step({batch_size})")
         if samples is not None:
-            require_samples(samples, batch_size, self._overlaps, None if self._queue is None else self._unused())
+            before = 0 if self._outer is None else self._outer.samples
+            handed_out = None if self._queue is None else self._unused() - before
+            require_samples(samples, batch_size, self._overlaps, handed_out)
         self._start()
         with self._skipping_rollback():
             self._take_part()

@@ -287,6 +287,15 @@ def test_batches_of_unequal_sizes_make_the_steps_of_one_big_batch(word):
 
 
 @two
+def test_a_worker_that_skips_beside_a_sum_where_workers_update_changes_nothing(store):
+    weight = parameter([0.0])
+    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store, update_on_kvstore=False)
+    give(weight, [8.0])
+    trainer.step(2) if store.rank else trainer.skip_step()
+    same(weight, [-4])
+
+
+@two
 def test_a_worker_that_skips_weighs_nothing_and_all_or_none_give_their_samples():
     for on_kvstore in (True, False):
         with kv.create("dist") as store:
