@@ -458,7 +458,7 @@ class Trainer:
     ) -> Checkpoint:
         """Load weights and optimizer states from a checkpoint, on every device; see `KVStore.load_checkpoint`."""
         checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
-        saved = self._go_on_from(updates_in(checkpoint.folder)) if states else self._updates
+        saved = self._go_on_from(updates_in(checkpoint.folder) * self._every) if states else self._updates
         if checkpoint.step == saved < self.version:
             checkpoint = replace(checkpoint, step=self.version)  # the others have gone on from there
         if self._update_on_kvstore and self._exchange is not None:
@@ -472,7 +472,7 @@ class Trainer:
     def _go_on_from(self, updates: int) -> int:
         """How many updates what was loaded has had; a worker that joins a running job is some steps behind then."""
         if self._take_part():
-            self._behind = max(self._updates - updates, 0) * self._every
+            self._behind = max(self._updates - updates, 0)
         else:
             self._loaded_updates += updates - self._updates
             self._updates = updates
@@ -544,7 +544,9 @@ class Trainer:
 
     @property
     def version(self) -> int:
-        """How many updates the weights have had, those before a loaded checkpoint included.
+        """How many updates the weights have had, those before a loaded checkpoint included. Under a policy of local
+        steps: how many steps this worker has made, and of exchanges that it has not seen as many as there are between
+        two.
 
         Of a worker that joins a running job it is how far that is, from before its first step on, if the trainer was
         given a store: ``for step in range(trainer.version, steps)`` begins where the others are.
@@ -735,6 +737,7 @@ class Trainer:
     def _pass(self, outer: OuterSteps) -> None:
         """A step of this worker is over; after the last one before an exchange make that."""
         outer.passed += 1
+        self._updates += 1
         if outer.is_due:
             self._exchange_changes(outer)
 
@@ -743,7 +746,6 @@ class Trainer:
             outer.exchange(self._unused())
         finally:
             self._note_weights()  # they were written, also if it failed
-        self._updates += 1
 
     def _count_as_used(self) -> None:
         """Of batches whose steps no exchange has taken to the servers, nothing counts yet."""
@@ -757,8 +759,7 @@ class Trainer:
             return False
         if self._joined_at is None:
             self._start()
-            self._joined_at = store._backend.take_part()
-            self._behind = self._joined_at * self._every
+            self._joined_at = self._behind = store._backend.take_part() * self._every
             self._catch_up(self._joined_at)
         return True
 
@@ -779,7 +780,7 @@ class Trainer:
 
     def _rolled_back(self, step: int) -> None:
         """A server was lost, and the store has the weights of a snapshot; whichever call has heard of it."""
-        self._updates = step + self._loaded_updates
+        self._updates = step * self._every + self._loaded_updates
         self._is_void = True
         if self._queue is not None:
             self._queue.rolled_back()

@@ -16,6 +16,7 @@ WAITS = ["--on-loss", "wait"]
 def weights_of(job, kind, victim, lives):
     """The digest that all workers end with; all deaths must have happened."""
     options = [*WAITS, *(["--restart", str(lives)] if lives else [])]
+    options += ["--policy", "local_sgd:3"] if kind == "local steps" else []
     launcher = job.launch(3, 2, "waiting.py", kind, str(victim), str(lives), options=options)
     job.finish()
     assert launcher.code == 0, job.transcript()
@@ -34,6 +35,7 @@ def weights_of(job, kind, victim, lives):
     ("kind", "victim"),
     [
         ("momentum", 1),
+        ("local steps", 1),
         pytest.param("adam", 0, marks=pytest.mark.slow),
         pytest.param("rows", 2, marks=pytest.mark.slow),
     ],

@@ -28,7 +28,7 @@ def main():
     store = kv.create("dist")
     torch.manual_seed(7)
     net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 300), torch.nn.Tanh(), torch.nn.Linear(300, 300))
-    numbers = {"learning_rate": 0.05, "lazy_update": True} | ({} if kind == "adam" else {"momentum": 0.9})
+    numbers = {"learning_rate": 0.05, "lazy_update": True} | ({"momentum": 0.9} if kind in ("momentum", "rows") else {})
     trainer = Trainer(net.parameters(), "adam" if kind == "adam" else "sgd", numbers, kvstore=store)
     table = Embedding(ROWS, WIDTH, store, 1000, "normal(0.5,seed=3)") if kind == "rows" else None
     version = trainer.version
