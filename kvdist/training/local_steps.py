@@ -20,8 +20,7 @@ from kvdist.training.parameters import Grads, Parameter
 
 def outer_optimizer(policy: LocalSteps) -> Optimizer:
     """What servers apply the changes with."""
-    numbers = {"lr": policy.learning_rate, "momentum": policy.momentum}
-    return create("torch.sgd", **numbers, nesterov=policy.momentum > 0)
+    return create("torch.sgd", lr=policy.learning_rate, momentum=policy.momentum, nesterov=policy.momentum > 0)
 
 
 class OuterSteps:

@@ -30,7 +30,6 @@ import numpy as np
 import torch
 
 from kvdist.checkpoint.shards import updates_in
-from kvdist.config.policies import LocalSteps
 from kvdist.errors import RolledBackError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
@@ -585,14 +584,15 @@ class Trainer:
                 require_local_steps(policy, self._num_devices, self._clip_norm, self._overlaps or self._shares)
                 self._update_on_kvstore = True
             require_survivable(store, self._update_on_kvstore)
-            self._begin_with(store, policy)
+            self._begin_with(store)
         self._kvstore = store
         self._started = True
         if any(state is not None for state in self._loaded_states):
             self._replace_states(self._loaded_states)
             self._loaded_states = ()
 
-    def _begin_with(self, store: KVStoreBase, policy: LocalSteps | None) -> None:
+    def _begin_with(self, store: KVStoreBase) -> None:
+        policy = local_steps_of(store)
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
         used = fit(store, self._parameters, needs_more, self._compression_params, here)
         refuse_overlap_of_snapshots(store, self._overlaps)
