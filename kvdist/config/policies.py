@@ -7,7 +7,6 @@ and what its weights have changed by is what a `Trainer` pushes: traffic is divi
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 EVERY_MAX = 1_000_000
@@ -67,8 +66,13 @@ def policy_from(text: str) -> LocalSteps:
     Raises:
         ValueError: there is none of that name, or a number is out of range.
     """
-    found = re.fullmatch(r"(local_sgd|diloco):(\d{1,9})(?:,([\d.eE-]{1,20}),([\d.eE-]{1,20}))?", text)
-    if found is None or (found[1] == "local_sgd" and found[3]):
-        raise ValueError(f"there is no policy {text!r}: write {FORMS}")
-    numbers = {"learning_rate": float(found[3]), "momentum": float(found[4])} if found[3] else {}
-    return local_sgd(int(found[2])) if found[1] == "local_sgd" else diloco(int(found[2]), **numbers)
+    name, _, numbers = text.partition(":")
+    every, *outer = numbers.split(",")
+    try:
+        if name == "local_sgd" and not outer:
+            return local_sgd(int(every))
+        if name == "diloco" and len(outer) in (0, 2):
+            return diloco(int(every), **dict(zip(("learning_rate", "momentum"), map(float, outer), strict=False)))
+    except ValueError as error:
+        raise ValueError(f"the policy {text!r} is not possible: {error}") from None
+    raise ValueError(f"there is no policy {text!r}: write {FORMS}")

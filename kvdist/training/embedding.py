@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvdist.errors import ConfigError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.backend import Average
 from kvdist.kvstore.base import KVStore
@@ -45,6 +46,7 @@ class Embedding(torch.nn.Module):
         ValueError: a size is not positive, the initialiser is unknown, or the padding is no row.
         TypeError: the store is none, or the element type is not a floating one that a key may have.
         InitMismatch: workers, or layers that share the key, gave different tables.
+        ConfigError: the store has a policy, such as `kvdist.diloco`, under which not every step is exchanged.
     """
 
     def __init__(
@@ -68,6 +70,12 @@ class Embedding(torch.nn.Module):
         made = create_store(store) if isinstance(store, str) else store
         if not isinstance(made, KVStore):
             raise TypeError(f"store must be a kvdist store or the name of one, not {type(store).__name__}")
+        if made._backend.local_steps is not None:
+            raise ConfigError(
+                f"the table {key!r} is updated in each step, and its store has the policy {made._backend.local_steps},"
+                " whose optimizer is for changes of several steps: give the policy to the Trainer's store alone,"
+                " kv.create('dist', policy=...), and the table another one"
+            )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.key = key
