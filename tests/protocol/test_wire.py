@@ -419,7 +419,7 @@ REFUSED_CHANGES = [
         "empty or carried contribution has",
     ),
     ("JoinedPush", {"flags": np.array([4, 32, 1], np.uint8)}, "unknown flags 32"),
-    ("PushRows", {"flags": np.array([2, 1, 0], np.uint8)}, "unknown flags 2"),
+    ("PushRows", {"flags": np.array([8, 1, 0], np.uint8)}, "unknown flags 8"),
     ("PushRows", {"flags": np.array([1, 1, 0], np.uint8)}, "an empty contribution has rows"),
     ("PushRows", {"arrays": bare_rows(3, 8, 0, 0, 1, 5)}, "not a whole number for each"),
     ("PushRows", {"arrays": bare_rows(0, 8, 0, 0, 1, 5)}, "not a whole number for each"),
