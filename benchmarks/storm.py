@@ -508,7 +508,7 @@ def main() -> None:
     )
     parser.add_argument("--faults-per-hour", type=float, default=125.0)
     parser.add_argument("--patience", type=float, default=1.0)
-    parser.add_argument("--period", type=float, default=0.25, help="seconds that a worker's step takes at least")
+    parser.add_argument("--period", type=float, default=1.0, help="seconds that a worker's step takes at least")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--store", choices=["dist", "dist_async"], default="dist")
     parser.add_argument("--kind", choices=list(SHARES), action="append", help="only these, without trials")

@@ -340,15 +340,18 @@ def test_no_note_is_kept_where_the_scheduler_is_not_started_again() -> None:
     assert not [line for line in wired.log if "Rest(" in line] and wired.servers[0]._rested is None
 
 
-def test_what_servers_have_said_of_losses_is_said_again_and_of_each_process_once(wired: Wired) -> None:
+def test_what_servers_have_said_of_losses_is_said_again_in_one_line_of_each_process_once(wired: Wired) -> None:
     for rank in range(3):
         wired.push(rank, {"w": [1, 1, 1], "b": [1]})
     wired.settle()
     wired.kill("worker-2")
     wired.advance(1.0)
     assert sum(report.startswith("worker-2: 1 push of each key") for report in wired.reports) == 1, wired.reports
+    wired.kill("worker-1")
+    wired.advance(1.0)
     return_scheduler(wired)
-    assert sum(report.startswith("worker-2: 1 push of each key") for report in wired.reports) == 2, wired.reports
+    (report,) = [one for one in wired.reports if "that were lost before" in one]
+    assert report.endswith("these pushes count: worker-2 (1), worker-1 (1)"), report
 
 
 def test_a_stranger_cannot_end_a_scheduler_by_naming_a_later_term(wired: Wired) -> None:

@@ -83,6 +83,8 @@ class Losses:
         """By epoch."""
         self._taking_over: dict[Member, float] = {}
         """Servers that take over the slices of lost ones → the epoch of the roster that tells them."""
+        self.lost_before: frozenset[Member] = frozenset()
+        """Given up before the scheduler was started again: all servers say once more what counts of them."""
         self.leases: SettledLeases | None = None
         """What lost workers had leased, if anything is leased at all."""
 
@@ -137,7 +139,16 @@ class Losses:
             if giver in lost:
                 return self._doomed(self._keys.key_of(number), lost[giver])
         fates = settling.fates.values()
-        effects: list[Effect] = [Log(f"{Member(worker(one.rank), one.incarnation)}: {_told(one)}") for one in fates]
+        effects: list[Effect] = []
+        before = []
+        for one in fates:
+            member = Member(worker(one.rank), one.incarnation)
+            if member in self.lost_before:
+                before.append(f"{member} ({one.least}{'' if one.least == one.most else ' and the next in part'})")
+            else:
+                effects.append(Log(f"{member}: {_told(one)}"))
+        if before:
+            effects.append(Log(f"of the workers that were lost before, these pushes count: {', '.join(before)}"))
         if self.leases is not None:
             effects += self.leases.settled(epoch, fates)
         return effects

@@ -253,6 +253,7 @@ class ReturnedScheduler(Scheduler):
         since, newcomers, _ = memories.joined()
         known = memories.known()
         self.membership.recall(lines.values(), *known, newest.epoch, since, newcomers, newest.owners)
+        self.losses.lost_before = frozenset(self.membership.lost)
         for message in memories.copied:
             self.membership.copied(message.rank, message.epoch)
 
