@@ -94,7 +94,7 @@ class OwnQueue(Leasing):
         super().__init__()
         self._plan: Plan | None = None
         self._pass = 0
-        self._queue = Queue(())
+        self._queue = Queue()
 
     def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> LeaseAnswer:
         """See `Leasing`. Nobody else could give anything back, so nothing to lease means the end.

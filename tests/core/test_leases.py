@@ -54,7 +54,19 @@ def test_ranges_are_whole_batches_and_shrink_towards_the_end_of_an_epoch() -> No
 
 def test_ranges_that_touch_are_one_and_those_that_are_named_twice_count_once() -> None:
     ranges = [Range(0, 30, 40), Range(0, 0, 10), Range(0, 10, 20), Range(0, 35, 50), Range(1, 50, 60), Range(1, 5, 5)]
-    assert merged(ranges) == [Range(0, 0, 20), Range(0, 30, 50), Range(1, 50, 60)]
+    assert merged(ranges, 60) == [Range(0, 0, 20), Range(0, 30, 50), Range(1, 50, 60)]
+    assert merged([*ranges, Range(2, 0, 70), Range(3, 9, 60)], 60)[2:] == [Range(1, 50, 180)], "over the end of epochs"
+
+
+def test_a_million_epochs_are_one_range_and_each_is_leased_by_itself() -> None:
+    queue = Queue.of(plan := Plan(10, 1_000_000, True, 0))
+    taken = [queue.lease(4, 4, 1) for _ in range(4)]
+    assert taken == [Range(0, 0, 4), Range(0, 4, 8), Range(0, 8, 10), Range(1, 0, 4)]
+    queue.give_back([Range(0, 8, 10)])
+    position = position_of(0, plan, queue.free)
+    assert position["left"] == [[0, 8, 10], [1, 4, 9_999_990]]
+    _, _, again = restored(position)
+    assert [again.lease(4, 4, 1) for _ in range(2)] == [Range(0, 8, 10), Range(1, 4, 8)]
 
 
 def test_what_is_used_goes_from_the_first_range_on() -> None:
@@ -73,12 +85,20 @@ def test_ranges_are_split_after_a_number_of_places() -> None:
 def test_a_place_in_the_data_is_read_back() -> None:
     plan, left = Plan(100, 2, True, 7), [Range(0, 90, 100), Range(1, 0, 100)]
     number, again, queue = restored(position_of(3, plan, left))
-    assert (number, again, queue.free) == (3, plan, left)
+    assert (number, again, queue.free) == (3, plan, [Range(0, 90, 200)])
 
 
 @each(
     "change",
-    [{"left": [[0, 90, 101]]}, {"left": [[2, 0, 5]]}, {"left": [[0, 5]]}, {"left": 3}, {"seed": "x"}, {"length": None}],
+    [
+        {"left": [[0, 90, 201]]},
+        {"left": [[1, 100, 101]]},
+        {"left": [[2, 0, 5]]},
+        {"left": [[0, 5]]},
+        {"left": 3},
+        {"seed": "x"},
+        {"length": None},
+    ],
 )
 def test_a_place_that_is_none_is_refused(change: dict[str, Any]) -> None:
     position = position_of(0, Plan(100, 2, True, 7), [Range(0, 90, 100)])
@@ -122,7 +142,7 @@ def test_a_snapshot_has_what_was_used_up_to_its_version_though_more_was_used_and
     assert first in wired.completed and given(wired, lease(wired, 2, 10)) == Range(0, 18, 20)
     found = leases.position_at(dict(zip(incarnations, (12, 5, 10), strict=True)))
     assert found is not None
-    assert found["left"] == [[0, 15, 20], [0, 32, 100], [1, 0, 100]]
+    assert found["left"] == [[0, 15, 20], [0, 32, 200]]
 
 
 def test_a_snapshot_has_nothing_of_who_joins_by_its_cut_and_all_that_counts_of_who_was_lost(wired: Wired) -> None:
@@ -141,7 +161,7 @@ def test_a_snapshot_has_nothing_of_who_joins_by_its_cut_and_all_that_counts_of_w
     wired.advance(10.0)
     found = leases.position_at({wired.member("worker-0").incarnation: 10, wired.member("worker-2").incarnation: 4})
     assert found is not None
-    assert found["left"] == [[0, 14, 100], [1, 0, 100]]
+    assert found["left"] == [[0, 14, 200]]
 
 
 def test_nobody_has_used_more_than_it_was_given(wired: Wired) -> None:

@@ -111,7 +111,7 @@ def test_a_checkpoint_has_the_place_in_the_data(trainer_on, kind, loader_workers
     trainer.save_checkpoint(tmp_path, 7).result()
     trainer.close()
     trainer = trainer_on(kind)
-    assert trainer.load_checkpoint(tmp_path).data["left"] == [[0, 28, LENGTH], [1, 0, LENGTH]]
+    assert trainer.load_checkpoint(tmp_path).data["left"] == [[0, 28, 2 * LENGTH]]
     after = train(trainer, loader_of(QueueSampler(LENGTH, epochs=2), batch=5))
     assert Counter(before + after) == Counter([*range(LENGTH)] * 2)
     again = trainer_on(kind)

@@ -44,7 +44,7 @@ Place = tuple[int, int]
 
 
 class Range(NamedTuple):
-    """The places `start` … `stop` - 1 in the order of an epoch."""
+    """The places `start` … `stop` - 1 in the order of an epoch; what is free may go on into the epochs after it."""
 
     epoch: int
     start: int
@@ -71,16 +71,18 @@ class Queue:
 
     Args:
         ranges: what is free.
+        length: examples in an epoch.
     """
 
-    def __init__(self, ranges: Iterable[Range]) -> None:
-        self.free = merged(ranges)
+    def __init__(self, ranges: Iterable[Range] = (), length: int = 1) -> None:
+        self.length = length
+        self.free = merged(ranges, length)
         """In the order in which they are leased; no two touch."""
 
     @classmethod
     def of(cls, plan: Plan) -> Queue:
-        """All examples of a pass."""
-        return cls(Range(epoch, 0, plan.length) for epoch in range(plan.epochs) if plan.length)
+        """All examples of a pass: one range, however many epochs there are."""
+        return cls([Range(0, 0, plan.epochs * plan.length)], max(1, plan.length))
 
     def lease(self, batch: int, wanted: int, workers: int) -> Range | None:
         """Take whole batches from the first range, as far as there are; None if nothing is free.
@@ -92,29 +94,32 @@ class Queue:
         """
         if not self.free:
             return None
-        first = self.free[0]
-        left = sum(len(one) for one in self.free if one.epoch == first.epoch)
+        first, end = self.free[0], self.length
+        left = sum(min(one.stop, end) - one.start for one in self.free if one.epoch == first.epoch)
         size = max(batch, min(wanted, left // (SHARES * max(1, workers))) // batch * batch)
-        taken = Range(first.epoch, first.start, min(first.start + size, first.stop))
-        rest = Range(first.epoch, taken.stop, first.stop)
-        self.free[:1] = [rest] if len(rest) else []
+        taken = Range(first.epoch, first.start, min(first.start + size, first.stop, end))
+        self.free[:1] = merged([Range(first.epoch, taken.stop, first.stop)], end)
         return taken
 
     def give_back(self, ranges: Iterable[Range]) -> None:
         """Make ranges free again."""
-        self.free = merged([*self.free, *ranges])
+        self.free = merged([*self.free, *ranges], self.length)
 
 
-def merged(ranges: Iterable[Range]) -> list[Range]:
-    """The same places in as few ranges as possible, in order; some may be named twice."""
-    found: list[Range] = []
-    for one in sorted(ranges):
-        last = found[-1] if found else None
-        if last is not None and last.epoch == one.epoch and one.start <= last.stop:
-            found[-1] = Range(last.epoch, last.start, max(last.stop, one.stop))
-        elif len(one):
-            found.append(one)
-    return found
+def merged(ranges: Iterable[Range], length: int) -> list[Range]:
+    """The same places in as few ranges as possible, in order; some may be named twice.
+
+    Args:
+        ranges: they.
+        length: examples in an epoch.
+    """
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted((one.epoch * length + one.start, one.epoch * length + one.stop) for one in ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        elif first < stop:
+            found.append((first, stop))
+    return [Range(first // length, first % length, first % length + stop - first) for first, stop in found]
 
 
 def split(ranges: Iterable[Range], count: int) -> tuple[list[Range], list[Range]]:
@@ -137,7 +142,7 @@ def position_of(number: int, plan: Plan, left: Iterable[Range]) -> dict[str, Any
         plan: what its sampler was made with.
         left: what of it is not used.
     """
-    return {"number": number, **plan._asdict(), "left": [list(one) for one in merged(left)]}
+    return {"number": number, **plan._asdict(), "left": [list(one) for one in merged(left, max(1, plan.length))]}
 
 
 def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
@@ -152,9 +157,11 @@ def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
         plan = Plan(length, epochs, bool(position["shuffle"]), seed)
     except (KeyError, TypeError) as error:
         raise ValueError(f"the place in the data is not readable ({error})") from None
-    if any(not (0 <= one.epoch < epochs and 0 <= one.start < one.stop <= length) for one in left):
-        raise ValueError(f"the place in the data has places that {plan} has not")
-    return number, plan, Queue(left)
+    for one in left:
+        stop = length * (epochs - one.epoch)
+        if not (0 <= one.epoch < epochs and 0 <= one.start < length and one.start < one.stop <= stop):
+            raise ValueError(f"the place in the data has places that {plan} has not")
+    return number, plan, Queue(left, max(1, length))
 
 
 def _numbers_of(member: Member) -> tuple[int, int]:
@@ -235,7 +242,7 @@ class Leases:
         """Of the pass."""
         self._plan: Plan | None = None
         self._said_by = ""
-        self._queue = Queue(())
+        self._queue = Queue()
         self._is_over = False
         self._version = 0
         self._holders: dict[Member, LeaseHolder] = {}
@@ -531,7 +538,7 @@ class Leases:
             self.restoring(position)()
             self._said_by = "the snapshot"
         else:
-            self._number, self._plan, self._queue, self._is_over = -1, None, Queue(()), False
+            self._number, self._plan, self._queue, self._is_over = -1, None, Queue(), False
             self._holders.clear()
         self._version = 0
         for one in (self._unsettled, self._waiting, self._marked, self._then):
@@ -566,7 +573,8 @@ class Leases:
         held = [one for holder in self._holders.values() for one in holder.ranges]
         places = sorted([*self._queue.free, *held])
         for one, other in pairwise(places):
-            assert one.epoch < other.epoch or one.stop <= other.start, "a place is leased to one worker at a time"
+            between = (other.epoch - one.epoch) * self._queue.length + other.start - one.stop
+            assert between >= 0, "a place is leased to one worker at a time"
         assert not (self._is_over and (places or self._unsettled)), "a pass is over when all is used"
         assert self._unsettled.keys() <= self._holders.keys(), (
             "the ranges of a lost worker are kept until servers settle it"
