@@ -130,7 +130,8 @@ def require_position(users: Sequence[LeasingUser], books: Books, examples: int, 
     counted = {one for rounds in books.rounds.values() for said in rounds[: manifest.step] for one in said}
     used = {place for member, step in counted for place in trained[member][step]}
     every = {(epoch, place) for epoch in range(EPOCHS) for place in range(examples)}
-    left = {(epoch, place) for epoch, start, stop in manifest.data["left"] for place in range(start, stop)}
+    ranges = manifest.data["left"]  # they may go over the end of an epoch
+    left = {(epoch + at // examples, at % examples) for epoch, start, stop in ranges for at in range(start, stop)}
     lacks, again = sorted(every - used - left), sorted(left & used)
     assert not lacks and not again, f"the checkpoint of step {manifest.step} lacks {lacks}, and has {again} again"
 
