@@ -52,7 +52,7 @@ def local_sgd(every: int) -> LocalSteps:
     return LocalSteps(every)
 
 
-def diloco(every: int, *, learning_rate: float = 0.7, momentum: float = 0.9) -> LocalSteps:
+def diloco(every: int, learning_rate: float = 0.7, momentum: float = 0.9) -> LocalSteps:
     """Let an outer optimizer apply what so many steps of each worker have changed: SGD with Nesterov's momentum.
 
     Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models (2023); its numbers.
@@ -67,12 +67,13 @@ def policy_from(text: str) -> LocalSteps:
         ValueError: there is none of that name, or a number is out of range.
     """
     name, _, numbers = text.partition(":")
-    every, *outer = numbers.split(",")
     try:
-        if name == "local_sgd" and not outer:
-            return local_sgd(int(every))
-        if name == "diloco" and len(outer) in (0, 2):
-            return diloco(int(every), **dict(zip(("learning_rate", "momentum"), map(float, outer), strict=False)))
+        every, *outer = map(float, numbers.split(","))
+    except ValueError:
+        raise ValueError(f"there is no policy {text!r}: write {FORMS}") from None
+    if (name, len(outer)) not in (("local_sgd", 0), ("diloco", 0), ("diloco", 2)) or not every.is_integer():
+        raise ValueError(f"there is no policy {text!r}: write {FORMS}")
+    try:
+        return local_sgd(int(every)) if name == "local_sgd" else diloco(int(every), *outer)
     except ValueError as error:
         raise ValueError(f"the policy {text!r} is not possible: {error}") from None
-    raise ValueError(f"there is no policy {text!r}: write {FORMS}")

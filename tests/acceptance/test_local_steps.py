@@ -167,7 +167,7 @@ def test_workers_with_other_policies_and_what_does_not_go_with_one_are_told():
         with pytest.raises(kvdist.KvdistError, match=r"local_sgd:2.*local_sgd:3"):
             trainer.step()
     for wrong in ("local_sgd", "local_sgd:0", "local_sgd:3,1,0", "diloco:3,0,0.9", "diloco:3,1", "diloco:a", "quick:3"):
-        with pytest.raises(ValueError, match=f"policy '{wrong}'"):
+        with pytest.raises(ValueError, match=f"policy {wrong!r}"):
             kv.create("dist", policy=wrong)
     with pytest.raises(kvdist.ConfigError, match="synchronous stores on servers: use 'dist', not 'dist_async'"):
         kv.create("dist_async", policy="diloco:10")
