@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from kvdist.checkpoint.snapshot import FileRecord, Manifest, ReadSlice, SavedKey
 from kvdist.config.settings import ClusterConfig, Limits
@@ -31,6 +32,7 @@ from kvdist.core.machine import (
     Persist,
     Persisted,
 )
+from kvdist.core.server.block_state import NUMBERS
 from kvdist.core.sharding import Slice
 from kvdist.core.worker.requests import (
     Encoded,
@@ -59,6 +61,7 @@ from kvdist.protocol.messages import (
     Packet,
     PullRows,
     PushRows,
+    ReplaceState,
     ReplicateRows,
     SavedFile,
 )
@@ -276,8 +279,9 @@ def ids_of(message: Message) -> tuple[Ascending, ...]:
             return _row_ids(arrays, range(len(arrays.counts)))
         case InitRows(arrays=arrays) | PushRows(arrays=arrays) | ReplicateRows(arrays=arrays):
             return _row_ids(arrays, range(0, len(arrays.counts), 2))
-        case Fill(parts=parts, arrays=arrays):
-            return _row_ids(arrays, np.flatnonzero(parts == ROW_IDS).tolist())
+        case Fill(parts=parts, arrays=arrays) | ReplaceState(parts=parts, arrays=arrays):
+            ids = _row_ids(arrays, np.flatnonzero(parts == ROW_IDS).tolist())
+            return (*ids, *_numbers(arrays, (parts == NUMBERS) & (arrays.dtypes == DType.FLOAT64)))
     return ()
 
 
@@ -290,6 +294,14 @@ def _row_ids(arrays: Arrays, positions: Iterable[int]) -> tuple[Ascending, ...]:
             last = int(np.frombuffer(payload, ROW_ID, 1, start + (count - 1) * width)[0])
             found.append(Ascending(start, count, width, last))
     return tuple(found)
+
+
+def _numbers(arrays: Arrays, which: npt.NDArray[np.bool_]) -> tuple[Ascending, ...]:
+    """These arrays are numbers of states, which decide what may be one block: the bits of each are kept as an id."""
+    width, payload, (starts, _) = ROW_ID.itemsize, b"".join(arrays.frames), offsets(arrays.dtypes, arrays.counts)
+    spans = zip(starts[which].tolist(), arrays.counts[which].tolist(), strict=True)
+    places = [start + width * i for start, count in spans for i in range(count)]
+    return tuple([Ascending(one, 1, width, int(np.frombuffer(payload, ROW_ID, 1, one)[0])) for one in places])
 
 
 def _top_k(coded: Coded) -> tuple[Ascending, ...]:
