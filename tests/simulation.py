@@ -100,6 +100,8 @@ class Scenario:
     min_workers: with fewer workers than so many rounds stay open.
     replicas: how many other servers keep a copy of a server's slices.
     fills: whether servers are started again, too, and get copies while the others go on.
+    hurries: whether the next one is hit as soon as it may be lost, and the scheduler, too, if that comes back; else
+        when every slice has a copy again.
     later: who is hit once a server has been given up, or a scheduler is back.
     again: in how many seconds a victim is started again, at least and at most; None = never.
     lives: how often, if each is struck again.
@@ -135,6 +137,7 @@ class Scenario:
     min_workers: int | None = None
     replicas: int = 0
     fills: bool = False
+    hurries: bool = False
     later: str = ""
     again: tuple[float, float] | None = None
     lives: int = 1
@@ -187,6 +190,8 @@ class Cluster:
     """In the order of their deaths."""
     filled: int = 0
     """How often every slice had a copy again."""
+    hurried: int = 0
+    """How often a server was struck that may be lost, or the next one is about to be."""
     starting: int = 0
     """Processes that are about to be started again."""
     term: int = 1
@@ -403,7 +408,13 @@ def _strike_filled(cluster: Cluster, membership: Membership) -> None:
     scenario, random = cluster.scenario, cluster.network.random
     struck = len(cluster.dead_servers)
     known = sum(one.node.role is Role.SERVER for one in membership.lost)
-    if not scenario.fills or scenario.later or not struck or struck != known or struck != cluster.filled + 1:
+    if scenario.hurries and cluster.hurried < struck == known < scenario.lives:
+        cluster.hurried = struck
+        cluster.network.after(random.uniform(0.0, scenario.spread_s), partial(_strike_in_a_hurry, cluster))
+        if scenario.returns_s and random.random() < 0.5:
+            cluster.network.after(random.uniform(0.0, scenario.spread_s), partial(_strike, cluster, "scheduler"))
+    waits_for_more = not struck or struck != known or struck != cluster.filled + 1
+    if not scenario.fills or scenario.hurries or scenario.later or waits_for_more:
         return
     if len(membership.servers) == scenario.num_servers and not membership.is_filling:
         cluster.filled += 1
@@ -412,6 +423,20 @@ def _strike_filled(cluster: Cluster, membership: Membership) -> None:
             return
         lives = [name for name, one in cluster.processes.items() if name.startswith("server") and not one.crashed]
         cluster.network.after(random.uniform(0.0, 0.2), partial(_strike, cluster, random.choice(lives)))
+
+
+def _strike_in_a_hurry(cluster: Cluster) -> None:
+    """Hit a server as soon as there is one that may be lost, by what the scheduler knows."""
+    scheduler = cluster.processes["scheduler"]
+    machine = scheduler.node.machine
+    assert isinstance(machine, Scheduler)
+    may_be_lost = {one for node, one in machine.membership.servers.items() if machine.membership.may_lose(node)}
+    names = [name for name, one in cluster.processes.items() if one.node.machine.me in may_be_lost and not one.ended]
+    if names and not scheduler.ended:
+        cluster.network.used["struck while copies are filled in"] += machine.membership.is_filling
+        _strike(cluster, cluster.network.random.choice(names))
+    elif not scheduler.ended or scheduler.crashed:
+        cluster.network.after(0.02, partial(_strike_in_a_hurry, cluster))
 
 
 def _closed(cluster: Cluster) -> int:
@@ -764,6 +789,9 @@ def _is_given_up(cluster: Cluster, name: str) -> bool:
     """Whether the others go on without this process when it is lost."""
     if name.startswith("server") and cluster.scenario.snapshot_s is not None:
         return True
+    assert cluster.oracle is not None
+    if name.startswith("server") and cluster.scenario.hurries and not cluster.oracle.went_back:
+        return True  # it had a copy; only while a store is loaded, each loss ends the job
     if name.startswith("server") and cluster.scenario.fills:  # it is known to the scheduler what has a copy
         failure = cluster.processes["scheduler"].node.failure
         return not (isinstance(failure, PeerLostError) and failure.node == name.partition(",")[0])
@@ -827,6 +855,8 @@ REPLICAS = replace(GOING_ON, num_workers=3, num_servers=3, replicas=1, saves=0.0
 FILLS = replace(
     JOINING, num_workers=3, num_servers=3, replicas=1, fills=True, victims=("server-1",), saves=0.0, rounds=16
 )
+
+HURRIES = replace(FILLS, hurries=True, lives=6, num_workers=2, spread_s=0.2, weather=Weather(delay_s=0.02))
 
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
 LEASES_RETURN = replace(LEASES, spread_s=0.3, returns_s=0.6, weather=Weather(delay_s=0.01))
@@ -1012,6 +1042,26 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "fills saving": replace(FILLS, saves=0.7, optimizer="momentum", num_servers=2, rounds=24, lives=4),
     "fills offloaded": replace(FILLS, offloaded=True, optimizer="momentum", later="server-2", spread_s=1.0, rounds=24),
+    "fills in a hurry": HURRIES,
+    "fills in a hurry with two servers": replace(HURRIES, num_servers=2),
+    "fills in a hurry with four servers": replace(HURRIES, num_servers=4, optimizer="momentum"),
+    "fills rows in a hurry": replace(HURRIES, tables=True),
+    "fills and saves rows in a hurry": replace(
+        HURRIES, tables=True, saves=0.6, num_servers=2, optimizer="sgd", rounds=12
+    ),
+    "fills async in a hurry": replace(HURRIES, mode="async", optimizer="sgd"),
+    "fills saving in a hurry": replace(
+        HURRIES, saves=0.9, full=0.0, num_servers=2, num_workers=3, weather=Weather(delay_s=0.05)
+    ),
+    "fills in a hurry in a storm": replace(HURRIES, weather=STORM, limits=STORM_LIMITS),
+    "fills in a hurry near the end": replace(HURRIES, saves=0.9, full=0.0, fault_round=9, rounds=12),
+    "fills in a hurry with a far scheduler": replace(
+        HURRIES, weather=Weather(delay_s=0.005, scheduler_delay_s=0.15), again=(0.02, 0.1)
+    ),
+    "fills in a hurry while the scheduler dies": replace(HURRIES, returns_s=0.4, saves=0.3),
+    "fills in a hurry while workers die": replace(
+        HURRIES, victims=("server-1", "worker-1", "worker-2"), num_workers=4, rounds=24
+    ),
     "joins": replace(JOINING, victims=("worker-1",)),
     "joins as rank 0": replace(JOINING, victims=("worker-0",)),
     "joins beside another": replace(JOINING, victims=("worker-1", "worker-2")),
@@ -1154,6 +1204,11 @@ SCENARIOS: dict[str, Scenario] = {
     "scheduler returns and leaver": replace(
         RETURNS, victims=("scheduler",), leaver_rounds=3, fault_round=2, spread_s=0.2
     ),
+    "rows and checkpoints": Scenario(num_workers=3, rounds=6, optimizer="sgd", tables=True, saves=0.7),
+    "rows and checkpoints in a storm": Scenario(
+        optimizer="test", rounds=4, tables=True, saves=0.7, full=0.1, weather=STORM, limits=STORM_LIMITS
+    ),
+    "goes on saving rows": replace(GOING_ON, victims=("worker-2",), tables=True, saves=0.8),
     "rows updated": Scenario(num_workers=3, num_servers=3, rounds=5, optimizer="test", tables=True, saves=0.0),
     "rows async": Scenario(num_workers=3, rounds=5, mode="async", optimizer="sgd", tables=True, saves=0.0),
     "rows in a storm": Scenario(

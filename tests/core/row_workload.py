@@ -8,7 +8,7 @@ touches only a few are ever named.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvdist.checkpoint.snapshot import SavedSlice
 from kvdist.core.sharding import Slice
 from kvdist.core.worker.requests import DeclareKeys, KeyInfo, RunKind, Transfer
 from kvdist.dtypes import DType
@@ -81,6 +82,8 @@ class RowOracle:
     def __init__(self, turns: Sequence[int], optimizer: str | None, generator: random.Random, books: Books) -> None:
         self.optimizer = optimizer
         self.books = books
+        self.slices: dict[str, Sequence[Slice]] = {}
+        """Table → its slices, once a worker knows them."""
         self.given: dict[tuple[int, int, str], Gift | None] = {}
         """(rank, round, table) → the contribution, or None for an empty one."""
         self._states: dict[int, list[Array]] = {}
@@ -123,6 +126,18 @@ class RowOracle:
                 states.append(states[-1])
         return states
 
+    def require_saved(self, saved: Iterable[SavedSlice], version: int) -> None:
+        """Whether the slices of tables in a checkpoint have the rows of a version."""
+        for table in TABLES:
+            own = {one.start: one for one in saved if one.key == table.name}
+            for piece in self.slices[table.name]:
+                one, rows, wanted = own[piece.start], self.rows_of(table, piece), self.states(table, piece)[version]
+                assert one.weight is not None
+                ids, found = np.array(table.ids, np.int64)[rows], self.firsts(table)[rows]
+                there = np.searchsorted(ids, ids if one.ids is None else one.ids)
+                found[there] = one.weight.reshape(-1, table.width)
+                assert np.array_equal(found, wanted), f"{table.name!r} was saved as {found}, and not as {wanted}"
+
     @staticmethod
     def rows_of(table: Table, piece: Slice) -> slice:
         """Which of the rows that are ever named lie in a slice."""
@@ -163,6 +178,7 @@ class RowUser:
 
         def finish_with(infos: Sequence[KeyInfo]) -> None:
             self.infos = {str(info.key): info for info in infos}
+            self.oracle.slices = {str(info.key): info.slices for info in infos}
 
         future = self.ask(lambda number: DeclareKeys(number, store, self.mode, keys, shapes, dtypes, forms=forms))
         future.add_done_callback(lambda done: None if done.exception() else finish_with(done.result()))

@@ -113,6 +113,7 @@ FAULTS = {
     "rows in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "rows async in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "rows and a leaver in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "rows and checkpoints in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "rows and a killed server": ("crash",),
     "rows and a paused worker": ("pause",),
     "goes on without a zombie": ("pause", "fenced"),
@@ -159,6 +160,7 @@ FAULTS = {
         for name, scenario in SCENARIOS.items()
         if name.startswith("joins")
     },
+    "fills in a hurry while the scheduler dies": ("crash", "return", "started again"),
     "joins while the scheduler is away": ("crash", "return", "started again", "joined"),
     **{
         name: ("crash", "started again", "joined", *(("lost", "cut") if scenario.weather is STORM else ()))
@@ -195,7 +197,7 @@ def used_in(scenario: Scenario) -> Iterator[str]:
         return  # what is said of faults is enough
     if scenario.replicas:
         if scenario.fills and scenario.lives > 1:
-            yield "filled"
+            yield "struck while copies are filled in" if scenario.hurries else "filled"
         if scenario.saves:
             yield from ("checkpoint", "not saved for a dead server")
         return
@@ -238,8 +240,10 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "checkpoints of hosts in a storm",
     "encoded async",
     "encoded in a storm",
+    "goes on saving rows",
     "goes on with sums of a zombie",
     "goes on with sums of hosts in a storm",
+    *[name for name, scenario in SCENARIOS.items() if scenario.hurries],
     "fills async",
     "fills in a storm",
     "fills offloaded",
@@ -303,6 +307,7 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "replicas offloaded",
     "rows and a leaver in a storm",
     "rows and a paused worker",
+    "rows and checkpoints in a storm",
     "rows async",
     "rows async in a storm",
     "rows updated",
@@ -379,6 +384,9 @@ ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
 )
 
 
+ORIGINAL_SAVED = Checkpoints.saved
+
+
 def publishes_at_once(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
     log, self._log = self._log, []
     self._told += len(log)
@@ -428,6 +436,17 @@ def fills_in_late(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
     self.__dict__["late"] = fills
     self._log = [*(one for one in self._log if not isinstance(one[0], Fill)), *late]
     return ORIGINAL_PUBLISHED(self, effects)
+
+
+def believes_old_words(self: Membership, rank: int, epoch: int) -> bool:
+    """Whatever a server has said of its copy holds, though another one has it now."""
+    return self._uncopied.pop(rank, None) is not None
+
+
+def opens_what_is_over(self: Checkpoints, sender: Member, message: Saved, now: float) -> list[Effect]:
+    """What a server says late of a checkpoint begins another one."""
+    with mock.patch.object(self, "saves", {}):
+        return ORIGINAL_SAVED(self, sender, message, now)
 
 
 def forgets_who_is_unaware(self: Checkpoints, server: Member, unaware: Any) -> None:
@@ -945,6 +964,12 @@ def continues_the_line(self: Reliable, packet: Packet, now: float) -> list[Effec
 GRACE_S = Limits.reconnect_grace_s
 
 
+def lets_new_servers_decide(self: ReturnedScheduler, memories: Memories, now: float) -> list[Effect]:
+    """What a server without slices has not heard yet, no worker was told."""
+    with mock.patch.object(Membership, "numbers_of", lambda membership, server: [0]):
+        return ORIGINAL_RECALL_AGREEMENTS(self, memories, now)
+
+
 def drops_rows_alone(self: DenseShard, block: Block, rank: int) -> None:
     """The rows of a sum are dropped one by one, though one of them has the bytes of all."""
 
@@ -1004,6 +1029,7 @@ def follows_as_a_newcomer(self: Worker, message: Roster, now: float) -> list[Eff
 
 ORIGINAL_PUSH_JOINED = DenseShard.push_joined
 ORIGINAL_UPDATE = Peers.update
+ORIGINAL_RECALL_AGREEMENTS = ReturnedScheduler._recall_agreements
 ORIGINAL_WORKER_ROSTER = Worker._roster
 ORIGINAL_REREGISTER = Worker._reregister
 ORIGINAL_RECALL = Keys.recall
@@ -1274,6 +1300,18 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(ReplicatedServer, "_fill", says_it_is_whole_at_once)],
     ),
     "rounds overtake what is filled in": ("fills", [(ReplicatedServer, "_published", fills_in_late)]),
+    "an old word of a copy counts": (
+        "fills in a hurry with a far scheduler",
+        [(Membership, "copied", believes_old_words)],
+    ),
+    "what is said late of a checkpoint begins another": (
+        "fills saving",
+        [(Checkpoints, "saved", opens_what_is_over)],
+    ),
+    "a server without slices decides which keys are placed": (
+        "fills in a hurry while the scheduler dies",
+        [(ReturnedScheduler, "_recall_agreements", lets_new_servers_decide)],
+    ),
     "a server comes back while others are asked": (
         "fills while workers die",
         [(Questions, "are_open", False)],

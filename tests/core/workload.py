@@ -178,7 +178,10 @@ class Oracle:
     def require_saved(self, shelf: Shelf, folder: str, turn: int) -> None:
         """Whether a checkpoint that was called for after a round has what it must."""
         manifest = shelf.manifests[folder]
-        assert [one.key for one in manifest.keys] == [key.name for key in KEYS]
+        tables = [] if self.rows is None else [table.name for table in TABLES]
+        assert [one.key for one in manifest.keys] == [*[key.name for key in KEYS], *tables]
+        if self.rows is not None and manifest.exact:
+            self.rows.require_saved(shelf.slices(folder), turn + 1)
         assert manifest.exact == (self.job.mode == "sync")
         weights = shelf.gathered(folder, WEIGHTS)
         momenta = shelf.gathered(folder, "momentum") if self.job.optimizer == "momentum" else {}
@@ -618,6 +621,10 @@ class User:
             return
         weights = self.shelf.gathered(folder, WEIGHTS)
         yield from self._require(weights, "what was saved is not what was loaded")
+        if self._rows is not None:
+            reads = self._rows.check_the_end()
+            yield [future for _, _, future in reads]
+            self._rows.require_at(reads, int(folder[-3:]) + 1)
         yield [self._ask(lambda number: EnterBarrier(number, STORE))]
         yield [self._transfer(RunKind.PUSH, {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS})]
         yield [self._ask(lambda number: EnterBarrier(number, STORE))]
@@ -641,7 +648,8 @@ class User:
         if self.life and not self.saves:
             claim = self._ask(lambda number: ClaimFolder(number, *place[:3]))
             yield [_landing(claim)]
-        future = self._ask(lambda number: SaveStore(number, *place, tuple(self.infos.values())))
+        keys = (*self.infos.values(), *(() if self._rows is None else self._rows.infos.values()))
+        future = self._ask(lambda number: SaveStore(number, *place, keys))
         self.saves[turn] = future
         self._landed.append(_landing(future))
         if self.random.random() < 0.5:

@@ -6,14 +6,15 @@ Whoever hears of the new term says all that it knows and still waits for, and th
   before is kept, in order, and handled then.
 * Who was in any roster is a member, unless somebody knows that it has left or was given up.
 * What one worker was told of a barrier, a checkpoint or a load, every other is told that asks for it again.
-* What one server was told of a key or an optimizer, all are told. Who gives a key's first value is kept if all knew.
+* What one server was told of a key or an optimizer, all are told. Who gives a key's first value is kept if all that
+  have slices knew.
 * Which data a worker has was told to all servers before it was to the worker; the newest of these notes counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvdist.config.settings import ClusterConfig
@@ -263,10 +264,14 @@ class ReturnedScheduler(Scheduler):
         effects: list[Effect] = []
         for optimizer in memories.optimizers.values():
             effects += self.keys.recall_optimizer(optimizer, first, now)
+        servers = self.membership.servers.items()
+        having = {one for node, one in servers if self.membership.numbers_of(node)}  # another may be new, and know less
         for _, told in sorted(memories.assigned.items()):
             message = next(iter(told.values()))
-            is_told = len(told) == len(self.membership.servers) and len({one.giver for one in told.values()}) == 1
+            is_told = having <= told.keys() and len({one.giver for one in told.values()}) == 1
             effects += self.keys.recall(message, is_told, first)
+            if is_told and not {one for _, one in servers} <= told.keys():
+                effects += self._questions.ask(partial(_numbered, message), lambda _: [])
         for kind, store, counter in self._answers:
             if kind == Barrier.KIND:
                 self._passed[store] = max(self._passed.get(store, 0), counter + 1)
@@ -331,3 +336,7 @@ class ReturnedScheduler(Scheduler):
                 self._over.add(call)
                 return []
         return super().handle(sender, message, now)
+
+
+def _numbered(message: Assign, request: int) -> Assign:
+    return replace(message, request=request)
