@@ -21,11 +21,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
 from kvdist.core.joining import Introduction
@@ -42,7 +44,7 @@ from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.decoding import decoded
 from kvdist.core.server.replica import ReplicatedServer
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import DenseShard
+from kvdist.core.server.shard import DenseShard, Shard
 from kvdist.core.server.sparse_table import RowContribution, SparseTable
 from kvdist.core.worker import requests, transfers
 from kvdist.core.worker.transfers import Ready
@@ -60,7 +62,7 @@ from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
 from tests.core.leasing import LeasingUser, require_position, require_used_once
 from tests.core.network import Network, Process, SimulatedTransport, Weather
-from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk
+from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk, content
 from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
 from tests.devices import NumpyDevice
 
@@ -651,6 +653,7 @@ def _judge(cluster: Cluster) -> None:
         _judge_examples(cluster)
     else:
         _judge_checkpoints(cluster)
+    _judge_copies(cluster)
     cluster.network.used["offloaded"] += sum(device.downloaded_bytes > 0 for device in cluster.devices)
     assert not any(device.pending for device in cluster.devices), "a copy is under way after its round"
     survivors = [process for process in cluster.processes.values() if not process.crashed]
@@ -680,6 +683,27 @@ def _judge(cluster: Cluster) -> None:
             assert failure.node in hit, f"{process.name} blames {failure.node}: {failure}"
             late_s = process.ended_at - (cluster.struck_at or 0.0)
             assert late_s < VERDICT_S, f"{process.name} took {late_s:.2f} s to notice"
+
+
+def _judge_copies(cluster: Cluster) -> None:
+    """Where a copy is as far as its server, they are equal to the bit."""
+    machines = [one.node.machine for one in cluster.processes.values() if not one.crashed and not one.is_void]
+    there = {one.me: one for one in machines if isinstance(one, ReplicatedServer)}
+    for primary in there.values():
+        backup = None if primary._backup is None else there.get(primary._backup)
+        copy = None if backup is None else backup.copy
+        slices = [(one, holder) for one in (primary.dense, primary.sparse) for holder in one]
+        for kept, holder in () if copy is None else slices:
+            numbers = [] if not holder.has_value else [one for one in holder.ids.tolist() if not kept.is_alone(one)]
+            for number in numbers:
+                elsewhere: Shard[Any] = copy.dense if kept is primary.dense else copy.sparse
+                other = elsewhere.holder(number)
+                assert other is not None, f"the copy of {primary.me} lacks slice {number}"
+                if (holder.round.version, holder.round.counted) != (other.round.version, other.round.counted):
+                    continue  # it stopped before it had heard of that
+                own, its = (of.taken([number], EVERYTHING)[0][0] for of in (kept, elsewhere))
+                assert content(own) == content(its), f"slice {number} of {primary.me} has another copy"
+                cluster.network.used["compared with its copy"] += 1
 
 
 def _is_too_late(process: Process) -> bool:

@@ -175,7 +175,7 @@ class SimulatedDisk(Disk):
         work, done = self._waiting.popleft()
         if isinstance(work, WriteShard):
             for then, now in zip(before, work.slices, strict=True):
-                assert _content(then) == _content(now), f"slice {now.start} of {now.key!r} changed while it was saved"
+                assert content(then) == content(now), f"slice {now.start} of {now.key!r} changed while it was saved"
             work = replace(work, slices=before)
         if self._waiting:
             self._start()
@@ -205,6 +205,7 @@ def _copied(slices: Sequence[SavedSlice]) -> tuple[SavedSlice, ...]:
     )
 
 
-def _content(one: SavedSlice) -> tuple[bytes, Mapping[str, bytes], int]:
+def content(one: SavedSlice) -> tuple[bytes, Mapping[str, bytes], int]:
+    """What of a slice is compared."""
     weight = b"" if one.weight is None else one.weight.tobytes()
     return weight, {name: array.tobytes() for name, array in one.states.items()}, one.updates
