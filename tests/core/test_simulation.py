@@ -34,7 +34,7 @@ from kvdist.core.scheduler.recovery import Call, Memories, ReturnedScheduler
 from kvdist.core.scheduler.rollback import Rollback
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import replica, shard, snapshots
-from kvdist.core.server.block import Block, Contribution
+from kvdist.core.server.block import Block, BlockRows, Blocks, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.replica import CopiedDense, ReplicatedServer
@@ -384,7 +384,7 @@ ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
 )
 
 
-ORIGINAL_SAVED = Checkpoints.saved
+ORIGINAL_SAVED, ORIGINAL_COVER = Checkpoints.saved, Blocks.cover_merged
 
 
 def publishes_at_once(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
@@ -436,6 +436,12 @@ def fills_in_late(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
     self.__dict__["late"] = fills
     self._log = [*(one for one in self._log if not isinstance(one[0], Fill)), *late]
     return ORIGINAL_PUBLISHED(self, effects)
+
+
+def merges_meanwhile(self: Blocks, ids: Any, *columns: Any) -> list[BlockRows]:
+    """A block may be half in the copy."""
+    self.may_merge = True
+    return ORIGINAL_COVER(self, ids, *columns)
 
 
 def believes_old_words(self: Membership, rank: int, epoch: int) -> bool:
@@ -1300,6 +1306,10 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(ReplicatedServer, "_fill", says_it_is_whole_at_once)],
     ),
     "rounds overtake what is filled in": ("fills", [(ReplicatedServer, "_published", fills_in_late)]),
+    "blocks merge while copies are filled in": (
+        "fills in a hurry with two servers",
+        [(Blocks, "cover_merged", merges_meanwhile)],
+    ),
     "an old word of a copy counts": (
         "fills in a hurry with a far scheduler",
         [(Membership, "copied", believes_old_words)],
