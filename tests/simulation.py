@@ -104,7 +104,8 @@ class Scenario:
     fills: whether servers are started again, too, and get copies while the others go on.
     hurries: whether the next one is hit as soon as it may be lost, and the scheduler, too, if that comes back; else
         when every slice has a copy again.
-    later: who is hit once a server has been given up, or a scheduler is back.
+    later: who is hit within `spread_s` of another moment: when a server was given up, or a scheduler is back.
+    is_at_join: whether that moment is while a worker that has come later waits to be a member.
     again: in how many seconds a victim is started again, at least and at most; None = never.
     lives: how often, if each is struck again.
     """
@@ -141,6 +142,7 @@ class Scenario:
     fills: bool = False
     hurries: bool = False
     later: str = ""
+    is_at_join: bool = False
     again: tuple[float, float] | None = None
     lives: int = 1
     snapshot_s: float | None = None
@@ -343,6 +345,7 @@ def _build(cluster: Cluster) -> None:
     oracle = cluster.oracle = Oracle(job, network.random)
     oracle.books.is_void = partial(_has_given_up, cluster)
     oracle.books.awaited = [job.rounds_of(rank) for rank in range(job.num_workers)] if job.waits else None
+    oracle.books.may_rest = job.examples > 0
     oracle.books.newcomers_above = scenario.num_workers + scenario.num_servers
 
     order = [("scheduler", Role.SCHEDULER, 0)]
@@ -462,7 +465,7 @@ def _return(cluster: Cluster, closed: int) -> None:
             node.post(
                 ChildEnded(NodeId(Role(role), int(rank)), "killed by signal 9 (SIGKILL)", ended_well, int(lives or 0))
             )
-    if cluster.scenario.later and not cluster.dead_servers:
+    if cluster.scenario.later and not (cluster.dead_servers or cluster.scenario.is_at_join):
         network.after(network.random.uniform(0.2, 1.0), partial(_strike, cluster, cluster.scenario.later))
 
 
@@ -536,12 +539,9 @@ def _turned(cluster: Cluster, user: User) -> None:
     network, scenario = cluster.network, cluster.scenario
     if user.rollbacks > before and cluster.oracle is not None:  # what has left does not make its last pushes again
         cluster.oracle.lost |= {one.rank for one in cluster.users.values() if one.has_left}
-    if scenario.later and not cluster.struck_later:
-        scheduler = cluster.processes.get("scheduler")
-        told = None if scheduler is None else scheduler.node.machine
-        if isinstance(told, Scheduler) and any(one.node.role is Role.SERVER for one in told.membership.lost):
-            cluster.struck_later = True
-            network.after(network.random.uniform(0, scenario.spread_s), partial(_strike, cluster, scenario.later))
+    if scenario.later and not cluster.struck_later and _is_moment(cluster, user):
+        cluster.struck_later = True
+        network.after(network.random.uniform(0, scenario.spread_s), partial(_strike, cluster, scenario.later))
     begins = user.node.machine.epoch > 0 if scenario.fault_round == FORMED else bool(user.infos)
     if user.round < scenario.fault_round or not begins or cluster.struck_at is not None:
         return
@@ -553,6 +553,17 @@ def _turned(cluster: Cluster, user: User) -> None:
     for name in scenario.victims:
         spared_s = 0.03 if scenario.fault_round == FORMED else 0.0  # all others have to hear of each other
         network.after(spared_s + network.random.uniform(0, scenario.spread_s), partial(_strike, cluster, name))
+
+
+def _is_moment(cluster: Cluster, user: User) -> bool:
+    """Whether it is time to strike who is hit later."""
+    worker = user.node.machine
+    if cluster.scenario.is_at_join:
+        newcomer = worker._newcomer if isinstance(worker, Worker) else None
+        return newcomer is not None and newcomer.is_waiting
+    scheduler = cluster.processes.get("scheduler")
+    told = None if scheduler is None else scheduler.node.machine
+    return isinstance(told, Scheduler) and any(one.node.role is Role.SERVER for one in told.membership.lost)
 
 
 def _cut(cluster: Cluster, name: str) -> None:
@@ -646,7 +657,7 @@ def _judge(cluster: Cluster) -> None:
         assert user.done, f"{name} did not come to its end"
     least = cluster.scenario.min_workers or 0
     for number, rounds in cluster.oracle.books.rounds.items():
-        few = sum(len(counted) < least for counted in rounds)
+        few = sum(len(counted) < least for counted in rounds[: cluster.scenario.rounds])  # then some have finished
         assert few <= 2, f"{few} rounds of slice {number} were closed by fewer than {least} workers"
         cluster.network.used["closed by few"] += few
     if cluster.scenario.examples:
@@ -713,8 +724,8 @@ def _is_too_late(process: Process) -> bool:
 
 
 def _starts_again(cluster: Cluster, name: str) -> bool:
-    """Whether a worker was joining when all went back, or when the scheduler was lost, and has ended for that; a
-    launcher would start it again."""
+    """Whether a worker was joining when a server or the scheduler was lost, and has ended for that; a launcher would
+    start it again."""
     user, failure = cluster.users.get(name), cluster.processes[name].node.failure
     if user is not None and user.life and cluster.scenario.returns_s and user.since is None:
         # It had not heard who is there; the scheduler was away for longer than a connection, or is another one now.
@@ -722,9 +733,10 @@ def _starts_again(cluster: Cluster, name: str) -> bool:
         machine = cluster.processes[name].node.machine
         is_unknown = isinstance(machine, Worker) and not machine.joining.complete
         return is_unknown and isinstance(failure, PeerLostError) and any(one in str(failure) for one in reasons)
-    if cluster.scenario.snapshot_s is None or user is None or not user.life:
+    if user is None or not user.life:
         return False
-    return isinstance(failure, FencedError | PeerLostError) and "while it joined" in str(failure)
+    reason = "while this worker was joining" if cluster.scenario.replicas else "while it joined"
+    return isinstance(failure, FencedError | PeerLostError) and reason in str(failure)
 
 
 def _replay(cluster: Cluster) -> None:
@@ -883,6 +895,7 @@ FILLS = replace(
 HURRIES = replace(FILLS, hurries=True, lives=6, num_workers=2, spread_s=0.2, weather=Weather(delay_s=0.02))
 
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
+LEASES_JOIN = replace(LEASES, again=(0.02, 0.4), spread_s=0.05, weather=Weather(delay_s=0.02))
 LEASES_RETURN = replace(LEASES, spread_s=0.3, returns_s=0.6, weather=Weather(delay_s=0.01))
 
 SCENARIOS: dict[str, Scenario] = {
@@ -1106,6 +1119,17 @@ SCENARIOS: dict[str, Scenario] = {
         again=(0.1, 0.3),
         weather=Weather(delay_s=0.01, scheduler_delay_s=0.15),
     ),
+    "joins as the scheduler dies": replace(
+        JOINING,
+        victims=("worker-1",),
+        later="scheduler",
+        is_at_join=True,
+        min_workers=4,
+        returns_s=0.4,
+        rounds=6,
+        saves=0.0,
+        weather=Weather(delay_s=0.01, scheduler_delay_s=0.05),
+    ),
     "joins when too few are left": replace(
         JOINING, victims=("worker-1", "worker-2"), min_workers=3, saves=0.2, again=(0.3, 0.8)
     ),
@@ -1173,6 +1197,27 @@ SCENARIOS: dict[str, Scenario] = {
     "leases near the end": replace(LEASES, victims=("worker-0", "worker-1", "worker-2"), fault_round=14, spread_s=0.01),
     "leases on hosts": replace(LEASES, num_workers=6, hosts=2, local_reduce="on", victims=("worker-0", "worker-3")),
     "leases and a leaver": replace(LEASES, victims=("worker-2",), leaver=1, leaver_rounds=4),
+    "leases and newcomers": replace(LEASES_JOIN),
+    "leases and newcomers again and again": replace(LEASES_JOIN, lives=4, examples=170),
+    "leases and newcomers near the end": replace(LEASES_JOIN, fault_round=14, again=(0.0, 0.2)),
+    "leases and newcomers in a storm": replace(LEASES_JOIN, weather=STORM, limits=STORM_LIMITS),
+    "leases and newcomers when too few are left": replace(LEASES_JOIN, min_workers=4, fault_round=13, spread_s=0.3),
+    "leases and newcomers with a far scheduler": replace(
+        LEASES_JOIN, spread_s=0.5, weather=Weather(delay_s=0.005, scheduler_delay_s=0.15)
+    ),
+    "leases and newcomers and a scheduler that returns": replace(
+        LEASES_JOIN, victims=("scheduler", "worker-1", "worker-3"), spread_s=0.5, returns_s=0.6
+    ),
+    "leases and newcomers on replicas": replace(
+        LEASES_JOIN, num_servers=3, replicas=1, victims=("server-1", "worker-1"), spread_s=0.5, saves=0.0
+    ),
+    "leases and newcomers async": replace(LEASES_JOIN, mode="async", saves=0.0),
+    "leases and newcomers on hosts": replace(
+        LEASES_JOIN, num_workers=6, hosts=2, local_reduce="on", victims=("worker-0", "worker-3")
+    ),
+    "leases on replicas and a scheduler that returns": replace(
+        LEASES_RETURN, num_servers=3, replicas=1, victims=("server-1",), later="scheduler", saves=0.0
+    ),
     "leases and a scheduler that returns": replace(LEASES_RETURN, victims=("scheduler",)),
     "leases and a scheduler that returns twice": replace(LEASES_RETURN, victims=("scheduler",) * 3, returns_s=0.1),
     "leases and a scheduler that dies with workers": replace(
@@ -1190,6 +1235,19 @@ SCENARIOS: dict[str, Scenario] = {
     "goes back while workers die": replace(GOES_BACK, victims=("server-1", "worker-1", "worker-2"), spread_s=0.4),
     "goes back saving": replace(GOES_BACK, victims=("server-0",), saves=0.5, optimizer="momentum"),
     "goes back with full disks": replace(GOES_BACK, victims=("server-0",), full=0.1),
+    "goes back as it saves": replace(
+        GOES_BACK, victims=("server-1",), saves=0.9, optimizer="momentum", rounds=9, fault_round=4, spread_s=0.3
+    ),
+    "goes back and then loses a worker": replace(
+        GOES_BACK,
+        victims=("server-1",),
+        later="worker-1",
+        min_workers=3,
+        snapshot_s=0.2,
+        spread_s=0.2,
+        again=(0.4, 1.0),
+        weather=Weather(delay_s=0.02, scheduler_delay_s=0.1),
+    ),
     "goes back holding": replace(GOES_BACK, victims=("server-0",), holds=True),
     "goes back encoded": replace(GOES_BACK, victims=("server-1",), encodes=0.6, rounds=10, fault_round=4),
     "goes back after its scheduler": replace(
@@ -1201,6 +1259,15 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "goes back leasing near the end": replace(GOES_BACK_LEASING, victims=("server-0",), fault_round=18, spread_s=0.3),
     "goes back leasing and saving": replace(GOES_BACK_LEASING, victims=("server-0",), saves=0.3),
+    "goes back leasing while workers die": replace(
+        GOES_BACK_LEASING, victims=("server-1", "worker-1", "worker-2"), spread_s=0.4
+    ),
+    "goes back leasing when too few are left": replace(
+        GOES_BACK_LEASING, victims=("server-1",), later="worker-1", min_workers=3, spread_s=1.0
+    ),
+    "goes back leasing after its scheduler": replace(
+        GOES_BACK_LEASING, victims=("scheduler",), returns_s=0.4, later="server-1", examples=170
+    ),
     "goes back leasing in a storm": replace(
         GOES_BACK_LEASING, victims=("server-1",), weather=STORM, limits=STORM_LIMITS
     ),

@@ -214,14 +214,14 @@ class Round(Generic[C, P]):
     # for the version after `counted` of them, so a newcomer's begin at the version in which it takes part first.
 
     def hold(self, more: int = 1) -> int:
-        """Make so many more versions at most, until `admit`. Returns the present one.
+        """Make so many more versions at most, until `admit`. Returns the version at which that was promised first.
 
-        What an earlier scheduler was promised still holds: else a full round could be open, and nothing would close it.
+        What was promised before still holds, to an earlier scheduler, too: too few may be there to make one more.
         """
-        self.admission = self.admission or Admission()
-        before = self.admission.limit
-        self.admission.limit = self.version + more if before is None else min(before, self.version + more)
-        return self.version
+        admission = self.admission = self.admission or Admission()
+        if admission.limit is None:
+            admission.limit = self.version + more
+        return max(admission.limit - more, 0)
 
     def admit(self, ranks: Iterable[int], version: int | None) -> None:
         """Let workers take part from a version on; None for not yet, and the next call says when."""

@@ -928,7 +928,10 @@ class FindCut(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class CutFound(WireMessage):
-    """Server → scheduler: the highest version of slices that are updated in rounds; 0 if there are none."""
+    """Server → scheduler: the highest version of slices that are updated in rounds; 0 if there are none.
+
+    It is that at which they were asked first since the last `Cut`, by whatever scheduler.
+    """
 
     KIND = 81
     request: UInt64
@@ -1053,7 +1056,7 @@ class Rewound(WireMessage):
 class RollBack(WireMessage):
     """Scheduler → server: go on from what you have read, at these versions, and tell every worker by `Rewound`.
 
-    No push of any worker is under way. Slices that are not named begin anew.
+    No push of any worker is under way. Slices that are not named begin anew. None makes a version before a `Cut`.
     """
 
     KIND = 114

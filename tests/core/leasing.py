@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvdist.checkpoint.snapshot import Manifest
-from kvdist.core.worker.requests import EnterBarrier, Leave, Run, RunKind, Transfer, make_plan
+from kvdist.core.worker.requests import EnterBarrier, Leave, Run, RunKind, TakePart, Transfer, make_plan
 from kvdist.protocol.messages import Lease, Leased, Used
 from tests.core.ledger import Books
 from tests.core.workload import KEYS, SERVER_DECIDES, STORE, Program, User, _payload, _sinks
@@ -30,13 +30,32 @@ class LeasingUser(User):
     trained: dict[int, list[Place]] = field(default_factory=dict)
     """How many pushes its slices had counted of it before → the places that a push sums."""
     _pushes: int = 0
+    _batch: list[Place] = field(default_factory=list)
     _places: deque[Place] = field(default_factory=deque)
     _used: int = 0
     _version: int = 0
 
     def _work(self) -> Program:
         yield from self._begin()
+        if self.life:
+            yield from self._look_on()
         yield from self._go_on(0)
+
+    def _look_on(self) -> Program:
+        """As a script that starts anew, and may ask where the others are before it asks for data."""
+        yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+        if self.random.random() < 0.5:
+            joined = self._ask(lambda number: TakePart(number, STORE))
+            yield [joined]
+            self.since = self._pushes = self._version = joined.result()
+
+    def _note_since(self) -> None:
+        is_open = self._first is not None
+        super()._note_since()
+        if is_open and self._first is None:
+            assert self.since is not None
+            self.trained[self.since] = self._batch
+            self._pushes = self._version = self.since
 
     def _begin_anew(self, accepted: Future[Any]) -> Program:
         """A server was lost, and all have gone back to a step: what was leased is void."""
@@ -44,8 +63,9 @@ class LeasingUser(User):
         assert error is not None, f"worker {self.rank} hears that all went back, and is not told so"
         self.rollbacks += 1
         self._places.clear()
-        self._used, self._landed = 0, []
+        self._used, self._landed, self._first = 0, [], None
         self._pushes = self._version = error.step
+        self.since = self.since if self.since is not None or not self.life else error.step
         yield from self._go_on(error.step)
 
     def _go_on(self, begun: int) -> Program:
@@ -54,10 +74,15 @@ class LeasingUser(User):
             if step == self.job.leaver_rounds and self.rank == self.job.leaver:
                 yield from self._go()
                 return
-            places = self.trained[step] = [self._places.popleft() for _ in range(min(BATCH, len(self._places)))]
-            yield [self._push(len(places))]
+            self._batch = [self._places.popleft() for _ in range(min(BATCH, len(self._places)))]
+            if not self.life or self.since is not None:
+                self.trained[step] = self._batch
+            pushed = self._push(len(self._batch))
+            if self.life and self.since is None:  # it says when it has joined which push that is
+                self._first = [piece.number for info in self.infos.values() for piece in info.slices]
+            yield [pushed]
             self._pushes += 1
-            self._used += len(places)
+            self._used += len(self._batch)
             self._version += 1
             if self._version % 5 == 0:
                 yield [self._ask(lambda number: EnterBarrier(number, STORE))]

@@ -44,6 +44,8 @@ class Books:
     """Whether all went back to a snapshot: a worker that has rested may have pushed nothing before."""
     awaited: Sequence[int] | None = None
     """Where all wait for lost workers: rank → how many rounds it takes part in. Then each round has all of them."""
+    may_rest: bool = False
+    """Whether a worker may have nothing to push in rounds that wait for it."""
     newcomers_above: int = 0
     """The incarnations of those that were there from the start are not higher."""
 
@@ -90,7 +92,8 @@ class Books:
         elif step:
             is_late = member.incarnation > self.newcomers_above or self.has_gone_back
             assert is_late, f"the first pushes of {member} are not counted"
-            assert step == version, f"push {step} of {member} is counted in version {version + 1}"
+            may_rest = step < version and self.may_rest
+            assert step == version or may_rest, f"push {step} of {member} is counted in version {version + 1}"
             assert self.since.setdefault(member, step) == step, f"{member} has joined in several steps"
         self.pushed[number, member] = step
 

@@ -21,7 +21,7 @@ from kvdist.config.settings import Limits
 from kvdist.core.agreement import Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import ChildEnded, Effect, Send
+from kvdist.core.machine import NEVER, ChildEnded, Effect, Send
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
 from kvdist.core.scheduler.checkpoints import Checkpoints, SaveUnderWay
@@ -71,6 +71,7 @@ from kvdist.protocol.messages import (
     Roster,
     Saved,
     SetOptimizer,
+    Settled,
     SnapshotTaken,
     TakeRestored,
 )
@@ -142,6 +143,12 @@ FAULTS = {
         if name.startswith(("goes on", "leases ")) and not name.endswith(("storm", "zombie", "doomed"))
     },
     **{name: ("crash", "return") for name in SCENARIOS if name.startswith("leases ") and "scheduler" in name},
+    **{
+        name: ("crash", "started again", *(("lost", "cut") if scenario.weather is STORM else ("joined",)))
+        for name, scenario in SCENARIOS.items()
+        if name.startswith("leases and newcomers")
+    },
+    "leases and newcomers and a scheduler that returns": ("crash", "return", "started again", "joined"),
     "replicas and a zombie": ("pause", "fenced"),
     "replicas and a scheduler that returns": ("crash", "return"),
     **{
@@ -162,6 +169,7 @@ FAULTS = {
     },
     "fills in a hurry while the scheduler dies": ("crash", "return", "started again"),
     "joins while the scheduler is away": ("crash", "return", "started again", "joined"),
+    "joins as the scheduler dies": ("crash", "return", "started again", "joined"),
     **{
         name: ("crash", "started again", "joined", *(("lost", "cut") if scenario.weather is STORM else ()))
         for name, scenario in SCENARIOS.items()
@@ -254,6 +262,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "fills with momentum",
     "fills near the end",
     "goes back again and again",
+    "goes back and then loses a worker",
+    "goes back as it saves",
     "goes back encoded",
     "goes back holding",
     "goes back in a storm",
@@ -639,6 +649,11 @@ def keeps_what_is_lost(self: Round[Any, Any], ranks: Set[int]) -> dict[int, int]
     return dict.fromkeys(ranks, 0)
 
 
+def settles_last(self: Server, message: Roster, now: float) -> list[Effect]:
+    effects = ORIGINAL_ROSTER(self, message, now)
+    return sorted(effects, key=lambda one: isinstance(one, Send) and isinstance(one.message, Settled))
+
+
 def closes_before_it_drops(self: Server, message: Roster, now: float) -> list[Effect]:
     """Rounds that waited for the lost ones only are closed with what these have pushed."""
     drop = self._drop
@@ -699,6 +714,20 @@ def promises_nothing(self: Admission, version: int) -> bool:
     return True
 
 
+def promises_again(self: Round[Any, Any], more: int = 1) -> int:
+    admission = self.admission = self.admission or Admission()
+    admission.limit = min(self.version + more, admission.limit or NEVER)
+    return self.version
+
+
+def keeps_what_servers_had_said(self: Newcomers) -> list[Effect]:
+    return [] if self._is_held else ORIGINAL_GONE_BACK(self)
+
+
+def is_ready_too_early(self: Newcomers, sender: Member, message: Message) -> list[Effect]:
+    return [] if self._is_finding else ORIGINAL_READY(self, sender, message)
+
+
 def tells_of_the_cluster_at_once(self: Newcomers, stranger: Member, hello: Any, now: float) -> list[Effect]:
     """A newcomer speaks to servers that have not heard of it."""
     effects = ORIGINAL_HELLO(self, stranger, hello, now)
@@ -754,6 +783,7 @@ def numbers_of_its_own(self: Newcomers, sender: Member, message: Any, opened: An
     return message.counter
 
 
+ORIGINAL_GONE_BACK, ORIGINAL_READY = Newcomers.gone_back, Newcomers._ready
 ORIGINAL_MAY_GO_ON = Losses.may_go_on
 ORIGINAL_HELLO = Newcomers.hello
 ORIGINAL_ACCEPT = newcomer.Newcomer.accept
@@ -776,6 +806,11 @@ def gives_back_at_once(self: Leases, member: Member) -> list[Effect]:
 
 def gives_back_what_counts(self: Leases, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
     return ORIGINAL_SETTLED(self, epoch, ())
+
+
+def believes_newcomers(self: Leases, sender: Member, message: Lease, now: float) -> list[Effect]:
+    self._version = max(self._version, message.version)
+    return ORIGINAL_LEASES_LEASE(self, sender, message, now)
 
 
 def gives_anew(self: Leases, sender: Member, message: Lease) -> Range | None:
@@ -834,6 +869,7 @@ def lets_them_sleep(self: Leases, position: Any) -> None:
 ORIGINAL_SNAPSHOT_BEGINS = Leases.snapshot_begins
 ORIGINAL_GO_BACK = Leases.go_back
 ORIGINAL_LEASE = Queue.lease
+ORIGINAL_LEASES_LEASE = Leases.lease
 ORIGINAL_SETTLED = Leases.settled
 ORIGINAL_ADVANCE = Leases.advance
 ORIGINAL_GIVE = Leases._give
@@ -1070,6 +1106,10 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Worker, "_rewound", goes_on_with_the_first_server)],
     ),
     "users do not hear that all went back": ("goes back", [(Worker, "_rewind", tells_the_user_nothing)]),
+    "a new server does not hear what others are asked": (
+        "goes back and then loses a worker",
+        [(Questions, "repeated", lambda questions, server: [])],
+    ),
     "a snapshot is of many moments": ("goes back", [(shard, "_is_in_step", takes_slices_as_they_are)]),
     "a torn snapshot counts": ("goes back", [(Rollback, "taken", counts_what_is_torn)]),
     "a server refuses workers that it does not know yet": (
@@ -1225,6 +1265,19 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "joins while the scheduler is away",
         [(Memories, "joined", takes_all_for_elders)],
     ),
+    "who is ready while servers are asked is forgotten": (
+        "joins as the scheduler dies",
+        [(Newcomers, "_ready", is_ready_too_early)],
+    ),
+    "servers promise a new scheduler more": ("joins as the scheduler dies", [(Round, "hold", promises_again)]),
+    "a cut of undone versions is made": (
+        "goes back and then loses a worker",
+        [(Newcomers, "gone_back", keeps_what_servers_had_said)],
+    ),
+    "a newcomer does not say again that it is ready": (
+        "joins as the scheduler dies",
+        [(newcomer.Newcomer, "wishes", property(lambda newcomer: []))],
+    ),
     "the first mean waits for a newcomer": ("joins before the first mean", [(Round, "leave_out", awaits_all_at_once)]),
     "an early hello is refused": ("joins", [(Newcomers, "keep", refuses_early_hellos)]),
     "what comes before a newcomer waits for it": ("joins", [(Membership, "spared", waits_for_newcomers)]),
@@ -1269,6 +1322,18 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "a lease that was given and not said is given to nobody": (
         "leases and a scheduler that returns twice",
         [(Leases, "_give", gives_anew)],
+    ),
+    "who joins and finds no data is awaited": (
+        "leases and newcomers when too few are left",
+        [(Scheduler, "idle", 0)],
+    ),
+    "a checkpoint is complete before what the lost have used is known": (
+        "leases and newcomers again and again",
+        [(Server, "_roster", settles_last)],
+    ),
+    "a version that is still to come counts as made": (
+        "leases and newcomers",
+        [(Leases, "lease", believes_newcomers)],
     ),
     "rounds wait for workers without data": ("leases", [(Peers, "rest", awaits_all)]),
     "the data end while others hold some": ("leases near the end", [(Leases, "advance", ends_when_nothing_is_free)]),

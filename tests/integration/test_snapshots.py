@@ -49,6 +49,22 @@ def test_killed_servers_come_back_and_all_go_on_from_the_newest_snapshot(job, tm
     assert launcher.lines_with("all have gone back to step"), job.transcript()
 
 
+def test_a_worker_that_is_killed_while_all_go_back_is_waited_for_and_no_step_is_made_without_it(job, tmp_path):
+    launcher = launched(job, tmp_path, "trainer", options=["--min-workers", str(WORKERS)])
+    job.kill("server-1")
+    job.line("launcher", "all go back to the newest snapshot")
+    job.kill("worker-1")
+    (tmp_path / "go").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    ends = re.findall(r"ended with (\S+) after", launcher.text)
+    assert [float(value) for value in ends] == [FINAL] * WORKERS, job.transcript()
+    for name in ("server-1", "worker-1"):
+        assert launcher.lines_with(f"{name} was started 2 times; it was killed by signal 9"), job.transcript()
+    assert launcher.lines_with("training waits for 1 more worker(s)"), job.transcript()
+    assert launcher.lines_with("training goes on: 2 workers are there"), job.transcript()
+
+
 @pytest.mark.parametrize(
     ("loader_workers", "victims"),
     [("0", ["server-1"]), pytest.param("2", ["server-0", "server-1"], marks=pytest.mark.slow)],

@@ -268,7 +268,8 @@ class Leases:
             return [Send(sender, Failed(message.request, ErrorCode.CONFIG, refusal))]
         holder = self._holders.setdefault(sender, LeaseHolder(message.store, message.used))
         holder.use(message.used)
-        self._version = max(self._version, message.version)
+        if message.used or sender not in self._membership.since:  # else nobody may have made that version yet
+            self._version = max(self._version, message.version)
         if message.number < self._number:
             return [self._answer(sender, message, None, is_over=True)]
         if self._is_over:
@@ -371,8 +372,13 @@ class Leases:
     def _rest(self, member: Member, now: float) -> list[Effect]:
         """Do not wait for this worker any more."""
         if not self._membership.rest(member.node):
-            return []  # it is not waited for yet
+            return self._go_on(now)  # it is not waited for yet
         return [*self._tell(list), *self._go_on(now)]
+
+    @property
+    def idle(self) -> int:
+        """How many newcomers find nothing to train on, and are not ready to join before they do."""
+        return sum(self._membership.newcomers.get(member.node) == member for member in self._waiting)
 
     def advance(self) -> list[Effect]:
         """End the pass, or let workers go on that rest, if this is the time."""

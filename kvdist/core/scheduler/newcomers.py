@@ -6,8 +6,8 @@ highest version of all slices, while every server promises to make one more at m
 T, every round waits for the newcomer. Nobody stops for that. Rules that hold here:
 
 * A newcomer is counted in no version before its T, and awaited in all from T on.
-* One cut at a time: all that wait meanwhile share the next one. It is made even if they are gone, as it ends the
-  promise.
+* One cut at a time: all that are ready when servers have answered share it. It is made even if they are gone, as it
+  ends the promise.
 * T is a place in the program: after T pushes. What the others agree on before that place does not wait for the
   newcomer; what comes after it does. Its own barriers and loads get the numbers that the others' have, once it is known
   which is its first; so do its checkpoints, when it claims a folder.
@@ -71,6 +71,10 @@ class NewcomerScheduler(Protocol):
     on_loss: OnLoss
     config: ClusterConfig
 
+    @property
+    def idle(self) -> int:
+        """How many newcomers find no data to train on."""
+
     def announce(self) -> list[Effect]:
         """Tell all who is there."""
 
@@ -107,8 +111,7 @@ class Newcomers:
         self._early: dict[NodeId, tuple[Member, float]] = {}
         """Rank → a process that wants it, though its last process has not been given up yet, and since when."""
         self._line: list[Member] = []
-        self._cutting: tuple[Member, ...] | None = None
-        """Those that become members by the cut that is being made; None while none is."""
+        """Those that become members by the next cut."""
         self._at_cut: Callable[[int], list[Effect]] | None = None
         """Wants to know the version of the next cut, before servers do."""
         self._told_at_cut: Callable[[int], list[Effect]] | None = None
@@ -246,27 +249,34 @@ class Newcomers:
     def begin_anew(self) -> None:
         """All go back to an earlier step, and stand there together: no cut before that is worth anything."""
         self._line, self._at_cut, self._told_at_cut = [], None, None
-        if self._is_held:
-            self._is_held, self._cutting = False, None
         self._waiting.clear()
         self._joined.clear()
         self._keys.spare_nobody()
+
+    def gone_back(self) -> list[Effect]:
+        """All have gone back, and servers make no version before the next cut."""
+        if not self._is_held:
+            return self.cut(lambda _: [])
+        self._is_held = False
+        return self._find()  # what they have said is of versions that are undone
 
     def hold_if_few(self) -> list[Effect]:
         """A worker is gone: if too few are left, let no server close more rounds than one until enough are there."""
         return self._next_cut()
 
     def _lacking(self, joining: int = 0) -> int:
-        """How many workers are missing to the least, with so many that join; who has finished well is not."""
+        """How many workers are missing to the least, with so many that join.
+
+        Who has finished well is not, nor who would join if the others had left it any data.
+        """
         least = self._scheduler.config.min_workers or 0
-        return max(0, least - self._membership.workers_counted - joining)
+        return max(0, least - self._membership.workers_counted - joining - self._scheduler.idle)
 
     def _next_cut(self) -> list[Effect]:
         if self._is_held:
             return self._admit()
-        if self._cutting is not None or not (self._line or self._at_cut or self._lacking()):
+        if self._is_finding or not (self._line or self._at_cut or self._lacking()):
             return []
-        self._cutting, self._line = tuple(self._line), []
         self._told_at_cut, self._at_cut = self._at_cut, None
         return self._find()
 
@@ -288,9 +298,7 @@ class Newcomers:
 
     def _admit(self) -> list[Effect]:
         """Make members of those that wait, if enough are there then."""
-        if self._is_held:
-            self._cutting, self._line = (*(self._cutting or ()), *self._line), []
-        there = [one for one in self._cutting or () if self._membership.newcomers.get(one.node) == one]
+        there = [one for one in self._line if self._membership.newcomers.get(one.node) == one]
         told: list[Effect] = []
         least, lacking = self._scheduler.config.min_workers, self._lacking(len(there))
         if lacking:
@@ -300,7 +308,9 @@ class Newcomers:
             return told
         if self._is_held:
             self._is_held = False
-            told.append(Log(f"training goes on: {self._membership.workers_counted + len(there)} workers are there"))
+            count = self._membership.workers_counted + len(there) + self._scheduler.idle
+            told.append(Log(f"training goes on: {count} workers are there"))
+        self._line = []
         version, ranks = self._version(), tuple(one.node.rank for one in there)
         for member in there:
             self._membership.make_member(member, version)
@@ -309,8 +319,12 @@ class Newcomers:
         self._scheduler.spare(there)
         at, self._told_at_cut = self._told_at_cut, None
         before = [] if at is None else at(version)
-        cut = self._questions.ask(lambda request: Cut(request, -1, version, ranks), self._made)
-        return [*told, *before, *cut, *(self._scheduler.announce() if there else [])]
+        cut = self._make(version, ranks)
+        return [*told, *before, *cut, *(self._scheduler.announce() if there else []), *self._next_cut()]
+
+    def _make(self, version: int, ranks: Sequence[int]) -> list[Effect]:
+        """Say it to servers. They hear of the next one after that, and are asked how far they are in between."""
+        return self._questions.ask(lambda request: Cut(request, -1, version, tuple(ranks)), lambda _: [])
 
     def _version(self) -> int:
         """From which version on newcomers take part.
@@ -323,10 +337,6 @@ class Newcomers:
             return highest + 1
         lowest = min([one.lowest for one in self._found_by.values() if one.highest >= highest - 1], default=highest)
         return min(highest, max(lowest, highest - 1))
-
-    def _made(self, _: str) -> list[Effect]:
-        self._cutting = None
-        return self._next_cut()
 
     # Taking part.
 
@@ -406,9 +416,8 @@ class Newcomers:
                     self._aligned.add((member, kinds[one.kind], one.store))
         if not halfway:
             return self.cut(lambda _: []) if self._membership.workers or self._lacking() else []
-        self._cutting = tuple(halfway)
-        version, ranks = max(halfway.values()), tuple(sorted(member.node.rank for member in halfway))
-        return self._questions.ask(lambda request: Cut(request, -1, version, ranks), self._made)
+        ranks = sorted(member.node.rank for member in halfway)
+        return [*self._make(max(halfway.values()), ranks), *self._next_cut()]
 
 
 def _process(peer: Peer) -> str:

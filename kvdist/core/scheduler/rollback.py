@@ -491,4 +491,5 @@ class Rollback:
         self.way_back = None
         self._next = now
         self._membership.go_back(back.to.version)
-        return [Log(f"all have gone back to step {back.to.version}, and go on from there")]
+        told = Log(f"all have gone back to step {back.to.version}, and go on from there")
+        return [told, *self._newcomers.gone_back()]

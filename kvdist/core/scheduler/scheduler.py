@@ -803,7 +803,13 @@ class Scheduler(Machine):
 
     def _go_on_without_data(self, now: float) -> list[Effect]:
         """A worker rests: whatever has waited for nobody else goes on."""
-        return [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
+        effects = [] if self.newcomers is None else self.newcomers.hold_if_few()
+        return [*effects, *self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
+
+    @property
+    def idle(self) -> int:
+        """How many newcomers find no data to train on."""
+        return 0 if self.leases is None else self.leases.idle
 
     def _numbers(self, member: Member | None) -> Sequence[Sequence[int]]:
         """Stores, and of each how many barriers, checkpoints and loads have come to their ends.

@@ -397,15 +397,17 @@ class Server(Machine):
         for shard in self._shards:
             shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
-        effects = [*self._replies(), *(Forget(member) for member in gone if member not in self.peers.lost)]
-        # One that is cut off from the scheduler may wait here for values.
-        effects += [Send(member, Rejected(_given_up(member))) for member in lost.values()]
+        effects: list[Effect] = []
         if message.lost and (lost or self._settles_again):
             valueless = [number for shard in self._shards for number in shard.valueless()]
             about = self._fates if self._settles_again else lost.values()
             told = tuple(fate for member in about for fate in self._fates[member])
             self._settles_again = False
+            # Before it is said of checkpoints that they are saved: they say what of the data is not used.
             effects.append(Send(SCHEDULER_MEMBER, Settled(message.epoch, told, np.array(valueless, np.uint32))))
+        effects += [*self._replies(), *(Forget(member) for member in gone if member not in self.peers.lost)]
+        # One that is cut off from the scheduler may wait here for values.
+        effects += [Send(member, Rejected(_given_up(member))) for member in lost.values()]
         return [*effects, *self._ended(message.ended)]
 
     def _rest(self, message: Rest) -> list[Effect]:

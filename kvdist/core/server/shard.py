@@ -228,7 +228,7 @@ class Shard(abc.ABC, Generic[H]):
         return [_fate(lost[place[0]], place[1], found, examples.get(place, 0)) for place, found in counted.items()]
 
     def hold(self, more: int) -> list[int]:
-        """Make so many more versions of each slice at most, until `admit`; returns those that rounds have made."""
+        """Make so many more versions of each slice at most, until `admit`; returns those at which that was promised."""
         rounds = [one.round for one in self if one.round.policy.is_lockstep and self.updates(one.store)]
         return [round_.hold(more) for round_ in rounds]
 
@@ -317,6 +317,7 @@ class Shard(abc.ABC, Generic[H]):
             holder.round.rewind(versions.get(int(holder.ids[0]), 0), self.peers.workers)
             if self.ledger is not None:
                 self.ledger.rolled_back(holder)
+        self.hold(0)  # until a cut, as too few workers may be there
         return [(number, holder.round.version) for holder in self for number in holder.ids.tolist()]
 
     @abc.abstractmethod
