@@ -13,6 +13,15 @@ EVERY = {"KVDIST_SNAPSHOT_INTERVAL_S": "0.02"}
 STEPS, WORKERS = 40, 2
 FINAL = STEPS * (STEPS + 1) // 2 * sum(range(WORKERS + 1))
 
+HELD = """
+import os, pathlib, time
+from kvdist import kv
+kv.register_command(1)(lambda head, body, rank: None)
+while os.environ.get("KVDIST_RESTARTS", "0") != "0" and not pathlib.Path(__file__).with_name("dead").exists():
+    time.sleep(0.01)
+"""
+"""Servers that are started again wait until the worker is dead."""
+
 
 def launched(job, tmp_path, *more, options=()):
     """A job whose worker 0 waits in the middle, when there is a snapshot."""
@@ -50,10 +59,14 @@ def test_killed_servers_come_back_and_all_go_on_from_the_newest_snapshot(job, tm
 
 
 def test_a_worker_that_is_killed_while_all_go_back_is_waited_for_and_no_step_is_made_without_it(job, tmp_path):
-    launcher = launched(job, tmp_path, "trainer", options=["--min-workers", str(WORKERS)])
+    (tmp_path / "held.py").write_text(HELD)
+    options = ["--min-workers", str(WORKERS), "--server-module", "held", "--env", f"PYTHONPATH={tmp_path}"]
+    launcher = launched(job, tmp_path, "trainer", options=options)
     job.kill("server-1")
     job.line("launcher", "all go back to the newest snapshot")
     job.kill("worker-1")
+    job.line("launcher", "worker-1 (pid")
+    (tmp_path / "dead").touch()
     (tmp_path / "go").touch()
     job.finish()
     assert launcher.code == 0, job.transcript()
