@@ -31,8 +31,10 @@ class LocalSteps:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.every <= EVERY_MAX:
-            raise ValueError(f"{self.every} steps between two exchanges; it must be a number from 1 to {EVERY_MAX}")
+        if type(self.every) is not int or not 1 <= self.every <= EVERY_MAX:
+            raise ValueError(
+                f"{self.every} steps between two exchanges; it must be a whole number from 1 to {EVERY_MAX}"
+            )
         if not (0 < self.learning_rate < math.inf and 0 <= self.momentum < 1):
             raise ValueError(
                 f"the outer optimizer has learning rate {self.learning_rate} and momentum {self.momentum}; the rate"

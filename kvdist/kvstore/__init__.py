@@ -62,7 +62,7 @@ def create(name: str = "local", *, policy: str | LocalSteps | None = None) -> KV
             that is set gradients travel in each step.
 
     Raises:
-        TypeError: the name is not a string.
+        TypeError: the name is not a string, or the policy is none.
         ValueError: no store has that name; the message lists those there are. Or there is no such policy.
         ConfigError: the environment describes half a cluster, or another launcher's, or `KVDIST_KERNELS` is wrong; or
             the store has no policies.
@@ -93,6 +93,8 @@ def create(name: str = "local", *, policy: str | LocalSteps | None = None) -> KV
 
 def _local_steps(name: str, given: str | LocalSteps | None) -> LocalSteps | None:
     """What a trainer on this store does between two exchanges."""
+    if not isinstance(given, str | LocalSteps | None):
+        raise TypeError(f"policy is {given!r}; write kvdist.local_sgd(20), kvdist.diloco(100), or 'diloco:100'")
     wanted = policy_from(given) if isinstance(given, str) else given or read_setting("KVDIST_POLICY")
     if wanted is None or (name in DIST_NAMES and DIST_NAMES[name].is_lockstep):
         return wanted

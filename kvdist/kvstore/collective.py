@@ -322,6 +322,8 @@ class ReplicatedValues:
         """Push and pull; a future of what the call returns."""
         if not call.pushes:
             return self._pull(call)
+        if call.options.is_weighted:
+            self._backend.require_able(Ability.WEIGHTS)
         with self._ranks.reporting():
             given = self._matched(call)
         future = self._begin(given, bool(call.options.average), call.pulls and call.lending is Lending.EVERYTHING)

@@ -54,7 +54,7 @@ class HybridBackend(Backend):
         workers: sums the rest, and updates it; both end with this store.
     """
 
-    abilities = frozenset({Ability.OPTIMIZER, Ability.COMPRESSION, Ability.ROWS, Ability.STATES})
+    abilities = frozenset({Ability.OPTIMIZER, Ability.COMPRESSION, Ability.ROWS, Ability.STATES, Ability.WEIGHTS})
 
     def __init__(self, servers: DistBackend, workers: CollectiveBackend) -> None:
         super().__init__(workers.type, servers.rank, servers.num_workers, servers.num_servers, servers.devices)

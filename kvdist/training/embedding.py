@@ -173,7 +173,7 @@ class Embedding(torch.nn.Module):
         if batch_size is not None and not 0 < batch_size < float("inf"):
             raise ValueError(f"batch_size is {batch_size}; it must be a positive number")
         if samples is not None:
-            require_samples(samples, batch_size)
+            samples = require_samples(samples, batch_size)
         used, self._used = self._used, []
         if self._wanted is None and self._coming is not None:  # asked for before this push, so they lack its update
             self._wanted, self._coming = self._coming[0], None

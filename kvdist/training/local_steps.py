@@ -63,6 +63,8 @@ class OuterSteps:
         """Those with gradients."""
         self.samples = 0
         """Of how many examples they were, as far as that was said."""
+        self.handed_out = 0
+        """How many examples of a queue were handed out for these steps."""
         torch._foreach_copy_(self._before, self._weights)
 
     def require_alike(self, samples: int | None) -> None:
@@ -75,13 +77,12 @@ class OuterSteps:
             )
 
     def exchange(self, samples: int) -> None:
-        """Push what the steps have changed, and get the new weights. Two passes over the weights.
+        """Push what the steps have changed, and get the new weights. Two passes over the weights, and one copy.
 
         Args:
-            samples: of how many examples the steps were; 0 if that is not known.
+            samples: how many examples of a queue were handed out for them; 0 if that is not known.
         """
-        torch._foreach_sub_(self._before, self._weights)
-        changes: Grads = [[change] if self.made else None for change in self._before]
-        weighted = self.samples > 0
-        self._update(changes, "samples" if weighted else True, self.samples if weighted else samples)
+        differences = torch._foreach_sub(self._before, self._weights)
+        changes: Grads = [[difference] if self.made else None for difference in differences]
+        self._update(changes, "samples" if self.samples else True, samples or self.samples)
         self.begin()

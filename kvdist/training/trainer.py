@@ -57,6 +57,7 @@ from kvdist.training.trainer_config import (
     group_entries,
     local_steps_of,
     make_optimizer,
+    refuse_overflow,
     refuse_overlap_of_snapshots,
     refuse_sent,
     refuse_size,
@@ -235,9 +236,8 @@ class Trainer:
         if self._overlaps and batch_size is not None:
             refuse_size(f"step({batch_size})")
         if samples is not None:
-            before = 0 if self._outer is None else self._outer.samples
-            handed_out = None if self._queue is None else self._unused() - before
-            require_samples(samples, batch_size, self._overlaps, handed_out)
+            handed_out = self._unused() - (0 if self._outer is None else self._outer.handed_out)
+            samples = require_samples(samples, batch_size, self._overlaps, handed_out)
         self._start()
         with self._skipping_rollback():
             self._take_part()
@@ -409,6 +409,7 @@ class Trainer:
         """
         if self._outer is None or not self._outer.passed:
             return
+        self._require_weights_unchanged()
         with self._skipping_rollback():
             if self._is_void:
                 self._go_back()
@@ -581,7 +582,8 @@ class Trainer:
             )
             policy = local_steps_of(store)
             if policy is not None:
-                require_local_steps(policy, self._num_devices, self._clip_norm, self._overlaps or self._shares)
+                sends_otherwise = self._overlaps or self._shares or self._update_on_kvstore_wanted is not None
+                require_local_steps(policy, self._num_devices, self._clip_norm, sends_otherwise)
                 self._update_on_kvstore = True
             require_survivable(store, self._update_on_kvstore)
             self._begin_with(store)
@@ -600,7 +602,12 @@ class Trainer:
             store._backend.rollback_watchers.insert(0, weakly(self._rolled_back))
         words = "" if policy is None else f", local steps {policy}"
         used.agree(
-            statement(self._parameters, self._optimizer if here else None, self._clip_norm, digest(self._loaded_states))
+            statement(
+                self._parameters,
+                self._optimizer if here or policy is not None else None,
+                self._clip_norm,
+                digest(self._loaded_states),
+            )
             + words
         )
         # With overlap the hyper-parameters of a step are fixed when it begins, so the store has a copy of its own.
@@ -674,12 +681,13 @@ class Trainer:
         self._require_weights_unchanged()
         grads = self._watch.grads(on_stale)
         self._require_finite(grads)
+        if self._outer is not None:
+            self._outer.require_alike(samples)
         self._meet_others()
         average: Average = batch_size is None if samples is None else "samples"
         if self._exchange is None:
             self._update_here(divisor, [grad is not None for grad in grads])
         elif self._outer is not None:
-            self._outer.require_alike(samples)
             self._update_here(divisor, [grad is not None for grad in grads])
             self._note_weights()
             self._outer.made += 1
@@ -737,6 +745,7 @@ class Trainer:
     def _pass(self, outer: OuterSteps) -> None:
         """A step of this worker is over; after the last one before an exchange make that."""
         outer.passed += 1
+        outer.handed_out = self._unused()
         self._updates += 1
         if outer.is_due:
             self._exchange_changes(outer)
@@ -979,6 +988,7 @@ class Exchange:
             self._sum([position for position, is_here in enumerate(here) if is_here], grads, average)
             return here
         if is_weighted:
+            refuse_overflow(grads)
             divide(grads, 1 / samples)
         vote = self._ballot.cast(here, average and not is_weighted, samples if is_weighted else 0)
         self._sum(range(len(grads)), grads, average, (self._ballot.key, torch.from_numpy(vote)))

@@ -32,7 +32,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.compression import from_params
 from kvdist.optimizer.registry import create as create_optimizer
 from kvdist.optimizer.torch_rules import IGNORED, TORCH_RULES, TorchRule, known_words
-from kvdist.training.parameters import GROUP_ENTRIES, Parameter, ranges
+from kvdist.training.parameters import GROUP_ENTRIES, Grads, Parameter, ranges
 
 BIG_PARAMETER_ELEMENTS = 16 * 1024 * 1024
 """With a larger parameter the store ``local`` leaves the update to the devices."""
@@ -405,7 +405,7 @@ def require_local_steps(policy: LocalSteps, num_devices: int, clip_norm: float |
         policy: which.
         num_devices: of this worker.
         clip_norm: of the trainer.
-        sends_otherwise: whether it overlaps, or shares weights.
+        sends_otherwise: whether it overlaps, or shares weights, or was told who updates.
 
     Raises:
         ConfigError: something does not.
@@ -414,7 +414,7 @@ def require_local_steps(policy: LocalSteps, num_devices: int, clip_norm: float |
         "several devices: a worker has one" if num_devices > 1
         else "clip_norm, which is of the mean of all gradients: call torch.nn.utils.clip_grad_norm_ before step()"
         if clip_norm is not None
-        else "overlap=True or share_weights=True: leave them out" if sends_otherwise
+        else "overlap=True, share_weights=True or update_on_kvstore: leave them out" if sends_otherwise
         else ""
     )  # fmt: skip
     if obstacle:
@@ -459,18 +459,25 @@ def refuse_size(call: str) -> None:
     )
 
 
-def require_samples(
-    samples: int, batch_size: float | None, overlaps: bool = False, handed_out: int | None = None
-) -> None:
-    """Check the number of examples of a mean.
+def refuse_overflow(grads: Grads) -> None:
+    """Raises a `ValueError`: workers multiply gradients by their numbers of samples, and float16 ends at 65504."""
+    if any(grad.dtype is torch.float16 for given in grads for grad in given or ()):
+        raise ValueError(
+            "step(samples=n) multiplies gradients by n where workers update, which float16 has no room for: let the"
+            " store update, or keep float32 parameters"
+        )
+
+
+def require_samples(samples: float, batch_size: float | None, overlaps: bool = False, handed_out: int = 0) -> int:
+    """Return the number of examples of a mean, as a whole number.
 
     Args:
         samples, batch_size: as of a step.
         overlaps: whether gradients were sent already.
-        handed_out: how many a `QueueSampler` has handed out since the last step; None without one.
+        handed_out: how many a `QueueSampler` has handed out since the last step; 0 without one.
 
     Raises:
-        ValueError: it is out of range, or contradicts something.
+        ValueError: it is out of range or no whole number, or contradicts something.
     """
     if overlaps:
         refuse_size(f"step(samples={samples})")
@@ -479,16 +486,17 @@ def require_samples(
             f"step({batch_size}, samples={samples}): a batch_size is for losses that are sums, and samples for those"
             " that are means; give one of them"
         )
-    if not 0 < samples <= SAMPLES_MAX:
+    if isinstance(samples, bool) or not 0 < samples <= SAMPLES_MAX or int(samples) != samples:
         raise ValueError(
-            f"samples is {samples}; it is the number of examples of this worker's loss, from 1 to {SAMPLES_MAX}."
+            f"samples is {samples}; it is the number of examples of this worker's loss, whole, from 1 to {SAMPLES_MAX}."
             " Trainer.skip_step() is for a worker without any"
         )
-    if handed_out is not None and samples != handed_out:
+    if handed_out and samples != handed_out:
         raise ValueError(
             f"samples is {samples}, but batches() has handed out {handed_out} examples of the QueueSampler since the"
             " last step, and each must count once"
         )
+    return int(samples)
 
 
 def refuse_sent(method: str, first: str) -> None:

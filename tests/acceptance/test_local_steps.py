@@ -159,6 +159,23 @@ def test_each_example_of_a_queue_is_used_once_and_its_end_exchanges_the_last_ste
 
 
 @two
+def test_examples_of_a_skipped_step_are_no_mistake_of_the_next_one():
+    with kv.create("dist", policy="local_sgd:3") as store:
+        net = network()
+        loader = torch.utils.data.DataLoader(DATA, 2, sampler=QueueSampler(64, seed=3))
+        trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store)
+        mine = 0
+        for step, inputs in enumerate(trainer.batches(loader)):
+            mine += len(inputs)
+            if step % 4 == 1:
+                trainer.skip_step()
+                continue
+            backward(net, inputs)
+            trainer.step(samples=len(inputs))
+        assert store.average(float(mine)) == 32
+
+
+@two
 def test_workers_with_other_policies_and_what_does_not_go_with_one_are_told():
     with kv.create("dist", policy=kvdist.local_sgd(2 + int(os.environ["KVDIST_RANK"]))) as store:
         net = network()
@@ -168,6 +185,9 @@ def test_workers_with_other_policies_and_what_does_not_go_with_one_are_told():
             trainer.step()
     for wrong in ("local_sgd", "local_sgd:0", "local_sgd:3,1,0", "diloco:3,0,0.9", "diloco:3,1", "diloco:a", "quick:3"):
         with pytest.raises(ValueError, match=f"policy {wrong!r}"):
+            kv.create("dist", policy=wrong)
+    for wrong in (kvdist.local_sgd, 20):
+        with pytest.raises(TypeError, match=r"write kvdist.local_sgd\(20\)"):
             kv.create("dist", policy=wrong)
     with pytest.raises(kvdist.ConfigError, match="synchronous stores on servers: use 'dist', not 'dist_async'"):
         kv.create("dist_async", policy="diloco:10")

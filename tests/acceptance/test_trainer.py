@@ -308,7 +308,8 @@ def test_a_worker_that_skips_weighs_nothing_and_all_or_none_give_their_samples()
             give(weight, [4.0])
             with pytest.raises((kvdist.OptimizerMismatch, ValueError), match=r"(?s)samples.*on all workers"):
                 trainer.step(samples=3) if store.rank else trainer.step()
-            for arguments in ({"samples": 0}, {"samples": 1 << 32}, {"batch_size": 2, "samples": 2}):
+            wrong = ({"samples": number} for number in (0, 1 << 32, 2.5, True))
+            for arguments in (*wrong, {"batch_size": 2, "samples": 2}):
                 with pytest.raises(ValueError, match="samples"):
                     trainer.step(**arguments)
             same(weight, [-4])

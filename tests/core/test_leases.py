@@ -65,6 +65,8 @@ def test_a_million_epochs_are_one_range_and_each_is_leased_by_itself() -> None:
     queue.give_back([Range(0, 8, 10)])
     position = position_of(0, plan, queue.free)
     assert position["left"] == [[0, 8, 10], [1, 4, 9_999_990]]
+    huge = Plan(2**63 - 1, 2**31 - 1, False, 0)
+    assert position_of(0, huge, Queue.of(huge).free)["left"] == [[0, 0, huge.length * huge.epochs]]
     _, _, again = restored(position)
     assert [again.lease(4, 4, 1) for _ in range(2)] == [Range(0, 8, 10), Range(1, 4, 8)]
 

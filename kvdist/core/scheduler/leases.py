@@ -142,7 +142,8 @@ def position_of(number: int, plan: Plan, left: Iterable[Range]) -> dict[str, Any
         plan: what its sampler was made with.
         left: what of it is not used.
     """
-    return {"number": number, **plan._asdict(), "left": [list(one) for one in merged(left, max(1, plan.length))]}
+    found = merged(left, max(1, plan.length))  # `len` of one may be more than an index can be
+    return {"number": number, **plan._asdict(), "left": [[one.epoch, one.start, one.stop] for one in found]}
 
 
 def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
