@@ -544,9 +544,10 @@ class Trainer:
 
     @property
     def version(self) -> int:
-        """How many updates the weights have had, those before a loaded checkpoint included. Under a policy of local
-        steps: how many steps this worker has made, and of exchanges that it has not seen as many as there are between
-        two.
+        """How many updates the weights have had, those before a loaded checkpoint included.
+
+        Under a policy of local steps it is how many steps this worker has made. After a load, a rollback, or for a
+        worker that joins later, each exchange counts as the policy's number of steps, also one that was made earlier.
 
         Of a worker that joins a running job it is how far that is, from before its first step on, if the trainer was
         given a store: ``for step in range(trainer.version, steps)`` begins where the others are.
@@ -692,7 +693,7 @@ class Trainer:
             self._note_weights()
             self._outer.made += 1
             self._outer.samples += samples or 0
-            self._pass(self._outer)
+            self._count_step(self._outer)
         elif self._update_on_kvstore:
             self._optimizer.rescale_grad = self._scale / divisor
             if samples is None:
@@ -723,7 +724,7 @@ class Trainer:
             nothing: Grads = [None] * len(self._trained)
             if self._outer is not None:
                 self._watch.note_grads()
-                self._pass(self._outer)
+                self._count_step(self._outer)
             elif self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
                 self._watch.note_grads()
             elif self._update_on_kvstore:
@@ -742,7 +743,7 @@ class Trainer:
             self._step(None, Stale.USE)
         self._count_as_used()
 
-    def _pass(self, outer: OuterSteps) -> None:
+    def _count_step(self, outer: OuterSteps) -> None:
         """A step of this worker is over; after the last one before an exchange make that."""
         outer.passed += 1
         outer.handed_out = self._unused()

@@ -286,6 +286,17 @@ def test_batches_of_unequal_sizes_make_the_steps_of_one_big_batch(word):
                     torch.testing.assert_close(mine.grad, its.grad, rtol=1e-6, atol=1e-6)
 
 
+@two.each("dist", "hybrid")
+def test_rows_weigh_as_much_as_the_samples_of_their_workers(word):
+    with kv.create(word) as store:
+        store.set_optimizer("sgd", learning_rate=1.0)
+        table = Embedding(4, 2, store, "table", "zeros")
+        table(torch.tensor([1 + store.rank, 3])).sum().backward()
+        table.step(samples=(1, 3)[store.rank])
+        store.barrier()
+        same(table(torch.tensor([0, 1, 2, 3])), [[0, 0], [-0.25, -0.25], [-0.75, -0.75], [-1, -1]])
+
+
 @two
 def test_a_worker_that_skips_beside_a_sum_where_workers_update_changes_nothing(store):
     weight = parameter([0.0])
