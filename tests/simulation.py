@@ -31,12 +31,13 @@ from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
 from kvdist.core.joining import Introduction
-from kvdist.core.machine import ChildEnded
+from kvdist.core.machine import ChildEnded, Effect
 from kvdist.core.record import Reader, Writer
 from kvdist.core.replay import Difference, replay
 from kvdist.core.round import Verdict
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.recovery import ReturnedScheduler
+from kvdist.core.scheduler.rollback import Rollback
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import server, shard
 from kvdist.core.server.block import Block, Contribution, apply_round
@@ -47,7 +48,7 @@ from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Shard
 from kvdist.core.server.sparse_table import RowContribution, SparseTable
 from kvdist.core.worker import requests, transfers
-from kvdist.core.worker.transfers import Ready
+from kvdist.core.worker.transfers import Ready, Transfers
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import CheckpointError, FencedError, JobOver, PeerLostError, RolledBackError
 from kvdist.kernels.interface import Kernels
@@ -56,14 +57,14 @@ from kvdist.nodes import HOST_MARK, Member, NodeId, Role
 from kvdist.optimizer import offload
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
-from kvdist.protocol.messages import CompressedPush, JoinedPush, Push
+from kvdist.protocol.messages import CompressedPush, JoinedPush, Missed, Push, Resume, Rewound
 from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
 from tests.core.leasing import LeasingUser, require_position, require_used_once
 from tests.core.network import Network, Process, SimulatedTransport, Weather
 from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk, content
-from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
+from tests.core.workload import BIGARRAY_BOUND, Array, Job, Oracle, User
 from tests.devices import NumpyDevice
 
 SCHEDULER_ENDPOINT = "memory://scheduler"
@@ -198,6 +199,10 @@ class Cluster:
     """How often a server was struck that may be lost, or the next one is about to be."""
     starting: int = 0
     """Processes that are about to be started again."""
+    missed: list[tuple[Member, NodeId, Missed]] = field(default_factory=list)
+    """What workers have said that servers lack which have gone back alone."""
+    missed_slices: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """(whose transfers, slice) → the same, added up."""
     term: int = 1
 
 
@@ -304,7 +309,7 @@ def run(seed: int, scenario: Scenario, dumps: Path | None = None) -> Result:
     network = Network(seed, scenario.weather)
     cluster = Cluster(scenario, seed, network, dumps=dumps)
     try:
-        with small_messages(), counting(network.used):
+        with small_messages(), counting(network.used), noting_losses(cluster):
             _build(cluster)
             events = _play(cluster)
             _judge(cluster)
@@ -324,6 +329,27 @@ def run(seed: int, scenario: Scenario, dumps: Path | None = None) -> Result:
     )
 
 
+@contextmanager
+def noting_losses(cluster: Cluster) -> Iterator[None]:
+    """Note what the scheduler hears is lost."""
+    missed, resume = Rollback.missed, Transfers.resume
+
+    def counted(self: Transfers, server: int, message: Rewound, is_near: bool) -> tuple[Resume, Array]:
+        told, lacks = resume(self, server, message, is_near)
+        for number, count in zip(told.ids.tolist(), lacks.tolist(), strict=True):
+            cluster.missed_slices[id(self), number] += count
+        return told, lacks
+
+    def noted(self: Rollback, sender: Member, message: Missed) -> list[Effect]:
+        cluster.missed += [
+            (sender, node, message) for node, one in self.returning.items() if one.number == message.number
+        ]
+        return missed(self, sender, message)
+
+    with mock.patch.object(Rollback, "missed", noted), mock.patch.object(Transfers, "resume", counted):
+        yield
+
+
 def _build(cluster: Cluster) -> None:
     scenario, network = cluster.scenario, cluster.network
     job = Job(
@@ -337,7 +363,7 @@ def _build(cluster: Cluster) -> None:
         scenario.saves,
         scenario.encodes,
         scenario.tables,
-        scenario.again is not None,
+        scenario.again is not None and not (scenario.snapshot_s and scenario.mode == "async"),
         scenario.examples,
         scenario.means,
         scenario.on_loss == "wait",
@@ -655,6 +681,7 @@ def _judge(cluster: Cluster) -> None:
         assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
         assert user.done, f"{name} did not come to its end"
+    _judge_losses(cluster)
     least = cluster.scenario.min_workers or 0
     for number, rounds in cluster.oracle.books.rounds.items():
         few = sum(len(counted) < least for counted in rounds[: cluster.scenario.rounds])  # then some have finished
@@ -715,6 +742,31 @@ def _judge_copies(cluster: Cluster) -> None:
                 own, its = (of.taken([number], EVERYTHING)[0][0] for of in (kept, elsewhere))
                 assert content(own) == content(its), f"slice {number} of {primary.me} has another copy"
                 cluster.network.used["compared with its copy"] += 1
+
+
+def _judge_losses(cluster: Cluster) -> None:
+    """What the scheduler has said of pushes that are lost with servers is what is lost."""
+    books = cluster.oracle.books if cluster.oracle is not None else None
+    assert books is not None
+    for name, user in cluster.users.items():
+        machine, process = user.node.machine, cluster.processes[name]
+        assert isinstance(machine, Worker)
+        if process.crashed or process.node.failure is not None or _must_abort(cluster):
+            continue
+        for rank in range(cluster.scenario.num_servers):
+            said = [one for of, node, one in cluster.missed if of == machine.me and node.rank == rank]
+            infos = [*user.infos.values(), *(() if user._rows is None else user._rows.infos.values())]
+            slices = [piece.number for info in infos for piece in info.slices if piece.server == rank]
+            lost = [sum(of == machine.me for of, _ in books.lost.get(number, ())) for number in slices]
+            assert [cluster.missed_slices[id(machine.transfers), number] for number in slices] == lost, (
+                f"of {name} server-{rank} lacks {lost} pushes"
+            )
+            if len(said) == 1:
+                told = (said[0].least, said[0].most)
+                assert told == (min(lost), max(lost)), (
+                    f"of {name} server-{rank} is said to lack {told}, and lacks {lost}"
+                )
+            cluster.network.used["lost with a server"] += max(lost)
 
 
 def _is_too_late(process: Process) -> bool:
@@ -787,7 +839,9 @@ def _judge_checkpoints(cluster: Cluster) -> None:
             if isinstance(error, RolledBackError):
                 continue
             is_due_to_a_disk = isinstance(error, CheckpointError) and FULL in str(error)
-            is_due_to_a_server = bool(cluster.scenario.replicas) and "before it had saved its slices" in str(error)
+            lost = "before it had saved its slices" in str(error) or "a server is lost" in str(error)
+            is_alone = cluster.scenario.snapshot_s is not None and cluster.scenario.mode == "async"
+            is_due_to_a_server = lost and (cluster.scenario.replicas > 0 or is_alone)
             cluster.network.used["not saved for a dead server"] += is_due_to_a_server
             assert error is None or is_due_to_a_disk or is_due_to_a_server, f"checkpoint {turn}: {error!r}"
             exists = f"/checkpoints/step-{turn:03}" in shelf.manifests
@@ -884,6 +938,7 @@ NEAR_SCHEDULER = Weather(delay_s=0.4, scheduler_delay_s=0.005)
 SUMMING = replace(GOING_ON, num_workers=6, hosts=2, local_reduce="on", holds=False, fault_round=2)
 GOES_BACK = replace(JOINING, num_workers=3, rounds=14, saves=0.0, full=0.0, fault_round=6, snapshot_s=0.02)
 GOES_BACK_LEASING = replace(GOES_BACK, examples=85)
+ALONE = replace(GOES_BACK, mode="async")
 RETURNS = replace(GOING_ON, num_workers=3, returns_s=1.5)
 
 REPLICAS = replace(GOING_ON, num_workers=3, num_servers=3, replicas=1, saves=0.0, spread_s=0.05)
@@ -1270,6 +1325,25 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "goes back leasing in a storm": replace(
         GOES_BACK_LEASING, victims=("server-1",), weather=STORM, limits=STORM_LIMITS
+    ),
+    "goes back alone": replace(ALONE, victims=("server-1",)),
+    "both servers go back alone": replace(ALONE, victims=("server-0", "server-1")),
+    "goes back alone again and again": replace(ALONE, victims=("server-0", "server-1"), rounds=30, lives=4),
+    "goes back alone with momentum": replace(ALONE, victims=("server-0",), optimizer="momentum"),
+    "goes back alone with rows": replace(ALONE, victims=("server-1",), tables=True),
+    "goes back alone in a storm": replace(ALONE, victims=("server-1",), weather=STORM, limits=STORM_LIMITS),
+    "goes back alone while workers die": replace(ALONE, victims=("server-1", "worker-1", "worker-2"), spread_s=0.4),
+    "goes back alone while saving": replace(ALONE, victims=("server-0",), saves=0.5),
+    "goes back alone with full disks": replace(ALONE, victims=("server-0",), full=0.1),
+    "goes back alone leasing": replace(ALONE, examples=85, victims=("server-1", "worker-1")),
+    "both servers go back alone leasing": replace(
+        ALONE, examples=85, victims=("server-1", "worker-1", "server-0", "worker-2"), spread_s=0.3
+    ),
+    "goes back alone leasing in a storm": replace(
+        ALONE, examples=85, victims=("server-1", "worker-2"), weather=STORM, limits=STORM_LIMITS
+    ),
+    "goes back alone after its scheduler": replace(
+        ALONE, victims=("scheduler",), returns_s=0.4, later="server-1", rounds=40
     ),
     "scheduler returns": replace(RETURNS, victims=("scheduler",)),
     "scheduler returns while keys are declared": replace(

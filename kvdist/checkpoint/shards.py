@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvdist.checkpoint.snapshot import (
     STATES,
     WEIGHTS,
     Bits,
+    CountedPushes,
     FileRecord,
     Ids,
     Manifest,
@@ -40,6 +41,8 @@ from kvdist.optimizer.states import SliceState
 WEIGHT, MASTER, INDICES = "weight", "master", "indices"
 SLICES = "kvdist.slices"
 """In the metadata of a file: what is known of each of its slices beside arrays."""
+COUNTED = "kvdist.counted"
+"""In the metadata of a snapshot of an asynchronous store: for each of its slices, whose pushes are in it."""
 RUN, STEP = "kvdist.run", "kvdist.step"
 """In the metadata of a file: for which checkpoint it was written. Not in those of older versions."""
 
@@ -53,6 +56,8 @@ def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str
     tensors = [tensor for one in slices for tensor in _tensors(one)]
     described = [_described(one) for one in slices]
     metadata = {SLICES: json.dumps(described), RUN: run, STEP: str(step), "format": "kvdist"}
+    if any(one.counted for one in slices):
+        metadata[COUNTED] = json.dumps([[[who, *counts] for who, counts in one.counted.items()] for one in slices])
     return write_tensors(folder, stem, tensors, metadata)
 
 
@@ -99,6 +104,7 @@ class _Piece:
     states: tuple[str, ...]
     initializer: str = ""
     """Of a slice of a lazy table; empty otherwise."""
+    counted: CountedPushes = field(default_factory=dict)
 
     def ids(self, row: int) -> Ids:
         """The rows that exist, of `row` elements each.
@@ -204,7 +210,8 @@ class Shards:
         if asks_state:
             state = self._state(wanted, pieces, parts, size)
         begins = pieces[0].initializer
-        return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins)
+        counted = pieces[0].counted if len(pieces) == 1 else {}
+        return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins, counted)
 
     def whole(self, key: int | str, size: int, dtype: DType) -> Bits:
         """All elements of a key."""
@@ -330,14 +337,20 @@ def updates_in(folder: Path) -> int:
 
 def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
     try:
-        for key, start, count, version, updates, scalars, states, *lazy in json.loads(file.metadata[SLICES]):
+        described = json.loads(file.metadata[SLICES])
+        counts = json.loads(file.metadata[COUNTED]) if COUNTED in file.metadata else [[]] * len(described)
+        for entry, counted in zip(described, counts, strict=True):
+            key, start, count, version, updates, scalars, states, *lazy = entry
             if any(type(number) is not int or number < 0 for number in (start, count, version, updates)):
                 raise ValueError(f"a number of a slice of key {key!r:.80} is not a count")
             if type(key) not in (int, str):
                 raise ValueError(f"a key {key!r:.80}")
+            if any(type(number) is not int or number < 0 for one in counted for number in one):
+                raise ValueError(f"a number of pushes to key {key!r:.80} is not a count")
             numbers = start, start + count, updates
             kept = (tuple(map(float, scalars)), tuple(states))
             (begins,) = (initializer_from(text).describe() for text in lazy) if lazy else ("",)
-            yield _Piece(file, _name(key, start, count), *numbers, *kept, begins), key
+            own = {who: (pushes, examples) for who, pushes, examples in counted}
+            yield _Piece(file, _name(key, start, count), *numbers, *kept, begins, own), key
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged: its slices are not readable ({error})") from None

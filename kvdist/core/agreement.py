@@ -186,6 +186,7 @@ class Questions:
         make: Callable[[int], Message],
         then: Callable[[str], list[Effect]],
         cause: Agreement[Any] | None = None,
+        servers: Live | None = None,
     ) -> list[Effect]:
         """Send all servers a message.
 
@@ -193,15 +194,18 @@ class Questions:
             make: makes it of the number of the request.
             then: called when the last server has answered, with '' or with the first failure.
             cause: the agreement that cannot be settled before.
+            servers: only these.
         """
         request = self._next_request
         self._next_request += 1
-        question: Agreement[str] = Agreement("", "", 0.0, {}, (self._servers,))
+        asked = self._servers if servers is None else servers
+        question: Agreement[str] = Agreement("", "", 0.0, {}, (asked,))
         if cause is not None:
             cause.waits_for = question
         self._open[request] = (question, then)
-        self._asked[request] = make
-        return [Send(server, make(request)) for server in sorted(self._servers.values(), key=lambda one: one.node.rank)]
+        if servers is None:
+            self._asked[request] = make
+        return [Send(server, make(request)) for server in sorted(asked.values(), key=lambda one: one.node.rank)]
 
     @property
     def are_open(self) -> bool:
@@ -211,7 +215,8 @@ class Questions:
     def drop(self, question: Agreement[str] | None) -> None:
         """Ask this no more."""
         for request in [number for number, (one, _) in self._open.items() if one is question]:
-            del self._open[request], self._asked[request]
+            del self._open[request]
+            self._asked.pop(request, None)
 
     def repeated(self, server: Member) -> list[Message]:
         """What a server has to answer that takes the place of a lost one."""
@@ -233,7 +238,8 @@ class Questions:
         question, then = self._open[request]
         if not question.is_complete:
             return []
-        del self._open[request], self._asked[request]
+        del self._open[request]
+        self._asked.pop(request, None)
         return then(next((failure for _, failure in question.said.values() if failure), ""))
 
 

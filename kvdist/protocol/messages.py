@@ -1044,19 +1044,44 @@ class Quiet(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rewound(WireMessage):
-    """Server → worker: I have gone back. My slices have these versions, and as many of your pushes."""
+    """Server → worker: I have gone back. My slices have these versions, and so many of your pushes."""
 
     KIND = 115
     number: UInt32
     ids: Numbers
     versions: Numbers
+    steps: Numbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Resume(WireMessage):
+    """Worker → server that alone has gone back: so many of my pushes were counted, which summed so many examples. What
+    you have not is lost; count from here on. What I have under way follows."""
+
+    KIND = 116
+    ids: Numbers
+    steps: Numbers
+    examples: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Missed(WireMessage):
+    """Worker → scheduler: of my pushes that were counted, the server which says `Rewound` has lost so many: the least
+    and the most of a slice."""
+
+    KIND = 117
+    number: UInt32
+    """Of the `RollBack`."""
+    least: UInt32
+    most: UInt32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RollBack(WireMessage):
     """Scheduler → server: go on from what you have read, at these versions, and tell every worker by `Rewound`.
 
-    No push of any worker is under way. Slices that are not named begin anew. None makes a version before a `Cut`.
+    No push of any worker is under way, or, of an asynchronous store, to this server. Slices that are not named begin
+    anew. None of a synchronous store makes a version before a `Cut`.
     """
 
     KIND = 114
@@ -1297,7 +1322,7 @@ Message = (
     | InitRows | PushRows | PullRows | RowValues
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
     | Ready | FindCut | CutFound | Cut | Counters | Numbered
-    | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound
+    | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound | Resume | Missed
     | Command | Perform
     | Lease | Leased | Rest | Used
     | Replicate | ReplicateRows | Replicated | Fill | Copied

@@ -122,7 +122,8 @@ class Shelf:
         for one in self.slices(folder):
             if one.ids is not None and (one.key, one.start) == (wanted.key, wanted.start):
                 lazy = SliceState(one.updates, tuple(one.states.values()), one.scalars, one.master)
-                return ReadSlice(wanted.number, one.weight, lazy, ids=one.ids, initializer=one.initializer)
+                own = (one.weight, lazy, False, one.ids, one.initializer, one.counted)
+                return ReadSlice(wanted.number, *own)
         stretch = slice(wanted.start, wanted.start + wanted.count)
         weight = self.gathered(folder, WEIGHTS)[wanted.key][stretch] if WEIGHTS in contents else None
         state = None
@@ -130,7 +131,8 @@ class Shelf:
             arrays = tuple(self.gathered(folder, name)[wanted.key][stretch].copy() for name in wanted.state_names)
             updates = max(one.updates for one in self.slices(folder) if one.key == wanted.key)
             state = SliceState(updates, arrays)
-        return ReadSlice(wanted.number, weight, state)
+        same = [one for one in self.slices(folder) if (one.key, one.start) == (wanted.key, wanted.start)]
+        return ReadSlice(wanted.number, weight, state, counted=same[0].counted if same else {})
 
 
 class SimulatedDisk(Disk):

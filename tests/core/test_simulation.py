@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvdist.checkpoint.snapshot import SavedSlice
+from kvdist.checkpoint.snapshot import CountedPushes, SavedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.agreement import Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
@@ -39,7 +39,7 @@ from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.replica import CopiedDense, ReplicatedServer
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import DenseShard, Reply, StoredHolder
+from kvdist.core.server.shard import DenseShard, Reply, Shard, StoredHolder
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
 from kvdist.core.server.table_rows import TableRows
@@ -66,6 +66,7 @@ from kvdist.protocol.messages import (
     Packet,
     Push,
     Rejected,
+    Resume,
     Rewind,
     Rewound,
     Roster,
@@ -910,16 +911,50 @@ def refuses_early_words(self: Server, source: Member, message: Message) -> str |
     return ORIGINAL_REFUSES(self, source, message)
 
 
-def keeps_what_it_counted(self: Round[Any, Any], version: int, ranks: Iterable[int]) -> None:
+def keeps_what_it_counted(self: Round[Any, Any], version: int, there: Mapping[int, tuple[int, int]]) -> None:
     counted = self.counted
-    ORIGINAL_ROUND_REWIND(self, version, ranks)
+    ORIGINAL_ROUND_REWIND(self, version, there)
     self.counted = counted or self.counted
 
 
 ORIGINAL_REWOUND = Worker._rewound
+ORIGINAL_RESUME = Transfers.resume
 ORIGINAL_REWIND = Worker._rewind
 ORIGINAL_TAKEN = Rollback.taken
 ORIGINAL_ROUND_REWIND = Round.rewind
+
+
+def forgets_what_workers_say(self: Shard[Any], sender: Member, message: Resume) -> None:
+    """A server that has gone back alone counts from its snapshot on."""
+
+
+def says_what_is_under_way_is_counted(self: Transfers, server: int, message: Rewound, is_near: bool) -> Any:
+    told, missed = ORIGINAL_RESUME(self, server, message, is_near)
+    return replace(told, steps=self.slices.pushed[told.ids]), missed
+
+
+def forgets_what_was_lost_before(self: Transfers, server: int, message: Rewound, is_near: bool) -> Any:
+    self.slices.resumed[:] = 0
+    return ORIGINAL_RESUME(self, server, message, is_near)
+
+
+def waits_for_versions_that_are_no_more(self: Transfers, server: int, message: Rewound, is_near: bool) -> Any:
+    versions = self.slices.versions[message.ids]
+    found = ORIGINAL_RESUME(self, server, message, is_near)
+    self.slices.versions[message.ids] = versions
+    return found
+
+
+def sends_to_the_new_server_at_once(self: Transfers, server: int) -> None:
+    self.kept_back.add(server)
+
+
+def writes_no_counters(self: Snapshots, round_: Round[Any, Any]) -> CountedPushes:
+    return {}
+
+
+def knows_no_examples_of_the_lost(self: Rollback, incarnation: int) -> int:
+    return 0
 
 
 def knows_one_version(self: Round[Any, Any], pull: PullRequest) -> bool:
@@ -1117,6 +1152,34 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Server, "refuses", refuses_early_words)],
     ),
     "counters stay where they were": ("goes back", [(Round, "rewind", keeps_what_it_counted)]),
+    "a server that goes back alone does not hear where workers are": (
+        "goes back alone",
+        [(Shard, "resume", forgets_what_workers_say), (DenseShard, "resume", forgets_what_workers_say)],
+    ),
+    "what is under way counts as counted": (
+        "goes back alone",
+        [(Transfers, "resume", says_what_is_under_way_is_counted)],
+    ),
+    "what was lost before is said to be lost again": (
+        "goes back alone again and again",
+        [(Transfers, "resume", forgets_what_was_lost_before)],
+    ),
+    "pulls wait for versions that are lost": (
+        "goes back alone",
+        [(Transfers, "resume", waits_for_versions_that_are_no_more)],
+    ),
+    "what is for a lost server leaves before the next one has gone back": (
+        "goes back alone",
+        [(Transfers, "keep_back", sends_to_the_new_server_at_once)],
+    ),
+    "a snapshot does not say whose pushes are in it": (
+        "goes back alone",
+        [(Snapshots, "_counted", writes_no_counters)],
+    ),
+    "examples that a server has again go back": (
+        "both servers go back alone leasing",
+        [(Rollback, "examples_of", knows_no_examples_of_the_lost)],
+    ),
     "nothing is asked again": ("scheduler returns", [(Worker, "_reregister", asks_nothing_again)]),
     "a scheduler begins before all have registered": (
         "scheduler returns",

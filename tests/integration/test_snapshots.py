@@ -113,3 +113,21 @@ def test_a_scheduler_that_comes_back_knows_the_newest_snapshot_and_all_go_back_t
     assert [float(value) for value, _ in ends] == [FINAL] * WORKERS, job.transcript()
     assert ends[0][1] == str(step), "no newer one could be made while worker 0 stood still"
     assert launcher.lines_with("the scheduler was started 2 times"), job.transcript()
+
+
+def test_of_a_dist_async_store_a_killed_server_alone_goes_back_and_the_loss_that_is_said_is_the_loss(job, tmp_path):
+    root = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path), "KVDIST_SNAPSHOT_INTERVAL_S": "1000"}
+    options = [*OPTIONS, "--snapshots", str(tmp_path / "snapshots")]
+    launcher = job.launch(WORKERS, 2, "snapshots_async.py", str(tmp_path), options=options, **root)
+    job.wait(lambda: any((tmp_path / "snapshots").glob("step-*/manifest.json")), "there is a snapshot")
+    (tmp_path / "snapshot").touch()
+    job.wait(lambda: len(launcher.lines_with("waits for go")) == WORKERS, "all have made 25 steps")
+    job.kill("server-1")
+    (tmp_path / "go").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    (said,) = launcher.lines_with("goes on from the snapshot of step")
+    lost = {int(rank): int(count) for count, rank in re.findall(r"(\d+) of worker-(\d)", said)}
+    assert lost.keys() == set(range(WORKERS)) and min(lost.values()) >= 20, said
+    ends = set(re.findall(r"(first|second) ended with (\[.*\])", launcher.text))
+    assert ends == {("first", str([100] * WORKERS)), ("second", str([100 - lost[0], 100 - lost[1]]))}, job.transcript()

@@ -239,6 +239,8 @@ class Leases:
         self._numbers = numbers
         self._is_saving = is_saving
         self._returns = returns
+        self.in_snapshot: Callable[[int], int] = lambda _: 0
+        """How many examples of a process servers have again that go back alone, whatever others say."""
         self._number = -1
         """Of the pass."""
         self._plan: Plan | None = None
@@ -312,10 +314,17 @@ class Leases:
     def lost(self, member: Member) -> list[Effect]:
         """A worker is given up, and the next roster says so: how much it has used is not known yet."""
         self._waiting.pop(member, None)
-        if self._holders.get(member, LeaseHolder(0)).ranges:
+        if self._holders.get(member, LeaseHolder(0)).ranges and self._membership.servers:
             self._unsettled[member] = self._membership.epoch
         else:
             self._holders.pop(member, None)
+        return self.advance()
+
+    def servers_lost(self) -> list[Effect]:
+        """No server is left that could say what lost workers have used: what they had leased counts as used."""
+        for member in self._unsettled:
+            self._holders.pop(member, None)
+        self._unsettled.clear()
         return self.advance()
 
     def settled(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
@@ -326,6 +335,7 @@ class Leases:
             for fate in said:
                 if (fate.rank, fate.incarnation, fate.store) == (member.node.rank, member.incarnation, holder.store):
                     holder.use(fate.examples)
+            holder.use(self.in_snapshot(member.incarnation))
             del self._unsettled[member]
             self._give_back(member, self._holders.pop(member))
         return self.advance()

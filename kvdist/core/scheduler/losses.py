@@ -85,6 +85,8 @@ class Losses:
         """Servers that take over the slices of lost ones → the epoch of the roster that tells them."""
         self.lost_before: frozenset[Member] = frozenset()
         """Given up before the scheduler was started again: all servers say once more what counts of them."""
+        self._come_late: dict[Member, int] = {}
+        """Servers that have taken the place of others → the first roster that they hear."""
         self.leases: SettledLeases | None = None
         """What lost workers had leased, if anything is leased at all."""
 
@@ -118,13 +120,17 @@ class Losses:
         """A server has the slices of a lost one from the next roster on, and says what was counted there."""
         self._taking_over[server] = self._membership.epoch + 1
 
+    def spare(self, server: Member) -> None:
+        """A server takes the place of a lost one: it has counted nothing of those that were given up before."""
+        self._come_late[server] = self._membership.epoch + 1
+
     def finish(self) -> list[Effect]:
         """End what all servers have said their word on."""
-        servers = self._membership.servers.items()
+        servers = self._membership.servers.values()
         ended = [
             (epoch, settling)
             for epoch, settling in sorted(self._settling.items())
-            if servers <= {(one.node, one) for one in settling.heard}
+            if {one for one in servers if self._come_late.get(one, 0) <= epoch} <= settling.heard
         ]
         effects: list[Effect] = []
         for epoch, settling in () if self._taking_over else ended:

@@ -11,12 +11,15 @@ that hold here:
 * No worker goes on before every server has gone back.
 * What a worker calls before it hears of this, and what was agreed on and not answered, is dropped by all.
 * Whatever is lost meanwhile, another server among it, the way back begins anew.
+
+In an asynchronous store each server takes its slices as they are, and when one is lost, only the one in its place goes
+back. It hears from each worker what was counted there, and goes on from that; what it lacks is lost, and is said.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,11 +44,12 @@ from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.errors import CheckpointError
 from kvdist.naming import name_of
-from kvdist.nodes import Member
+from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol.arrays import U32
 from kvdist.protocol.messages import (
     Configure,
     Declare,
+    Missed,
     Quiet,
     Restore,
     Rewind,
@@ -82,6 +86,8 @@ class Snapshot:
     """In the data, if workers lease them."""
     is_written: bool = False
     """Its manifest is there, or is being written."""
+    gone: Set[Member] = frozenset()
+    """The workers that had left or were lost before."""
 
     @property
     def failure(self) -> str:
@@ -137,12 +143,34 @@ class WayBack:
     """The servers that have."""
 
 
+@dataclass(slots=True, eq=False)
+class Returning:
+    """A server of an asynchronous store was lost: the one in its place goes back to a snapshot, and nobody else."""
+
+    number: int
+    lost: Member
+    begun_at: float
+    there: dict[NodeId, Member] = field(default_factory=dict)
+    """The one in its place, once it is there."""
+    to: Snapshot | None = None
+    """What it reads."""
+    has_gone_back: bool = False
+    silent: set[Member] = field(default_factory=set)
+    """Workers that have not said what it lacks."""
+    missed: list[tuple[Member, Missed]] = field(default_factory=list)
+
+
 class SnapshotScheduler(Protocol):
     """What the scheduler does for snapshots."""
+
+    steps: dict[Member, int]
 
     @property
     def now(self) -> float:
         """The time."""
+
+    def is_whole(self) -> list[Effect]:
+        """A server has what it had: what has waited for that goes on."""
 
     def end_job(self, member: Member, cause: str, sentence: str) -> list[Effect]:
         """End the job because of this process."""
@@ -190,7 +218,11 @@ class Rollback:
         self._making: Snapshot | None = None
         self.newest: Snapshot | None = None
         self.way_back: WayBack | None = None
+        self.returning: dict[NodeId, Returning] = {}
+        membership.restoring = self.returning
         self._number = 0
+        self._last = 0
+        """The number of the last snapshot of an asynchronous store: how far the farthest worker was, and none twice."""
         self._lost: Member | None = None
         """The server that was lost last."""
 
@@ -202,11 +234,14 @@ class Rollback:
         if self.way_back is not None:
             is_whole = len(self._membership.servers) == self._num_servers
             return NEVER if is_whole else self.way_back.begun_at + self._patience_s
+        if self.returning:
+            absent = [one.begun_at for one in self.returning.values() if not one.there]
+            return min(absent, default=NEVER) + self._patience_s
         return NEVER if self._making is not None or self._is_locking else self._next
 
     def tick(self, now: float) -> list[Effect]:
         """Begin a snapshot if it is time; give up a server that does not come back."""
-        if self.way_back is not None:
+        if self.way_back is not None or self.returning:
             assert self._lost is not None
             waited = f"nobody took its place within {self._patience_s:g} s"
             return self._scheduler.end_job(self._lost, waited, f"{self._lost} was lost, and {waited}")
@@ -216,7 +251,16 @@ class Rollback:
         if not self._has_lock:
             self._is_locking = True
             return [Persist(self, LockFolder(f"{self._folder}/step-0", self._run))]
+        if self.is_partial:
+            self._last = max(self._last + 1, *self._scheduler.steps.values())
+            return self._begin(self._last, now)
         return self._newcomers.cut(lambda version: self._begin(version, now))
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether only the slices of a lost server go back, because the store is asynchronous."""
+        store = self._store()
+        return store is not None and not POLICIES[self._keys.stores[store].mode].is_lockstep
 
     def _store(self) -> int | None:
         """The store that is updated, once it has keys."""
@@ -229,8 +273,8 @@ class Rollback:
         if store is None or self.way_back is not None or self._making is not None:
             return []
         folder = f"{self._folder}/step-{version}"
-        self._making = Snapshot(store, version, folder, self._keys.saved(store), now)
-        if self.leases is not None:
+        self._making = Snapshot(store, version, folder, self._keys.saved(store), now, gone=self._gone)
+        if self.leases is not None and not self.is_partial:
             self.leases.snapshot_begins(version)
         message = TakeSnapshot(store, version, folder, self._run)
         return [Send(server, message) for server in self._membership.servers.values()]
@@ -245,7 +289,7 @@ class Rollback:
             return []
         if making.failure:
             return self._failed(making, making.failure)
-        if self.leases is not None:
+        if self.leases is not None and not self.is_partial:
             try:
                 making.position = self.leases.position_at(making.trained)
             except ValueError as error:
@@ -263,7 +307,7 @@ class Rollback:
             making.version,
             EVERYTHING,
             mode,
-            True,
+            POLICIES[mode].is_lockstep,
             description,
             *counts,
             making.keys,
@@ -278,6 +322,8 @@ class Rollback:
             return self._written(event.token, event.failure, now)
         if isinstance(event.token, WayBack):
             return self._checked(event.token, event)
+        if isinstance(event.token, Returning):
+            return self._checked_alone(event.token, event)
         if isinstance(event.token, Recalled):
             return self._recalled(event.token, event, now)
         if event.token is not self:
@@ -294,10 +340,10 @@ class Rollback:
         if making is not self._making:
             return []
         if failure:
-            return self._failed(making, failure) + self._advance(now)
+            return self._failed(making, failure) + self.advance(now)
         self.newest, self._making = making, None
         self._next = now + self._pause_s(now - making.begun_at)
-        return self._advance(now)
+        return self.advance(now)
 
     def _failed(self, making: Snapshot, reason: str) -> list[Effect]:
         self._making = None
@@ -319,8 +365,9 @@ class Rollback:
     def refusal(self, message: Declare | Configure) -> str:
         """Why this cannot be beside snapshots; '' if it can."""
         obstacle = ""
-        if isinstance(message, Declare) and not POLICIES[message.mode].is_lockstep:
-            obstacle = "a dist_async store"
+        modes = {POLICIES[store.mode].is_lockstep for store in self._keys.stores.values()}
+        if isinstance(message, Declare) and modes - {POLICIES[message.mode].is_lockstep}:
+            obstacle = "a dist_async store beside one of sums or rounds (store.average makes one)"
         elif isinstance(message, Configure) and message.store not in self._keys.optimizers and self._keys.optimizers:
             obstacle = "a second store with an optimizer"
         return (
@@ -351,7 +398,9 @@ class Rollback:
         if store is None or not isinstance(manifest, Manifest) or {file.name for file in manifest.files} != names:
             return self._look_at(recalled)
         self._is_locking, self._next, self._run = False, now, manifest.run
-        self.newest = Snapshot(store, manifest.step, folder, manifest.keys, now, taken, manifest.data, is_written=True)
+        known = (manifest.keys, now, taken, manifest.data)
+        self.newest = Snapshot(store, manifest.step, folder, *known, is_written=True, gone=self._gone)
+        self._last = max(self._last, manifest.step)
         return [Log(f"the newest snapshot is that of step {manifest.step}: all can go back to it")]
 
     def forget(self) -> None:
@@ -423,7 +472,7 @@ class Rollback:
         """A worker is gone, or a server is back."""
         if self.way_back is not None:
             self.way_back.loud.intersection_update(self._membership.workers.values())
-        return self._advance(now)
+        return [*self._advance(now), *(told for one in list(self.returning.values()) for told in self._return(one))]
 
     def _advance(self, now: float) -> list[Effect]:
         back = self.way_back
@@ -434,9 +483,7 @@ class Rollback:
                 return []  # the manifest of the one to go back to is being written
             back.is_asked = True
             if self.newest is None:
-                assert self._lost is not None
-                cause = "the only snapshot could not be written"
-                return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}")
+                return self._without_any()
             assert back.to is self.newest, "it was said to workers"
             return [Persist(back, ReadManifest(back.to.folder))]
         if not back.is_read or back.loud or back.request >= 0:
@@ -448,6 +495,11 @@ class Rollback:
 
         return self._questions.ask(make, lambda _: self._ended(back, now))
 
+    def _without_any(self) -> list[Effect]:
+        assert self._lost is not None
+        cause = "the only snapshot could not be written"
+        return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}")
+
     def _checked(self, back: WayBack, event: Persisted) -> list[Effect]:
         """The manifest was read: if it is what was written, let the servers read."""
         if back is not self.way_back:
@@ -457,7 +509,7 @@ class Rollback:
             assert isinstance(event.product, Manifest)
             failure = self._misfit(event.product, back.to)
         if failure:
-            return self._hopeless(back, failure)
+            return self._hopeless(back.to, failure)
         return self._questions.ask(
             lambda request: Restore(request, back.to.store, back.to.folder, EVERYTHING),
             lambda reason: self._read(back, reason),
@@ -476,13 +528,13 @@ class Rollback:
         if back is not self.way_back:
             return []
         if failure:
-            return self._hopeless(back, failure)
+            return self._hopeless(back.to, failure)
         back.is_read = True
         return self._advance(self._scheduler.now)
 
-    def _hopeless(self, back: WayBack, failure: str) -> list[Effect]:
+    def _hopeless(self, to: Snapshot, failure: str) -> list[Effect]:
         assert self._lost is not None
-        cause = f"the snapshot {back.to.folder} cannot be read: {failure}"
+        cause = f"the snapshot {to.folder} cannot be read: {failure}"
         return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}")
 
     def _ended(self, back: WayBack, now: float) -> list[Effect]:
@@ -493,3 +545,100 @@ class Rollback:
         self._membership.go_back(back.to.version)
         told = Log(f"all have gone back to step {back.to.version}, and go on from there")
         return [told, *self._newcomers.gone_back()]
+
+    # The way back of one server, in an asynchronous store.
+
+    def begin_alone(self, lost: Member, now: float) -> None:
+        """A server was lost, and has left the membership: the one that takes its place goes back."""
+        self._lost = lost
+        if self._making is not None and not self._making.is_written:
+            self._making = None
+        before = self.returning.pop(lost.node, None)
+        if before is not None:
+            before.there.clear()
+        self._number += 1
+        self.returning[lost.node] = Returning(self._number, lost, now)
+
+    def examples_of(self, incarnation: int) -> int:
+        """How many examples of a worker are in a snapshot to which a server may go back alone."""
+        written = [one for one in (self.newest, self._making) if one is not None and one.is_written]
+        return max([one.trained.get(incarnation, 0) for one in written if self.is_partial], default=0)
+
+    def missed(self, sender: Member, message: Missed) -> list[Effect]:
+        """A worker says what a server that has gone back lacks of its pushes."""
+        for one in [one for one in self.returning.values() if one.number == message.number]:
+            one.silent.discard(sender)
+            one.missed.append((sender, message))
+        return self.advance(self._scheduler.now)
+
+    def _return(self, one: Returning) -> list[Effect]:
+        server = self._membership.servers.get(one.lost.node)
+        if server is None or (one.to is None and self.newest is None and self._making is not None):
+            return []  # or the manifest of the one to go back to is being written
+        one.there[server.node] = server
+        if one.to is None and self.newest is None:
+            return self._without_any()
+        if one.to is None:
+            one.to = self.newest
+            assert one.to is not None
+            return [Persist(one, ReadManifest(one.to.folder))]
+        one.silent.intersection_update(self._membership.there.values())
+        if not one.has_gone_back or one.silent:
+            return []
+        del self.returning[one.lost.node]
+        self._next = self._scheduler.now
+        return [Log(self._told(server, one)), *self._scheduler.is_whole()]
+
+    def _checked_alone(self, one: Returning, event: Persisted) -> list[Effect]:
+        """The manifest was read: if it is what was written, let the server read."""
+        if self.returning.get(one.lost.node) is not one:
+            return []
+        to = one.to
+        assert to is not None
+        failure = event.failure
+        if not failure:
+            assert isinstance(event.product, Manifest)
+            failure = self._misfit(event.product, to)
+        if failure:
+            return self._hopeless(to, failure)
+
+        def read(failure: str) -> list[Effect]:
+            if self.returning.get(one.lost.node) is not one:
+                return []
+            if failure:
+                return self._hopeless(to, failure)
+            one.silent = set(self._membership.there.values())
+            taken = next(said for member, said in to.taken.items() if member.node == one.lost.node)
+            where = (one.number, taken.ids, taken.versions)
+            return self._questions.ask(lambda request: RollBack(request, *where), ended, servers=one.there)
+
+        def ended(_: str) -> list[Effect]:
+            one.has_gone_back = True
+            return self.advance(self._scheduler.now)
+
+        return self._questions.ask(
+            lambda request: Restore(request, to.store, to.folder, EVERYTHING), read, servers=one.there
+        )
+
+    @property
+    def _gone(self) -> Set[Member]:
+        """The workers that have left or were lost, if they have pushed anything."""
+        left = {self._membership.peers[node].member for node in self._membership.left}
+        gone = left | self._membership.lost.keys()
+        return {one for one in gone if one.node.role is Role.WORKER and self._scheduler.steps.get(one)}
+
+    def _told(self, server: Member, one: Returning) -> str:
+        """What is lost, for people."""
+        assert one.to is not None
+        missed = sorted(one.missed, key=lambda said: said[0].node.rank)
+        lost = [f"{_range(message)} of {sender}" for sender, message in missed if message.most]
+        since = [f"all of {gone} since" for gone in sorted(map(str, self._gone - one.to.gone))]
+        listed = ", ".join(lost + since) or "none"
+        return (
+            f"{server} goes on from the snapshot of step {one.to.version}, and the others where they are;"
+            f" pushes to each of its keys that are lost: {listed}"
+        )
+
+
+def _range(message: Missed) -> str:
+    return f"{message.most}" if message.least == message.most else f"{message.least} to {message.most}"

@@ -61,6 +61,7 @@ from kvdist.protocol.messages import (
     Lease,
     Load,
     Message,
+    Missed,
     OnLoss,
     Perform,
     Quiet,
@@ -622,6 +623,8 @@ class Scheduler(Machine):
         sentence = f"{where} was lost{when}: {cause}"
         if self.rollback is not None and self.membership.servers.get(member.node) == member and not self._is_over:
             obstacle = self.rollback.obstacle()
+            if self.rollback.is_partial and self.checkpoints.is_loading:
+                obstacle = obstacle or "a checkpoint is being loaded"
             if not obstacle:
                 return self._go_back_without(self.rollback, member, cause, sentence, has_ended, now)
             sentence = f"{sentence}, and nobody can go back: {obstacle}"
@@ -675,13 +678,21 @@ class Scheduler(Machine):
         self, rollback: Rollback, member: Member, cause: str, sentence: str, has_ended: bool, now: float
     ) -> list[Effect]:
         """Give up a server, and let all go back to the newest snapshot when there is another in its place."""
-        effects: list[Effect] = [Log(f"{sentence}; all go back to the newest snapshot"), Forget(member)]
+        who = "the one that takes its place goes" if rollback.is_partial else "all go"
+        effects: list[Effect] = [Log(f"{sentence}; {who} back to the newest snapshot"), Forget(member)]
         self.membership.lose(member, cause, has_ended)
         effects += [] if has_ended else self._end_given_up(member)
         for newcomer in list(self.membership.newcomers.values()):
             why = f"{member} was lost while it joined"
             verdict = Abort(ErrorCode.PEER_LOST, str(member), "", cause, -1, f"{newcomer} must start again: {why}")
             effects += [Send(newcomer, verdict), *self._lost(newcomer, why, now)]
+        if rollback.is_partial:
+            self.checkpoints.server_lost(member, self.membership.there.values())
+            rollback.begin_alone(member, now)
+            effects += [*self._announce(now), *self._questions.advance(), *self.losses.finish()]
+            if self.leases is not None and not self.membership.servers:
+                effects += self.leases.servers_lost()
+            return [*effects, *self._without_departed(now)]
         self._barriers.clear()
         self._deadlocks = Deadlocks()
         return [*effects, *self.checkpoints.drop_all(), *self._announce(now), *rollback.begin(member, now)]
@@ -707,6 +718,7 @@ class Scheduler(Machine):
             return [*effects, Send(member, Stop(), member)]
         if self.leases is not None:
             effects.append(Send(member, self.leases.rest(0)))
+        self.losses.spare(member)
         if self.rollback is None:
             told = Log(f"{self._where(member)} is back, and is given a copy of slices while training goes on")
             return [*effects, told, *self._announce(now)]
@@ -719,13 +731,15 @@ class Scheduler(Machine):
                 return rollback.taken(sender, message)
             case Quiet():
                 return rollback.quiet(sender, message, now)
+            case Missed():
+                return rollback.missed(sender, message)
             case Barrier() | Claim() | Save() | Load() | Lease() | Used() if rollback.ignores(sender):
                 return []
             case Saved() if rollback.is_stale(sender):
                 return []
             case Done():
                 rollback.note_done(sender, message.request)
-            case Hello() if sender.node.role is Role.WORKER and rollback.way_back is not None:
+            case Hello() if sender.node.role is Role.WORKER and (rollback.way_back or rollback.returning):
                 return [Send(sender, Waiting("the others to go back to a snapshot", (), 0.0))]
             case Declare() | Configure() if reason := rollback.refusal(message):
                 return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
@@ -735,6 +749,10 @@ class Scheduler(Machine):
     def now(self) -> float:
         """When the last message or event came."""
         return self._now
+
+    def is_whole(self) -> list[Effect]:
+        """See `SnapshotScheduler`."""
+        return self.checkpoints.advance_all()
 
     def end_job(self, member: Member, cause: str, sentence: str) -> list[Effect]:
         """End the job because of this process."""
@@ -799,6 +817,7 @@ class Scheduler(Machine):
             self.leases = self.checkpoints.data = self.losses.leases = leases
             if self.rollback is not None:
                 self.rollback.leases = leases
+                leases.in_snapshot = self.rollback.examples_of
         return self.leases
 
     def _go_on_without_data(self, now: float) -> list[Effect]:

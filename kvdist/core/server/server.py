@@ -76,6 +76,7 @@ from kvdist.protocol.messages import (
     Reregister,
     Rest,
     Restore,
+    Resume,
     Rewound,
     RollBack,
     Roster,
@@ -205,6 +206,9 @@ class Server(Machine):
                 self.sparse.push(sender, message, now)
             case PullRows():
                 self.sparse.pull(sender, message, now)
+            case Resume():
+                for shard in self._shards:
+                    shard.resume(sender, message)
             case _:
                 return self._control(message, now) if sender.node.role is Role.SCHEDULER else []
         return self._replies()
@@ -457,17 +461,24 @@ class Server(Machine):
         return [*effects, Send(SCHEDULER_MEMBER, Done(message.request))]
 
     def _roll_back(self, message: RollBack) -> list[Effect]:
-        """Go on from a snapshot that has been read, and tell the workers where their counters begin."""
-        self.snapshots.clear()
-        self.peers.since.clear()  # all stand at the same step now, whenever they have joined
-        self.peers.rest(set())
+        """Go on from a snapshot that has been read, and tell the workers where their counters begin.
+
+        In an asynchronous store the others go on where they are, and workers say by `Resume` how far that is.
+        """
+        if all(one.round.policy.is_lockstep for shard in self._shards for one in shard):
+            self.snapshots.clear()
+            self.peers.since.clear()  # all stand at the same step now, whenever they have joined
+            self.peers.rest(set())
         versions = dict(zip(message.ids.tolist(), message.versions.tolist(), strict=True))
         read = self._restoring.take()
-        there = [one for shard in self._shards for one in shard.roll_back(versions, read)]
-        columns = np.array(there, np.uint32).reshape(-1, 2)
-        rewound = Rewound(message.number, columns[:, 0].copy(), columns[:, 1].copy())
-        told: list[Effect] = [Send(member, rewound) for member in self.peers.workers.values()]
-        return [*told, Send(SCHEDULER_MEMBER, Done(message.request))]
+        there = [(number, one.round) for shard in self._shards for number, one in shard.roll_back(versions, read)]
+        ids = np.array([number for number, _ in there], np.uint32)
+        made = np.array([round_.version for _, round_ in there], np.uint32)
+        effects: list[Effect] = []
+        for rank, member in self.peers.workers.items():
+            steps = np.array([round_.counted.get(rank, 0) for _, round_ in there], np.uint32)
+            effects.append(Send(member, Rewound(message.number, ids, made, steps)))
+        return [*effects, Send(SCHEDULER_MEMBER, Done(message.request))]
 
     def _ended(self, members: Sequence[Member]) -> list[Effect]:
         """The processes of these lost workers are gone: what they could still have read may be written again.

@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import CountedPushes, ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.machine import NEVER, Effect, Send
 from kvdist.core.policy import POLICIES
@@ -57,6 +57,7 @@ from kvdist.protocol.messages import (
     Refused,
     ReplaceState,
     ReplaceValues,
+    Resume,
     RowValues,
     TakeSnapshot,
     Values,
@@ -300,7 +301,7 @@ class Shard(abc.ABC, Generic[H]):
             found |= dict.fromkeys(holder.ids.tolist(), version)
         return found
 
-    def roll_back(self, versions: Mapping[int, int], read: Mapping[int, Sequence[ReadSlice]]) -> list[tuple[int, int]]:
+    def roll_back(self, versions: Mapping[int, int], read: Mapping[int, Sequence[ReadSlice]]) -> list[tuple[int, H]]:
         """Go on from a snapshot. Slices that it has not are of sums, which nobody needs: they begin anew.
 
         Args:
@@ -308,17 +309,34 @@ class Shard(abc.ABC, Generic[H]):
             read: store → what was read of its slices.
 
         Returns:
-            (slice, version) of all that are here.
+            (slice, its holder) of all that are here.
         """
         self._begin_anew()
+        counted: dict[int, CountedPushes] = {}
         for store, found in read.items():
             self._load(store, [one for one in found if self.holder(one.number) is not None])
+            counted |= {one.number: one.counted for one in found}
         for holder in self:
-            holder.round.rewind(versions.get(int(holder.ids[0]), 0), self.peers.workers)
+            number, workers = int(holder.ids[0]), self.peers.workers
+            version = versions.get(number, 0)
+            in_it = dict.fromkeys(workers, (version, 0))
+            if not holder.round.policy.is_lockstep:
+                said = counted.get(number, {})
+                in_it = {rank: said.get(member.incarnation, (0, 0)) for rank, member in workers.items()}
+            holder.round.rewind(version, in_it)
             if self.ledger is not None:
                 self.ledger.rolled_back(holder)
         self.hold(0)  # until a cut, as too few workers may be there
-        return [(number, holder.round.version) for holder in self for number in holder.ids.tolist()]
+        return [(number, holder) for holder in self for number in holder.ids.tolist()]
+
+    def resume(self, sender: Member, message: Resume) -> None:
+        """A worker says what a server had counted of its pushes that is lost."""
+        columns = (message.ids.tolist(), message.steps.tolist(), message.examples.tolist())
+        for number, pushes, examples in zip(*columns, strict=True):
+            holder = self.holder(number)
+            if holder is not None:
+                holder.round.resume(sender.node.rank, pushes, examples)
+                self._look(holder)
 
     @abc.abstractmethod
     def _begin_anew(self) -> None:
@@ -545,6 +563,12 @@ class DenseShard(Shard[Block]):
         blocks = self.blocks.isolate(np.array([one.number for one in found], np.uint32)) if found else ()
         for block, one in zip(blocks, found, strict=True):
             block_state.load(block, one, self._updaters.get(store))
+
+    def resume(self, sender: Member, message: Resume) -> None:
+        """See `Shard`."""
+        ids = np.unique(message.ids)
+        self.blocks.isolate(ids[[int(number) in self.blocks for number in ids]])
+        super().resume(sender, message)
 
     # What workers say.
 

@@ -11,14 +11,15 @@ of its worker, so a server knows it in time. Rules that hold here:
 * Every worker marks at every server, and every server reports once: when all live workers have marked and its file is
   written, or something has failed. A worker may push through the leader of its host: the leader's mark is in time.
 * A restored store is read by every server first, and replaced when all of them have read it.
-* Nobody marks a snapshot that servers write by themselves: each slice is taken at a version that the scheduler says.
+* Nobody marks a snapshot that servers write by themselves: each slice is taken at a version that the scheduler says; of
+  an asynchronous store as it is, with what is counted of each worker.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from kvdist.checkpoint.snapshot import (
     EVERYTHING,
     WEIGHTS,
     CheckFolder,
+    CountedPushes,
     FileRecord,
     ReadShards,
     ReadSlice,
@@ -381,6 +383,9 @@ class Snapshots:
         if not snapshot.failure:
             try:
                 saved, leased = source.taken(numbers, snapshot.contents)
+                if snapshot.at is not None and not holder.round.policy.is_lockstep:
+                    counted = self._counted(holder.round)
+                    saved = [replace(one, counted=counted) for one in saved]
             except MemoryError:
                 key = source.key_of(numbers[0])
                 snapshot.fail(f"there is no memory for a copy of what is saved of {name_of(key)}: use more servers")
@@ -395,6 +400,12 @@ class Snapshots:
             del snapshot.marks[number]
             self._stop_awaiting(number, snapshot)
         self.ready[snapshot] = None
+
+    def _counted(self, round_: Round[Any, Any]) -> CountedPushes:
+        """Whose pushes are in a slice of an asynchronous store, where no version says it."""
+        counted, examples = round_.counted, round_.examples
+        workers = self._peers.workers.items()
+        return {one.incarnation: (counted.get(rank, 0), examples.get(rank, 0)) for rank, one in workers}
 
     def _note_trained(self, snapshot: ServerSnapshot, examples: Mapping[int, int]) -> None:
         """Note which examples are in a slice that is taken. What a lost worker had used, `Settled` has said before."""

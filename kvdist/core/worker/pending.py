@@ -296,7 +296,8 @@ class SavingCalls:
         numbers: dict[Member, list[int]] = {member: [] for _, member in sorted(servers.items())}
         for info in request.keys:
             for piece in info.slices:
-                numbers[servers[piece.server]].append(piece.number)
+                if piece.server in servers:
+                    numbers[servers[piece.server]].append(piece.number)
         effects: list[Effect] = []
         for member, mine in numbers.items():
             ids = np.array(mine, np.uint32)

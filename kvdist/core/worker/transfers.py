@@ -53,6 +53,8 @@ from kvdist.protocol.messages import (
     Refused,
     ReplaceState,
     ReplaceValues,
+    Resume,
+    Rewound,
     RowValues,
     Values,
 )
@@ -216,11 +218,18 @@ class Outbox:
 class SliceTable:
     """What a worker knows of each slice: its pushes, the newest version seen, what waits in line. Grows with keys."""
 
-    _COLUMNS = ("pushed", "versions", "aggregated", "is_lockstep", "_delegated", "_delegated_run", "_busy")
+    _COLUMNS = (
+        *("pushed", "examples", "resumed", "versions", "aggregated", "is_lockstep"),
+        *("_delegated", "_delegated_run", "_busy"),
+    )
 
     def __init__(self) -> None:
         self.pushed: U32 = np.zeros(0, np.uint32)
         """Pushes submitted by the user's thread so far."""
+        self.examples: U32 = np.zeros(0, np.uint32)
+        """How many examples they sum, of those that say it."""
+        self.resumed: U32 = np.zeros(0, np.uint32)
+        """Of slices whose server was lost alone: how many pushes were counted then. What was lost of them is known."""
         self.versions: U32 = np.zeros(0, np.uint32)
         """The newest version seen."""
         self.aggregated: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -264,6 +273,8 @@ class SliceTable:
         ids = run.plan.ids
         run.steps = self.pushed[ids]
         self.pushed[ids] += 1
+        if run.samples:
+            self.examples[ids] += np.uint32(run.samples)
         busy = self._busy[ids]
         self._busy[ids] = True
         if not busy.any():
@@ -366,6 +377,8 @@ class Transfers:
         self._ready: set[int] = set()
         """Servers to which something may leave. To look at all outboxes at each reply costs a worker with many servers
         more than the reply."""
+        self.kept_back: set[int] = set()
+        """Servers that are lost, and for which everything waits until others go on in their places."""
         self._keeps_little_flying = False
         self._runs: dict[int, Run] = {}
         self._runs_left: dict[int, int] = {}
@@ -377,6 +390,7 @@ class Transfers:
 
     def add_server(self, rank: int, is_near: bool) -> None:
         """Add a server, or a leader, to send to; `is_near` if it is on this host."""
+        self.kept_back.discard(rank)
         self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes, is_near)
         if self._keeps_little_flying:
             self.keep_little_flying()
@@ -448,6 +462,37 @@ class Transfers:
                 continue
             run.left = len(run.plan.ids)  # which of its answers have come is not known: ask for all of them anew
             self.send_directly(RunPart(run))
+
+    def keep_back(self, server: int) -> None:
+        """Send nothing more to a server, which is lost, until another one goes on in its place."""
+        outbox = self._outboxes[server]
+        outbox.forget()
+        outbox.window_bytes = outbox.far_window_bytes = 0
+        self.kept_back.add(server)
+
+    def resume(self, server: int, message: Rewound, is_near: bool) -> tuple[Resume, npt.NDArray[np.int64]]:
+        """Go on with a server that has gone back to a snapshot: send again what is not answered.
+
+        Args:
+            server: its number.
+            message: what it has.
+            is_near: whether it is on this host.
+
+        Returns:
+            What to tell it before; and of each slice how many pushes it has not that had been counted.
+        """
+        ids, slices = message.ids, self.slices
+        slices.grow(int(ids.max(initial=0)) + 1)
+        counted, examples = slices.counted_pushes(), slices.examples.copy()
+        missed = counted[ids].astype(np.int64) - np.maximum(message.steps, slices.resumed[ids])
+        slices.resumed[ids], slices.versions[ids] = counted[ids], message.versions
+        for run in [run for run in self._runs.values() if run.plan.server == server]:
+            run.versions = np.minimum(run.versions, slices.versions[run.plan.ids])
+            if run.samples and run.kind.pushes:
+                examples[run.plan.ids] -= np.uint32(run.samples) * (counted[run.plan.ids] <= run.steps)
+        self.add_server(server, is_near)
+        self.send_again(server, is_near)
+        return Resume(ids, counted[ids], examples[ids]), np.maximum(missed, 0)
 
     def take_aggregated(self) -> list[RunPart]:
         """Remove and return what may leave and is summed on this host first."""

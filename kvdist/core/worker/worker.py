@@ -105,6 +105,7 @@ from kvdist.protocol.messages import (
     Leased,
     Load,
     Message,
+    Missed,
     Numbered,
     OnLoss,
     Peer,
@@ -478,7 +479,10 @@ class Worker(Machine):
                 return self._saving.claim(request)
             case SaveStore():
                 self._open(request.request, f"checkpoint of step {request.step}", now).in_background = True
-                return self._saving.save(request, self.servers, self.step)
+                there = {rank: member for rank, member in self.servers.items() if member in self._dialled}
+                if len(there) < len(self.servers) and not request.failure:
+                    request = replace(request, failure="a server is lost, and not back yet: save again")
+                return self._saving.save(request, there, self.step)
             case LoadStore():
                 self._open(request.request, "loading of a checkpoint", now)
                 self._saving.load(request)
@@ -522,7 +526,8 @@ class Worker(Machine):
     @property
     def _may_leave(self) -> bool:
         """Whether nothing is lost if this worker leaves. Where a server may die, what it has not counted would be."""
-        return self.transfers.is_idle if self._replicas else not self.transfers.slices.has_lines
+        may_repeat = self._replicas or self.transfers.kept_back
+        return self.transfers.is_idle if may_repeat else not self.transfers.slices.has_lines
 
     def _stalled(self, now: float) -> list[Effect]:
         """End the job if the user has waited for as long as `Limits.stall_shutdown_s`."""
@@ -686,7 +691,9 @@ class Worker(Machine):
     def _rewound(self, sender: Member, message: Rewound, now: float) -> list[Effect]:
         """A server has gone back. When all have, what was held back goes on."""
         rewinding = self._rewinding
-        if rewinding is None or rewinding.number != message.number:
+        if rewinding is None:
+            return self._resume(sender, message)
+        if rewinding.number != message.number:
             return []
         self.transfers.slices.rewind(message.ids, message.versions)
         rewinding.told.add(sender)
@@ -696,6 +703,17 @@ class Worker(Machine):
         self.step = int(self.transfers.slices.pushed.max(initial=0))
         return [effect for request in rewinding.held for effect in self._accept(request, now)]
 
+    def _resume(self, sender: Member, message: Rewound) -> list[Effect]:
+        """A server alone has gone back: tell it where this worker is, and the scheduler what it lacks; go on there."""
+        number = sender.node.rank
+        if self.servers.get(number) != sender or number not in self.transfers.kept_back:
+            return []
+        is_near = any(peer.member == sender and stays_on_host(peer.endpoint) for peer in self.peers)
+        resume, missed = self.transfers.resume(number, message, is_near)
+        least, most = (int(missed.min()), int(missed.max())) if len(missed) else (0, 0)
+        told = Missed(message.number, least, most)
+        return [Send(sender, resume, self.transfers.note(number)), Send(SCHEDULER_MEMBER, told)]
+
     def _take_overs(self, message: Roster, now: float) -> list[Effect]:
         """Send to each server what is for it; what lost ones have not answered, to those that have their slices now."""
         there = {peer.member.node.rank: peer for peer in self.peers if peer.member.node.role is Role.SERVER}
@@ -704,20 +722,25 @@ class Worker(Machine):
         heirs: dict[Member, int] = {}
         for number, rank in enumerate(message.owners or range(self.joining.introduction.num_servers)):
             member, owner = self.servers.get(number), there.get(rank)
+            if (
+                owner is None and member is not None and not self._replicas
+            ):  # all go back to a snapshot, or another one takes its place alone
+                self.transfers.keep_back(number)
+                lost[member] = None
             if owner is None or owner.member == member:
-                continue  # lost, and all go back to a snapshot; or as before
+                continue
             self.servers[number] = owner.member
             is_near = stays_on_host(owner.endpoint)
             if member is None:
                 self.transfers.add_server(number, is_near)
                 continue
-            self.transfers.send_again(number, is_near)
+            if self._replicas:
+                self.transfers.send_again(number, is_near)
             lost[member] = None
             if owner.member not in had_slices:
                 heirs[owner.member] = number
-        if not self._replicas:
-            return []
-        if lost and self._newcomer is not None and self._newcomer.is_waiting:
+        goes_back = bool(self.transfers.slices.is_lockstep.any()) and not self._replicas  # and goes on from there
+        if lost and self._newcomer is not None and self._newcomer.is_waiting and not goes_back:
             first = next(iter(lost))
             cause = f"{first} was lost while this worker was joining"
             return self._fail_all(PeerLostError(f"{cause}: start it again", str(first), "", cause))
@@ -733,7 +756,7 @@ class Worker(Machine):
         """The scheduler was started again: ask it once more for all that it has not answered."""
         if self.failure is not None or not self.joining.welcomed:
             return []
-        if not self.joining.complete or self._rewinding is not None:
+        if not self.joining.complete or self._rewinding is not None or self.transfers.kept_back:
             return self._fail_all(scheduler_forgot(self.joining.introduction.scheduler_endpoint, self.me))
         self._lost_links.pop(SCHEDULER_MEMBER, None)
         if self._replicas:  # it judges when all have registered that will
