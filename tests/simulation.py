@@ -1329,6 +1329,7 @@ SCENARIOS: dict[str, Scenario] = {
     "goes back alone": replace(ALONE, victims=("server-1",)),
     "both servers go back alone": replace(ALONE, victims=("server-0", "server-1")),
     "goes back alone again and again": replace(ALONE, victims=("server-0", "server-1"), rounds=30, lives=4),
+    "goes back alone near the end": replace(ALONE, victims=("server-1",), fault_round=12, snapshot_s=0.3),
     "goes back alone with momentum": replace(ALONE, victims=("server-0",), optimizer="momentum"),
     "goes back alone with rows": replace(ALONE, victims=("server-1",), tables=True),
     "goes back alone in a storm": replace(ALONE, victims=("server-1",), weather=STORM, limits=STORM_LIMITS),

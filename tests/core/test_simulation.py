@@ -1165,7 +1165,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Transfers, "resume", forgets_what_was_lost_before)],
     ),
     "pulls wait for versions that are lost": (
-        "goes back alone",
+        "goes back alone near the end",
         [(Transfers, "resume", waits_for_versions_that_are_no_more)],
     ),
     "what is for a lost server leaves before the next one has gone back": (

@@ -157,7 +157,11 @@ class Returning:
     has_gone_back: bool = False
     silent: set[Member] = field(default_factory=set)
     """Workers that have not said what it lacks."""
-    missed: list[tuple[Member, Missed]] = field(default_factory=list)
+    missed: dict[Member, tuple[int, int]] = field(default_factory=dict)
+    """Worker → of its pushes to a slice those that are lost: the least, the most. Those, too, that were lost with one
+    that had taken this place, and had not gone back to the end."""
+    before: Set[int] = frozenset()
+    """The numbers of those."""
 
 
 class SnapshotScheduler(Protocol):
@@ -553,11 +557,12 @@ class Rollback:
         self._lost = lost
         if self._making is not None and not self._making.is_written:
             self._making = None
-        before = self.returning.pop(lost.node, None)
+        self._number += 1
+        before, one = self.returning.get(lost.node), Returning(self._number, lost, now)
         if before is not None:
             before.there.clear()
-        self._number += 1
-        self.returning[lost.node] = Returning(self._number, lost, now)
+            one.missed, one.before = before.missed, before.before | {before.number}
+        self.returning[lost.node] = one
 
     def examples_of(self, incarnation: int) -> int:
         """How many examples of a worker are in a snapshot to which a server may go back alone."""
@@ -566,9 +571,12 @@ class Rollback:
 
     def missed(self, sender: Member, message: Missed) -> list[Effect]:
         """A worker says what a server that has gone back lacks of its pushes."""
-        for one in [one for one in self.returning.values() if one.number == message.number]:
-            one.silent.discard(sender)
-            one.missed.append((sender, message))
+        for one in self.returning.values():
+            if message.number in one.before | {one.number}:
+                least, most = one.missed.get(sender, (0, 0))
+                one.missed[sender] = (least + message.least, most + message.most)
+            if message.number == one.number:
+                one.silent.discard(sender)
         return self.advance(self._scheduler.now)
 
     def _return(self, one: Returning) -> list[Effect]:
@@ -630,8 +638,8 @@ class Rollback:
     def _told(self, server: Member, one: Returning) -> str:
         """What is lost, for people."""
         assert one.to is not None
-        missed = sorted(one.missed, key=lambda said: said[0].node.rank)
-        lost = [f"{_range(message)} of {sender}" for sender, message in missed if message.most]
+        missed = sorted(one.missed.items(), key=lambda said: said[0].node.rank)
+        lost = [f"{_range(*counts)} of {sender}" for sender, counts in missed if counts[1]]
         since = [f"all of {gone} since" for gone in sorted(map(str, self._gone - one.to.gone))]
         listed = ", ".join(lost + since) or "none"
         return (
@@ -640,5 +648,5 @@ class Rollback:
         )
 
 
-def _range(message: Missed) -> str:
-    return f"{message.most}" if message.least == message.most else f"{message.least} to {message.most}"
+def _range(least: int, most: int) -> str:
+    return f"{most}" if least == most else f"{least} to {most}"
