@@ -35,6 +35,7 @@ from kvdist.core.machine import ChildEnded, Effect
 from kvdist.core.record import Reader, Writer
 from kvdist.core.replay import Difference, replay
 from kvdist.core.round import Verdict
+from kvdist.core.scheduler.leases import Leases
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.recovery import ReturnedScheduler
 from kvdist.core.scheduler.rollback import Rollback
@@ -332,7 +333,13 @@ def run(seed: int, scenario: Scenario, dumps: Path | None = None) -> Result:
 @contextmanager
 def noting_losses(cluster: Cluster) -> Iterator[None]:
     """Note what the scheduler hears is lost."""
-    missed, resume = Rollback.missed, Transfers.resume
+    missed, resume, count_as_used = Rollback.missed, Transfers.resume, Leases._count_as_used
+
+    def given_up(self: Leases, member: Member) -> None:
+        if member in self._holders and cluster.oracle is not None:
+            ranges = self._holders[member].ranges
+            cluster.oracle.books.given_up |= {(epoch, at) for epoch, start, stop in ranges for at in range(start, stop)}
+        count_as_used(self, member)
 
     def counted(self: Transfers, server: int, message: Rewound, is_near: bool) -> tuple[Resume, Array]:
         told, lacks = resume(self, server, message, is_near)
@@ -346,7 +353,11 @@ def noting_losses(cluster: Cluster) -> Iterator[None]:
         ]
         return missed(self, sender, message)
 
-    with mock.patch.object(Rollback, "missed", noted), mock.patch.object(Transfers, "resume", counted):
+    with (
+        mock.patch.object(Rollback, "missed", noted),
+        mock.patch.object(Transfers, "resume", counted),
+        mock.patch.object(Leases, "_count_as_used", given_up),
+    ):
         yield
 
 

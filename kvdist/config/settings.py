@@ -372,8 +372,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "KVDIST_SNAPSHOTS", TEXT, None,
             "a folder, for this job alone, into which servers write snapshots while training goes on",
             "When a server is lost and started again, all go back to the newest one, or of a `dist_async` store that"
-            " server alone; without it the loss of a server ends the job. Needs `KVDIST_ON_LOSS=continue`, and every machine with a server or the scheduler must see"
-            " this folder. `kvdist-launch --snapshots` sets it"
+            " server alone; without it the loss of a server ends the job. Needs `KVDIST_ON_LOSS=continue`, and every"
+            " machine with a server or the scheduler must see this folder. `kvdist-launch --snapshots` sets it"
             " ([reliability.md](reliability.md#servers-that-come-back))",
         ),
         Setting(

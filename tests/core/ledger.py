@@ -40,6 +40,8 @@ class Books:
     """Slice → the version to which it went back, until somebody has noticed."""
     lost: dict[int, list[tuple[Member, int]]] = field(default_factory=dict)
     """Slice of an asynchronous store whose server was lost → pushes that had been counted, and are no more."""
+    given_up: set[tuple[int, int]] = field(default_factory=set)
+    """(epoch, place) of examples that were leased to workers which were lost when every server was away."""
     alone: Counter[int] = field(default_factory=Counter)
     """Such a slice → how often."""
     is_void: Callable[[Member], bool] = lambda member: False

@@ -317,15 +317,18 @@ class Leases:
         if self._holders.get(member, LeaseHolder(0)).ranges and self._membership.servers:
             self._unsettled[member] = self._membership.epoch
         else:
-            self._holders.pop(member, None)
+            self._count_as_used(member)
         return self.advance()
 
     def servers_lost(self) -> list[Effect]:
         """No server is left that could say what lost workers have used: what they had leased counts as used."""
         for member in self._unsettled:
-            self._holders.pop(member, None)
+            self._count_as_used(member)
         self._unsettled.clear()
         return self.advance()
+
+    def _count_as_used(self, member: Member) -> None:
+        self._holders.pop(member, None)
 
     def settled(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
         """All servers have applied a roster: what they have not counted of those that it gives up is free again."""
