@@ -67,7 +67,7 @@ def test_who_is_asked_twice_how_far_it_is_promises_no_more_than_before() -> None
 def test_who_goes_back_makes_no_version_before_a_cut_and_newcomers_begin_there() -> None:
     round_: Round[Said, PullRequest] = Round("w", SYNC)
     round_.hold()
-    round_.rewind(3, [0])
+    round_.rewind(3, {0: (3, 0)})
     assert (round_.hold(0), round_.hold(), round_.version) == (3, 2, 3), "newcomers take part from version 3 on"
     round_.offer(Said(Member(worker(0), 1), (None, None, None), 3), 0.0)
     assert not round_.is_complete({0})
