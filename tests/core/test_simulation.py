@@ -130,8 +130,15 @@ FAULTS = {
     **{
         name: ("crash", "started again", "went back")
         for name in SCENARIOS
-        if name.startswith("goes back") and not name.endswith("disks")
+        if name.startswith("goes back") and not name.endswith("disks") and "alone" not in name
     },
+    **{
+        name: ("crash", "started again", "lost with a server", *(("lost", "cut") if scenario.weather is STORM else ()))
+        for name, scenario in SCENARIOS.items()
+        if "back alone" in name
+    },
+    "goes back alone with full disks": ("crash", "started again", "lost with a server", "full disk"),
+    "goes back alone after its scheduler": ("crash", "return", "started again", "lost with a server"),
     "scheduler returns in a storm": ("crash", "return", "cut", "lost", "duplicated"),
     **{
         name: ("crash", "return")
