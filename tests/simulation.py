@@ -106,7 +106,8 @@ class Scenario:
     fills: whether servers are started again, too, and get copies while the others go on.
     hurries: whether the next one is hit as soon as it may be lost, and the scheduler, too, if that comes back; else
         when every slice has a copy again.
-    later: who is hit within `spread_s` of another moment: when a server was given up, or a scheduler is back.
+    later: who is hit within `spread_s` of another moment: when the first of the victims that are servers, or workers if
+        there are none, was given up, or a scheduler is back.
     is_at_join: whether that moment is while a worker that has come later waits to be a member.
     again: in how many seconds a victim is started again, at least and at most; None = never.
     lives: how often, if each is struck again.
@@ -502,7 +503,7 @@ def _return(cluster: Cluster, closed: int) -> None:
             node.post(
                 ChildEnded(NodeId(Role(role), int(rank)), "killed by signal 9 (SIGKILL)", ended_well, int(lives or 0))
             )
-    if cluster.scenario.later and not (cluster.dead_servers or cluster.scenario.is_at_join):
+    if cluster.scenario.later and not (cluster.dead_servers or cluster.struck_later or cluster.scenario.is_at_join):
         network.after(network.random.uniform(0.2, 1.0), partial(_strike, cluster, cluster.scenario.later))
 
 
@@ -600,7 +601,8 @@ def _is_moment(cluster: Cluster, user: User) -> bool:
         return newcomer is not None and newcomer.is_waiting
     scheduler = cluster.processes.get("scheduler")
     told = None if scheduler is None else scheduler.node.machine
-    return isinstance(told, Scheduler) and any(one.node.role is Role.SERVER for one in told.membership.lost)
+    kind = Role.SERVER if any(name.startswith("server") for name in cluster.scenario.victims) else Role.WORKER
+    return isinstance(told, Scheduler) and any(one.node.role is kind for one in told.membership.lost)
 
 
 def _cut(cluster: Cluster, name: str) -> None:
@@ -1136,6 +1138,19 @@ SCENARIOS: dict[str, Scenario] = {
     "fills and a dead neighbour": replace(FILLS, later="server-2", rounds=30, spread_s=1.0),
     "fills with momentum": replace(FILLS, optimizer="momentum", rounds=30, lives=4),
     "fills near the end": replace(FILLS, saves=0.9, full=0.0, fault_round=13, spread_s=0.5, lives=2),
+    "fills as a checkpoint is loaded": replace(
+        FILLS,
+        num_workers=2,
+        num_servers=2,
+        optimizer="test",
+        rounds=3,
+        saves=0.4,
+        full=0.0,
+        fault_round=2,
+        spread_s=1.5,
+        again=(0.02, 1.0),
+        weather=NEAR_SCHEDULER,
+    ),
     "fills async": replace(FILLS, mode="async", optimizer="sgd", later="server-2", rounds=30, spread_s=1.0),
     "fills in a storm": replace(FILLS, later="server-2", weather=STORM, limits=STORM_LIMITS, rounds=30, spread_s=1.0),
     "fills rows": replace(FILLS, tables=True, later="server-2", rounds=20, spread_s=1.0),
@@ -1289,6 +1304,9 @@ SCENARIOS: dict[str, Scenario] = {
     "leases and a scheduler that dies with workers": replace(
         LEASES_RETURN, victims=("scheduler", "worker-1", "worker-3", "scheduler"), returns_s=0.3
     ),
+    "leases and a scheduler that dies when workers were given up": replace(
+        LEASES_RETURN, victims=("worker-1", "worker-3"), later="scheduler", spread_s=0.02, returns_s=0.3
+    ),
     "leases and a scheduler that returns to the end": replace(
         LEASES_RETURN, victims=("worker-0", "scheduler", "scheduler"), fault_round=14, spread_s=0.1, returns_s=0.2
     ),
@@ -1313,6 +1331,28 @@ SCENARIOS: dict[str, Scenario] = {
         spread_s=0.2,
         again=(0.4, 1.0),
         weather=Weather(delay_s=0.02, scheduler_delay_s=0.1),
+    ),
+    "goes back when too few are left": replace(
+        GOES_BACK,
+        victims=("server-1",),
+        later="worker-1",
+        min_workers=3,
+        rounds=40,
+        leaver_rounds=40,
+        snapshot_s=0.1,
+        spread_s=0.1,
+        again=(0.6, 1.0),
+        weather=Weather(delay_s=0.003, scheduler_delay_s=0.2),
+    ),
+    "goes back saving with a far scheduler": replace(
+        GOES_BACK,
+        victims=("server-0",),
+        saves=0.9,
+        optimizer="momentum",
+        rounds=16,
+        fault_round=4,
+        spread_s=0.3,
+        weather=Weather(delay_s=0.005, scheduler_delay_s=0.15),
     ),
     "goes back holding": replace(GOES_BACK, victims=("server-0",), holds=True),
     "goes back encoded": replace(GOES_BACK, victims=("server-1",), encodes=0.6, rounds=10, fault_round=4),

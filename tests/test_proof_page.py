@@ -20,6 +20,7 @@ def test_every_test_that_the_page_names_exists() -> None:
     named = {row: re.findall(r"`(test_\w+)`", row) for row in rows}
     assert len(rows) == 36 and all(named.values())
     assert {name for names in named.values() for name in names} <= there
+    assert {*re.findall(r"`(test_\w+)`", RULE_TABLE)} <= there
     assert set(re.findall(r'"([a-z ]+)"', SCENARIO_TABLE)) <= set(SCENARIOS)
 
 

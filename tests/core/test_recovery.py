@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.checkpoint.snapshot import LockFolder
+from kvdist.checkpoint.snapshot import FileRecord, LockFolder, WriteManifest
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import ChildEnded, Halt, PeerDisconnected, Transmit
+from kvdist.core.machine import ChildEnded, Halt, PeerDisconnected, Persisted, Transmit
 from kvdist.core.worker.newcomer import Newcomer
 from kvdist.core.worker.requests import ClaimFolder, TakePart
 from kvdist.errors import FencedError, InitMismatch, OptimizerMismatch, PeerLostError
@@ -307,6 +307,28 @@ def test_what_a_worker_has_not_used_that_died_while_the_scheduler_was_away_goes_
     again = lease(wired, 0, 16)
     wired.settle()
     assert given(wired, again) == (20, 32)
+
+
+def test_a_checkpoint_that_is_open_keeps_what_its_callers_had_not_used(wired: Wired) -> None:
+    """One has called and goes on, when the scheduler is lost; what it uses then is not in that checkpoint."""
+    for rank in range(3):
+        lease(wired, rank)
+        wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]}, samples=4)
+        wired.settle()
+        wired.ask(rank, lambda number: Used(number, 4, False))
+    wired.settle()
+    wired.save(0, "/checkpoints/step-1", "w", "b")
+    lease(wired, 0, 16)
+    wired.settle()
+    return_scheduler(wired)
+    for rank in (1, 2):
+        wired.save(rank, "/checkpoints/step-1", "w", "b")
+    wired.settle()
+    while not isinstance(wired.works[0].work, WriteManifest):
+        wired.observe(wired.works[0].who, Persisted(wired.works.popleft().token, FileRecord("a", 8, 64 * "0"), ""))
+        wired.settle()
+    data = wired.works[0].work.manifest.data
+    assert data is not None and data["left"] == [[0, 4, 16], [0, 20, 32], [0, 36, 1000]]
 
 
 def test_who_rests_goes_on_only_when_all_do_and_hears_what_it_has_missed(wired: Wired) -> None:

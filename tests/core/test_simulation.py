@@ -24,7 +24,7 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import NEVER, ChildEnded, Effect, Send
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
-from kvdist.core.scheduler.checkpoints import Checkpoints, SaveUnderWay
+from kvdist.core.scheduler.checkpoints import Checkpoints, LoadUnderWay, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.leases import LeaseHolder, Leases, Queue, Range
 from kvdist.core.scheduler.losses import Losses
@@ -214,7 +214,9 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     if scenario.replicas:
         if scenario.fills and scenario.lives > 1:
             yield "struck while copies are filled in" if scenario.hurries else "filled"
-        if scenario.saves:
+        if scenario is SCENARIOS["fills as a checkpoint is loaded"]:
+            yield "restored"
+        elif scenario.saves:
             yield from ("checkpoint", "not saved for a dead server")
         return
     if scenario.fault_round < 0:
@@ -276,6 +278,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "goes back holding",
     "goes back in a storm",
     "goes back saving",
+    "goes back saving with a far scheduler",
+    "goes back when too few are left",
     "goes back with full disks",
     "goes back with momentum",
     "goes back with rows",
@@ -403,6 +407,7 @@ ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
 
 
 ORIGINAL_SAVED, ORIGINAL_COVER = Checkpoints.saved, Blocks.cover_merged
+ORIGINAL_BEGIN_LOADING = Checkpoints._begin_loading
 
 
 def publishes_at_once(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
@@ -465,6 +470,12 @@ def merges_meanwhile(self: Blocks, ids: Any, *columns: Any) -> list[BlockRows]:
 def believes_old_words(self: Membership, rank: int, epoch: int) -> bool:
     """Whatever a server has said of its copy holds, though another one has it now."""
     return self._uncopied.pop(rank, None) is not None
+
+
+def loads_at_once(self: Checkpoints, loading: LoadUnderWay) -> list[Effect]:
+    """What is on its way to a copy comes behind what that has read."""
+    with mock.patch.object(Membership, "is_filling", False):
+        return ORIGINAL_BEGIN_LOADING(self, loading)
 
 
 def opens_what_is_over(self: Checkpoints, sender: Member, message: Saved, now: float) -> list[Effect]:
@@ -905,6 +916,20 @@ def takes_slices_as_they_are(holder: StoredHolder, version: int) -> bool:
     return False
 
 
+def keeps_the_numbers_of_what_was_dropped(self: Checkpoints) -> list[Effect]:
+    """The scheduler has counted calls that their callers will make again."""
+    saves, loads = dict(self.saves), dict(self.loads)
+    effects = ORIGINAL_DROP_ALL(self)
+    self.saves, self.loads = saves, loads
+    return effects
+
+
+def goes_on_before_the_cut(self: Shard[Any], versions: Any, read: Any) -> list[tuple[int, int]]:
+    """Servers make versions again as soon as they have gone back, however few workers are there."""
+    with mock.patch.object(type(self), "hold", lambda shard, more=1: []):
+        return ORIGINAL_ROLL_BACK(self, versions, read)
+
+
 def counts_what_is_torn(self: Rollback, sender: Member, message: SnapshotTaken) -> list[Effect]:
     """A snapshot is one as soon as a server has written its part."""
     effects = ORIGINAL_TAKEN(self, sender, message)
@@ -928,6 +953,8 @@ ORIGINAL_REWOUND = Worker._rewound
 ORIGINAL_RESUME = Transfers.resume
 ORIGINAL_REWIND = Worker._rewind
 ORIGINAL_TAKEN = Rollback.taken
+ORIGINAL_DROP_ALL = Checkpoints.drop_all
+ORIGINAL_ROLL_BACK = Shard.roll_back
 ORIGINAL_ROUND_REWIND = Round.rewind
 
 
@@ -1016,6 +1043,13 @@ def believes_all_were_told(self: Keys, message: Assign, is_told: bool, first: Me
 def gives_own_answers(self: Memories) -> dict[Call, tuple[int, str]]:
     """What other workers were told does not matter."""
     return {}
+
+
+def settles_once(self: Server, now: float) -> list[Effect]:
+    """What was said of lost workers to an earlier scheduler is not said to this one."""
+    effects = ORIGINAL_SERVER_REREGISTER(self, now)
+    self._settles_again = False
+    return effects
 
 
 def installs_again(self: Server, message: SetOptimizer, now: float) -> list[Effect]:
@@ -1116,6 +1150,7 @@ ORIGINAL_UPDATE = Peers.update
 ORIGINAL_RECALL_AGREEMENTS = ReturnedScheduler._recall_agreements
 ORIGINAL_WORKER_ROSTER = Worker._roster
 ORIGINAL_REREGISTER = Worker._reregister
+ORIGINAL_SERVER_REREGISTER = Server._reregister
 ORIGINAL_RECALL = Keys.recall
 ORIGINAL_SET_OPTIMIZER = Server._set_optimizer
 ORIGINAL_AGAIN = ReturnedScheduler._again
@@ -1186,6 +1221,18 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "examples that a server has again go back": (
         "both servers go back alone leasing",
         [(Rollback, "examples_of", knows_no_examples_of_the_lost)],
+    ),
+    "what is called before a worker is quiet counts": (
+        "goes back saving with a far scheduler",
+        [(Rollback, "ignores", lambda rollback, sender: False)],
+    ),
+    "numbers of dropped checkpoints are not given again": (
+        "goes back saving with a far scheduler",
+        [(Checkpoints, "drop_all", keeps_the_numbers_of_what_was_dropped)],
+    ),
+    "versions are made between a rollback and the next cut": (
+        "goes back when too few are left",
+        [(Shard, "roll_back", goes_on_before_the_cut)],
     ),
     "nothing is asked again": ("scheduler returns", [(Worker, "_reregister", asks_nothing_again)]),
     "a scheduler begins before all have registered": (
@@ -1393,6 +1440,10 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "leases and a scheduler that returns twice",
         [(Leases, "_give", gives_anew)],
     ),
+    "a new scheduler does not hear what counts of the lost": (
+        "leases and a scheduler that dies when workers were given up",
+        [(Server, "_reregister", settles_once)],
+    ),
     "who joins and finds no data is awaited": (
         "leases and newcomers when too few are left",
         [(Scheduler, "idle", 0)],
@@ -1448,6 +1499,10 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "an old word of a copy counts": (
         "fills in a hurry with a far scheduler",
         [(Membership, "copied", believes_old_words)],
+    ),
+    "a store is loaded while copies are filled in": (
+        "fills as a checkpoint is loaded",
+        [(Checkpoints, "_begin_loading", loads_at_once)],
     ),
     "what is said late of a checkpoint begins another": (
         "fills saving",

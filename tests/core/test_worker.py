@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import ACK_BYTES_MAX, PeerConnected, PeerDisconnected
+from kvdist.core.machine import ACK_BYTES_MAX, PeerConnected, PeerDisconnected, Send
 from kvdist.core.worker.requests import Register, Run, RunKind, Transfer, make_plan
 from kvdist.core.worker.transfers import FAR_BYTES_MAX
 from kvdist.errors import DeadlineExceeded, PeerLostError, PushRefused, StoreClosed
+from kvdist.nodes import Role
+from kvdist.protocol.messages import MarkPushes, Roster
 from tests.cases import each
 from tests.core.wired import Wired
 
@@ -313,3 +316,21 @@ def test_a_wait_is_explained_by_what_and_whom(wired: Wired) -> None:
     )
     wired.barrier(1)
     assert wired.workers[1].explain(wired.now + 3) == "worker-1: waiting 3.0 s for the scheduler to answer barrier"
+
+
+def test_who_has_marked_at_a_lost_server_tells_the_heir_that_it_cannot_take_part() -> None:
+    """Else the marks of those that call later would wait there for its own, as long as it stays."""
+    wired = Wired(1, 2, on_loss="continue")
+    wired.initialise({"w": [1, 2, 3], "b": [5]})
+    machine, roster = wired.workers[0], wired.scheduler.membership.roster
+    machine._replicas = 1  # as it hears when it is welcomed where servers have copies
+    first, other = (peer for peer in roster.peers if peer.member.node.role is Role.SERVER)
+    again = replace(other, member=replace(other.member, incarnation=99), life=1)
+    worker = next(peer for peer in roster.peers if peer.member == machine.me)
+    for epoch, servers, owner in ((2, (first,), 0), (3, (first, again), 0)):
+        machine.handle(SCHEDULER_MEMBER, Roster((*servers, worker), epoch, owners=(owner, owner)), 0.0)
+    wired.save(0, "/checkpoints/step-1", "w", "b", step=1)
+    effects = machine.handle(SCHEDULER_MEMBER, Roster((again, worker), 4, owners=(1, 1)), 0.0)
+    sent = [one for one in effects if isinstance(one, Send) and isinstance(one.message, MarkPushes)]
+    marks = [(one.to, one.message) for one in sent]
+    assert [(to, one.counter, one.contents, one.last) for to, one in marks] == [(again.member, 0, (), True)]

@@ -442,8 +442,8 @@ class Rollback:
             self.leases.go_back(to.position)
             noted = self.leases.restored(list)  # servers hear it before they go back themselves
         self._number += 1
-        loud = set(self._membership.workers.values())
-        self.way_back = WayBack(self._number, to, loud, now)
+        loud = list(self._membership.workers.values())
+        self.way_back = WayBack(self._number, to, set(loud), now)
         self._newcomers.begin_anew()
         message = Rewind(self._number, to.version, f"{lost} was lost: all go back to step {to.version}")
         return [*noted, *(Send(member, message) for member in loud), *self._advance(now)]
