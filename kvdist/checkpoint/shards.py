@@ -63,7 +63,7 @@ def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str
 
 def _described(one: SavedSlice) -> list[Any]:
     entry = [one.key, one.start, one.count, one.version, one.updates, list(one.scalars), list(one.states)]
-    return entry if one.ids is None else [*entry, one.initializer]
+    return [*entry, one.samples if one.ids is None else one.initializer]
 
 
 def _tensors(one: SavedSlice) -> Iterator[Tensor]:
@@ -105,6 +105,8 @@ class _Piece:
     initializer: str = ""
     """Of a slice of a lazy table; empty otherwise."""
     counted: CountedPushes = field(default_factory=dict)
+    samples: int = 0
+    """Of how many examples an array is made."""
 
     def ids(self, row: int) -> Ids:
         """The rows that exist, of `row` elements each.
@@ -211,7 +213,8 @@ class Shards:
             state = self._state(wanted, pieces, parts, size)
         begins = pieces[0].initializer
         counted = pieces[0].counted if len(pieces) == 1 else {}
-        return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins, counted)
+        samples = max(piece.samples for piece in pieces)
+        return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins, counted, samples)
 
     def whole(self, key: int | str, size: int, dtype: DType) -> Bits:
         """All elements of a key."""
@@ -331,8 +334,22 @@ def updates_in(folder: Path) -> int:
     Raises:
         CheckpointError: a file is not readable.
     """
-    files = [TensorFile(folder / record.name) for record in read_manifest(folder).shards]
-    return max((piece.updates for file in files for piece, _ in _pieces(file)), default=0)
+    return max((piece.updates for piece in _all_pieces(folder)), default=0)
+
+
+def samples_in(folder: Path) -> int:
+    """Of how many examples the array of a checkpoint is made that has most. Reads headers alone.
+
+    Raises:
+        CheckpointError: a file is not readable.
+    """
+    return max((piece.samples for piece in _all_pieces(folder)), default=0)
+
+
+def _all_pieces(folder: Path) -> Iterator[_Piece]:
+    for record in read_manifest(folder).shards:
+        for piece, _ in _pieces(TensorFile(folder / record.name)):
+            yield piece
 
 
 def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
@@ -340,8 +357,10 @@ def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
         described = json.loads(file.metadata[SLICES])
         counts = json.loads(file.metadata[COUNTED]) if COUNTED in file.metadata else [[]] * len(described)
         for entry, counted in zip(described, counts, strict=True):
-            key, start, count, version, updates, scalars, states, *lazy = entry
-            if any(type(number) is not int or number < 0 for number in (start, count, version, updates)):
+            key, start, count, version, updates, scalars, states, *last = entry
+            (more,) = last or (0,)  # older versions wrote nothing more of an array
+            samples, begins = (0, initializer_from(more).describe()) if isinstance(more, str) else (more, "")
+            if any(type(number) is not int or number < 0 for number in (start, count, version, updates, samples)):
                 raise ValueError(f"a number of a slice of key {key!r:.80} is not a count")
             if type(key) not in (int, str):
                 raise ValueError(f"a key {key!r:.80}")
@@ -349,8 +368,7 @@ def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
                 raise ValueError(f"a number of pushes to key {key!r:.80} is not a count")
             numbers = start, start + count, updates
             kept = (tuple(map(float, scalars)), tuple(states))
-            (begins,) = (initializer_from(text).describe() for text in lazy) if lazy else ("",)
             own = {who: (pushes, examples) for who, pushes, examples in counted}
-            yield _Piece(file, _name(key, start, count), *numbers, *kept, begins, own), key
+            yield _Piece(file, _name(key, start, count), *numbers, *kept, begins, own, samples), key
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged: its slices are not readable ({error})") from None

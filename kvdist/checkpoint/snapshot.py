@@ -238,6 +238,7 @@ class SavedSlice:
         initializer: how its other rows begin, as text.
         counted: incarnation of a worker → how many of its pushes are in it, and how many examples those summed; said
             only of asynchronous stores, by a snapshot that servers write by themselves.
+        samples: of how many examples an array is made, as far as that was said.
     """
 
     key: int | str
@@ -253,6 +254,7 @@ class SavedSlice:
     ids: Ids | None = None
     initializer: str = ""
     counted: CountedPushes = field(default_factory=dict)
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -298,6 +300,7 @@ class ReadSlice:
     """As of `SavedSlice`."""
     initializer: str = ""
     counted: CountedPushes = field(default_factory=dict)
+    samples: int = 0
 
 
 # Tasks.

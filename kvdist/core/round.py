@@ -124,6 +124,9 @@ class Round(Generic[C, P]):
     """Worker rank → how many of its pushes are in the value, or were refused for good."""
     examples: dict[int, int] = field(default_factory=dict)
     """Worker rank → how many examples those pushes summed, of the workers that say it."""
+    samples: int = 0
+    """How many examples all pushes summed that the value is made of, lost workers' and a loaded checkpoint's included,
+    as far as that was said."""
     refused: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
     """Worker rank → the counter of its last push, if that was refused for good. A worker that repeats the push is told
     again: the first answer may have gone to a neighbour that left before it had passed it on."""
@@ -201,6 +204,7 @@ class Round(Generic[C, P]):
             if contribution.samples:
                 rank = contribution.member.node.rank
                 self.examples[rank] = self.examples.get(rank, 0) + contribution.samples
+                self.samples += contribution.samples
         if self.admission is not None:
             self._tidy(self.admission)
         return contributions
@@ -259,6 +263,7 @@ class Round(Generic[C, P]):
         """Note that these, which are counted, have not been applied."""
         for contribution in contributions:
             self.refused[contribution.member.node.rank] = (contribution.step, refusal)
+            self.samples -= contribution.samples
 
     def refusal_of(self, contribution: C) -> Refusal | None:
         """What its worker was told when the contribution was refused for good; None if it never was."""

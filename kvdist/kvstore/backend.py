@@ -253,11 +253,13 @@ class Backend(abc.ABC):
         came_late: whether this process has joined a running job.
         local_steps: what a trainer does between two exchanges, if workers make steps of their own.
         position: where a process that trains alone is in its data, for checkpoints.
+        samples: of how many examples the values are made, for checkpoints, where no server counts them.
     """
 
     on_loss = "fail"
     came_late = False
     local_steps: LocalSteps | None = None
+    samples = 0
     position: Callable[[], Mapping[str, Any] | None] = staticmethod(lambda: None)
     abilities: frozenset[Ability] = frozenset()
     arrays: DenseTransfers
@@ -383,6 +385,10 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
         """Give the optimizer these states in place of its own."""
+
+    def samples_seen(self, key: Key) -> int | None:
+        """Of how many examples the value of a key is made, all workers' together; None where no server counts them."""
+        return None
 
     @abc.abstractmethod
     def close(self, wait: bool) -> None:

@@ -50,7 +50,7 @@ from kvdist.checkpoint.snapshot import (
     directory_of,
 )
 from kvdist.config import exit_codes
-from kvdist.core.server.block_state import MASTER, NUMBERS, state_dtype
+from kvdist.core.server.block_state import COUNTS, MASTER, NUMBERS, TOTALS, state_dtype
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.worker.requests import (
     ClaimFolder,
@@ -379,6 +379,8 @@ class HeldArray:
     dtype: DType
     bits: Bits
     """All of its elements, 1-D."""
+    samples: int = 0
+    """As of `SavedSlice`."""
 
     @property
     def saved_key(self) -> SavedKey:
@@ -391,9 +393,9 @@ class HeldArray:
         where = (self.key, 0, self.bits.size, self.dtype, 0, weight)
         state = None if updater is None or STATES not in contents else updater.state_of(self.key)
         if updater is None or state is None:
-            return SavedSlice(*where)
+            return SavedSlice(*where, samples=self.samples)
         states = dict(zip(updater.optimizer.state_names, state.arrays, strict=True))
-        return SavedSlice(*where, states, state.count, state.scalars, state.master)
+        return SavedSlice(*where, states, state.count, state.scalars, state.master, samples=self.samples)
 
     def wanted(self, number: int, updater: Updaters | None) -> WantedSlice:
         """What a checkpoint must have of it."""
@@ -891,6 +893,13 @@ def pull_states(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> lis
     return states
 
 
+def pull_samples(ask: Ask, info: KeyInfo) -> int:
+    """Of how many examples a key is made: the slice that has most."""
+    found = np.empty((len(info.slices), 1))
+    _move_states(ask, RunKind.PULL_STATE, [info], [(0, TOTALS, found)])
+    return int(found.max())
+
+
 def replace_states(
     ask: Ask, infos: Sequence[KeyInfo], states: Sequence[SliceState | None], optimizer: Optimizer
 ) -> None:
@@ -928,9 +937,9 @@ def _move_states(ask: Ask, kind: RunKind, infos: Sequence[KeyInfo], parts: Any) 
 
 def _state_runs(kind: RunKind, index: int, info: KeyInfo, part: int, array: Bits) -> Iterator[Run]:
     """One run for each slice; small ones still travel together."""
-    dtype = DType.FLOAT64 if part == NUMBERS else state_dtype(info.dtype)
+    dtype = DType.FLOAT64 if part in COUNTS else state_dtype(info.dtype)
     for place, piece in enumerate(info.slices):
-        if part == NUMBERS:
+        if part in COUNTS:
             own = array[place]
         else:
             row = max(1, info.size // max(1, array.size))  # more than 1 for rules by rows

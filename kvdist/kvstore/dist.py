@@ -337,6 +337,11 @@ class DistBackend(Backend):
         elif self.rank == min(self.members):
             give()
 
+    def samples_seen(self, key: Key) -> int:
+        from kvdist.kvstore.checkpoints import pull_samples
+
+        return pull_samples(self.arrays.ask, self.keys[key])
+
     def load(self, job: LoadJob) -> Checkpoint:
         if not job.values:
             self.adopt_optimizer(self._files().saved_optimizer(job))

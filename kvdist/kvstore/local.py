@@ -244,7 +244,8 @@ class LocalArrays:
         """What is to be saved, in the order of initialisation."""
         from kvdist.kvstore.checkpoints import HeldArray
 
-        return [HeldArray(one.key, one.shape, one.dtype, one.host_bits()) for one in self.entries.values()]
+        entries, samples = self.entries.values(), self._backend.samples
+        return [HeldArray(one.key, one.shape, one.dtype, one.host_bits(), samples) for one in entries]
 
     def load(self, found: Sequence[Bits | None]) -> None:
         """Take these values, in the order of initialisation; None leaves one as it is."""

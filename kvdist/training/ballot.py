@@ -5,6 +5,7 @@ One more key of the same exchange, so it costs no message. Invariants:
 * For each parameter it has whether a worker had a gradient, as all must update the same parameters.
 * It has whether a worker averages, sums or weighs by samples, as all with gradients must do the same where no server
   divides; and the samples, whose sum divides then.
+* It has of how many examples each worker's gradients are, as far as that is known.
 * Every worker writes what its optimizer's numbers are into a place of its own, and all see alike whether they differ:
   then each would make another step, and the weights would drift apart.
 """
@@ -46,18 +47,19 @@ class Ballot:
         self._num_workers = num_workers
         self._names = [name for name in numbers_of(type(optimizer)) if name != "rescale_grad"]
 
-    def cast(self, had: Sequence[bool], average: bool, samples: int = 0) -> NDArray[np.float32]:
+    def cast(self, had: Sequence[bool], average: bool, samples: int = 0, examples: int = 0) -> NDArray[np.float32]:
         """Return this worker's ballot.
 
         Args:
             had: for each trained parameter whether there is a gradient here.
             average: whether this worker averages. Without any gradient, as in a skipped step, it accepts everything.
             samples: what its gradients were multiplied by; 0 if they are not weighted.
+            examples: of how many they are; 0 if that is not known.
         """
         own = np.zeros((self._num_workers, 3), np.float32)
         own[self._rank] = self._digest(), self._optimizer.learning_rate, 1.0
         convention = [any(had) and average, any(had) and not average and not samples, any(had) * samples]
-        return np.array([*had, *convention, *own.ravel()], np.float32)
+        return np.array([*had, *convention, any(had) * examples, *own.ravel()], np.float32)
 
     def read(self, result: NDArray[np.float32]) -> tuple[list[bool], NDArray[np.float32]]:
         """For each trained parameter whether any worker had a gradient; how many average and sum, and all samples.
@@ -67,13 +69,21 @@ class Ballot:
         """
         return (result[: self._parameters] > 0).tolist(), result[self._parameters : self._parameters + CONVENTIONS]
 
+    def examples(self, result: NDArray[np.float32]) -> int:
+        """Of how many examples the gradients of all workers are."""
+        # Those that had gradients were all averaged or all summed; one that skips the step is averaged, and says 0.
+        return round(float(result[self._parameters + CONVENTIONS] / self._said(result)[:, 2].max()))
+
+    def _said(self, result: NDArray[np.float32]) -> NDArray[np.float32]:
+        return result[self._parameters + CONVENTIONS + 1 :].reshape(-1, 3)
+
     def require_equal_numbers(self, result: NDArray[np.float32]) -> None:
         """Compare the workers' optimizers; without any gradient nothing is updated, and they may differ.
 
         Raises:
             OptimizerMismatch: they have different numbers; all workers raise it.
         """
-        said = result[self._parameters + CONVENTIONS :].reshape(-1, 3)
+        said = self._said(result)
         there = np.flatnonzero(said[:, 0])
         # Some may have been averaged and others not, as those of a worker that skips the step.
         digests, live = np.rint(said[there, 0] / said[there, 2]), said[there, 1] / said[there, 2]

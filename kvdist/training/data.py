@@ -547,18 +547,22 @@ class Batches:
             return
         before = sampler._iterations
         sampler._follow()
-        iteration, count = before, 0
+        iteration, count, last = before, 0, 0
         for batch in self._loader:
             if not count:
                 iteration, begin, end = sampler._iterations, sampler._end - len(sampler._order), sampler._end
+                last = begin
             count += 1
             if iteration != before:
+                visited = sampler._visited if batch_size is None else min(begin + count * batch_size, end)
                 if batch_size is None:
-                    used = (None, _UNKNOWN_BATCHES) if sampler._unknown else (sampler._visited, "")
+                    used = (None, _UNKNOWN_BATCHES) if sampler._unknown else (visited, "")
                 else:
-                    visited = min(begin + count * batch_size, end)
                     used = (end if drops_last and end - visited < batch_size else visited, "")
                 self._handed_out[sampler] = (iteration, *used)
+                if self._trainer is not None and used[0] is not None:
+                    self._trainer._handed += visited - last
+                    last = visited
             yield batch
         self._ended(sampler, iteration if count else sampler._iterations, before)
 

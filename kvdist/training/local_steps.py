@@ -63,6 +63,8 @@ class OuterSteps:
         """Those with gradients."""
         self.samples = 0
         """Of how many examples they were, as far as that was said."""
+        self.examples = 0
+        """Of how many examples all of them were, as far as that is known."""
         self.handed_out = 0
         """How many examples of a queue were handed out for these steps."""
         torch._foreach_copy_(self._before, self._weights)
@@ -80,9 +82,9 @@ class OuterSteps:
         """Push what the steps have changed, and get the new weights. Two passes over the weights, and one copy.
 
         Args:
-            samples: how many examples of a queue were handed out for them; 0 if that is not known.
+            samples: of how many examples they are; 0 if that is not known.
         """
         differences = torch._foreach_sub(self._before, self._weights)
         changes: Grads = [[difference] if self.made else None for difference in differences]
-        self._update(changes, "samples" if self.samples else True, samples or self.samples)
+        self._update(changes, "samples" if self.samples else True, samples)
         self.begin()

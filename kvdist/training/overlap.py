@@ -73,6 +73,8 @@ class Overlap(GradientBuckets):
         """Keys whose gradients this worker has sent in this step."""
         self._left_out: frozenset[int] = frozenset()
         """Positions of parameters whose gradients the current step ignores."""
+        self.examples = 0
+        """Of how many the gradients of all workers in the last step were, where the workers update."""
         self._under_way: list[Future[Any]] = []
         self._watched: list[tuple[Parameter, int, torch.Tensor, int]] = []
         """Sent gradients: parameter, device, the gradient, and its version."""
@@ -143,7 +145,9 @@ class Overlap(GradientBuckets):
                 " overlap=False; or make the trainer with update_on_kvstore=False, and call"
                 " allreduce_grads(average=True), clip, and update() instead of step()"
             )
-        given = had if vote is None or self._ballot is None else self._ballot.read(vote)[0]
+        given, self.examples = had, self._samples() or 0
+        if vote is not None and self._ballot is not None:
+            given, self.examples = self._ballot.read(vote)[0], self._ballot.examples(vote)
         for (_, parameter), is_given in zip(self._trained, given, strict=True):
             if not is_given:
                 parameter.drop_filled()
@@ -156,7 +160,7 @@ class Overlap(GradientBuckets):
         had = [key in self._had for key, _ in self._trained]
         if self._ballot is None:
             return had, None
-        vote = self._ballot.cast(had, average=True)
+        vote = self._ballot.cast(had, average=True, examples=self._samples() or 0)
         self._under_way.append(self._store.pushpull_async([self._ballot.key], [vote], average=True))
         return had, vote
 

@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from kvdist.checkpoint.shards import updates_in
+from kvdist.checkpoint.shards import samples_in, updates_in
 from kvdist.errors import RolledBackError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
@@ -155,8 +155,9 @@ class Trainer:
         self._join: Join | None = None  # there is one within `join`
         self._overlap: Overlap | None = None  # there is one once the first step has found a store to send to
         self._rejects_nonfinite = reject_nonfinite
-        self._nonfinite_steps = 0
-        self._updates = 0
+        self._nonfinite_steps = self._updates = 0
+        self._samples = self._handed = 0
+        """Examples in the weights, where no server counts them; those that `SplitSampler`s gave since the last step."""
         self._behind = 0
         """How many steps of the others `batches` leaves out, because this worker has joined a running job."""
         self._joined_at: int | None = None
@@ -236,7 +237,8 @@ class Trainer:
         if self._overlaps and batch_size is not None:
             refuse_size(f"step({batch_size})")
         if samples is not None:
-            handed_out = self._unused() - (0 if self._outer is None else self._outer.handed_out)
+            before = 0 if self._outer is None else self._outer.handed_out
+            handed_out = 0 if self._queue is None else self._queue.unused - before
             samples = require_samples(samples, batch_size, self._overlaps, handed_out)
         self._start()
         with self._skipping_rollback():
@@ -377,7 +379,7 @@ class Trainer:
         elif self._exchange is not None:
             grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
             self._require_finite(grads)
-            self._summed = self._exchange.sum(grads, average)
+            self._summed = self._exchange.sum(grads, average, self._said(None))
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
         """Update the weights here with the present gradients, after `allreduce_grads`.
@@ -395,10 +397,11 @@ class Trainer:
             refuse_updated_there("update")
         self._require_nothing_sent("update", "allreduce_grads(average=True)")
         grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+        sent = self._overlap or (None if self._summed is None else self._exchange)
         summed, self._summed = self._summed or [True] * len(grads), None
         given = [grad is not None and is_summed for grad, is_summed in zip(grads, summed, strict=True)]
-        self._update_here(self._divisor(batch_size), given)
-        count_as_used(self._handed_out)
+        self._update_here(self._divisor(batch_size), given, self._said(batch_size) if sent is None else sent.examples)
+        self._count_as_used()
 
     def exchange(self) -> None:
         """Under a policy of local steps: exchange now what the steps since the last exchange have changed.
@@ -434,12 +437,15 @@ class Trainer:
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """Save the optimizer's state, without the weights; see `KVStore.save_optimizer_states`."""
-        self._state("save_states").save_states(fname)
+        state = self._state("save_states")
+        state.tell_samples(self._samples)
+        state.save_states(fname)
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Load the optimizer's state from `save_states`; see `KVStore.load_optimizer_states`."""
         self._state("load_states").load_states(fname)
         self._go_on_from(updates_in(Path(fname)))
+        self._samples = samples_in(Path(fname))
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], step: int, *, state: Any = None, keep: int | None = None
@@ -451,7 +457,9 @@ class Trainer:
         the workers' own optimizers are theirs to save.
         """
         self.exchange()
-        return self._state("save_checkpoint").save_checkpoint(directory, step, state, keep)
+        training_state = self._state("save_checkpoint")
+        training_state.tell_samples(self._samples)
+        return training_state.save_checkpoint(directory, step, state, keep)
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
@@ -459,6 +467,7 @@ class Trainer:
         """Load weights and optimizer states from a checkpoint, on every device; see `KVStore.load_checkpoint`."""
         checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
         saved = self._go_on_from(updates_in(checkpoint.folder) * self._every) if states else self._updates
+        self._samples = samples_in(checkpoint.folder) if states else self._samples
         if checkpoint.step == saved < self.version:
             checkpoint = replace(checkpoint, step=self.version)  # the others have gone on from there
         if self._update_on_kvstore and self._exchange is not None:
@@ -554,6 +563,37 @@ class Trainer:
         """
         self._take_part()
         return self._updates
+
+    @property
+    def samples_seen(self) -> int:
+        """Of how many examples the weights are made: those in all counted steps of all workers.
+
+        A step says of how many examples it is: by `batches` with a `SplitSampler` or `QueueSampler`, which count what
+        they hand out; else by ``step(samples=n)``, and ``step(batch_size)`` if that is the number of this worker's own
+        examples. Other steps count as none. Where a lost worker's last step is in some of the weights, it counts.
+
+        Where servers update, they count: also what workers that are gone have done and what was before a checkpoint,
+        and they say it for one small message. Under a policy of local steps they have what was exchanged, on
+        ``dist_async`` what has arrived, which may be more than this worker's weights have yet.
+
+        Raises:
+            NotImplementedError: several workers hold the optimizer together (``'hybrid'``, ``'collective'`` with
+                ``update_on_kvstore=True``), and none knows of how many examples the others' steps are.
+        """
+        self._take_part()
+        store = self._kvstore
+        if not isinstance(store, KVStore) or not self._update_on_kvstore or not self._trained:
+            return self._samples
+        found, is_answered = None, False
+        while not is_answered:
+            with contextlib.suppress(RolledBackError):  # ask again: the store has the weights of a snapshot now
+                found, is_answered = store._backend.samples_seen(self._trained[0][0]), True
+        if found is None and store.num_workers > 1:
+            raise NotImplementedError(
+                f"samples_seen: the workers of the store {store.type!r} hold the optimizer together, and none knows of"
+                " how many examples the steps of the others are; give update_on_kvstore=False"
+            )
+        return self._samples if found is None else found
 
     @property
     def nonfinite_steps(self) -> int:
@@ -686,24 +726,24 @@ class Trainer:
             self._outer.require_alike(samples)
         self._meet_others()
         average: Average = batch_size is None if samples is None else "samples"
+        said = self._said(batch_size) if samples is None else samples
         if self._exchange is None:
-            self._update_here(divisor, [grad is not None for grad in grads])
+            self._update_here(divisor, [grad is not None for grad in grads], said)
         elif self._outer is not None:
-            self._update_here(divisor, [grad is not None for grad in grads])
+            self._update_here(divisor, [grad is not None for grad in grads], 0)
             self._note_weights()
             self._outer.made += 1
             self._outer.samples += samples or 0
+            self._outer.examples += said
             self._count_step(self._outer)
         elif self._update_on_kvstore:
             self._optimizer.rescale_grad = self._scale / divisor
-            if samples is None:
-                samples = 0 if average else max(1, round(divisor))
-                samples = samples if self._queue is None else self._queue.unused
-            self._update_there(grads, average, samples)
+            self._update_there(grads, average, said)
         else:
             # Each worker divides before the sum: others may give other sizes, or skip this step.
             divide(grads, divisor)
-            self._update_here(1, self._exchange.sum(grads, average, samples or 0))
+            given = self._exchange.sum(grads, average, said)
+            self._update_here(1, given, self._exchange.examples)
 
     def _meet_others(self) -> None:
         """Within `join`, say that this worker makes a step; nothing is sent after this that could be refused here."""
@@ -728,9 +768,10 @@ class Trainer:
             elif self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
                 self._watch.note_grads()
             elif self._update_on_kvstore:
-                self._update_there(nothing, average=True, samples=self._unused())
+                self._update_there(nothing, average=True, samples=0 if self._queue is None else self._queue.unused)
             else:
-                self._update_here(1, self._exchange.sum(nothing, average=True))
+                given = self._exchange.sum(nothing, average=True)
+                self._update_here(1, given, self._exchange.examples)
 
     def _step_of_torch(self, *, skip: bool) -> None:
         if skip:
@@ -753,7 +794,7 @@ class Trainer:
 
     def _exchange_changes(self, outer: OuterSteps) -> None:
         try:
-            outer.exchange(self._unused())
+            outer.exchange(outer.examples if self._queue is None else self._queue.unused)
         finally:
             self._note_weights()  # they were written, also if it failed
 
@@ -761,6 +802,7 @@ class Trainer:
         """Of batches whose steps no exchange has taken to the servers, nothing counts yet."""
         if self._outer is None or not self._outer.passed:
             count_as_used(self._handed_out)
+        self._handed = 0
 
     def _take_part(self) -> bool:
         """Whether this worker has joined a running job; the others wait for its steps from the first call on."""
@@ -811,8 +853,13 @@ class Trainer:
         return 1 if self._outer is None else self._outer.every
 
     def _unused(self) -> int:
-        """How many examples of a queue no push has."""
-        return 0 if self._queue is None else self._queue.unused
+        """How many examples `batches` has handed out that no push has."""
+        return self._handed if self._queue is None else self._queue.unused
+
+    def _said(self, batch_size: float | None) -> int:
+        """Of how many examples a step is that does not say its samples; 0 if that is not known."""
+        handed_out, size = self._unused(), 0 if batch_size is None else max(1, round(batch_size))
+        return handed_out if handed_out or self._queue is not None else size
 
     def _finish_overlap(self, overlap: Overlap, divisor: float, on_stale: Stale) -> None:
         stale = self._watch.left_out(Stale.USE if on_stale is Stale.USE else Stale.LEAVE_OUT)
@@ -825,7 +872,7 @@ class Trainer:
             self._updates += 1
             self._watch.note_grads()
         else:
-            self._update_here(divisor, given)
+            self._update_here(divisor, given, overlap.examples)
         if on_stale is Stale.REFUSE:
             self._watch.refuse(stale, "other gradients were sent already, so this step was made without it")
         # Only after the transfers have ended; by then the store's weights have replaced the changed ones.
@@ -838,9 +885,10 @@ class Trainer:
         finally:
             self._note_weights()  # they were written, also if it failed
         self._updates += 1
+        self._samples += samples
         self._watch.note_grads()
 
-    def _update_here(self, divisor: float, given: list[bool]) -> None:
+    def _update_here(self, divisor: float, given: list[bool], samples: int) -> None:
         self._sync_hyperparameters()
         members = [one for one, is_given in zip(self._trained, given, strict=True) if is_given]
         self._optimizer.rescale_grad = self._scale / divisor
@@ -850,6 +898,7 @@ class Trainer:
         for _, parameter in self._trained:
             parameter.drop_filled()
         self._updates += self._outer is None
+        self._samples += samples
         self._watch.note_grads()
 
     def _clip(self, parameters: Sequence[Parameter], clip_norm: float) -> None:
@@ -917,6 +966,8 @@ class Exchange:
         """Whether sums are averages in steps with a batch size too."""
         self.outer: OuterSteps | None = None
         """What counts local steps, if there are any."""
+        self.examples = 0
+        """Of how many the gradients of all workers in the last sum were, as far as that is known."""
 
     def broadcast(self) -> None:
         """Copy rank 0's weights to all workers."""
@@ -972,7 +1023,7 @@ class Exchange:
         Args:
             grads: per trained parameter, on every device; None without one.
             average: whether the sums are divided: by the number of workers, or by that of all samples.
-            samples: of this worker; 0 if they do not weigh.
+            samples: of how many examples this worker's are; 0 if that is not known.
 
         Returns:
             For each trained parameter whether any worker had a gradient. Without one, it has none afterwards.
@@ -987,17 +1038,19 @@ class Exchange:
         here = [grad is not None for grad in grads]
         if self._ballot is None:
             self._sum([position for position, is_here in enumerate(here) if is_here], grads, average)
+            self.examples = samples
             return here
         if is_weighted:
             refuse_overflow(grads)
             divide(grads, 1 / samples)
-        vote = self._ballot.cast(here, average and not is_weighted, samples if is_weighted else 0)
+        vote = self._ballot.cast(here, average and not is_weighted, samples if is_weighted else 0, samples)
         self._sum(range(len(grads)), grads, average, (self._ballot.key, torch.from_numpy(vote)))
         given, (averaging, summing, total) = self._ballot.read(vote)
         for (_, parameter), is_given in zip(self._trained, given, strict=True):
             if not is_given:
                 parameter.drop_filled()
         self._ballot.require_equal_numbers(vote)
+        self.examples = self._ballot.examples(vote)
         if total:
             if averaging or summing:
                 raise ValueError(

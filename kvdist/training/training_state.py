@@ -43,6 +43,7 @@ class TrainingState:
     ) -> None:
         self._parameters = parameters
         self._local = local
+        self._samples = 0
         self._store = _able(store)
         self._updating = self._store if is_updated_there else None
         """The store where it updates, which then saves and loads."""
@@ -99,6 +100,12 @@ class TrainingState:
         if self._updating is not None:
             self._updating._backend.position = position
 
+    def tell_samples(self, samples: int) -> None:
+        """Save with every checkpoint from now on of how many examples the weights are made, if no server counts."""
+        self._samples = samples
+        if self._updating is not None:
+            self._updating._backend.samples = samples
+
     def close(self) -> None:
         """Release the locks of checkpoint folders, so that other jobs may save there; the store stays open.
 
@@ -117,7 +124,7 @@ class TrainingState:
         held = []
         for key, parameter in enumerate(self._parameters):
             shape, dtype = values.describe(parameter.replicas[0])
-            held.append(HeldArray(key, shape, dtype, values.read_bits(parameter.replicas[0])))
+            held.append(HeldArray(key, shape, dtype, values.read_bits(parameter.replicas[0]), self._samples))
         return held
 
     def _load_here(self, job: LoadJob) -> Checkpoint:

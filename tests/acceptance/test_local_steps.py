@@ -129,7 +129,10 @@ def test_a_checkpoint_has_all_steps_and_the_place_in_the_data_that_belongs_to_th
             trainer.step()
             visited.append(sampler.state_dict()["visited"])
         assert visited == [0, 0, 0, 16, 16, 16]
+        store.barrier()
+        assert trainer.samples_seen == 32, "of what was exchanged"
         trainer.save_checkpoint(folder, 6).result()
+        assert trainer.samples_seen == 48
         assert trainer.version == 6 and sampler.state_dict()["epoch"] == 1
         saved = copy.deepcopy(net)
         backward(net, DATA[:4])
@@ -155,6 +158,7 @@ def test_each_example_of_a_queue_is_used_once_and_its_end_exchanges_the_last_ste
             trainer.step(samples=len(inputs))
             mine += len(inputs)
         assert store.average(float(mine)) == 50
+        assert trainer.samples_seen == 100
         same(net.weight, store.pull(0))
 
 

@@ -280,10 +280,46 @@ def test_batches_of_unequal_sizes_make_the_steps_of_one_big_batch(word):
                 torch.nn.utils.clip_grad_norm_(alone.parameters(), clip)
             trainer.step(samples=len(part))
             torchs.step()
+            assert trainer.samples_seen == end
             for mine, its in zip(network.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-6)
                 if "servers" not in word:
                     torch.testing.assert_close(mine.grad, its.grad, rtol=1e-6, atol=1e-6)
+
+
+@two.each("servers", "servers, overlap", "servers, async", "workers", "workers, overlap")
+def test_samples_seen_is_what_batches_have_handed_out_or_steps_say_and_goes_back_with_a_checkpoint(word):
+    folder = Path(tempfile.gettempdir(), f"kvdist-samples-{os.getppid()}-{word}")
+    with kv.create("dist_async" if "async" in word else "dist") as store:
+        how = {"update_on_kvstore": "servers" in word, "overlap": "overlap" in word}
+        network = torch.nn.Linear(60, 40)  # cut over both servers, and a small one
+        trainer = Trainer(network.parameters(), "sgd", {"learning_rate": 0.01}, kvstore=store, **how)
+
+        def seen():
+            store.barrier()
+            found = trainer.samples_seen
+            store.barrier()
+            return found
+
+        def backward(inputs):
+            network.zero_grad()
+            network(inputs).square().mean().backward()
+
+        counts = [seen()]
+        loader = torch.utils.data.DataLoader(torch.randn(22, 60), 4, sampler=SplitSampler(22, 2, store.rank))
+        for inputs in trainer.batches(loader):
+            backward(inputs)
+            trainer.step()
+            counts.append(seen())
+        assert counts == [0, 8, 16, 22]
+        trainer.save_checkpoint(folder, 3).result()
+        backward(torch.randn(4, 60))
+        trainer.step(None if how["overlap"] else 3 + store.rank)
+        assert seen() == (22 if how["overlap"] else 29), "a step with overlap has nowhere to say it"
+        trainer.load_checkpoint(folder)
+        assert seen() == 22
+        store.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @two.each("dist", "hybrid")
@@ -319,6 +355,7 @@ def test_a_worker_that_skips_weighs_nothing_and_all_or_none_give_their_samples()
             give(weight, [4.0])
             with pytest.raises((kvdist.OptimizerMismatch, ValueError), match=r"(?s)samples.*on all workers"):
                 trainer.step(samples=3) if store.rank else trainer.step()
+            assert trainer.samples_seen == 3
             wrong = ({"samples": number} for number in (0, 1 << 32, 2.5, True))
             for arguments in (*wrong, {"batch_size": 2, "samples": 2}):
                 with pytest.raises(ValueError, match="samples"):

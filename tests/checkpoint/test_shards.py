@@ -39,7 +39,7 @@ class Whole:
         self.arrays = {name: random_bits(wide, self.size // row, seed + 1 + n) for n, name in enumerate(states)}
         self.master = random_bits(wide, self.size, seed + 9) if master else None
 
-    def saved(self, start, stop, updates=3, scalars=(0.5, 1e-300)):
+    def saved(self, start, stop, updates=3, scalars=(0.5, 1e-300), samples=0):
         rows = slice(start // self.row, stop // self.row)
         return SavedSlice(
             self.key,
@@ -52,6 +52,7 @@ class Whole:
             updates,
             scalars,
             None if self.master is None else self.master[start:stop],
+            samples=samples,
         )
 
     def wanted(self, start, stop, **changes):
@@ -156,6 +157,16 @@ def test_of_slices_with_different_histories_the_furthest_counts(tmp_path):
     state = found.read(whole.wanted(0, 6), EVERYTHING).state
     assert (state.count, state.scalars) == (9, (2.0,))
     assert found.read(whole.wanted(0, 2), EVERYTHING).state.count == 3
+
+
+def test_samples_of_a_slice_are_those_of_the_piece_that_has_most_and_none_in_older_files(tmp_path, monkeypatch):
+    whole = Whole("w", (6,), DType.FLOAT32)
+    found = shards(tmp_path, [whole.saved(0, 2, samples=70)], [whole.saved(2, 4, samples=90), whole.saved(4, 6)])
+    assert [found.read(whole.wanted(*ends), EVERYTHING).samples for ends in ((0, 6), (0, 2), (4, 6))] == [90, 70, 0]
+    described = slices._described
+    monkeypatch.setattr(slices, "_described", lambda one: described(one)[:-1])
+    older = shards(tmp_path, [whole.saved(0, 6, samples=70)])
+    assert older.read(whole.wanted(0, 6), EVERYTHING).samples == 0
 
 
 def test_numbers_beside_the_arrays_come_back_exactly(tmp_path):
@@ -269,6 +280,8 @@ WRONG = {
     "scalars of text": json.dumps([["w", 0, 2, 1, 1, ["x"], []]]),
     "a scalar without end": '[["w", 0, 2, 1, 1, [1' + "0" * 400 + "], []]]",
     "states that are none": json.dumps([["w", 0, 2, 1, 1, [], 7]]),
+    "samples below 0": json.dumps([[*GOOD, -1]]),
+    "samples that are none": json.dumps([[*GOOD, [1]]]),
     "nested without end": "[" * 100_000,
 }
 

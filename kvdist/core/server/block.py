@@ -106,6 +106,8 @@ class Block:
     """Those of the version before, where all wait for lost workers, one of which may repeat that step. Nothing has to
     release it: the next round, which writes it, has a push of every worker, and nobody pushes before that step is over
     in all slices."""
+    samples_before: int = 0
+    """Of how many examples those are made; see `Round.samples`."""
     joint: Sequence[Block] = ()
     """All blocks here of the same parameter, if there are several: a rule that needs norms updates them together."""
     held: dict[Member, Buffer] = field(default_factory=dict)
@@ -287,7 +289,7 @@ class Block:
     def before(self) -> Block:
         """The version before the present one, as a block to read."""
         assert self.previous is not None
-        round_ = replace(self.round, version=self.version - 1)
+        round_ = replace(self.round, version=self.version - 1, samples=self.samples_before)
         return replace(self, round=round_, published=self.previous, _halves=None)
 
     @property
@@ -339,6 +341,7 @@ class Block:
         ids, extents = self.ids[begin:end], self.extents[begin:end]
         part = Block(self.store, ids, extents, pool, round_, self.kernels, self.pulled_as)
         part.held, part.merge_after, part.wait = dict(self.held), self.merge_after, self.wait
+        part.samples_before = self.samples_before
         part.kept = [replace(one, values=one.values[elements]) for one in self.kept]
         if self.merged_at >= 0:
             is_early = self.version - self.merged_at < ROUNDS_WORTH_IT
@@ -377,6 +380,9 @@ class Block:
         whole = cls(first.store, ids, extents, pool, replace(first.round), first.kernels, first.pulled_as)
         whole.merged_at, longest = first.version, max(block.wait for block in blocks)
         whole.wait = min(max(2 * longest, ROUNDS_WORTH_IT), MERGE_AFTER_MAX)
+        # A push of a lost worker may be in some of them alone: it counts as done, as its data do.
+        whole.round.samples = max(block.round.samples for block in blocks)
+        whole.samples_before = max(block.samples_before for block in blocks)
         whole.published = pool.joined([(block.pool, block.published) for block in blocks])
         whole.previous = pool.joined([(block.pool, block.previous) for block in blocks])
         if updater is not None:

@@ -1,7 +1,8 @@
 """The optimizer state of a block, in parts that travel (`PullState`, `ReplaceState`), and slices in checkpoints. Pure.
 
 Part 0 is numbers, float64: the count of updates, then the rule's own. Parts 1 and on are the arrays of
-`Optimizer.state_names`, of `DType.accumulate`, and `MASTER` is the float32 weight behind a half one.
+`Optimizer.state_names`, of `DType.accumulate`, and `MASTER` is the float32 weight behind a half one. `TOTALS` is beside
+the state: of how many examples the value is made.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from kvdist.optimizer.states import SliceState, has_master, is_count
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.arrays import Bits
 
-NUMBERS, MASTER = 0, 255
+NUMBERS, MASTER, TOTALS = 0, 255, 252
+COUNTS = (NUMBERS, TOTALS)
+"""Parts that are float64, whatever the values are."""
 
 
 def read_part(block: Block, updater: SliceUpdater | None, part: int, kernels: Kernels) -> Bits:
@@ -30,6 +33,8 @@ def read_part(block: Block, updater: SliceUpdater | None, part: int, kernels: Ke
     Raises:
         PushRefused: there is no such part.
     """
+    if part == TOTALS:
+        return np.array([block.round.samples], np.float64)
     state = _state(block, updater, kernels)
     if part == NUMBERS:
         return np.array([state.count, *state.scalars], np.float64)
@@ -75,18 +80,18 @@ def saved(
     """
     present = None if updater is None or STATES not in contents else updater.states.get(block)
     buffer = block.published if WEIGHTS in contents else None
-    found = []
+    found, samples = [], block.round.samples
     for position in positions:
         extent, count = block.extents[position], int(block.counts[position])
         weight = None if buffer is None else block.values(position)
         where = (block.key_of(position), extent.start, count, block.dtype, block.version, weight)
         if updater is None or present is None:
-            found.append(SavedSlice(*where))
+            found.append(SavedSlice(*where, samples=samples))
             continue
         own = present if len(block) == 1 else present.part(block.pool.starts[position], count)
         state = own.copy()
         states = dict(zip(updater.optimizer.state_names, state.arrays, strict=True))
-        found.append(SavedSlice(*where, states, state.count, state.scalars, state.master))
+        found.append(SavedSlice(*where, states, state.count, state.scalars, state.master, samples=samples))
     if buffer is not None:  # from here on nothing fails
         buffer.leases += 1
     return found, buffer
@@ -111,6 +116,7 @@ def load(block: Block, found: ReadSlice, updater: SliceUpdater | None) -> None:
         block.replace([found.weight])
     if updater is not None and (found.state is not None or found.is_fresh):
         updater.restore(block, found.state)
+        block.round.samples = found.samples
 
 
 def _state(block: Block, updater: SliceUpdater | None, kernels: Kernels) -> SliceState:

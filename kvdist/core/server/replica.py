@@ -47,7 +47,7 @@ from kvdist.core.machine import (
 )
 from kvdist.core.round import Admission, Round, agreed_settings, scales_of, setting_of
 from kvdist.core.server.block import Block, Contribution
-from kvdist.core.server.block_state import MASTER, NUMBERS, state_dtype
+from kvdist.core.server.block_state import MASTER, NUMBERS, TOTALS, state_dtype
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Shard, code_of
@@ -388,9 +388,10 @@ class Copy(Server):
         parts = {part: np.concatenate([piece for of, piece in found if of == part]) for part, _ in found}
         numbers, weight = parts.pop(NUMBERS).tolist(), parts.pop(WEIGHT, None)
         ids, master, state = parts.pop(ROW_IDS, None), parts.pop(MASTER, None), None
+        totals = parts.pop(TOTALS, np.zeros(1))
         if numbers:
             state = SliceState(int(numbers[0]), tuple(parts[one] for one in sorted(parts)), tuple(numbers[1:]), master)
-        read = ReadSlice(number, weight, state, state is None, ids, message.initializer)
+        read = ReadSlice(number, weight, state, state is None, ids, message.initializer, samples=int(totals[0]))
         shard._load(holder.store, [read])
         holder = shard.holder(number)
         assert holder is not None
@@ -831,6 +832,7 @@ def _pieces(saved: SavedSlice) -> Iterator[tuple[int, npt.NDArray[Any], DType]]:
     numbers = [saved.updates, *saved.scalars] if has_state else []
     state = state_dtype(saved.dtype)
     parts: list[tuple[int, npt.NDArray[Any], DType]] = [(NUMBERS, np.array(numbers, np.float64), DType.FLOAT64)]
+    parts += [(TOTALS, np.array([saved.samples], np.float64), DType.FLOAT64)] if saved.samples else []
     parts += [] if saved.ids is None else [(ROW_IDS, saved.ids, DType.INT64)]
     parts += [] if saved.weight is None else [(WEIGHT, saved.weight, saved.dtype)]
     parts += [(1 + i, array, state) for i, array in enumerate(saved.states.values())]

@@ -587,17 +587,19 @@ class DenseShard(Shard[Block]):
     def pull_state(self, sender: Member, message: PullState) -> None:
         """Send parts of the optimizer state. The sender has no push under way."""
         for row, block in self._isolated(sender, message):
-            part, run = int(message.parts[row]), int(message.runs[row])
+            part, run, ids = int(message.parts[row]), int(message.runs[row]), message.ids[row : row + 1]
             try:
-                if block.round.counted.get(sender.node.rank, 0) < message.steps[row]:
+                if part == block_state.TOTALS:
+                    block = self._seen_by(PullRequest(sender, run, int(message.steps[row]), 0), block)
+                elif block.round.counted.get(sender.node.rank, 0) < message.steps[row]:
                     raise PushRefused(f"a push of {sender} to {name_of(block.key)} is still under way: pull before")
                 with self.kernels.active():
                     found = block_state.read_part(block, self._updaters.get(block.store), part, self.kernels)
             except PushRefused as error:
-                self._refuse(sender, run, block.ids, error)
+                self._refuse(sender, run, ids, error)
             else:
-                dtype = DType.FLOAT64 if part == block_state.NUMBERS else block_state.state_dtype(block.dtype)
-                self._to(sender).state(run, block, dtype, found)
+                dtype = DType.FLOAT64 if part in block_state.COUNTS else block_state.state_dtype(block.dtype)
+                self._to(sender).state(run, ids, block.version, dtype, found)
 
     def replace_state(self, sender: Member, message: ReplaceState) -> None:
         """Replace parts of the optimizer state."""
@@ -613,10 +615,10 @@ class DenseShard(Shard[Block]):
                 self._to(sender).counted(run, block.ids, block.version, Outcome.INITIALISED)
 
     def _isolated(self, sender: Member, message: PullState | ReplaceState) -> list[tuple[int, Block]]:
-        """The valid rows, each with the block of its slice alone. A slice may be named several times."""
+        """The valid rows, each with the block of its slice, alone if its state is meant. One may be named twice."""
         good = self._checked(sender, message.runs, message.ids)
-        if good:
-            self.blocks.isolate(np.unique(message.ids[np.array(good)]))
+        if alone := [row for row in good if message.parts[row] != block_state.TOTALS]:
+            self.blocks.isolate(np.unique(message.ids[np.array(alone)]))
         return [(row, self.blocks.of(int(message.ids[row]))[0]) for row in good]
 
     def push(self, sender: Member, message: Push, now: float) -> None:
@@ -744,6 +746,10 @@ class DenseShard(Shard[Block]):
         return block.joint if updater is not None and updater.optimizer.needs_norms else (block,)
 
     def _apply(self, blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]]) -> None:
+        if self.peers.waits:
+            for block, own in zip(blocks, rounds, strict=True):
+                block.previous = block.published
+                block.samples_before = block.round.samples - sum(one.samples for one in own)
         updater, flags = self._updaters.get(blocks[0].store), 0
         for contribution in rounds[0]:
             flags |= contribution.flags
@@ -756,9 +762,6 @@ class DenseShard(Shard[Block]):
         elif blocks[0].kept:
             for block in blocks:
                 block.kept = ()  # no second push came, as the norm was not finite: memory of a gradient
-        if self.peers.waits:
-            for block in blocks:
-                block.previous = block.published
         self.apply(blocks, rounds, updater)
         self._count(rounds)
 
@@ -784,8 +787,12 @@ class DenseShard(Shard[Block]):
             reply.counted(run, block.ids, block.version, Outcome.COUNTED)
 
     def _answer_pull(self, block: Block, pull: PullRequest) -> None:
-        is_before = block.previous is not None and block.round.is_before(pull)
-        self._to(pull.member).value(pull.run, block.before if is_before else block)
+        self._to(pull.member).value(pull.run, self._seen_by(pull, block))
+
+    @staticmethod
+    def _seen_by(pull: PullRequest, block: Block) -> Block:
+        """A block in the version that answers a pull."""
+        return block.before if block.previous is not None and block.round.is_before(pull) else block
 
     def _wait(self, block: Block) -> RoundWait:
         if not block.has_value:
@@ -958,12 +965,12 @@ class Reply:
         """Send the block's sum of squares."""
         self._measured.append((run, block.ids, block.version, block.squares))
 
-    def state(self, run: int, block: Block, dtype: DType, part: Bits) -> None:
-        """Send a part of the optimizer state of a block of one slice. It must not change any more."""
+    def state(self, run: int, ids: U32, version: int, dtype: DType, part: Bits) -> None:
+        """Send a part of the optimizer state of a slice. It must not change any more."""
         memory = np.zeros(padded(part.nbytes), np.uint8)
         memory[: part.nbytes] = part.view(np.uint8)
         arrays = Arrays(_u8([dtype]), _u32([part.size]), memory.data)
-        columns = (_u32([run]), block.ids, _u32([block.version]), _u8([Outcome.COUNTED]))
+        columns = (_u32([run]), ids, _u32([version]), _u8([Outcome.COUNTED]))
         self._states.append(Values(*columns, arrays))
 
     def rows(self, message: RowValues, buffer: Leased) -> None:

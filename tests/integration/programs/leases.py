@@ -87,6 +87,8 @@ def main():
         if saves and trainer.version == 20:
             trainer.save_checkpoint(FOLDER, 20)
             break
+    seen = trainer.samples_seen
+    assert seen == -int(weights[0].sum()), (seen, weights[0].sum())
     counts = [(-weights[0]).round().to(int).tolist(), (-weights[1].flip(0)).round().to(int).tolist()]
     found = Counter(zip(*counts, strict=True))
     print(f"used {used} in {steps} steps, version {trainer.version}; counts {dict(found)}", flush=True)

@@ -74,6 +74,7 @@ def with_trainer():
         weight.grad = torch.full((5,), -float((trainer.version + 1) * (store.rank + 1)))
         trainer.step(1)
         calls += 1
+    assert trainer.samples_seen == store.num_workers * STEPS, trainer.samples_seen
     print(f"ended with {weight[0].item():g} after {calls - STEPS} steps again, told of {told}", flush=True)
 
 

@@ -26,6 +26,7 @@ def main():
     kind, victim, lives = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     life = int(os.environ.get("KVDIST_RESTARTS", "0"))
     store = kv.create("dist")
+    samples = sum(16 + rank for rank in range(store.num_workers))
     torch.manual_seed(7)
     net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 300), torch.nn.Tanh(), torch.nn.Linear(300, 300))
     numbers = {"learning_rate": 0.05, "lazy_update": True} | ({"momentum": 0.9} if kind in ("momentum", "rows") else {})
@@ -47,10 +48,13 @@ def main():
         loss = (outputs - torch.randn(16, 300, generator=generator)).square().mean()
         net.zero_grad()
         loss.backward()
-        trainer.step()
+        if "KVDIST_POLICY" not in os.environ:  # what is exchanged later counts later
+            assert trainer.samples_seen == samples * step, (trainer.samples_seen, step)
+        trainer.step(samples=16 + store.rank)
         if table is not None:
             table.step()
         time.sleep(0.01)
+    assert trainer.samples_seen == samples * STEPS, trainer.samples_seen
     if store.rank == victim and life < lives:
         time.sleep(60)  # until the end that has been set
     digest = hashlib.sha256()
