@@ -43,6 +43,8 @@ SLICES = "kvdist.slices"
 """In the metadata of a file: what is known of each of its slices beside arrays."""
 COUNTED = "kvdist.counted"
 """In the metadata of a snapshot of an asynchronous store: for each of its slices, whose pushes are in it."""
+SAMPLES = "kvdist.samples"
+"""In the metadata of a file: of how many examples each of its slices is made, if that is known of any."""
 RUN, STEP = "kvdist.run", "kvdist.step"
 """In the metadata of a file: for which checkpoint it was written. Not in those of older versions."""
 
@@ -56,6 +58,8 @@ def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str
     tensors = [tensor for one in slices for tensor in _tensors(one)]
     described = [_described(one) for one in slices]
     metadata = {SLICES: json.dumps(described), RUN: run, STEP: str(step), "format": "kvdist"}
+    if any(one.samples for one in slices):
+        metadata[SAMPLES] = json.dumps([one.samples for one in slices])
     if any(one.counted for one in slices):
         metadata[COUNTED] = json.dumps([[[who, *counts] for who, counts in one.counted.items()] for one in slices])
     return write_tensors(folder, stem, tensors, metadata)
@@ -63,7 +67,7 @@ def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str
 
 def _described(one: SavedSlice) -> list[Any]:
     entry = [one.key, one.start, one.count, one.version, one.updates, list(one.scalars), list(one.states)]
-    return [*entry, one.samples if one.ids is None else one.initializer]
+    return entry if one.ids is None else [*entry, one.initializer]
 
 
 def _tensors(one: SavedSlice) -> Iterator[Tensor]:
@@ -356,10 +360,9 @@ def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
     try:
         described = json.loads(file.metadata[SLICES])
         counts = json.loads(file.metadata[COUNTED]) if COUNTED in file.metadata else [[]] * len(described)
-        for entry, counted in zip(described, counts, strict=True):
-            key, start, count, version, updates, scalars, states, *last = entry
-            (more,) = last or (0,)  # older versions wrote nothing more of an array
-            samples, begins = (0, initializer_from(more).describe()) if isinstance(more, str) else (more, "")
+        totals = json.loads(file.metadata[SAMPLES]) if SAMPLES in file.metadata else [0] * len(described)
+        for entry, counted, samples in zip(described, counts, totals, strict=True):
+            key, start, count, version, updates, scalars, states, *lazy = entry
             if any(type(number) is not int or number < 0 for number in (start, count, version, updates, samples)):
                 raise ValueError(f"a number of a slice of key {key!r:.80} is not a count")
             if type(key) not in (int, str):
@@ -368,6 +371,7 @@ def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
                 raise ValueError(f"a number of pushes to key {key!r:.80} is not a count")
             numbers = start, start + count, updates
             kept = (tuple(map(float, scalars)), tuple(states))
+            (begins,) = (initializer_from(text).describe() for text in lazy) if lazy else ("",)
             own = {who: (pushes, examples) for who, pushes, examples in counted}
             yield _Piece(file, _name(key, start, count), *numbers, *kept, begins, own, samples), key
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
