@@ -96,6 +96,7 @@ class Scenario:
     examples: how many examples the data has that workers lease; 0 for rounds without data.
     means: after which rounds workers average a number, in a store of its own.
     full: how probable it is that a work of a disk fails.
+    torn: how probable it is that the newest snapshot is damaged, where there is one before it.
     encodes: how probable it is that a push of float32 travels encoded; unless it is 0, values come back as halves.
     offloaded: whether servers sum and update on devices.
     victims: who is hit once a worker is in its `fault_round`-th round (-1: has declared its keys; -2: has joined),
@@ -128,6 +129,7 @@ class Scenario:
     examples: int = 0
     means: Sequence[int] = ()
     full: float = 0.04
+    torn: float = 0.0
     encodes: float = 0.0
     offloaded: bool = False
     weather: Weather = Weather()
@@ -563,11 +565,22 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
         else:
             sums = HostAggregation(scenario.local_reduce, limits) if scenario.snapshot_s is None else None
             machine = Worker(introduction, limits, network.now, sums)
-    disk = SimulatedDisk(network, cluster.shelf, scenario.full)
+    disk = SimulatedDisk(network, cluster.shelf, scenario.full, scenario.torn, partial(_may_be_torn, cluster))
     node = Node(machine, transport, 4711, limits.explain_after_s, lambda: network.now, disk)
     if cluster.dumps is not None:
         node.ring = Ring(machine, 4711, EVENTS_MAX, cluster.dumps, lambda: network.now)
     return node
+
+
+def _may_be_torn(cluster: Cluster, folder: str) -> bool:
+    """Whether this is a snapshot to which all, or some, go back, and there is one before it that will do."""
+    machine = cluster.processes["scheduler"].node.machine
+    assert isinstance(machine, Scheduler)
+    rollback = machine.rollback
+    if rollback is None or (rollback.way_back is None and not rollback.returning):
+        return False
+    folders = [one.folder for one in rollback.written if not rollback._lacks(one)]
+    return folder in folders[1:]
 
 
 def _turned(cluster: Cluster, user: User) -> None:
@@ -1319,6 +1332,11 @@ SCENARIOS: dict[str, Scenario] = {
     "goes back while workers die": replace(GOES_BACK, victims=("server-1", "worker-1", "worker-2"), spread_s=0.4),
     "goes back saving": replace(GOES_BACK, victims=("server-0",), saves=0.5, optimizer="momentum"),
     "goes back with full disks": replace(GOES_BACK, victims=("server-0",), full=0.1),
+    "goes back from torn snapshots": replace(GOES_BACK, victims=("server-1",), torn=0.7),
+    "goes back from torn snapshots again and again": replace(
+        GOES_BACK, victims=("server-0", "server-1"), torn=0.5, rounds=30, lives=4
+    ),
+    "goes back leasing from torn snapshots": replace(GOES_BACK_LEASING, victims=("server-1",), torn=0.7),
     "goes back as it saves": replace(
         GOES_BACK, victims=("server-1",), saves=0.9, optimizer="momentum", rounds=9, fault_round=4, spread_s=0.3
     ),
@@ -1387,6 +1405,10 @@ SCENARIOS: dict[str, Scenario] = {
     "goes back alone while workers die": replace(ALONE, victims=("server-1", "worker-1", "worker-2"), spread_s=0.4),
     "goes back alone while saving": replace(ALONE, victims=("server-0",), saves=0.5),
     "goes back alone with full disks": replace(ALONE, victims=("server-0",), full=0.1),
+    "goes back alone from torn snapshots": replace(ALONE, victims=("server-1",), torn=0.7),
+    "goes back alone from torn snapshots again and again": replace(
+        ALONE, victims=("server-0", "server-1"), torn=0.5, rounds=30, lives=4
+    ),
     "goes back alone leasing": replace(ALONE, examples=85, victims=("server-1", "worker-1")),
     "both servers go back alone leasing": replace(
         ALONE, examples=85, victims=("server-1", "worker-1", "server-0", "worker-2"), spread_s=0.3

@@ -99,10 +99,16 @@ def prune(directory: Path, keep: int, written: int) -> None:
         if folder.is_symlink():
             continue  # the user keeps it elsewhere
         if step in gone:
-            (folder / NAME).unlink(missing_ok=True)
-            make_durable(folder)  # before what it names: a manifest never outlives its files
+            _unmake(folder)
         if step in gone or step < written:
             sweep(folder)
+
+
+def _unmake(folder: Path) -> None:
+    """Remove the manifest, before what it names: it never outlives its files."""
+    if (folder / NAME).exists():
+        (folder / NAME).unlink()
+        make_durable(folder)
 
 
 def sweep(folder: Path) -> None:
@@ -160,6 +166,8 @@ def perform(task: DiskTask, locks: Locks, root: Path | None = None) -> DiskResul
             case ReadShards():
                 return _read(Shards(folder, read_manifest(folder)), task.wanted, task.contents)
             case Sweep():
+                if task.whole:
+                    _unmake(folder)
                 sweep(folder)
     return None
 

@@ -373,9 +373,10 @@ class ReadShards:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sweep:
-    """Remove what an attempt that failed has left in the folder; gives None."""
+    """Remove what an attempt that failed has left in the folder, or all of a checkpoint; gives None."""
 
     folder: str
+    whole: bool = False
 
 
 DiskTask = LockFolder | UnlockFolder | CheckFolder | WriteShard | WriteManifest | ReadManifest | ReadShards | Sweep

@@ -7,7 +7,7 @@ what it was at the beginning: whoever goes on training meanwhile must keep its h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,6 +55,8 @@ class Shelf:
     written: int = 0
     swept: set[str] = field(default_factory=set)
     """Folders of attempts that failed."""
+    torn: set[tuple[str, type[DiskTask]]] = field(default_factory=set)
+    """Folders of snapshots of which something does not have its checksum any more, and by what it is read."""
 
     def called_for(self) -> list[str]:
         """The folders of checkpoints that workers have called for: others are snapshots."""
@@ -97,7 +99,9 @@ class Shelf:
                     raise CheckpointError(FULL)  # by a scheduler that was killed before it could say so
                 assert not missing, f"{missing} are in the manifest of {work.folder} and not there"
                 self.manifests[work.folder] = work.manifest
+                self.torn = {one for one in self.torn if one[0] != work.folder}
                 self._sweep(work.folder)
+                self._prune(work)
             case ReadManifest() if work.folder not in self.manifests:
                 raise CheckpointError("there is no manifest")
             case ReadManifest():
@@ -105,6 +109,8 @@ class Shelf:
             case ReadShards():
                 return tuple(self._read(work.folder, one, work.contents) for one in work.wanted)
             case Sweep():
+                if work.whole:
+                    self.manifests.pop(work.folder, None)
                 self.swept.add(work.folder)
                 self._sweep(work.folder)
         return None
@@ -113,6 +119,13 @@ class Shelf:
         """Whether this is there already: written by a scheduler that was killed before it could say so."""
         present = self.manifests.get(work.folder)
         return isinstance(work, WriteManifest) and present is not None and work.manifest.shares_files_with(present)
+
+    def _prune(self, work: WriteManifest) -> None:
+        """Of snapshots as many stay as the folders of a real disk do: the one just written, and the highest others."""
+        if work.folder.startswith(SNAPSHOTS):
+            others = [one for one in self.manifests if one.startswith(SNAPSHOTS) and one != work.folder]
+            for folder in sorted(others, key=lambda one: self.manifests[one].step)[: 1 - work.keep]:
+                del self.manifests[folder]
 
     def _sweep(self, folder: str) -> None:
         named = {file.name for file in self.manifests[folder].files} if folder in self.manifests else set()
@@ -142,12 +155,18 @@ class SimulatedDisk(Disk):
         network: the clock, and chance.
         shelf: what is there.
         full: how probable it is that a work fails.
+        torn: how probable it is that a snapshot turns out to be torn when it is read.
+        may_be_torn: whether one of this folder may be, as another one can be read in its place.
     """
 
-    def __init__(self, network: Network, shelf: Shelf, full: float) -> None:
+    def __init__(
+        self, network: Network, shelf: Shelf, full: float, torn: float, may_be_torn: Callable[[str], bool]
+    ) -> None:
         self._network = network
         self._shelf = shelf
         self._full = full
+        self._torn = torn
+        self._may_be_torn = may_be_torn
         self._waiting: deque[tuple[DiskTask, Done]] = deque()
 
     def begin(self, work: DiskTask, done: Done) -> None:
@@ -171,6 +190,16 @@ class SimulatedDisk(Disk):
         before = _copied(work.slices) if isinstance(work, WriteShard) else ()
         self._network.after(self._network.random.uniform(0, WORK_S), lambda: self._end(before))
 
+    def _is_torn(self, work: ReadManifest | ReadShards) -> bool:
+        """Chance says so when its manifest, or its files, are read first."""
+        torn, one = self._shelf.torn, (work.folder, type(work))
+        if self._torn and one not in torn and self._may_be_torn(work.folder):
+            chance = self._torn if isinstance(work, ReadShards) else self._torn / 4
+            if self._network.random.random() < chance:
+                torn.add(one)
+                self._network.used["torn snapshot"] += 1
+        return one in torn
+
     def _end(self, before: tuple[SavedSlice, ...]) -> None:
         if not self._waiting:
             return
@@ -185,6 +214,8 @@ class SimulatedDisk(Disk):
         if may_fail and self._network.random.random() < self._full:
             self._network.used["full disk"] += 1
             done(None, FULL)
+        elif isinstance(work, ReadManifest | ReadShards) and self._is_torn(work):
+            done(None, f"{work.folder} is damaged")
         else:
             try:
                 done(self._shelf.perform(work), "")

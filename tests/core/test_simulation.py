@@ -933,7 +933,7 @@ def goes_on_before_the_cut(self: Shard[Any], versions: Any, read: Any) -> list[t
 def counts_what_is_torn(self: Rollback, sender: Member, message: SnapshotTaken) -> list[Effect]:
     """A snapshot is one as soon as a server has written its part."""
     effects = ORIGINAL_TAKEN(self, sender, message)
-    self.newest = self._making or self.newest
+    self.written += [] if self._making is None else [self._making]
     return effects
 
 
@@ -968,7 +968,7 @@ def says_what_is_under_way_is_counted(self: Transfers, server: int, message: Rew
 
 
 def forgets_what_was_lost_before(self: Transfers, server: int, message: Rewound, is_near: bool) -> Any:
-    self.slices.resumed[:] = 0
+    self.slices.lost_from[:] = self.slices.lost_to[:] = 0
     return ORIGINAL_RESUME(self, server, message, is_near)
 
 

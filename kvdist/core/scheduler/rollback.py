@@ -5,7 +5,8 @@ taken when it reaches version T, so it is one moment of the whole store, and nob
 its rank registers again, all servers read the newest snapshot, and all workers drop what they have asked for. Rules
 that hold here:
 
-* A snapshot is one when its manifest is written, and not before. What is torn is never read.
+* A snapshot is one when its manifest is written, and not before. What is torn is never read: all files are compared
+  with their checksums before any server goes back, and if one is damaged, the snapshot before is the newest.
 * No server goes back before every worker is quiet: has dropped what it had asked for, with nothing under way. So no
   push of before is counted after.
 * No worker goes on before every server has gone back.
@@ -220,7 +221,11 @@ class Rollback:
         self._next = now
         """When the next snapshot begins."""
         self._making: Snapshot | None = None
-        self.newest: Snapshot | None = None
+        self.written: list[Snapshot] = []
+        """Those to which all can go back, the newest last."""
+        self._useless: list[str] = []
+        """Folders of snapshots that are damaged, or of what is undone: they go before the next manifest is written, or
+        it would be older ones that go."""
         self.way_back: WayBack | None = None
         self.returning: dict[NodeId, Returning] = {}
         membership.restoring = self.returning
@@ -231,6 +236,11 @@ class Rollback:
         """The server that was lost last."""
 
     # Snapshots.
+
+    @property
+    def newest(self) -> Snapshot | None:
+        """The newest of which the manifest is written."""
+        return self.written[-1] if self.written else None
 
     @property
     def deadline(self) -> float:
@@ -301,7 +311,9 @@ class Rollback:
                 self._next = self._scheduler.now + LOOK_AGAIN_S
                 return effects
         making.is_written = True
-        return [Persist(making, WriteManifest(making.folder, self._manifest(making), KEPT))]
+        useless, self._useless = self._useless, []
+        goes = [Persist(None, Sweep(folder, whole=True)) for folder in useless if folder != making.folder]
+        return [*goes, Persist(making, WriteManifest(making.folder, self._manifest(making), KEPT))]
 
     def _manifest(self, making: Snapshot) -> Manifest:
         description = self._keys.optimizers[making.store].description
@@ -345,7 +357,7 @@ class Rollback:
             return []
         if failure:
             return self._failed(making, failure) + self.advance(now)
-        self.newest, self._making = making, None
+        self.written, self._making = [*self.written, making][-KEPT:], None
         self._next = now + self._pause_s(now - making.begun_at)
         return self.advance(now)
 
@@ -392,6 +404,8 @@ class Rollback:
         self._is_locking = bool(recalled.found)
         if self._is_locking:
             return [Persist(recalled, ReadManifest(recalled.found[0][0]))]
+        if self.newest is not None:
+            return [Log(f"the newest snapshot is that of step {self.newest.version}: all can go back to it")]
         return [Log("no snapshot is known any more: until there is a new one, the loss of a server ends the job")]
 
     def _recalled(self, recalled: Recalled, event: Persisted, now: float) -> list[Effect]:
@@ -401,15 +415,15 @@ class Rollback:
         names = {one.file.name for one in taken.values()} - {""}
         if store is None or not isinstance(manifest, Manifest) or {file.name for file in manifest.files} != names:
             return self._look_at(recalled)
-        self._is_locking, self._next, self._run = False, now, manifest.run
+        self._next, self._run = now, manifest.run
         known = (manifest.keys, now, taken, manifest.data)
-        self.newest = Snapshot(store, manifest.step, folder, *known, is_written=True, gone=self._gone)
+        self.written.insert(0, Snapshot(store, manifest.step, folder, *known, is_written=True, gone=self._gone))
         self._last = max(self._last, manifest.step)
-        return [Log(f"the newest snapshot is that of step {manifest.step}: all can go back to it")]
+        return self._look_at(recalled)
 
     def forget(self) -> None:
         """The store was loaded: what was before is not to come back."""
-        self.newest = self._making = None
+        self.written, self._making = [], None
         self._next = self._scheduler.now
 
     # The way back.
@@ -419,11 +433,13 @@ class Rollback:
         complete = self._complete()
         if complete is None:
             return "there is no snapshot yet"
-        kept = {key.key for key in complete.keys}
+        return self._lacks(complete) or ("" if self._membership.there else "no worker is left that could go on")
+
+    def _lacks(self, snapshot: Snapshot) -> str:
+        """Which key is not in it; '' if all are."""
+        kept = {key.key for key in snapshot.keys}
         new = [key.key for store in self._keys.optimizers for key in self._keys.saved(store) if key.key not in kept]
-        if new:
-            return f"{name_of(new[0])} was initialised after the last snapshot"
-        return "" if self._membership.there else "no worker is left that could go on"
+        return f"{name_of(new[0])} was initialised after the last snapshot" if new else ""
 
     def _complete(self) -> Snapshot | None:
         """The newest snapshot, or the one whose files are all there and whose manifest is being written."""
@@ -435,8 +451,9 @@ class Rollback:
         self._lost = lost
         to = self._complete()
         assert to is not None
-        if self._making is not to:
-            self._making = None  # it is of what is dropped now, even if its manifest is being written
+        if self._making is not None and self._making is not to:  # it is of what is dropped now
+            self._useless += [self._making.folder] if self._making.is_written else []
+            self._making = None
         noted: list[Effect] = []
         if self.leases is not None:
             self.leases.go_back(to.position)
@@ -513,7 +530,7 @@ class Rollback:
             assert isinstance(event.product, Manifest)
             failure = self._misfit(event.product, back.to)
         if failure:
-            return self._hopeless(back.to, failure)
+            return self._without(back.to, failure)
         return self._questions.ask(
             lambda request: Restore(request, back.to.store, back.to.folder, EVERYTHING),
             lambda reason: self._read(back, reason),
@@ -532,14 +549,25 @@ class Rollback:
         if back is not self.way_back:
             return []
         if failure:
-            return self._hopeless(back.to, failure)
+            return self._without(back.to, failure)
         back.is_read = True
         return self._advance(self._scheduler.now)
 
-    def _hopeless(self, to: Snapshot, failure: str) -> list[Effect]:
+    def _without(self, damaged: Snapshot, failure: str, one: Returning | None = None) -> list[Effect]:
+        """A snapshot cannot be read: all go back to the one before it, or this server alone does."""
         assert self._lost is not None
-        cause = f"the snapshot {to.folder} cannot be read: {failure}"
-        return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}")
+        if damaged in self.written:
+            self.written.remove(damaged)
+            self._useless.append(damaged.folder)
+        cause, before = f"the snapshot {damaged.folder} cannot be read: {failure}", self._complete()
+        obstacle = "there is none before it" if before is None else self._lacks(before)
+        if before is None or obstacle:
+            return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}; {obstacle}")
+        told = Log(f"{cause}; the one before it, of step {before.version}, takes its place")
+        if one is None:
+            return [told, *self.begin(self._lost, self._scheduler.now)]
+        one.to = None
+        return [told, *self._return(one)]
 
     def _ended(self, back: WayBack, now: float) -> list[Effect]:
         if back is not self.way_back:
@@ -566,7 +594,8 @@ class Rollback:
 
     def examples_of(self, incarnation: int) -> int:
         """How many examples of a worker are in a snapshot to which a server may go back alone."""
-        written = [one for one in (self.newest, self._making) if one is not None and one.is_written]
+        found = [*self.written, self._making, *(one.to for one in self.returning.values())]
+        written = [one for one in found if one is not None and one.is_written]
         return max([one.trained.get(incarnation, 0) for one in written if self.is_partial], default=0)
 
     def missed(self, sender: Member, message: Missed) -> list[Effect]:
@@ -608,13 +637,13 @@ class Rollback:
             assert isinstance(event.product, Manifest)
             failure = self._misfit(event.product, to)
         if failure:
-            return self._hopeless(to, failure)
+            return self._without(to, failure, one)
 
         def read(failure: str) -> list[Effect]:
             if self.returning.get(one.lost.node) is not one:
                 return []
             if failure:
-                return self._hopeless(to, failure)
+                return self._without(to, failure, one)
             one.silent = set(self._membership.there.values())
             taken = next(said for member, said in to.taken.items() if member.node == one.lost.node)
             where = (one.number, taken.ids, taken.versions)

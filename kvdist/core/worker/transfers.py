@@ -219,8 +219,8 @@ class SliceTable:
     """What a worker knows of each slice: its pushes, the newest version seen, what waits in line. Grows with keys."""
 
     _COLUMNS = (
-        *("pushed", "examples", "resumed", "versions", "aggregated", "is_lockstep"),
-        *("_delegated", "_delegated_run", "_busy"),
+        *("pushed", "examples", "versions", "aggregated", "is_lockstep"),
+        *("_delegated", "_delegated_run", "_busy", "lost_from", "lost_to", "_earlier_from", "_earlier_to"),
     )
 
     def __init__(self) -> None:
@@ -228,8 +228,12 @@ class SliceTable:
         """Pushes submitted by the user's thread so far."""
         self.examples: U32 = np.zeros(0, np.uint32)
         """How many examples they sum, of those that say it."""
-        self.resumed: U32 = np.zeros(0, np.uint32)
-        """Of slices whose server was lost alone: how many pushes were counted then. What was lost of them is known."""
+        self.lost_from: U32 = np.zeros(0, np.uint32)
+        self.lost_to: U32 = np.zeros(0, np.uint32)
+        """Of slices whose server was lost alone: of the pushes that were counted those from here to there are lost."""
+        self._earlier_from: U32 = np.zeros(0, np.uint32)
+        self._earlier_to: U32 = np.zeros(0, np.uint32)
+        """The same of the time before: the newest snapshot may be damaged, and nobody goes back further than by two."""
         self.versions: U32 = np.zeros(0, np.uint32)
         """The newest version seen."""
         self.aggregated: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -267,6 +271,22 @@ class SliceTable:
         """These slices are at these versions, and have as many pushes of this worker."""
         self.begin_at(ids, versions)
         self.versions[ids] = versions
+
+    def lose(self, ids: U32, has: U32, counted: U32) -> npt.NDArray[np.int64]:
+        """A server that was lost alone has so many pushes, where so many had been counted.
+
+        Returns:
+            Of each slice how many that lacks, without those that were lost before.
+        """
+        first, last = has.astype(np.int64), counted.astype(np.int64)
+        missed = np.maximum(last - first, 0)
+        for since, until in ((self.lost_from, self.lost_to), (self._earlier_from, self._earlier_to)):
+            missed -= np.maximum(until[ids] - np.maximum(since[ids], first), 0)
+        stays, was_there = self.lost_from[ids] < has, self._earlier_from[ids] < has
+        for earlier, column in ((self._earlier_from, self.lost_from), (self._earlier_to, self.lost_to)):
+            earlier[ids] = np.where(stays, column[ids], earlier[ids] * was_there)
+        self.lost_from[ids], self.lost_to[ids] = has, counted
+        return missed
 
     def enter(self, run: Run) -> RunPart | None:
         """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
@@ -484,15 +504,15 @@ class Transfers:
         ids, slices = message.ids, self.slices
         slices.grow(int(ids.max(initial=0)) + 1)
         counted, examples = slices.counted_pushes(), slices.examples.copy()
-        missed = counted[ids].astype(np.int64) - np.maximum(message.steps, slices.resumed[ids])
-        slices.resumed[ids], slices.versions[ids] = counted[ids], message.versions
+        missed = slices.lose(ids, message.steps, counted[ids])
+        slices.versions[ids] = message.versions
         for run in [run for run in self._runs.values() if run.plan.server == server]:
             run.versions = np.minimum(run.versions, slices.versions[run.plan.ids])
             if run.samples and run.kind.pushes:
                 examples[run.plan.ids] -= np.uint32(run.samples) * (counted[run.plan.ids] <= run.steps)
         self.add_server(server, is_near)
         self.send_again(server, is_near)
-        return Resume(ids, counted[ids], examples[ids]), np.maximum(missed, 0)
+        return Resume(ids, counted[ids], examples[ids]), missed
 
     def take_aggregated(self) -> list[RunPart]:
         """Remove and return what may leave and is summed on this host first."""
