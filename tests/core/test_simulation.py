@@ -16,12 +16,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvdist.checkpoint.snapshot import CountedPushes, SavedSlice
+from kvdist.checkpoint.snapshot import CountedPushes, ReadManifest, SavedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.agreement import Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import NEVER, ChildEnded, Effect, Send
+from kvdist.core.machine import NEVER, ChildEnded, Effect, Persist, Send
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
 from kvdist.core.scheduler.checkpoints import Checkpoints, LoadUnderWay, SaveUnderWay
@@ -31,7 +31,7 @@ from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.core.scheduler.recovery import Call, Memories, ReturnedScheduler
-from kvdist.core.scheduler.rollback import Rollback
+from kvdist.core.scheduler.rollback import Rollback, Snapshot, WayBack
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import replica, shard, snapshots
 from kvdist.core.server.block import Block, BlockRows, Blocks, Contribution
@@ -128,14 +128,19 @@ FAULTS = {
     "goes on in a storm": ("crash", "cut", "lost", "duplicated"),
     "goes back with full disks": ("crash", "went back", "full disk"),
     **{
-        name: ("crash", "started again", "went back")
-        for name in SCENARIOS
+        name: ("crash", "started again", "went back", *(("torn snapshot",) if scenario.torn else ()))
+        for name, scenario in SCENARIOS.items()
         if name.startswith("goes back") and not name.endswith("disks") and "alone" not in name
     },
     **{
         name: ("crash", "started again", "lost with a server", *(("lost", "cut") if scenario.weather is STORM else ()))
         for name, scenario in SCENARIOS.items()
-        if "back alone" in name
+        if "back alone" in name and not scenario.torn
+    },
+    **{
+        name: ("crash", "started again", "lost with a server", "torn snapshot")
+        for name, scenario in SCENARIOS.items()
+        if "back alone" in name and scenario.torn
     },
     "goes back alone with full disks": ("crash", "started again", "lost with a server", "full disk"),
     "goes back alone after its scheduler": ("crash", "return", "started again", "lost with a server"),
@@ -951,6 +956,8 @@ def keeps_what_it_counted(self: Round[Any, Any], version: int, there: Mapping[in
 
 ORIGINAL_REWOUND = Worker._rewound
 ORIGINAL_RESUME = Transfers.resume
+ORIGINAL_READ_BACK = Rollback._read
+ORIGINAL_SLICES_LOSE = SliceTable.lose
 ORIGINAL_REWIND = Worker._rewind
 ORIGINAL_TAKEN = Rollback.taken
 ORIGINAL_DROP_ALL = Checkpoints.drop_all
@@ -989,6 +996,30 @@ def writes_no_counters(self: Snapshots, round_: Round[Any, Any]) -> CountedPushe
 
 def knows_no_examples_of_the_lost(self: Rollback, incarnation: int) -> int:
     return 0
+
+
+def reads_what_is_torn(self: Rollback, back: WayBack, failure: str) -> list[Effect]:
+    return ORIGINAL_READ_BACK(self, back, "")
+
+
+def goes_further_back_in_silence(self: Rollback, damaged: Snapshot, failure: str, one: Any = None) -> list[Effect]:
+    """Workers think that all go back to the newest snapshot."""
+    self.written.remove(damaged)
+    back, to = self.way_back, self.newest
+    assert back is not None and to is not None
+    back.to, back.request = to, -1
+    return [Persist(back, ReadManifest(to.folder))]
+
+
+def leaves_what_is_torn(self: Rollback, sender: Member, message: SnapshotTaken) -> list[Effect]:
+    """Older snapshots go in the place of damaged ones."""
+    self._useless.clear()
+    return ORIGINAL_TAKEN(self, sender, message)
+
+
+def forgets_what_was_lost_long_before(self: SliceTable, ids: Any, has: Any, counted: Any) -> Any:
+    self._earlier_to[:] = 0
+    return ORIGINAL_SLICES_LOSE(self, ids, has, counted)
 
 
 def knows_one_version(self: Round[Any, Any], pull: PullRequest) -> bool:
@@ -1189,6 +1220,22 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "a snapshot is of many moments": ("goes back", [(shard, "_is_in_step", takes_slices_as_they_are)]),
     "a torn snapshot counts": ("goes back", [(Rollback, "taken", counts_what_is_torn)]),
+    "what was read of a torn snapshot counts": (
+        "goes back from torn snapshots",
+        [(Rollback, "_read", reads_what_is_torn)],
+    ),
+    "workers do not hear that a snapshot is torn": (
+        "goes back from torn snapshots",
+        [(Rollback, "_without", goes_further_back_in_silence)],
+    ),
+    "torn snapshots stay in the place of good ones": (
+        "goes back from torn snapshots again and again",
+        [(Rollback, "taken", leaves_what_is_torn)],
+    ),
+    "what was lost long before is said to be lost again": (
+        "goes back alone from torn snapshots again and again",
+        [(SliceTable, "lose", forgets_what_was_lost_long_before)],
+    ),
     "a server refuses workers that it does not know yet": (
         "goes back without both servers",
         [(Server, "refuses", refuses_early_words)],

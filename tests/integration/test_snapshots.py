@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +23,31 @@ while os.environ.get("KVDIST_RESTARTS", "0") != "0" and not pathlib.Path(__file_
     time.sleep(0.01)
 """
 """Servers that are started again wait until the worker is dead."""
+
+
+FULL = """
+from pathlib import Path
+from kvdist import kv
+from kvdist.checkpoint import folders
+kv.register_command(1)(lambda head, body, rank: None)
+written = folders.write_slices
+def write_slices(*arguments):
+    if Path(__file__).with_name("full").exists():
+        raise OSError(28, "No space left on device")
+    return written(*arguments)
+folders.write_slices = write_slices
+"""
+"""Servers cannot write while the file "full" is there, so no snapshot is newer than those that are."""
+
+
+def flipped(content: bytes) -> bytes:
+    bit = random.randrange(8 * len(content))
+    changed = content[bit // 8] ^ 1 << bit % 8
+    return content[: bit // 8] + bytes([changed]) + content[bit // 8 + 1 :]
+
+
+def cut_off(content: bytes) -> bytes:
+    return content[: random.randrange(len(content))]
 
 
 def launched(job, tmp_path, *more, options=()):
@@ -131,3 +158,58 @@ def test_of_a_dist_async_store_a_killed_server_alone_goes_back_and_the_loss_that
     assert lost.keys() == set(range(WORKERS)) and min(lost.values()) >= 20, said
     ends = set(re.findall(r"(first|second) ended with (\[.*\])", launcher.text))
     assert ends == {("first", str([100] * WORKERS)), ("second", str([100 - lost[0], 100 - lost[1]]))}, job.transcript()
+
+
+def with_two_snapshots(job, tmp_path):
+    """A ``dist_async`` job with two snapshots or more, none of which is being written: it and their folders."""
+    (tmp_path / "full.py").write_text(FULL)
+    options = [*OPTIONS, "--snapshots", str(tmp_path / "snapshots")]
+    options += ["--server-module", "full", "--env", f"PYTHONPATH={tmp_path}"]
+    root = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path)}
+    launcher = job.launch(WORKERS, 2, "snapshots_async.py", str(tmp_path), options=options, **EVERY, **root)
+    folders = tmp_path / "snapshots"
+    job.wait(lambda: len([*folders.glob("step-*/manifest.json")]) > 1, "there are two snapshots")
+    (tmp_path / "full").touch()
+    job.line("launcher", "was not made, training goes on")
+    (tmp_path / "snapshot").touch()
+    job.wait(lambda: len(launcher.lines_with("waits for go")) == WORKERS, "all have made 25 steps")
+    complete = sorted(int(one.parent.name.partition("-")[2]) for one in folders.glob("step-*/manifest.json"))
+    return launcher, [folders / f"step-{step}" for step in complete]
+
+
+def tear(folder: Path, damage) -> str:
+    """Damage the file of server 1, and return its name."""
+    (path,) = folder.glob("server-1-*.safetensors")
+    path.write_bytes(damage(path.read_bytes()))
+    return path.name
+
+
+@pytest.mark.parametrize("damage", [flipped, cut_off])
+def test_where_the_newest_snapshot_is_torn_the_one_before_it_takes_its_place(job, tmp_path, damage):
+    launcher, folders = with_two_snapshots(job, tmp_path)
+    name = tear(folders[-1], damage)
+    job.kill("server-1")
+    (tmp_path / "go").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    (told,) = launcher.lines_with(f"{folders[-1]} cannot be read: ")
+    assert name in told, told
+    step = folders[-2].name.replace("-", " ")
+    (said,) = launcher.lines_with(f"goes on from the snapshot of {step},")
+    lost = {int(rank): int(count) for count, rank in re.findall(r"(\d+) of worker-(\d)", said)}
+    ends = set(re.findall(r"second ended with (\[.*\])", launcher.text))
+    assert ends == {str([100 - lost[0], 100 - lost[1]])}, job.transcript()
+
+
+def test_where_each_snapshot_is_torn_the_job_ends_and_names_the_file(job, tmp_path):
+    launcher, folders = with_two_snapshots(job, tmp_path)
+    names = [tear(folder, cut_off) for folder in folders]
+    job.kill("server-1")
+    (tmp_path / "go").touch()
+    job.finish()
+    assert launcher.code not in (0, None), job.transcript()
+    newest, *_ = launcher.lines_with(f"{folders[1]} cannot be read: ")
+    assert names[1] in newest, job.transcript()
+    ended = launcher.lines_with(f"PeerLostError: server-1 was lost, and the snapshot {folders[0]} cannot be read: ")
+    assert len(ended) == WORKERS, job.transcript()
+    assert all(names[0] in line and "there is none before it" in line for line in ended), job.transcript()

@@ -186,6 +186,38 @@ def test_servers_that_are_killed_one_after_the_other_come_back_and_get_copies_wh
     assert masks_of(job, 0) == masks_of(job, 1) == {0: [ALL], 1: [ALL]}, job.transcript()
 
 
+SHORT = """
+import os
+from pathlib import Path
+from kvdist import kv
+from kvdist.core.server import replica
+kv.register_command(1)(lambda head, body, rank: None)
+fill = replica.Copy._fill
+def short_of_memory(self, message):
+    if os.environ.get("KVDIST_RESTARTS") == "1":
+        raise MemoryError("Unable to allocate 4.00 MiB")
+    fill(self, message)
+replica.Copy._fill = short_of_memory
+"""
+"""A server that was started again once has no memory for copies; the second time it has."""
+
+
+def test_a_server_that_has_no_memory_for_a_copy_says_so_and_the_job_goes_on_without_it(job, tmp_path):
+    (tmp_path / "short.py").write_text(SHORT)
+    options = [*GOES_ON, "--replicas", "1", "--restart", "9", "--server-module", "short"]
+    options += ["--env", f"PYTHONPATH={tmp_path}"]
+    launcher = job.launch(2, 2, "survival.py", "servers_come_back", str(tmp_path), "1", "dist", options=options)
+    job.line("launcher", "stage 0", count=2)
+    job.kill("server-1")
+    told = job.line("launcher", "was lost: it has no memory for a copy of what server-0 has: use more servers")
+    assert "server-1" in told, told
+    job.line("launcher", "the job survives a loss of server-0 again")
+    (tmp_path / "filled-0").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert masks_of(job, 0) == masks_of(job, 1) == {0: [ALL], 1: [ALL]}, job.transcript()
+
+
 def is_prefix(mask):
     """Whether these are the first pushes, without a gap."""
     return mask & (mask + 1) == 0

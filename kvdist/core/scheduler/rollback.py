@@ -452,7 +452,9 @@ class Rollback:
         to = self._complete()
         assert to is not None
         if self._making is not None and self._making is not to:  # it is of what is dropped now
-            self._useless += [self._making.folder] if self._making.is_written else []
+            if self._making.is_written:  # it takes the place of the oldest
+                self._useless.append(self._making.folder)
+                self.written = self.written[1 - KEPT :]
             self._making = None
         noted: list[Effect] = []
         if self.leases is not None:
@@ -563,7 +565,7 @@ class Rollback:
         obstacle = "there is none before it" if before is None else self._lacks(before)
         if before is None or obstacle:
             return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}; {obstacle}")
-        told = Log(f"{cause}; the one before it, of step {before.version}, takes its place")
+        told = Log(f"{cause}; that of step {before.version} takes its place")
         if one is None:
             return [told, *self.begin(self._lost, self._scheduler.now)]
         one.to = None

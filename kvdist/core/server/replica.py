@@ -572,9 +572,14 @@ class ReplicatedServer(Server):
             return []
         while len(self._filling) < FILLS_AHEAD and (self.dense.alone or self.sparse.alone):
             shard: _Replicated = self.dense if self.dense.alone else self.sparse
-            for holder in shard.beside(next(iter(shard.alone))):
-                for message, token in shard.fills(holder):
-                    self._tell(message, token)
+            try:
+                fills = [one for holder in shard.beside(next(iter(shard.alone))) for one in shard.fills(holder)]
+            except MemoryError:
+                self.dense.be_alone()
+                self.sparse.be_alone()
+                return _short_of_memory(f"to copy its slices to {self._backup}")
+            for message, token in fills:
+                self._tell(message, token)
             self._filling.append(self._told + len(self._log))
         self.dense.blocks.may_merge = not self.dense.alone
         if self._is_whole or self._filling or self.dense.alone or self.sparse.alone:
@@ -610,7 +615,11 @@ class ReplicatedServer(Server):
                 self._early.add(said)
             if not said[1] and isinstance(message, Assign | SetOptimizer):
                 super().handle(SCHEDULER_MEMBER, message, now)  # this server may be new, and not know of it either
-        self.copy.hear(message, now)
+        try:
+            self.copy.hear(message, now)
+        except MemoryError:
+            self.copy = None
+            return _short_of_memory(f"for a copy of what {sender} has")
         self._heard += 1
         return [Send(sender, Replicated(self._heard)), *self._published(self._fill())]
 
@@ -695,6 +704,12 @@ class ReplicatedServer(Server):
 def _owned(message: Roster, rank: int, num_servers: int) -> tuple[int, ...]:
     """The slices of which servers, as placement names them, this one has."""
     return tuple(number for number, owner in enumerate(message.owners or range(num_servers)) if owner == rank)
+
+
+def _short_of_memory(what_for: str) -> list[Effect]:
+    """Leave: a copy that lacks something must not be taken over, and nobody is to wait for it."""
+    reason = f"it has no memory {what_for}: use more servers, or leave out --replicas"
+    return [Send(SCHEDULER_MEMBER, Goodbye(0, reason))]
 
 
 def _said(message: Message) -> Said:
