@@ -412,3 +412,17 @@ def test_a_manifest_that_is_there_already_needs_no_room(tmp_path, monkeypatch):
     monkeypatch.undo()
     save(tmp_path, 3, value=4)
     assert restored(tmp_path, 3) == 4, "another attempt has other files"
+
+
+@pytest.mark.parametrize("manifest", [None, '{"format": "kvdist checkpoint", '])
+def test_a_checkpoint_that_is_removed_as_a_whole_leaves_nothing_but_what_others_have_put_there(tmp_path, manifest):
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    if manifest is not None:
+        (tmp_path / "step-2" / NAME).write_text(manifest)
+    perform(Sweep(str(tmp_path / "step-2"), whole=True))
+    assert not (tmp_path / "step-2").exists() and complete_steps(tmp_path) == [1]
+    (tmp_path / "step-1" / "notes").write_bytes(b"x")
+    perform(Sweep(str(tmp_path / "step-1"), whole=True))
+    assert [path.name for path in (tmp_path / "step-1").iterdir()] == ["notes"]
+    perform(Sweep(str(tmp_path / "step-3"), whole=True))

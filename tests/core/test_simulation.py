@@ -957,7 +957,6 @@ def keeps_what_it_counted(self: Round[Any, Any], version: int, there: Mapping[in
 ORIGINAL_REWOUND = Worker._rewound
 ORIGINAL_RESUME = Transfers.resume
 ORIGINAL_READ_BACK = Rollback._read
-ORIGINAL_SLICES_LOSE = SliceTable.lose
 ORIGINAL_REWIND = Worker._rewind
 ORIGINAL_TAKEN = Rollback.taken
 ORIGINAL_DROP_ALL = Checkpoints.drop_all
@@ -1015,11 +1014,6 @@ def leaves_what_is_torn(self: Rollback, sender: Member, message: SnapshotTaken) 
     """Older snapshots go in the place of damaged ones."""
     self._useless.clear()
     return ORIGINAL_TAKEN(self, sender, message)
-
-
-def forgets_what_was_lost_long_before(self: SliceTable, ids: Any, has: Any, counted: Any) -> Any:
-    self._earlier_to[:] = 0
-    return ORIGINAL_SLICES_LOSE(self, ids, has, counted)
 
 
 def knows_one_version(self: Round[Any, Any], pull: PullRequest) -> bool:
@@ -1231,10 +1225,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "torn snapshots stay in the place of good ones": (
         "goes back from torn snapshots again and again",
         [(Rollback, "taken", leaves_what_is_torn)],
-    ),
-    "what was lost long before is said to be lost again": (
-        "goes back alone from torn snapshots again and again",
-        [(SliceTable, "lose", forgets_what_was_lost_long_before)],
     ),
     "a server refuses workers that it does not know yet": (
         "goes back without both servers",

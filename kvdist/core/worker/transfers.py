@@ -279,7 +279,7 @@ class SliceTable:
             Of each slice how many that lacks, without those that were lost before.
         """
         first, last = has.astype(np.int64), counted.astype(np.int64)
-        missed = np.maximum(last - first, 0)
+        missed: npt.NDArray[np.int64] = np.maximum(last - first, 0)
         for since, until in ((self.lost_from, self.lost_to), (self._earlier_from, self._earlier_to)):
             missed -= np.maximum(until[ids] - np.maximum(since[ids], first), 0)
         stays, was_there = self.lost_from[ids] < has, self._earlier_from[ids] < has
