@@ -100,6 +100,8 @@ class Shelf:
                 assert not missing, f"{missing} are in the manifest of {work.folder} and not there"
                 self.manifests[work.folder] = work.manifest
                 self.torn = {one for one in self.torn if one[0] != work.folder}
+                left = sorted({folder for folder, _ in self.torn} & self.manifests.keys())
+                assert not left, f"{left} would stay in the place of good ones"
                 self._sweep(work.folder)
                 self._prune(work)
             case ReadManifest() if work.folder not in self.manifests:

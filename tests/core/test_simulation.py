@@ -1223,7 +1223,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Rollback, "_without", goes_further_back_in_silence)],
     ),
     "torn snapshots stay in the place of good ones": (
-        "goes back from torn snapshots again and again",
+        "goes back from torn snapshots",
         [(Rollback, "taken", leaves_what_is_torn)],
     ),
     "a server refuses workers that it does not know yet": (
