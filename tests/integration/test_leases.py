@@ -86,6 +86,19 @@ def test_every_example_is_counted_once_when_the_scheduler_and_workers_are_killed
     assert counts.get((1, 1), 0) >= examples - in_part * BATCH, "only what is said to count in part does"
 
 
+@pytest.mark.slow
+def test_copies_of_servers_know_how_many_examples_are_in_the_weights(job):
+    options = [*GOES_ON, "--replicas", "1", "--restart", "9"]
+    launcher = job.launch(3, 3, "leases.py", "6000", "1", str(BATCH), "0", "dist", "{1: 400}", options=options)
+    job.line("launcher", "w0 │ has ")
+    job.kill("server-1")
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("server-1 was started 2 times; it was killed by signal 9"), "the fault"
+    _, counts = found(job)  # each worker has compared its weights with `samples_seen`
+    assert sum(counts.values()) == 6_000 and all(max(both) == 1 for both in counts)
+
+
 @pytest.mark.parametrize("batches", [BATCHES_PER_LEASE - 1, BATCHES_PER_LEASE])
 def test_who_gets_sigterm_leaves_with_nothing_but_its_leases_and_exit_code_0(job, batches):
     launcher = job.launch(3, 1, "leases.py", "4000", "1", str(BATCH), "0", "dist", "{}", TERMINATED=f"{batches}")
