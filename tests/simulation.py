@@ -810,7 +810,8 @@ def _starts_again(cluster: Cluster, name: str) -> bool:
         reasons = ("was started again before", "its connection closed and did not come back")
         machine = cluster.processes[name].node.machine
         is_unknown = isinstance(machine, Worker) and not machine.joining.complete
-        return is_unknown and isinstance(failure, PeerLostError) and any(one in str(failure) for one in reasons)
+        if is_unknown and isinstance(failure, PeerLostError) and any(one in str(failure) for one in reasons):
+            return True
     if user is None or not user.life:
         return False
     reason = "while this worker was joining" if cluster.scenario.replicas else "while it joined"
@@ -1311,6 +1312,18 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "leases on replicas and a scheduler that returns": replace(
         LEASES_RETURN, num_servers=3, replicas=1, victims=("server-1",), later="scheduler", saves=0.0
+    ),
+    "leases and newcomers on replicas and a scheduler that returns": replace(
+        LEASES_JOIN,
+        num_servers=3,
+        replicas=1,
+        victims=("server-1", "worker-1"),
+        later="scheduler",
+        lives=2,
+        examples=120,
+        spread_s=0.3,
+        returns_s=0.4,
+        saves=0.0,
     ),
     "leases and a scheduler that returns": replace(LEASES_RETURN, victims=("scheduler",)),
     "leases and a scheduler that returns twice": replace(LEASES_RETURN, victims=("scheduler",) * 3, returns_s=0.1),

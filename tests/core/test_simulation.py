@@ -161,7 +161,10 @@ FAULTS = {
         for name, scenario in SCENARIOS.items()
         if name.startswith("leases and newcomers")
     },
-    "leases and newcomers and a scheduler that returns": ("crash", "return", "started again", "joined"),
+    **{
+        f"leases and newcomers{how} and a scheduler that returns": ("crash", "return", "started again", "joined")
+        for how in ("", " on replicas")
+    },
     "replicas and a zombie": ("pause", "fenced"),
     "replicas and a scheduler that returns": ("crash", "return"),
     **{
@@ -307,6 +310,7 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "leases and a leaver",
     "leases and a scheduler that dies with workers",
     "leases and a scheduler that returns to the end",
+    "leases and newcomers on replicas and a scheduler that returns",
     "leases async",
     "leases on hosts",
     "leases of all but one",
