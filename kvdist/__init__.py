@@ -40,7 +40,7 @@ from kvdist.version import __version__
 
 if TYPE_CHECKING:
     from kvdist import collective, horovod, kv, lr_scheduler, optimizer, profiler
-    from kvdist.config.policies import LocalSteps, diloco, local_sgd
+    from kvdist.config.policies import LocalSteps, Quota, diloco, local_sgd, quota
     from kvdist.kvstore.base import KVStore
     from kvdist.kvstore.checkpoints import Checkpoint
     from kvdist.kvstore.rowsparse import LazyRows, RowSparse
@@ -78,6 +78,7 @@ __all__ = [
     "ProtocolError",
     "PushRefused",
     "QueueSampler",
+    "Quota",
     "RankLostError",
     "Replicas",
     "RolledBackError",
@@ -94,6 +95,7 @@ __all__ = [
     "lr_scheduler",
     "optimizer",
     "profiler",
+    "quota",
     "replicate",
     "split_and_load",
     "split_data",
@@ -109,12 +111,14 @@ _NAMES = {
     "LazyRows": "kvdist.kvstore.rowsparse",
     "LocalSteps": "kvdist.config.policies",
     "QueueSampler": "kvdist.training.queue_sampler",
+    "Quota": "kvdist.config.policies",
     "Replicas": "kvdist.training.replicas",
     "RowSparse": "kvdist.kvstore.rowsparse",
     "SplitSampler": "kvdist.training.data",
     "Trainer": "kvdist.training.trainer",
     "diloco": "kvdist.config.policies",
     "local_sgd": "kvdist.config.policies",
+    "quota": "kvdist.config.policies",
     "replicate": "kvdist.training.replicas",
     "split_and_load": "kvdist.training.data",
     "split_data": "kvdist.training.data",

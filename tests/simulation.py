@@ -95,6 +95,7 @@ class Scenario:
     tables: whether there are tables of rows, too.
     examples: how many examples the data has that workers lease; 0 for rounds without data.
     means: after which rounds workers average a number, in a store of its own.
+    quota: after how many examples of all workers a round is due; 0: at once.
     full: how probable it is that a work of a disk fails.
     torn: how probable it is that the newest snapshot is damaged, where there is one before it.
     encodes: how probable it is that a push of float32 travels encoded; unless it is 0, values come back as halves.
@@ -128,6 +129,7 @@ class Scenario:
     tables: bool = False
     examples: int = 0
     means: Sequence[int] = ()
+    quota: int = 0
     full: float = 0.04
     torn: float = 0.0
     encodes: float = 0.0
@@ -381,6 +383,7 @@ def _build(cluster: Cluster) -> None:
         scenario.examples,
         scenario.means,
         scenario.on_loss == "wait",
+        scenario.quota,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
     oracle.books.is_void = partial(_has_given_up, cluster)
@@ -976,6 +979,9 @@ FILLS = replace(
 
 HURRIES = replace(FILLS, hurries=True, lives=6, num_workers=2, spread_s=0.2, weather=Weather(delay_s=0.02))
 
+QUOTA = replace(GOING_ON, quota=20, holds=False, again=(0.02, 0.4), saves=0.0)
+"""Rounds are in step, and of unequal parts. Server 0 counts."""
+
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
 LEASES_JOIN = replace(LEASES, again=(0.02, 0.4), spread_s=0.05, weather=Weather(delay_s=0.02))
 LEASES_RETURN = replace(LEASES, spread_s=0.3, returns_s=0.6, weather=Weather(delay_s=0.01))
@@ -1079,6 +1085,22 @@ SCENARIOS: dict[str, Scenario] = {
     "short pause": Scenario(victims=("server-1",), pause_s=2.5),
     "long pause": Scenario(num_workers=3, rounds=5, victims=("worker-2",), pause_s=8.0),
     "rows": Scenario(num_workers=3, rounds=6, tables=True, saves=0.0),
+    "quota": replace(QUOTA, again=None, rounds=8),
+    "quota in a storm": replace(QUOTA, again=None, weather=STORM, limits=STORM_LIMITS),
+    "quota and a dead worker": replace(QUOTA, again=None, victims=("worker-1",)),
+    "quota and newcomers": replace(QUOTA, victims=("worker-1", "worker-0"), rounds=12, weather=JOINING.weather),
+    "quota and workers that are waited for": replace(QUOTA, victims=("worker-1",), rounds=12, on_loss="wait"),
+    "quota and a dead server": replace(
+        QUOTA, again=None, num_servers=3, replicas=1, victims=("server-0",), fault_round=2, spread_s=0.3, weather=SLOW
+    ),
+    "quota and servers that die in a storm": replace(
+        QUOTA, again=None, num_servers=3, replicas=1, victims=("server-0",), spread_s=0.3, weather=STORM,
+        limits=STORM_LIMITS,
+    ),
+    "quota goes back": replace(GOES_BACK, quota=20, victims=("server-1",)),
+    "quota and a scheduler that returns": replace(
+        QUOTA, again=None, num_workers=3, returns_s=1.5, victims=("scheduler",)
+    ),
     "goes on": replace(GOING_ON, victims=("worker-1",)),
     "goes on without rank 0": replace(GOING_ON, victims=("worker-0",)),
     "goes on without two": replace(GOING_ON, victims=("worker-1", "worker-3")),

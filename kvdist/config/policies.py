@@ -1,17 +1,24 @@
 """Policies: what workers exchange, and how often. For ``kv.create('dist', policy=…)``, ``--policy``, `KVDIST_POLICY`.
 
 Without one, workers push a gradient in each step. With `local_sgd` and `diloco` each makes steps of its own in between,
-and what its weights have changed by is what a `Trainer` pushes: traffic is divided by the number of steps.
+and what its weights have changed by is what a `Trainer` pushes: traffic is divided by the number of steps. With `quota`
+workers push when all together have made a number of examples, however many each of them has made.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeAlias
 
 EVERY_MAX = 1_000_000
 """Steps between two exchanges: more is a mistake."""
-FORMS = "local_sgd:STEPS, diloco:STEPS or diloco:STEPS,LEARNING_RATE,MOMENTUM"
+QUOTA_MAX = 1 << 40
+"""Examples of one version: more is a mistake."""
+FORMS = (
+    "local_sgd:STEPS, diloco:STEPS, diloco:STEPS,LEARNING_RATE,MOMENTUM, quota:SAMPLES, quota:SAMPLES,exact,"
+    " quota:SAMPLES,local_steps or quota:SAMPLES,local_steps,LEARNING_RATE,MOMENTUM"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +42,59 @@ class LocalSteps:
             raise ValueError(
                 f"{self.every} steps between two exchanges; it must be a whole number from 1 to {EVERY_MAX}"
             )
-        if not (0 < self.learning_rate < math.inf and 0 <= self.momentum < 1):
-            raise ValueError(
-                f"the outer optimizer has learning rate {self.learning_rate} and momentum {self.momentum}; the rate"
-                " must be above 0, and the momentum from 0 to below 1"
-            )
+        _require_outer(self.learning_rate, self.momentum)
 
     def __str__(self) -> str:
         numbers = (self.learning_rate, self.momentum)
         return f"local_sgd:{self.every}" if numbers == (1.0, 0.0) else f"diloco:{self.every},{numbers[0]},{numbers[1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Workers exchange when all together have made a number of examples; see `quota`.
+
+    Attributes:
+        samples: how many, at least.
+        local_steps: whether each worker makes steps of its own meanwhile; else it adds its gradients up.
+        exact: whether workers wait for the new weights before they go on.
+        learning_rate, momentum: of the outer optimizer of local steps, as of `LocalSteps`.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    samples: int
+    local_steps: bool = False
+    exact: bool = False
+    learning_rate: float = 1.0
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if type(self.samples) is not int or not 1 <= self.samples <= QUOTA_MAX:
+            raise ValueError(f"a quota of {self.samples} examples; it must be a whole number from 1 to {QUOTA_MAX}")
+        if not self.local_steps and (self.learning_rate, self.momentum) != (1.0, 0.0):
+            raise ValueError(
+                "a quota of gradients has no outer optimizer: give the learning rate and momentum to the Trainer's"
+                " optimizer, or set local_steps=True"
+            )
+        _require_outer(self.learning_rate, self.momentum)
+
+    def __str__(self) -> str:
+        words = [str(self.samples)] + ["exact"] * self.exact + ["local_steps"] * self.local_steps
+        numbers = (self.learning_rate, self.momentum)
+        words += [] if numbers == (1.0, 0.0) else map(str, numbers)
+        return f"quota:{','.join(words)}"
+
+
+TrainingPolicy: TypeAlias = LocalSteps | Quota
+
+
+def _require_outer(learning_rate: float, momentum: float) -> None:
+    if not (0 < learning_rate < math.inf and 0 <= momentum < 1):
+        raise ValueError(
+            f"the outer optimizer has learning rate {learning_rate} and momentum {momentum}; the rate"
+            " must be above 0, and the momentum from 0 to below 1"
+        )
 
 
 def local_sgd(every: int) -> LocalSteps:
@@ -62,20 +113,54 @@ def diloco(every: int, learning_rate: float = 0.7, momentum: float = 0.9) -> Loc
     return LocalSteps(every, learning_rate, momentum)
 
 
-def policy_from(text: str) -> LocalSteps:
-    """A policy by its name, such as ``diloco:100``.
+def quota(
+    samples: int, *, local_steps: bool = False, exact: bool = False, learning_rate: float = 1.0, momentum: float = 0.0
+) -> Quota:
+    """Make a version of each `samples` examples, however many of them each worker has made: nobody waits for the slow.
+
+    Workers add up the gradients of their micro-batches, or with `local_steps` make steps of their own optimizers. When
+    all together have made `samples` examples, each pushes its mean at the end of its micro-batch, weighted by its
+    examples. Meanwhile it goes on with the weights it has, and what it makes counts in the next version: a gradient is
+    at most one version old. So each version has at least `samples` examples, and at most a micro-batch of each worker
+    more. Every step says its examples, ``trainer.step(samples=n)``; the data come from a `QueueSampler`.
+
+    Args:
+        samples: examples of a version: the batch size that you would train with on one machine; of local steps 4 to 8
+            times as many.
+        local_steps: make steps with the worker's own optimizer, and exchange what they have changed.
+        exact: wait for the new weights, so that no gradient is of older ones. Every version waits for the micro-batch
+            that the slowest worker is at.
+        learning_rate, momentum: of the outer optimizer of local steps, on the servers; the usual ones take the mean.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Source: Tyurin and Richtárik, Optimal Time Complexities of Parallel Stochastic Optimization Methods (2023), Rennala
+    SGD; hivemind's ``target_batch_size``.
+    """
+    return Quota(samples, bool(local_steps), bool(exact), learning_rate, momentum)
+
+
+def policy_from(text: str) -> TrainingPolicy:
+    """A policy by its name, such as ``diloco:100`` or ``quota:512,local_steps``.
 
     Raises:
         ValueError: there is none of that name, or a number is out of range.
     """
-    name, _, numbers = text.partition(":")
+    name, _, rest = text.partition(":")
+    words = rest.split(",")
+    known = {"exact", "local_steps"} if name == "quota" else set()
+    flags = {word for word in words if word in known}
     try:
-        every, *outer = map(float, numbers.split(","))
+        first, *outer = [float(word) for word in words if word not in known]
     except ValueError:
         raise ValueError(f"there is no policy {text!r}: write {FORMS}") from None
-    if (name, len(outer)) not in (("local_sgd", 0), ("diloco", 0), ("diloco", 2)) or not every.is_integer():
+    forms = {"local_sgd": (0,), "diloco": (0, 2), "quota": (0, 2)}
+    if len(outer) not in forms.get(name, ()) or not first.is_integer() or len(flags) + 1 + len(outer) < len(words):
         raise ValueError(f"there is no policy {text!r}: write {FORMS}")
     try:
-        return local_sgd(int(every)) if name == "local_sgd" else diloco(int(every), *outer)
+        if name == "quota":
+            return Quota(int(first), "local_steps" in flags, "exact" in flags, *outer)
+        return local_sgd(int(first)) if name == "local_sgd" else diloco(int(first), *outer)
     except ValueError as error:
         raise ValueError(f"the policy {text!r} is not possible: {error}") from None

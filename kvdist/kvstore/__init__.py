@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
 from kvdist.config import exit_codes
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
-from kvdist.config.policies import LocalSteps, policy_from
+from kvdist.config.policies import TrainingPolicy, policy_from
 from kvdist.core.policy import with_priority_slices
 from kvdist.errors import ConfigError
 from kvdist.kernels.cpu import choose
@@ -42,7 +42,7 @@ __all__ = ["KVStore", "KVStoreBase", "create", "register", "register_command"]
 LOG = logging.getLogger("kvdist")
 
 
-def create(name: str = "local", *, policy: str | LocalSteps | None = None) -> KVStore:
+def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -> KVStore:
     """Make a store.
 
     For ``dist`` and its spellings this process joins the cluster that its environment describes, and the call returns
@@ -57,7 +57,7 @@ def create(name: str = "local", *, policy: str | LocalSteps | None = None) -> KV
             process as one of several), ``hybrid`` (tables of rows on servers, everything else as ``collective``), one
             of MXNet's other spellings of these, or the name of a registered class, which comes first.
             Upper case is the same.
-        policy: how often a `Trainer` on a synchronous ``dist`` store exchanges weights, such as
+        policy: when a `Trainer` on a synchronous ``dist`` store exchanges, such as ``kvdist.quota(512)``,
             ``kvdist.local_sgd(20)``, ``kvdist.diloco(100)`` or ``'diloco:100'``; None reads `KVDIST_POLICY`, and unless
             that is set gradients travel in each step.
 
@@ -73,7 +73,7 @@ def create(name: str = "local", *, policy: str | LocalSteps | None = None) -> KV
     if not isinstance(name, str):
         raise TypeError(f"the name of a store is a string, not {type(name).__name__}")
     lowered = name.lower()
-    local_steps = _local_steps(lowered, policy)
+    chosen = _chosen_policy(lowered, policy)
     if lowered in registry.REGISTERED:
         return registry.REGISTERED[lowered]()  # type: ignore[no-any-return]  # the class is the user's promise
     if lowered in COLLECTIVE_NAMES or (lowered == "nccl" and _is_one_of_several()):
@@ -85,16 +85,18 @@ def create(name: str = "local", *, policy: str | LocalSteps | None = None) -> KV
             LOG.warning("kv.create('nccl') in a process that is alone: the store is what 'device' gives")
         return KVStore(LocalBackend(lowered, choose(read_setting("KVDIST_KERNELS")), _devices(lowered)))
     if lowered in DIST_NAMES:
-        return KVStore(_dist(lowered, local_steps))
+        return KVStore(_dist(lowered, chosen))
     advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
     known = ", ".join([*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *registry.REGISTERED])
     raise ValueError(f"there is no store called {name!r}{advice}; known are: {known}")
 
 
-def _local_steps(name: str, given: str | LocalSteps | None) -> LocalSteps | None:
-    """What a trainer on this store does between two exchanges."""
-    if not isinstance(given, str | LocalSteps | None):
-        raise TypeError(f"policy is {given!r}; write kvdist.local_sgd(20), kvdist.diloco(100), or 'diloco:100'")
+def _chosen_policy(name: str, given: str | TrainingPolicy | None) -> TrainingPolicy | None:
+    """When a trainer on this store exchanges."""
+    if not isinstance(given, str | TrainingPolicy | None):
+        raise TypeError(
+            f"policy is {given!r}; write kvdist.local_sgd(20), kvdist.diloco(100), kvdist.quota(512), or 'diloco:100'"
+        )
     wanted = policy_from(given) if isinstance(given, str) else given or read_setting("KVDIST_POLICY")
     if wanted is None or (name in DIST_NAMES and DIST_NAMES[name].is_lockstep):
         return wanted
@@ -104,12 +106,12 @@ def _local_steps(name: str, given: str | LocalSteps | None) -> LocalSteps | None
     raise ConfigError(f"{origin} is {wanted}, which is for synchronous stores on servers: use 'dist', not {name!r}")
 
 
-def _dist(name: str, local_steps: LocalSteps | None = None) -> DistBackend:
+def _dist(name: str, chosen: TrainingPolicy | None = None) -> DistBackend:
     policy = DIST_NAMES[name]
     if read_setting("KVDIST_PRIORITY_SLICES"):
         policy = with_priority_slices(policy)
     made = DistBackend(name, policy, PROCESS_CLUSTER.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))
-    made.local_steps = local_steps
+    made.policy = chosen
     return made
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.config.policies import LocalSteps
+from kvdist.config.policies import TrainingPolicy
 from kvdist.core.worker.requests import KeyInfo
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
@@ -251,14 +251,14 @@ class Backend(abc.ABC):
         watchers: called by `check` when `members` has changed.
         on_loss: what follows when a worker is lost: ``fail``, ``wait`` or ``continue``.
         came_late: whether this process has joined a running job.
-        local_steps: what a trainer does between two exchanges, if workers make steps of their own.
+        policy: when a trainer exchanges, if not in each step.
         position: where a process that trains alone is in its data, for checkpoints.
         samples: of how many examples the values are made, for checkpoints, where no server counts them.
     """
 
     on_loss = "fail"
     came_late = False
-    local_steps: LocalSteps | None = None
+    policy: TrainingPolicy | None = None
     samples = 0
     position: Callable[[], Mapping[str, Any] | None] = staticmethod(lambda: None)
     abilities: frozenset[Ability] = frozenset()

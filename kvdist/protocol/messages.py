@@ -1314,6 +1314,35 @@ class Used(WireMessage):
     gives_back: Boolean
 
 
+@dataclass(frozen=True, slots=True)
+class Progress(WireMessage):
+    """Worker → server of a slice: since my last push of it, the `step`-th, I have made so many examples.
+
+    The next one is due when all workers together have made `quota` of them, or when all say `together`.
+    """
+
+    KIND = 94
+    slice: UInt32
+    step: UInt32
+    samples: UInt64
+    quota: UInt64
+    now: Boolean
+    """Whether it is due whatever the others have made."""
+    together: Boolean
+    """Whether this worker waits until all say so, and takes part meanwhile in what is due earlier."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due(WireMessage):
+    """Server → worker: push this slice, and all that belongs to the same step, if you have pushed it `step` times."""
+
+    KIND = 95
+    slice: UInt32
+    step: UInt32
+    together: Boolean
+    """Whether all workers have said that they wait for this."""
+
+
 Message = (
     Hello | Welcome | Rejected | Roster | Settled | Reregister | Declare | Placed | Assign | Configure | SetOptimizer
     | Done | Failed | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused
@@ -1324,7 +1353,7 @@ Message = (
     | Ready | FindCut | CutFound | Cut | Counters | Numbered
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound | Resume | Missed
     | Command | Perform
-    | Lease | Leased | Rest | Used
+    | Lease | Leased | Rest | Used | Progress | Due
     | Replicate | ReplicateRows | Replicated | Fill | Copied
 )  # fmt: skip
 

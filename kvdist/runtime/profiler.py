@@ -38,6 +38,7 @@ from kvdist.core.worker.requests import (
     Leave,
     LoadStore,
     Register,
+    ReportProgress,
     Request,
     SaveStore,
     TakePart,
@@ -269,6 +270,8 @@ def _told(request: Request) -> tuple[str, dict[str, Any]]:
             return "joining the cluster", {}
         case TakePart():
             return "taking part in a running job", {}
+        case ReportProgress(progress=progress):
+            return "report of progress", {"samples": progress.samples}
         case Leave():
             return "leaving the cluster", {}
         case AcceptRollback():

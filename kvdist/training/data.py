@@ -545,6 +545,8 @@ class Batches:
         if isinstance(sampler, DrivenSampler):
             yield from sampler.drive(self._trainer, self._loader, batch_size, drops_last)
             return
+        if self._trainer is not None:
+            self._trainer._warn_of_parts()
         before = sampler._iterations
         sampler._follow()
         iteration, count, last = before, 0, 0

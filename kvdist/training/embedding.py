@@ -70,9 +70,9 @@ class Embedding(torch.nn.Module):
         made = create_store(store) if isinstance(store, str) else store
         if not isinstance(made, KVStore):
             raise TypeError(f"store must be a kvdist store or the name of one, not {type(store).__name__}")
-        if made._backend.local_steps is not None:
+        if made._backend.policy is not None:
             raise ConfigError(
-                f"the table {key!r} is updated in each step, and its store has the policy {made._backend.local_steps},"
+                f"the table {key!r} is updated in each step, and its store has the policy {made._backend.policy},"
                 " whose optimizer is for changes of several steps: give the policy to the Trainer's store alone,"
                 " kv.create('dist', policy=...), and the table another one"
             )

@@ -355,7 +355,7 @@ class QueueSampler(DrivenSampler):
                     return
         finally:
             self._is_driven = False
-        trainer.exchange()
+        trainer._finish_exchange(together=False)
         if self.unused:
             trainer._handed_out.pop(self, None)
             LOG.warning(

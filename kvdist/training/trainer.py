@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -30,22 +31,25 @@ import numpy as np
 import torch
 
 from kvdist.checkpoint.shards import samples_in, updates_in
-from kvdist.errors import RolledBackError
+from kvdist.config.policies import LocalSteps, Quota, TrainingPolicy
+from kvdist.errors import ConfigError, RolledBackError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import Average
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.checkpoints import Checkpoint
+from kvdist.kvstore.dist import DistBackend
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.naming import NamedKey
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
+from kvdist.protocol.messages import Due
 from kvdist.training.ballot import Ballot
 from kvdist.training.data import Batches, DrivenSampler, HandedOut, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
 from kvdist.training.join import Join, NextStep
-from kvdist.training.local_steps import OuterSteps, outer_optimizer
+from kvdist.training.local_steps import Exchanges, OuterSteps, outer_optimizer
 from kvdist.training.overlap import Overlap, weakly
 from kvdist.training.parameters import Grads, Parameter, collect, divide, multipliers, named_keys, require_shapes, scale
 from kvdist.training.torch_optimizer import TorchOptimizer
@@ -55,8 +59,8 @@ from kvdist.training.trainer_config import (
     decide_update_on_kvstore,
     fit,
     group_entries,
-    local_steps_of,
     make_optimizer,
+    policy_of,
     refuse_overflow,
     refuse_overlap_of_snapshots,
     refuse_sent,
@@ -64,14 +68,16 @@ from kvdist.training.trainer_config import (
     refuse_updated_there,
     refuse_what_contradicts,
     require_joinable,
-    require_local_steps,
+    require_policy,
     require_samples,
     require_survivable,
     statement,
+    updates_between,
 )
 from kvdist.training.training_state import TrainingState
 from kvdist.training.weights import LocalUpdate, SharedWeights
 
+LOG = logging.getLogger("kvdist")
 BATCH_SIZE_LIMIT = 1 << 32
 """Batch sizes are smaller: they travel as 32 bits."""
 
@@ -146,7 +152,7 @@ class Trainer:
         self._kvstore: KVStoreBase | None = None
         self._exchange: Exchange | None = None  # there is one when there is a store
         self._update_on_kvstore = False
-        self._outer: OuterSteps | None = None  # there is one where workers make steps between two exchanges
+        self._between: Exchanges | None = None  # there is one where not every step is an exchange
         self._started = False
         self._closed = False
         self._overlaps = overlap
@@ -164,6 +170,7 @@ class Trainer:
         """At which version it has, once that is known."""
         self._loaded_updates = 0
         """By how many updates a loaded checkpoint was ahead of the steps made here."""
+        self._has_warned = False
         self._is_void = False
         """Whether all have gone back to a snapshot, and the weights here are not yet those."""
         self._handed_out: HandedOut = {}
@@ -237,8 +244,7 @@ class Trainer:
         if self._overlaps and batch_size is not None:
             refuse_size(f"step({batch_size})")
         if samples is not None:
-            before = 0 if self._outer is None else self._outer.handed_out
-            handed_out = 0 if self._queue is None else self._queue.unused - before
+            handed_out = self._unpushed() - (0 if self._between is None else self._between.handed_out)
             samples = require_samples(samples, batch_size, self._overlaps, handed_out)
         self._start()
         with self._skipping_rollback():
@@ -302,6 +308,11 @@ class Trainer:
         if self._join is not None:
             raise RuntimeError("trainer.join() is within another trainer.join(): one of them is enough")
         self._start()
+        if self._between is not None and not self._between.counts_steps:
+            raise ConfigError(
+                f"trainer.join() under the policy {policy_of(self._kvstore)}: workers make as many steps as they can,"
+                " and none waits for another's; iterate trainer.batches(loader) with a QueueSampler"
+            )
         if self._kvstore is None or not require_joinable(self._kvstore, self._overlaps):
             yield
             return
@@ -404,20 +415,27 @@ class Trainer:
         self._count_as_used()
 
     def exchange(self) -> None:
-        """Under a policy of local steps: exchange now what the steps since the last exchange have changed.
+        """Under a policy: exchange what the steps since the last exchange have made. All have the same weights then.
 
-        For before an evaluation, or after the last step. All workers call it after equally many steps.
-        `save_checkpoint` does so, and the end of `batches` with a `QueueSampler`. Without such a policy, and after an
-        exchange, there is nothing to do.
+        For before an evaluation, or after the last step. All workers call it: after equally many steps where the policy
+        counts steps, and whenever they come there under a quota. `save_checkpoint` does so. Without a policy, and after
+        an exchange of equally many steps, there is nothing to do.
         """
-        if self._outer is None or not self._outer.passed:
+        self._finish_exchange(together=True)
+
+    def _finish_exchange(self, together: bool) -> None:
+        between = self._between
+        if between is None or (between.counts_steps and not between.passed):
             return
         self._require_weights_unchanged()
         with self._skipping_rollback():
             if self._is_void:
                 self._go_back()
             else:
-                self._exchange_changes(self._outer)
+                try:
+                    between.finish(together)
+                finally:
+                    self._note_weights()  # they were written, also if it failed
         self._count_as_used()
 
     def broadcast_parameters(self) -> None:
@@ -510,6 +528,8 @@ class Trainer:
         self._closed = True
         if self._overlap is not None:
             self._overlap.remove_hooks()
+        if self._between is not None:
+            self._between.close()
         try:
             if isinstance(self._kvstore, KVStore) and self._kvstore is not self._kvstore_wanted:
                 self._kvstore.close()
@@ -621,10 +641,10 @@ class Trainer:
                 self._parameters,
                 self._clip_norm is not None,
             )
-            policy = local_steps_of(store)
+            policy = policy_of(store)
             if policy is not None:
                 sends_otherwise = self._overlaps or self._shares or self._update_on_kvstore_wanted is not None
-                require_local_steps(policy, self._num_devices, self._clip_norm, sends_otherwise)
+                require_policy(policy, self._num_devices, self._clip_norm, sends_otherwise)
                 self._update_on_kvstore = True
             require_survivable(store, self._update_on_kvstore)
             self._begin_with(store)
@@ -635,17 +655,18 @@ class Trainer:
             self._loaded_states = ()
 
     def _begin_with(self, store: KVStoreBase) -> None:
-        policy = local_steps_of(store)
+        policy = policy_of(store)
+        local_steps = updates_between(policy)
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
         used = fit(store, self._parameters, needs_more, self._compression_params, here)
         refuse_overlap_of_snapshots(store, self._overlaps)
         if isinstance(store, KVStore):
             store._backend.rollback_watchers.insert(0, weakly(self._rolled_back))
-        words = "" if policy is None else f", local steps {policy}"
+        words = "" if policy is None else f", policy {policy}"
         used.agree(
             statement(
                 self._parameters,
-                self._optimizer if here or policy is not None else None,
+                self._optimizer if here or local_steps else None,
                 self._clip_norm,
                 digest(self._loaded_states),
             )
@@ -654,13 +675,12 @@ class Trainer:
         # With overlap the hyper-parameters of a step are fixed when it begins, so the store has a copy of its own.
         sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
         if self._update_on_kvstore:
-            used.set_optimizer(sent if policy is None else outer_optimizer(policy))
+            used.set_optimizer(outer_optimizer(policy) if policy is not None and local_steps else sent)
         if self._shares and self._update_on_kvstore:
             self._shared = SharedWeights([parameter for _, parameter in self._trained])
         self._exchange = Exchange(used, self._parameters, self._trained, self._shared)
         if policy is not None:
-            trained = [parameter for _, parameter in self._trained]
-            self._outer = self._exchange.outer = OuterSteps(policy, trained, self._exchange.update)
+            self._between = self._exchange.between = self._exchanges_by(policy, self._exchange)
         self._exchange.broadcast()
         self._note_weights()
         ballot = None if self._update_on_kvstore else self._exchange.open_ballot(self._optimizer)
@@ -672,11 +692,20 @@ class Trainer:
             more = (refresh, ballot, weakly(self._unused))
             self._overlap = Overlap(used, self._trained, self._optimizer, sent_or_none, *more)
 
+    def _exchanges_by(self, policy: TrainingPolicy, exchange: Exchange) -> Exchanges:
+        trained = [parameter for _, parameter in self._trained]
+        if isinstance(policy, LocalSteps):
+            return OuterSteps(policy, trained, self._unpushed, exchange.update)
+        from kvdist.training.quota import QuotaSteps  # a feature at a seam: loaded where it is used
+
+        calls = (exchange.begin_update, exchange.report(policy.samples), exchange.take)
+        return QuotaSteps(policy, trained, self._unpushed, *calls, self._handed_out, self._landed)
+
     def _state(self, method: str) -> TrainingState:
         self._require_nothing_sent(method, "step()")
         self._start()
         if self._training_state is None:
-            where = (self._kvstore, self._update_on_kvstore, self._outer is not None)
+            where = (self._kvstore, self._update_on_kvstore, self._updates_between)
             self._training_state = TrainingState(self._parameters, self._local, *where)
         return self._training_state
 
@@ -692,7 +721,7 @@ class Trainer:
             self._loaded_states = states
             return
         self._require_nothing_sent("load_state_dict", "step()")
-        if isinstance(self._kvstore, KVStore) and self._outer is None:
+        if isinstance(self._kvstore, KVStore) and not self._updates_between:
             self._kvstore.agree(f"loads the optimizer state {digest(states) or 'of no updates'}")
         self._replace_states(states)
 
@@ -722,20 +751,25 @@ class Trainer:
         self._require_weights_unchanged()
         grads = self._watch.grads(on_stale)
         self._require_finite(grads)
-        if self._outer is not None:
-            self._outer.require_alike(samples)
+        if self._between is not None:
+            samples = self._known_samples(self._between, samples)
+            self._between.require_alike(samples)
         self._meet_others()
         average: Average = batch_size is None if samples is None else "samples"
         said = self._said(batch_size) if samples is None else samples
         if self._exchange is None:
             self._update_here(divisor, [grad is not None for grad in grads], said)
-        elif self._outer is not None:
-            self._update_here(divisor, [grad is not None for grad in grads], 0)
-            self._note_weights()
-            self._outer.made += 1
-            self._outer.samples += samples or 0
-            self._outer.examples += said
-            self._count_step(self._outer)
+        elif self._between is not None:
+            with self._between.stepping():
+                self._between.add(grads, samples or 0)
+                self._between.examples += said
+                if self._between.sums_gradients:
+                    self._optimizer.rescale_grad = self._scale / divisor
+                    self._watch.note_grads()
+                else:
+                    self._update_here(divisor, [grad is not None for grad in grads], 0)
+                    self._note_weights()
+                self._count_step(self._between)
         elif self._update_on_kvstore:
             self._optimizer.rescale_grad = self._scale / divisor
             self._update_there(grads, average, said)
@@ -762,9 +796,10 @@ class Trainer:
                 self._go_back()
                 return
             nothing: Grads = [None] * len(self._trained)
-            if self._outer is not None:
+            if self._between is not None:
                 self._watch.note_grads()
-                self._count_step(self._outer)
+                with self._between.stepping():
+                    self._count_step(self._between)
             elif self._kvstore is None or self._exchange is None or self._kvstore.num_workers == 1:
                 self._watch.note_grads()
             elif self._update_on_kvstore:
@@ -784,23 +819,40 @@ class Trainer:
             self._step(None, Stale.USE)
         self._count_as_used()
 
-    def _count_step(self, outer: OuterSteps) -> None:
-        """A step of this worker is over; after the last one before an exchange make that."""
-        outer.passed += 1
-        outer.handed_out = self._unused()
-        self._updates += 1
-        if outer.is_due:
-            self._exchange_changes(outer)
+    def _warn_of_parts(self) -> None:
+        """Say once that a fixed part of the data does not go with a quota."""
+        store = self._kvstore_wanted if self._kvstore is None else self._kvstore
+        if isinstance(store, KVStore) and isinstance(store._backend.policy, Quota) and not self._has_warned:
+            self._has_warned = True
+            LOG.warning(
+                "SplitSampler gives each worker an equal part of the data, and under the policy %s fast workers come to"
+                " the end of theirs first and wait: QueueSampler(len(data)) lets each take as much as it can",
+                store._backend.policy,
+            )
 
-    def _exchange_changes(self, outer: OuterSteps) -> None:
+    def _known_samples(self, between: Exchanges, samples: int | None) -> int | None:
+        """Of how many examples a step is under a policy, also where `batches` knows it."""
+        if samples is not None or between.counts_steps:
+            return samples
+        return (self._handed if self._queue is None else self._unpushed() - between.handed_out) or None
+
+    def _count_step(self, between: Exchanges) -> None:
+        """A step of this worker is over; make an exchange if it is time."""
+        between.passed += 1
+        between.handed_out = self._unpushed()
+        self._updates += between.counts_steps
         try:
-            outer.exchange(outer.examples if self._queue is None else self._queue.unused)
+            between.after_step()
         finally:
-            self._note_weights()  # they were written, also if it failed
+            self._note_weights()  # they may have been written, also if it failed
+
+    def _landed(self, versions: int) -> None:
+        """The weights of so many versions more are here."""
+        self._updates += versions
 
     def _count_as_used(self) -> None:
         """Of batches whose steps no exchange has taken to the servers, nothing counts yet."""
-        if self._outer is None or not self._outer.passed:
+        if self._between is None or (self._between.counts_steps and not self._between.passed):
             count_as_used(self._handed_out)
         self._handed = 0
 
@@ -848,13 +900,22 @@ class Trainer:
         self._note_weights()
 
     @property
+    def _updates_between(self) -> bool:
+        """Whether this worker updates its weights between two exchanges."""
+        return self._between is not None and not self._between.sums_gradients
+
+    @property
     def _every(self) -> int:
         """Steps for each update of the weights on the store."""
-        return 1 if self._outer is None else self._outer.every
+        return 1 if self._between is None else self._between.every
 
     def _unused(self) -> int:
         """How many examples `batches` has handed out that no push has."""
         return self._handed if self._queue is None else self._queue.unused
+
+    def _unpushed(self) -> int:
+        """The same of a queue alone, which counts what pushes bring."""
+        return 0 if self._queue is None else self._queue.unused
 
     def _said(self, batch_size: float | None) -> int:
         """Of how many examples a step is that does not say its samples; 0 if that is not known."""
@@ -897,7 +958,7 @@ class Trainer:
         self._local.apply(members)
         for _, parameter in self._trained:
             parameter.drop_filled()
-        self._updates += self._outer is None
+        self._updates += self._between is None
         self._samples += samples
         self._watch.note_grads()
 
@@ -912,7 +973,7 @@ class Trainer:
     def _sync_hyperparameters(self) -> None:
         """Exchange learning rate and weight decay with the groups of the torch optimizer."""
         if self._torch_optimizer is not None:
-            updates_there = self._started and self._update_on_kvstore and self._outer is None
+            updates_there = self._started and self._update_on_kvstore and not self._updates_between
             self._torch_optimizer.tell(updates_here=not updates_there)
 
     def _note_weights(self) -> None:
@@ -964,8 +1025,8 @@ class Exchange:
         self._shared = shared
         self.always_averages = False
         """Whether sums are averages in steps with a batch size too."""
-        self.outer: OuterSteps | None = None
-        """What counts local steps, if there are any."""
+        self.between: Exchanges | None = None
+        """What a worker does between two exchanges, by a policy."""
         self.examples = 0
         """Of how many the gradients of all workers in the last sum were, as far as that is known."""
 
@@ -975,8 +1036,8 @@ class Exchange:
             self._shared.own()
         replicas = [parameter.replicas for parameter in self._parameters]
         self._store.broadcast(named_keys(self._parameters), [one[0] for one in replicas], out=replicas)
-        if self.outer is not None:
-            self.outer.begin()
+        if self.between is not None:
+            self.between.begin()
 
     def fetch(self) -> None:
         """Write the store's current values into all parameters."""
@@ -984,8 +1045,8 @@ class Exchange:
             self._shared.own()
         assert isinstance(self._store, KVStore)
         self._store.pull(list(range(len(self._parameters))), out=[one.replicas for one in self._parameters])
-        if self.outer is not None:
-            self.outer.begin()
+        if self.between is not None:
+            self.between.begin()
 
     def open_ballot(self, optimizer: Optimizer) -> Ballot | None:
         """Make the ballot, which `sum` needs; None for a single worker.
@@ -1016,6 +1077,26 @@ class Exchange:
         shown = self._store.pushpull_shared(self._keys, grads, weights, average=average, samples=samples)
         self._shared.take(shown)
         return None
+
+    def begin_update(self, grads: Grads, average: Average, samples: int, out: list[torch.Tensor]) -> Future[Any]:
+        """Send what an exchange is of; the future is done when the new weights are in `out`, one tensor a parameter."""
+        assert isinstance(self._store, KVStore)
+        places = [[one] for one in out]
+        return self._store.pushpull_async(self._keys, grads, out=places, average=average, samples=samples)
+
+    def report(self, quota: int) -> Callable[[int, bool, bool], Future[Due | None]]:
+        """What says how many examples there are since the last push; see `DistBackend.report_progress`."""
+        backend = self._backend
+        return lambda samples, now, together: backend.report_progress(self._keys[0], samples, quota, now, together)
+
+    def take(self, future: Future[Any]) -> Any:
+        """The result of one of these futures."""
+        return self._backend.wait(future)
+
+    @property
+    def _backend(self) -> DistBackend:
+        assert isinstance(self._store, KVStore) and isinstance(self._store._backend, DistBackend)
+        return self._store._backend
 
     def sum(self, grads: Grads, average: Average, samples: int = 0) -> list[bool]:
         """Replace the gradients, on every device, by their sums over devices and workers.

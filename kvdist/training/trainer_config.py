@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from kvdist.config.environment import cluster_from_env, read_setting
-from kvdist.config.policies import LocalSteps
+from kvdist.config.policies import Quota, TrainingPolicy
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import SAMPLES_MAX
@@ -393,13 +393,18 @@ def require_survivable(store: KVStoreBase, updates_there: bool) -> None:
         )
 
 
-def local_steps_of(store: KVStoreBase) -> LocalSteps | None:
-    """The policy of a store under which workers make steps of their own; None under another one."""
-    return store._backend.local_steps if isinstance(store, KVStore) else None
+def policy_of(store: KVStoreBase | None) -> TrainingPolicy | None:
+    """The policy of a store under which not every step is an exchange; None under another one."""
+    return store._backend.policy if isinstance(store, KVStore) else None
 
 
-def require_local_steps(policy: LocalSteps, num_devices: int, clip_norm: float | None, sends_otherwise: bool) -> None:
-    """Check what does not go together with steps of each worker's own.
+def updates_between(policy: TrainingPolicy | None) -> bool:
+    """Whether workers make steps of their own, by a policy."""
+    return policy is not None and not (isinstance(policy, Quota) and not policy.local_steps)
+
+
+def require_policy(policy: TrainingPolicy, num_devices: int, clip_norm: float | None, sends_otherwise: bool) -> None:
+    """Check what does not go together with a policy.
 
     Args:
         policy: which.
@@ -418,9 +423,8 @@ def require_local_steps(policy: LocalSteps, num_devices: int, clip_norm: float |
         else ""
     )  # fmt: skip
     if obstacle:
-        raise ConfigError(
-            f"the policy {policy} lets workers update their own weights, and does not work with {obstacle}"
-        )
+        what = "lets workers update their own weights" if updates_between(policy) else "adds up gradients of steps"
+        raise ConfigError(f"the policy {policy} {what}, and does not work with {obstacle}")
 
 
 def refuse_overlap_of_snapshots(store: KVStoreBase | Adapted, overlaps: bool) -> None:

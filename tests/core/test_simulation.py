@@ -37,6 +37,7 @@ from kvdist.core.server import replica, shard, snapshots
 from kvdist.core.server.block import Block, BlockRows, Blocks, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.peers import Peers
+from kvdist.core.server.progress import Quotas
 from kvdist.core.server.replica import CopiedDense, ReplicatedServer
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Reply, Shard, StoredHolder
@@ -45,6 +46,7 @@ from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContri
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.worker import newcomer
 from kvdist.core.worker.pending import BarrierCalls
+from kvdist.core.worker.progress import ProgressReports
 from kvdist.core.worker.requests import LoadStore, Request, RunPart
 from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
 from kvdist.core.worker.worker import Worker
@@ -64,6 +66,7 @@ from kvdist.protocol.messages import (
     Lease,
     Message,
     Packet,
+    Progress,
     Push,
     Rejected,
     Resume,
@@ -191,6 +194,16 @@ FAULTS = {
         for name, scenario in SCENARIOS.items()
         if name.startswith("waits")
     },
+    **{
+        name: ("crash", *(("lost", "cut") if scenario.weather is STORM else ()))
+        for name, scenario in SCENARIOS.items()
+        if name.startswith("quota ") and scenario.victims
+    },
+    "quota in a storm": ("cut", "lost", "duplicated"),
+    "quota and newcomers": ("crash", "started again", "joined"),
+    "quota and workers that are waited for": ("crash", "started again", "joined"),
+    "quota and a scheduler that returns": ("crash", "return"),
+    "quota goes back": ("crash", "started again", "went back"),
     "goes on with sums of hosts": ("crash", *DROPPED),
     "goes on with sums of hosts in a storm": ("crash", "cut", "lost", "duplicated", *DROPPED),
     "goes on with sums under way for long": (
@@ -213,6 +226,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     goes_on = goes_on or scenario.returns_s > 0
     is_complete = not scenario.victims or is_short or goes_on
     yield from USED
+    if scenario.quota:
+        return  # rounds in step, as others show
     if scenario.examples:
         if scenario.saves:
             yield "checkpoint"
@@ -1202,7 +1217,33 @@ ORIGINAL_PART = Block._part
 ORIGINAL_WEIGHT = DeviceUpdater._weight
 
 Patches = list[tuple[type | ModuleType, str, Any]]
+ORIGINAL_HEARD = Quotas.heard
+
+
+def adds_up_reports(self: Quotas, sender: Member, message: Progress) -> list[Effect]:
+    before = self._said.get(message.slice, {}).get(sender)
+    if before is not None and before.step == message.step:
+        message = replace(message, samples=before.samples + message.samples)
+    return ORIGINAL_HEARD(self, sender, message)
+
+
+def tells_what_it_was_told(self: ProgressReports) -> list[int]:
+    """After a rollback, what was due before it still is."""
+    return [said.request for said in self._said.values() if self._pending.get(said.request) is not None]
+
+
 MUTANTS: dict[str, tuple[str, Patches]] = {
+    "reports of progress are added up": ("quota", [(Quotas, "heard", adds_up_reports)]),
+    "who has the slices of a lost server hears of no progress": (
+        "quota and a dead server",
+        [(ProgressReports, "again", lambda self, number: [])],
+    ),
+    "a lost worker is waited for under a quota": ("quota and a dead worker", [(Quotas, "roster", lambda self: [])]),
+    "what was due before all went back still is": (
+        "quota goes back",
+        [(ProgressReports, "rewind", tells_what_it_was_told)],
+    ),
+    "a server goes back and knows of progress after that": ("quota goes back", [(Quotas, "clear", lambda self: None)]),
     "who has something under way is quiet": (
         "goes back in a storm",
         [(Transfers, "is_quiet", property(says_it_is_quiet_at_once))],

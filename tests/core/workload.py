@@ -16,6 +16,7 @@ import random
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from kvdist.core.worker.requests import (
     Leave,
     LoadStore,
     Register,
+    ReportProgress,
     Run,
     RunKind,
     RunPlan,
@@ -47,7 +49,7 @@ from kvdist.errors import CheckpointError, KvdistError, RolledBackError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.compression import Codec, Half, TopK, encode
 from kvdist.optimizer.registry import create
-from kvdist.protocol.messages import Configure, Flag, SavedFile
+from kvdist.protocol.messages import Configure, Flag, Progress, SavedFile
 from kvdist.runtime.node import AnswerByKey, Node
 from tests.core.ledger import Books
 from tests.core.row_workload import TABLES, RowOracle, RowUser, Seen
@@ -108,6 +110,7 @@ class Job:
     examples: how many examples the data has that workers lease; 0 for rounds without data.
     means: after which rounds workers average a number, in a store of its own.
     waits: whether all wait for lost workers, which go on where they were.
+    quota: after how many examples of all workers a round is due; 0: at once.
     """
 
     num_workers: int
@@ -124,6 +127,7 @@ class Job:
     examples: int = 0
     means: Sequence[int] = ()
     waits: bool = False
+    quota: int = 0
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -138,6 +142,10 @@ class Oracle:
     def __init__(self, job: Job, generator: random.Random) -> None:
         self.job = job
         self.books = Books()
+        self.made: dict[int, dict[int, int]] = {}
+        """Round → process of a worker → how many examples it has reported for it."""
+        self.due: set[int] = set()
+        """The rounds of which a worker knows that they are due."""
         self.lost: set[int] = set()
         """The ranks that have been struck."""
         self.went_back = False
@@ -383,6 +391,8 @@ class User:
         for turn in range(begun, self.job.rounds_of(self.rank)):
             self.round = turn
             if turn != self.since or self.job.waits:
+                if self.job.quota:
+                    yield from self._make_progress(turn)
                 yield from self._take_turn(turn)
             yield from self._end_turn(turn)
         if begun == self.job.rounds:
@@ -458,7 +468,11 @@ class User:
     def _join(self) -> Program:
         """As a script that does not ask where the others are: it pushes ones."""
         yield from self._look_on()
-        if self.random.random() < 0.5:
+        if self.job.quota:  # or it would push whenever it likes
+            joined = self._ask(lambda number: TakePart(number, STORE))
+            yield [joined]
+            yield from self._make_progress(joined.result())
+        elif self.random.random() < 0.5:
             yield from self._take_part()
         ones = {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS}
         pushed = self._transfer(RunKind.PUSH, ones)
@@ -550,6 +564,25 @@ class User:
         plan = make_plan(list(self.infos.values()), 64)
         runs = [Run(run, memoryview(_payload(run, plan.keys, self.oracle.firsts))) for run in plan.runs]
         return self._ask(lambda number: Transfer(number, RunKind.INITIALISE, "init", runs))
+
+    def _make_progress(self, turn: int) -> Program:
+        """As a trainer under a quota: make examples until the round is due, or wait for all others to come here."""
+        made, piece = 0, self.infos["weight"].slices[0]
+        together = turn % 3 == 2
+        while True:
+            made += self.random.randint(0, 4)
+            mine = self.oracle.made.setdefault(turn, {})
+            mine[id(self)] = max(mine.get(id(self), 0), made)
+            progress = Progress(piece.number, 0, made, self.job.quota, False, together)
+            report = self._ask(partial(ReportProgress, server=piece.server, progress=progress))
+            yield [report] if together else [self._read(["bias"], is_checked=False)[1]]
+            due = report.result() if report.done() else None
+            if due is not None:
+                break
+        enough = sum(mine.values()) >= self.job.quota
+        assert due.step == turn, f"worker {self.rank} makes round {turn}, and hears that {due.step} is due"
+        assert due.together or enough or turn in self.oracle.due, f"round {turn} is due after {mine}"
+        self.oracle.due.add(turn)
 
     def _take_turn(self, turn: int) -> Program:
         names = [key.name for key in KEYS]

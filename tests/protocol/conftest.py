@@ -109,6 +109,8 @@ def messages() -> list[m.Message]:
         m.Leased(18, 2, 64, 1 << 33, False, 41, u32(0, 2), u32(5, 0), u32(1, 1), u32(0, 3)),
         m.Rest(19, (0, 3), '{"left": []}'),
         m.Used(20, 1 << 33, True),
+        m.Progress(3, 40, 1 << 33, 512, False, True),
+        m.Due(3, 40, True),
         m.TakeSnapshot(1, 40, "/data/run/step-40", "0123456789abcdef"),
         m.SnapshotTaken("/data/run/step-40", m.SavedFile("", 0, ""), "the disk is full", u32(3, 4), u32(40, 0),
                         (m.Trained(1 << 63, 1 << 33),)),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -65,6 +66,7 @@ from kvdist.protocol.messages import (
     OnLoss,
     Perform,
     Prepare,
+    Progress,
     Pull,
     PullRows,
     PullState,
@@ -88,6 +90,9 @@ from kvdist.protocol.messages import (
     Waiting,
     Welcome,
 )
+
+if TYPE_CHECKING:  # a feature at a seam: servers run without it
+    from kvdist.core.server.progress import Quotas
 
 COMMANDS_MAX = 64
 """Outcomes of commands that are remembered, should a scheduler that was started again have them repeated."""
@@ -150,6 +155,8 @@ class Server(Machine):
         """The scheduler was started again, and has not heard of them."""
         self._rested: Rest | None = None
         """The newest that the scheduler has said."""
+        self._quotas: Quotas | None = None
+        """If a policy counts examples, and this server is the one that does."""
         self._performed: dict[tuple[int, int], Done | Failed] = {}
         self._next_alive = NEVER
         self._next_look = NEVER
@@ -198,6 +205,8 @@ class Server(Machine):
                 self.dense.replace_state(sender, message)
             case MarkPushes():
                 self.snapshots.mark(sender, message)
+            case Progress():
+                return self._progress(sender, message)
             case InitValues() | ReplaceValues():
                 self.dense.initialise(sender, message)
             case InitRows():
@@ -293,6 +302,13 @@ class Server(Machine):
         self.snapshots.validate()
         for shard in self._shards:
             shard.validate()
+
+    def _progress(self, sender: Member, message: Progress) -> list[Effect]:
+        if self._quotas is None:
+            from kvdist.core.server.progress import Quotas  # a feature at a seam: loaded where it is used
+
+            self._quotas = Quotas(self.peers)
+        return self._quotas.heard(sender, message)
 
     # What the scheduler says.
 
@@ -412,6 +428,7 @@ class Server(Machine):
         effects += [*self._replies(), *(Forget(member) for member in gone if member not in self.peers.lost)]
         # One that is cut off from the scheduler may wait here for values.
         effects += [Send(member, Rejected(_given_up(member))) for member in lost.values()]
+        effects += [] if self._quotas is None else self._quotas.roster()
         return [*effects, *self._ended(message.ended)]
 
     def _rest(self, message: Rest) -> list[Effect]:
@@ -422,7 +439,8 @@ class Server(Machine):
             for shard in self._shards:
                 shard.roster(set())
             self.snapshots.roster()
-        return [*self._replies(), Send(SCHEDULER_MEMBER, Done(message.request))]
+        due = [] if self._quotas is None else self._quotas.roster()
+        return [*self._replies(), *due, Send(SCHEDULER_MEMBER, Done(message.request))]
 
     def _drop(self, lost: Mapping[int, Member]) -> dict[int, tuple[Fate, ...]]:
         """Nothing of these workers is counted from now on. Before any round closes without them.
@@ -469,6 +487,8 @@ class Server(Machine):
             self.snapshots.clear()
             self.peers.since.clear()  # all stand at the same step now, whenever they have joined
             self.peers.rest(set())
+            if self._quotas is not None:
+                self._quotas.clear()
         versions = dict(zip(message.ids.tolist(), message.versions.tolist(), strict=True))
         read = self._restoring.take()
         there = [(number, one.round) for shard in self._shards for number, one in shard.roll_back(versions, read)]

@@ -65,6 +65,8 @@ class Pending:
     """Whether it is late, and the scheduler was asked who is missing."""
     in_background: bool = False
     """Whether its user goes on meanwhile, so that other requests are explained first."""
+    of_workers: bool = False
+    """Whether it waits for what other workers do, and their user may go on meanwhile; then `label` says what."""
     asked_for: Message | None = None
     """What the scheduler was asked; a scheduler that was started again is asked once more."""
 
@@ -101,7 +103,7 @@ class PendingRequests:
         """The request that has waited longest; one in the background only if there is no other."""
         found = None
         for pending in self._all.values():
-            if not pending.in_background:
+            if not (pending.in_background or pending.of_workers):
                 return pending
             found = found or pending
         return found

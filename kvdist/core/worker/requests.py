@@ -21,7 +21,18 @@ from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
 from kvdist.protocol.arrays import U8, U32, Bits, Payload, coded_sizes, offsets, padded
-from kvdist.protocol.messages import HEAD_OF_USERS_MAX, MORE, Command, Configure, Declare, Flag, Lease, SavedFile, Used
+from kvdist.protocol.messages import (
+    HEAD_OF_USERS_MAX,
+    MORE,
+    Command,
+    Configure,
+    Declare,
+    Flag,
+    Lease,
+    Progress,
+    SavedFile,
+    Used,
+)
 
 Column = TypeVar("Column", U8, U32)
 """One number per slice."""
@@ -507,6 +518,18 @@ class TakePart:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ReportProgress:
+    """Say how many examples were made since the last push of a slice. Completes with a `Due` when the next push is due,
+    or with None at the next report, if that comes first."""
+
+    request: int
+    server: int
+    """The number of the one that has the slice."""
+    progress: Progress
+    """But for the `step`, which the worker knows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Leave:
     """Say goodbye once everything that was pushed has arrived; a `failure` says so at once and ends the job."""
 
@@ -539,6 +562,7 @@ Request = (
     | Lease
     | Used
     | TakePart
+    | ReportProgress
     | Leave
 )
 """`Configure` and `Command` are handed to the scheduler as they are, and complete when all servers have done it."""

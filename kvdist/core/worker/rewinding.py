@@ -13,6 +13,7 @@ from kvdist.core.worker.requests import (
     ClaimFolder,
     EnterBarrier,
     LoadStore,
+    ReportProgress,
     Request,
     SaveStore,
     Transfer,
@@ -20,7 +21,7 @@ from kvdist.core.worker.requests import (
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Lease, Used
 
-DROPPED = (Transfer, EnterBarrier, ClaimFolder, SaveStore, LoadStore, Lease, Used)
+DROPPED = (Transfer, EnterBarrier, ClaimFolder, SaveStore, LoadStore, ReportProgress, Lease, Used)
 """What is done together with servers or all other workers. What is left is said again, or concerns nobody else."""
 
 

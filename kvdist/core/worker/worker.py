@@ -64,6 +64,7 @@ from kvdist.core.worker.requests import (
     Leave,
     LoadStore,
     Register,
+    ReportProgress,
     Request,
     SaveStore,
     TakePart,
@@ -98,6 +99,7 @@ from kvdist.protocol.messages import (
     Counted,
     Counters,
     Done,
+    Due,
     Failed,
     Goodbye,
     HandedBack,
@@ -129,6 +131,7 @@ from kvdist.protocol.messages import (
 if TYPE_CHECKING:  # a feature at a seam: workers run without it
     from kvdist.core.host_aggregation import HostAggregation
     from kvdist.core.worker.newcomer import Newcomer
+    from kvdist.core.worker.progress import ProgressReports
 
 VERDICT_WAIT_S = 2.0
 """How long after losing a server a worker waits for the scheduler to judge."""
@@ -193,6 +196,8 @@ class Worker(Machine):
         """How many other servers keep a copy of what each of them has."""
         self._newcomer: Newcomer | None = None
         """If this worker has joined later."""
+        self._progress: ProgressReports | None = None
+        """If a policy counts examples."""
         self._rewinding: Rewinding | None = None
         """While all go back to a snapshot."""
         self.rolled_back: RolledBackError | None = None
@@ -266,6 +271,8 @@ class Worker(Machine):
                 self.transfers.handed_back(message)
             case Rewound():
                 effects = self._rewound(sender, message, now)
+            case Due() if self._progress is not None:
+                effects = self._progress.due(message)
             case Counters() if self._newcomer is not None:
                 effects = self._counters(self._newcomer, sender, message, now)
             case _ if sender.node.role is Role.WORKER and self.aggregation is not None:
@@ -375,7 +382,9 @@ class Worker(Machine):
         if oldest is None:
             return None
         hint = self._saving.hint if oldest.in_background else self._hint
-        if hint is None:
+        if hint is None and oldest.of_workers:
+            who, deed = "the other workers", oldest.label
+        elif hint is None:
             who, deed = self._awaited_servers(oldest.request) or "the scheduler", f"answer {oldest.label}"
         elif hint.ranks:
             who, deed = ", ".join(map(self._named, hint.ranks)), hint.deed
@@ -487,10 +496,19 @@ class Worker(Machine):
                 self._open(request.request, "loading of a checkpoint", now)
                 self._saving.load(request)
                 return []
+            case ReportProgress():
+                return self._report(request, now)
             case TakePart():
                 return [CompleteRequest(request.request, 0)]  # it began with the others
             case Leave():
                 return self._leave(request, now)
+
+    def _report(self, request: ReportProgress, now: float) -> list[Effect]:
+        if self._progress is None:
+            from kvdist.core.worker.progress import ProgressReports  # a feature at a seam: loaded where it is used
+
+            self._progress = ProgressReports(self._pending, self.transfers, self.servers)
+        return self._progress.report(request, now)
 
     def _open(self, request: int, label: str, now: float, timeout_s: float | None = None) -> Pending:
         pending = self._pending.open(request, label, now, NEVER if timeout_s is None else now + timeout_s)
@@ -675,6 +693,7 @@ class Worker(Machine):
                 self._lost_links.pop(member, None)
                 effects.append(Forget(member))
         loading = {load.request for load in self._saving.waiting}
+        loading.update(() if self._progress is None else self._progress.rewind())
         self._saving.waiting.clear()
         for pending in list(self._pending):
             is_shared = isinstance(pending.asked_for, Barrier | Claim | Save | Load | Lease | Used)
@@ -720,11 +739,11 @@ class Worker(Machine):
         had_slices = set(self.servers.values())
         lost: dict[Member, None] = {}
         heirs: dict[Member, int] = {}
+        effects: list[Effect] = []
         for number, rank in enumerate(message.owners or range(self.joining.introduction.num_servers)):
             member, owner = self.servers.get(number), there.get(rank)
-            if (
-                owner is None and member is not None and not self._replicas
-            ):  # all go back to a snapshot, or another one takes its place alone
+            if owner is None and member is not None and not self._replicas:
+                # All go back to a snapshot, or another one takes its place alone.
                 self.transfers.keep_back(number)
                 lost[member] = None
             if owner is None or owner.member == member:
@@ -736,6 +755,7 @@ class Worker(Machine):
                 continue
             if self._replicas:
                 self.transfers.send_again(number, is_near)
+                effects += [] if self._progress is None else self._progress.again(number)
             lost[member] = None
             if owner.member not in had_slices:
                 heirs[owner.member] = number
@@ -750,7 +770,7 @@ class Worker(Machine):
             self._lost_links.pop(member, None)
         marks = [mark for heir, number in heirs.items() for mark in self._saving.give_up(heir, number)]
         # Forgotten last: that frees the window, and what leaves then follows what leaves now.
-        return [*marks, *self._settle(now), *map(Forget, gone)]
+        return [*effects, *marks, *self._settle(now), *map(Forget, gone)]
 
     def _reregister(self, now: float) -> list[Effect]:
         """The scheduler was started again: ask it once more for all that it has not answered."""

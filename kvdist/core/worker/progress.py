@@ -1,0 +1,72 @@
+"""What a worker reports of its progress between two pushes, where a policy counts examples. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvdist.core.machine import CompleteRequest, Effect, Send
+from kvdist.core.worker.pending import PendingRequests
+from kvdist.core.worker.requests import ReportProgress
+from kvdist.core.worker.transfers import Transfers
+from kvdist.nodes import Member
+from kvdist.protocol.messages import Due, Progress
+
+
+class ProgressReports:
+    """The reports of one worker, and what servers have answered.
+
+    Args:
+        pending: all requests of the worker.
+        transfers: knows what has been pushed.
+        servers: number → each server, as the worker knows them.
+    """
+
+    def __init__(self, pending: PendingRequests, transfers: Transfers, servers: dict[int, Member]) -> None:
+        self._pending = pending
+        self._transfers = transfers
+        self._servers = servers
+        self._said: dict[int, ReportProgress] = {}
+        """Slice → the newest report."""
+        self._due: dict[int, Due] = {}
+        """Slice → the newest answer."""
+
+    def report(self, request: ReportProgress, now: float) -> list[Effect]:
+        """Take a call of the user; the one before it is answered."""
+        number = request.progress.slice
+        effects = self._answer(number, None)
+        step = int(self._transfers.slices.pushed[number])
+        self._said[number] = request = replace(request, progress=replace(request.progress, step=step))
+        due = self._due.get(number)
+        if due is not None and due.step >= step:
+            return [*effects, CompleteRequest(request.request, due)]
+        self._pending.open(request.request, _label(request.progress), now).of_workers = True
+        return [*effects, Send(self._servers[request.server], request.progress)]
+
+    def due(self, message: Due) -> list[Effect]:
+        """A server says that a push is due."""
+        self._due[message.slice] = message
+        said = self._said.get(message.slice)
+        return self._answer(message.slice, message) if said is not None and said.progress.step <= message.step else []
+
+    def again(self, number: int) -> list[Effect]:
+        """Tell a server that has the slices of a lost one, by its number, what that knew."""
+        server = self._servers[number]
+        return [Send(server, said.progress) for said in self._said.values() if said.server == number]
+
+    def rewind(self) -> list[int]:
+        """All go back to a snapshot. Returns the requests that have no answer."""
+        waiting = [said.request for said in self._said.values() if self._pending.get(said.request) is not None]
+        self._said.clear()
+        self._due.clear()
+        return waiting
+
+    def _answer(self, number: int, due: Due | None) -> list[Effect]:
+        said = self._said.get(number)
+        pending = None if said is None else self._pending.get(said.request)
+        return [] if pending is None else [self._pending.close(pending, due)]
+
+
+def _label(progress: Progress) -> str:
+    if progress.together:
+        return "make an exchange of all workers, as exchange(), save_checkpoint() or the end of the data does"
+    return "push what they have" if progress.now else f"make their part of {progress.quota} examples"
