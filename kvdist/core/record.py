@@ -59,6 +59,7 @@ from kvdist.protocol.messages import (
     InitRows,
     Message,
     Packet,
+    Progress,
     PullRows,
     PushRows,
     ReplaceState,
@@ -339,8 +340,8 @@ _DATACLASSES: dict[str, type[Any]] = {
     one.__name__: one
     for one in (
         *get_args(Entry), *get_args(Event), *get_args(Request), Ascending, Beginning, ClusterConfig, Encoded,
-        FileRecord, Introduction, KeyInfo, Limits, Manifest, Member, NodeId, ReadSlice, RecordedRun, RunPlan, RunSlice,
-        SavedFile, SavedKey, Slice, SliceState,
+        FileRecord, Introduction, KeyInfo, Limits, Manifest, Member, NodeId, Progress, ReadSlice, RecordedRun, RunPlan,
+        RunSlice, SavedFile, SavedKey, Slice, SliceState,
     )
 }  # fmt: skip
 _ENUMS: dict[str, type[enum.Enum]] = {one.__name__: one for one in (DType, Encoding, Role, RunKind)}

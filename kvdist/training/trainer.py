@@ -124,6 +124,8 @@ class Trainer:
         ValueError: parameters do not fit each other, or settings contradict each other.
     """
 
+    _has_warned = False
+
     def __init__(
         self,
         params: Any,
@@ -170,7 +172,6 @@ class Trainer:
         """At which version it has, once that is known."""
         self._loaded_updates = 0
         """By how many updates a loaded checkpoint was ahead of the steps made here."""
-        self._has_warned = False
         self._is_void = False
         """Whether all have gone back to a snapshot, and the weights here are not yet those."""
         self._handed_out: HandedOut = {}
