@@ -210,7 +210,8 @@ class Job:
         return [sys.executable, "-m", "torch.distributed.run", *words, *script]
 
     def _variables(self) -> dict[str, str]:
-        variables = {"OMP_NUM_THREADS": "1"}
+        # Small enough a bound that counters are cut into a slice for each server.
+        variables = {"OMP_NUM_THREADS": "1", "MXNET_KVSTORE_BIGARRAY_BOUND": "1000"}
         if self._relays is not None:
             port = self._relays.getsockname()[1]
             variables |= {"KVDIST_TRANSPORT": "tcp", "STORM_RELAY": str(port)}

@@ -2,8 +2,8 @@
 
     python storm_worker.py FOLDER EPOCHS PERIOD_S SEED STORE
 
-Besides the network the servers have two counters, whose gradient is 1 for each example of a batch: they say in the end
-how often every example was counted, in either half of the slices.
+Besides the network each server has a row of counters, whose gradient is 1 for each example of a batch: they say in the
+end how often every example was counted, on that server.
 """
 
 import time
@@ -48,7 +48,8 @@ def main() -> None:
     train_images, train_labels = images[~is_test], labels[~is_test]
     count = len(train_images)
     net = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-    counters = [nn.Parameter(torch.zeros(count)) for _ in range(2)]
+    servers = int(os.environ["DMLC_NUM_SERVER"])
+    counters = nn.Parameter(torch.zeros(servers, count))  # cut into as many slices
     through_the_relay()
     life = os.environ.get("KVDIST_RESTARTS", "0")
     with (
@@ -57,29 +58,29 @@ def main() -> None:
     ):
         print("began", BEGAN, file=log)
         print("imported", IMPORTED, file=log)
-        parameters = [*net.parameters(), *counters]
+        parameters = [*net.parameters(), counters]
         trainer = Trainer(parameters, "sgd", {"learning_rate": 1.0}, kvstore=store)
         sampler = QueueSampler(count, epochs=epochs, seed=seed)
         data = TensorDataset(torch.arange(count), train_images, train_labels)
         for numbers, inputs, targets in trainer.batches(DataLoader(data, BATCH, sampler=sampler)):
             due = time.monotonic() + period_s
             loss = cross_entropy(net(inputs), targets) * (LEARNING_RATE / len(store.members))
-            (loss + counters[0][numbers].sum() + counters[1][count - 1 - numbers].sum()).backward()
+            (loss + counters[:, numbers].sum()).backward()
             time.sleep(max(0.0, due - time.monotonic()))
             trainer.step(1)
             for parameter in parameters:
                 parameter.grad = None
             print("step", time.monotonic(), len(numbers), file=log)
         print("end", time.monotonic(), file=log)
-        least, most = (-counters[0]).round().int(), (-counters[1].flip(0)).round().int()
+        least, most = torch.aminmax((-counters.detach()).round().int(), dim=0)
         with torch.no_grad():
             right = net(images[is_test]).argmax(dim=1) == labels[is_test]
         found = {
             "accuracy": float(right.float().mean()),
             "examples": count * epochs,
             "counted": [int(least.sum()), int(most.sum())],
-            "lost": int((epochs - torch.maximum(least, most)).clamp(min=0).sum()),
-            "twice": int((torch.maximum(least, most) - epochs).clamp(min=0).sum()),
+            "lost": int((epochs - most).clamp(min=0).sum()),
+            "twice": int((most - epochs).clamp(min=0).sum()),
             "in part": int((least != most).sum()),
         }
         (folder / f"end-{store.rank}.json").write_text(json.dumps(found))

@@ -24,6 +24,7 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import NEVER, ChildEnded, Effect, Persist, Send
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
+from kvdist.core.scheduler import recovery
 from kvdist.core.scheduler.checkpoints import Checkpoints, LoadUnderWay, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.leases import LeaseHolder, Leases, Queue, Range
@@ -1233,6 +1234,10 @@ def tells_what_it_was_told(self: ProgressReports) -> list[int]:
 
 
 MUTANTS: dict[str, tuple[str, Patches]] = {
+    "a newer roster makes copies incomplete": (
+        "leases and newcomers on replicas and a scheduler that returns",
+        [(recovery, "_servers_of", lambda message: object())],
+    ),
     "reports of progress are added up": ("quota", [(Quotas, "heard", adds_up_reports)]),
     "who has the slices of a lost server hears of no progress": (
         "quota and a dead server",

@@ -255,8 +255,12 @@ class ReturnedScheduler(Scheduler):
         known = memories.known()
         self.membership.recall(lines.values(), *known, newest.epoch, since, newcomers, newest.owners)
         self.losses.lost_before = frozenset(self.membership.lost)
+        rosters = {message.epoch: message for message in memories.registered.values()}
         for message in memories.copied:
-            self.membership.copied(message.rank, message.epoch)
+            of = rosters.get(message.epoch)
+            # A newer roster of the same servers changes no copy, and the server that would say so may be dead.
+            still = of is not None and (_servers_of(of), of.owners) == (_servers_of(newest), newest.owners)
+            self.membership.copied(message.rank, newest.epoch if still else message.epoch)
 
     def _recall_agreements(self, memories: Memories, now: float) -> list[Effect]:
         """Keys and optimizers, of which servers are told once more; passed barriers; locks of folders."""
@@ -336,6 +340,10 @@ class ReturnedScheduler(Scheduler):
                 self._over.add(call)
                 return []
         return super().handle(sender, message, now)
+
+
+def _servers_of(message: Reregister) -> set[Member]:
+    return {peer.member for peer in message.peers if peer.member.node.role is Role.SERVER}
 
 
 def _numbered(message: Assign, request: int) -> Assign:

@@ -487,7 +487,11 @@ class ReplicatedServer(Server):
     def _hear_roster(self, message: Roster, now: float) -> list[Effect]:
         """Hear who is there: other servers, too."""
         before = self._backup, self._numbers
+        servers, owners, epoch = self._servers, self.peers.owners, self.epoch
         effects = self._meet(message, now)
+        if self.copy is not None and self.copy.is_whole_in == epoch:
+            # Also if their server never hears of this roster: a roster of the same servers changes no copy.
+            self.copy.is_whole_in = message.epoch if (self._servers, message.owners) == (servers, owners) else epoch
         self._note_said(message)
         if self._backup == before[0]:
             self._tell(message, None)
