@@ -156,21 +156,27 @@ def test_a_rank_that_ends_while_it_waits_itself_is_named_to_those_who_wait_for_i
 first, second = hvd.add_process_set([0, 1]), hvd.add_process_set([1, 2])
 if rank == 1:
     hvd.allreduce_async(ones, name="never called by the others")
+    while not os.path.exists(os.environ["GO"]):
+        time.sleep(0.01)
     print("ends", flush=True)
     {statement}
+handle = hvd.allreduce_async(ones, name="in a set", process_set=second if rank else first)
+print("called", flush=True)
 try:
-    hvd.barrier(second if rank else first)
+    hvd.synchronize(handle)
 except KvdistError:
     print("heard of it", flush=True)
     raise
 """
-    job = Job(popen, tmp_path, body)
+    job = Job(popen, tmp_path, body, GO=str(tmp_path / "go"))
+    job.wait_for("called", (0, 2))
+    (tmp_path / "go").touch()
     job.wait_for("ends", [1])
     before = [job.ticks(rank) for rank in range(3)]
     assert job.ends() == [EXIT_PEER_LOST, code, EXIT_PEER_LOST]
     for rank in (0, 2):
         assert "RankLostError: rank 1 on host" in job.said(rank)
-        assert f"rank {rank} waited for barrier" in job.said(rank)
+        assert f"rank {rank} waited for allreduce 'in a set'" in job.said(rank)
         assert job.said(rank).partition("heard of it")[0].split("\n").count("tick") - before[rank] <= TICKS_MAX
 
 
