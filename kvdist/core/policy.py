@@ -24,6 +24,8 @@ class Policy:
     """How many contributions make a version; None = one from every live worker."""
     needs_optimizer: bool
     """Whether a contribution without an optimizer on the server is an error (there is no round to sum)."""
+    has_own_pace: bool = False
+    """Whether workers make steps at their own pace between two versions, so that their schedules differ."""
     by_priority: bool = False
     """Whether keys are cut small and little is on its way at once, so that what is urgent overtakes soon (P3)."""
 
@@ -62,6 +64,8 @@ class Policy:
 
 SYNC = Policy("sync", close=None, needs_optimizer=False)
 """A version is one contribution from every live worker."""
+QUOTA = Policy("quota", close=None, needs_optimizer=False, has_own_pace=True)
+"""A version is one contribution from every live worker, of as many steps as each has made."""
 ASYNC = Policy("async", close=1, needs_optimizer=True)
 """Every contribution makes a version at once."""
 P3 = Policy("p3", close=None, needs_optimizer=False, by_priority=True)
@@ -69,9 +73,11 @@ P3 = Policy("p3", close=None, needs_optimizer=False, by_priority=True)
 P3_ASYNC = Policy("p3_async", close=1, needs_optimizer=True, by_priority=True)
 """`ASYNC` with priority slices."""
 
-POLICIES = {policy.name: policy for policy in (SYNC, ASYNC, P3, P3_ASYNC)}
+POLICIES = {policy.name: policy for policy in (SYNC, QUOTA, ASYNC, P3, P3_ASYNC)}
 
 
 def with_priority_slices(policy: Policy) -> Policy:
-    """The policy that makes versions alike, with priority slices."""
+    """The policy that makes versions alike, with priority slices; a quota has none, as it pushes seldom."""
+    if policy.has_own_pace:
+        return policy
     return P3 if policy.is_lockstep else P3_ASYNC

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvdist.core.machine import NEVER
-from kvdist.core.policy import Policy
+from kvdist.core.policy import SYNC, Policy
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.naming import name_of
 from kvdist.nodes import Member, worker
@@ -427,7 +427,7 @@ def rescale_of(contribution: Contributed, optimizer: Optimizer | None) -> float:
 
 
 def agreed_settings(
-    key: int | str, present: Sequence[Contributed], later: Set[int]
+    key: int | str, present: Sequence[Contributed], later: Set[int], policy: Policy = SYNC
 ) -> tuple[float | None, float | None]:
     """The learning rate and weight decay of a round; None where the server's optimizer decides.
 
@@ -435,6 +435,7 @@ def agreed_settings(
         key: for messages.
         present: what is in the round.
         later: the ranks of workers that have joined later, whose schedules may have begun anew: the others' words hold.
+        policy: of the round. Where workers make steps at their own pace, those of the lowest rank hold.
 
     Raises:
         OptimizerMismatch: the workers say different ones, or only some of them weigh by samples.
@@ -447,12 +448,12 @@ def agreed_settings(
                 f"only some workers say of how many samples their gradient of {name_of(key)} is the mean ({said}): call"
                 " step(samples=n) on all workers, or on none"
             )
-        if other.setting != first and other.setting[:2] != first[:2]:
+        if other.setting != first and other.setting[:2] != first[:2] and not policy.has_own_pace:
             if later:
                 elders = [one for one in present if one.member.node.rank not in later]
                 if len(elders) < len(present):
                     eldest = min(present, key=lambda one: one.member.incarnation)
-                    return agreed_settings(key, elders or [eldest], frozenset())
+                    return agreed_settings(key, elders or [eldest], frozenset(), policy)
             said = "; ".join(f"{c.member} {_said(c.setting)}" for c in present)
             raise OptimizerMismatch(
                 f"workers disagree on the learning rate or weight decay of {name_of(key)} in one round: {said}."

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
 from kvdist.config import exit_codes
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
-from kvdist.config.policies import TrainingPolicy, policy_from
-from kvdist.core.policy import with_priority_slices
+from kvdist.config.policies import Quota, TrainingPolicy, policy_from
+from kvdist.core.policy import QUOTA, with_priority_slices
 from kvdist.errors import ConfigError
 from kvdist.kernels.cpu import choose
 from kvdist.kvstore import registry
@@ -107,7 +107,7 @@ def _chosen_policy(name: str, given: str | TrainingPolicy | None) -> TrainingPol
 
 
 def _dist(name: str, chosen: TrainingPolicy | None = None) -> DistBackend:
-    policy = DIST_NAMES[name]
+    policy = QUOTA if isinstance(chosen, Quota) else DIST_NAMES[name]
     if read_setting("KVDIST_PRIORITY_SLICES"):
         policy = with_priority_slices(policy)
     made = DistBackend(name, policy, PROCESS_CLUSTER.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))

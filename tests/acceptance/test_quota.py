@@ -239,3 +239,20 @@ def test_what_does_not_go_with_a_quota_is_told():
     for wrong in ("quota", "quota:0", "quota:8,0.5,0.9", "quota:8,fast", "quota:2.5"):
         with pytest.raises(ValueError, match=f"policy {wrong!r}"):
             kv.create("dist", policy=wrong)
+
+
+@three
+def test_learning_rates_that_workers_change_at_their_own_pace_need_not_agree():
+    with kv.create("dist", policy="quota:12") as store:
+        weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store)
+        for step in range(60):
+            if step:
+                trainer.set_learning_rate(1.0 + 0.01 * step * (1 + store.rank))
+            time.sleep(SLOWNESS[store.rank] / 4)
+            weight.grad = torch.full_like(weight, -1.0)
+            trainer.step(samples=2)
+        trainer.exchange()
+        found = exchanged(store, "rates", [weight.tolist(), trainer.version])
+        assert all(own == found[0] for own in found)
+        assert trainer.version < weight[0] < 3 * trainer.version, "each version had the rate of one of them"

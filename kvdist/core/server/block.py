@@ -428,7 +428,7 @@ def apply_round(
     if spoken is None:
         return
     require_optimizer(first.key, first.round.policy, updater)
-    lr, wd = agreed_settings(first.key, spoken, first.round.later)
+    lr, wd = agreed_settings(first.key, spoken, first.round.later, first.round.policy)
     optimizer = None if updater is None else updater.optimizer
     factors = [scales_of(own, every, optimizer) for own, every in zip(present, rounds, strict=True)]
     targets, pieces = [], []

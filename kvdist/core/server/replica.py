@@ -201,7 +201,7 @@ class ReplicatedDense(_Replicated, DenseShard):
         spoken = next(filter(None, present), None)
         if spoken is None:
             return []
-        lr, wd = agreed_settings(blocks[0].key, spoken, blocks[0].round.later)
+        lr, wd = agreed_settings(blocks[0].key, spoken, blocks[0].round.later, blocks[0].round.policy)
         updater = self._updaters.get(blocks[0].store)
         optimizer = None if updater is None else updater.optimizer
         sums = []
@@ -781,7 +781,7 @@ def _merged(
     present = [one for one in contributions if not one.is_empty]
     if not present:
         return None
-    lr, wd = agreed_settings(table.round.key, present, table.round.later)
+    lr, wd = agreed_settings(table.round.key, present, table.round.later, table.round.policy)
     scales = scales_of(present, contributions, optimizer)
     parts = [table._joined(one) for one in present]
     rows = table.rows
