@@ -1,6 +1,7 @@
 """How soon a job goes on after a fault: medians, and the worst of many.
 
     python benchmarks/faults.py --repeats 20
+    python benchmarks/faults.py --repeats 20 --kind server --snapshots   # without copies: all go back to a snapshot
 
 Jobs of small steps. A fault strikes each worker once, but worker 0, which observes: how long until the first round that
 the others close without the victim, and until the first counted push of its replacement, without what the script's own
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument(
         "--option", action="append", default=[], help="another word for kvdist-launch: --option=--replicas"
     )
+    parser.add_argument("--snapshots", action="store_true", help="servers write snapshots, and keep no copies")
     options = parser.parse_args()
     options.peer, options.store = None, "dist"
     end_on_terminate()

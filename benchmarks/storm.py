@@ -196,7 +196,10 @@ class Job:
         words = ["-n", str(asked.workers), "-s", str(asked.servers), "--on-loss", "continue", "--restart", "9999"]
         words += ["--patience", str(asked.patience), "--grace", "30", "--json-summary", str(self.folder / "summary")]
         words += ["--security", "none"] if self._relays else []
-        words += ["--replicas", "1"] if asked.servers > 1 else []
+        if asked.snapshots:
+            words += ["--snapshots", str(self.folder / "snapshots")]
+        elif asked.servers > 1:
+            words += ["--replicas", "1"]
         script = [worker_script("storm_worker.py"), str(self.folder), str(epochs), str(asked.period), str(asked.seed)]
         script += [asked.store]
         return [sys.executable, "-m", "kvdist_launch", *words, *asked.option, "--", sys.executable, *script]
@@ -212,6 +215,8 @@ class Job:
     def _variables(self) -> dict[str, str]:
         # Small enough a bound that counters are cut into a slice for each server.
         variables = {"OMP_NUM_THREADS": "1", "MXNET_KVSTORE_BIGARRAY_BOUND": "1000"}
+        if self.options.snapshots:
+            variables |= {"KVDIST_CHECKPOINT_ROOT": str(self.folder), "KVDIST_SNAPSHOT_INTERVAL_S": "1"}
         if self._relays is not None:
             port = self._relays.getsockname()[1]
             variables |= {"KVDIST_TRANSPORT": "tcp", "STORM_RELAY": str(port)}
@@ -315,7 +320,9 @@ class Job:
         return self.faults[-1]
 
     def _has_copies(self) -> bool:
-        """Whether every server that was struck is back and has its copies: until then another death ends a job."""
+        """Whether every server that was struck is back with what it needs: until then another death ends a job."""
+        if self.options.snapshots:
+            return any(self.folder.glob("snapshots/step-*/manifest.json"))
         struck, text = sum(fault.kind == "server" for fault in self.faults), self.text()
         back = text.count("is back, and is given a copy")
         return back >= struck and (not struck or text.rfind("the job survives a loss of") > text.rfind("is back, and"))
@@ -525,6 +532,7 @@ def main() -> None:
     )
     parser.add_argument("--picture", type=Path, default=ROOT / "benchmarks" / "results" / "storm.png")
     options = parser.parse_args()
+    options.snapshots = False
     end_on_terminate()
 
     def say(text: str) -> None:
