@@ -5,7 +5,8 @@ of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with o
 code of your own here: the command line chooses it, never a peer.
 
 ``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.export`. ``kvdist
-config`` shows the settings, ``kvdist ledger`` what became of a push. ``kvdist doctor`` is the launcher's.
+config`` shows the settings, ``kvdist ledger`` what became of a push, ``kvdist estimate`` what each way of training
+would make of some machines. ``kvdist doctor`` is the launcher's.
 
 Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
 environment or on the command line, 1 for anything else.
@@ -28,6 +29,7 @@ from importlib import import_module
 from pathlib import Path
 
 import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
+from kvdist import estimate
 from kvdist.checkpoint.export import add_commands
 from kvdist.checkpoint.locks import release_when_terminated
 from kvdist.config.addresses import local_address_towards, own_addresses_of
@@ -136,6 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="other commands", metavar="")
     add_commands(commands)
     ledger.add_command(commands)
+    estimate.add_command(commands)
     why = commands.add_parser("why", help="say from the dumps of a job why it failed, and who waited for whom")
     why.add_argument("folder", type=Path, metavar="FOLDER", help="what kvdist-launch --dump or KVDIST_DUMP named")
     why.add_argument("--replay", action="store_true", help="tell new machines all that the dumps say, and compare")

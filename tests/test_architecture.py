@@ -24,6 +24,7 @@ FLOORS = {
     "kvdist.version": 0,
     "kvdist.config": 1,
     "kvdist.dtypes": 1,
+    "kvdist.estimate": 1,
     "kvdist.naming": 1,
     "kvdist.nodes": 1,
     "kvdist.schema": 1,

@@ -24,7 +24,12 @@ from kvdist_launch.plan import Process
 GREETING = b"kvdist-agent 1"
 """The first line of an agent; the number is that of this protocol."""
 
-REPLIES = {"prepare": "prepared", "measure_listen": "measure_listening", "measure_dial": "measured"}
+REPLIES = {
+    "prepare": "prepared",
+    "measure_listen": "measure_listening",
+    "measure_dial": "measured",
+    "measure_compute": "computed",
+}
 """For each question about a host the kind of its answer; see `probe.HostProbe`."""
 
 HEADER_BYTES_MAX = 64 << 20

@@ -1,7 +1,9 @@
 """``kvdist doctor -H HOSTS``: check every host as before a job, and measure the network between them.
 
 Starts nothing there but the agent. Links are measured one after another, in both directions, so that none disturbs
-another. The exit code is 0 if a job could run, 1 if a host or a link has a problem, 2 if the command line is wrong.
+another. With ``--parameters`` and ``--step`` it says what each way of training would make of these machines; it asks
+``python -m kvdist estimate``, which has the model. The exit code is 0 if a job could run, 1 if a host or a link has a
+problem, 2 if the command line is wrong.
 """
 
 from __future__ import annotations
@@ -9,8 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import selectors
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -39,6 +42,12 @@ SILENT_S = 5.0
 ANSWER_S = 2 * SERVE_S
 """For an agent's answer; longer than everything that a measurement waits for."""
 
+ALONE_MB_PER_S = 1e6
+"""Of a machine that has no line to another."""
+
+ESTIMATE_S = 60.0
+"""For ``python -m kvdist estimate``."""
+
 HERE = "this machine"
 
 OF_HOSTS = (
@@ -52,7 +61,9 @@ OTHER_HELP = {"--sync-dst-dir": {"help": "check whether DIR can be written to on
 EPILOG = """\
 The first table is the one that kvdist-launch prints before a job. The others have, from the host of the row to that of
 the column, the median of small round trips and the bytes per second of a burst of 0.3 s, both over one TCP connection.
-Links are measured one after another. The exit code is 1 if a host, or a link between two, has a problem.
+Links are measured one after another. With --parameters and --step a last table has what each way of training
+would make of the hosts, and which one to take; their speeds are measured by products of matrices on all cores. The exit
+code is 1 if a host, or a link between two, has a problem.
 """
 
 
@@ -73,10 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for names, settings in OPTIONS:
         if names[-1] in OF_HOSTS:
             group.add_argument(*names, **{**settings, **OTHER_HELP.get(names[-1], {})})
+    model = parser.add_argument_group("the model to be trained, to be told what each mode would do")
+    model.add_argument("--parameters", metavar="N", help="how many weights it has, such as 30e6")
+    model.add_argument("--step", metavar="S", help="seconds of a step on the fastest host alone")
+    model.add_argument(
+        "--speeds", metavar="V,V,…", help="of the hosts, in their order, instead of measuring them: for GPUs, say"
+    )
     options = parser.parse_args(argv)
     try:
         if options.hostfile is None:
             raise ConfigError("-H is missing: name a hostfile, or a list such as -H a,b")
+        if (options.parameters is None) != (options.step is None):
+            raise ConfigError("--parameters and --step need each other")
+        if options.speeds is not None and options.step is None:
+            raise ConfigError("--speeds needs --parameters and --step")
         text, problems = _examine(options)
     except ConfigError as error:
         print(f"kvdist doctor: error: {error}", file=sys.stderr)
@@ -101,9 +122,41 @@ def _examine(options: argparse.Namespace) -> tuple[str, list[str]]:
         if (seconds := count * (count - 1) * LINK_S) > SILENT_S:
             sink.write_lines(b"", [f"measuring {count} machines in pairs, about {seconds:.0f} s\n".encode()])
         links = measure_links(pool, supervisor.selector, mine)
+        modes = "" if options.step is None else _modes(options, pool, links)
         problems = [f"{one.host.name}: {one.problem}" for one in pool.connections if one.problem]
-        tables = [table(pool.connections), links.tables()]
+        tables = [table(pool.connections), links.tables(), modes]
         return "\n\n".join(filter(None, tables)), [*problems, *links.problems]
+
+
+def _modes(options: argparse.Namespace, pool: HostPool, links: LinkTable) -> str:
+    """What each way of training would make of the hosts that are well; '' if there is none.
+
+    Raises:
+        ConfigError: the numbers of the command line do not go with the hosts.
+    """
+    given = [] if options.speeds is None else options.speeds.split(",")
+    if given and len(given) != len(pool.connections):
+        raise ConfigError(f"--speeds has {len(given)} values, and -H {len(pool.connections)} hosts")
+    here = HostProbe(selectors.DefaultSelector())
+    speeds: dict[str, str] = {}
+    for place, one in enumerate(pool.connections):
+        if one.problem:
+            continue
+        machine = _Machine(one.processes if isinstance(one.processes, RemoteProcesses) else here, pool, one)
+        found = {} if given else machine.ask("measure_compute")
+        one.problem = str(found.get("problem", ""))
+        if not one.problem:
+            speeds[HERE if one.host.is_local else one.host.name] = given[place] if given else str(found["gflops"])
+    if not speeds:
+        return ""
+    lines = [str(links.slowest_of(name, speeds)) for name in speeds]
+    words = ["--parameters", options.parameters, "--step", options.step, "--speeds", *speeds.values()]
+    words += ["--names", *speeds, "--mb-per-s", *lines]
+    argv = [sys.executable, "-m", "kvdist", "estimate", *words]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=ESTIMATE_S)
+    if done.returncode:
+        raise ConfigError((done.stderr or done.stdout).strip().rpartition("error: ")[2])
+    return done.stdout.rstrip()
 
 
 @dataclass(frozen=True)
@@ -126,6 +179,16 @@ class LinkTable:
             for (source, target), speed in self.speeds.items()
             if speed.problem
         ]
+
+    def slowest_of(self, name: str, among: Collection[str]) -> float:
+        """MB/s of the slowest line between a machine and others; of one alone as good as infinite."""
+        ends = [(self.names[source], self.names[target], speed) for (source, target), speed in self.speeds.items()]
+        found = [
+            speed.mb_per_s
+            for source, target, speed in ends
+            if name in (source, target) and {source, target} <= {*among} and not speed.problem
+        ]
+        return min(found, default=ALONE_MB_PER_S)
 
     def tables(self) -> str:
         """Two tables, of latencies and bandwidths, from the host of the row to that of the column; '' for one

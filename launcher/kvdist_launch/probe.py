@@ -18,6 +18,7 @@ import shutil
 import socket
 import statistics
 import struct
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -112,7 +113,7 @@ class HostProbe:
         """The answer to a question.
 
         Args:
-            kind: ``prepare``, ``measure_listen`` or ``measure_dial``.
+            kind: ``prepare``, ``measure_listen``, ``measure_dial`` or ``measure_compute``.
             fields: for ``prepare``: ``folder``: one to be written to; ``cwd``: one to be in; ``dial``: (address, port)
                 to be reached; ``interface``: a network card, or a network, in which this host has an address;
                 ``ports``: one of them has to be free; ``listen``: (address, ports) for the job's root. For a
@@ -120,6 +121,8 @@ class HostProbe:
         """
         if kind == "prepare":
             return {**_answers(fields), **self._listen(fields.get("listen"))}
+        if kind == "measure_compute":
+            return measure_compute()
         address, token = str(fields["address"]), bytes.fromhex(str(fields["token"]))
         if kind == "measure_listen":
             return self._listen_for_measurement(address, token)
@@ -288,6 +291,19 @@ def _measure(stream: socket.socket, token: bytes) -> LinkSpeed:
     if not duration_ns:
         return LinkSpeed(problem="too little arrived to tell how fast")
     return LinkSpeed(statistics.median(trips) * 1e3, nbytes / duration_ns * 1e3)
+
+
+def measure_compute() -> dict[str, Any]:
+    """How fast this host multiplies matrices: ``gflops``, or a ``problem``. In a process of its own, with NumPy."""
+    argv = [sys.executable, "-m", "kvdist", "estimate", "--measure"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=SERVE_S, check=True)
+        return {"gflops": float(done.stdout)}
+    except subprocess.TimeoutExpired:
+        return {"problem": f"its speed was not measured within {SERVE_S:g} s"}
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        last = (getattr(error, "stderr", "") or str(error)).strip().rpartition("\n")[2]
+        return {"problem": f"its speed cannot be measured: {last}"}
 
 
 def _round_trip(stream: socket.socket) -> float:

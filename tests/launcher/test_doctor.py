@@ -75,3 +75,34 @@ def test_the_tables_have_a_cell_for_each_direction_and_a_sentence_for_each_that_
 
 def test_one_machine_alone_has_no_tables():
     assert LinkTable(("this machine",), {}).tables() == ""
+
+
+def test_what_a_mode_would_make_is_told_where_the_model_is_given(capsys):
+    assert main(["-H", "localhost", "--parameters", "1e6", "--step", "0.1"]) == 0
+    assert "take this machine alone: 1.00 times the rate of this machine alone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--parameters", "1e6"], "--parameters and --step need each other"),
+        (["--speeds", "1"], "--speeds needs --parameters and --step"),
+        (["--parameters", "1e6", "--step", "1", "--speeds", "1,2"], "--speeds has 2 values, and -H 1 hosts"),
+        (["--parameters", "many", "--step", "1"], "argument --parameters: 'many' is not a number above 0"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(words, said, capsys):
+    assert main(["-H", "localhost", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_slowest_line_of_a_machine_is_one_between_hosts():
+    speeds = {
+        (0, 1): LinkSpeed(1.0, 3.0),
+        (1, 0): LinkSpeed(1.0, 5.0),
+        (1, 2): LinkSpeed(1.0, 90.0),
+        (2, 1): LinkSpeed(1.0, 80.0),
+    }
+    links = LinkTable(("this machine", "d1", "d2"), speeds)
+    assert links.slowest_of("d1", {"d1", "d2"}) == 80.0
+    assert links.slowest_of("d1", {"this machine", "d1", "d2"}) == 3.0

@@ -53,6 +53,27 @@ def test_a_slow_line_is_seen_in_its_direction(machines):
     assert float(found["d2"][1]) < 15 < float(found["d1"][1]), found
 
 
+def test_what_each_mode_would_make_of_the_hosts_follows_from_their_lines(machines):
+    words = ("doctor", "-H", "d1,d2", "--parameters", "30e6", "--step", "0.5", "--speeds", "1,0.5")
+    namespace = machines.machines["d2"].namespace
+    shape = ("root", "tbf", "rate", "80mbit", "burst", "32kbit", "latency", "400ms")
+    subprocess.run(["tc", "-n", namespace, "qdisc", "add", "dev", "eth0", *shape], check=True)
+    try:
+        done = ask(machines, *words)
+    finally:
+        subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", "eth0", "root"], check=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # 120 MB over 10 MB/s take 12 s, 24 batches of half a second: nothing that exchanges in each step can keep up
+    assert "take quota(" in done.stdout and "local_steps=True): 1.50 times the rate of d1 alone" in done.stdout
+    assert "dist" in done.stdout and "the network" in done.stdout
+
+
+def test_the_speed_of_each_host_is_measured(machines):
+    done = ask(machines, "doctor", "-H", "d1,d2", "--parameters", "1e4", "--step", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "DDP on all" in done.stdout and "the rate of d" in done.stdout
+
+
 def test_a_way_that_is_closed_is_shown_and_named_and_so_is_a_host_that_cannot_be_reached(machines):
     first, second = machines.machines["d1"], machines.machines["d2"]
     ip("-n", first.namespace, "route", "add", "unreachable", second.address)

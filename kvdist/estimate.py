@@ -1,0 +1,184 @@
+"""``kvdist estimate``: what each way of training together would make of machines of given speeds, by a simple model.
+
+Pure arithmetic. A *batch* is what each machine takes for a step; at speed 1 its step takes `step_s`. An exchange of all
+gradients or weights among k machines, by a ring or by servers on the same machines, takes 2 (k - 1) / k of their bytes
+over the slowest line. Rates are batches in a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BACKWARD = 2 / 3
+"""Of the time of a step; DDP exchanges gradients during it."""
+STALE = 0.8
+"""What a gradient is worth that may be of the weights before: on equal machines a quota of gradients needed 1.23 times
+as long as DDP to the same accuracy (a simulation, with everything tuned for each)."""
+LOCAL_BATCHES = 8
+"""Of each machine in an exchange of ``quota(..., local_steps=True)``, or as many as hide the exchange."""
+LOCAL_STEPS = 100
+"""Between two exchanges of ``diloco``, and the most of a quota."""
+ALIKE = 0.05
+"""Modes that differ by less are equally good; the first of them is the simplest."""
+MEASURED_S = 0.5
+SIDE = 512
+"""Of the square matrices that are multiplied to measure a machine."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine.
+
+    Attributes:
+        name: of its host.
+        speed: how many batches it makes while a machine of speed 1 makes one.
+        mb_per_s: megabytes (10⁶ bytes) in a second over the slowest of its lines, in the slower direction.
+    """
+
+    name: str
+    speed: float
+    mb_per_s: float
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What a way of training would do.
+
+    Attributes:
+        name: what to write or start.
+        rate: batches in a second that are worth as much as those of one machine.
+        why: what limits it.
+    """
+
+    name: str
+    rate: float
+    why: str
+
+
+def modes(machines: Sequence[Machine], parameters: float, step_s: float) -> list[Mode]:
+    """What each mode would do, the simplest first.
+
+    Args:
+        machines: one or more.
+        parameters: how many float32 weights the model has.
+        step_s: seconds that a batch takes at speed 1, without any exchange.
+    """
+    order = sorted(machines, key=lambda machine: -machine.speed)
+    count, fastest, slowest = len(order), order[0], order[-1]
+    found = [Mode(f"{fastest.name} alone", fastest.speed / step_s, "one machine")]
+    if count == 1:
+        return found
+
+    def exchange_s(several: Sequence[Machine]) -> float:
+        line = min(machine.mb_per_s for machine in several)
+        return 2 * (len(several) - 1) / len(several) * 4e-6 * parameters / line
+
+    def ddp(several: Sequence[Machine]) -> Mode:
+        compute_s, exchange = step_s / several[-1].speed, exchange_s(several)
+        took_s = max(compute_s, (1 - BACKWARD) * compute_s + exchange)
+        why = f"waits for {several[-1].name}" if took_s == compute_s else "the network"
+        names = "all" if len(several) == count else ", ".join(machine.name for machine in several)
+        return Mode(f"DDP on {names}", len(several) / took_s, why)
+
+    best = max((ddp(order[:several]) for several in range(2, count + 1)), key=lambda mode: round(mode.rate, 9))
+    found += dict.fromkeys((best, ddp(order)))
+    exchange, together = exchange_s(order), sum(machine.speed for machine in order) / step_s
+    compute_s = step_s / slowest.speed
+    why = f"waits for {slowest.name}" if compute_s > exchange else "the network"
+    found.append(Mode("dist", count / (compute_s + exchange), why))
+    hidden = min(LOCAL_STEPS, max(LOCAL_BATCHES, math.ceil(exchange * together / count)))
+    for name, batches, worth in (
+        (f"quota({count} batches)", count, STALE),
+        (f"quota({count * hidden} batches, local_steps=True)", count * hidden, 1.0),
+    ):
+        made_s = batches / together
+        why = "the sum of all speeds" if made_s >= exchange else "the network"
+        found.append(Mode(name, worth * batches / max(made_s, exchange), why))
+    round_s = LOCAL_STEPS * compute_s + exchange
+    why = f"waits for {slowest.name}" if LOCAL_STEPS * compute_s > exchange else "the network"
+    found.append(Mode(f"diloco({LOCAL_STEPS})", LOCAL_STEPS * count / round_s, why))
+    return found
+
+
+def best_of(found: Sequence[Mode]) -> Mode:
+    """The fastest, or the simplest of those that are hardly slower."""
+    most = max(mode.rate for mode in found)
+    return next(mode for mode in found if mode.rate >= (1 - ALIKE) * most)
+
+
+def estimate(machines: Sequence[Machine], parameters: float, step_s: float) -> str:
+    """The table of modes, and which one to take."""
+    found = modes(machines, parameters, step_s)
+    width = max(len(mode.name) for mode in found)
+    alone = found[0].rate
+    lines = [f"{'':<{width}}  × alone  limited by"]
+    lines += [f"{mode.name:<{width}}  {mode.rate / alone:7.2f}  {mode.why}" for mode in found]
+    best = best_of(found)
+    lines += ["", f"take {best.name}: {best.rate / alone:.2f} times the rate of {found[0].name}"]
+    return "\n".join(lines)
+
+
+def measure_gflops() -> float:
+    """How fast this machine multiplies float32 matrices, by NumPy on all of its cores, in 10⁹ operations a second."""
+    import numpy as np
+
+    left, right = np.full((SIDE, SIDE), 0.5, np.float32), np.full((SIDE, SIDE), 0.25, np.float32)
+    np.matmul(left, right)  # starts its threads
+    count, began = 0, time.perf_counter()
+    while (took_s := time.perf_counter() - began) < MEASURED_S:
+        np.matmul(left, right)
+        count += 1
+    return 2e-9 * SIDE**3 * count / took_s
+
+
+def add_command(commands: Any) -> None:
+    """Add ``kvdist estimate`` to the commands of the command line."""
+    about = "say what each way of training would make of machines of given speeds and lines, and which to take"
+    parser = commands.add_parser("estimate", help=about, description=f"{about[0].upper()}{about[1:]}.")
+    parser.add_argument("--speeds", type=_positive, nargs="+", metavar="V", help="of each machine; the fastest is 1")
+    parser.add_argument(
+        "--mb-per-s", type=_positive, nargs="+", metavar="MB", help="of each machine's line, or one for all"
+    )
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the machines; default: machine-0 and so on")
+    parser.add_argument("--parameters", type=_positive, metavar="N", help="weights of the model, such as 30e6")
+    parser.add_argument("--step", type=_positive, metavar="S", help="seconds of a step on the fastest machine alone")
+    parser.add_argument("--measure", action="store_true", help="print this machine's speed in GFLOP/s instead")
+    parser.set_defaults(command=_answer)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _answer(options: argparse.Namespace) -> tuple[str, int]:
+    if options.measure:
+        return f"{measure_gflops():.3f}", 0
+    missing = [
+        f"--{name.replace('_', '-')}"
+        for name in ("speeds", "mb_per_s", "parameters", "step")
+        if getattr(options, name) is None
+    ]
+    if missing:
+        return f"kvdist estimate: {', '.join(missing)} missing", 2
+    count = len(options.speeds)
+    lines = options.mb_per_s * count if len(options.mb_per_s) == 1 else options.mb_per_s
+    names = options.names or [f"machine-{number}" for number in range(count)]
+    for option, given in (("--mb-per-s", lines), ("--names", names)):
+        if len(given) != count:
+            return f"kvdist estimate: {option} has {len(given)} values for {count} machines of --speeds", 2
+    most = max(options.speeds)
+    machines = [
+        Machine(name, speed / most, line) for name, speed, line in zip(names, options.speeds, lines, strict=True)
+    ]
+    return estimate(machines, options.parameters, options.step), 0
