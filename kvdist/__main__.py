@@ -40,7 +40,7 @@ from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
 from kvdist.config.sockets import scheduler_endpoint
 from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.errors import ConfigError, FencedError, KvdistError, PeerLostError
+from kvdist.errors import EXITED, ConfigError, FencedError, KvdistError, PeerLostError
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.registry import registered
 from kvdist.runtime import ledger
@@ -317,7 +317,7 @@ def parse_report(line: str) -> ChildEnded | ProcessStarted | None:
         case "ended", "signal", number if number.isdigit():
             return ChildEnded(node, f"killed by signal {number} ({_signal_name(int(number))})", False, life)
         case "ended", "exit", code if code.isdigit():
-            return ChildEnded(node, f"exited with code {code}", int(code) == 0, life)
+            return ChildEnded(node, f"{EXITED}{code}", int(code) == 0, life)
         case "placed", host, pid if pid.isdigit():
             return ProcessStarted(node, host, int(pid))
     return None

@@ -147,3 +147,15 @@ class ProtocolError(KvdistError):
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, at most 300 characters, or the name of its class where it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+EXITED = "exited with code "
+"""Begins the cause of an end that an exit code tells."""
+
+
+def failure_of(error: BaseException | None) -> str:
+    """Why a process cannot go on that ends by this error; '' without one, and for ``sys.exit()`` of code 0."""
+    if isinstance(error, SystemExit):
+        code = error.code if isinstance(error.code, int | None) else 1
+        return f"{EXITED}{code}" if code else ""
+    return "" if error is None else f"ended by an unhandled {type(error).__name__}: {str(error)[:200]}"

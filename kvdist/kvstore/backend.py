@@ -391,8 +391,8 @@ class Backend(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def close(self, wait: bool) -> None:
-        """Leave. Called once."""
+    def close(self, wait: bool, failure: str = "") -> None:
+        """Leave, perhaps because this worker cannot go on. Called once."""
 
     def note_error(self, error: BaseException) -> None:
         """Keep the error of a push without a future. On any thread."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from kvdist.errors import KvdistError, OptimizerMismatch, StoreClosed
+from kvdist.errors import KvdistError, OptimizerMismatch, StoreClosed, failure_of
 from kvdist.kvstore import values as _values
 from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.backend import (
@@ -689,12 +689,18 @@ class KVStore(KVStoreBase):
     def close(self, wait: bool = True) -> None:
         """Leave: the store cannot be used afterwards. A second call does nothing.
 
+        Others go on without this worker. Where an exception leaves a ``with``, or ``sys.exit`` of another code than 0,
+        it is lost to them instead, with all that this means: it has not done its part.
+
         Args:
             wait: until a checkpoint that is under way is complete; not done where an exception leaves a ``with``.
 
         Raises:
             CheckpointError: the last checkpoint has failed, and its future was not looked at.
         """
+        self._close(wait, "")
+
+    def _close(self, wait: bool, failure: str) -> None:
         with contextlib.ExitStack() as stack:
             for call in self._calls_at_close:
                 stack.callback(call, wait)
@@ -702,7 +708,7 @@ class KVStore(KVStoreBase):
                 if wait:
                     self._backend.check_rollback()
                 self._closed = True
-                self._backend.close(wait)
+                self._backend.close(wait, failure)
 
     def _at_close(self, call: Callable[[bool], None]) -> None:
         """Let `close` call this when the store has been left, with its `wait`: a trainer saves through a store, too."""
@@ -752,4 +758,4 @@ class KVStore(KVStoreBase):
         # The error of the block says more than one of the closing that follows from it. A checkpoint that has failed
         # is not forgotten: the exit code reports it, should the process end as if all was well.
         with contextlib.suppress(KvdistError):
-            self.close(wait=False)
+            self._close(False, failure_of(error))

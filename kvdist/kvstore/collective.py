@@ -203,7 +203,7 @@ class CollectiveBackend(Backend):
         with self.arrays.lock:
             return self._local.held()
 
-    def close(self, wait: bool) -> None:
+    def close(self, wait: bool, failure: str = "") -> None:  # the engine tells it
         """Leave the store, once what was begun is done. Raises the error of a lost push."""
         with contextlib.ExitStack() as stack:
             if self._saving is not None:

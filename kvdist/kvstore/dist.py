@@ -305,6 +305,11 @@ class DistBackend(Backend):
         return self._cluster.ask(lambda request: make(request, self._number))
 
     @property
+    def batches_pushed(self) -> int:
+        """How many pushes that say their examples have left this process for the servers, or are about to."""
+        return self._cluster.batches_pushed
+
+    @property
     def leasing(self) -> Leasing | None:
         """What this process has leased of the cluster's data, if it ever has."""
         return self._cluster.leasing
@@ -379,7 +384,7 @@ class DistBackend(Backend):
 
     # The store.
 
-    def close(self, wait: bool) -> None:
+    def close(self, wait: bool, failure: str = "") -> None:
         """Leave the store; the last store of the process leaves the cluster. Raises the error of a lost push."""
         self._is_closed = True
         self._cluster.under_way.wake()
@@ -390,7 +395,7 @@ class DistBackend(Backend):
         self._cluster.stores.remove(self)
         try:
             if self._cluster.stores_open == 0:
-                self._cluster.leave(wait=wait)
+                self._cluster.leave(failure, wait=wait)
         finally:
             with contextlib.suppress(DeviceError):  # a GPU that has failed reads nothing any more
                 self.arrays.close()

@@ -210,11 +210,11 @@ class HybridBackend(Backend):
             return [(self._workers, path)]
         return [(self._servers, path), (self._workers, Path(f"{path}{suffix}"))] if here else [(self._servers, path)]
 
-    def close(self, wait: bool) -> None:
+    def close(self, wait: bool, failure: str = "") -> None:
         try:
-            self._workers.close(wait)
+            self._workers.close(wait, failure)
         finally:
-            self._servers.close(wait)
+            self._servers.close(wait, failure)
 
 
 class Sides:

@@ -245,6 +245,7 @@ class ArrayTransfers:
                 own.settle()
                 return Transfer(number, kind, label, own.runs, call.priority)
 
+            self._cluster.batches_pushed += call.options.samples > 0
             try:
                 return self.submit(make, finish_of(own))
             except BaseException:

@@ -687,11 +687,13 @@ class Goodbye(WireMessage):
 
     Before that, to the worker that sums for its host: nothing of mine may be with you alone. Answered likewise.
     With request 0, to that worker too: I push nothing for a while, do not wait for me. Not answered.
+    With `ends` the process ends with it, and has not closed its stores: its exit code may still say otherwise.
     """
 
     KIND = 33
     request: UInt64
     failure: Sentence
+    ends: Boolean = False
 
 
 @dataclass(frozen=True, slots=True)

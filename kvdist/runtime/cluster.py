@@ -39,6 +39,7 @@ from kvdist.errors import (
     KvdistError,
     RolledBackError,
     StoreClosed,
+    failure_of,
 )
 from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import Device
@@ -121,6 +122,8 @@ class Cluster:
         self._next_store = 0
         self.stores: list[RollsBack] = []
         """What hears of it when all go back to a snapshot."""
+        self.batches_pushed = 0
+        """How many pushes that say their examples have been handed to the node."""
         self.leasing: Leasing | None = None
         """If this process trains on leased examples, which others may have when it leaves."""
         self._held: set[Future[Any]] = set()
@@ -201,12 +204,13 @@ class Cluster:
         self._held.add(future)
         future.add_done_callback(self._held.discard)
 
-    def leave(self, failure: str = "", *, wait: bool = True) -> None:
-        """Say goodbye, wait until it is heard, and end the thread. With a `failure` the others end too.
+    def leave(self, failure: str = "", *, wait: bool = True, ends: bool = False) -> None:
+        """Say goodbye, wait until it is heard, and end the thread. With a `failure` this process is lost.
 
         Args:
             failure: why this process cannot go on.
             wait: first for what holds it.
+            ends: the process ends, and has closed no store.
 
         Raises:
             DeadlockError: pushes that have to arrive first wait for workers that wait for this one.
@@ -220,10 +224,10 @@ class Cluster:
         endless: KvdistError | None = None
         if not self.node.stopped:
             try:
-                self.ask(lambda number: Leave(number, failure))
+                self.ask(lambda number: Leave(number, failure, ends))
             except RolledBackError as error:
                 LOG.warning("this worker leaves, and does not make again what was lost with a server: %s", error)
-                self.leave(failure, wait=wait)
+                self.leave(failure, wait=wait, ends=ends)
                 return
             except (DeadlockError, DeadlineExceeded) as error:
                 endless = error  # leaving itself waited in vain
@@ -305,8 +309,7 @@ class ProcessCluster:
         if cluster.node.stopped:
             cluster.wait_for_thread(EXIT_WAIT_S)
             return
-        error = getattr(sys, "last_value", None)
-        cluster.leave("" if error is None else f"ended by an unhandled {type(error).__name__}: {str(error)[:200]}")
+        cluster.leave(failure_of(getattr(sys, "last_value", None)), ends=True)
 
 
 PROCESS_CLUSTER = ProcessCluster()

@@ -17,6 +17,7 @@ from kvdist.config.policies import LocalSteps, Quota
 from kvdist.kvstore.backend import Average
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
+from kvdist.training.data import HandedOut
 from kvdist.training.parameters import Grads, Parameter
 
 
@@ -67,6 +68,10 @@ class Exchanges(abc.ABC):
     def stepping(self) -> contextlib.AbstractContextManager[None]:
         """A context for what a step changes here."""
         return contextlib.nullcontext()
+
+    def left(self) -> HandedOut:
+        """What pushes have brought to servers that this worker has not heard of; for `count_as_used`."""
+        return {}
 
     def close(self) -> None:  # noqa: B027  # most hold nothing
         """No step follows."""

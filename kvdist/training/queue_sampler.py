@@ -14,6 +14,7 @@ import logging
 import operator
 import signal
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
@@ -72,6 +73,8 @@ class Leasing(abc.ABC):
     def __init__(self) -> None:
         self.number = self.begun = 0
         self.holder = LeaseHolder(0)
+        self.count_what_has_left: Callable[[], object] = lambda: None
+        """Let count as used what a trainer has pushed; see `Trainer._count_what_has_left`."""
 
     @abc.abstractmethod
     def lease(self, plan: Plan, batch: int, wanted: int, version: int, *, rests: bool) -> LeaseAnswer:
@@ -167,6 +170,7 @@ class SharedQueue(Leasing):
 
     def give_back(self) -> None:
         """See `Leasing`."""
+        self.count_what_has_left()
         gives_back = bool(self.holder.ranges)
         if gives_back or self.holder.used > self._told:
             self._told = self.holder.used
@@ -294,6 +298,7 @@ class QueueSampler(DrivenSampler):
         self._version, self._is_over = trainer._updates, False
         assert self._leasing is not None
         self._leasing.begun = max(self._leasing.begun, self._leasing.number)
+        trainer._count_what_has_left()
         with Departure() as departure:
             while True:
                 with trainer._skipping_rollback():
@@ -328,6 +333,8 @@ class QueueSampler(DrivenSampler):
         self._leasing = before._leasing if isinstance(before, QueueSampler) else leasing_of(trainer)
         assert self._leasing is not None
         self._leasing.give_back()  # what another trainer of this process has left
+        of = weakref.WeakMethod(trainer._count_what_has_left)
+        self._leasing.count_what_has_left = lambda: None if (count := of()) is None else count()
         self._first_pass = self._leasing.number
 
     @property

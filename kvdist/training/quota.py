@@ -139,6 +139,11 @@ class QuotaSteps(Exchanges):
                 if not together or due.together:
                     return
 
+    def left(self) -> HandedOut:
+        with self._lock:
+            left, self._used, self._pushed_examples = self._used, {}, 0
+            return dict(left)
+
     def close(self) -> None:
         self._pusher.shutdown(wait=False)
 

@@ -32,7 +32,7 @@ import torch
 
 from kvdist.checkpoint.shards import samples_in, updates_in
 from kvdist.config.policies import LocalSteps, Quota, TrainingPolicy
-from kvdist.errors import ConfigError, RolledBackError
+from kvdist.errors import ConfigError, KvdistError, RolledBackError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import Average
@@ -248,7 +248,7 @@ class Trainer:
             handed_out = self._unpushed() - (0 if self._between is None else self._between.handed_out)
             samples = require_samples(samples, batch_size, self._overlaps, handed_out)
         self._start()
-        with self._skipping_rollback():
+        with self._counting_what_leaves(), self._skipping_rollback():
             self._take_part()
             self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE, samples)
         self._count_as_used()
@@ -429,7 +429,7 @@ class Trainer:
         if between is None or (between.counts_steps and not between.passed):
             return
         self._require_weights_unchanged()
-        with self._skipping_rollback():
+        with self._counting_what_leaves(), self._skipping_rollback():
             if self._is_void:
                 self._go_back()
             else:
@@ -792,7 +792,7 @@ class Trainer:
             self._torch_optimizer.follow()
 
     def _skip_step(self) -> None:
-        with self._skipping_rollback():
+        with self._counting_what_leaves(), self._skipping_rollback():
             if self._is_void:
                 self._go_back()
                 return
@@ -815,7 +815,7 @@ class Trainer:
             self.skip_step()
             return
         self._start()
-        with self._skipping_rollback():
+        with self._counting_what_leaves(), self._skipping_rollback():
             self._take_part()
             self._step(None, Stale.USE)
         self._count_as_used()
@@ -856,6 +856,35 @@ class Trainer:
         if self._between is None or (self._between.counts_steps and not self._between.passed):
             count_as_used(self._handed_out)
         self._handed = 0
+
+    @contextlib.contextmanager
+    def _counting_what_leaves(self) -> Iterator[None]:
+        """Let batches count as used whose push has left, also where a foreign error interrupts the wait for its answer.
+
+        Ctrl-C, say, or a loader's process that has died. What the store itself raises says that nothing was counted.
+        """
+        before = self._batches_pushed
+        try:
+            yield
+        except (KvdistError, FloatingPointError):
+            raise
+        except BaseException:
+            if self._batches_pushed > before and (self._between is None or self._between.counts_steps):
+                count_as_used(self._handed_out)
+            raise
+
+    @property
+    def _batches_pushed(self) -> int:
+        backend = self._kvstore._backend if isinstance(self._kvstore, KVStore) else None
+        return backend.batches_pushed if isinstance(backend, DistBackend) else 0
+
+    def _count_what_has_left(self) -> None:
+        """Count what has left and not returned, before what is not used goes to others or to a new iteration."""
+        if self._overlap is not None and self._overlap.is_open:
+            count_as_used(self._handed_out)
+        elif self._between is not None:
+            count_as_used(self._between.left())
+            self._between.handed_out = self._unpushed()
 
     def _take_part(self) -> bool:
         """Whether this worker has joined a running job; the others wait for its steps from the first call on."""

@@ -109,6 +109,19 @@ def test_who_gets_sigterm_leaves_with_nothing_but_its_leases_and_exit_code_0(job
     assert len(used) == 2 and counts == {(1, 1): 4000}, job.transcript()
 
 
+@pytest.mark.parametrize("way", ["leaves", "again"])
+def test_every_example_is_counted_once_when_an_error_interrupts_a_step_that_waits(job, way):
+    launcher = job.launch(
+        3, 1, "leases.py", "4000", "1", str(BATCH), "0", "dist", "{}", options=GOES_ON, INTERRUPTED=way
+    )
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    fault = "a process of the loader has died; 2 workers go on" if way == "leaves" else "w1 │ begins again"
+    assert len(launcher.lines_with(fault)) == 1, job.transcript()
+    used, counts = found(job)
+    assert len(used) == (2 if way == "leaves" else 3) and counts == {(1, 1): 4000}, job.transcript()
+
+
 @pytest.mark.slow
 def test_another_number_of_workers_goes_on_where_a_checkpoint_was_saved(job, tmp_path):
     folder = str(tmp_path / "saved")

@@ -13,14 +13,17 @@ from tests.test_documentation import ROOT, fenced
 WAITS = ["--on-loss", "wait"]
 
 
-def weights_of(job, kind, victim, lives):
+KILLED = "was killed by signal 9 (SIGKILL); starting it again"
+
+
+def weights_of(job, kind, victim, lives, ended=KILLED, **environment):
     """The digest that all workers end with; all deaths must have happened."""
     options = [*WAITS, *(["--restart", str(lives)] if lives else [])]
     options += ["--policy", "local_sgd:3"] if kind == "local steps" else []
-    launcher = job.launch(3, 2, "waiting.py", kind, str(victim), str(lives), options=options)
+    launcher = job.launch(3, 2, "waiting.py", kind, str(victim), str(lives), options=options, **environment)
     job.finish()
     assert launcher.code == 0, job.transcript()
-    killed = launcher.lines_with("was killed by signal 9 (SIGKILL); starting it again")
+    killed = launcher.lines_with(ended)
     assert len(killed) == len(launcher.lines_with("all wait up to 120 s for its return")) == lives, job.transcript()
     back = [re.search(r"in life (\d) at version (\d+)", line) for line in launcher.lines_with("is back in life")]
     assert [int(found[1]) for found in back if found] == [*range(1, lives + 1)], job.transcript()
@@ -42,6 +45,17 @@ def weights_of(job, kind, victim, lives):
 )
 def test_a_worker_that_is_killed_three_times_changes_no_bit_of_the_weights(job, kind, victim):
     assert weights_of(job, kind, victim, 3) == weights_of(job, kind, victim, 0)
+
+
+@pytest.mark.parametrize(
+    ("ends", "ended"),
+    [
+        ("exception", "failed with exit code 1; starting it again"),
+        ("75", "ended with exit code 75; starting it again"),
+    ],
+)
+def test_nor_does_one_that_ends_by_an_exception_or_asks_to_be_started_again(job, ends, ended):
+    assert weights_of(job, "momentum", 1, 2, ended, ENDS=ends) == weights_of(job, "momentum", 1, 0)
 
 
 @pytest.mark.parametrize("victims", ["1", pytest.param("0,1,2", marks=pytest.mark.slow, id="all at once")])

@@ -40,7 +40,7 @@ from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.sharding import Placer
-from kvdist.errors import ConfigError, DeadlockError, KvdistError, PeerLostError
+from kvdist.errors import EXITED, ConfigError, DeadlockError, KvdistError, PeerLostError
 from kvdist.naming import name_of, who_says_what
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
 from kvdist.protocol.messages import (
@@ -165,6 +165,8 @@ class Scheduler(Machine):
         self._announced_at = -NEVER
         self._announce_at = NEVER
         """When a change that has not been told yet must be."""
+        self._ending: set[Member] = set()
+        """Who has said goodbye as its process ends, until the launcher says with which code."""
         self._returns: dict[NodeId, tuple[float, Callable[[], list[Effect]]]] = {}
         """Who may come back, because all wait for it or nobody else is left → until when, and what ends the job if it
         has not."""
@@ -273,6 +275,8 @@ class Scheduler(Machine):
         """React to connections and to what the launcher saw."""
         self._now = now
         match event:
+            case PeerDisconnected(member) if member in self._ending:
+                return []
             case PeerDisconnected(member, reason, after_silence):
                 # libzmq does not say whether it was itself that closed a silent connection within a host.
                 is_silent = after_silence or now - self._heard.get(member, now) > self.limits.quiet_s
@@ -526,10 +530,21 @@ class Scheduler(Machine):
     def _goodbye(self, sender: Member, message: Goodbye, now: float) -> list[Effect]:
         effects: list[Effect] = [Send(sender, Done(message.request))]
         if message.failure:
-            return effects + self._lost(sender, message.failure, now, said=message.failure)
+            # Exit codes are no words of its own: others may end with the same one.
+            said = "" if message.failure.startswith(EXITED) else message.failure
+            return effects + self._lost(sender, message.failure, now, said=said)
         if sender.node in self.membership.left:
             return effects
+        if message.ends and self.config.supervised and self.on_loss is OnLoss.WAIT:
+            self._ending.add(sender)  # and the launcher says how: others must not go on without one that comes back
+            self.membership.trust(sender)
+            return effects
+        return effects + self._left(sender, now)
+
+    def _left(self, sender: Member, now: float) -> list[Effect]:
+        """A worker is gone for good."""
         self.membership.leave(sender.node)
+        effects: list[Effect] = []
         if self.newcomers is not None:
             self.newcomers.forget(sender)
             is_over = self.on_loss is not OnLoss.WAIT and not self.membership.there
@@ -572,6 +587,10 @@ class Scheduler(Machine):
         peer = membership.peers.get(node)
         if self.newcomers is not None and peer is not None and membership.lives[peer.member] != event.life:
             return self._earlier_ended(event, now)
+        if peer is not None and peer.member in self._ending:
+            self._ending.discard(peer.member)
+            if event.clean:
+                return self._left(peer.member, now)
         if event.clean and node.role is Role.WORKER and (node in membership.left or peer is None):
             if peer is None:
                 membership.absent.add(node)

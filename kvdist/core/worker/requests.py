@@ -535,6 +535,8 @@ class Leave:
 
     request: int
     failure: str = ""
+    ends: bool = False
+    """Whether the process ends, and has closed no store."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

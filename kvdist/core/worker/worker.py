@@ -585,7 +585,7 @@ class Worker(Machine):
             may_leave = self.aggregation.may_leave
         if leaving.failure or may_leave:
             self._goodbye_said = True
-            effects.append(self._pending.ask(leaving.request, Goodbye(leaving.request, leaving.failure)))
+            effects.append(self._pending.ask(leaving.request, Goodbye(leaving.request, leaving.failure, leaving.ends)))
         return effects
 
     # Answers of the scheduler.

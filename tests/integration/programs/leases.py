@@ -5,10 +5,12 @@
 Example i moves element i of one parameter by 1, and element LENGTH - 1 - i of another. VICTIMS maps ranks to the
 example counts after which they kill themselves, some milliseconds into the step that follows. With SNAPSHOTS rank 0
 waits in the middle, when there is a snapshot in that folder, until SNAPSHOTS/go is there. Rank 1 sends itself SIGTERM
-in the batch that TERMINATED counts.
+in the batch that TERMINATED counts. With INTERRUPTED an error comes to rank 1 while it waits in its fifth step: it
+leaves by it, or catches it and begins its loop again.
 """
 
 import ast
+import contextlib
 import os
 import random
 import signal
@@ -54,9 +56,28 @@ def kill_soon(after_s):
     threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
 
+def interrupt_the_wait(rank):
+    """Let an error come to rank 1 from outside while it waits for rank 0."""
+    if rank == 0:
+        time.sleep(1.0)
+    elif rank == 1:
+        signal.signal(signal.SIGALRM, interrupted)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+
+def interrupted(*_):
+    raise RuntimeError("a process of the loader has died")
+
+
 def main():
-    weights = [torch.nn.Parameter(torch.zeros(LENGTH)) for _ in range(2)]
     store = kv.create(sys.argv[5])
+    with store if os.environ.get("INTERRUPTED") == "leaves" else contextlib.nullcontext():
+        train(store)
+    store.close()
+
+
+def train(store):
+    weights = [torch.nn.Parameter(torch.zeros(LENGTH)) for _ in range(2)]
     trainer = Trainer(weights, "sgd", {"learning_rate": 1.0}, kvstore=store)
     saves = FOLDER and not os.path.isdir(FOLDER)
     store.barrier()
@@ -68,25 +89,38 @@ def main():
     used = 0
     victim_after = VICTIMS.get(store.rank, None)
     steps = 0
-    for numbers in trainer.batches(loader):
-        print(f"has {min(numbers.tolist())} and {len(numbers) - 1} more", flush=True)
-        (weights[0][numbers].sum() + weights[1][LENGTH - 1 - numbers].sum()).backward()
-        if victim_after is not None and used >= victim_after:
-            kill_soon(random.Random(f"{store.rank} {used}").uniform(0, 0.004))
-            victim_after = None
-        if "SNAPSHOTS" in os.environ and store.rank == 0:
-            wait_in_the_middle(trainer)
-        if store.rank == 1 and os.environ.get("TERMINATED") == str(steps + 1):
-            os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.002 * ((store.rank % 3) + 1) if store.rank not in VICTIMS else 0.001)
-        trainer.step(1)
-        for weight in weights:
-            weight.grad = None
-        used += len(numbers)
-        steps += 1
-        if saves and trainer.version == 20:
-            trainer.save_checkpoint(FOLDER, 20)
+    while True:
+        try:
+            for numbers in trainer.batches(loader):
+                print(f"has {min(numbers.tolist())} and {len(numbers) - 1} more", flush=True)
+                (weights[0][numbers].sum() + weights[1][LENGTH - 1 - numbers].sum()).backward()
+                if victim_after is not None and used >= victim_after:
+                    kill_soon(random.Random(f"{store.rank} {used}").uniform(0, 0.004))
+                    victim_after = None
+                if "SNAPSHOTS" in os.environ and store.rank == 0:
+                    wait_in_the_middle(trainer)
+                if store.rank == 1 and os.environ.get("TERMINATED") == str(steps + 1):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                if "INTERRUPTED" in os.environ and steps == 4:
+                    interrupt_the_wait(store.rank)
+                time.sleep(0.002 * ((store.rank % 3) + 1) if store.rank not in VICTIMS else 0.001)
+                trainer.step(1)
+                for weight in weights:
+                    weight.grad = None
+                used += len(numbers)
+                steps += 1
+                if saves and trainer.version == 20:
+                    trainer.save_checkpoint(FOLDER, 20)
+                    break
             break
+        except RuntimeError:
+            if os.environ.get("INTERRUPTED") != "again":
+                raise
+            print("begins again", flush=True)
+            steps += 1  # its push counts
+            used += len(numbers)
+            for weight in weights:
+                weight.grad = None
     seen = trainer.samples_seen
     assert seen == -int(weights[0].sum()), (seen, weights[0].sum())
     counts = [(-weights[0]).round().to(int).tolist(), (-weights[1].flip(0)).round().to(int).tolist()]
@@ -94,7 +128,6 @@ def main():
     print(f"used {used} in {steps} steps, version {trainer.version}; counts {dict(found)}", flush=True)
     mean = store.average(float(used))
     print(f"mean {mean}", flush=True)
-    store.close()
 
 
 if __name__ == "__main__":

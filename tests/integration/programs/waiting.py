@@ -1,7 +1,8 @@
 """Workers that are killed again and again while the others wait for them: ``waiting.py KIND VICTIM LIVES``.
 
 Gradients depend on the weights, the rank and the step alone. In each of its first LIVES lives the victim kills itself a
-random time after a step has begun. The end says a digest of all weights.
+random time after a step has begun, or ends as ENDS says: by an exception in a `with`, or by an exit code. The end says
+a digest of all weights.
 """
 
 import hashlib
@@ -26,6 +27,15 @@ def main():
     kind, victim, lives = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     life = int(os.environ.get("KVDIST_RESTARTS", "0"))
     store = kv.create("dist")
+    if os.environ.get("ENDS") == "exception":
+        with store:
+            train(store, kind, victim, lives, life)
+    else:
+        train(store, kind, victim, lives, life)
+        store.close()
+
+
+def train(store, kind, victim, lives, life):
     samples = sum(16 + rank for rank in range(store.num_workers))
     torch.manual_seed(7)
     net = torch.nn.Sequential(torch.nn.Linear(WIDTH, 300), torch.nn.Tanh(), torch.nn.Linear(300, 300))
@@ -37,6 +47,10 @@ def main():
         print(f"worker {store.rank} is back in life {life} at version {version}", flush=True)
     doomed = store.rank == victim and life < lives
     for step in range(version, STEPS):
+        if doomed and step >= KILLED_AT[life] and os.environ.get("ENDS") == "exception":
+            raise ValueError(f"bad luck in life {life}")
+        if doomed and step >= KILLED_AT[life] and "ENDS" in os.environ:
+            sys.exit(int(os.environ["ENDS"]))
         if doomed and step >= KILLED_AT[life]:
             moment = random.Random(f"{kind} {life}").uniform(0.0, 0.03)
             threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -63,7 +77,6 @@ def main():
     if table is not None:
         digest.update(table(torch.arange(ROWS)).detach().numpy().tobytes())
     print(f"weights {digest.hexdigest()}", flush=True)
-    store.close()
 
 
 main()
