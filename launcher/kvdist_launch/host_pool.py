@@ -63,6 +63,8 @@ LOOK_S = 10.0
 """How long connecting and all questions may take together."""
 GREETING_S = 8.0
 """The part of it in which a host must accept the login and start its agent."""
+SILENT_BEATS_MIN = 3
+"""Fewer signs of life than so many may fail to come, however short the patience is: they are a second apart."""
 ANSWER_S_MIN = 1.0
 """The time that agents have for a question at least."""
 
@@ -75,7 +77,7 @@ class RemoteProcesses(HostProcesses):
         argv: the command that starts its agent.
         selector: waits for the pipe.
         listener: hears what happens.
-        patience_s: the host is lost after so long without a frame; its agent sends one every second.
+        patience_s: the host is lost after so long without a frame, or three seconds; its agent sends one every second.
 
     Attributes:
         facts: the first frame of the agent, about its host; None until then.
@@ -94,7 +96,7 @@ class RemoteProcesses(HostProcesses):
         self.facts: dict[str, Any] | None = None
         self.answers: dict[str, dict[str, Any]] = {}
         self.failure = ""
-        self._patience_s = patience_s
+        self._patience_s = max(patience_s, SILENT_BEATS_MIN * BEAT_S)
         self._selector = selector
         self._listener = listener
         self._alive: dict[NodeId, int] = {}

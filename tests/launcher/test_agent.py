@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import selectors
 import signal
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from kvdist_launch.agent_protocol import GREETING, Frame, FrameDecoder
+from kvdist_launch.host_pool import RemoteProcesses
+from tests.cases import each
 from tests.launcher.conftest import FAILS_WHEN_READY, PACKAGES, TIMEOUT_S
 
 GONE_S = 15.0
@@ -36,6 +40,19 @@ def test_a_failing_worker_of_another_host_is_named_with_it(launch_on, ready):
     assert code == 3
     assert "worker-1 on b (pid " in err and "failed with exit code 3" in err
     assert "ended worker 1 exit 3" in out and "placed worker 1 b " in out, "the scheduler was told"
+
+
+@each("patience_s, silent_s", [(1.0, 3.0), (5.0, 5.0)])
+def test_a_silent_host_is_lost_after_the_patience_and_not_because_a_sign_of_life_is_late(patience_s, silent_s):
+    with selectors.DefaultSelector() as selector:
+        host = RemoteProcesses("a", ["sleep", "60"], selector, mock.Mock(), patience_s)
+        now = time.monotonic()
+        host.beat(now + silent_s - 0.1)
+        assert not host.failure
+        host.beat(now + silent_s + 0.1)
+        assert host.failure == f"a has not answered for {silent_s:g} s (KVDIST_PATIENCE_S)"
+        host._ssh.kill()
+        host.release()
 
 
 def test_a_host_that_lets_nobody_in_is_named_before_anything_starts(launch_on):
