@@ -74,7 +74,7 @@ EVENTS_MAX = 100_000
 TIME_MAX_S = 400.0
 """Simulated seconds after which whoever still waits hangs."""
 SLICE_BYTES = 64
-FORMED = -2
+FORMED, FORMING = -2, -3
 RETURN_S = 20.0
 """Simulated seconds within which a worker comes back that was the last."""
 AWAY_S = 10.0
@@ -96,12 +96,14 @@ class Scenario:
     examples: how many examples the data has that workers lease; 0 for rounds without data.
     means: after which rounds workers average a number, in a store of its own.
     quota: after how many examples of all workers a round is due; 0: at once.
+    second: whether there is a second model, which is declared after the first one.
     full: how probable it is that a work of a disk fails.
     torn: how probable it is that the newest snapshot is damaged, where there is one before it.
     encodes: how probable it is that a push of float32 travels encoded; unless it is 0, values come back as halves.
     offloaded: whether servers sum and update on devices.
-    victims: who is hit once a worker is in its `fault_round`-th round (-1: has declared its keys; -2: has joined),
-        within `spread_s` of that: killed, or paused for `pause_s`.
+    last_s: how long after all others the last worker is started.
+    victims: who is hit once a worker is in its `fault_round`-th round (-1: has declared its keys; -2: has joined; -3:
+        all victims are welcome), within `spread_s` of that: killed, or paused for `pause_s`.
     on_loss: what follows when a worker is lost.
     min_workers: with fewer workers than so many rounds stay open.
     replicas: how many other servers keep a copy of a server's slices.
@@ -130,6 +132,7 @@ class Scenario:
     examples: int = 0
     means: Sequence[int] = ()
     quota: int = 0
+    second: bool = False
     full: float = 0.04
     torn: float = 0.0
     encodes: float = 0.0
@@ -137,6 +140,7 @@ class Scenario:
     weather: Weather = Weather()
     forced_cuts: int = 0
     """Connections broken for certain while the workers work."""
+    last_s: float = 0.0
     victims: tuple[str, ...] = ()
     fault_round: int = 1
     spread_s: float = 0.003
@@ -384,6 +388,7 @@ def _build(cluster: Cluster) -> None:
         scenario.means,
         scenario.on_loss == "wait",
         scenario.quota,
+        scenario.second,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
     oracle.books.is_void = partial(_has_given_up, cluster)
@@ -395,7 +400,8 @@ def _build(cluster: Cluster) -> None:
     order += [(f"server-{rank}", Role.SERVER, rank) for rank in range(scenario.num_servers)]
     order += [(f"worker-{rank}", Role.WORKER, rank) for rank in range(scenario.num_workers)]
     for name, role, rank in order:
-        network.after(network.random.uniform(0, 0.3), partial(_start, cluster, name, role, rank))
+        late_s = scenario.last_s if (name, role, rank) == order[-1] else 0.0
+        network.after(late_s + network.random.uniform(0, 0.3), partial(_start, cluster, name, role, rank))
 
 
 def _has_given_up(cluster: Cluster, member: Member) -> bool:
@@ -596,7 +602,11 @@ def _turned(cluster: Cluster, user: User) -> None:
     if scenario.later and not cluster.struck_later and _is_moment(cluster, user):
         cluster.struck_later = True
         network.after(network.random.uniform(0, scenario.spread_s), partial(_strike, cluster, scenario.later))
-    begins = user.node.machine.epoch > 0 if scenario.fault_round == FORMED else bool(user.infos)
+    begins = bool(user.infos)
+    if scenario.fault_round == FORMED:
+        begins = user.node.machine.epoch > 0
+    elif scenario.fault_round == FORMING:
+        begins = all(_is_welcome(cluster, name) for name in scenario.victims)
     if user.round < scenario.fault_round or not begins or cluster.struck_at is not None:
         return
     if scenario.victims or scenario.forced_cuts:
@@ -607,6 +617,12 @@ def _turned(cluster: Cluster, user: User) -> None:
     for name in scenario.victims:
         spared_s = 0.03 if scenario.fault_round == FORMED else 0.0  # all others have to hear of each other
         network.after(spared_s + network.random.uniform(0, scenario.spread_s), partial(_strike, cluster, name))
+
+
+def _is_welcome(cluster: Cluster, name: str) -> bool:
+    """Whether a process has its seat in the cluster, or is the scheduler."""
+    machine = cluster.processes[name].node.machine if name in cluster.processes else None
+    return machine is not None and (isinstance(machine, Scheduler) or machine.joining.welcomed)
 
 
 def _is_moment(cluster: Cluster, user: User) -> bool:
@@ -634,7 +650,8 @@ def _strike(cluster: Cluster, name: str) -> None:
     assert cluster.oracle is not None
     if name.startswith("server"):
         cluster.dead_servers.append(name)
-    if (name in cluster.users or scenario.replicas) and _is_given_up(cluster, name):
+    is_judged = scenario.fault_round != FORMING
+    if is_judged and (name in cluster.users or scenario.replicas) and _is_given_up(cluster, name):
         cluster.struck.add(name)
         if name in cluster.users:
             cluster.oracle.lost.add(cluster.users[name].rank)
@@ -901,7 +918,8 @@ def _must_abort(cluster: Cluster) -> bool:
     struck = [name for name, process in cluster.processes.items() if process.crashed]
     if cluster.scenario.returns_s:
         struck = [name for name in struck if name != "scheduler"]
-    struck += [name for name in cluster.scenario.victims if paused_s > cluster.scenario.limits.patience_s]
+    if cluster.scenario.fault_round != FORMING:
+        struck += [name for name in cluster.scenario.victims if paused_s > cluster.scenario.limits.patience_s]
     return not all(_is_given_up(cluster, name) for name in struck)
 
 
@@ -947,6 +965,10 @@ IMPATIENT = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, explain_after_s=0.
 """A leader hands back what is incomplete after a few messages, so that it races with what completes it."""
 
 IMPATIENT_OF_SILENCE = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, patience_s=2.0)
+FORMS = Scenario(
+    num_workers=3, optimizer="test", last_s=5.5, fault_round=FORMING, pause_s=6.0, limits=IMPATIENT_OF_SILENCE
+)
+"""Who stands still for three patiences wakes a moment after the last one has come."""
 GOING_ON = Scenario(num_workers=4, rounds=6, optimizer="test", saves=0.3, spread_s=0.02, on_loss="continue")
 JOINING = Scenario(
     num_workers=4,
@@ -1082,6 +1104,10 @@ SCENARIOS: dict[str, Scenario] = {
     "killed follower": Scenario(num_workers=4, rounds=5, victims=("worker-2",), hosts=2, local_reduce="on"),
     "paused follower": Scenario(num_workers=4, victims=("worker-3",), pause_s=2.5, hosts=2, limits=PROMPT),
     "paused leader": Scenario(num_workers=4, victims=("worker-1",), pause_s=2.5, hosts=2, limits=PROMPT),
+    "paused worker while the cluster forms": replace(FORMS, victims=("worker-1",)),
+    "paused server while the cluster forms": replace(FORMS, victims=("server-1",)),
+    "paused scheduler while the cluster forms": replace(FORMS, victims=("scheduler",)),
+    "paused worker while a cluster forms that goes on": replace(FORMS, victims=("worker-0",), on_loss="continue"),
     "short pause": Scenario(victims=("server-1",), pause_s=2.5),
     "long pause": Scenario(num_workers=3, rounds=5, victims=("worker-2",), pause_s=8.0),
     "rows": Scenario(num_workers=3, rounds=6, tables=True, saves=0.0),
@@ -1303,6 +1329,9 @@ SCENARIOS: dict[str, Scenario] = {
         weather=Weather(delay_s=0.005, scheduler_delay_s=0.15),
     ),
     "waits from the start": replace(WAITING, victims=("worker-1",), fault_round=-1, rounds=8),
+    "waits while a second model begins": replace(
+        WAITING, victims=("worker-1",), fault_round=-1, rounds=8, second=True, again=(0.0, 0.1)
+    ),
     "waits at the end": replace(WAITING, victims=("worker-1",), rounds=4, fault_round=3, again=(0.0, 0.6)),
     "waits for one that left others behind": replace(WAITING, victims=("worker-1",), leaver_rounds=3, fault_round=2),
     "leases": replace(LEASES, victims=()),

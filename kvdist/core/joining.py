@@ -113,6 +113,14 @@ class Joining:
         if self._dialled:
             self._next_hello = now
 
+    def scheduler_due(self, grace_s: float, after_silence: bool, now: float) -> float:
+        """When a scheduler whose connection has just broken counts as lost.
+
+        Before the cluster is complete nobody counts as lost for its silence: `form_timeout_s` bounds that.
+        """
+        is_judged = self.complete or not after_silence
+        return now + grace_s + self.scheduler_absence_s if is_judged else NEVER
+
     @property
     def scheduler_absence_s(self) -> float:
         """How long the scheduler may be away beyond a broken connection; one that knows no roster has no seat yet."""

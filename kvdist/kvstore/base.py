@@ -149,6 +149,8 @@ class KVStore(KVStoreBase):
 
         Raises:
             InitMismatch: workers, or this and an earlier call, gave different shapes or dtypes.
+            ConfigError: all wait for lost workers (``KVDIST_ON_LOSS=wait``), the store has an optimizer, and two steps
+                have been made: a worker that comes back would have no place in the rounds of a key that is new.
         """
         self._begin()
         with self._backend.reporting():

@@ -11,6 +11,7 @@ from typing import cast
 
 import zmq
 
+from kvdist.config.sockets import SCHEME
 from kvdist.nodes import NodeId
 from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, Event
 from kvdist.transport.connections import Bounds, Connections, SilentConnections
@@ -239,7 +240,8 @@ class DialledSocket(MonitoredSocket):
             self._suspicion.clear()
             events.append(Connected(self.route))
         elif event == DISCONNECTED and self.up:
-            self.route.fell_silent = self.fell_silent(value)
+            # Within a host libzmq ends silent connections, and does not say so; a dial tells whether nobody is there.
+            self.route.fell_silent = self.fell_silent(value) or self.endpoint.startswith(SCHEME)
             self.complained = True  # that it does not come back is the same news
             self.lose(self.route)
         elif event == DISCONNECTED and not self.complained:
@@ -252,6 +254,9 @@ class DialledSocket(MonitoredSocket):
             events.append(Disconnected(self.route, reason))
         elif event == NOBODY_THERE:
             self._suspicion.clear()
+            if self.route.fell_silent and self.endpoint.startswith(SCHEME):
+                self.route.fell_silent = False
+                self.lost.append(self.route)
             if self._absence.grows() and (why := why_other_sockets(self.endpoint, self._me)):
                 self.refuse(why, events)
         elif event == NOT_LET_IN:

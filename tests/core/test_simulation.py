@@ -20,8 +20,8 @@ from kvdist.checkpoint.snapshot import CountedPushes, ReadManifest, SavedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.agreement import Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
-from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import NEVER, ChildEnded, Effect, Persist, Send
+from kvdist.core.joining import SCHEDULER_MEMBER, Joining
+from kvdist.core.machine import NEVER, ChildEnded, Effect, Event, PeerDisconnected, Persist, Send
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
 from kvdist.core.scheduler import recovery
@@ -111,6 +111,9 @@ FAULTS = {
     "killed server": ("crash",),
     "killed scheduler": ("crash",),
     "short pause": ("pause",),
+    "paused worker while the cluster forms": ("pause",),
+    "paused server while the cluster forms": ("pause",),
+    "paused scheduler while the cluster forms": ("pause",),
     "checkpoints of hosts in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "checkpoints in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "checkpoint and a killed server": ("crash",),
@@ -1068,6 +1071,30 @@ def awaits_who_is_there(self: Peers, ranks: Set[int]) -> None:
     self.resting, self.awaited = set(ranks), self.workers.keys() - ranks
 
 
+def leaves_out_who_has_come_back(self: Shard[Any], store: int) -> list[tuple[int, int, int, int]]:
+    """Rounds of keys that are declared after a worker has come back do not wait for it."""
+    return []
+
+
+def judges_silence_while_it_forms(self: Scheduler, event: Event, now: float) -> list[Effect]:
+    """Who is silent counts as lost after its time, whether all have come or not."""
+    effects = ORIGINAL_OBSERVE(self, event, now)
+    if isinstance(event, PeerDisconnected):
+        self.membership.suspect(event.member, now + self._grace_s(event.after_silence), event.reason)
+    return effects
+
+
+def leaves_no_time(self: Membership, due: float) -> None:
+    """Who is silent when the last one comes is lost at once."""
+    ORIGINAL_JUDGE_SILENT(self, 0.0)
+
+
+def judges_the_scheduler_while_it_forms(self: Joining, grace_s: float, after_silence: bool, now: float) -> float:
+    """A scheduler that is silent counts as lost after its time, whether all have come or not."""
+    return now + grace_s + self.scheduler_absence_s
+
+
+ORIGINAL_OBSERVE, ORIGINAL_JUDGE_SILENT = Scheduler.observe, Membership.judge_silent
 ORIGINAL_DROP = Round.drop
 
 
@@ -1500,6 +1527,22 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "what counts of the lost counts again": ("waits", [(Round, "drop_open", forgets_what_counts)]),
     "who comes back begins at the highest version": ("waits", [(Newcomers, "_version", begins_at_the_highest)]),
     "nobody waits for who is away": ("waits", [(Peers, "rest", awaits_who_is_there)]),
+    "keys that are declared later leave out who has come back": (
+        "waits while a second model begins",
+        [(Shard, "begin_together", leaves_out_who_has_come_back)],
+    ),
+    "a silent process is lost before the last one has come": (
+        "paused worker while the cluster forms",
+        [(Scheduler, "observe", judges_silence_while_it_forms)],
+    ),
+    "a silent process is lost as soon as the last one has come": (
+        "paused server while the cluster forms",
+        [(Membership, "judge_silent", leaves_no_time)],
+    ),
+    "a silent scheduler is lost before the last process has come": (
+        "paused scheduler while the cluster forms",
+        [(Joining, "scheduler_due", judges_the_scheduler_while_it_forms)],
+    ),
     "examples are leased twice": ("leases", [(Queue, "lease", leases_twice)]),
     "leases of the lost go back before servers have settled": (
         "leases of lost workers",

@@ -6,7 +6,9 @@ import pytest
 
 from kvdist.core.machine import PeerDisconnected
 from kvdist.errors import ConfigError, FencedError, PeerLostError
-from kvdist.protocol.messages import Lease
+from kvdist.optimizer.registry import create
+from kvdist.protocol.messages import Configure, Lease
+from tests.cases import each
 from tests.core.wired import Wired
 
 SHAPES = {"w": (3,), "b": (1,)}
@@ -159,6 +161,52 @@ def test_who_was_only_silent_is_heard_by_nobody_and_its_place_is_kept(wired: Wir
     wired.push(1, {"w": [100, 100, 100]})
     wired.advance(1.0)
     assert wired.value(other, "w") == [110, 110, 110]
+
+
+def test_a_key_that_is_declared_before_the_first_step_waits_for_one_that_came_back_before_it(wired: Wired) -> None:
+    wired.kill("worker-1")
+    begin_anew(wired, 1)
+    wired.take_part(1)
+    wired.settle()
+    wired.declare(0, {"late": (1,)})
+    wired.settle()
+    wired.give(0, {"late": [0.0]})
+    other = wired.pushpull(0, {"late": [10]})
+    wired.advance(1.0)
+    assert other not in wired.completed, "the step is not made without it"
+    wired.declare(1, {"late": (1,)})
+    wired.settle()
+    again = wired.pushpull(1, {"late": [100]})
+    wired.advance(1.0)
+    assert wired.value(other, "late") == wired.value(again, "late") == [110]
+
+
+@each("store, declares_first", [(2, True), (3, False)])
+def test_a_key_that_is_declared_after_the_first_steps_is_refused_by_its_name(
+    wired: Wired, store: int, declares_first: bool
+) -> None:
+    for _ in range(2):
+        for rank in (0, 1):
+            wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]})
+        wired.settle()
+
+    def declare() -> list[int]:
+        asked = [wired.declare(rank, {"late": (2,)}, store=store) for rank in (0, 1)]
+        wired.settle()
+        return asked
+
+    description = create("test").describe()
+    asked = declare() if declares_first else []
+    assert {*asked} <= wired.completed.keys(), "a sum may come at any time"
+    chosen = [wired.ask(rank, lambda number: Configure(number, store, description)) for rank in (0, 1)]
+    wired.settle()
+    refused = chosen if declares_first else declare()
+    for request in refused:
+        error = wired.failed[request]
+        assert isinstance(error, ConfigError) and "key 'late' is declared after the first steps" in str(error)
+    done = [wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]}) for rank in (0, 1)]
+    wired.settle()
+    assert {*done} <= wired.completed.keys(), "the others go on"
 
 
 def test_leases_of_data_are_refused(wired: Wired) -> None:

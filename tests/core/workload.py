@@ -61,6 +61,8 @@ Program = Generator[Sequence["Future[Any]"], None, None]
 STORE = 0
 MEANS = 1
 """The store of what workers average."""
+SECOND = 2
+"""The store of a second model, which is declared after the first one."""
 GARBAGE = 0x5A
 """Buffers are overwritten with it as soon as they belong to the worker again."""
 LOSSLESS: tuple[Codec, ...] = (Half(DType.FLOAT16), Half(DType.BFLOAT16), TopK(1.0))
@@ -110,6 +112,7 @@ class Job:
     examples: how many examples the data has that workers lease; 0 for rounds without data.
     means: after which rounds workers average a number, in a store of its own.
     waits: whether all wait for lost workers, which go on where they were.
+    second: whether there is a second model.
     quota: after how many examples of all workers a round is due; 0: at once.
     """
 
@@ -128,6 +131,7 @@ class Job:
     means: Sequence[int] = ()
     waits: bool = False
     quota: int = 0
+    second: bool = False
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -326,6 +330,8 @@ class User:
     """What it does with tables of rows."""
     _means: int = 0
     """How many it has taken part in."""
+    _second: RunPlan | None = None
+    """Of the second model, if there is one."""
 
     def advance(self) -> None:
         """Go on as far as the futures allow."""
@@ -385,6 +391,8 @@ class User:
         if begun > self.job.rounds:  # the others are at their ends
             yield [self._ask(Leave)]
             return
+        if self.job.second:
+            yield from self._begin_second()
         yield from self._go_on(begun)
 
     def _go_on(self, begun: int) -> Program:
@@ -557,6 +565,39 @@ class User:
         yield [self._ask(lambda number: Transfer(number, RunKind.PUSHPULL, "average", runs(mine, [found])))]
         assert found[0] % mine == 0 < found[0], f"worker {self.rank} averages {found} in turn {turn}"
 
+    def _begin_second(self) -> Program:
+        """Some time after the first model, and before the first step."""
+        if not self.life:
+            yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+            for _ in range(self.random.randint(0, 20)):
+                yield [self._read(["bias"], is_checked=False)[1]]
+        shape, kind = (((2,),), (DType.FLOAT64,))
+        description = create("test", learning_rate=1.0).describe()
+        optimizer_first = self.random.random() < 0.5
+        if optimizer_first:
+            yield [self._ask(lambda number: Configure(number, SECOND, description))]
+        declared = self._ask(lambda number: DeclareKeys(number, SECOND, "sync", ("second",), shape, kind, kind))
+        yield [declared]
+        if not optimizer_first:
+            yield [self._ask(lambda number: Configure(number, SECOND, description))]
+        self._second = make_plan(declared.result(), 64)
+        if declared.result()[0].giver == self.rank:
+            yield [self._transfer_second(RunKind.INITIALISE, 0.0)]
+
+    def _transfer_second(self, kind: RunKind, value: float, sinks: Sequence[Array] = ()) -> Future[Any]:
+        assert self._second is not None
+        data = np.full(2, value).tobytes()
+        runs = [Run(run, memoryview(data), sinks, np.zeros(1, np.uint8), SERVER_DECIDES) for run in self._second.runs]
+        return self._ask(lambda number: Transfer(number, kind, kind.value, runs))
+
+    def _require_second(self) -> Program:
+        """Each step of each worker counts once."""
+        found = np.zeros(2)
+        yield [self._transfer_second(RunKind.PULL, 0.0, [found])]
+        ranks = range(self.job.num_workers)
+        made = sum((10.0 + rank) * (turn + 1) for rank in ranks for turn in range(self.job.rounds))
+        assert (found == made).all(), f"worker {self.rank}: the second model ended as {found}, not as {made}"
+
     def _is_narrow(self, dtype: DType) -> bool:
         return bool(self.job.encodes) and dtype is DType.FLOAT32
 
@@ -615,6 +656,8 @@ class User:
         if self._rows is not None:
             for name in tables:
                 outstanding += self._rows.contribute(turn, name)
+        if self._second is not None:
+            outstanding.append(self._transfer_second(RunKind.PUSH, (10.0 + self.rank) * (turn + 1)))
         self._last_turn = outstanding
 
     def _some_keys(self) -> list[int | str]:
@@ -623,6 +666,8 @@ class User:
         return self.random.sample(list(self.infos), self.random.randint(1, len(KEYS)))
 
     def _check_the_end(self) -> Program:
+        if self._second is not None:
+            yield from self._require_second()
         last_alone = self.job.mode == "sync"
         if not last_alone:
             yield [future for future in self.asked if future not in self.saves.values()]

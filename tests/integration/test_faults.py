@@ -131,6 +131,22 @@ def test_kill_9_before_the_cluster_is_complete_is_named_to_those_who_wait(job, v
 
 
 @pytest.mark.slow_cases("server-0")
+@pytest.mark.parametrize("victim", ["scheduler", "server-0", "worker-0"])
+def test_who_stands_still_for_three_patiences_before_the_cluster_is_complete_is_not_lost(job, victim):
+    settings = {"KVDIST_EXPLAIN_AFTER_S": "0.5", "KVDIST_PATIENCE_S": "1"}
+    for name in ("scheduler", "server-0", "worker-0"):
+        job.node(name, 2, 1, "nothing.py", **settings)
+    for name in ("server-0", "worker-0"):
+        job.line(name, f"{name} has waited ")
+    kill(job, victim, signal.SIGSTOP)
+    time.sleep(3.0)  # the length of the pause is the fault
+    job.kill(victim, signal.SIGCONT)
+    job.node("worker-1", 2, 1, "nothing.py", **settings)
+    job.finish()
+    assert not any(process.code for process in job.processes.values()), job.transcript()
+
+
+@pytest.mark.slow_cases("server-0")
 @pytest.mark.parametrize("victim", ["server-0", "worker-1"])
 def test_a_process_that_stands_still_is_noticed(job, victim):
     job.cluster(2, 1, "faults.py", "blocked", "pushpull", **QUICK)

@@ -76,6 +76,34 @@ def test_the_script_of_the_page_on_checkpoints_goes_on_where_it_was(job, tmp_pat
     assert len(launcher.lines_with("ended in step 60 at version 60")) == 3, job.transcript()
 
 
+def weights_with_second(job, tmp_path, lives):
+    """The weights that all workers end with, where a second model comes after one was killed and is back."""
+    folder = tmp_path / str(lives)
+    folder.mkdir()
+    options = [*WAITS, *(["--restart", str(lives)] if lives else [])]
+    launcher = job.launch(3, 2, "waiting_second.py", str(folder), "0", str(lives), options=options)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert len(launcher.lines_with("was killed by signal 9 (SIGKILL); starting it again")) == lives, job.transcript()
+    lines = [line.rpartition("weights ")[2] for line in launcher.lines_with("weights ")]
+    assert len(lines) == 3 and len(set(lines)) == 1, job.transcript()
+    return lines[0]
+
+
+def test_a_model_that_is_declared_when_a_killed_worker_is_back_has_each_of_its_steps(job, tmp_path):
+    disturbed = weights_with_second(job, tmp_path, 1)
+    assert disturbed == weights_with_second(job, tmp_path, 0)
+    assert disturbed.endswith(f"and {[-111.0 * 21] * 3}")
+
+
+def test_a_model_that_is_declared_after_the_first_steps_is_refused_by_the_name_of_its_key(job, tmp_path):
+    launcher = job.launch(3, 2, "waiting_second.py", str(tmp_path), "3", "0", options=WAITS)
+    job.finish()
+    assert launcher.code == 1, job.transcript()
+    said = "key 'second' is declared after the first steps, and KVDIST_ON_LOSS is 'wait'"
+    assert any("kvdist.errors.ConfigError" in line for line in launcher.lines_with(said)), job.transcript()
+
+
 @pytest.mark.slow
 def test_a_worker_that_does_not_come_back_in_time_ends_the_job_by_its_name(job):
     launcher = job.launch(2, 1, "waiting.py", "momentum", "1", "1", options=WAITS, KVDIST_RETURN_S="1")

@@ -382,8 +382,8 @@ class Keys:
                 return self._assign(store, entries, placement)  # nobody knows of the choice yet, and it is gone by now
             for entry in entries:
                 entry.init_rank = giver
-            # Only a table can have failed; arrays of the same call are there.
-            refused = [entry for entry in entries if failure and entry.form == ROWS]
+            # Only a table can have failed, where no key comes too late; arrays of the same call are there.
+            refused = [entry for entry in entries if failure and (entry.form == ROWS or self._membership.waits)]
             for entry in refused:
                 entry.conflict = failure
             store.mark_placed([entry for entry in entries if entry not in refused] if refused else entries)

@@ -89,6 +89,11 @@ class Membership:
         self._tokens: dict[int, Member] = {}
         self._next_incarnation = first_incarnation
 
+    @property
+    def waits(self) -> bool:
+        """Whether all wait for lost workers."""
+        return self._config.on_loss == "wait"
+
     # Joining.
 
     def known(self, stranger: Member, hello: Hello) -> Member | None:
@@ -260,7 +265,7 @@ class Membership:
         self.lost[member] = cause
         if member.node.role is Role.WORKER:  # that a server is not there, rosters say as they are
             self._untold.lost.add(member.node.rank)
-            self.away |= {member.node: member} if self._config.on_loss == "wait" else {}
+            self.away |= {member.node: member} if self.waits else {}
         elif self._config.replicas:
             heir, rank = self._rank_beside(member.node, 1), member.node.rank
             self.owners = [heir if owner == rank else owner for owner in self.owners]
@@ -333,6 +338,11 @@ class Membership:
         """A member counts as lost at that time, unless it comes back; one that has left does not."""
         if self.has(member) and member.node not in self.left:
             self._suspects[member] = Suspicion(due, reason, not after_silence)
+
+    def judge_silent(self, due: float) -> None:
+        """All have registered now: those for whose return nobody was in a hurry before have until then."""
+        for member, suspicion in self._suspects.items():
+            self._suspects[member] = replace(suspicion, due=min(suspicion.due, due))
 
     def trust(self, member: Member) -> None:
         """A suspect has come back."""

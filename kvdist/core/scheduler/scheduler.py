@@ -158,7 +158,7 @@ class Scheduler(Machine):
         self._commands: list[Agreement[str]] = []
         """Until every server has run them."""
         self._heard: dict[Member, float] = {}
-        """Worker → when it last said anything."""
+        """Member → when it last said anything."""
         self._started_at = now
         self._form_by = now + config.limits.form_timeout_s
         self._next_look = now + config.limits.explain_after_s
@@ -206,7 +206,7 @@ class Scheduler(Machine):
 
     def _handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         is_worker = sender.node.role is Role.WORKER
-        if is_worker:
+        if sender.node.rank != UNRANKED:
             self._heard[sender] = now
         if is_worker and self.newcomers is not None:
             answer = self.newcomers.answer(sender, message)
@@ -280,8 +280,9 @@ class Scheduler(Machine):
             case PeerDisconnected(member, reason, after_silence):
                 # libzmq does not say whether it was itself that closed a silent connection within a host.
                 is_silent = after_silence or now - self._heard.get(member, now) > self.limits.quiet_s
-                grace_s = self.limits.reconnect_grace_s(after_silence, self.on_loss is not OnLoss.FAIL)
-                self.membership.suspect(member, now + grace_s, reason, is_silent)
+                is_judged = self.membership.is_complete or not is_silent
+                due = now + self._grace_s(after_silence) if is_judged else NEVER
+                self.membership.suspect(member, due, reason, is_silent)
             case PeerConnected(member):
                 self.membership.trust(member)
             case Unreachable(member, reason):
@@ -384,10 +385,14 @@ class Scheduler(Machine):
         if self._is_over and member.node.role is Role.SERVER:
             effects.append(Send(member, Stop(), member))
         elif self.membership.is_complete:
+            self.membership.judge_silent(now + self._grace_s(after_silence=True))
             effects += self._announce(-NEVER)
         elif self.membership.absent:
             effects += self._incomplete_for_ever()
         return effects
+
+    def _grace_s(self, after_silence: bool) -> float:
+        return self.limits.reconnect_grace_s(after_silence, self.on_loss is not OnLoss.FAIL)
 
     def _hello_late(self, newcomers: Newcomers, sender: Member, message: Hello, now: float) -> list[Effect]:
         if sender.node.role is not Role.WORKER:

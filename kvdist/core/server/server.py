@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
@@ -39,6 +39,7 @@ from kvdist.core.traffic import Traffic
 from kvdist.core.worker.transfers import PRIORITY_MESSAGES_PER_WINDOW
 from kvdist.errors import DeviceError, FencedError, KvdistError
 from kvdist.kernels.interface import Kernels
+from kvdist.naming import name_of
 from kvdist.nodes import Member, Role
 from kvdist.optimizer.registry import from_description
 from kvdist.optimizer.updater import Arithmetic, Updater
@@ -230,8 +231,8 @@ class Server(Machine):
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
-                    grace_s = self.limits.reconnect_grace_s(event.after_silence) + self.joining.scheduler_absence_s
-                    self._scheduler_lost_at = now + grace_s
+                    grace_s = self.limits.reconnect_grace_s(event.after_silence)
+                    self._scheduler_lost_at = self.joining.scheduler_due(grace_s, event.after_silence, now)
         elif isinstance(event, Unreachable):
             if event.member == SCHEDULER_MEMBER:
                 return [Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
@@ -331,7 +332,8 @@ class Server(Machine):
             case Cut():
                 return self._cut(message)
             case Assign():
-                return [Send(SCHEDULER_MEMBER, self._assign(message))]
+                assigned = self._assign(message)
+                return [*self._begin_together(message.store), Send(SCHEDULER_MEMBER, assigned)]
             case SetOptimizer():
                 return self._set_optimizer(message, now)
             case Prepare():
@@ -396,6 +398,8 @@ class Server(Machine):
         if POLICIES[message.mode].by_priority:
             self.ack_bytes_max = self.limits.priority_window_bytes // servers // PRIORITY_MESSAGES_PER_WINDOW
         failure = ""
+        if message.store in self._optimizers and self._is_too_late:
+            return Failed(message.request, ErrorCode.CONFIG, came_too_late(message.keys[0]))
         for number in self.numbers:
             self.dense.assign(message, number, servers)
             failure = self.sparse.assign(message, number, servers) or failure
@@ -404,6 +408,11 @@ class Server(Machine):
         if self.joining.away_s or self.REPLICAS:
             self._assigned[message.store, min(message.placement.first_slices)] = message
         return Done(message.request)
+
+    @property
+    def _is_too_late(self) -> bool:
+        """Whether a key that comes now would have no place in the steps of a worker for whose return all wait."""
+        return self.peers.waits and any(shard.steps_made > 1 for shard in self._shards)
 
     def _roster(self, message: Roster, now: float) -> list[Effect]:
         self.joining.roster(message)
@@ -472,11 +481,20 @@ class Server(Machine):
         found = [one for shard in self._shards for one in shard.admit(message)]
         if self.peers.waits:
             self.snapshots.roster()  # some have waited for those that were away
-        effects = self._replies()
-        for rank in message.ranks:
+        return [*self._replies(), *self._counters(message.ranks, found), Send(SCHEDULER_MEMBER, Done(message.request))]
+
+    def _counters(self, ranks: Iterable[int], found: Sequence[tuple[int, int, int, int]]) -> list[Effect]:
+        """Tell workers that came later where their counters begin: see `Shard.admit`."""
+        effects: list[Effect] = []
+        for rank in ranks:
             mine = np.array([row for of, *row in found if of == rank], np.uint32).reshape(-1, 3)
             effects.append(Send(self.peers.workers[rank], Counters(*(column.copy() for column in mine.T))))
-        return [*effects, Send(SCHEDULER_MEMBER, Done(message.request))]
+        return effects
+
+    def _begin_together(self, store: int) -> list[Effect]:
+        """Let new slices wait for those that have come back, where all wait for lost workers."""
+        found = [one for shard in self._shards for one in shard.begin_together(store)] if self.peers.waits else []
+        return self._counters({rank for rank, *_ in found} & self.peers.workers.keys(), found)
 
     def _roll_back(self, message: RollBack) -> list[Effect]:
         """Go on from a snapshot that has been read, and tell the workers where their counters begin.
@@ -520,6 +538,9 @@ class Server(Machine):
         present = self._optimizers.get(message.store)
         if present is not None and present.description == message.description:
             return [Send(SCHEDULER_MEMBER, Done(message.request))]  # and its state stays
+        there = [one.round.key for shard in self._shards for one in shard if one.store == message.store]
+        if there and self._is_too_late:
+            return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, came_too_late(there[0])))]
         try:
             optimizer = from_description(message.description)
             self.dense.set_optimizer(message.store, optimizer)
@@ -527,7 +548,17 @@ class Server(Machine):
             return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, str(error)))]
         self.sparse.set_optimizer(message.store, optimizer)
         self._optimizers[message.store] = message
-        return [*self._replies(), Send(SCHEDULER_MEMBER, Done(message.request))]
+        together = self._begin_together(message.store)
+        return [*self._replies(), *together, Send(SCHEDULER_MEMBER, Done(message.request))]
+
+
+def came_too_late(key: int | str) -> str:
+    """Why a key is refused where all wait for lost workers."""
+    return (
+        f"{name_of(key)} is declared after the first steps, and KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss): a"
+        " worker that comes back begins at a step, which only versions of keys tell that are pushed in each step from"
+        " the first one on. Declare it before the first step and push it in each, or use continue"
+    )
 
 
 def _given_up(worker: Member) -> str:

@@ -230,8 +230,16 @@ class Shard(abc.ABC, Generic[H]):
 
     def hold(self, more: int) -> list[int]:
         """Make so many more versions of each slice at most, until `admit`; returns those at which that was promised."""
-        rounds = [one.round for one in self if one.round.policy.is_lockstep and self.updates(one.store)]
-        return [round_.hold(more) for round_ in rounds]
+        return [round_.hold(more) for round_ in self._rounds_of_steps]
+
+    @property
+    def steps_made(self) -> int:
+        """The highest version of what pushes of each step update."""
+        return max((round_.version for round_ in self._rounds_of_steps), default=0)
+
+    @property
+    def _rounds_of_steps(self) -> list[Round[Any, Any]]:
+        return [one.round for one in self if one.round.policy.is_lockstep and self.updates(one.store)]
 
     def admit(self, message: Cut) -> list[tuple[int, int, int, int]]:
         """Let workers that came later take part: see `Cut`. Returns (rank, slice, and the columns of `Counters`)."""
@@ -256,6 +264,19 @@ class Shard(abc.ABC, Generic[H]):
             updates = self._updates(holder, version or 0)
             found += [(rank, number, step, updates) for rank in ranks for number in holder.ids.tolist()]
         self._close_open()
+        return found
+
+    def begin_together(self, store: int) -> list[tuple[int, int, int, int]]:
+        """Nobody has pushed to these slices yet, and pushes to them belong to steps: who has come back makes each step
+        from its place on, so their rounds leave nobody out. Returns the same as `admit`."""
+        found: list[tuple[int, int, int, int]] = []
+        for holder in self._of(store) if self.updates(store) else ():
+            since = {} if holder.round.admission is None else holder.round.admission.since
+            ranks = [rank for rank, version in since.items() if version == NEVER]
+            if ranks and not (holder.round.version or holder.round.slots):
+                holder.round.admit(ranks, 0)
+                updates = self._updates(holder, 0)
+                found += [(rank, number, 0, updates) for rank in ranks for number in holder.ids.tolist()]
         return found
 
     def _updates(self, holder: H, version: int) -> int:

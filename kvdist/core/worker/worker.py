@@ -298,8 +298,8 @@ class Worker(Machine):
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
-                    due = now + self.limits.reconnect_grace_s(after_silence) + self.joining.scheduler_absence_s
-                    self._lost_links[member] = (due, reason)
+                    grace_s = self.limits.reconnect_grace_s(after_silence)
+                    self._lost_links[member] = (self.joining.scheduler_due(grace_s, after_silence, now), reason)
             case PeerDisconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
                 wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else VERDICT_WAIT_S
                 wait_s += self.limits.patience_s if self._replicas else 0.0  # a silent one takes the scheduler so long
