@@ -29,6 +29,7 @@ from kvdist.checkpoint.shards import Shards
 from kvdist.checkpoint.snapshot import WEIGHTS, Bits, Manifest, SavedKey
 from kvdist.dtypes import DType, from_name
 from kvdist.errors import CheckpointError, ConfigError
+from kvdist.kernels.quantization import from_float32
 from kvdist.naming import name_of
 
 FRAMEWORK = {"format": "pt"}
@@ -54,7 +55,9 @@ class Exported:
     nbytes: int
 
 
-def export(source: Path, out: Path, step: int | None = None, *, overwrite: bool = False) -> Exported:
+def export(
+    source: Path, out: Path, step: int | None = None, *, overwrite: bool = False, average: bool = False
+) -> Exported:
     """Write the weights of a checkpoint into one file, which any reader of safetensors loads.
 
     Checksums are compared before anything is written. One key at a time is in memory. The file has its name only when
@@ -65,9 +68,12 @@ def export(source: Path, out: Path, step: int | None = None, *, overwrite: bool 
         out: the file.
         step: its step; None for the newest, or for the only one.
         overwrite: whether a file of that name may be replaced.
+        average: write the averages of the weights in their place, rounded to their types; see
+            `Optimizer.average_half_life`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, has no weights, or two keys share a name.
+        CheckpointError: there is no such checkpoint, it is damaged, has no weights or no averages, or two keys share a
+            name.
         ConfigError: the file is there already, or cannot be.
     """
     _require_room(out, overwrite)
@@ -77,10 +83,15 @@ def export(source: Path, out: Path, step: int | None = None, *, overwrite: bool 
         raise CheckpointError(f"{folder} is the checkpoint of step {manifest.step}, not of step {step}")
     if WEIGHTS not in manifest.contents:
         raise CheckpointError(f"{folder} holds the states of an optimizer and no weights: there is nothing to export")
+    if average and (manifest.optimizer or {}).get("average_half_life") is None:
+        raise CheckpointError(
+            f"{folder} has no averages of the weights, as the optimizer had no average_half_life: export the weights,"
+            " without --average"
+        )
     names = _names(folder, manifest)
     shards = Shards(folder, manifest)
     shards.verify()
-    tensors = [tensor for one in manifest.keys for tensor in _tensors(shards, one, names[one.key])]
+    tensors = [tensor for one in manifest.keys for tensor in _tensors(shards, one, names[one.key], average)]
     metadata = {**FRAMEWORK, "kvdist.step": str(manifest.step), **_lazy(shards, manifest, names)}
     with explained(f"{out} could not be written"):
         try:
@@ -141,8 +152,10 @@ def _called(one: SavedKey, name: str) -> list[str]:
     return [name + INDICES, name + VALUES] if one.is_lazy else [name]
 
 
-def _tensors(shards: Shards, one: SavedKey, name: str) -> list[Tensor]:
+def _tensors(shards: Shards, one: SavedKey, name: str, average: bool) -> list[Tensor]:
     dtype, size = from_name(one.dtype), math.prod(one.shape)
+    if average and dtype.is_floating:
+        return [Tensor(name, dtype, one.shape, lambda: _stored(shards.average(one.key, size, dtype), dtype))]
     if not one.is_lazy:
         return [Tensor(name, dtype, one.shape, lambda: shards.whole(one.key, size, dtype))]
     row, count = math.prod(one.shape[1:]), shards.num_rows(one.key)
@@ -159,6 +172,10 @@ def _tensors(shards: Shards, one: SavedKey, name: str) -> list[Tensor]:
 
     first, second = _called(one, name)
     return [Tensor(first, DType.INT64, (count,), indices), Tensor(second, dtype, (count, *one.shape[1:]), values)]
+
+
+def _stored(values: Bits, dtype: DType) -> Bits:
+    return values if dtype.storage == dtype.accumulate else from_float32(values, dtype)
 
 
 def _lazy(shards: Shards, manifest: Manifest, names: Mapping[int | str, str]) -> dict[str, str]:
@@ -182,6 +199,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     one.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder of checkpoints, or of one step")
     one.add_argument("out", type=Path, metavar="OUT", help="the file to write, such as model.safetensors")
     one.add_argument("--step", type=int, metavar="N", help="its step; the newest if it is not given")
+    one.add_argument("--average", action="store_true", help="write the averages of the weights, if they were kept")
     one.add_argument("--force", action="store_true", help="replace OUT if it is there")
     one.set_defaults(command=_export)
     some = commands.add_parser("checkpoints", help="list the checkpoints in a folder")
@@ -191,7 +209,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _export(options: argparse.Namespace) -> tuple[str, int]:
-    done = export(options.checkpoint, options.out, options.step, overwrite=options.force)
+    done = export(options.checkpoint, options.out, options.step, overwrite=options.force, average=options.average)
     return f"{options.out}: {done.arrays} arrays of {done.folder}, step {done.step}, {_size_text(done.nbytes)}", 0
 
 

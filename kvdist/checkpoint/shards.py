@@ -34,7 +34,9 @@ from kvdist.checkpoint.snapshot import (
 )
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from kvdist.kernels.quantization import to_float32
 from kvdist.naming import name_of
+from kvdist.optimizer.base import AVERAGE
 from kvdist.optimizer.initializer import initializer_from
 from kvdist.optimizer.states import SliceState
 
@@ -226,6 +228,13 @@ class Shards:
         assert weight is not None
         return weight
 
+    def average(self, key: int | str, size: int, dtype: DType) -> Bits:
+        """The average of all elements of a key, of `DType.accumulate`; its value where it was never updated."""
+        pieces = self._covering(WantedSlice(0, key, 0, size, dtype))
+        for piece in pieces:
+            self._verify(piece.file.path)
+        return _averages(_parts(WantedSlice(0, key, 0, size, dtype), pieces), size, dtype)
+
     def rows(self, key: int | str, size: int, row: int, dtype: DType, contents: Sequence[str]) -> ReadSlice:
         """All of a lazy table of `size` elements, `row` a row: which rows exist, and these contents of them."""
         return self.read(WantedSlice(0, key, 0, size, dtype, lazy_row=row), contents)
@@ -274,7 +283,7 @@ class Shards:
                 " on the same server now: load it with as many servers as it was saved with"
             )
         for piece in updated:
-            if piece.states != wanted.state_names:
+            if _of_rule(piece.states) != _of_rule(wanted.state_names):
                 raise CheckpointError(
                     f"{piece.file.path} has states {', '.join(piece.states) or 'none'} of {name_of(wanted.key)}, where"
                     f" the optimizer has {', '.join(wanted.state_names) or 'none'}"
@@ -287,7 +296,12 @@ class Shards:
                 " by rows: call set_optimizer before init, so that it is cut between rows"
             )
 
-        arrays = tuple(_gathered(having, f"{STATES}/{name}", size, accumulate, row) for name in wanted.state_names)
+        arrays = tuple(
+            _averages(parts, size, wanted.dtype)
+            if name == AVERAGE
+            else _gathered(having, f"{STATES}/{name}", size, accumulate, row)
+            for name in wanted.state_names
+        )
         master = _gathered(having, MASTER, size, accumulate) if wanted.has_master else None
         # Slices of one key have had the same updates, but for asynchronous stores: then the furthest counts.
         newest = max(updated, key=lambda piece: piece.updates)
@@ -321,6 +335,30 @@ def _lazy_parts(wanted: WantedSlice, pieces: Sequence[_Piece]) -> tuple[list[_Pa
             found.append(ids[begin:end])
             at += (end - begin) * row
     return parts, np.concatenate(found)
+
+
+def _of_rule(states: tuple[str, ...]) -> tuple[str, ...]:
+    """Without the average, which may be kept or not from a checkpoint on."""
+    return tuple(name for name in states if name != AVERAGE)
+
+
+def _averages(parts: Sequence[_Part], size: int, dtype: DType) -> Bits:
+    """The average of the weights; where none is kept, it begins with the weight."""
+    out: Bits = np.zeros(size, dtype.accumulate)
+    for part in parts:
+        file, target = part.piece.file, out[part.at : part.at + part.count]
+        if AVERAGE in part.piece.states:
+            file.read_into(f"{part.piece.name}/{STATES}/{AVERAGE}", part.begin, target)
+            continue
+        if f"{part.piece.name}/{WEIGHT}" not in file.entries:
+            raise CheckpointError(
+                f"{file.path} has neither an average of {part.piece.name} nor its weights, with which one begins: load"
+                " a checkpoint that save_checkpoint has made"
+            )
+        weight: Bits = np.zeros(part.count, dtype.storage)
+        file.read_into(f"{part.piece.name}/{WEIGHT}", part.begin, weight)
+        target[...] = weight if dtype.storage == dtype.accumulate else to_float32(weight, dtype)
+    return out
 
 
 def _gathered(parts: Sequence[_Part], what: str, size: int, dtype: Any, row: int = 1) -> Bits:

@@ -32,7 +32,7 @@ CountedPushes = Mapping[int, tuple[int, int]]
 
 WEIGHTS, STATES = "weights", "states"
 EVERYTHING = (WEIGHTS, STATES)
-"""What a checkpoint can hold."""
+"""What a checkpoint can hold. Averages of the weights are states."""
 
 SERVER_FILE = re.compile(r"server-[0-9]{1,9}-[0-9a-f]{1,64}\.safetensors")
 WORKER_FILE = re.compile(r"worker-([0-9]{1,9})-[0-9a-f]{1,64}\.json")
@@ -273,6 +273,7 @@ class WantedSlice:
     count: int
     dtype: DType
     state_names: tuple[str, ...] = ()
+    """`Optimizer.kept_names`."""
     row: int = 1
     has_master: bool = False
     has_state: bool = False

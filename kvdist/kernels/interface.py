@@ -118,7 +118,7 @@ class FusedUpdate(Protocol):
             contributions: as of `WeightedSum`, and of the type of `weight`.
             scales: likewise.
             clip: elements of the scaled sum are cut to ±clip; None for no cut.
-            out: receives the new weight; may be `weight`, overlaps nothing else.
+            out: receives the new weight; may be `weight`, which may be a contribution too; overlaps nothing else.
             states: the rule's arrays, of `dtype.accumulate`; updated in place.
             dtype: of the weight and the contributions. Halves are widened, updated in float32 and rounded to nearest
                 even.

@@ -232,7 +232,15 @@ class KVStore(KVStoreBase):
         options = PushOptions(average, samples)
         return self._transfer(PushPull(key, value, None, priority, Lending.RESIDENT, options, pulls=False))
 
-    def pull(self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True) -> Any:
+    def pull(
+        self,
+        key: Keys,
+        out: Value | None = None,
+        priority: int = 0,
+        ignore_sparse: bool = True,
+        *,
+        average: bool = False,
+    ) -> Any:
         """Read keys into `out`, or into new arrays; blocks until they are there.
 
         A pull sees at least every push that this worker made before it.
@@ -244,12 +252,22 @@ class KVStore(KVStoreBase):
             priority: higher goes first.
             ignore_sparse: what happens to tables of rows. True: a `RowSparse` in `out` stays as it is, and without
                 `out` it is an error. False: all rows are pulled. An array in `out` gets all rows in either case.
+            average: read the average of the weights in place of the weights, for an optimizer with an
+                `Optimizer.average_half_life`. It is of the version that this worker would pull now. That of a key of
+                halves is float32, and converted as `out` wants. For `dist` stores, and keys that are arrays.
 
         Returns:
             With ``out=None`` one new array per key, of the kind given to `init` (one array for one key, else a list);
             otherwise None.
+
+        Raises:
+            ConfigError: with `average`, if none is kept.
+            PushRefused: with `average`, if a table is among the keys, or this worker has come back with
+                ``KVDIST_ON_LOSS=wait`` and has yet to repeat the step that the others have made.
         """
-        self._begin()
+        self._begin(Ability.AVERAGES if average else None)
+        if average:
+            return self._backend.averages(key, out)
         call = PushPull(key, None, out, priority, Lending.EVERYTHING, PLAIN, False, True, ignore_sparse)
         return self._result_of(self._transfer(call))
 
@@ -504,6 +522,7 @@ class KVStore(KVStoreBase):
         """
         self._begin(Ability.OPTIMIZER)
         chosen = create(optimizer, **hyperparameters)
+        self._backend.require_averages(chosen)
         present = self._backend.optimizer
         with self._backend.reporting():
             if present is not None and chosen.rule() != present.rule():

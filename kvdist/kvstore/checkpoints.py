@@ -394,7 +394,7 @@ class HeldArray:
         state = None if updater is None or STATES not in contents else updater.state_of(self.key)
         if updater is None or state is None:
             return SavedSlice(*where, samples=self.samples)
-        states = dict(zip(updater.optimizer.state_names, state.arrays, strict=True))
+        states = dict(zip(updater.optimizer.kept_names, state.arrays, strict=True))
         return SavedSlice(*where, states, state.count, state.scalars, state.master, samples=self.samples)
 
     def wanted(self, number: int, updater: Updaters | None) -> WantedSlice:
@@ -406,7 +406,7 @@ class HeldArray:
         row = max(1, Extent(self.key, tuple(self.shape)).row_length) if optimizer.by_rows else 1
         master = has_master(optimizer, self.dtype)
         from_weight = master or bool(optimizer.states_from_weight)
-        return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)
+        return WantedSlice(*where, optimizer.kept_names, row, master, has_state=True, from_weight=from_weight)
 
     def take(self, found: ReadSlice, updater: Updaters | None) -> Bits | None:
         """Give the updater its states back; returns the value, which its holder takes over."""
@@ -900,6 +900,14 @@ def pull_samples(ask: Ask, info: KeyInfo) -> int:
     return int(found.max())
 
 
+def pull_averages(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> list[Bits]:
+    """The average of the weights of each key, of `DType.accumulate`; as they are after this worker's pushes so far."""
+    found: list[Bits] = [np.empty(info.size, info.dtype.accumulate) for info in infos]
+    part = len(optimizer.kept_names)
+    _move_states(ask, RunKind.PULL_STATE, infos, [(i, part, own) for i, own in enumerate(found)])
+    return found
+
+
 def replace_states(
     ask: Ask, infos: Sequence[KeyInfo], states: Sequence[SliceState | None], optimizer: Optimizer
 ) -> None:
@@ -914,7 +922,7 @@ def replace_states(
 
 def _empty_state(info: KeyInfo, optimizer: Optimizer, count: int, scalars: tuple[float, ...]) -> SliceState:
     size = state_size(optimizer, info.size, Extent(info.key, info.shape))
-    arrays = tuple(np.empty(size, info.dtype.accumulate) for _ in optimizer.state_names)
+    arrays = tuple(np.empty(size, info.dtype.accumulate) for _ in optimizer.kept_names)
     master = np.empty(size, info.dtype.accumulate) if has_master(optimizer, info.dtype) else None
     return SliceState(count, arrays, scalars, master)
 

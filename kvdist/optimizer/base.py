@@ -25,6 +25,9 @@ from kvdist.schema import Schema, Value, finite_number, flag, number, optional_n
 States = tuple[Array, ...]
 """What a rule keeps of one slice, one array for each of `Optimizer.state_names`."""
 
+AVERAGE = "average"
+"""What the array is called that follows the weight: see `Optimizer.average_half_life`."""
+
 LIVE = ("learning_rate", "wd", "rescale_grad", "lr_mult", "wd_mult")
 """What may change after creation."""
 
@@ -69,6 +72,11 @@ class Optimizer(ABC):
             is the master, rounded. Where the weight was changed otherwise, the master follows.
         lazy_update: in a row-sparse table update only the rows that a round has gradients for, their momentum and
             decay included; otherwise the other rows get a gradient of zeros, as in a dense parameter.
+        average_half_life: keep an exponential average of the weights beside them, in which a weight counts half as much
+            after so many further updates; None or 0 keeps none. ā ← ā + (1 − ½^(1/average_half_life))·(w − ā) behind
+            each update, from ā = the weight before the first one, without a correction of that bias; in float32 for
+            halves, of the master where there is one. Torch's ``get_ema_multi_avg_fn(½^(1/average_half_life))`` of
+            `torch.optim.swa_utils`, whose `AveragedModel` was given the initial weights too.
         lr_scheduler: a schedule of `kvdist.lr_scheduler`, or None. It counts the updates where the weights live.
         lr_mult, wd_mult: factors of single keys, 1 where a key is absent.
     """
@@ -96,6 +104,7 @@ class Optimizer(ABC):
     clip_gradient: float | None = optional_number()
     multi_precision: bool = flag(False)
     lazy_update: bool = flag(False)
+    average_half_life: float | None = optional_number()
     lr_scheduler: LRScheduler | None = None
 
     def __post_init__(self) -> None:
@@ -113,6 +122,11 @@ class Optimizer(ABC):
     @abstractmethod
     def state_names(self) -> tuple[str, ...]:
         """The arrays that the rule keeps for each slice, in the order in which it gets them."""
+
+    @property
+    def kept_names(self) -> tuple[str, ...]:
+        """`state_names`, and behind them `AVERAGE` if there is one: all arrays that are kept for each slice."""
+        return self.state_names if self.average_half_life is None else (*self.state_names, AVERAGE)
 
     @abstractmethod
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
@@ -217,15 +231,23 @@ class Optimizer(ABC):
                 f"{attribute} cannot change after creation, because servers would never learn of it: create another "
                 f"optimizer. {', '.join(LIVE)} may change at any time, they travel with every push"
             )
-        return schedules.given(value) if is_schedule else schemas[attribute].check(attribute, value)
+        return schedules.given(value) if is_schedule else self._in_schema(schemas[attribute], attribute, value)
+
+    def _in_schema(self, schema: Schema, field: str, value: object) -> Value:
+        found = schema.check(field, value)
+        if field == "average_half_life" and found is not None and self.by_rows:
+            raise ValueError(
+                f"{self.name} has no average_half_life: its states are by rows, as of tables, which are not averaged"
+            )
+        return found
 
     def change_here(self, field: str, value: float) -> None:
-        """Change a number of the rule, which servers never learn of: for weights that are updated in this process.
+        """Change a number of the rule: before it is told to servers, or for weights that are updated in this process.
 
         Raises:
             ValueError: the number is out of its range.
         """
-        object.__setattr__(self, field, numbers_of(type(self))[field].check(field, value))
+        object.__setattr__(self, field, self._in_schema(numbers_of(type(self))[field], field, value))
 
     def set_lr_mult(self, multipliers: Mapping[Any, float]) -> None:
         """Replace the table of factors {key: number} on the learning rate; keys not in it have 1."""

@@ -113,7 +113,8 @@ def from_description(description: object) -> Optimizer:
             " --optimizer-module"
         )
     values = {key: value for key, value in description.items() if key != "name" and not _of_schedule(key)}
-    values.setdefault("lazy_update", False)  # descriptions in older checkpoints are without it
+    for name, default in (("lazy_update", False), ("average_half_life", None)):
+        values.setdefault(name, default)  # descriptions in older checkpoints are without it
     expected = numbers_of(cls)
     if values.keys() != expected.keys() or schedules.ENTRY not in description:
         raise ValueError(f"a description of {cls.name} has exactly name, {', '.join(expected)}, {schedules.ENTRY}")

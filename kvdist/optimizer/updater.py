@@ -6,7 +6,8 @@ thus reads n contributions, the weight and the states, and writes the weight and
 max(n - 1, 1) passes for the sum (one more for a scale), one for clipping, and those counted at each rule. Halves add
 one to widen the weight and one (seven for bfloat16) to round it; with a float32 master as many again, and two to
 compare, because the master follows a weight that was changed otherwise. A backend that has the rule in one piece
-does all of it in one pass, with the same bits.
+does all of it in one pass, with the same bits. An average of the weights is moved behind the update, while the new
+weight is in the cache: that reads the weight, and reads and writes the average; in one pass by such a backend.
 
 A rule with norms reads everything once more for each of its turns: first all pieces of the parameter are measured,
 then all are updated. Squares are summed in float64, so how a parameter is cut shows in the last bits at most.
@@ -26,7 +27,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvdist.dtypes import DType, from_name
-from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
+from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.naming import name_of
 from kvdist.optimizer.base import Extent, Optimizer, Piece, Step
@@ -126,6 +127,9 @@ class Updater:
         self._kernels = kernels
         self._states: dict[Hashable, SliceState] = {}
         self._scratch: dict[np.dtype[Any], tuple[Array, ...]] = {}
+        half_life = optimizer.average_half_life
+        self._pull = None if half_life is None else -math.expm1(-math.log(2) / half_life)
+        """What part of the way to the new weight an average moves; None for no average."""
 
     @property
     def states(self) -> Mapping[Hashable, SliceState]:
@@ -302,6 +306,9 @@ class Updater:
         if not self._update_fused(update, dtype):
             self._update_chunks(update, dtype)
         state, step = update.state, update.step
+        if self._pull is not None:
+            weight = update.piece.out if state.master is None else state.master
+            self._move_average(state.arrays[-1], weight, dtype, self._pull)
         state.count, state.scalars = step.count, step.scalars
         self._states[update.piece.index] = state
 
@@ -316,10 +323,33 @@ class Updater:
             piece.scales,
             self.optimizer.clip_gradient,
             piece.out,
-            state.arrays,
+            self._of_rule(state.arrays),
             dtype,
             state.master,
         )
+
+    def _move_average(self, average: Array, weight: Array, dtype: DType, pull: float) -> None:
+        """average ← average − pull·(average − weight).
+
+        To a backend that is a step of sgd, with the difference for a gradient.
+        """
+        equation, wide = Equation("sgd", (pull, 0.0)), DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
+        fused, is_narrow = self._kernels.fused_update, weight.dtype != average.dtype
+        if not is_narrow and fused(equation, average, [average, weight], (1.0, -1.0), None, average, (), wide):
+            return
+        length = self._kernels.chunk_elements
+        scratch = self._scratch_for(dtype, min(length, average.size))
+        with self._kernels.active(), np.errstate(all="ignore"):
+            for start in range(0, average.size, length):
+                part = slice(start, start + length)
+                own, new = average[part], weight[part]
+                if is_narrow:
+                    new = self._kernels.to_float32(new, dtype, scratch[2][: own.size])
+                    if fused(equation, own, [own, new], (1.0, -1.0), None, own, (), wide):
+                        continue
+                moved = np.subtract(own, new, out=scratch[0][: own.size])
+                np.multiply(moved, pull, out=moved)
+                np.subtract(own, moved, out=own)
 
     def _norms(self, updates: Sequence[_PieceUpdate], dtype: DType) -> tuple[float, ...]:
         """What `measure` asks for, over all pieces of the parameter."""
@@ -331,7 +361,7 @@ class Updater:
             with self._kernels.active(), np.errstate(all="ignore"):
                 for update in updates:
                     for weight, grad, _, arrays, scratch, step in self._chunks(update, dtype):
-                        measured = measure(turn, weight, grad, arrays, scratch, step)
+                        measured = measure(turn, weight, grad, self._of_rule(arrays), scratch, step)
                         sums.append(tuple([self._kernels.squares(array) for array in measured]))
             norms += tuple(math.sqrt(sum(column)) for column in zip(*sums, strict=True))
         return norms
@@ -343,10 +373,14 @@ class Updater:
         with self._kernels.active(), np.errstate(all="ignore"):
             for weight, grad, out, arrays, scratch, step in self._chunks(update, dtype):
                 if weight.dtype == out.dtype:
-                    apply(weight, grad, out, arrays, scratch, step)
+                    apply(weight, grad, out, self._of_rule(arrays), scratch, step)
                 else:
-                    apply(weight, grad, weight, arrays, scratch, step)
+                    apply(weight, grad, weight, self._of_rule(arrays), scratch, step)
                     self._kernels.from_float32(weight, dtype, out)
+
+    def _of_rule(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Those of the arrays of a state which the rule knows."""
+        return arrays if self._pull is None else arrays[:-1]
 
     def _chunks(self, update: _PieceUpdate, dtype: DType) -> Iterator[_Chunk]:
         """The piece in parts that fit into the cache, each with its gradient, summed and clipped."""

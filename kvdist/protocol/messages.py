@@ -539,9 +539,10 @@ class ReplaceValues(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PullState(_OfSlices):
-    """Worker → server: send the optimizer's state of slices as soon as my first `steps` pushes are counted.
+    """Worker → server: send the optimizer's state of slices, of which my first `steps` pushes are counted.
 
-    Each is answered by `Values` with its part, of the dtype in which states are kept.
+    Averages of the weights wait for that, all else is refused until then. Each is answered by `Values` with its part,
+    of the dtype in which states are kept.
     """
 
     KIND = 70

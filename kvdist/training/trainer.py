@@ -67,6 +67,7 @@ from kvdist.training.trainer_config import (
     refuse_size,
     refuse_updated_there,
     refuse_what_contradicts,
+    require_averages,
     require_joinable,
     require_policy,
     require_samples,
@@ -118,6 +119,10 @@ class Trainer:
             workers update then, or with ``update_on_kvstore=True`` the servers of a synchronous ``dist`` store; a norm
             that is not finite is a `FloatingPointError` there. Not with ``overlap``, ``share_weights``, or a
             ``dist_async`` store. None for no clipping.
+        average_half_life: let the servers keep an exponential average of the weights, in which weights count half as
+            much after so many updates; for `averaged_weights`, checkpoints and ``pull(average=True)``. See
+            `Optimizer.average_half_life`, where it may be given as well. Under a policy of local steps an update is an
+            exchange. None leaves the optimizer's.
 
     Raises:
         TypeError: parameters or optimizer are of a wrong type.
@@ -138,8 +143,9 @@ class Trainer:
         share_weights: bool = False,
         reject_nonfinite: bool = False,
         clip_norm: float | None = None,
+        average_half_life: float | None = None,
     ) -> None:
-        self._optimizer = make_optimizer(optimizer, optimizer_params)
+        self._optimizer = make_optimizer(optimizer, optimizer_params, average_half_life)
         self._parameters = collect(params, group_entries(optimizer, self._optimizer))
         self._num_devices = len(self._parameters[0].replicas)
         self._scale = self._optimizer.rescale_grad
@@ -155,8 +161,7 @@ class Trainer:
         self._exchange: Exchange | None = None  # there is one when there is a store
         self._update_on_kvstore = False
         self._between: Exchanges | None = None  # there is one where not every step is an exchange
-        self._started = False
-        self._closed = False
+        self._started = self._closed = self._shows_averages = False
         self._overlaps = overlap
         self._shares = share_weights
         self._shared: SharedWeights | None = None
@@ -425,6 +430,7 @@ class Trainer:
         self._finish_exchange(together=True)
 
     def _finish_exchange(self, together: bool) -> None:
+        self._require_training_weights()
         between = self._between
         if between is None or (between.counts_steps and not between.passed):
             return
@@ -439,8 +445,54 @@ class Trainer:
                     self._note_weights()  # they were written, also if it failed
         self._count_as_used()
 
+    @contextlib.contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Return a context in which the trained parameters are the servers' averages of the weights.
+
+        ``with trainer.averaged_weights(): evaluate(net)``, on one worker alone or on several. Behind it the parameters
+        are the training weights again: their memory was not written. Meanwhile there is room for the weights twice, and
+        nothing may be called that makes a step or moves weights. Buffers are not averaged; for those of BatchNorm see
+        ``torch.optim.swa_utils.update_bn``.
+
+        Raises:
+            ConfigError: no `average_half_life` was given, or no servers update.
+            RuntimeError: it is within another one, or gradients of a step that is not finished have been sent.
+            PushRefused: as of `KVStore.pull`.
+        """
+        self._require_nothing_sent("averaged_weights", "step()")
+        self._start()
+        store = self._kvstore
+        if not isinstance(store, KVStore):
+            raise ConfigError("there are no averages of the weights: give kvstore='dist' and an average_half_life")
+        averages = [[torch.empty_like(replica) for replica in one.replicas] for _, one in self._trained]
+        is_answered = not self._trained
+        while not is_answered:
+            with contextlib.suppress(RolledBackError):  # ask again: the store has those of a snapshot now
+                store.pull([key for key, _ in self._trained], out=averages, average=True)
+                is_answered = True
+        replicas = [replica for _, one in self._trained for replica in one.replicas]
+        weights = [replica.data for replica in replicas]
+        self._shows_averages = True
+        try:
+            for replica, average in zip(replicas, (one for own in averages for one in own), strict=True):
+                replica.data = average
+            yield
+        finally:
+            for replica, weight in zip(replicas, weights, strict=True):
+                replica.data = weight
+            self._shows_averages = False
+
+    def _require_training_weights(self) -> None:
+        if self._shows_averages:
+            raise RuntimeError(
+                "within trainer.averaged_weights() the parameters are averages: leave the block before you train, save"
+                " or load"
+            )
+
     def broadcast_parameters(self) -> None:
         """Copy rank 0's current weights to all workers, devices and the store; the optimizer's state stays.
+
+        An average of the weights begins anew with these.
 
         Call it on every worker after weights were changed other than by `step`, such as by ``load_state_dict``.
 
@@ -448,6 +500,7 @@ class Trainer:
             RuntimeError: gradients of a step that is not finished have been sent (``overlap=True``).
         """
         self._require_nothing_sent("broadcast_parameters", "step()")
+        self._require_training_weights()
         if not self._started:
             self._start()
         elif self._exchange is not None:
@@ -627,6 +680,7 @@ class Trainer:
     def _start(self) -> None:
         if self._closed:
             raise RuntimeError("this trainer has been closed; make another one")
+        self._require_training_weights()
         if self._started:
             return
         if isinstance(self._optimizer, TorchRule):
@@ -648,6 +702,9 @@ class Trainer:
                 require_policy(policy, self._num_devices, self._clip_norm, sends_otherwise)
                 self._update_on_kvstore = True
             require_survivable(store, self._update_on_kvstore)
+        if self._optimizer.average_half_life is not None:
+            require_averages(store, self._update_on_kvstore)
+        if store is not None:
             self._begin_with(store)
         self._kvstore = store
         self._started = True
@@ -663,6 +720,10 @@ class Trainer:
         refuse_overlap_of_snapshots(store, self._overlaps)
         if isinstance(store, KVStore):
             store._backend.rollback_watchers.insert(0, weakly(self._rolled_back))
+        outer = outer_optimizer(policy) if policy is not None and local_steps else None
+        if outer is not None:  # then the weights of the servers are averaged, not those here
+            outer.change_here("average_half_life", self._optimizer.average_half_life)
+            self._optimizer.change_here("average_half_life", None)
         words = "" if policy is None else f", policy {policy}"
         used.agree(
             statement(
@@ -676,7 +737,7 @@ class Trainer:
         # With overlap the hyper-parameters of a step are fixed when it begins, so the store has a copy of its own.
         sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
         if self._update_on_kvstore:
-            used.set_optimizer(outer_optimizer(policy) if policy is not None and local_steps else sent)
+            used.set_optimizer(sent if outer is None else outer)
         if self._shares and self._update_on_kvstore:
             self._shared = SharedWeights([parameter for _, parameter in self._trained])
         self._exchange = Exchange(used, self._parameters, self._trained, self._shared)

@@ -25,7 +25,7 @@ from kvdist.config.environment import cluster_from_env, read_setting
 from kvdist.config.policies import Quota, TrainingPolicy
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
-from kvdist.kvstore.backend import SAMPLES_MAX
+from kvdist.kvstore.backend import SAMPLES_MAX, Ability
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import Optimizer
@@ -122,12 +122,25 @@ _WHY_NOT = {
 }
 
 
-def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
+def make_optimizer(
+    optimizer: Any, optimizer_params: Mapping[str, Any] | None, average_half_life: float | None = None
+) -> Optimizer:
     """Resolve the optimizer by name or instance; the rule of an optimizer of torch.
+
+    Args:
+        optimizer, optimizer_params: the Trainer's arguments.
+        average_half_life: likewise; None leaves what the optimizer has.
 
     Raises:
         TypeError, ValueError: it is unknown, or its hyper-parameters are invalid.
     """
+    made = _made(optimizer, optimizer_params)
+    if average_half_life is not None:
+        made.change_here("average_half_life", average_half_life)
+    return made
+
+
+def _made(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
     if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
         name = RULES.get(optimizer, RULES[torch.optim.Adam]).name
         raise TypeError(
@@ -390,6 +403,17 @@ def require_survivable(store: KVStoreBase, updates_there: bool) -> None:
             f"KVDIST_ON_LOSS is {store.on_loss!r} (kvdist-launch --on-loss), which needs a store that updates, because"
             " servers must hold the weights, and this Trainer's workers update (update_on_kvstore=False, clip_norm, or"
             " an optimizer that servers do not have): change that, or use fail"
+        )
+
+
+def require_averages(store: KVStoreBase | None, updates_there: bool) -> None:
+    """Raises a `ConfigError`: the weights are to be averaged, and no servers hold them."""
+    if not (updates_there and isinstance(store, KVStore) and Ability.AVERAGES in store._backend.abilities):
+        raise ConfigError(
+            "average_half_life needs the servers of a store 'dist' that updates, and this Trainer's workers update:"
+            " take kvstore='dist' without update_on_kvstore=False, or leave average_half_life out and average here:"
+            " torch.optim.swa_utils.AveragedModel(net,"
+            " multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5 ** (1 / average_half_life)))"
         )
 
 

@@ -1,8 +1,8 @@
 """The optimizer state of a block, in parts that travel (`PullState`, `ReplaceState`), and slices in checkpoints. Pure.
 
 Part 0 is numbers, float64: the count of updates, then the rule's own. Parts 1 and on are the arrays of
-`Optimizer.state_names`, of `DType.accumulate`, and `MASTER` is the float32 weight behind a half one. `TOTALS` is beside
-the state: of how many examples the value is made.
+`Optimizer.kept_names`, of `DType.accumulate`, the last one the average of the weights if one is kept, and `MASTER` is
+the float32 weight behind a half one. `TOTALS` is beside the state: of how many examples the value is made.
 """
 
 from __future__ import annotations
@@ -66,6 +66,34 @@ def replace_part(block: Block, updater: SliceUpdater | None, part: int, values: 
     updater.restore(block, state)
 
 
+def is_average(block: Block, updater: SliceUpdater | None, part: int) -> bool:
+    """Whether a part is the average of the weights."""
+    if updater is None or updater.optimizer.average_half_life is None or not block.dtype.is_floating:
+        return False
+    return part == len(updater.optimizer.kept_names)
+
+
+def averages(block: Block, updater: SliceUpdater, kernels: Kernels) -> list[Bits]:
+    """The average of the weights of each slice of a block, where it lies: to be copied at once."""
+    state = updater.states.get(block)
+    if state is None:
+        assert block.published is not None
+        state = SliceState.fresh(updater.optimizer, block.published.array, block.dtype, block.extents[0], kernels)
+    places = zip(block.pool.starts, block.counts.tolist(), strict=True)
+    return [state.arrays[-1][start : start + count] for start, count in places]
+
+
+def begin_average(block: Block, updater: SliceUpdater | None) -> None:
+    """Let the average be the present weight, which no update has made."""
+    state = None if updater is None or updater.optimizer.average_half_life is None else updater.states.get(block)
+    if updater is None or state is None:
+        return  # what was never updated begins with the weight
+    assert block.published is not None
+    fresh = SliceState.fresh(updater.optimizer, block.published.array, block.dtype, block.extents[0], block.kernels)
+    arrays = (*state.arrays[:-1], fresh.arrays[-1])
+    updater.restore(block, SliceState(state.count, arrays, state.scalars, state.master))
+
+
 def state_dtype(dtype: DType) -> DType:
     """The type of the states of elements of this type."""
     return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
@@ -90,7 +118,7 @@ def saved(
             continue
         own = present if len(block) == 1 else present.part(block.pool.starts[position], count)
         state = own.copy()
-        states = dict(zip(updater.optimizer.state_names, state.arrays, strict=True))
+        states = dict(zip(updater.optimizer.kept_names, state.arrays, strict=True))
         found.append(SavedSlice(*where, states, state.count, state.scalars, state.master, samples=samples))
     if buffer is not None:  # from here on nothing fails
         buffer.leases += 1
@@ -107,14 +135,17 @@ def wanted(block: Block, position: int, updater: SliceUpdater | None) -> WantedS
     row = max(1, extent.row_length) if optimizer.by_rows else 1
     master = has_master(optimizer, block.dtype)
     from_weight = master or bool(optimizer.states_from_weight)
-    return WantedSlice(*where, optimizer.state_names, row, master, has_state=True, from_weight=from_weight)
+    return WantedSlice(*where, optimizer.kept_names, row, master, has_state=True, from_weight=from_weight)
 
 
 def load(block: Block, found: ReadSlice, updater: SliceUpdater | None) -> None:
     """Continue a block of one slice from a checkpoint. One copy of the weight."""
+    has_state = found.state is not None or found.is_fresh
     if found.weight is not None:
         block.replace([found.weight])
-    if updater is not None and (found.state is not None or found.is_fresh):
+        if not has_state:
+            begin_average(block, updater)
+    if updater is not None and has_state:
         updater.restore(block, found.state)
         block.round.samples = found.samples
 
@@ -131,6 +162,6 @@ def _state(block: Block, updater: SliceUpdater | None, kernels: Kernels) -> Slic
 
 def _array(block: Block, state: SliceState, part: int) -> Bits:
     found = state.master if part == MASTER else state.arrays[part - 1] if part <= len(state.arrays) else None
-    if found is None:
+    if found is None or not block.dtype.is_floating:
         raise PushRefused(f"the optimizer's state of {name_of(block.key)} has no part {part}")
     return found

@@ -201,7 +201,7 @@ class Server(Machine):
             case Pull():
                 self.dense.pull(sender, message, now)
             case PullState():
-                self.dense.pull_state(sender, message)
+                self.dense.pull_state(sender, message, now)
             case ReplaceState():
                 self.dense.replace_state(sender, message)
             case MarkPushes():

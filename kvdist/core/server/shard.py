@@ -71,6 +71,13 @@ _MEASURE = int(Flag.MEASURE)
 _CLIPPED = int(Flag.MEASURE | Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
+
+class AveragePull(PullRequest):
+    """A worker that waits for the average of the weights."""
+
+    __slots__ = ()
+
+
 ApplyRound = Callable[[Sequence[Block], Sequence[Sequence[Contribution]], SliceUpdater | None], None]
 
 
@@ -601,12 +608,22 @@ class DenseShard(Shard[Block]):
             for first, last, block in self.blocks.cover(message.ids[begin:end], runs):
                 put = block.initialise if isinstance(message, InitValues) else block.replace
                 put(arrays[begin + first : begin + last])
+                if isinstance(message, ReplaceValues):
+                    block_state.begin_average(block, self._updaters.get(block.store))
                 self._look(block)
                 self._to(sender).counted(int(runs[first]), block.ids, block.version, Outcome.INITIALISED)
                 self.close_if_ready(block)
 
-    def pull_state(self, sender: Member, message: PullState) -> None:
-        """Send parts of the optimizer state. The sender has no push under way."""
+    def pull_state(self, sender: Member, message: PullState, now: float) -> None:
+        """Send parts of the optimizer state. The sender has no push under way, unless it asks for averages."""
+        averages = np.array(list(map(self._is_average, message.ids.tolist(), message.parts.tolist())), np.bool_)
+        if averages.any():
+            runs, ids, steps = (column[averages] for column in (message.runs, message.ids, message.steps))
+            self._pull(AveragePull, sender, runs, ids, steps, np.zeros_like(steps), now)
+            if averages.all():
+                return
+            others = [column[~averages] for column in (message.runs, message.ids, message.steps, message.parts)]
+            message = PullState(*others)
         for row, block in self._isolated(sender, message):
             part, run, ids = int(message.parts[row]), int(message.runs[row]), message.ids[row : row + 1]
             try:
@@ -620,7 +637,11 @@ class DenseShard(Shard[Block]):
                 self._refuse(sender, run, ids, error)
             else:
                 dtype = DType.FLOAT64 if part in block_state.COUNTS else block_state.state_dtype(block.dtype)
-                self._to(sender).state(run, ids, block.version, dtype, found)
+                self._to(sender).state(run, ids, block.version, dtype, [found])
+
+    def _is_average(self, number: int, part: int) -> bool:
+        block = self.holder(number)
+        return block is not None and block_state.is_average(block, self._updaters.get(block.store), part)
 
     def replace_state(self, sender: Member, message: ReplaceState) -> None:
         """Replace parts of the optimizer state."""
@@ -712,18 +733,23 @@ class DenseShard(Shard[Block]):
 
     def pull(self, sender: Member, message: Pull, now: float) -> None:
         """Requests for values."""
-        for begin, end in self._ranges(sender, message.runs, message.ids):
-            ids, runs = message.ids[begin:end], message.runs[begin:end]
-            steps, versions = message.steps[begin:end], message.versions[begin:end]
-            for first, last, block in self.blocks.cover(ids, runs):
+        self._pull(PullRequest, sender, message.runs, message.ids, message.steps, message.versions, now)
+
+    def _pull(
+        self, kind: type[PullRequest], sender: Member, runs: U32, ids: U32, steps: U32, versions: U32, now: float
+    ) -> None:
+        for begin, end in self._ranges(sender, runs, ids):
+            stretch = slice(begin, end)
+            own_ids, own_runs, own_steps, own_versions = ids[stretch], runs[stretch], steps[stretch], versions[stretch]
+            for first, last, block in self.blocks.cover(own_ids, own_runs):
                 rows = slice(first, last)
                 found = [(0, last - first, block)]
-                if not _is_even(block, sender.node.rank, steps[rows], versions[rows]):
-                    found = self.blocks.cover(ids[rows], steps[rows], versions[rows])
+                if not _is_even(block, sender.node.rank, own_steps[rows], own_versions[rows]):
+                    found = self.blocks.cover(own_ids[rows], own_steps[rows], own_versions[rows])
                 for start, stop, part in found:
                     own = slice(first + start, first + stop)
-                    step, version = int(steps[own].max()), int(versions[own].max())
-                    part.round.wait(PullRequest(sender, int(runs[first]), step, version), now)
+                    step, version = int(own_steps[own].max()), int(own_versions[own].max())
+                    part.round.wait(kind(sender, int(own_runs[first]), step, version), now)
                     self._answer_pulls(part)
 
     def _ranges(
@@ -808,7 +834,19 @@ class DenseShard(Shard[Block]):
             reply.counted(run, block.ids, block.version, Outcome.COUNTED)
 
     def _answer_pull(self, block: Block, pull: PullRequest) -> None:
-        self._to(pull.member).value(pull.run, self._seen_by(pull, block))
+        if type(pull) is not AveragePull:
+            self._to(pull.member).value(pull.run, self._seen_by(pull, block))
+        elif block.previous is not None and block.round.is_before(pull):
+            reason = (
+                f"the average of {name_of(block.key)} has the step in it already that {pull.member} repeats, as it has"
+                " come back: make that step before you pull the average"
+            )
+            self._refuse(pull.member, pull.run, block.ids, reason)
+        else:
+            with self.kernels.active():
+                found = block_state.averages(block, self._updaters[block.store], self.kernels)
+            dtype = block_state.state_dtype(block.dtype)
+            self._to(pull.member).state(pull.run, block.ids, block.version, dtype, found)
 
     @staticmethod
     def _seen_by(pull: PullRequest, block: Block) -> Block:
@@ -986,12 +1024,15 @@ class Reply:
         """Send the block's sum of squares."""
         self._measured.append((run, block.ids, block.version, block.squares))
 
-    def state(self, run: int, ids: U32, version: int, dtype: DType, part: Bits) -> None:
-        """Send a part of the optimizer state of a slice. It must not change any more."""
-        memory = np.zeros(padded(part.nbytes), np.uint8)
-        memory[: part.nbytes] = part.view(np.uint8)
-        arrays = Arrays(_u8([dtype]), _u32([part.size]), memory.data)
-        columns = (_u32([run]), ids, _u32([version]), _u8([Outcome.COUNTED]))
+    def state(self, run: int, ids: U32, version: int, dtype: DType, parts: Sequence[Bits]) -> None:
+        """Send a part of the optimizer state of each of these slices; one copy."""
+        memory, position = np.zeros(sum(padded(part.nbytes) for part in parts), np.uint8), 0
+        for part in parts:
+            memory[position : position + part.nbytes] = part.view(np.uint8)
+            position += padded(part.nbytes)
+        count = len(parts)
+        arrays = Arrays(_u8([dtype] * count), _u32([part.size for part in parts]), memory.data)
+        columns = (_u32([run] * count), ids, _u32([version] * count), _u8([Outcome.COUNTED] * count))
         self._states.append(Values(*columns, arrays))
 
     def rows(self, message: RowValues, buffer: Leased) -> None:
