@@ -68,6 +68,7 @@ from kvdist.protocol.messages import (
     Message,
     Packet,
     Progress,
+    PullState,
     Push,
     Rejected,
     Resume,
@@ -434,6 +435,7 @@ ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
 )
 
 
+ORIGINAL_PULL_STATE = DenseShard.pull_state
 ORIGINAL_SAVED, ORIGINAL_COVER = Checkpoints.saved, Blocks.cover_merged
 ORIGINAL_BEGIN_LOADING = Checkpoints._begin_loading
 
@@ -1260,7 +1262,26 @@ def tells_what_it_was_told(self: ProgressReports) -> list[int]:
     return [said.request for said in self._said.values() if self._pending.get(said.request) is not None]
 
 
+def reads_averages_at_once(self: DenseShard, sender: Member, message: PullState, now: float) -> None:
+    """The average is that of the present weights, whatever the worker has under way."""
+    ORIGINAL_PULL_STATE(self, sender, replace(message, steps=np.zeros_like(message.steps)), now)
+
+
+def begins_a_copys_averages_anew(saved: SavedSlice) -> Any:
+    """A copy gets the states but for the average."""
+    assert saved.weight is not None
+    return ORIGINAL_PIECES(replace(saved, states=dict.fromkeys(saved.states, saved.weight)))
+
+
 MUTANTS: dict[str, tuple[str, Patches]] = {
+    "averages are read before the worker's own pushes are counted": (
+        "averages",
+        [(DenseShard, "pull_state", reads_averages_at_once)],
+    ),
+    "the average of a copy that is filled in begins anew": (
+        "fills with averages",
+        [(replica, "_pieces", begins_a_copys_averages_anew)],
+    ),
     "a newer roster makes copies incomplete": (
         "leases and newcomers on replicas and a scheduler that returns",
         [(recovery, "_servers_of", lambda message: object())],
