@@ -241,7 +241,7 @@ class Optimizer(ABC):
             )
         return found
 
-    def change_here(self, field: str, value: float) -> None:
+    def change_here(self, field: str, value: float | None) -> None:
         """Change a number of the rule: before it is told to servers, or for weights that are updated in this process.
 
         Raises:

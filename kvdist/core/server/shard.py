@@ -622,8 +622,8 @@ class DenseShard(Shard[Block]):
             self._pull(AveragePull, sender, runs, ids, steps, np.zeros_like(steps), now)
             if averages.all():
                 return
-            others = [column[~averages] for column in (message.runs, message.ids, message.steps, message.parts)]
-            message = PullState(*others)
+            runs, ids, steps = (column[~averages] for column in (message.runs, message.ids, message.steps))
+            message = PullState(runs, ids, steps, message.parts[~averages])
         for row, block in self._isolated(sender, message):
             part, run, ids = int(message.parts[row]), int(message.runs[row]), message.ids[row : row + 1]
             try:
