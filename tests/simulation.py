@@ -4,19 +4,25 @@ The machines are the real ones, run by the real `Node` over a transport that exi
 machine that saw it is validated; at the end the weights are compared with what they must be, every request must have
 been answered, and every process must have ended. A failure names its seed: `run(seed, scenario)` repeats it exactly.
 
-    python -m tests.simulation --seeds 5000            # all scenarios, seeds 0 to 4999
+    python -m tests.simulation --seeds 5000            # all scenarios, seeds 0 to 4999, on all cores
+    python -m tests.simulation --total 100000 --first 5000 --minutes 480
     python -m tests.simulation --scenario storm --seed 42 --trace
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
+import multiprocessing
+import os
+import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -81,6 +87,10 @@ AWAY_S = 10.0
 """Simulated seconds within which all register with a scheduler that was started again."""
 VERDICT_S = 1.0
 """Simulated seconds within which everybody must know of a death."""
+PORTION = 5
+"""Seeds that a process runs before it asks for more: two seconds."""
+PROGRESS_S = 60.0
+"""Real seconds between lines of progress."""
 
 
 @dataclass(frozen=True)
@@ -1544,43 +1554,125 @@ SCENARIOS: dict[str, Scenario] = {
 """By name, for tests and for the command line."""
 
 
+@dataclass
+class Tally:
+    """What became of some runs."""
+
+    runs: int = 0
+    cpu_s: float = 0.0
+    happened: Counter[str] = field(default_factory=Counter)
+    used: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    """What was wrong, each with the command that repeats it."""
+
+    def add(self, other: Tally) -> None:
+        """Add up."""
+        self.runs += other.runs
+        self.cpu_s += other.cpu_s
+        self.happened += other.happened
+        self.used += other.used
+        self.violations += other.violations
+
+    def __str__(self) -> str:
+        return f"{self.runs} runs in {self.cpu_s:.1f} CPU seconds, {len(self.violations)} violations"
+
+
+def run_seeds(name: str, seeds: Sequence[int], end_at: float, trace: bool = False) -> Tally:
+    """Run seeds of a scenario until that time by `time.monotonic`. One that fails does not end the others."""
+    logging.disable(logging.ERROR)
+    tally, began_s = Tally(), time.process_time()
+    for seed in seeds:
+        if time.monotonic() >= end_at:
+            break
+        tally.runs += 1
+        try:
+            result = run(seed, SCENARIOS[name])
+        except Exception as error:  # noqa: BLE001 (whatever it is, the other runs go on)
+            said = str(error) if isinstance(error, SimulationError) else f"seed {seed}: {error!r}"
+            again = f"python -m tests.simulation --scenario {shlex.quote(name)} --seed {seed} --trace"
+            tally.violations.append(f"{name}: {said}\n    {again}")
+            continue
+        tally.happened += result.happened
+        tally.used += result.used
+        if trace:
+            print("\n".join(result.trace))
+    tally.cpu_s = time.process_time() - began_s
+    return tally
+
+
+def soak(counts: Mapping[str, int], first: int, processes: int, end_at: float) -> dict[str, Tally]:
+    """Run so many seeds of each scenario, side by side. Violations are printed when they happen.
+
+    What is handed out is small, so that all processes end together, and goes through all scenarios again and again, so
+    that each has had as much when the time is over.
+    """
+    tallies = {name: Tally() for name in counts}
+    begun_at = said_at = time.monotonic()
+    gc.collect()
+    gc.freeze()  # else each process soon has copies of all pages
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("fork")) as pool:
+        names = {
+            pool.submit(run_seeds, name, range(first + begin, first + min(begin + PORTION, counts[name])), end_at): name
+            for begin in range(0, max(counts.values()), PORTION)
+            for name in counts
+            if begin < counts[name]
+        }
+        for portion in as_completed(names):
+            tally = portion.result()
+            tallies[names.pop(portion)].add(tally)
+            for violation in tally.violations:
+                print(violation, flush=True)
+            if time.monotonic() - said_at >= PROGRESS_S:
+                said_at = time.monotonic()
+                print(f"{(said_at - begun_at) / 60:.0f} min: {sum_of(tallies)}", flush=True)
+    return tallies
+
+
+def sum_of(tallies: Mapping[str, Tally]) -> Tally:
+    """All together."""
+    whole = Tally()
+    for tally in tallies.values():
+        whole.add(tally)
+    return whole
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run many seeds; print the first that fails."""
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    """Run many seeds on all cores; print each that fails, with the command that repeats it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=1000, help="how many seeds of each scenario")
+    parser.add_argument("--total", type=int, help="how many runs in all, as many of each scenario, in place of --seeds")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="end after so long, whatever is left")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many at once; all cores")
     parser.add_argument("--seed", type=int, help="one seed only")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
-    parser.add_argument("--scenario", choices=sorted(SCENARIOS), help="one scenario only")
-    parser.add_argument("--trace", action="store_true", help="print what happened")
+    parser.add_argument("--scenario", choices=sorted(SCENARIOS), metavar="NAME", help="one scenario only")
+    parser.add_argument("--trace", action="store_true", help="print what happened, of one seed")
     parser.add_argument("--mutants", action="store_true", help="print the table of broken rules for docs/decisions")
     options = parser.parse_args(arguments)
-    logging.disable(logging.ERROR)
     if options.mutants:
         from tests.core.test_simulation import MUTANTS, seeds_to_notice  # that imports this
 
+        logging.disable(logging.ERROR)
         for rule, (scenario, patches) in MUTANTS.items():
             print(f"| {rule} | {scenario} | {seeds_to_notice(scenario, patches)} |", flush=True)
         return 0
     names = [options.scenario] if options.scenario else list(SCENARIOS)
-    seeds = range(options.first, options.first + options.seeds) if options.seed is None else [options.seed]
-    failed = 0
-    for name in names:
-        started = time.monotonic()
-        happened: Counter[str] = Counter()
-        used: Counter[str] = Counter()
-        for seed in seeds:
-            try:
-                result = run(seed, SCENARIOS[name])
-            except SimulationError as error:
-                failed += 1
-                print(f"{name}: {error}")
-                break
-            happened += result.happened
-            used += result.used
-            if options.trace:
-                print("\n".join(result.trace))
-        print(f"{name}: {len(seeds)} seeds in {time.monotonic() - started:.1f} s; {dict(happened)}; {dict(used)}")
-    return 1 if failed else 0
+    if options.seed is not None:
+        tallies = {name: run_seeds(name, [options.seed], float("inf"), options.trace) for name in names}
+        for tally in tallies.values():
+            print("".join(f"{violation}\n" for violation in tally.violations), end="")
+    else:
+        total = options.seeds * len(names) if options.total is None else options.total
+        counts = {name: total // len(names) + (place < total % len(names)) for place, name in enumerate(names)}
+        end_at = time.monotonic() + 60 * options.minutes
+        tallies = soak(counts, options.first, options.processes, end_at)
+    for name, tally in tallies.items():
+        print(f"{name}: {tally}; {dict(tally.happened)}; {dict(tally.used)}")
+    whole = sum_of(tallies)
+    print(f"{len(tallies)} scenarios: {whole}")
+    return 1 if whole.violations else 0
 
 
 if __name__ == "__main__":
