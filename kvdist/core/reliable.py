@@ -267,13 +267,16 @@ class Reliable:
 
     def validate(self) -> None:
         """Check every invariant of the links and of the machine."""
+        first = self._dues.first
         for link in self.links.values():
-            numbers = [seq for seq, _, _ in link.unacknowledged]
-            flying = sum(_payload_bytes(message) for _, message, _ in link.unacknowledged)
+            waiting = link.unacknowledged
+            assert bool(waiting) == (link.retry_due < NEVER), "what is unacknowledged will be repeated"
+            assert first <= link.due, "no link waits longer than it should"
+            flying, seq = 0, link.next_seq - len(waiting)
+            for number, message, _ in waiting:
+                assert number == seq, "unacknowledged is contiguous"
+                flying, seq = flying + _payload_bytes(message), seq + 1
             assert flying == link.flying_bytes, "bytes are counted once out and once back"
-            assert numbers == list(range(link.next_seq - len(numbers), link.next_seq)), "unacknowledged is contiguous"
-            assert bool(numbers) == (link.retry_due < NEVER), "what is unacknowledged will be repeated"
-            assert self._dues.first <= link.due, "no link waits longer than it should"
         self.machine.validate()
 
     def refusal(self, packet: Packet) -> str | None:
