@@ -26,17 +26,17 @@ def found(job):
 
 
 @pytest.mark.parametrize(
-    ("store", "loader_workers", "num_workers", "victims"),
+    ("store", "loader_workers", "num_workers", "examples", "victims"),
     [
-        ("dist", "0", 6, {1: 100, 2: 200, 4: 150, 5: 300}),
-        pytest.param("dist", "2", 4, {0: 64, 3: 400}, marks=pytest.mark.slow),
-        pytest.param("dist_async", "0", 5, {0: 200, 2: 80, 3: 300}, marks=pytest.mark.slow),
+        ("dist", "0", 6, 3_000, {1: 100, 2: 200, 4: 150, 5: 300}),
+        pytest.param("dist", "2", 4, 10_000, {0: 64, 3: 400}, marks=pytest.mark.slow),
+        pytest.param("dist_async", "0", 5, 10_000, {0: 200, 2: 80, 3: 300}, marks=pytest.mark.slow),
     ],
 )
 def test_every_example_is_counted_once_when_workers_are_killed(
-    job, tmp_path, store, loader_workers, num_workers, victims
+    job, tmp_path, store, loader_workers, num_workers, examples, victims
 ):
-    command = ("leases.py", "10000", "1", str(BATCH), loader_workers, store, str(victims))
+    command = ("leases.py", str(examples), "1", str(BATCH), loader_workers, store, str(victims))
     launcher = job.launch(num_workers, 2, *command, options=GOES_ON, LOADER_TEMP=str(tmp_path))
     job.finish()
     assert launcher.code == 0, job.transcript()
@@ -44,9 +44,9 @@ def test_every_example_is_counted_once_when_workers_are_killed(
     used, counts = found(job)
     assert len(used) == num_workers - len(victims)
     in_part = len(launcher.lines_with(" in part: in "))
-    assert sum(counts.values()) == 10_000
+    assert sum(counts.values()) == examples
     assert all(max(both) == 1 for both in counts), "nothing twice, and nothing left out everywhere"
-    assert counts.get((1, 1), 0) >= 10_000 - in_part * BATCH, "only what is said to count in part does"
+    assert counts.get((1, 1), 0) >= examples - in_part * BATCH, "only what is said to count in part does"
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_every_example_is_counted_once_when_workers_are_killed_again_and_again_a
 
 @pytest.mark.parametrize(
     ("kills", "examples", "victims"),
-    [(1, 6_000, {2: 400}), pytest.param(4, 40_000, {1: 240, 3: 400}, marks=pytest.mark.slow)],
+    [(1, 2_000, {2: 160}), pytest.param(4, 40_000, {1: 240, 3: 400}, marks=pytest.mark.slow)],
 )
 def test_every_example_is_counted_once_when_the_scheduler_and_workers_are_killed(job, kills, examples, victims):
     command = ("leases.py", str(examples), "1", str(BATCH), "0", "dist", str(victims))
@@ -101,12 +101,12 @@ def test_copies_of_servers_know_how_many_examples_are_in_the_weights(job):
 
 @pytest.mark.parametrize("batches", [BATCHES_PER_LEASE - 1, BATCHES_PER_LEASE])
 def test_who_gets_sigterm_leaves_with_nothing_but_its_leases_and_exit_code_0(job, batches):
-    launcher = job.launch(3, 1, "leases.py", "4000", "1", str(BATCH), "0", "dist", "{}", TERMINATED=f"{batches}")
+    launcher = job.launch(3, 1, "leases.py", "1000", "1", str(BATCH), "0", "dist", "{}", TERMINATED=f"{batches}")
     job.finish()
     assert launcher.code == 0, job.transcript()
     assert launcher.lines_with("SIGTERM: this worker has finished its batch and leaves"), job.transcript()
     used, counts = found(job)
-    assert len(used) == 2 and counts == {(1, 1): 4000}, job.transcript()
+    assert len(used) == 2 and counts == {(1, 1): 1000}, job.transcript()
 
 
 @pytest.mark.parametrize("way", ["leaves", "again"])

@@ -115,7 +115,7 @@ def test_all_go_back_to_where_the_snapshot_was_in_the_data_and_each_example_coun
     snapshots = tmp_path / "snapshots"
     options = [*OPTIONS, "--snapshots", str(snapshots)]
     more = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path), "SNAPSHOTS": str(snapshots), "LOADER_TEMP": str(tmp_path)}
-    command = ("leases.py", "6000", "2", "8", loader_workers, "dist", "{}")
+    command = ("leases.py", "1500", "2", "8", loader_workers, "dist", "{}")
     launcher = job.launch(3, 2, *command, options=options, **EVERY, **more)
     job.line("launcher", "waits in the middle")
     for name in victims:
@@ -125,7 +125,7 @@ def test_all_go_back_to_where_the_snapshot_was_in_the_data_and_each_example_coun
     assert launcher.code == 0, job.transcript()
     assert launcher.lines_with("all have gone back to step"), job.transcript()
     _, counts = found(job)
-    assert counts == {(2, 2): 6000}, job.transcript()
+    assert counts == {(2, 2): 1500}, job.transcript()
 
 
 def test_a_scheduler_that_comes_back_knows_the_newest_snapshot_and_all_go_back_to_it(job, tmp_path):
