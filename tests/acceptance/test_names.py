@@ -7,7 +7,7 @@ import re
 import pytest
 
 START = """
-    import sys, time
+    import os, sys, time
     import torch
     from kvdist import Trainer, kv
 
@@ -23,20 +23,23 @@ NAMES = {
 
 
 @pytest.mark.parametrize("how", NAMES)
-def test_the_first_line_of_a_wait_says_who_has_to_push_which_parameter(job, script, how):
+def test_the_first_line_of_a_wait_says_who_has_to_push_which_parameter(job, script, tmp_path, how):
     program = script(
         START
         + """
     for step in range(2):
-        if step == 1 and store.rank == 1:
-            time.sleep(4)
+        while step == 1 and store.rank == 1 and not os.path.exists(sys.argv[2]):
+            time.sleep(0.01)
         net(torch.ones(1, 4)).sum().backward()
         trainer.step()
         net.zero_grad()
     """
     )
     pytest.importorskip("torch")
-    job.cluster(2, 2, program, how, KVDIST_EXPLAIN_AFTER_S="2")
+    go = tmp_path / "go"
+    job.cluster(2, 2, program, how, str(go), KVDIST_EXPLAIN_AFTER_S="0.5")
+    job.line("worker-0", "(step 2)")
+    go.touch()
     job.succeed()
     # On a busy machine worker-1 may be awaited before, when it starts.
     first = next(line for line in job.processes["worker-0"].text.splitlines() if re.search("waiting.*step 2", line))

@@ -184,7 +184,7 @@ def tear(folder: Path, damage) -> str:
     return path.name
 
 
-@pytest.mark.parametrize("damage", [flipped, cut_off])
+@pytest.mark.parametrize("damage", [flipped, pytest.param(cut_off, marks=pytest.mark.slow)])
 def test_where_the_newest_snapshot_is_torn_the_one_before_it_takes_its_place(job, tmp_path, damage):
     launcher, folders = with_two_snapshots(job, tmp_path)
     name = tear(folders[-1], damage)
