@@ -48,6 +48,8 @@ demo: $(VENV)/.installed-examples
 demo-faults: $(VENV)/.installed-examples
 	$(BIN)/python examples/faults.py
 
+# Twice as many as two cores: many of these tests wait for a time-out or the end of a process.
+test: TEST_PROCESSES = 4
 test: lint types docs
 	$(PYTEST) -m "not slow and not machines"
 
