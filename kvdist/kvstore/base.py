@@ -553,8 +553,8 @@ class KVStore(KVStoreBase):
 
         Args:
             compression_params: ``type`` is ``2bit`` or ``1bit`` (with a ``threshold``, by default 0.5), ``fp16``,
-                ``bf16``, or ``topk`` (with a ``ratio``, by default 0.01). With ``pull`` (``fp16`` or ``bf16``) values
-                come back rounded to halves; a store within a process has no use for that.
+                ``bf16``, ``int8``, ``int4``, or ``topk`` (with a ``ratio``, by default 0.01). With ``pull`` (``fp16``
+                or ``bf16``) values come back rounded to halves; a store within a process has no use for that.
 
         Raises:
             TypeError, ValueError: the parameters are wrong, the store compresses otherwise already, keys have been

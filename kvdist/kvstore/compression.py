@@ -26,6 +26,7 @@ from kvdist.optimizer.compression import (
     EachCodec,
     GradientCompression,
     Half,
+    Scaled,
     TopK,
     TwoBit,
     decode,
@@ -192,7 +193,7 @@ class StoreCompression:
     def _encoded(self, info: KeyInfo, parts: Sequence[Part], marks: list[DeviceEvent]) -> EncodedSlices:
         on_gpus = [part for part in parts if isinstance(part, OnDevice)]
         codec = self.compression.codec
-        if not on_gpus or isinstance(codec, TopK):
+        if not on_gpus or isinstance(codec, Scaled | TopK):
             return self.encode(info, as_host_bits(parts))
         from kvdist.kvstore.device import summed  # a feature at a seam: loaded where it is used
 
@@ -221,7 +222,7 @@ class StoreCompression:
         from kvdist.kvstore.device import moved, uploaded  # a feature at a seam: loaded where it is used
 
         codec = self.compression.codec
-        if isinstance(codec, TopK):
+        if isinstance(codec, Scaled | TopK):
             return [uploaded(bits, home).array for bits in self.through(key, as_host_bits(parts))]
         codes = []
         for place, part in enumerate(parts):

@@ -8,6 +8,7 @@ the next one. Pure; the arithmetic is that of `kvdist.kernels`, the layout of th
 | ``2bit`` | 2 bits | ±threshold where the sum of gradient and residual reaches it, else 0 | the rest |
 | ``1bit`` | 1 bit | +1 above the threshold, else -1 | the rest |
 | ``fp16``, ``bf16`` | 16 bits | the nearest half | the rounding error |
+| ``int8``, ``int4`` | 8 or 4 bits, and 256 share a scale | the nearest of 255 or 15 multiples of that | the rest |
 | ``topk`` | 8 bytes, but only a share `ratio` of them, the largest | the largest; 0 for the others | the others |
 """
 
@@ -23,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.dtypes import DType
-from kvdist.kernels.interface import Array, Kernels
-from kvdist.protocol.arrays import INDEX, VALUE, Encoding, coded_size, padded
+from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
+from kvdist.protocol.arrays import BLOCK, INDEX, INTEGER_BITS, VALUE, Encoding, coded_size, padded
 
 Octets = NDArray[np.uint8]
 
@@ -135,10 +136,91 @@ class TopK:
         return whole, entries
 
 
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Each element is an integer of so many bits times a scale, which 256 elements share.
+
+    The scale makes the largest of them the largest integer, so that none is off by more than half a scale. Where one of
+    the 256 is NaN or infinite the scale is NaN, and so are all of them when they are decoded.
+    """
+
+    encoding: Encoding
+    parameter: ClassVar[float] = 0.0
+
+    def __str__(self) -> str:
+        return f"int{self.bits}"
+
+    @property
+    def bits(self) -> int:
+        """Of an integer."""
+        return INTEGER_BITS[self.encoding]
+
+    @property
+    def most(self) -> int:
+        """The largest integer; the least is its negative."""
+        return (1 << self.bits - 1) - 1
+
+    def encode(self, grad: Array, residual: Array) -> tuple[Octets, int]:
+        """See `encode`. Ten passes in cache, and one over memory."""
+        whole, data = room(self.encoding, grad.size)
+        blocks = -(-grad.size // BLOCK)
+        scales, codes = data[: blocks * VALUE.itemsize].view(VALUE), data[blocks * VALUE.itemsize :]
+        codes[-(-grad.size * self.bits // 8) :] = 0
+        for begin in range(0, grad.size, CHUNK_ELEMENTS):  # a multiple of the block
+            rest = residual[begin : begin + CHUNK_ELEMENTS]
+            own = scales[begin // BLOCK : -(-(begin + rest.size) // BLOCK)]
+            with np.errstate(all="ignore"):
+                np.add(rest, grad[begin : begin + CHUNK_ELEMENTS], out=rest)
+                self._write_scales(rest, own)
+                wide = np.repeat(own, BLOCK)[: rest.size]
+                integers = np.clip(np.rint(rest / np.where(wide > 0, wide, 1)), -self.most, self.most)
+                np.subtract(rest, integers * wide, out=rest)
+                unknown = np.isnan(wide)
+                if unknown.any():
+                    rest[unknown] = integers[unknown] = 0
+            self._pack(integers, codes[begin * self.bits // 8 :])
+        return whole, grad.size
+
+    def _write_scales(self, values: Array, scales: Array) -> None:
+        largest = np.maximum.reduceat(np.abs(values), np.arange(0, values.size, BLOCK))
+        np.divide(largest, np.float32(self.most), out=scales)
+        np.minimum(scales, np.float32(SCALE_TIMES_MOST_MAX / self.most), out=scales, where=np.isfinite(largest))
+        scales[~np.isfinite(largest)] = np.nan
+
+    def _pack(self, integers: Array, out: Array) -> None:
+        codes = (integers + (self.most + 1)).astype(np.uint8)
+        if self.bits == INTEGER_BITS[Encoding.INT8]:
+            out[: codes.size] = codes
+            return
+        first, second = codes[::2], codes[1::2]
+        np.left_shift(first, 4, out=out[: first.size])
+        out[: second.size] |= second
+
+    def decode(self, data: Octets, out: Array) -> None:
+        """See `decode`. Four passes in cache, and one over memory."""
+        blocks = -(-out.size // BLOCK)
+        scales, codes = data[: blocks * VALUE.itemsize].view(VALUE), data[blocks * VALUE.itemsize :]
+        for begin in range(0, out.size, CHUNK_ELEMENTS):
+            part = out[begin : begin + CHUNK_ELEMENTS]
+            own = scales[begin // BLOCK : -(-(begin + part.size) // BLOCK)]
+            coded = codes[begin * self.bits // 8 : -(-(begin + part.size) * self.bits // 8)]
+            if self.bits == INTEGER_BITS[Encoding.INT8]:
+                part[:] = coded
+            else:
+                part[::2] = (coded >> 4)[: -(-part.size // 2)]
+                part[1::2] = (coded & 15)[: part.size // 2]
+            with np.errstate(all="ignore"):
+                part -= self.most + 1
+                part *= np.repeat(own, BLOCK)[: part.size]
+
+
+SCALE_TIMES_MOST_MAX = 3.4028e38
+"""A little less than the largest number of float32, which a rounded scale could reach past."""
+
 EachCodec = TwoBit | OneBit | Half
 """What encodes each element by itself. ``write(grad, residual, kernels, out)`` is `encode` into given bytes, as many as
 `coded_size` says; all arrays are of the kernels' kind."""
-Codec = EachCodec | TopK
+Codec = EachCodec | Scaled | TopK
 """How gradients are encoded."""
 
 
@@ -165,6 +247,8 @@ _TYPES: Mapping[str, tuple[Callable[..., Codec], str]] = {
     "1bit": (OneBit, "threshold"),
     "fp16": (lambda: Half(DType.FLOAT16), ""),
     "bf16": (lambda: Half(DType.BFLOAT16), ""),
+    "int8": (lambda: Scaled(Encoding.INT8), ""),
+    "int4": (lambda: Scaled(Encoding.INT4), ""),
     "topk": (TopK, "ratio"),
 }
 """Type → what makes it, and its one parameter."""
@@ -207,7 +291,7 @@ def encode(codec: Codec, grad: Array, residual: Array, kernels: Kernels) -> tupl
     Returns:
         The bytes, padded to a multiple of 8, and the number of entries in them.
     """
-    if isinstance(codec, TopK):
+    if isinstance(codec, Scaled | TopK):
         return codec.encode(grad, residual)
     whole, data = room(codec.encoding, grad.size)
     codec.write(grad, residual, kernels, data)
@@ -236,6 +320,8 @@ def decode(encoding: int, parameter: float, data: Octets, entries: int, out: Arr
             kernels.to_float32(data.view(DType.FLOAT16.storage), DType.FLOAT16, out)
         case Encoding.BFLOAT16:
             kernels.to_float32(data.view(DType.BFLOAT16.storage), DType.BFLOAT16, out)
+        case Encoding.INT8 | Encoding.INT4 as integers:
+            Scaled(integers).decode(data, out)
         case Encoding.TOP_K:
             middle = entries * INDEX.itemsize
             out.fill(0)

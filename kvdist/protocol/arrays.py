@@ -65,6 +65,8 @@ class Encoding(enum.IntEnum):
     FLOAT16 = 3
     BFLOAT16 = 4
     TOP_K = 5
+    INT8 = 6
+    INT4 = 7
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -210,6 +212,10 @@ def stretches(numbers: U32) -> list[tuple[int, int]]:
 INDEX = np.dtype("<u4")
 """The index of a top-k entry; all indices of an array stand before all values."""
 VALUE = np.dtype("<f4")
+BLOCK = 256
+"""How many elements of scaled integers have a scale; all scales of an array stand before all codes."""
+INTEGER_BITS: dict[int, int] = {Encoding.INT8: 8, Encoding.INT4: 4}
+"""Bits of a scaled integer."""
 _ENCODINGS = frozenset(int(encoding) for encoding in Encoding)
 _WORD_BITS: dict[int, int] = {Encoding.TWO_BIT: 2, Encoding.ONE_BIT: 1}
 """Bits of an entry, where entries are packed into words of 32."""
@@ -222,6 +228,8 @@ _ENTRY_BYTES: dict[int, int] = {
 
 def coded_size(encoding: int, entries: Size) -> Size:
     """The bytes of an encoded array, or of (n,) arrays, by the number of entries, without padding."""
+    if encoding in INTEGER_BITS:
+        return (entries + (BLOCK - 1)) // BLOCK * VALUE.itemsize + (entries * INTEGER_BITS[encoding] + 31) // 32 * 4
     bits = _WORD_BITS.get(encoding)
     return entries * _ENTRY_BYTES[encoding] if bits is None else (entries * bits + 31) // 32 * 4
 

@@ -130,7 +130,7 @@ def test_halves_are_not_rounded_on_the_way():
     assert machine.store.pull("w").memory[0] == np.float16(1 + 2**-10)
 
 
-@each("kind", ["2bit", "1bit", "fp16", "topk"])
+@each("kind", ["2bit", "1bit", "fp16", "int8", "int4", "topk"])
 def test_compressed_contributions_are_those_of_the_host(kind):
     machine, host = Machine(), KVStore(LocalBackend("device"))
     params = {"type": kind, **({"threshold": 0.5} if "bit" in kind else {})}

@@ -9,10 +9,21 @@ import pytest
 
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
-from kvdist.optimizer.compression import GradientCompression, Half, OneBit, TopK, TwoBit, decode, encode, from_params
-from kvdist.protocol.arrays import coded_size
+from kvdist.optimizer.compression import (
+    GradientCompression,
+    Half,
+    OneBit,
+    Scaled,
+    TopK,
+    TwoBit,
+    decode,
+    encode,
+    from_params,
+)
+from kvdist.protocol.arrays import Encoding, coded_size
 from tests.cases import each
 
+KNOWN = "'2bit', '1bit', 'fp16', 'bf16', 'int8', 'int4', 'topk'"
 SIZES = [0, 1, 3, 15, 16, 17, 31, 32, 33, 1001]
 
 
@@ -115,6 +126,64 @@ def test_what_is_too_large_for_float16_goes_as_the_largest_and_the_rest_follows(
     assert sent(Half(DType.FLOAT16), np.zeros(5, np.float32), residual)[1].tolist() == [34496, -34496, 0, 0, 0]
 
 
+def scaled_again(values, bits):
+    """The specification of scaled integers, block by block, in exact arithmetic where rounding could hide something."""
+    most, scales, codes, worth = 2 ** (bits - 1) - 1, [], [], []
+    for begin in range(0, len(values), 256):
+        block = values[begin : begin + 256]
+        scale = np.float32(np.abs(block).max() / np.float32(most))
+        integers = [0 if scale == 0 else round(float(np.float32(one / scale))) for one in block]
+        scales.append(scale)
+        codes += [integer + most + 1 for integer in integers]
+        worth += [np.float32(integer) * scale for integer in integers]
+    per_word = 32 // bits
+    codes += [0] * (-len(codes) % per_word)
+    packed = codes if bits == 8 else [16 * high + low for high, low in zip(codes[::2], codes[1::2], strict=True)]
+    return np.array(scales, "<f4").tobytes() + bytes(packed), np.array(worth, np.float32)
+
+
+@each("size", [*SIZES, 255, 256, 257, (1 << 16) + 300])
+@each("bits", [8, 4])
+def test_scaled_integers_are_those_of_the_specification_and_what_is_lost_is_sent_later(bits, size):
+    codec = from_params({"type": f"int{bits}"}).codec
+    ours, theirs, total = np.zeros(size, np.float32), np.zeros(size, np.float32), np.zeros(size)
+    for step in range(4):
+        data, out = sent(codec, noise(size, step), ours)
+        theirs += noise(size, step)
+        expected, worth = scaled_again(theirs, bits)
+        bounds = np.repeat(np.frombuffer(expected[: -(-size // 256) * 4], "<f4"), 256)[:size]
+        assert data.tobytes() == expected
+        assert out.tolist() == worth.tolist()
+        assert (np.abs(theirs - out) <= bounds * 0.500001).all(), "none is off by more than half a scale"
+        theirs -= worth
+        assert ours.tolist() == theirs.tolist()
+        total += out
+    gradients = np.sum([noise(size, step).astype(np.float64) for step in range(4)], axis=0)
+    np.testing.assert_allclose(total + ours, gradients, atol=1e-5)
+
+
+@each("bits", [8, 4])
+def test_scaled_integers_of_the_smallest_and_the_largest_numbers_stay_finite_and_lose_nothing(bits):
+    codec = from_params({"type": f"int{bits}"}).codec
+    for gradient in (f32(3.4028235e38, -3.4028235e38, 1), f32(1e-44, -3e-44, 2.7e-43), np.zeros(300, np.float32)):
+        residual = np.zeros(gradient.size, np.float32)
+        _, out = sent(codec, gradient, residual)
+        assert np.isfinite(out).all() and np.isfinite(residual).all()
+        np.testing.assert_array_equal((out.astype(np.float64) + residual).astype(np.float32), gradient)
+
+
+@each("bits", [8, 4])
+def test_what_is_not_finite_makes_the_elements_of_its_scale_nan_once(bits):
+    codec = from_params({"type": f"int{bits}"}).codec
+    for wrong in (np.nan, np.inf, -np.inf):
+        gradient, residual = np.ones(600, np.float32), np.zeros(600, np.float32)
+        gradient[300] = wrong
+        _, out = sent(codec, gradient, residual)
+        assert np.isnan(out[256:512]).all() and np.isfinite(out[:256]).all() and np.isfinite(out[512:]).all()
+        assert not residual[256:512].any()
+        assert np.isfinite(sent(codec, np.ones(600, np.float32), residual)[1]).all()
+
+
 def test_the_largest_of_top_k_travel_and_the_others_wait():
     residual = np.zeros(5, np.float32)
     data, out = sent(TopK(0.4), f32(1, -5, 2, 0.5, -3), residual)
@@ -155,6 +224,8 @@ def test_an_index_that_was_changed_on_its_way_writes_nowhere_else():
         ({"type": "1bit", "threshold": np.float32(0)}, GradientCompression(OneBit(0.0))),
         ({"type": "fp16"}, GradientCompression(Half(DType.FLOAT16))),
         ({"type": "bf16", "pull": "fp16"}, GradientCompression(Half(DType.BFLOAT16), DType.FLOAT16)),
+        ({"type": "int8"}, GradientCompression(Scaled(Encoding.INT8))),
+        ({"type": "int4", "pull": "bf16"}, GradientCompression(Scaled(Encoding.INT4), DType.BFLOAT16)),
         ({"type": "topk"}, GradientCompression(TopK(0.01))),
         ({"type": "topk", "ratio": 1, "pull": "bf16"}, GradientCompression(TopK(1.0), DType.BFLOAT16)),
     ],
@@ -166,9 +237,9 @@ def test_parameters_and_their_defaults(params, expected):
 @each(
     "params, complaint",
     [
-        ({}, "no 'type'; known types are '2bit', '1bit', 'fp16', 'bf16', 'topk'"),
+        ({}, f"no 'type'; known types are {KNOWN}"),
         ({"threshold": 0.5}, "no 'type'"),
-        ({"type": "3bit"}, "no compression of type '3bit'; known are '2bit', '1bit', 'fp16', 'bf16', 'topk'"),
+        ({"type": "3bit"}, f"no compression of type '3bit'; known are {KNOWN}"),
         ({"type": ["2bit"]}, "no compression of type"),
         ({"type": "2bit", "threshold": 0}, "above 0"),
         ({"type": "2bit", "threshold": -1}, "above 0"),
@@ -206,6 +277,6 @@ def test_a_compression_says_what_it_is():
     assert str(from_params({"type": "2bit", "pull": "fp16"})) == (
         "2bit with the threshold 0.5, values come back as float16"
     )
-    assert [str(from_params({"type": name})) for name in ("1bit", "fp16", "bf16", "topk")] == [
-        "1bit with the threshold 0.5", "fp16", "bf16", "topk with the ratio 0.01"
+    assert [str(from_params({"type": name})) for name in ("1bit", "fp16", "bf16", "int8", "int4", "topk")] == [
+        "1bit with the threshold 0.5", "fp16", "bf16", "int8", "int4", "topk with the ratio 0.01"
     ]  # fmt: skip

@@ -110,7 +110,8 @@ def test_the_table_of_dtypes_is_the_codes_table():
 
 
 ENCODING_SIZES = {"4⌈e/16⌉": lambda e: -(-e // 16) * 4, "4⌈e/32⌉": lambda e: -(-e // 32) * 4, "2e": lambda e: 2 * e,
-                  "8e": lambda e: 8 * e}  # fmt: skip
+                  "8e": lambda e: 8 * e, "4⌈e/256⌉ + 4⌈e/4⌉": lambda e: -(-e // 256) * 4 + -(-e // 4) * 4,
+                  "4⌈e/256⌉ + 4⌈e/8⌉": lambda e: -(-e // 256) * 4 + -(-e // 8) * 4}  # fmt: skip
 
 
 def test_the_table_of_encodings_has_every_code_and_the_sizes_that_the_code_computes():
@@ -118,7 +119,7 @@ def test_the_table_of_encodings_has_every_code_and_the_sizes_that_the_code_compu
     assert set(rows) == set(Encoding)
     for code, row in rows.items():
         assert row["bytes of e entries"] in ENCODING_SIZES, "add the formula to ENCODING_SIZES"
-        for entries in (0, 1, 15, 16, 17, 31, 32, 33, 1_000_003):
+        for entries in (0, 1, 15, 16, 17, 31, 32, 33, 256, 257, 1_000_003):
             expected = ENCODING_SIZES[row["bytes of e entries"]](entries)
             assert coded_size(Encoding(code), entries) == expected
             assert coded_sizes(code, np.array([entries], np.uint32)).tolist() == [expected]
