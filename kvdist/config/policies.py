@@ -8,6 +8,7 @@ workers push when all together have made a number of examples, however many each
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,9 +17,15 @@ EVERY_MAX = 1_000_000
 QUOTA_MAX = 1 << 40
 """Examples of one version: more is a mistake."""
 FORMS = (
-    "local_sgd:STEPS, diloco:STEPS, diloco:STEPS,LEARNING_RATE,MOMENTUM, quota:SAMPLES, quota:SAMPLES,exact,"
-    " quota:SAMPLES,local_steps or quota:SAMPLES,local_steps,LEARNING_RATE,MOMENTUM"
+    "local_sgd:STEPS, diloco:STEPS, diloco:STEPS,LEARNING_RATE,MOMENTUM, either with fragments=NUMBER, delay=STEPS"
+    " or bits=16|8|4 behind it, quota:SAMPLES, quota:SAMPLES,exact, quota:SAMPLES,local_steps or"
+    " quota:SAMPLES,local_steps,LEARNING_RATE,MOMENTUM"
 )
+WHOLE = 32
+COMPRESSIONS = {WHOLE: None, 16: "fp16", 8: "int8", 4: "int4"}
+"""Bits of a number that is pushed → the type of compression."""
+NAMED = ("fragments", "delay", "bits")
+"""Numbers of local steps that are written with their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,10 @@ class LocalSteps:
     Attributes:
         every: how many steps.
         learning_rate, momentum: of the outer optimizer, on the servers: SGD, with Nesterov's momentum if it has any.
+        fragments: how many groups of parameters are exchanged by turns, each once in so many steps.
+        delay: how many steps a worker makes between the push of a fragment and taking the answer; None for as many as
+            there are between two fragments, or none where there is one.
+        bits: of each number that is pushed: 32, or 16, 8 or 4 with the rest kept for the next push.
 
     Raises:
         ValueError: a number is out of range.
@@ -36,6 +47,9 @@ class LocalSteps:
     every: int
     learning_rate: float = 1.0
     momentum: float = 0.0
+    fragments: int = 1
+    delay: int | None = None
+    bits: int = 32
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or not 1 <= self.every <= EVERY_MAX:
@@ -43,10 +57,38 @@ class LocalSteps:
                 f"{self.every} steps between two exchanges; it must be a whole number from 1 to {EVERY_MAX}"
             )
         _require_outer(self.learning_rate, self.momentum)
+        if type(self.fragments) is not int or not 1 <= self.fragments <= self.every:
+            raise ValueError(
+                f"{self.fragments} fragments in {self.every} steps; each is exchanged at a step of its own, so it must"
+                f" be a whole number from 1 to {self.every}"
+            )
+        if self.delay is not None and (type(self.delay) is not int or not 0 <= self.delay < self.every):
+            raise ValueError(
+                f"a delay of {self.delay} steps; a fragment is back before it leaves again, so it must be a whole"
+                f" number from 0 to {self.every - 1}"
+            )
+        if self.bits not in COMPRESSIONS:
+            raise ValueError(f"changes of {self.bits} bits; they can be of 32, 16, 8 or 4")
+
+    @property
+    def compression(self) -> dict[str, str] | None:
+        """How the changes are compressed; see `KVStore.set_gradient_compression`. None for not at all."""
+        kind = COMPRESSIONS[self.bits]
+        return None if kind is None else {"type": kind}
+
+    @property
+    def steps_until_answer(self) -> int:
+        """How many steps a worker makes between the push of a fragment and taking the answer."""
+        if self.delay is None:
+            return self.every // self.fragments if self.fragments > 1 else 0
+        return self.delay
 
     def __str__(self) -> str:
         numbers = (self.learning_rate, self.momentum)
-        return f"local_sgd:{self.every}" if numbers == (1.0, 0.0) else f"diloco:{self.every},{numbers[0]},{numbers[1]}"
+        own = f"local_sgd:{self.every}" if numbers == (1.0, 0.0) else f"diloco:{self.every},{numbers[0]},{numbers[1]}"
+        own += f",fragments={self.fragments}" if self.fragments > 1 else ""
+        own += "" if self.delay is None else f",delay={self.delay}"
+        return own + (f",bits={self.bits}" if self.bits < WHOLE else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +139,50 @@ def _require_outer(learning_rate: float, momentum: float) -> None:
         )
 
 
-def local_sgd(every: int) -> LocalSteps:
+def local_sgd(every: int, *, fragments: int = 1, delay: int | None = None, bits: int = WHOLE) -> LocalSteps:
     """Average the workers' weights after so many steps of each.
+
+    Args:
+        every: how many steps.
+        fragments, delay, bits: as of `diloco`.
+
+    Raises:
+        ValueError: a number is out of range.
 
     Source: Stich, Local SGD Converges Fast and Communicates Little (2019).
     """
-    return LocalSteps(every)
+    return LocalSteps(every, fragments=fragments, delay=delay, bits=bits)
 
 
-def diloco(every: int, learning_rate: float = 0.7, momentum: float = 0.9) -> LocalSteps:
+def diloco(
+    every: int,
+    learning_rate: float = 0.7,
+    momentum: float = 0.9,
+    *,
+    fragments: int = 1,
+    delay: int | None = None,
+    bits: int = WHOLE,
+) -> LocalSteps:
     """Let an outer optimizer apply what so many steps of each worker have changed: SGD with Nesterov's momentum.
 
+    Args:
+        every: how many steps.
+        learning_rate, momentum: of the outer optimizer.
+        fragments: exchange the parameters in so many groups of about equal bytes, one after the other, each once in
+            `every` steps. The network is used all the time, rather than for everything at once.
+        delay: steps that a worker makes between the push of a fragment and taking the answer, in which the exchange
+            overlaps with computing; then it waits. What it has changed meanwhile is kept. By default as many as there
+            are between two fragments, and none without fragments.
+        bits: push changes in so many bits a number, 32, 16, 8 or 4; what that loses is kept, and is in the next push.
+            Parameters must be float32 then.
+
+    Raises:
+        ValueError: a number is out of range.
+
     Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models (2023); its numbers.
+    Douillard et al., Streaming DiLoCo with Overlapping Communication (2025).
     """
-    return LocalSteps(every, learning_rate, momentum)
+    return LocalSteps(every, learning_rate, momentum, fragments, delay, bits)
 
 
 def quota(
@@ -149,6 +221,8 @@ def policy_from(text: str) -> TrainingPolicy:
     """
     name, _, rest = text.partition(":")
     words = rest.split(",")
+    more = _named_numbers(words) if name in ("local_sgd", "diloco") else {}
+    words = [word for word in words if word.partition("=")[0] not in more]
     known = {"exact", "local_steps"} if name == "quota" else set()
     flags = {word for word in words if word in known}
     try:
@@ -161,6 +235,12 @@ def policy_from(text: str) -> TrainingPolicy:
     try:
         if name == "quota":
             return Quota(int(first), "local_steps" in flags, "exact" in flags, *outer)
-        return local_sgd(int(first)) if name == "local_sgd" else diloco(int(first), *outer)
+        return local_sgd(int(first), **more) if name == "local_sgd" else diloco(int(first), *outer, **more)
     except ValueError as error:
         raise ValueError(f"the policy {text!r} is not possible: {error}") from None
+
+
+def _named_numbers(words: Sequence[str]) -> dict[str, int]:
+    """The whole numbers behind names, such as ``fragments=4``; what is not one of them stays where it is."""
+    pairs = (word.partition("=") for word in words)
+    return {name: int(number) for name, _, number in pairs if name in NAMED and number.isascii() and number.isdigit()}

@@ -395,7 +395,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         Setting(
             "KVDIST_POLICY", POLICY, None,
             "when a `Trainer` on a synchronous `dist` store exchanges: `quota:SAMPLES`, with or without `,exact` or"
-            " `,local_steps`; `local_sgd:STEPS` or `diloco:STEPS`, with or without `,LEARNING_RATE,MOMENTUM`",
+            " `,local_steps`; `local_sgd:STEPS` or `diloco:STEPS`, with or without `,LEARNING_RATE,MOMENTUM`, and with"
+            " or without `,fragments=NUMBER`, `,delay=STEPS` and `,bits=8`",
             "After so many examples of all workers together ([training.md](training.md#machines-of-unequal-speed)), or"
             " after so many steps that each worker makes of its own ([training.md](training.md#local-steps)). Unless it"
             " is set, gradients travel in each step. What a script gives to `kv.create` comes first. Give every worker"

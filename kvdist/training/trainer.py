@@ -56,6 +56,7 @@ from kvdist.training.torch_optimizer import TorchOptimizer
 from kvdist.training.trainer_config import (
     checked_clip_norm,
     choose_store,
+    compression_of,
     decide_update_on_kvstore,
     fit,
     group_entries,
@@ -504,6 +505,7 @@ class Trainer:
         if not self._started:
             self._start()
         elif self._exchange is not None:
+            self._settle()
             self._exchange.broadcast()
             self._note_weights()
 
@@ -537,6 +539,7 @@ class Trainer:
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
     ) -> Checkpoint:
         """Load weights and optimizer states from a checkpoint, on every device; see `KVStore.load_checkpoint`."""
+        self._settle()
         checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
         saved = self._go_on_from(updates_in(checkpoint.folder) * self._every) if states else self._updates
         self._samples = samples_in(checkpoint.folder) if states else self._samples
@@ -549,6 +552,11 @@ class Trainer:
         if self._queue is not None and checkpoint.data is not None:
             self._queue.restore(checkpoint.data)
         return checkpoint
+
+    def _settle(self) -> None:
+        """Wait until nothing of this worker is under way that was made with weights which are replaced now."""
+        if self._between is not None:
+            self._between.settle()
 
     def _go_on_from(self, updates: int) -> int:
         """How many updates what was loaded has had; a worker that joins a running job is some steps behind then."""
@@ -699,7 +707,7 @@ class Trainer:
             policy = policy_of(store)
             if policy is not None:
                 sends_otherwise = self._overlaps or self._shares or self._update_on_kvstore_wanted is not None
-                require_policy(policy, self._num_devices, self._clip_norm, sends_otherwise)
+                require_policy(policy, self._num_devices, self._clip_norm, sends_otherwise, store)
                 self._update_on_kvstore = True
             require_survivable(store, self._update_on_kvstore)
         if self._optimizer.average_half_life is not None:
@@ -716,7 +724,7 @@ class Trainer:
         policy = policy_of(store)
         local_steps = updates_between(policy)
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
-        used = fit(store, self._parameters, needs_more, self._compression_params, here)
+        used = fit(store, self._parameters, needs_more, compression_of(policy, self._compression_params), here)
         refuse_overlap_of_snapshots(store, self._overlaps)
         if isinstance(store, KVStore):
             store._backend.rollback_watchers.insert(0, weakly(self._rolled_back))
@@ -757,7 +765,8 @@ class Trainer:
     def _exchanges_by(self, policy: TrainingPolicy, exchange: Exchange) -> Exchanges:
         trained = [parameter for _, parameter in self._trained]
         if isinstance(policy, LocalSteps):
-            return OuterSteps(policy, trained, self._unpushed, exchange.update)
+            ways = (exchange.update_some, exchange.begin_update, exchange.take)
+            return OuterSteps(policy, trained, self._unpushed, *ways, self._handed_out)
         from kvdist.training.quota import QuotaSteps  # a feature at a seam: loaded where it is used
 
         calls = (exchange.begin_update, exchange.report(policy.samples), exchange.take)
@@ -977,6 +986,8 @@ class Trainer:
         """A server was lost, and the store has the weights of a snapshot; whichever call has heard of it."""
         self._updates = step * self._every + self._loaded_updates
         self._is_void = True
+        if self._between is not None:
+            self._between.rewind()
         if self._queue is not None:
             self._queue.rolled_back()
 
@@ -1169,11 +1180,23 @@ class Exchange:
         self._shared.take(shown)
         return None
 
-    def begin_update(self, grads: Grads, average: Average, samples: int, out: list[torch.Tensor]) -> Future[Any]:
-        """Send what an exchange is of; the future is done when the new weights are in `out`, one tensor a parameter."""
+    def update_some(self, grads: Grads, average: Average, samples: int, which: Sequence[int]) -> None:
+        """The same of some of the trained parameters, by their positions."""
+        keys, weights = [self._keys[one] for one in which], [self._trained[one][1].replicas for one in which]
+        self._store.pushpull(keys, grads, out=weights, average=average, samples=samples)
+
+    def begin_update(
+        self, grads: Grads, average: Average, samples: int, out: list[torch.Tensor], which: Sequence[int] | None = None
+    ) -> Future[Any]:
+        """Send what an exchange is of, of all parameters or of some.
+
+        Returns:
+            A future, which is done when the new weights are in `out`, one tensor a parameter.
+        """
         assert isinstance(self._store, KVStore)
+        keys = self._keys if which is None else [self._keys[one] for one in which]
         places = [[one] for one in out]
-        return self._store.pushpull_async(self._keys, grads, out=places, average=average, samples=samples)
+        return self._store.pushpull_async(keys, grads, out=places, average=average, samples=samples)
 
     def report(self, quota: int) -> Callable[[int, bool, bool], Future[Due | None]]:
         """What says how many examples there are since the last push; see `DistBackend.report_progress`."""

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from kvdist.config.environment import cluster_from_env, read_setting
-from kvdist.config.policies import Quota, TrainingPolicy
+from kvdist.config.policies import LocalSteps, Quota, TrainingPolicy
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import SAMPLES_MAX, Ability
@@ -427,7 +427,24 @@ def updates_between(policy: TrainingPolicy | None) -> bool:
     return policy is not None and not (isinstance(policy, Quota) and not policy.local_steps)
 
 
-def require_policy(policy: TrainingPolicy, num_devices: int, clip_norm: float | None, sends_otherwise: bool) -> None:
+def compression_of(policy: TrainingPolicy | None, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """How pushes are compressed: as the trainer says, or its policy.
+
+    Raises:
+        ConfigError: both say something.
+    """
+    own = policy.compression if isinstance(policy, LocalSteps) else None
+    if own is not None and given is not None:
+        raise ConfigError(
+            f"the policy {policy} compresses as {own}, and the Trainer has compression_params={dict(given)}: leave out"
+            " one of them"
+        )
+    return given if own is None else own
+
+
+def require_policy(
+    policy: TrainingPolicy, num_devices: int, clip_norm: float | None, sends_otherwise: bool, store: KVStoreBase
+) -> None:
     """Check what does not go together with a policy.
 
     Args:
@@ -435,10 +452,18 @@ def require_policy(policy: TrainingPolicy, num_devices: int, clip_norm: float | 
         num_devices: of this worker.
         clip_norm: of the trainer.
         sends_otherwise: whether it overlaps, or shares weights, or was told who updates.
+        store: of the policy.
 
     Raises:
         ConfigError: something does not.
     """
+    waits_for_lost = isinstance(store, KVStore) and store.on_loss == "wait"
+    if waits_for_lost and isinstance(policy, LocalSteps) and (policy.fragments > 1 or policy.steps_until_answer):
+        raise ConfigError(
+            f"KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), which promises the weights of an undisturbed run, and"
+            f" under the policy {policy} a lost worker takes steps with it that no server gives back: leave fragments"
+            " and delay out, or use continue"
+        )
     obstacle = (
         "several devices: a worker has one" if num_devices > 1
         else "clip_norm, which is of the mean of all gradients: call torch.nn.utils.clip_grad_norm_ before step()"

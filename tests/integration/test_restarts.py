@@ -105,3 +105,17 @@ def test_the_script_of_the_page_on_checkpoints_goes_on_where_the_others_are(
     assert [(state["epoch"], state["visited"]) for state in states] == [(2, 240)] * 3, (
         "all are at one place in the data"
     )
+
+
+@pytest.mark.parametrize("dead_at", [22, pytest.param(27, marks=pytest.mark.slow)])
+def test_a_worker_that_joins_in_the_middle_of_a_period_pushes_the_fragments_that_the_others_push(job, dead_at):
+    options = ["--on-loss", "continue", "--restart", "9", "--policy", "diloco:8,fragments=3"]
+    launcher = job.launch(3, 2, "local_steps.py", str(dead_at), options=options)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("worker-2 was started 2 times; it was killed by signal 9"), "the fault happened"
+    assert launcher.lines_with("joined at version"), job.transcript()
+    digests = {line.rpartition("weights ")[2] for line in launcher.lines_with("weights ")}
+    assert len(launcher.lines_with("weights ")) == 3 and len(digests) == 1, job.transcript()
+    versions = {line.rpartition("version ")[2] for line in launcher.lines_with("weights ")}
+    assert len(versions) == 1, job.transcript()

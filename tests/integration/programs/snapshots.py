@@ -4,6 +4,7 @@ In step t rank r pushes (t + 1) · (r + 1), so a weight says which steps are in 
 Rank 0 waits in the middle until FOLDER/go is there.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -65,17 +66,22 @@ def with_trainer():
 
     from kvdist import Trainer
 
-    weight, store = torch.nn.Parameter(torch.zeros(5)), kv.create("dist")
-    trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store)
+    weights, store = [torch.nn.Parameter(torch.zeros(5)) for _ in range(2)], kv.create("dist")
+    trainer = Trainer(weights, "sgd", {"learning_rate": 1.0}, kvstore=store)
     told, calls = [], 0
     store.on_rollback(told.append)
     while trainer.version < STEPS:
         wait_in_the_middle(store.rank, trainer.version)
-        weight.grad = torch.full((5,), -float((trainer.version + 1) * (store.rank + 1)))
+        for weight in weights:
+            weight.grad = torch.full((5,), -float((trainer.version + 1) * (store.rank + 1)))
         trainer.step(1)
         calls += 1
-    assert trainer.samples_seen == store.num_workers * STEPS, trainer.samples_seen
-    print(f"ended with {weight[0].item():g} after {calls - STEPS} steps again, told of {told}", flush=True)
+    trainer.exchange()
+    if "fragments" not in os.environ.get("KVDIST_POLICY", ""):  # of which one goes back further than the other
+        assert torch.equal(*weights)
+        assert trainer.samples_seen == store.num_workers * STEPS, trainer.samples_seen
+    values = " ".join(f"{weight[0].item():g}" for weight in reversed(weights))
+    print(f"ended with {values} after {calls - STEPS} steps again, told of {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,114 @@
+"""How parameters are split into fragments, and how policies of local steps are written."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvdist
+from kvdist.config.policies import policy_from
+from kvdist.training.local_steps import OuterSteps, split_evenly
+from kvdist.training.parameters import collect
+
+SIZES = st.lists(st.integers(0, 1000), min_size=1, max_size=40)
+
+
+@given(SIZES, st.data())
+def test_each_parameter_is_in_one_fragment_and_none_has_much_more_bytes_than_another(sizes, data):
+    number = data.draw(st.integers(1, len(sizes)))
+    fragments = split_evenly(sizes, number)
+    assert sorted(place for places in fragments for place in places) == list(range(len(sizes)))
+    assert len(fragments) == number and all(places == sorted(places) for places in fragments)
+    assert all(fragments), "each has something to push"
+    loads = [sum(max(sizes[place], 1) for place in places) for places in fragments]
+    assert max(loads) - min(loads) <= max(*sizes, 1)
+
+
+def test_layers_of_equal_size_go_to_all_fragments_by_turns():
+    assert split_evenly([100, 8, 100, 8, 100, 8, 100, 8], 2) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_a_policy_of_fragments_is_what_its_text_says():
+    for policy in (
+        kvdist.local_sgd(20, fragments=4),
+        kvdist.local_sgd(20, delay=3),
+        kvdist.diloco(100, 0.5, 0.25, fragments=8, delay=0, bits=4),
+        kvdist.diloco(7, bits=16),
+    ):
+        assert policy_from(str(policy)) == policy
+    assert str(kvdist.diloco(100, fragments=4)) == "diloco:100,0.7,0.9,fragments=4"
+    assert kvdist.diloco(100, fragments=4).steps_until_answer == 25
+    assert kvdist.diloco(100).steps_until_answer == 0
+
+
+class Queue:
+    """As much of a `QueueSampler` as counts what is used."""
+
+    def __init__(self):
+        self.handed = self.used = 0
+
+    def _use(self, iteration, used, unknown):
+        self.used = used
+
+
+class Job:
+    """A worker of a policy with nobody else, whose pushes are under way until `answer`."""
+
+    def __init__(self, policy):
+        self.queue, self.handed_out, self.pushes = Queue(), {}, []
+        self.weights = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        ways = (self.update, self.push, Future.result)
+        self.steps = OuterSteps(policy, collect(self.weights, None), self.unpushed, *ways, self.handed_out)
+
+    def unpushed(self):
+        return self.queue.handed - self.queue.used
+
+    def update(self, grads, average, samples, which):
+        raise AssertionError("nothing waits for an answer here")
+
+    def push(self, grads, average, samples, out, which):
+        future = Future()
+        self.pushes.append((tuple(which), samples, future, out, [grad and grad[0].clone() for grad in grads]))
+        return future
+
+    def answer(self, number, value=0.0):
+        _, _, future, out, _ = self.pushes[number]
+        for place in out:
+            place.fill_(value)
+        future.set_result(None)
+
+    def step(self, examples):
+        self.queue.handed += examples
+        self.handed_out[self.queue] = (1, self.queue.handed, "")
+        self.steps.add([], 0)
+        for weight in self.weights:
+            weight.data.add_(1)
+        self.steps.passed += 1
+        self.steps.handed_out = self.unpushed()
+        self.steps.after_step()
+
+
+def test_what_a_worker_leaves_with_is_what_it_has_pushed_and_each_push_says_its_own_examples():
+    job = Job(kvdist.local_sgd(4, fragments=2, delay=2))
+    for examples in (1, 10):
+        job.step(examples)
+    assert [push[:2] for push in job.pushes] == [((0, 2), 11)]
+    job.step(100)
+    assert job.queue.used == 0, "it is under way"
+    job.answer(0)
+    job.step(1000)
+    assert job.queue.used == 11, "the answer is there"
+    assert job.weights[0][0] == 2, "what it did meanwhile is kept"
+    assert [push[:2] for push in job.pushes] == [((0, 2), 11), ((1,), 1111)]
+    job.step(10_000)
+    assert job.queue.used == 11
+    job.answer(1, 7.0)
+    job.steps.settle()  # as on SIGTERM
+    assert job.queue.used == 1111, "others get the rest"
+    job.step(100_000)
+    assert job.weights[1][0] == 9, "7, and two steps meanwhile"
+    assert job.pushes[2][:2] == ((0, 2), 111_100)
+    assert job.pushes[2][4][0][0] == -4, "the two steps meanwhile are in the next push, and the two behind them"
