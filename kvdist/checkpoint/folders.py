@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvdist.checkpoint.files import PART, check_room, explained, make_durable
-from kvdist.checkpoint.format import NAME, read_manifest, write_manifest
+from kvdist.checkpoint.format import NAME, read_manifest, read_workers, write_manifest
 from kvdist.checkpoint.locks import Locks, require_run
 from kvdist.checkpoint.shards import Shards, write_slices
 from kvdist.checkpoint.snapshot import (
+    OWN_FILE,
     SERVER_FILE,
     WORKER_FILE,
     CheckFolder,
@@ -118,12 +119,14 @@ def sweep(folder: Path) -> None:
         return
     if (folder / NAME).exists():
         try:
-            named = {file.name for file in read_manifest(folder).files}
+            manifest = read_manifest(folder)
+            named = {file.name for file in manifest.files}
+            named.update(one.own.file.name for one in read_workers(folder, manifest).values() if one.own is not None)
         except CheckpointError:
             return
     for path in folder.iterdir():
-        own = SERVER_FILE.fullmatch(path.name) or WORKER_FILE.fullmatch(path.name)
-        if (own and path.name not in named) or _UNFINISHED.fullmatch(path.name):
+        ours = any(kind.fullmatch(path.name) for kind in (SERVER_FILE, WORKER_FILE, OWN_FILE))
+        if (ours and path.name not in named) or _UNFINISHED.fullmatch(path.name):
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it is not empty
         folder.rmdir()

@@ -33,7 +33,17 @@ from kvdist.checkpoint.files import (
     write_file,
     write_named_file,
 )
-from kvdist.checkpoint.snapshot import EVERYTHING, RUN, SERVER_FILE, WORKER_FILE, Bits, FileRecord, Manifest, SavedKey
+from kvdist.checkpoint.snapshot import (
+    EVERYTHING,
+    OWN_FILE,
+    RUN,
+    SERVER_FILE,
+    WORKER_FILE,
+    Bits,
+    FileRecord,
+    Manifest,
+    SavedKey,
+)
 from kvdist.dtypes import DType, from_name
 from kvdist.errors import CheckpointError
 from kvdist.optimizer.initializer import initializer_from
@@ -257,6 +267,8 @@ VERSION_WITHOUT_TABLES = 1
 """Written where no key is a table of rows: then nothing is different, and older readers can go on."""
 MANIFEST_BYTES_MAX = 1 << 30
 
+LISTED = (SERVER_FILE, WORKER_FILE)
+"""The files that a manifest names."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -385,8 +397,8 @@ def _parsed_key(key: Any, shape: Any, dtype: Any, form: Any = "") -> SavedKey:
     return found
 
 
-def _parsed_file(name: Any, nbytes: Any, sha256: Any) -> FileRecord:
-    if not (SERVER_FILE.fullmatch(name) or WORKER_FILE.fullmatch(name)):
+def _parsed_file(name: Any, nbytes: Any, sha256: Any, kinds: Sequence[re.Pattern[str]] = LISTED) -> FileRecord:
+    if not any(kind.fullmatch(name) for kind in kinds):
         raise ValueError(f"a file called {name!r:.300}")
     if not _SHA256.fullmatch(sha256):
         raise ValueError(f"a checksum {sha256!r:.80}")
@@ -411,16 +423,33 @@ STATE_BYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class OwnStates:
+    """The states of the optimizer with which a worker makes steps of its own.
+
+    Attributes:
+        file: where they are.
+        optimizer: its description.
+        steps: how many steps the worker had made.
+    """
+
+    file: FileRecord
+    optimizer: Mapping[str, Any]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerFile:
     """What a worker gave.
 
     Attributes:
         state: whatever JSON can say; None for nothing.
         names: key → what the user calls it.
+        own: where it makes steps of its own, what belongs to these.
     """
 
     state: Any
     names: Mapping[int | str, str]
+    own: OwnStates | None = None
 
 
 def read_worker(folder: Path, record: FileRecord, manifest: Manifest) -> WorkerFile:
@@ -436,7 +465,7 @@ def read_worker(folder: Path, record: FileRecord, manifest: Manifest) -> WorkerF
     try:
         content = json.loads(text)
         manifest.require_part(path, content.get("run"), content.get("step"))
-        return WorkerFile(content["state"], dict(_names(content["names"])))
+        return WorkerFile(content["state"], dict(_names(content["names"])), _own_states(content.get("own")))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: not readable ({error})") from None
 
@@ -448,6 +477,14 @@ def read_workers(folder: Path, manifest: Manifest) -> dict[int, WorkerFile]:
         CheckpointError: a file is missing or damaged.
     """
     return {rank: read_worker(folder, record, manifest) for rank, record in manifest.workers.items()}
+
+
+def _own_states(own: Any) -> OwnStates | None:
+    if own is None:
+        return None
+    if type(own["optimizer"]) is not dict:
+        raise ValueError("the optimizer is not a table")
+    return OwnStates(_parsed_file(**own["file"], kinds=(OWN_FILE,)), own["optimizer"], _count(own["steps"]))
 
 
 def _names(pairs: Any) -> Iterator[tuple[int | str, str]]:

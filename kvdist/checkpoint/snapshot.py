@@ -36,6 +36,8 @@ EVERYTHING = (WEIGHTS, STATES)
 
 SERVER_FILE = re.compile(r"server-[0-9]{1,9}-[0-9a-f]{1,64}\.safetensors")
 WORKER_FILE = re.compile(r"worker-([0-9]{1,9})-[0-9a-f]{1,64}\.json")
+OWN_FILE = re.compile(r"worker-[0-9]{1,9}-states-[0-9a-f]{1,64}\.safetensors")
+"""The states of a worker's own optimizer, which its `WORKER_FILE` names."""
 RUN = re.compile(r"[0-9a-f]{16}")
 """What tells jobs apart: drawn by each."""
 

@@ -38,6 +38,7 @@ from kvdist.protocol.messages import Flag
 from kvdist.runtime.waits import AwaitedFuture
 
 if TYPE_CHECKING:
+    from kvdist.checkpoint.format import OwnStates
     from kvdist.kvstore.compression import StoreCompression
 
 Average: TypeAlias = bool | Literal["samples"]
@@ -213,7 +214,13 @@ class Reduction(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """A checkpoint to write; see `KVStore.save_checkpoint`. With `states_only` the directory itself is one."""
+    """A checkpoint to write; see `KVStore.save_checkpoint`.
+
+    Attributes:
+        directory, step, state, keep, names: as there.
+        states_only: whether the directory itself is one.
+        write_own: writes the states of this worker's own optimizer into a folder, for this run and step.
+    """
 
     directory: str | os.PathLike[str]
     step: int | None = None
@@ -221,6 +228,7 @@ class SaveJob:
     keep: int | None = None
     names: Mapping[Key, str] | None = None
     states_only: bool = False
+    write_own: Callable[[Path, str, int], OwnStates] | None = None
 
 
 @dataclass(frozen=True, slots=True)

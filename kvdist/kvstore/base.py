@@ -621,8 +621,12 @@ class KVStore(KVStoreBase):
                 root, cannot be written, or is in use by another job. Or the call before has failed, and its
                 future was not looked at.
         """
+        return self._save(SaveJob(directory, step, state, keep, names))
+
+    def _save(self, job: SaveJob) -> Future[Path]:
+        """See `save_checkpoint`."""
         self._begin()
-        return self._backend.save(SaveJob(directory, step, state, keep, names))
+        return self._backend.save(job)
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True

@@ -17,7 +17,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -26,8 +26,9 @@ import numpy as np
 from kvdist.checkpoint import folders
 from kvdist.checkpoint.files import DIGITS, explained, record_of, write_file
 from kvdist.checkpoint.folders import perform
-from kvdist.checkpoint.format import NAME, STATE_BYTES_MAX, read_manifest, read_workers
+from kvdist.checkpoint.format import NAME, STATE_BYTES_MAX, OwnStates, read_manifest, read_workers
 from kvdist.checkpoint.locks import Locks, require_run
+from kvdist.checkpoint.shards import Shards, write_slices
 from kvdist.checkpoint.snapshot import (
     EVERYTHING,
     STATES,
@@ -308,13 +309,17 @@ def _named(names: Names) -> list[list[int | str]]:
     return [[key, str(name)] for key, name in names.items()]
 
 
-def write_worker_file(folder: Path, rank: int, content: bytes, run: str, step: int) -> FileRecord:
+def write_worker_file(
+    folder: Path, rank: int, content: bytes, run: str, step: int, own: OwnStates | None = None
+) -> FileRecord:
     """Write what `worker_content` gave, for this step of this run.
 
     Raises:
         CheckpointError: the disk is full, say.
     """
-    text = content.removesuffix(b"}") + f', "run": {json.dumps(run)}, "step": {step}}}'.encode()
+    more = f', "run": {json.dumps(run)}, "step": {step}'
+    more += "" if own is None else f', "own": {json.dumps(asdict(own))}'
+    text = content.removesuffix(b"}") + f"{more}}}".encode()
     with explained(f"{folder} could not be used for a checkpoint"):
         return write_file(folder, f"worker-{rank}", ".json", [memoryview(text)])
 
@@ -358,6 +363,16 @@ def found_checkpoint(job: LoadJob, rank: int) -> Checkpoint:
     manifest = read_manifest(folder)
     states = {one: content.state for one, content in read_workers(folder, manifest).items()}
     return Checkpoint(folder, manifest.step, states.get(rank), states, manifest.exact, manifest.data)
+
+
+def own_steps(folder: Path) -> int | None:
+    """How many steps workers with steps of their own had made when they saved; None if it is not of such.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    workers = read_workers(folder, read_manifest(folder)).values()
+    return max((one.own.steps for one in workers if one.own is not None), default=None)
 
 
 def contents_of(job: LoadJob) -> tuple[str, ...]:
@@ -644,6 +659,54 @@ class WorkerSaving(Saving):
         updater = self._updater()
         return [one.take(found_slice, updater) for one, found_slice in zip(held, found, strict=True)]
 
+    def write_own(self, folder: Path, run: str, step: int, steps: int) -> OwnStates:
+        """Write the states of this worker alone, after so many steps, for this step of this run.
+
+        Raises:
+            CheckpointError: the disk is full, say.
+        """
+        updater = self._updater()
+        assert updater is not None
+        slices = [one.saved(updater, (STATES,)) for one in self._held()]
+        with explained(f"{folder} could not be used for a checkpoint"):
+            record = write_slices(folder, f"worker-{self.rank}-states", slices, run, step)
+        return OwnStates(record, updater.optimizer.describe(), steps)
+
+    def load_own(self, folder: Path) -> None:
+        """Go on from the states that the worker of this rank has written, or without any, if there are none that fit.
+
+        Raises:
+            CheckpointError: a file is damaged, here or on another worker.
+        """
+        held, updater = self._held(), self._updater()
+        assert updater is not None
+
+        def read() -> tuple[Sequence[ReadSlice], str]:
+            manifest = read_manifest(folder)
+            workers = read_workers(folder, manifest)
+            own = workers[self.rank].own if self.rank in workers else None
+            there = [rank for rank, one in workers.items() if one.own is not None]
+            if own is None:
+                return (), f"it has those of worker {', '.join(map(str, there))}" if there else "it has none"
+            parts = replace(manifest, files=(own.file,), optimizer=own.optimizer, contents=(STATES,))
+            try:
+                parts.require(_saved_keys(held), _description(updater), (STATES,))
+            except CheckpointError as error:
+                return (), str(error)
+            shards = Shards(folder, parts)
+            return [shards.read(one.wanted(i, updater), (STATES,)) for i, one in enumerate(held)], ""
+
+        found, obstacle = self.together(read, "the states of its own optimizer could not be read")
+        if obstacle:
+            for one in held:
+                updater.restore(one.key, None)
+            LOG.warning(
+                "the optimizer of worker %d, which makes steps of its own, begins anew: %s has no states for it (%s)",
+                self.rank, folder, obstacle,
+            )  # fmt: skip
+        for one, read_slice in zip(held, found, strict=False):
+            one.take(read_slice, updater)
+
     def saved_optimizer(self, job: LoadJob) -> Optimizer | None:
         """The optimizer whose states were saved."""
         return self.together(lambda: _saved_optimizer(job), "it could not be read")
@@ -771,7 +834,8 @@ class ServerSaving(Saving):
             self._raise_failed("the checkpoint before this one")
             place = self._claim(destination(job, self._rank))
             if place.content and place.run:
-                record = write_worker_file(place.folder, self._rank, place.content, place.run, place.step)
+                own = None if job.write_own is None else job.write_own(place.folder, place.run, place.step)
+                record = write_worker_file(place.folder, self._rank, place.content, place.run, place.step, own)
                 file = SavedFile(record.name, record.nbytes, record.sha256)
         except (CheckpointError, TypeError, ValueError) as error:
             self._begin(keys, place, NO_FILE, str(error)).abandon()

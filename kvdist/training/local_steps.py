@@ -272,7 +272,8 @@ class OuterSteps(Exchanges):
         counts, before = self._counts, fragment.counted
         fragment.counted, fragment.since, fragment.used = counts, 0, dict(self._handed_out)
         is_made = counts.made > before.made
-        fragment.pushed = torch._foreach_sub(fragment.of(self._before), fragment.of(self._weights)) if is_made else []
+        changes = torch._foreach_sub(fragment.of(self._before), fragment.of(self._weights)) if is_made else ()
+        fragment.pushed = list(changes)
         grads: Grads = [[change] for change in fragment.pushed] or [None] * len(fragment.places)
         average: Average = "samples" if counts.samples > before.samples else True
         return grads, average, counts.handed_out - before.handed_out or counts.examples - before.examples

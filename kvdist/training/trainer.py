@@ -37,7 +37,7 @@ from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import Average
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.checkpoints import Checkpoint
+from kvdist.kvstore.checkpoints import Checkpoint, own_steps
 from kvdist.kvstore.dist import DistBackend
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.naming import NamedKey
@@ -527,21 +527,27 @@ class Trainer:
         """Save the current weights and optimizer states; see `KVStore.save_checkpoint`.
 
         Where workers update, this blocks until all is written. Buffers, such as BatchNorm's, are not included. Under a
-        policy of local steps it makes an `exchange`, and saves the weights and the outer optimizer's states; those of
-        the workers' own optimizers are theirs to save.
+        policy of local steps it makes an `exchange`, and saves the weights and the outer optimizer's states; and each
+        worker writes the states of its own optimizer, which this waits for.
         """
         self.exchange()
         training_state = self._state("save_checkpoint")
         training_state.tell_samples(self._samples)
-        return training_state.save_checkpoint(directory, step, state, keep)
+        return training_state.save_checkpoint(directory, step, state, keep, self._updates)
 
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
     ) -> Checkpoint:
-        """Load weights and optimizer states from a checkpoint, on every device; see `KVStore.load_checkpoint`."""
+        """Load weights and optimizer states from a checkpoint, on every device; see `KVStore.load_checkpoint`.
+
+        Under a policy of local steps a worker's own optimizer gets back what the worker of that rank has saved; where
+        there was none, it begins anew, and says so. So it does on a worker that joins a running job.
+        """
         self._settle()
         checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
-        saved = self._go_on_from(updates_in(checkpoint.folder) * self._every) if states else self._updates
+        if states and self._updates_between and not self._take_part():
+            self._state("load_checkpoint").load_own(checkpoint.folder)
+        saved = self._go_on_from(self._updates_of(checkpoint.folder)) if states else self._updates
         self._samples = samples_in(checkpoint.folder) if states else self._samples
         if checkpoint.step == saved < self.version:
             checkpoint = replace(checkpoint, step=self.version)  # the others have gone on from there
@@ -552,6 +558,11 @@ class Trainer:
         if self._queue is not None and checkpoint.data is not None:
             self._queue.restore(checkpoint.data)
         return checkpoint
+
+    def _updates_of(self, folder: Path) -> int:
+        """How many updates the weights of a checkpoint have had: steps that each worker had made, if it says those."""
+        steps = own_steps(folder) if self._between is not None and self._between.counts_steps else None
+        return updates_in(folder) * self._every if steps is None else steps
 
     def _settle(self) -> None:
         """Wait until nothing of this worker is under way that was made with weights which are replaced now."""

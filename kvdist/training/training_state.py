@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ class TrainingState:
         self._store = _able(store)
         self._updating = self._store if is_updated_there else None
         """The store where it updates, which then saves and loads."""
+        self._steps_here = steps_here
         self._stepping = None if steps_here else self._updating
         """The store where it has the states of the optimizer."""
         self._workers = WorkerSaving(self._store, self._held, lambda: local.updater)
@@ -86,13 +89,16 @@ class TrainingState:
             self._store.barrier()  # no worker pushes before they are in place
 
     def save_checkpoint(
-        self, directory: str | os.PathLike[str], step: int, state: Any, keep: int | None
+        self, directory: str | os.PathLike[str], step: int, state: Any, keep: int | None, steps: int
     ) -> Future[Path]:
-        """See `Trainer.save_checkpoint`."""
+        """See `Trainer.save_checkpoint`; where workers make steps of their own, this one has made `steps`."""
         names: dict[int | str, str] = {key: parameter.name for key, parameter in enumerate(self._parameters)}
-        if self._updating is not None:
-            return self._updating.save_checkpoint(directory, step, state=state, keep=keep, names=names)
-        return self._workers.save(SaveJob(directory, step, state, keep, names))
+        job = SaveJob(directory, step, state, keep, names)
+        if self._updating is None:
+            return self._workers.save(job)
+        if self._steps_here:
+            job = replace(job, write_own=partial(self._workers.write_own, steps=steps))
+        return self._updating._save(job)
 
     def tell_position(self, position: Callable[[], Mapping[str, Any] | None]) -> None:
         """Save the place in the data with every checkpoint from now on, as this says it."""
@@ -119,6 +125,15 @@ class TrainingState:
         if self._updating is not None:
             return self._updating.load_checkpoint(directory, step, states=with_states)
         return self._load_here(LoadJob(directory, step, states=with_states))
+
+    def load_own(self, folder: Path) -> None:
+        """Take over the states of this worker's own optimizer from a checkpoint, if it has them.
+
+        Raises:
+            CheckpointError: a file of a worker is damaged.
+        """
+        self._workers.load_own(folder)
+        self._local.spread()
 
     def _held(self) -> list[HeldArray]:
         held = []

@@ -304,6 +304,37 @@ def test_a_checkpoint_within_a_period_has_all_fragments_and_all_go_on_from_it():
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def steps_of(store, trainer, net, numbers):
+    for step in numbers:
+        backward(net, batch(store.rank, step))
+        trainer.step()
+
+
+@two.each("local_sgd:4", "diloco:4,fragments=2")
+def test_each_workers_own_optimizer_goes_on_from_a_checkpoint_where_it_was(word):
+    with kv.create("dist", policy=word) as store:
+        folder = Path(tempfile.gettempdir(), f"kvdist-own-{os.getppid()}-{word[0]}")
+        net = network()
+        trainer = Trainer(net.parameters(), torch.optim.AdamW(net.parameters(), 0.05), kvstore=store)
+        steps_of(store, trainer, net, range(6))
+        trainer.save_checkpoint(folder, 6, state={"mine": store.rank}).result()
+        steps_of(store, trainer, net, range(6, 9))
+        wanted = copy.deepcopy(net)
+        moments = trainer.as_torch_optimizer().state_dict()["state"][0]["exp_avg"]
+        assert not np.array_equal(store.average(moments.numpy()), moments.numpy()), "each has its own"
+        steps_of(store, trainer, net, range(20, 25))
+        trainer.load_checkpoint(folder, states=False)
+        steps_of(store, trainer, net, range(6, 9))
+        assert differ(net, wanted), "the moments are of later steps"
+        trainer.exchange()
+        checkpoint = trainer.load_checkpoint(folder)
+        assert trainer.version == checkpoint.step == 6 and checkpoint.state == {"mine": store.rank}
+        steps_of(store, trainer, net, range(6, 9))
+        assert not differ(net, wanted)
+        store.barrier()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @two
 def test_each_example_of_a_queue_is_used_once_with_fragments_too():
     with kv.create("dist", policy="local_sgd:5,fragments=2,delay=3") as store:

@@ -147,3 +147,23 @@ def test_an_exception_is_not_held_up_by_a_checkpoint(job, tmp_path):
     }
     assert launcher.code == 1, "the checkpoint was not made, and the program has not looked"
     assert launcher.lines_with("the last checkpoint, "), job.transcript()
+
+
+def test_workers_of_another_number_begin_their_own_optimizers_anew_and_say_so(job, tmp_path):
+    found = []
+    for workers in (1, 2, 1):
+        launcher = job.launch(workers, 1, "own_states.py", str(tmp_path), KVDIST_CHECKPOINT_ROOT=str(tmp_path))
+        job.finish()
+        assert launcher.code == 0, job.transcript()
+        lines = sorted(line.partition("worker ")[2] for line in launcher.lines_with("moments at version"))
+        found.append((lines, launcher.lines_with("begins anew"), launcher.lines_with("files ")))
+    assert [lines for lines, _, _ in found] == [
+        ["0 has 0 moments at version 0"],
+        ["0 has 1 moments at version 3", "1 has 0 moments at version 3"],
+        ["0 has 1 moments at version 6"],
+    ]
+    assert [len(said) for _, said, _ in found] == [0, 1, 0]
+    assert "the optimizer of worker 1, which makes steps of its own, begins anew" in found[1][1][0]
+    assert "it has those of worker 0" in found[1][1][0]
+    assert all("worker-0-states" in files[0] for _, _, files in found), "keep=1 left those of the last one alone"
+    assert "worker-1-states" in found[1][2][0] and "worker-1" not in found[2][2][0]
