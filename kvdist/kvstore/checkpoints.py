@@ -699,7 +699,7 @@ class WorkerSaving(Saving):
         found, obstacle = self.together(read, "the states of its own optimizer could not be read")
         if obstacle:
             for one in held:
-                updater.restore(one.key, None)
+                updater.restore(one.saved_key.key, None)
             LOG.warning(
                 "the optimizer of worker %d, which makes steps of its own, begins anew: %s has no states for it (%s)",
                 self.rank, folder, obstacle,

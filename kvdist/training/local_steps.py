@@ -60,6 +60,8 @@ class Exchanges(abc.ABC):
     """Whether `Trainer.version` counts the steps of this worker, rather than exchanges."""
     sums_gradients = False
     """Whether gradients are added up, rather than applied here."""
+    rounds = 0
+    """How many exchanges of all parameters were made."""
 
     def __init__(self, parameters: Sequence[Parameter], unpushed: Callable[[], int]) -> None:
         self._weights = [parameter.replicas[0].detach() for parameter in parameters]
@@ -96,8 +98,9 @@ class Exchanges(abc.ABC):
     def settle(self) -> None:  # noqa: B027  # most have nothing under way
         """Wait until no push of this worker is under way, and count what those have used."""
 
-    def rewind(self) -> None:  # noqa: B027  # most have no order
-        """All have gone back to a snapshot."""
+    def rewind(self, rounds: int) -> None:
+        """All have gone back to a snapshot, of so many rounds."""
+        self.rounds = rounds
 
     def close(self) -> None:  # noqa: B027  # most hold nothing
         """No step follows."""
@@ -197,12 +200,13 @@ class OuterSteps(Exchanges):
         self._fragments = [Fragment(places) for places in split_evenly(sizes, policy.fragments)]
         self._times = [policy.every * number // policy.fragments for number in range(1, policy.fragments + 1)]
         """At which step of a period each is pushed."""
-        self.rewind()
-        super().__init__(parameters, unpushed)
-
-    def rewind(self) -> None:
         self._step = self._next = 0
         """Steps of the present period, and how many fragments were pushed in it."""
+        super().__init__(parameters, unpushed)
+
+    def rewind(self, rounds: int) -> None:
+        super().rewind(rounds)
+        self._step = self._next = 0
 
     def begin(self) -> None:
         self.settle()
@@ -243,7 +247,7 @@ class OuterSteps(Exchanges):
             self._exchange(fragment)
         self._next += 1
         if self._next == len(self._fragments):
-            self.rewind()
+            self.rewind(self.rounds + 1)
 
     def finish(self, together: bool) -> None:
         if not self.passed:
@@ -259,7 +263,7 @@ class OuterSteps(Exchanges):
             for fragment in self._fragments[self._next :] if self._next else ():
                 self._start(fragment)  # so that all have been pushed equally often
             self._land_all()
-        self.rewind()
+        self.rewind(self.rounds + (2 if self._next else 1))
         self.begin()
 
     @property

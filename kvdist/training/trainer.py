@@ -178,6 +178,8 @@ class Trainer:
         """At which version it has, once that is known."""
         self._loaded_updates = 0
         """By how many updates a loaded checkpoint was ahead of the steps made here."""
+        self._known: list[tuple[int, int]] = []
+        """Exchanges, and how many steps the weights had after them: of those that came before their time."""
         self._is_void = False
         """Whether all have gone back to a snapshot, and the weights here are not yet those."""
         self._handed_out: HandedOut = {}
@@ -440,10 +442,12 @@ class Trainer:
             if self._is_void:
                 self._go_back()
             else:
+                before = between.rounds
                 try:
                     between.finish(together)
                 finally:
                     self._note_weights()  # they were written, also if it failed
+                self._note_version(since=before)
         self._count_as_used()
 
     @contextlib.contextmanager
@@ -564,6 +568,11 @@ class Trainer:
         steps = own_steps(folder) if self._between is not None and self._between.counts_steps else None
         return updates_in(folder) * self._every if steps is None else steps
 
+    def _note_version(self, since: int) -> None:
+        """Remember how many steps the weights have after the exchanges since then: it follows not from their number."""
+        if self._between is not None and self._between.counts_steps and self._joined_at is None:
+            self._known += [(rounds, self._updates) for rounds in range(since + 1, self._between.rounds + 1)]
+
     def _settle(self) -> None:
         """Wait until nothing of this worker is under way that was made with weights which are replaced now."""
         if self._between is not None:
@@ -576,6 +585,8 @@ class Trainer:
         else:
             self._loaded_updates += updates - self._updates
             self._updates = updates
+            if self._between is not None:
+                self._note_version(since=self._between.rounds - 1)
         return updates
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
@@ -648,8 +659,8 @@ class Trainer:
     def version(self) -> int:
         """How many updates the weights have had, those before a loaded checkpoint included.
 
-        Under a policy of local steps it is how many steps this worker has made. After a load, a rollback, or for a
-        worker that joins later, each exchange counts as the policy's number of steps, also one that was made earlier.
+        Under a policy of local steps it is how many steps this worker has made, and those before it. For a worker that
+        joins later each exchange counts as the policy's number of steps, also one that came before its time.
 
         Of a worker that joins a running job it is how far that is, from before its first step on, if the trainer was
         given a store: ``for step in range(trainer.version, steps)`` begins where the others are.
@@ -998,7 +1009,10 @@ class Trainer:
         self._updates = step * self._every + self._loaded_updates
         self._is_void = True
         if self._between is not None:
-            self._between.rewind()
+            self._known = [(rounds, updates) for rounds, updates in self._known if rounds <= step]
+            for rounds, updates in self._known[-1:]:
+                self._updates = updates + (step - rounds) * self._every
+            self._between.rewind(step)
         if self._queue is not None:
             self._queue.rolled_back()
 
