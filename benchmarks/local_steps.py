@@ -30,7 +30,7 @@ def measured(way: str, mbit: int, options: argparse.Namespace) -> list[dict[str,
 
     Raises:
         Absent: namespaces cannot be made here.
-        SystemExit: the job failed.
+        RuntimeError: the job failed; the message holds what it printed.
     """
     policy, _, compression = way.partition(" ")
     with limited_hosts(mbit) as hosts, tempfile.TemporaryDirectory(prefix="local-steps-") as folder:

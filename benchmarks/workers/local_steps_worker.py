@@ -21,7 +21,8 @@ WIDTH, LAYERS, WORDS = 512, 8, 9_000
 PERIODS = 3
 """The first of which is not timed."""
 ALONE = 20
-"""So many steps are made before the first exchange begins: a step of these is what computing takes."""
+"""So many steps are made before the first exchange begins, of 4 fragments or fewer: a step of these is what computing
+takes."""
 
 
 def main() -> None:

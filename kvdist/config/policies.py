@@ -49,7 +49,7 @@ class LocalSteps:
     momentum: float = 0.0
     fragments: int = 1
     delay: int | None = None
-    bits: int = 32
+    bits: int = WHOLE
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or not 1 <= self.every <= EVERY_MAX:

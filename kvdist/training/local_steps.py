@@ -66,6 +66,8 @@ class Exchanges(abc.ABC):
     def __init__(self, parameters: Sequence[Parameter], unpushed: Callable[[], int]) -> None:
         self._weights = [parameter.replicas[0].detach() for parameter in parameters]
         self._unpushed = unpushed
+        self.known: list[tuple[int, int]] = []
+        """Rounds and `Trainer.version` after them, where one does not follow from the other."""
         self._before = [weight.clone() for weight in self._weights]
         """The weights of the last exchange."""
         self.begin()
@@ -101,6 +103,7 @@ class Exchanges(abc.ABC):
     def rewind(self, rounds: int) -> None:
         """All have gone back to a snapshot, of so many rounds."""
         self.rounds = rounds
+        self.known = [one for one in self.known if one[0] <= rounds]
 
     def close(self) -> None:  # noqa: B027  # most hold nothing
         """No step follows."""
@@ -206,6 +209,10 @@ class OuterSteps(Exchanges):
 
     def rewind(self, rounds: int) -> None:
         super().rewind(rounds)
+        self._begin_period(rounds)
+
+    def _begin_period(self, rounds: int) -> None:
+        self.rounds = rounds
         self._step = self._next = 0
 
     def begin(self) -> None:
@@ -247,7 +254,7 @@ class OuterSteps(Exchanges):
             self._exchange(fragment)
         self._next += 1
         if self._next == len(self._fragments):
-            self.rewind(self.rounds + 1)
+            self._begin_period(self.rounds + 1)
 
     def finish(self, together: bool) -> None:
         if not self.passed:
@@ -263,7 +270,7 @@ class OuterSteps(Exchanges):
             for fragment in self._fragments[self._next :] if self._next else ():
                 self._start(fragment)  # so that all have been pushed equally often
             self._land_all()
-        self.rewind(self.rounds + (2 if self._next else 1))
+        self._begin_period(self.rounds + (2 if self._next else 1))
         self.begin()
 
     @property

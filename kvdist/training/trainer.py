@@ -178,8 +178,6 @@ class Trainer:
         """At which version it has, once that is known."""
         self._loaded_updates = 0
         """By how many updates a loaded checkpoint was ahead of the steps made here."""
-        self._known: list[tuple[int, int]] = []
-        """Exchanges, and how many steps the weights had after them: of those that came before their time."""
         self._is_void = False
         """Whether all have gone back to a snapshot, and the weights here are not yet those."""
         self._handed_out: HandedOut = {}
@@ -571,7 +569,7 @@ class Trainer:
     def _note_version(self, since: int) -> None:
         """Remember how many steps the weights have after the exchanges since then: it follows not from their number."""
         if self._between is not None and self._between.counts_steps and self._joined_at is None:
-            self._known += [(rounds, self._updates) for rounds in range(since + 1, self._between.rounds + 1)]
+            self._between.known += [(rounds, self._updates) for rounds in range(since + 1, self._between.rounds + 1)]
 
     def _settle(self) -> None:
         """Wait until nothing of this worker is under way that was made with weights which are replaced now."""
@@ -1009,10 +1007,9 @@ class Trainer:
         self._updates = step * self._every + self._loaded_updates
         self._is_void = True
         if self._between is not None:
-            self._known = [(rounds, updates) for rounds, updates in self._known if rounds <= step]
-            for rounds, updates in self._known[-1:]:
-                self._updates = updates + (step - rounds) * self._every
             self._between.rewind(step)
+            for rounds, updates in self._between.known[-1:]:
+                self._updates = updates + (step - rounds) * self._every
         if self._queue is not None:
             self._queue.rolled_back()
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import kvdist
 from kvdist.config.policies import policy_from
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.local import LocalBackend
 from kvdist.training.local_steps import OuterSteps, split_evenly
 from kvdist.training.parameters import collect
+from kvdist.training.trainer_config import require_policy
 
 SIZES = st.lists(st.integers(0, 1000), min_size=1, max_size=40)
 
@@ -42,6 +46,18 @@ def test_a_policy_of_fragments_is_what_its_text_says():
     assert str(kvdist.diloco(100, fragments=4)) == "diloco:100,0.7,0.9,fragments=4"
     assert kvdist.diloco(100, fragments=4).steps_until_answer == 25
     assert kvdist.diloco(100).steps_until_answer == 0
+
+
+@pytest.mark.parametrize("words", ["fragments=2", "fragments=2,delay=0", "delay=1"])
+def test_nobody_promises_the_weights_of_an_undisturbed_run_where_a_lost_worker_takes_steps_with_it(words):
+    store = KVStore(LocalBackend("local"))
+    for on_loss in ("continue", "fail"):
+        store._backend.on_loss = on_loss
+        require_policy(policy_from(f"local_sgd:4,{words}"), 1, None, False, store)
+    store._backend.on_loss = "wait"
+    require_policy(policy_from("local_sgd:4"), 1, None, False, store)
+    with pytest.raises(kvdist.ConfigError, match="leave fragments and delay out, or use continue"):
+        require_policy(policy_from(f"local_sgd:4,{words}"), 1, None, False, store)
 
 
 class Queue:
