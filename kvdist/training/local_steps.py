@@ -11,7 +11,7 @@ import abc
 import contextlib
 import heapq
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -98,7 +98,7 @@ class Exchanges(abc.ABC):
         return {}
 
     def settle(self) -> None:  # noqa: B027  # most have nothing under way
-        """Wait until no push of this worker is under way, and count what those have used."""
+        """Wait until no push of this worker is under way."""
 
     def rewind(self, rounds: int) -> None:
         """All have gone back to a snapshot, of so many rounds."""
@@ -227,9 +227,13 @@ class OuterSteps(Exchanges):
         super().begin()
 
     def settle(self) -> None:
+        wait([one.under_way for one in self._fragments if one.under_way is not None])
+
+    def left(self) -> HandedOut:
         for fragment in self._fragments:
-            if fragment.under_way is not None and fragment.under_way.exception() is None:
-                self._count_used(fragment)
+            if fragment.under_way is not None:
+                self._count_used(fragment)  # here, as later pushes say their examples beside those
+        return {}
 
     def require_alike(self, samples: int | None) -> None:
         if self.made and (samples is None) != (self.samples == 0):
@@ -287,7 +291,8 @@ class OuterSteps(Exchanges):
         fragment.pushed = list(changes)
         grads: Grads = [[change] for change in fragment.pushed] or [None] * len(fragment.places)
         average: Average = "samples" if counts.samples > before.samples else True
-        return grads, average, counts.handed_out - before.handed_out or counts.examples - before.examples
+        handed_out = max(0, counts.handed_out - before.handed_out)  # less where a step was interrupted
+        return grads, average, handed_out or counts.examples - before.examples
 
     def _exchange(self, fragment: Fragment) -> None:
         """Push, and wait for the new weights."""

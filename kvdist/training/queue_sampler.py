@@ -349,7 +349,7 @@ class QueueSampler(DrivenSampler):
         self._is_driven = True
         try:
             for count, batch in enumerate(loader, 1):
-                self._leave_if_asked(trainer, departure)
+                self._leave_if_asked(departure)
                 if self._rollbacks > rollbacks:
                     return  # what the loader has read ahead is void
                 self._handed = min(begun + count * self._batch, begun + self._yielded)
@@ -357,7 +357,7 @@ class QueueSampler(DrivenSampler):
                 trainer._take_part()
                 yield batch
                 self._version = trainer.version
-                self._leave_if_asked(trainer, departure)
+                self._leave_if_asked(departure)
                 if self._rollbacks > rollbacks:
                     return
         finally:
@@ -384,10 +384,9 @@ class QueueSampler(DrivenSampler):
             self._leasing.number += 1
         return self._leasing.number <= self._leasing.begun
 
-    def _leave_if_asked(self, trainer: Trainer, departure: Departure) -> None:
+    def _leave_if_asked(self, departure: Departure) -> None:
         if departure.is_asked:
             assert self._leasing is not None
-            trainer._settle()
             self._leasing.give_back()
             LOG.warning("SIGTERM: this worker has finished its batch and leaves; what it had leased is for others")
             raise SystemExit(0)

@@ -121,9 +121,8 @@ def test_what_a_worker_leaves_with_is_what_it_has_pushed_and_each_push_says_its_
     assert [push[:2] for push in job.pushes] == [((0, 2), 11), ((1,), 1111)]
     job.step(10_000)
     assert job.queue.used == 11
+    assert job.steps.left() == {} and job.queue.used == 1111, "others get the rest"
     job.answer(1, 7.0)
-    job.steps.settle()  # as on SIGTERM
-    assert job.queue.used == 1111, "others get the rest"
     job.step(100_000)
     assert job.weights[1][0] == 9, "7, and two steps meanwhile"
     assert job.pushes[2][:2] == ((0, 2), 111_100)
