@@ -336,6 +336,7 @@ class QueueSampler(DrivenSampler):
         of = weakref.WeakMethod(trainer._count_what_has_left)
         self._leasing.count_what_has_left = lambda: None if (count := of()) is None else count()
         self._first_pass = self._leasing.number
+        self._handed = self._held.used  # what another sampler of this process has used is none of this one's
 
     @property
     def _held(self) -> LeaseHolder:
