@@ -40,7 +40,21 @@ from kvdist.version import __version__
 
 if TYPE_CHECKING:
     from kvdist import collective, horovod, kv, lr_scheduler, optimizer, profiler
-    from kvdist.config.policies import LocalSteps, Quota, diloco, local_sgd, quota
+    from kvdist.config.policies import (
+        Asynchronous,
+        Backup,
+        Buffered,
+        LocalSteps,
+        Quota,
+        StaleSynchronous,
+        asynchronous,
+        backup,
+        buffered,
+        diloco,
+        local_sgd,
+        quota,
+        ssp,
+    )
     from kvdist.kvstore.base import KVStore
     from kvdist.kvstore.checkpoints import Checkpoint
     from kvdist.kvstore.rowsparse import LazyRows, RowSparse
@@ -51,7 +65,10 @@ if TYPE_CHECKING:
     from kvdist.training.trainer import Trainer
 
 __all__ = [
+    "Asynchronous",
+    "Backup",
     "BarrierTimeout",
+    "Buffered",
     "Checkpoint",
     "AuthenticationError",
     "CheckpointError",
@@ -84,9 +101,13 @@ __all__ = [
     "RolledBackError",
     "RowSparse",
     "SplitSampler",
+    "StaleSynchronous",
     "StoreClosed",
     "Trainer",
     "__version__",
+    "asynchronous",
+    "backup",
+    "buffered",
     "collective",
     "diloco",
     "horovod",
@@ -99,12 +120,16 @@ __all__ = [
     "replicate",
     "split_and_load",
     "split_data",
+    "ssp",
     "sync_buffers",
     "JobOver",
 ]
 
 _MODULES = ("collective", "horovod", "kv", "lr_scheduler", "optimizer", "profiler")
 _NAMES = {
+    "Asynchronous": "kvdist.config.policies",
+    "Backup": "kvdist.config.policies",
+    "Buffered": "kvdist.config.policies",
     "Checkpoint": "kvdist.kvstore.checkpoints",
     "Embedding": "kvdist.training.embedding",
     "KVStore": "kvdist.kvstore.base",
@@ -115,13 +140,18 @@ _NAMES = {
     "Replicas": "kvdist.training.replicas",
     "RowSparse": "kvdist.kvstore.rowsparse",
     "SplitSampler": "kvdist.training.data",
+    "StaleSynchronous": "kvdist.config.policies",
     "Trainer": "kvdist.training.trainer",
+    "asynchronous": "kvdist.config.policies",
+    "backup": "kvdist.config.policies",
+    "buffered": "kvdist.config.policies",
     "diloco": "kvdist.config.policies",
     "local_sgd": "kvdist.config.policies",
     "quota": "kvdist.config.policies",
     "replicate": "kvdist.training.replicas",
     "split_and_load": "kvdist.training.data",
     "split_data": "kvdist.training.data",
+    "ssp": "kvdist.config.policies",
     "sync_buffers": "kvdist.training.replicas",
 }
 

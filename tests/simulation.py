@@ -64,7 +64,7 @@ from kvdist.nodes import HOST_MARK, Member, NodeId, Role
 from kvdist.optimizer import offload
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
-from kvdist.protocol.messages import CompressedPush, JoinedPush, Missed, Push, Resume, Rewound
+from kvdist.protocol.messages import CompressedPush, DueWhen, JoinedPush, Missed, Push, Resume, Rewound
 from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
@@ -107,6 +107,7 @@ class Scenario:
     means: after which rounds workers average a number, in a store of its own.
     quota: after how many examples of all workers a round is due; 0: at once.
     second: whether there is a second model, which is declared after the first one.
+    when: what else that number is of.
     full: how probable it is that a work of a disk fails.
     torn: how probable it is that the newest snapshot is damaged, where there is one before it.
     encodes: how probable it is that a push of float32 travels encoded; unless it is 0, values come back as halves.
@@ -143,6 +144,7 @@ class Scenario:
     means: Sequence[int] = ()
     quota: int = 0
     second: bool = False
+    when: DueWhen = DueWhen.MADE
     full: float = 0.04
     torn: float = 0.0
     encodes: float = 0.0
@@ -399,8 +401,10 @@ def _build(cluster: Cluster) -> None:
         scenario.on_loss == "wait",
         scenario.quota,
         scenario.second,
+        scenario.when,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
+    oracle.has_heir = scenario.mode == "async" and any(name.startswith("server") for name in scenario.victims)
     oracle.books.is_void = partial(_has_given_up, cluster)
     oracle.books.awaited = [job.rounds_of(rank) for rank in range(job.num_workers)] if job.waits else None
     oracle.books.may_rest = job.examples > 0
@@ -1013,6 +1017,50 @@ HURRIES = replace(FILLS, hurries=True, lives=6, num_workers=2, spread_s=0.2, wea
 
 QUOTA = replace(GOING_ON, quota=20, holds=False, again=(0.02, 0.4), saves=0.0)
 """Rounds are in step, and of unequal parts. Server 0 counts."""
+BACKUP = replace(QUOTA, quota=1, when=DueWhen.SPARED)
+QUORUM = replace(QUOTA, quota=2, when=DueWhen.QUORUM)
+LED = replace(QUOTA, mode="async", optimizer="sgd", quota=1, when=DueWhen.LED, again=None, rounds=8)
+"""Each push is a version. Server 0 says when a worker may make it."""
+DELAYED = replace(LED, quota=2, when=DueWhen.DELAYED)
+
+
+def _at_own_pace(name: str, scenario: Scenario) -> dict[str, Scenario]:
+    """What must not change what a policy promises, in lockstep."""
+    still = replace(scenario, again=None)
+    copies = {"num_servers": 3, "replicas": 1, "victims": ("server-0",), "spread_s": 0.3}
+    return {
+        name: replace(still, rounds=8),
+        f"{name} in a storm": replace(still, weather=STORM, limits=STORM_LIMITS),
+        f"{name} and a dead worker": replace(still, victims=("worker-1",)),
+        f"{name} and newcomers": replace(
+            scenario, victims=("worker-1", "worker-0"), rounds=12, weather=JOINING.weather
+        ),
+        f"{name} and workers that are waited for": replace(scenario, victims=("worker-1",), rounds=12, on_loss="wait"),
+        f"{name} and a dead server": replace(still, fault_round=2, weather=SLOW, **copies),
+        f"{name} and servers that die in a storm": replace(still, weather=STORM, limits=STORM_LIMITS, **copies),
+        f"{name} goes back": replace(GOES_BACK, quota=scenario.quota, when=scenario.when, victims=("server-1",)),
+        f"{name} and a scheduler that returns": replace(still, num_workers=3, returns_s=1.5, victims=("scheduler",)),
+    }
+
+
+def _alone(name: str, scenario: Scenario) -> dict[str, Scenario]:
+    """The same for a policy of pushes that are versions."""
+    copies = {"num_servers": 3, "replicas": 1, "victims": ("server-0",), "spread_s": 0.3}
+    return {
+        name: scenario,
+        f"{name} in a storm": replace(scenario, weather=STORM, limits=STORM_LIMITS),
+        f"{name} and a dead worker": replace(scenario, victims=("worker-1",)),
+        f"{name} and newcomers": replace(
+            scenario, victims=("worker-1",), again=(0.02, 0.4), rounds=12, weather=JOINING.weather
+        ),
+        f"{name} and a leaver": replace(scenario, leaver_rounds=2, on_loss="fail"),
+        f"{name} and a dead server": replace(scenario, fault_round=2, weather=SLOW, **copies),
+        f"{name} goes back": replace(
+            GOES_BACK, mode="async", quota=scenario.quota, when=scenario.when, victims=("server-1",)
+        ),
+        f"{name} and a scheduler that returns": replace(scenario, num_workers=3, returns_s=1.5, victims=("scheduler",)),
+    }
+
 
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
 LEASES_JOIN = replace(LEASES, again=(0.02, 0.4), spread_s=0.05, weather=Weather(delay_s=0.02))
@@ -1124,22 +1172,11 @@ SCENARIOS: dict[str, Scenario] = {
     "averages": Scenario(num_workers=3, rounds=6, optimizer="averaged", saves=0.7),
     "averages async": Scenario(rounds=5, mode="async", optimizer="averaged", saves=0.7),
     "averages in a storm": Scenario(optimizer="averaged", weather=STORM, limits=STORM_LIMITS),
-    "quota": replace(QUOTA, again=None, rounds=8),
-    "quota in a storm": replace(QUOTA, again=None, weather=STORM, limits=STORM_LIMITS),
-    "quota and a dead worker": replace(QUOTA, again=None, victims=("worker-1",)),
-    "quota and newcomers": replace(QUOTA, victims=("worker-1", "worker-0"), rounds=12, weather=JOINING.weather),
-    "quota and workers that are waited for": replace(QUOTA, victims=("worker-1",), rounds=12, on_loss="wait"),
-    "quota and a dead server": replace(
-        QUOTA, again=None, num_servers=3, replicas=1, victims=("server-0",), fault_round=2, spread_s=0.3, weather=SLOW
-    ),
-    "quota and servers that die in a storm": replace(
-        QUOTA, again=None, num_servers=3, replicas=1, victims=("server-0",), spread_s=0.3, weather=STORM,
-        limits=STORM_LIMITS,
-    ),
-    "quota goes back": replace(GOES_BACK, quota=20, victims=("server-1",)),
-    "quota and a scheduler that returns": replace(
-        QUOTA, again=None, num_workers=3, returns_s=1.5, victims=("scheduler",)
-    ),
+    **_at_own_pace("quota", QUOTA),
+    **_at_own_pace("backup", BACKUP),
+    **_at_own_pace("quorum", QUORUM),
+    **_alone("ssp", LED),
+    **_alone("delays", DELAYED),
     "goes on": replace(GOING_ON, victims=("worker-1",)),
     "goes on without rank 0": replace(GOING_ON, victims=("worker-0",)),
     "goes on without two": replace(GOING_ON, victims=("worker-1", "worker-3")),

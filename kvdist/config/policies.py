@@ -2,30 +2,47 @@
 
 Without one, workers push a gradient in each step. With `local_sgd` and `diloco` each makes steps of its own in between,
 and what its weights have changed by is what a `Trainer` pushes: traffic is divided by the number of steps. With `quota`
-workers push when all together have made a number of examples, however many each of them has made.
+and `buffered` workers push when all together have made a number of examples or steps, however many each of them has
+made; with `backup`, and with a ``quorum`` of local steps, when enough of them have something. With `asynchronous` and
+`ssp` each push is a version. A policy is a class here and a row of `POLICIES`.
 """
 
 from __future__ import annotations
 
+import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 EVERY_MAX = 1_000_000
 """Steps between two exchanges: more is a mistake."""
 QUOTA_MAX = 1 << 40
-"""Examples of one version: more is a mistake."""
-FORMS = (
-    "local_sgd:STEPS, diloco:STEPS, diloco:STEPS,LEARNING_RATE,MOMENTUM, either with fragments=NUMBER, delay=STEPS"
-    " or bits=16|8|4 behind it, quota:SAMPLES, quota:SAMPLES,exact, quota:SAMPLES,local_steps or"
-    " quota:SAMPLES,local_steps,LEARNING_RATE,MOMENTUM"
-)
+"""Examples or steps of one version: more is a mistake."""
+WORKERS_MAX = 1 << 16
+"""Workers that a policy counts: more is a mistake."""
+DELAY_MAX = 1 << 32
+"""Versions that a gradient may be late: more is a mistake."""
 WHOLE = 32
 COMPRESSIONS = {WHOLE: None, 16: "fp16", 8: "int8", 4: "int4"}
 """Bits of a number that is pushed → the type of compression."""
-NAMED = ("fragments", "delay", "bits")
-"""Numbers of local steps that are written with their names."""
+DAMPINGS: dict[str, Callable[[int], float]] = {
+    "none": lambda _: 1.0,
+    "sqrt": lambda delay: 1 / math.sqrt(1 + delay),
+    "inverse": lambda delay: 1 / (1 + delay),
+}
+"""How a gradient counts that is so many versions late."""
+
+
+class Pace(enum.Enum):
+    """When workers push."""
+
+    TOGETHER = enum.auto()
+    """All after the same number of steps."""
+    OWN = enum.auto()
+    """All when a server says so, each with what it has by then."""
+    ALONE = enum.auto()
+    """Each by itself; every push is a version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +56,7 @@ class LocalSteps:
         delay: how many steps a worker makes between the push of a fragment and taking the answer; None for as many as
             there are between two fragments, or none where there is one.
         bits: of each number that is pushed: 32, or 16, 8 or 4 with the rest kept for the next push.
+        quorum: how many workers must have made their steps; None for all of them.
 
     Raises:
         ValueError: a number is out of range.
@@ -50,6 +68,12 @@ class LocalSteps:
     fragments: int = 1
     delay: int | None = None
     bits: int = WHOLE
+    quorum: int | None = None
+
+    @property
+    def pace(self) -> Pace:
+        """When workers push."""
+        return Pace.TOGETHER if self.quorum is None else Pace.OWN
 
     def __post_init__(self) -> None:
         if type(self.every) is not int or not 1 <= self.every <= EVERY_MAX:
@@ -69,6 +93,13 @@ class LocalSteps:
             )
         if self.bits not in COMPRESSIONS:
             raise ValueError(f"changes of {self.bits} bits; they can be of 32, 16, 8 or 4")
+        if self.quorum is not None:
+            _require_whole("a quorum of", self.quorum, "workers", 1, WORKERS_MAX)
+            if self.fragments > 1 or self.delay is not None:
+                raise ValueError(
+                    "a quorum exchanges all parameters when enough workers are ready, and nobody waits for the answer:"
+                    " leave fragments and delay out, or the quorum"
+                )
 
     @property
     def compression(self) -> dict[str, str] | None:
@@ -88,7 +119,8 @@ class LocalSteps:
         own = f"local_sgd:{self.every}" if numbers == (1.0, 0.0) else f"diloco:{self.every},{numbers[0]},{numbers[1]}"
         own += f",fragments={self.fragments}" if self.fragments > 1 else ""
         own += "" if self.delay is None else f",delay={self.delay}"
-        return own + (f",bits={self.bits}" if self.bits < WHOLE else "")
+        own += f",bits={self.bits}" if self.bits < WHOLE else ""
+        return own + ("" if self.quorum is None else f",quorum={self.quorum}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +137,7 @@ class Quota:
         ValueError: a number is out of range.
     """
 
+    pace: ClassVar = Pace.OWN
     samples: int
     local_steps: bool = False
     exact: bool = False
@@ -112,8 +145,7 @@ class Quota:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if type(self.samples) is not int or not 1 <= self.samples <= QUOTA_MAX:
-            raise ValueError(f"a quota of {self.samples} examples; it must be a whole number from 1 to {QUOTA_MAX}")
+        _require_whole("a quota of", self.samples, "examples", 1, QUOTA_MAX)
         if not self.local_steps and (self.learning_rate, self.momentum) != (1.0, 0.0):
             raise ValueError(
                 "a quota of gradients has no outer optimizer: give the learning rate and momentum to the Trainer's"
@@ -128,7 +160,115 @@ class Quota:
         return f"quota:{','.join(words)}"
 
 
-TrainingPolicy: TypeAlias = LocalSteps | Quota
+@dataclass(frozen=True, slots=True)
+class Buffered:
+    """Workers exchange when all together have made a number of steps; see `buffered`.
+
+    Attributes:
+        steps: how many, at least.
+        damping: how a late gradient counts: ``'none'``, ``'sqrt'`` or ``'inverse'``.
+
+    Raises:
+        ValueError: a number is out of range, or there is no such damping.
+    """
+
+    pace: ClassVar = Pace.OWN
+    steps: int
+    damping: str = "sqrt"
+
+    def __post_init__(self) -> None:
+        _require_whole("versions of", self.steps, "steps", 1, QUOTA_MAX)
+        _require_damping(self.damping)
+
+    def __str__(self) -> str:
+        return f"buffered:{self.steps},{self.damping}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backup:
+    """A version is made of the first workers that have a gradient; see `backup`.
+
+    Attributes:
+        spare: how many workers it does without.
+
+    Raises:
+        ValueError: the number is out of range.
+    """
+
+    pace: ClassVar = Pace.OWN
+    spare: int
+
+    def __post_init__(self) -> None:
+        _require_whole("", self.spare, "backup workers", 1, WORKERS_MAX)
+
+    def __str__(self) -> str:
+        return f"backup:{self.spare}"
+
+
+@dataclass(frozen=True, slots=True)
+class Asynchronous:
+    """Each gradient makes a version, unless it is too old; see `asynchronous`.
+
+    Attributes:
+        max_delay: of how many versions older weights a gradient may be; None: of any.
+        damping: how a late gradient counts: ``'none'``, ``'sqrt'`` or ``'inverse'``.
+
+    Raises:
+        ValueError: a number is out of range, or there is no such damping.
+    """
+
+    pace: ClassVar = Pace.ALONE
+    max_delay: int | None = None
+    damping: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.max_delay is not None:
+            _require_whole("a delay of at most", self.max_delay, "versions", 0, DELAY_MAX)
+        _require_damping(self.damping)
+
+    def __str__(self) -> str:
+        words = ([] if self.max_delay is None else [str(self.max_delay)]) + [self.damping]
+        return f"async:{','.join(words)}"
+
+
+@dataclass(frozen=True, slots=True)
+class StaleSynchronous:
+    """Each gradient makes a version, and no worker is far ahead of the slowest; see `ssp`.
+
+    Attributes:
+        lead: by how many steps a worker may be ahead.
+
+    Raises:
+        ValueError: the number is out of range.
+    """
+
+    pace: ClassVar = Pace.ALONE
+    lead: int
+
+    def __post_init__(self) -> None:
+        _require_whole("a lead of at most", self.lead, "steps", 0, DELAY_MAX)
+
+    def __str__(self) -> str:
+        return f"ssp:{self.lead}"
+
+
+TrainingPolicy: TypeAlias = LocalSteps | Quota | Buffered | Backup | Asynchronous | StaleSynchronous
+
+
+def updates_between(policy: TrainingPolicy | None) -> bool:
+    """Whether workers make steps of their own, by a policy."""
+    return isinstance(policy, LocalSteps) or (isinstance(policy, Quota) and policy.local_steps)
+
+
+def _require_whole(before: str, number: object, unit: str, least: int, most: int) -> None:
+    if type(number) is not int or not least <= number <= most:
+        found = f"{before} {number} {unit}".strip()
+        raise ValueError(f"{found}; it must be a whole number from {least} to {most}")
+
+
+def _require_damping(damping: object) -> None:
+    if damping not in DAMPINGS:
+        raise ValueError(f"damping is {damping!r}; it must be one of {', '.join(map(repr, DAMPINGS))}")
 
 
 def _require_outer(learning_rate: float, momentum: float) -> None:
@@ -139,19 +279,21 @@ def _require_outer(learning_rate: float, momentum: float) -> None:
         )
 
 
-def local_sgd(every: int, *, fragments: int = 1, delay: int | None = None, bits: int = WHOLE) -> LocalSteps:
+def local_sgd(
+    every: int, *, fragments: int = 1, delay: int | None = None, bits: int = WHOLE, quorum: int | None = None
+) -> LocalSteps:
     """Average the workers' weights after so many steps of each.
 
     Args:
-        every: how many steps.
-        fragments, delay, bits: as of `diloco`.
+        every: steps of each worker.
+        fragments, delay, bits, quorum: as of `diloco`.
 
     Raises:
         ValueError: a number is out of range.
 
     Source: Stich, Local SGD Converges Fast and Communicates Little (2019).
     """
-    return LocalSteps(every, fragments=fragments, delay=delay, bits=bits)
+    return LocalSteps(every, fragments=fragments, delay=delay, bits=bits, quorum=quorum)
 
 
 def diloco(
@@ -162,11 +304,12 @@ def diloco(
     fragments: int = 1,
     delay: int | None = None,
     bits: int = WHOLE,
+    quorum: int | None = None,
 ) -> LocalSteps:
     """Let an outer optimizer apply what so many steps of each worker have changed: SGD with Nesterov's momentum.
 
     Args:
-        every: how many steps.
+        every: steps of each worker, with a `quorum` at least so many.
         learning_rate, momentum: of the outer optimizer.
         fragments: exchange the parameters in so many groups of about equal bytes, one after the other, each once in
             `every` steps. The network is used all the time, rather than for everything at once.
@@ -175,14 +318,20 @@ def diloco(
             are between two fragments, and none without fragments.
         bits: push changes in so many bits a number, 32, 16, 8 or 4; what that loses is kept, and is in the next push.
             Parameters must be float32 then.
+        quorum: exchange when so many workers have made their steps, rather than all of them. The others have a little
+            longer, which is measured by how far apart the workers came lately. What a worker has that is late counts in
+            the next exchange, weighted by its examples, so each step says them: ``trainer.step(samples=n)``. No worker
+            waits: each makes steps until the exchange begins, and those that it makes meanwhile are kept. None: all are
+            awaited, and wait. Without `fragments` and `delay`.
 
     Raises:
         ValueError: a number is out of range.
 
     Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models (2023); its numbers.
-    Douillard et al., Streaming DiLoCo with Overlapping Communication (2025).
+    Douillard et al., Streaming DiLoCo with Overlapping Communication (2025). The quorum and its grace are those of
+    Decoupled DiLoCo (2026).
     """
-    return LocalSteps(every, learning_rate, momentum, fragments, delay, bits)
+    return LocalSteps(every, learning_rate, momentum, fragments, delay, bits, quorum)
 
 
 def quota(
@@ -213,6 +362,135 @@ def quota(
     return Quota(samples, bool(local_steps), bool(exact), learning_rate, momentum)
 
 
+def buffered(steps: int, *, damping: str = "sqrt") -> Buffered:
+    """Make a version of each `steps` steps, whichever workers have made them: a `quota` that is counted in steps.
+
+    A gradient of older weights is kept, and multiplied by 1/√(1 + τ) with the default `damping` if it is of those τ
+    versions before. Every step says its examples, ``trainer.step(samples=n)``.
+
+    Args:
+        steps: how many.
+        damping: ``'sqrt'``, ``'inverse'`` for 1/(1 + τ), or ``'none'``.
+
+    Raises:
+        ValueError: a number is out of range, or there is no such damping.
+
+    Source: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation (2022), FedBuff.
+    """
+    return Buffered(steps, damping)
+
+
+def backup(spare: int) -> Backup:
+    """Make a version of the first gradients: of all workers but `spare`, whose gradients are dropped when they come.
+
+    Against pauses that meet one worker and then another: a machine that is always slow is only left out, so use `quota`
+    for that. Each version is exact, a step of one batch of the examples in it. Who is late goes on with the new weights
+    at once; `trainer.samples_dropped` counts its examples. Data have to come from a `QueueSampler`, or those of a slow
+    worker are seen seldom. Every step says its examples, ``trainer.step(samples=n)``.
+
+    Args:
+        spare: how many of the workers that are there, fewer than all of them.
+
+    Raises:
+        ValueError: the number is out of range.
+
+    Source: Chen et al., Revisiting Distributed Synchronous SGD (2016).
+    """
+    return Backup(spare)
+
+
+def asynchronous(max_delay: int | None = None, *, damping: str = "none") -> Asynchronous:
+    """Let each gradient make a version at once, as the store ``dist_async``, but none that is too old.
+
+    The delay τ of a gradient is how many gradients of other workers were let through since its worker got its weights.
+    One server counts it for all, before the gradient leaves: a step has one small message more.
+
+    Args:
+        max_delay: drop gradients with a greater delay; `trainer.samples_dropped` counts their examples. With p workers
+            a delay of p - 1 is usual, and a slow worker has more. None: drop none.
+        damping: multiply a gradient by 1/√(1 + τ) (``'sqrt'``) or 1/(1 + τ) (``'inverse'``), so that one learning rate
+            goes with many numbers of workers.
+
+    Raises:
+        ValueError: a number is out of range, or there is no such damping.
+
+    Source: Zhang et al., Staleness-aware Async-SGD (2016); Maranjyan et al., Ringmaster ASGD (2025), for the limit.
+    """
+    return Asynchronous(max_delay, damping)
+
+
+def ssp(lead: int) -> StaleSynchronous:
+    """Let no worker be more than `lead` steps ahead of the slowest: no gain against a machine that is always slow.
+
+    In the long run all go at its pace; only pauses that pass, and are shorter than `lead` steps, hold nobody up. Each
+    gradient makes a version at once, as on ``dist_async``. A worker with c pushes waits in `trainer.step` until every
+    other has made c - lead, and then gets weights with all those. Workers that are lost, have left or have no more
+    examples of a `QueueSampler` are not waited for.
+
+    Args:
+        lead: in steps, 0 or more.
+
+    Raises:
+        ValueError: the number is out of range.
+
+    Source: Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server (2013).
+    """
+    return StaleSynchronous(lead)
+
+
+# Policies as text.
+
+
+def _local_sgd(every: int, **named: int) -> LocalSteps:
+    return local_sgd(every, **named)
+
+
+def _diloco(every: int, *outer: float, **named: int) -> LocalSteps:
+    return diloco(every, *_outer(outer, 0.7, 0.9), **named)
+
+
+def _quota(samples: int, *outer: float, local_steps: bool = False, exact: bool = False) -> Quota:
+    return Quota(samples, local_steps, exact, *_outer(outer, 1.0, 0.0))
+
+
+def _asynchronous(max_delay: int | None = None, **damping: bool) -> Asynchronous:
+    return Asynchronous(max_delay, *damping)
+
+
+def _buffered(steps: int, **damping: bool) -> Buffered:
+    return Buffered(steps, *damping)
+
+
+def _outer(given: tuple[float, ...], rate: float, momentum: float) -> tuple[float, float]:
+    """Learning rate and momentum, both or none of which are given."""
+    if len(given) not in (0, 2):
+        raise TypeError
+    rate, momentum = given or (rate, momentum)
+    return float(rate), float(momentum)
+
+
+class _Reader(NamedTuple):
+    """How the text of a policy is read."""
+
+    of: Callable[..., TrainingPolicy]
+    """Takes the numbers, in order, then words as ``word=True``, and ``word=number``. A `TypeError` or `ValueError`
+    means that they do not fit."""
+    forms: str
+
+
+_MORE = "[,fragments=NUMBER][,delay=STEPS][,bits=16|8|4][,quorum=WORKERS]"
+POLICIES = {
+    "local_sgd": _Reader(_local_sgd, f"local_sgd:STEPS{_MORE}"),
+    "diloco": _Reader(_diloco, f"diloco:STEPS[,LEARNING_RATE,MOMENTUM]{_MORE}"),
+    "quota": _Reader(_quota, "quota:SAMPLES[,exact][,local_steps][,LEARNING_RATE,MOMENTUM]"),
+    "buffered": _Reader(_buffered, "buffered:STEPS[,none|sqrt|inverse]"),
+    "backup": _Reader(Backup, "backup:WORKERS"),
+    "async": _Reader(_asynchronous, "async:[MAX_DELAY][,none|sqrt|inverse]"),
+    "ssp": _Reader(StaleSynchronous, "ssp:STEPS"),
+}
+FORMS = " or ".join([", ".join([one.forms for one in POLICIES.values()][:-1]), [*POLICIES.values()][-1].forms])
+
+
 def policy_from(text: str) -> TrainingPolicy:
     """A policy by its name, such as ``diloco:100`` or ``quota:512,local_steps``.
 
@@ -220,27 +498,30 @@ def policy_from(text: str) -> TrainingPolicy:
         ValueError: there is none of that name, or a number is out of range.
     """
     name, _, rest = text.partition(":")
-    words = rest.split(",")
-    more = _named_numbers(words) if name in ("local_sgd", "diloco") else {}
-    words = [word for word in words if word.partition("=")[0] not in more]
-    known = {"exact", "local_steps"} if name == "quota" else set()
-    flags = {word for word in words if word in known}
+    positional: list[float] = []
+    named: dict[str, float | bool] = {}
     try:
-        first, *outer = [float(word) for word in words if word not in known]
-    except ValueError:
+        for word in rest.split(",") if rest else ():
+            key, is_named, value = word.rpartition("=")
+            if is_named:
+                named[key] = _number(value)
+            elif word.isidentifier():
+                named[word] = True
+            else:
+                positional.append(_number(word))
+        reader = POLICIES[name].of
+    except (KeyError, ValueError):
         raise ValueError(f"there is no policy {text!r}: write {FORMS}") from None
-    forms = {"local_sgd": (0,), "diloco": (0, 2), "quota": (0, 2)}
-    if len(outer) not in forms.get(name, ()) or not first.is_integer() or len(flags) + 1 + len(outer) < len(words):
-        raise ValueError(f"there is no policy {text!r}: write {FORMS}")
     try:
-        if name == "quota":
-            return Quota(int(first), "local_steps" in flags, "exact" in flags, *outer)
-        return local_sgd(int(first), **more) if name == "local_sgd" else diloco(int(first), *outer, **more)
+        return reader(*positional, **named)
+    except TypeError:
+        raise ValueError(f"there is no policy {text!r}: write {FORMS}") from None
     except ValueError as error:
-        raise ValueError(f"the policy {text!r} is not possible: {error}") from None
+        raise ValueError(f"the policy {text!r} is not possible: {error}; write {POLICIES[name].forms}") from None
 
 
-def _named_numbers(words: Sequence[str]) -> dict[str, int]:
-    """The whole numbers behind names, such as ``fragments=4``; what is not one of them stays where it is."""
-    pairs = (word.partition("=") for word in words)
-    return {name: int(number) for name, _, number in pairs if name in NAMED and number.isascii() and number.isdigit()}
+def _number(word: str) -> float:
+    try:
+        return int(word)
+    except ValueError:
+        return float(word)

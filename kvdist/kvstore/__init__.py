@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
 from kvdist.config import exit_codes
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
-from kvdist.config.policies import Quota, TrainingPolicy, policy_from
-from kvdist.core.policy import QUOTA, with_priority_slices
+from kvdist.config.policies import Pace, TrainingPolicy, policy_from
+from kvdist.core.policy import ASYNC, QUOTA, with_priority_slices
 from kvdist.errors import ConfigError
 from kvdist.kernels.cpu import choose
 from kvdist.kvstore import registry
@@ -58,8 +58,9 @@ def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -
             of MXNet's other spellings of these, or the name of a registered class, which comes first.
             Upper case is the same.
         policy: when a `Trainer` on a synchronous ``dist`` store exchanges, such as ``kvdist.quota(512)``,
-            ``kvdist.local_sgd(20)``, ``kvdist.diloco(100)`` or ``'diloco:100'``; None reads `KVDIST_POLICY`, and unless
-            that is set gradients travel in each step.
+            ``kvdist.local_sgd(20)``, ``kvdist.diloco(100)``, ``kvdist.backup(1)`` or ``'diloco:100'``; None reads
+            `KVDIST_POLICY`, and unless that is set gradients travel in each step. With ``kvdist.asynchronous(4)`` and
+            ``kvdist.ssp(4)`` the store is a ``dist_async`` one.
 
     Raises:
         TypeError: the name is not a string, or the policy is none.
@@ -98,17 +99,23 @@ def _chosen_policy(name: str, given: str | TrainingPolicy | None) -> TrainingPol
             f"policy is {given!r}; write kvdist.local_sgd(20), kvdist.diloco(100), kvdist.quota(512), or 'diloco:100'"
         )
     wanted = policy_from(given) if isinstance(given, str) else given or read_setting("KVDIST_POLICY")
-    if wanted is None or (name in DIST_NAMES and DIST_NAMES[name].is_lockstep):
+    if wanted is None or (name in DIST_NAMES and (wanted.pace is Pace.ALONE or DIST_NAMES[name].is_lockstep)):
         return wanted
     if given is None and name in LOCAL_NAMES:
         return None  # such as one for metrics, in a job whose other stores are on servers
+    kind = "all" if wanted.pace is Pace.ALONE else "synchronous"
     origin = "policy" if given is not None else "KVDIST_POLICY (kvdist-launch --policy)"
-    raise ConfigError(f"{origin} is {wanted}, which is for synchronous stores on servers: use 'dist', not {name!r}")
+    raise ConfigError(f"{origin} is {wanted}, which is for {kind} stores on servers: use 'dist', not {name!r}")
 
 
 def _dist(name: str, chosen: TrainingPolicy | None = None) -> DistBackend:
-    policy = QUOTA if isinstance(chosen, Quota) else DIST_NAMES[name]
-    if read_setting("KVDIST_PRIORITY_SLICES"):
+    policy = DIST_NAMES[name]
+    is_sliced = policy.by_priority or read_setting("KVDIST_PRIORITY_SLICES")
+    if chosen is not None and chosen.pace is Pace.OWN:
+        policy = QUOTA
+    elif chosen is not None and chosen.pace is Pace.ALONE and policy.is_lockstep:
+        name, policy = "dist_async", ASYNC
+    if is_sliced:
         policy = with_priority_slices(policy)
     made = DistBackend(name, policy, PROCESS_CLUSTER.join(), choose(read_setting("KVDIST_KERNELS")), _devices(name))
     made.policy = chosen

@@ -66,7 +66,7 @@ from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
-from kvdist.protocol.messages import Command, Configure, Due, OnLoss, Progress
+from kvdist.protocol.messages import Command, Configure, Due, DueWhen, OnLoss, Progress
 from kvdist.runtime.cluster import Cluster, Leasing
 
 if TYPE_CHECKING:
@@ -142,10 +142,12 @@ class DistBackend(Backend):
         updates: int = self._cluster.ask(lambda request: TakePart(request, self._number))
         return updates
 
-    def report_progress(self, key: Key, samples: int, quota: int, now: bool, together: bool) -> Future[Due | None]:
-        """Say how many examples were made since the last push of a key, and hear when the next one is due."""
+    def report_progress(
+        self, key: Key, samples: int, when: DueWhen, quota: int, now: bool, together: bool
+    ) -> Future[Due | None]:
+        """Say how much was made since the last push of a key, and hear when the next one is due by a rule."""
         piece = self.keys[key].slices[0]
-        progress = Progress(piece.number, 0, samples, quota, now, together)
+        progress = Progress(piece.number, 0, samples, when, quota, now, together)
         return self.arrays.submit(lambda number: ReportProgress(number, piece.server, progress), None)
 
     # Keys.

@@ -122,6 +122,21 @@ class OnLoss(enum.IntEnum):
     """The others go on without it."""
 
 
+class DueWhen(enum.IntEnum):
+    """When the next push is due, of workers that ask. What `Progress.quota` counts depends on it."""
+
+    MADE = 0
+    """All workers together have made so many examples, or steps."""
+    SPARED = 1
+    """All workers but so many have made something."""
+    QUORUM = 2
+    """All workers have made something; or so many have, and the others do not come soon."""
+    LED = 3
+    """This worker is ahead of no other by more than so many pushes."""
+    DELAYED = 4
+    """At once. So many versions may be made between the weights of a gradient and the gradient's own version."""
+
+
 class Flag(enum.IntFlag):
     """What a contribution is; one byte per slice."""
 
@@ -149,6 +164,7 @@ MORE = 128
 
 Error = Annotated[int, code("error", ErrorCode, "an error")]
 Loss = Annotated[int, code("on-loss", OnLoss, "a policy of losses")]
+When = Annotated[int, code("due-when", DueWhen, "a rule of what is due")]
 Outcomes = Annotated[U8, codes_up_to(max(Outcome), "outcome")]
 _PUSH_FLAGS = Flag.EMPTY | Flag.WEIGHTED | Flag.AVERAGE | Flag.HOLD
 PushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.MEASURE | Flag.APPLY)]
@@ -1321,13 +1337,15 @@ class Used(WireMessage):
 class Progress(WireMessage):
     """Worker → server of a slice: since my last push of it, the `step`-th, I have made so many examples.
 
-    The next one is due when all workers together have made `quota` of them, or when all say `together`.
+    The next one is due by the rule `when`, or when all say `together`.
     """
 
     KIND = 94
     slice: UInt32
     step: UInt32
     samples: UInt64
+    """Or steps, or 1 for something."""
+    when: When
     quota: UInt64
     now: Boolean
     """Whether it is due whatever the others have made."""
@@ -1344,6 +1362,8 @@ class Due(WireMessage):
     step: UInt32
     together: Boolean
     """Whether all workers have said that they wait for this."""
+    delay: UInt64
+    """How many pushes of others were let through since this worker's last one, where each is a version; else 0."""
 
 
 Message = (

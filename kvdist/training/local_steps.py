@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import heapq
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from kvdist.config.policies import LocalSteps, Quota
+from kvdist.config.policies import LocalSteps, Quota, TrainingPolicy
 from kvdist.errors import ConfigError
 from kvdist.kvstore.backend import Average
 from kvdist.optimizer.base import Optimizer
@@ -26,6 +27,11 @@ from kvdist.training.data import HandedOut, count_as_used
 from kvdist.training.parameters import Grads, Parameter
 
 T = TypeVar("T")
+LOG = logging.getLogger("kvdist")
+DROPS = 10
+"""After so many gradients that came too late …"""
+DROPPED_SHARE = 0.2
+"""… it is said whether they are more than this share of the examples of a worker."""
 
 
 class Counts(NamedTuple):
@@ -41,8 +47,9 @@ class Counts(NamedTuple):
 NOTHING = Counts(0, 0, 0, 0, 0)
 
 
-def outer_optimizer(policy: LocalSteps | Quota) -> Optimizer:
+def outer_optimizer(policy: TrainingPolicy) -> Optimizer:
     """What servers apply the changes with."""
+    assert isinstance(policy, LocalSteps | Quota)
     return create("torch.sgd", lr=policy.learning_rate, momentum=policy.momentum, nesterov=policy.momentum > 0)
 
 
@@ -62,20 +69,28 @@ class Exchanges(abc.ABC):
     """Whether gradients are added up, rather than applied here."""
     rounds = 0
     """How many exchanges of all parameters were made."""
+    keeps_weights = True
+    """Whether the weights of the last exchange are needed."""
+    samples_dropped = 0
+    """Of how many examples gradients came too late for any version."""
+    given = 0
+    """Of how many examples all steps were."""
+    _drops = 0
 
     def __init__(self, parameters: Sequence[Parameter], unpushed: Callable[[], int]) -> None:
         self._weights = [parameter.replicas[0].detach() for parameter in parameters]
         self._unpushed = unpushed
         self.known: list[tuple[int, int]] = []
         """Rounds and `Trainer.version` after them, where one does not follow from the other."""
-        self._before = [weight.clone() for weight in self._weights]
+        self._before = [weight.clone() for weight in self._weights] if self.keeps_weights else []
         """The weights of the last exchange."""
         self.begin()
 
     def begin(self) -> None:
         """Count from here on: the weights are those of the store."""
         self._count_anew()
-        torch._foreach_copy_(self._before, self._weights)
+        if self._before:
+            torch._foreach_copy_(self._before, self._weights)
 
     def _count_anew(self) -> None:
         self.passed = 0
@@ -112,6 +127,21 @@ class Exchanges(abc.ABC):
         """Count a step with gradients, of so many examples; 0 if that was not said."""
         self.made += 1
         self.samples += samples
+
+    def _drop(self, samples: int) -> None:
+        """Count the examples of a gradient that is too late for any version, and say once that they are many."""
+        self.samples_dropped += samples or 1
+        self._drops += 1
+        if self._drops == DROPS and self.samples_dropped > DROPPED_SHARE * self.given:
+            LOG.warning(
+                "%d of the %d examples of this worker came too late and were dropped, under the policy %s: this machine"
+                " is too slow for it. kvdist.quota(samples) drops nothing, and a max_delay may be larger",
+                self.samples_dropped,
+                max(self.given, self.samples_dropped),
+                self._policy,
+            )
+        elif self._drops == DROPS:
+            self._drops = 0
 
     def _changes(self) -> list[torch.Tensor]:
         """What the steps have changed, as a gradient. One pass over the weights."""

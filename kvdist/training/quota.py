@@ -1,9 +1,13 @@
-"""`QuotaSteps` of a trainer: workers exchange when all together have made a number of examples.
+"""`QuotaSteps` of a trainer: workers exchange when all together have made a number of examples; and its relatives.
 
 A server says when (`kvdist.core.server.progress`). Each worker then pushes what its steps have made since its last
 push, also in the middle of a step, on a thread of its own; and takes the new weights at the end of that step. So no
 worker waits for the step that another is at. What it does meanwhile is kept: local steps are added to the new weights,
 gradients count in the next version.
+
+`BufferedSteps` count steps in place of examples. `QuorumSteps` push local steps when enough workers have made theirs; a
+worker that has not pushes nothing then, and goes on. `BackupSteps` push one gradient for each version: a worker whose
+gradient is late has pushed nothing, and drops it.
 """
 
 from __future__ import annotations
@@ -12,13 +16,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from kvdist.config.policies import Quota
+from kvdist.config.policies import DAMPINGS, Backup, Buffered, LocalSteps, Quota, TrainingPolicy, updates_between
 from kvdist.kvstore.backend import Average
-from kvdist.protocol.messages import Due
+from kvdist.protocol.messages import Due, DueWhen
 from kvdist.training.data import HandedOut, count_as_used
 from kvdist.training.local_steps import Exchanges
 from kvdist.training.parameters import Grads, Parameter
@@ -40,22 +44,27 @@ class QuotaSteps(Exchanges):
     """
 
     counts_steps = False
+    when = DueWhen.MADE
+    """By which rule a push is due."""
+    damping = staticmethod(DAMPINGS["none"])
+    """What a gradient is multiplied by that is so many versions late."""
 
     def __init__(
         self,
-        policy: Quota,
+        policy: TrainingPolicy,
         parameters: Sequence[Parameter],
         unpushed: Callable[[], int],
         push: Callable[[Grads, Average, int, list[torch.Tensor]], Future[Any]],
-        report: Callable[[int, bool, bool], Future[Due | None]],
+        report: Callable[[int, DueWhen, int, bool, bool], Future[Due | None]],
         take: Callable[[Future[Any]], Any],
         handed_out: HandedOut,
         landed: Callable[[int], object],
     ) -> None:
-        self.sums_gradients = not policy.local_steps
-        self._quota = policy
+        self.sums_gradients = not updates_between(policy)
+        self._policy = policy
+        self._waits = isinstance(policy, Quota) and policy.exact
         self._push = push
-        self._report = report
+        self._report_as = report
         self._take = take
         self._handed_out = handed_out
         self._landed = landed
@@ -100,31 +109,32 @@ class QuotaSteps(Exchanges):
     def require_alike(self, samples: int | None) -> None:
         if samples is None:
             raise ValueError(
-                f"step() under the policy {self._quota}, which counts examples: call step(samples=n) with the number of"
-                " examples that the loss is a mean of, or iterate trainer.batches(loader) with a QueueSampler"
+                f"step() under the policy {self._policy}, which counts examples: call step(samples=n) with the number"
+                " of examples that the loss is a mean of, or iterate trainer.batches(loader) with a QueueSampler"
             )
 
     def add(self, grads: Grads, samples: int) -> None:
         super().add(grads, samples)
+        weight = samples * self.damping(self._pushes)
         for place, grad in enumerate(grads if self.sums_gradients else ()):
             if grad is None:
                 continue
             present = self._sums[place]
             if present is None:
                 wide = grad[0].float() if grad[0].dtype in HALF else grad[0]
-                self._sums[place] = wide * samples
+                self._sums[place] = wide * weight
             else:
-                present.add_(grad[0], alpha=samples)
+                present.add_(grad[0], alpha=weight)
 
     def after_step(self) -> None:
         self._ready = dict(self._handed_out)
         if self._under_way is not None and self._under_way.done():
             self._land()
-        if not self._is_due:
+        if not self._is_due and self._has_news:
             self._ask()
         if self._is_due and self._can_push:
             self._start()
-            if self._quota.exact:
+            if self._waits:
                 self._land()
             self._ask()
 
@@ -133,8 +143,8 @@ class QuotaSteps(Exchanges):
             self._ready = dict(self._handed_out)
             while True:
                 self._land()
-                due = self._take(self._report(self.samples, not together, together))
-                self._start()
+                due = self._take(self._report(now=not together, together=together))
+                self._start(everything=True)
                 self._land()
                 if not together or due.together:
                     return
@@ -147,12 +157,42 @@ class QuotaSteps(Exchanges):
     def close(self) -> None:
         self._pusher.shutdown(wait=False)
 
+    # What policies differ in.
+
+    @property
+    def _number(self) -> int:
+        """What is due when so much was made."""
+        return cast(Quota, self._policy).samples
+
+    @property
+    def _progress(self) -> int:
+        """How much of that this worker has made."""
+        return self.samples
+
+    @property
+    def _has_news(self) -> bool:
+        """Whether a step has changed that."""
+        return True
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether what there is counts in a version that is due."""
+        return True
+
+    @property
+    def _examples(self) -> int:
+        """Of how many examples a push is."""
+        return self.handed_out - self._pushed_examples or self.samples
+
     # When a push is due.
+
+    def _report(self, *, now: bool = False, together: bool = False) -> Future[Due | None]:
+        return self._report_as(self._progress, self.when, self._number, now, together)
 
     def _ask(self) -> None:
         """Report what there is, and ask when the next push is due."""
-        asked = self._asked = self._report(self.samples, False, False)
-        if not self._quota.exact:
+        asked = self._asked = self._report()
+        if not self._waits:
             asked.add_done_callback(self._hear)
 
     def _hear(self, asked: Future[Due | None]) -> None:
@@ -174,7 +214,7 @@ class QuotaSteps(Exchanges):
 
     def _push_if_due(self) -> None:
         """Push what there is, unless a step is being made, which looks by itself."""
-        if self._quota.exact or not self._lock.acquire(blocking=False):
+        if self._waits or not self._lock.acquire(blocking=False):
             return
         try:
             if self._can_push and self._is_due:
@@ -188,10 +228,19 @@ class QuotaSteps(Exchanges):
 
     # With the lock held.
 
-    def _start(self) -> None:
-        """Push what there is. The weights of the last push may not be taken yet: its version is complete."""
-        samples = self.handed_out - self._pushed_examples or self.samples
-        grads: Grads = [None] * len(self._weights)
+    def _start(self, *, everything: bool = False) -> None:
+        """Push what there is. The weights of the last push may not be taken yet: its version is complete.
+
+        Args:
+            everything: also what the policy would keep for the next version.
+        """
+        nothing: Grads = [None] * len(self._weights)
+        self._asked = None
+        if not (everything or self._is_ready):
+            self._send(nothing, average=True, samples=0)
+            return
+        samples = self._examples
+        grads = nothing
         if self.made and self.sums_gradients:
             grads = [
                 None if total is None else [total.div_(self.samples).to(weight.dtype)]
@@ -201,14 +250,16 @@ class QuotaSteps(Exchanges):
             before, self._pushed = self._pushed, self._changes()
             changes = torch._foreach_sub(self._pushed, before) if before else self._pushed
             grads = [[change] for change in changes]
-        self._under_way = self._push(grads, "samples" if self.made else True, samples, self._landing)
-        self._under_way.add_done_callback(self._look_soon)
-        self._pushes += 1
-        self._asked = None
+        self._send(grads, "samples" if self.made else True, samples)
         self._used, self._pushed_examples = self._ready, self.handed_out
         self._sums = [None] * len(self._weights)
         self._count_anew()
         self.handed_out = self._pushed_examples
+
+    def _send(self, grads: Grads, average: Average, samples: int) -> None:
+        self._under_way = self._push(grads, average, samples, self._landing)
+        self._under_way.add_done_callback(self._look_soon)
+        self._pushes += 1
 
     def _land(self) -> None:
         """Take the new weights, when they are here."""
@@ -229,3 +280,79 @@ class QuotaSteps(Exchanges):
         count_as_used(dict(self._used))
         self.handed_out, self._pushed_examples = self._unpushed(), 0
         self._landed(pushes)
+
+
+def steps_of(policy: TrainingPolicy) -> type[QuotaSteps]:
+    """What a worker does under a policy of workers at their own pace."""
+    kinds = {Quota: QuotaSteps, Buffered: BufferedSteps, Backup: BackupSteps, LocalSteps: QuorumSteps}
+    return kinds[type(policy)]
+
+
+class BufferedSteps(QuotaSteps):
+    """Counts the steps of a worker; what is late counts less."""
+
+    def __init__(self, policy: Buffered, *given: Any) -> None:
+        self.damping = DAMPINGS[policy.damping]
+        super().__init__(policy, *given)
+
+    @property
+    def _number(self) -> int:
+        return cast(Buffered, self._policy).steps
+
+    @property
+    def _progress(self) -> int:
+        return self.made
+
+
+class QuorumSteps(QuotaSteps):
+    """Makes steps of the worker's own, and exchanges them when it has enough of them and so have enough others."""
+
+    when = DueWhen.QUORUM
+
+    @property
+    def _number(self) -> int:
+        return cast(LocalSteps, self._policy).quorum or 1
+
+    @property
+    def _progress(self) -> int:
+        return int(self._is_ready)
+
+    @property
+    def _has_news(self) -> bool:
+        return self.passed == cast(LocalSteps, self._policy).every
+
+    @property
+    def _is_ready(self) -> bool:
+        return self.passed >= cast(LocalSteps, self._policy).every
+
+
+class BackupSteps(QuotaSteps):
+    """Makes one gradient for each version, of the weights of the one before; drops it if that was made without it."""
+
+    when = DueWhen.SPARED
+
+    @property
+    def _number(self) -> int:
+        return cast(Backup, self._policy).spare
+
+    @property
+    def _progress(self) -> int:
+        return int(self.made > 0)
+
+    @property
+    def _examples(self) -> int:
+        return self.samples  # without those that were dropped
+
+    def add(self, grads: Grads, samples: int) -> None:
+        if self._pushes:
+            self._drop(samples)
+        else:
+            super().add(grads, samples)
+
+    def after_step(self) -> None:
+        self._ready = dict(self._handed_out)
+        if self.made:
+            self._take(self._report())
+            self._start()
+        self._land()
+        self._ask()

@@ -21,7 +21,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from kvdist.checkpoint.shards import samples_in, updates_in
-from kvdist.config.policies import LocalSteps, Quota, TrainingPolicy
+from kvdist.config.policies import Asynchronous, LocalSteps, Pace, StaleSynchronous, TrainingPolicy, updates_between
 from kvdist.errors import ConfigError, KvdistError, RolledBackError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
@@ -44,7 +44,7 @@ from kvdist.naming import NamedKey
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
-from kvdist.protocol.messages import Due
+from kvdist.protocol.messages import Due, DueWhen
 from kvdist.training.ballot import Ballot
 from kvdist.training.data import Batches, DrivenSampler, HandedOut, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
@@ -69,12 +69,12 @@ from kvdist.training.trainer_config import (
     refuse_updated_there,
     refuse_what_contradicts,
     require_averages,
+    require_enough,
     require_joinable,
     require_policy,
     require_samples,
     require_survivable,
     statement,
-    updates_between,
 )
 from kvdist.training.training_state import TrainingState
 from kvdist.training.weights import LocalUpdate, SharedWeights
@@ -698,6 +698,15 @@ class Trainer:
         return self._samples if found is None else found
 
     @property
+    def samples_dropped(self) -> int:
+        """Of how many examples this worker's gradients came too late, and count in no version.
+
+        Under a policy that drops them: `kvdist.backup`, or `kvdist.asynchronous` with ``max_delay``. Where steps do not
+        say their examples, each counts as one. A warning says so once when they are more than a fifth of all.
+        """
+        return 0 if self._between is None else self._between.samples_dropped
+
+    @property
     def nonfinite_steps(self) -> int:
         """The number of steps in which this worker's gradients were not finite and not used.
 
@@ -717,18 +726,18 @@ class Trainer:
         compresses = self._compression_params is not None
         store = choose_store(self._kvstore_wanted, self._num_devices, create_store, compresses)
         if store is not None:
-            self._update_on_kvstore = decide_update_on_kvstore(
+            policy = policy_of(store)
+            if policy is not None:
+                sends_otherwise = self._overlaps or self._shares or self._update_on_kvstore_wanted is not None
+                require_policy(policy, self._num_devices, self._clip_norm, sends_otherwise, store)
+                require_enough(policy, store.num_workers)
+            self._update_on_kvstore = policy is not None or decide_update_on_kvstore(
                 store,
                 self._kvstore_wanted,
                 self._update_on_kvstore_wanted,
                 self._parameters,
                 self._clip_norm is not None,
             )
-            policy = policy_of(store)
-            if policy is not None:
-                sends_otherwise = self._overlaps or self._shares or self._update_on_kvstore_wanted is not None
-                require_policy(policy, self._num_devices, self._clip_norm, sends_otherwise, store)
-                self._update_on_kvstore = True
             require_survivable(store, self._update_on_kvstore)
         if self._optimizer.average_half_life is not None:
             require_averages(store, self._update_on_kvstore)
@@ -784,13 +793,18 @@ class Trainer:
 
     def _exchanges_by(self, policy: TrainingPolicy, exchange: Exchange) -> Exchanges:
         trained = [parameter for _, parameter in self._trained]
-        if isinstance(policy, LocalSteps):
+        if policy.pace is Pace.TOGETHER:
+            assert isinstance(policy, LocalSteps)
             ways = (exchange.update_some, exchange.begin_update, exchange.take)
             return OuterSteps(policy, trained, self._unpushed, *ways, self._handed_out)
-        from kvdist.training.quota import QuotaSteps  # a feature at a seam: loaded where it is used
+        if isinstance(policy, Asynchronous | StaleSynchronous):  # features at a seam: loaded where they are used
+            from kvdist.training.alone import AloneSteps
 
-        calls = (exchange.begin_update, exchange.report(policy.samples), exchange.take)
-        return QuotaSteps(policy, trained, self._unpushed, *calls, self._handed_out, self._landed)
+            return AloneSteps(policy, trained, self._unpushed, exchange.update, exchange.report, exchange.take)
+        from kvdist.training.quota import steps_of
+
+        calls = (exchange.begin_update, exchange.report, exchange.take)
+        return steps_of(policy)(policy, trained, self._unpushed, *calls, self._handed_out, self._landed)
 
     def _state(self, method: str) -> TrainingState:
         self._require_nothing_sent(method, "step()")
@@ -854,6 +868,7 @@ class Trainer:
             with self._between.stepping():
                 self._between.add(grads, samples or 0)
                 self._between.examples += said
+                self._between.given += said
                 if self._between.sums_gradients:
                     self._optimizer.rescale_grad = self._scale / divisor
                     self._watch.note_grads()
@@ -911,14 +926,15 @@ class Trainer:
         self._count_as_used()
 
     def _warn_of_parts(self) -> None:
-        """Say once that a fixed part of the data does not go with a quota."""
+        """Say once that a fixed part of the data does not go with workers at their own pace."""
         store = self._kvstore_wanted if self._kvstore is None else self._kvstore
-        if isinstance(store, KVStore) and isinstance(store._backend.policy, Quota) and not self._has_warned:
+        policy = policy_of(store)
+        if policy is not None and policy.pace is not Pace.TOGETHER and not self._has_warned:
             self._has_warned = True
             LOG.warning(
                 "SplitSampler gives each worker an equal part of the data, and under the policy %s fast workers come to"
                 " the end of theirs first and wait: QueueSampler(len(data)) lets each take as much as it can",
-                store._backend.policy,
+                policy,
             )
 
     def _known_samples(self, between: Exchanges, samples: int | None) -> int | None:
@@ -1220,10 +1236,9 @@ class Exchange:
         places = [[one] for one in out]
         return self._store.pushpull_async(keys, grads, out=places, average=average, samples=samples)
 
-    def report(self, quota: int) -> Callable[[int, bool, bool], Future[Due | None]]:
-        """What says how many examples there are since the last push; see `DistBackend.report_progress`."""
-        backend = self._backend
-        return lambda samples, now, together: backend.report_progress(self._keys[0], samples, quota, now, together)
+    def report(self, samples: int, when: DueWhen, quota: int, now: bool, together: bool) -> Future[Due | None]:
+        """Say how much there is since the last push; see `DistBackend.report_progress`."""
+        return self._backend.report_progress(self._keys[0], samples, when, quota, now, together)
 
     def take(self, future: Future[Any]) -> Any:
         """The result of one of these futures."""

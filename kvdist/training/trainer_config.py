@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from kvdist.config.environment import cluster_from_env, read_setting
-from kvdist.config.policies import LocalSteps, Quota, TrainingPolicy
+from kvdist.config.policies import Backup, LocalSteps, Pace, TrainingPolicy, updates_between
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import SAMPLES_MAX, Ability
@@ -422,11 +422,6 @@ def policy_of(store: KVStoreBase | None) -> TrainingPolicy | None:
     return store._backend.policy if isinstance(store, KVStore) else None
 
 
-def updates_between(policy: TrainingPolicy | None) -> bool:
-    """Whether workers make steps of their own, by a policy."""
-    return policy is not None and not (isinstance(policy, Quota) and not policy.local_steps)
-
-
 def compression_of(policy: TrainingPolicy | None, given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """How pushes are compressed: as the trainer says, or its policy.
 
@@ -472,8 +467,31 @@ def require_policy(
         else ""
     )  # fmt: skip
     if obstacle:
-        what = "lets workers update their own weights" if updates_between(policy) else "adds up gradients of steps"
+        what = (
+            "lets workers update their own weights" if updates_between(policy)
+            else "asks before each push" if policy.pace is Pace.ALONE
+            else "adds up gradients of steps"
+        )  # fmt: skip
         raise ConfigError(f"the policy {policy} {what}, and does not work with {obstacle}")
+
+
+def require_enough(policy: TrainingPolicy, num_workers: int) -> None:
+    """Check that a policy which counts workers goes with how many there are.
+
+    Raises:
+        ConfigError: it wants more of them.
+    """
+    if isinstance(policy, Backup) and policy.spare >= num_workers:
+        raise ConfigError(
+            f"the policy {policy} does without {policy.spare} workers, and there are {num_workers}: spare"
+            f" {f'at most {num_workers - 1}' if num_workers > 1 else 'none: leave the policy out'}"
+        )
+    quorum = policy.quorum if isinstance(policy, LocalSteps) else None
+    if quorum is not None and quorum > num_workers:
+        raise ConfigError(
+            f"the policy {policy} wants a quorum of {quorum} workers, and there are {num_workers}: give at most that,"
+            " or leave the quorum out to wait for all"
+        )
 
 
 def refuse_overlap_of_snapshots(store: KVStoreBase | Adapted, overlaps: bool) -> None:

@@ -8,7 +8,7 @@ from kvdist.core.machine import Send
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.progress import Quotas
 from kvdist.nodes import Member, worker
-from kvdist.protocol.messages import Due, Progress
+from kvdist.protocol.messages import Due, DueWhen, Progress
 
 WORKERS = [Member(worker(rank), 10 + rank) for rank in range(3)]
 
@@ -22,7 +22,7 @@ def peers() -> Peers:
 
 
 def said(samples: int, step: int = 0, *, now: bool = False, together: bool = False) -> Progress:
-    return Progress(7, step, samples, 20, now, together)
+    return Progress(7, step, samples, DueWhen.MADE, 20, now, together)
 
 
 def due(effects: object) -> dict[int, Due]:
@@ -35,72 +35,218 @@ def due(effects: object) -> dict[int, Due]:
 
 
 def everybody(step: int, together: bool = False) -> dict[int, Due]:
-    return dict.fromkeys(range(3), Due(7, step, together))
+    return dict.fromkeys(range(3), Due(7, step, together, 0))
 
 
 def test_a_push_is_due_when_all_together_have_made_enough(peers: Peers) -> None:
     quotas = Quotas(peers)
-    assert not quotas.heard(WORKERS[0], said(12)) and not quotas.heard(WORKERS[1], said(7))
-    assert due(quotas.heard(WORKERS[1], said(8))) == everybody(0)
+    assert not quotas.heard(WORKERS[0], said(12), 0.0) and not quotas.heard(WORKERS[1], said(7), 0.0)
+    assert due(quotas.heard(WORKERS[1], said(8), 0.0)) == everybody(0)
 
 
 def test_a_report_that_is_repeated_counts_once(peers: Peers) -> None:
     quotas = Quotas(peers)
-    assert not any(quotas.heard(WORKERS[0], said(9)) for _ in range(5))
+    assert not any(quotas.heard(WORKERS[0], said(9), 0.0) for _ in range(5))
 
 
 def test_what_was_made_before_the_last_push_does_not_count_for_the_next(peers: Peers) -> None:
     quotas = Quotas(peers)
-    quotas.heard(WORKERS[0], said(15))
-    assert due(quotas.heard(WORKERS[1], said(15))) == everybody(0)
-    assert not quotas.heard(WORKERS[1], said(15, step=1))
-    assert due(quotas.heard(WORKERS[2], said(30))) == {2: Due(7, 0, False)}, "it has not pushed for the first time"
-    assert due(quotas.heard(WORKERS[0], said(5, step=1))) == everybody(1)
+    quotas.heard(WORKERS[0], said(15), 0.0)
+    assert due(quotas.heard(WORKERS[1], said(15), 0.0)) == everybody(0)
+    assert not quotas.heard(WORKERS[1], said(15, step=1), 0.0)
+    assert due(quotas.heard(WORKERS[2], said(30), 0.0)) == {2: Due(7, 0, False, 0)}, (
+        "it has not pushed for the first time"
+    )
+    assert due(quotas.heard(WORKERS[0], said(5, step=1), 0.0)) == everybody(1)
 
 
 def test_one_worker_alone_may_say_that_it_is_time(peers: Peers) -> None:
-    assert due(Quotas(peers).heard(WORKERS[2], said(0, now=True))) == everybody(0)
+    assert due(Quotas(peers).heard(WORKERS[2], said(0, now=True), 0.0)) == everybody(0)
 
 
 def test_all_that_are_awaited_wait_for_each_other(peers: Peers) -> None:
     quotas = Quotas(peers)
     peers.rest({1})
-    assert not quotas.heard(WORKERS[0], said(1, together=True))
-    assert due(quotas.heard(WORKERS[2], said(0, together=True))) == everybody(0, together=True)
+    assert not quotas.heard(WORKERS[0], said(1, together=True), 0.0)
+    assert due(quotas.heard(WORKERS[2], said(0, together=True), 0.0)) == everybody(0, together=True)
 
 
 def test_who_is_lost_or_rests_is_not_waited_for(peers: Peers) -> None:
     quotas = Quotas(peers)
-    quotas.heard(WORKERS[0], said(1, together=True)), quotas.heard(WORKERS[1], said(1, together=True))
+    quotas.heard(WORKERS[0], said(1, together=True), 0.0), quotas.heard(WORKERS[1], said(1, together=True), 0.0)
     del peers.workers[2]
     peers.rest(set())
-    assert due(quotas.roster()) == dict.fromkeys(range(2), Due(7, 0, True))
+    assert due(quotas.roster(0.0)) == dict.fromkeys(range(2), Due(7, 0, True, 0))
 
 
 def test_what_a_lost_worker_has_made_does_not_count(peers: Peers) -> None:
     quotas = Quotas(peers)
-    quotas.heard(WORKERS[2], said(15))
+    quotas.heard(WORKERS[2], said(15), 0.0)
     del peers.workers[2]
     peers.rest(set())
-    assert not quotas.roster() and not quotas.heard(WORKERS[0], said(10))
+    assert not quotas.roster(0.0) and not quotas.heard(WORKERS[0], said(10), 0.0)
 
 
 def test_a_server_that_knows_nothing_learns_from_who_has_pushed_that_it_was_due(peers: Peers) -> None:
     heir = Quotas(peers)
-    assert not heir.heard(WORKERS[0], said(3, step=5, together=True))
-    assert due(heir.heard(WORKERS[1], said(0, step=6))) == everybody(5)
+    assert not heir.heard(WORKERS[0], said(3, step=5, together=True), 0.0)
+    assert due(heir.heard(WORKERS[1], said(0, step=6), 0.0)) == everybody(5)
 
 
 def test_who_has_joined_later_does_not_know_what_was_due(peers: Peers) -> None:
     quotas = Quotas(peers)
     peers.since[1] = 6
-    assert not quotas.heard(WORKERS[0], said(3, step=5)) and not quotas.heard(WORKERS[1], said(9, step=6))
-    assert due(quotas.heard(WORKERS[2], said(17, step=5))) == everybody(5)
+    assert not quotas.heard(WORKERS[0], said(3, step=5), 0.0) and not quotas.heard(WORKERS[1], said(9, step=6), 0.0)
+    assert due(quotas.heard(WORKERS[2], said(17, step=5), 0.0)) == everybody(5)
 
 
 def test_after_the_way_back_to_a_snapshot_nothing_of_before_counts(peers: Peers) -> None:
     quotas = Quotas(peers)
-    assert quotas.heard(WORKERS[0], said(20, step=9))
+    assert quotas.heard(WORKERS[0], said(20, step=9), 0.0)
     quotas.clear()
-    assert not quotas.heard(WORKERS[0], said(19, step=4))
-    assert due(quotas.heard(WORKERS[1], said(1, step=4))) == everybody(4)
+    assert not quotas.heard(WORKERS[0], said(19, step=4), 0.0)
+    assert due(quotas.heard(WORKERS[1], said(1, step=4), 0.0)) == everybody(4)
+
+
+# Enough workers in place of enough examples.
+
+
+def ready(step: int = 0, *, made: int = 1, when: DueWhen = DueWhen.SPARED, number: int = 1, together: bool = False):
+    return Progress(7, step, made, when, number, False, together)
+
+
+def test_a_push_is_due_when_all_workers_but_the_spare_ones_have_something(peers: Peers) -> None:
+    quotas = Quotas(peers)
+    assert not quotas.heard(WORKERS[0], ready(), 0.0) and not quotas.heard(WORKERS[0], ready(), 0.0)
+    assert not quotas.heard(WORKERS[1], ready(made=0), 0.0)
+    assert due(quotas.heard(WORKERS[2], ready(), 0.0)) == everybody(0)
+    assert not quotas.heard(WORKERS[0], ready(1), 0.0), "the one that was spared has nothing for the next one yet"
+    assert due(quotas.heard(WORKERS[1], ready(1), 0.0)) == everybody(1)
+
+
+@pytest.mark.parametrize("change", ["lost", "rests", "waits for all"])
+def test_who_cannot_have_anything_is_not_counted_among_the_workers(peers: Peers, change: str) -> None:
+    quotas = Quotas(peers)
+    assert not quotas.heard(WORKERS[0], ready(), 0.0)
+    if change == "waits for all":
+        assert due(quotas.heard(WORKERS[1], ready(made=0, together=True), 0.0)) == everybody(0)
+        return
+    if change == "lost":
+        del peers.workers[1]
+    peers.rest({1} if change == "rests" else set())
+    assert set(due(quotas.roster(0.0))) == set(peers.workers), "one of two is spared"
+
+
+def test_what_a_lost_worker_had_does_not_make_a_version(peers: Peers) -> None:
+    quotas = Quotas(peers)
+    for one in WORKERS[:2]:
+        assert not quotas.heard(one, ready(when=DueWhen.QUORUM, number=3), 0.0)
+    del peers.workers[1]
+    peers.rest(set())
+    assert not quotas.roster(0.0)
+    assert due(quotas.heard(WORKERS[2], ready(when=DueWhen.QUORUM, number=3), 0.0)), "both that are there have it"
+
+
+def quorum(step: int) -> Progress:
+    return ready(step, when=DueWhen.QUORUM, number=2)
+
+
+def played(quotas: Quotas, arrivals: list[tuple[float, int]], step: int) -> float:
+    """When the push is due, if workers come at these times."""
+    for now, rank in arrivals:
+        if quotas.deadline <= now:
+            at = quotas.deadline
+            assert due(quotas.tick(at)) == everybody(step)
+            return at
+        if quotas.heard(WORKERS[rank], quorum(step), now):
+            return now
+    at = quotas.deadline
+    assert due(quotas.tick(at)) == everybody(step)
+    return at
+
+
+def test_a_quorum_waits_as_long_as_others_have_needed_lately_and_not_for_one_that_is_always_slow(peers: Peers) -> None:
+    quotas = Quotas(peers)
+    assert played(quotas, [(10.0, 0), (10.1, 1)], 0) == 10.1, "nothing is known yet"
+    assert not quotas.heard(WORKERS[2], quorum(1), 10.3), "it was late by 0.2 s"
+    assert played(quotas, [(20.0, 0)], 1) == pytest.approx(20.0 + 1.5 * 0.2), "now it has come first"
+    assert played(quotas, [(30.0, 1), (30.1, 0), (30.35, 2)], 2) == 30.35, "within the grace"
+    assert played(quotas, [(40.0, 1), (40.1, 0)], 3) == pytest.approx(40.1 + 1.5 * 0.25), "no longer than that"
+    for step in range(4, 30):  # worker 2 needs six times as long as the others
+        now = 10.0 * step + 10.0
+        if step % 6 == 5:
+            quotas.heard(WORKERS[2], quorum(step), now - 4.0)
+        at = played(quotas, [(now, 1), (now + 0.1, 0)], step)
+    assert at == now + 0.1, "what it waited for in vain is forgotten"
+
+
+def test_the_grace_of_a_quorum_that_is_lost_ends(peers: Peers) -> None:
+    quotas = Quotas(peers)
+    played(quotas, [(10.0, 0), (10.1, 1)], 0)
+    quotas.heard(WORKERS[2], quorum(1), 10.3)
+    assert played(quotas, [(20.0, 0)], 1) > 20.0
+    played(quotas, [(30.0, 1), (30.1, 0)], 2)
+    quotas.heard(WORKERS[0], quorum(3), 40.0), quotas.heard(WORKERS[1], quorum(3), 40.0)
+    assert 40.0 < quotas.deadline < 50.0
+    for rank in (0, 1):
+        del peers.workers[rank]
+    peers.rest(set())
+    assert not quotas.roster(40.1) and not quotas.tick(50.0)
+    assert quotas.deadline > 1e6, "nobody is there to wait for others"
+    assert due(quotas.heard(WORKERS[2], quorum(3), 60.0)) == {2: Due(7, 3, False, 0)}
+
+
+# Each push is a version.
+
+
+def asks(quotas: Quotas, rank: int, step: int, when: DueWhen, limit: int) -> dict[int, Due]:
+    return due(quotas.heard(WORKERS[rank], Progress(7, step, 1, when, limit, False, False), 0.0))
+
+
+def test_a_worker_is_held_while_it_is_too_far_ahead_of_the_slowest(peers: Peers) -> None:
+    quotas = Quotas(peers)
+    for step in range(3):
+        assert set(asks(quotas, 0, step, DueWhen.LED, 2)) == {0} and set(asks(quotas, 1, step, DueWhen.LED, 2)) == {1}
+    assert not asks(quotas, 0, 3, DueWhen.LED, 2), "worker 2 has pushed nothing"
+    assert set(asks(quotas, 2, 0, DueWhen.LED, 2)) == {2}, "it has not pushed yet"
+    assert set(asks(quotas, 2, 1, DueWhen.LED, 2)) == {2, 0}, "its first push is made"
+
+
+@pytest.mark.parametrize("change", ["lost", "rests"])
+def test_who_makes_no_pushes_any_more_holds_nobody(peers: Peers, change: str) -> None:
+    quotas = Quotas(peers)
+    for rank in (0, 1):
+        assert asks(quotas, rank, 0, DueWhen.LED, 0)
+    assert not asks(quotas, 0, 1, DueWhen.LED, 0) and not asks(quotas, 1, 1, DueWhen.LED, 0)
+    if change == "lost":
+        del peers.workers[2]
+    peers.rest({2} if change == "rests" else set())
+    assert set(due(quotas.roster(0.0))) == {0, 1}
+
+
+def test_who_joins_begins_where_the_slowest_is(peers: Peers) -> None:
+    quotas = Quotas(peers)
+    peers.newcomers[2] = peers.workers.pop(2)
+    peers.rest(set())
+    for step in range(6):
+        assert asks(quotas, 0, step, DueWhen.LED, 1) and asks(quotas, 1, step, DueWhen.LED, 1)
+    peers.admit([2], 12)
+    for step in (12, 13):
+        assert asks(quotas, 2, step, DueWhen.LED, 1), "its pushes are numbered elsewhere"
+    assert asks(quotas, 2, 14, DueWhen.LED, 1), "it is not held: others may wait for it at a barrier"
+    assert asks(quotas, 0, 6, DueWhen.LED, 1) and not asks(quotas, 0, 7, DueWhen.LED, 1), "worker 1 is still there"
+    for step in (6, 7, 8):
+        assert asks(quotas, 1, step, DueWhen.LED, 1)
+    assert asks(quotas, 0, 8, DueWhen.LED, 1) and not asks(quotas, 0, 9, DueWhen.LED, 1), "it has made 2 of its own"
+
+
+def test_a_gradient_is_as_late_as_pushes_were_let_through_since_the_weights_came(peers: Peers) -> None:
+    quotas = Quotas(peers)
+    rule = (DueWhen.DELAYED, 2)
+    assert asks(quotas, 0, 0, *rule) == {0: Due(7, 0, False, 0)}
+    assert asks(quotas, 1, 0, *rule) == {1: Due(7, 0, False, 1)}
+    assert asks(quotas, 0, 1, *rule) == {0: Due(7, 1, False, 1)}
+    assert asks(quotas, 2, 0, *rule) == {2: Due(7, 0, False, 3)}, "dropped: it is no version"
+    assert asks(quotas, 2, 0, *rule) == {2: Due(7, 0, False, 3)}, "a question that is repeated has the same answer"
+    assert asks(quotas, 2, 1, *rule) == {2: Due(7, 1, False, 0)}, "it got the newest weights instead"
+    assert asks(quotas, 1, 1, *rule) == {1: Due(7, 1, False, 2)}

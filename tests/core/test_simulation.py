@@ -202,13 +202,20 @@ FAULTS = {
     **{
         name: ("crash", *(("lost", "cut") if scenario.weather is STORM else ()))
         for name, scenario in SCENARIOS.items()
-        if name.startswith("quota ") and scenario.victims
+        if scenario.quota and scenario.victims
     },
-    "quota in a storm": ("cut", "lost", "duplicated"),
-    "quota and newcomers": ("crash", "started again", "joined"),
-    "quota and workers that are waited for": ("crash", "started again", "joined"),
-    "quota and a scheduler that returns": ("crash", "return"),
-    "quota goes back": ("crash", "started again", "went back"),
+    **{
+        f"{policy} {what}": faults
+        for policy in ("quota", "backup", "quorum", "ssp", "delays")
+        for what, faults in (
+            ("in a storm", ("cut", "lost", "duplicated")),
+            ("and newcomers", ("crash", "started again", "joined")),
+            ("and workers that are waited for", ("crash", "started again", "joined")),
+            ("and a scheduler that returns", ("crash", "return")),
+            ("goes back", ("crash", "started again", "went back")),
+        )
+        if f"{policy} {what}" in SCENARIOS
+    },
     "goes on with sums of hosts": ("crash", *DROPPED),
     "goes on with sums of hosts in a storm": ("crash", "cut", "lost", "duplicated", *DROPPED),
     "goes on with sums under way for long": (

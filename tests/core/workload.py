@@ -51,7 +51,7 @@ from kvdist.kernels.reference import REFERENCE
 from kvdist.optimizer.base import AVERAGE
 from kvdist.optimizer.compression import Codec, Half, TopK, encode
 from kvdist.optimizer.registry import create
-from kvdist.protocol.messages import Configure, Flag, Progress, SavedFile
+from kvdist.protocol.messages import Configure, DueWhen, Flag, Progress, SavedFile
 from kvdist.runtime.node import AnswerByKey, Node
 from tests.core.ledger import Books
 from tests.core.row_workload import TABLES, RowOracle, RowUser, Seen
@@ -121,6 +121,7 @@ class Job:
     waits: whether all wait for lost workers, which go on where they were.
     second: whether there is a second model.
     quota: after how many examples of all workers a round is due; 0: at once.
+    when: what else that number is of.
     """
 
     num_workers: int
@@ -139,6 +140,7 @@ class Job:
     waits: bool = False
     quota: int = 0
     second: bool = False
+    when: DueWhen = DueWhen.MADE
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -157,6 +159,12 @@ class Oracle:
         """Round → process of a worker → how many examples it has reported for it."""
         self.due: set[int] = set()
         """The rounds of which a worker knows that they are due."""
+        self.turns: dict[int, int] = {}
+        """Rank → the last turn that it has asked for."""
+        self.has_heir = False
+        """Whether a server that counts workers' turns was struck."""
+        self.dropped = 0
+        """How many turns were too late."""
         self.lost: set[int] = set()
         """The ranks that have been struck."""
         self.went_back = False
@@ -417,7 +425,7 @@ class User:
             self.round = turn
             if turn != self.since or self.job.waits:
                 if self.job.quota:
-                    yield from self._make_progress(turn)
+                    yield from self._ask_for(turn) if self.job.mode == "async" else self._make_progress(turn)
                 yield from self._take_turn(turn)
             yield from self._end_turn(turn)
         if begun == self.job.rounds:
@@ -493,7 +501,7 @@ class User:
     def _join(self) -> Program:
         """As a script that does not ask where the others are: it pushes ones."""
         yield from self._look_on()
-        if self.job.quota:  # or it would push whenever it likes
+        if self.job.quota and self.job.mode != "async":  # or it would push whenever it likes
             joined = self._ask(lambda number: TakePart(number, STORE))
             yield [joined]
             yield from self._make_progress(joined.result())
@@ -631,16 +639,43 @@ class User:
             made += self.random.randint(0, 4)
             mine = self.oracle.made.setdefault(turn, {})
             mine[id(self)] = max(mine.get(id(self), 0), made)
-            progress = Progress(piece.number, 0, made, self.job.quota, False, together)
+            if self.job.when != DueWhen.MADE:
+                made = min(made, 1)
+            progress = Progress(piece.number, 0, made, self.job.when, self.job.quota, False, together)
             report = self._ask(partial(ReportProgress, server=piece.server, progress=progress))
             yield [report] if together else [self._read(["bias"], is_checked=False)[1]]
             due = report.result() if report.done() else None
             if due is not None:
                 break
-        enough = sum(mine.values()) >= self.job.quota
-        assert due.step == turn, f"worker {self.rank} makes round {turn}, and hears that {due.step} is due"
-        assert due.together or enough or turn in self.oracle.due, f"round {turn} is due after {mine}"
+        enough = sum(mine.values()) >= self._enough()
+        assert due.step >= turn, f"worker {self.rank} makes round {turn}, and hears that {due.step} is due"
+        is_known = due.step > turn or turn in self.oracle.due
+        assert due.together or enough or is_known, f"round {turn} is due after {mine}"
         self.oracle.due.add(turn)
+
+    def _enough(self) -> int:
+        """How much must have been made for a round to be due, at least. Who is struck may still be awaited."""
+        there = self.job.num_workers - len(self.oracle.lost)
+        if self.job.when == DueWhen.MADE:
+            return self.job.quota
+        return max(1, there - self.job.quota if self.job.when == DueWhen.SPARED else min(self.job.quota, there))
+
+    def _ask_for(self, turn: int) -> Program:
+        """As a trainer whose pushes are versions: ask before each, and push nothing if it would be too late."""
+        piece, turns = self.infos["weight"].slices[0], self.oracle.turns
+        turns[self.rank] = turn
+        progress = Progress(piece.number, 0, 1, self.job.when, self.job.quota, False, False)
+        report = self._ask(partial(ReportProgress, server=piece.server, progress=progress))
+        yield [report]
+        due = report.result()
+        if self.job.when == DueWhen.LED:
+            others = [turns.get(rank, 0) for rank in range(self.job.num_workers) if rank not in self.oracle.lost]
+            is_bound = self.rank not in self.oracle.lost and not self.oracle.has_heir
+            assert not is_bound or turn - min(others) <= self.job.quota, f"{self.rank} may make {turn}, as of {turns}"
+        elif due.delay > self.job.quota:
+            self.oracle.dropped += 1
+            for key in KEYS:
+                self.oracle.given[self.rank, turn, key.name] = None
 
     def _take_turn(self, turn: int) -> Program:
         names = [key.name for key in KEYS]

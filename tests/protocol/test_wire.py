@@ -189,8 +189,10 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Rejected: st.builds(m.Rejected, NAMES, st.booleans()),
     m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, st.lists(MEMBERS, max_size=20).map(tuple), RANKS, RANKS),
     m.Lease: st.builds(m.Lease, U64, U32, U32, U64, U32, st.booleans(), U64, U32, U32, U64, U64, st.booleans()),
-    m.Progress: st.builds(m.Progress, U32, U32, U64, U64, st.booleans(), st.booleans()),
-    m.Due: st.builds(m.Due, U32, U32, st.booleans()),
+    m.Progress: st.builds(
+        m.Progress, U32, U32, U64, st.sampled_from([int(one) for one in m.DueWhen]), U64, st.booleans(), st.booleans()
+    ),
+    m.Due: st.builds(m.Due, U32, U32, st.booleans(), U64),
     m.Leased: (LENGTHS | st.just(0)).flatmap(
         lambda n: st.builds(m.Leased, U64, U32, U64, U64, st.booleans(), U64, *[numbers(n)] * 4)
     ),

@@ -177,7 +177,8 @@ class Server(Machine):
     @property
     def deadline(self) -> float:
         """When `tick` should run next."""
-        return min(self.joining.deadline, self._next_alive, self._next_look, self._scheduler_lost_at)
+        due = NEVER if self._quotas is None else self._quotas.deadline
+        return min(self.joining.deadline, self._next_alive, self._next_look, self._scheduler_lost_at, due)
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to the scheduler and to the live workers of the roster."""
@@ -207,7 +208,7 @@ class Server(Machine):
             case MarkPushes():
                 self.snapshots.mark(sender, message)
             case Progress():
-                return self._progress(sender, message)
+                return self._progress(sender, message, now)
             case InitValues() | ReplaceValues():
                 self.dense.initialise(sender, message)
             case InitRows():
@@ -269,6 +270,8 @@ class Server(Machine):
             self._next_look = now + interval
             for shard in self._shards:
                 effects += hints(shard.waits(now - interval), now)
+        if self._quotas is not None:
+            effects += self._quotas.tick(now)
         return effects
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
@@ -304,12 +307,12 @@ class Server(Machine):
         for shard in self._shards:
             shard.validate()
 
-    def _progress(self, sender: Member, message: Progress) -> list[Effect]:
+    def _progress(self, sender: Member, message: Progress, now: float) -> list[Effect]:
         if self._quotas is None:
             from kvdist.core.server.progress import Quotas  # a feature at a seam: loaded where it is used
 
             self._quotas = Quotas(self.peers)
-        return self._quotas.heard(sender, message)
+        return self._quotas.heard(sender, message, now)
 
     # What the scheduler says.
 
@@ -357,7 +360,7 @@ class Server(Machine):
             case Waiting():
                 pass  # a hint for members that join; the scheduler prints it too
             case Rest():
-                return self._rest(message)
+                return self._rest(message, now)
             case Stop():
                 self._stopping = True
                 return [Halt()]
@@ -437,10 +440,10 @@ class Server(Machine):
         effects += [*self._replies(), *(Forget(member) for member in gone if member not in self.peers.lost)]
         # One that is cut off from the scheduler may wait here for values.
         effects += [Send(member, Rejected(_given_up(member))) for member in lost.values()]
-        effects += [] if self._quotas is None else self._quotas.roster()
+        effects += [] if self._quotas is None else self._quotas.roster(now)
         return [*effects, *self._ended(message.ended)]
 
-    def _rest(self, message: Rest) -> list[Effect]:
+    def _rest(self, message: Rest, now: float) -> list[Effect]:
         """Go on without the workers that have no data; what waited only for them goes on."""
         self._rested = message
         if self.peers.resting != set(message.ranks):
@@ -448,7 +451,7 @@ class Server(Machine):
             for shard in self._shards:
                 shard.roster(set())
             self.snapshots.roster()
-        due = [] if self._quotas is None else self._quotas.roster()
+        due = [] if self._quotas is None else self._quotas.roster(now)
         return [*self._replies(), *due, Send(SCHEDULER_MEMBER, Done(message.request))]
 
     def _drop(self, lost: Mapping[int, Member]) -> dict[int, tuple[Fate, ...]]:

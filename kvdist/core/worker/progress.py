@@ -9,7 +9,16 @@ from kvdist.core.worker.pending import PendingRequests
 from kvdist.core.worker.requests import ReportProgress
 from kvdist.core.worker.transfers import Transfers
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Due, Progress
+from kvdist.protocol.messages import Due, DueWhen, Progress
+
+_LABELS = {
+    DueWhen.MADE: "make their part of {} examples, or steps",
+    DueWhen.SPARED: "have gradients, all but {} of them",
+    DueWhen.QUORUM: "make their steps, {} of them at least",
+    DueWhen.LED: "be at most {} pushes behind",
+    DueWhen.DELAYED: "say how late a gradient is, of at most {} versions",
+}
+"""What workers wait for that the others do, by rule."""
 
 
 class ProgressReports:
@@ -69,4 +78,6 @@ class ProgressReports:
 def _label(progress: Progress) -> str:
     if progress.together:
         return "make an exchange of all workers, as exchange(), save_checkpoint() or the end of the data does"
-    return "push what they have" if progress.now else f"make their part of {progress.quota} examples"
+    if progress.now:
+        return "push what they have"
+    return _LABELS[DueWhen(progress.when)].format(progress.quota)
