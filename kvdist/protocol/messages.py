@@ -1344,13 +1344,14 @@ class Progress(WireMessage):
     slice: UInt32
     step: UInt32
     samples: UInt64
-    """Or steps, or 1 for something."""
+    """Or steps, or 1 for something; by `LED`, how many barriers this worker has come to."""
     when: When
     quota: UInt64
     now: Boolean
     """Whether it is due whatever the others have made."""
     together: Boolean
-    """Whether this worker waits until all say so, and takes part meanwhile in what is due earlier."""
+    """Whether this worker waits until all say so, and takes part meanwhile in what is due earlier; by `LED`, whether it
+    waits at that barrier. Then there is no answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,11 +233,26 @@ def test_who_joins_begins_where_the_slowest_is(peers: Peers) -> None:
     peers.admit([2], 12)
     for step in (12, 13):
         assert asks(quotas, 2, step, DueWhen.LED, 1), "its pushes are numbered elsewhere"
-    assert asks(quotas, 2, 14, DueWhen.LED, 1), "it is not held: others may wait for it at a barrier"
-    assert asks(quotas, 0, 6, DueWhen.LED, 1) and not asks(quotas, 0, 7, DueWhen.LED, 1), "worker 1 is still there"
-    for step in (6, 7, 8):
-        assert asks(quotas, 1, step, DueWhen.LED, 1)
-    assert asks(quotas, 0, 8, DueWhen.LED, 1) and not asks(quotas, 0, 9, DueWhen.LED, 1), "it has made 2 of its own"
+    assert not asks(quotas, 2, 14, DueWhen.LED, 1)
+    assert set(asks(quotas, 0, 6, DueWhen.LED, 1)) == {0}
+
+
+def test_who_waits_at_a_barrier_holds_nobody_until_it_is_passed(peers: Peers) -> None:
+    quotas = Quotas(peers)
+
+    def meets(rank: int, number: int) -> set[int]:
+        return set(due(quotas.heard(WORKERS[rank], Progress(7, 1, number, DueWhen.LED, 0, False, True), 0.0)))
+
+    def after(rank: int, step: int, number: int) -> set[int]:
+        return set(due(quotas.heard(WORKERS[rank], Progress(7, step, number, DueWhen.LED, 0, False, False), 0.0)))
+
+    for rank in range(3):
+        assert after(rank, 0, 0) == {rank}
+    assert after(0, 1, 0) == set() == meets(1, 1)
+    assert meets(2, 1) == {0}, "it may come to the barrier"
+    assert meets(0, 1) == set() == after(0, 2, 1), "all are back: workers 1 and 2 are slow again"
+    assert meets(2, 1) == set(), "this comes late"
+    assert after(1, 1, 1) | after(2, 1, 1) == {1, 2}
 
 
 def test_a_gradient_is_as_late_as_pushes_were_let_through_since_the_weights_came(peers: Peers) -> None:

@@ -22,6 +22,9 @@ from kvdist.core.agreement import Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.joining import SCHEDULER_MEMBER, Joining
 from kvdist.core.machine import NEVER, ChildEnded, Effect, Event, PeerDisconnected, Persist, Send
+from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.machine import NEVER, ChildEnded, Effect, Persist, Send
+from kvdist.core.policy import Policy
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
 from kvdist.core.scheduler import recovery
@@ -38,7 +41,7 @@ from kvdist.core.server import replica, shard, snapshots
 from kvdist.core.server.block import Block, BlockRows, Blocks, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.peers import Peers
-from kvdist.core.server.progress import Quotas
+from kvdist.core.server.progress import Quotas, Turns
 from kvdist.core.server.replica import CopiedDense, ReplicatedServer
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Reply, Shard, StoredHolder
@@ -62,6 +65,7 @@ from kvdist.protocol.messages import (
     Copied,
     Fate,
     Fill,
+    Flag,
     HandedBack,
     JoinedPush,
     Lease,
@@ -1255,13 +1259,50 @@ ORIGINAL_WEIGHT = DeviceUpdater._weight
 
 Patches = list[tuple[type | ModuleType, str, Any]]
 ORIGINAL_HEARD = Quotas.heard
+ORIGINAL_TAKE_ROUND = Round.take
 
 
-def adds_up_reports(self: Quotas, sender: Member, message: Progress) -> list[Effect]:
+def adds_up_reports(self: Quotas, sender: Member, message: Progress, now: float) -> list[Effect]:
     before = self._said.get(message.slice, {}).get(sender)
     if before is not None and before.step == message.step:
         message = replace(message, samples=before.samples + message.samples)
-    return ORIGINAL_HEARD(self, sender, message)
+    return ORIGINAL_HEARD(self, sender, message, now)
+
+
+def counts_reports(self: Quotas, sender: Member, message: Progress, now: float) -> list[Effect]:
+    """How many reports there were, rather than which workers have something."""
+    if message.samples:
+        counted = self.__dict__.setdefault("counted", Counter())
+        counted[message.slice, message.step] += 1
+    return ORIGINAL_HEARD(self, sender, message, now)
+
+
+def is_enough_by_count(
+    self: Quotas, number: int, reports: Mapping[int, Progress], awaited: Set[int], now: float
+) -> bool:
+    counted = self.__dict__.setdefault("counted", Counter())
+    return any(counted[number, one.step] >= len(awaited) - one.quota for one in reports.values())
+
+
+def closes_without_one(self: Policy, present: Set[int], members: Set[int]) -> bool:
+    """Each slice takes the first that come, and sees others than the next slice does."""
+    return bool(present) and len(present) >= len(members) - 1
+
+
+def drops_what_this_slice_finds_late(self: Round[Any, Any], ranks: Sequence[int] | None = None) -> list[Any]:
+    taken = ORIGINAL_TAKE_ROUND(self, ranks)
+    for one in taken:
+        if not self.policy.is_lockstep and self.version - 1 - one.version > 2:
+            one.flags |= Flag.EMPTY
+    return taken
+
+
+def awaits_the_lost(self: Turns) -> list[Effect]:
+    return self._look()
+
+
+def slowest_of_all(self: Turns) -> int:
+    return min(self._made.values(), default=0)
 
 
 def tells_what_it_was_told(self: ProgressReports) -> list[int]:
@@ -1298,7 +1339,36 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "quota and a dead server",
         [(ProgressReports, "again", lambda self, number: [])],
     ),
-    "a lost worker is waited for under a quota": ("quota and a dead worker", [(Quotas, "roster", lambda self: [])]),
+    "a lost worker is waited for under a quota": (
+        "quota and a dead worker",
+        [(Quotas, "roster", lambda self, now: [])],
+    ),
+    "workers are counted by their reports": (
+        "backup",
+        [(Quotas, "heard", counts_reports), (Quotas, "_is_enough", is_enough_by_count)],
+    ),
+    "each slice closes a version when all but one have pushed it": (
+        "backup",
+        [(Policy, "is_full", closes_without_one)],
+    ),
+    "a lost worker is one of those that a version needs": (
+        "backup and a dead worker",
+        [(Quotas, "roster", lambda self, now: [])],
+    ),
+    "a quorum that is not there any more is waited for": (
+        "quorum and a dead worker",
+        [(Quotas, "roster", lambda self, now: [])],
+    ),
+    "each slice judges how late a gradient is": ("delays", [(Round, "take", drops_what_this_slice_finds_late)]),
+    "a worker may be any number of steps ahead": ("ssp", [(Turns, "_slowest", property(lambda self: 1 << 40))]),
+    "the slowest may be a lost worker": (
+        "ssp and a dead worker",
+        [(Turns, "roster", awaits_the_lost), (Turns, "_slowest", property(slowest_of_all))],
+    ),
+    "who joins begins at the first step": (
+        "ssp and newcomers",
+        [(Turns, "_enrol", lambda self: None)],
+    ),
     "what was due before all went back still is": (
         "quota goes back",
         [(ProgressReports, "rewind", tells_what_it_was_told)],

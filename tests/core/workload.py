@@ -648,8 +648,9 @@ class User:
             if due is not None:
                 break
         enough = sum(mine.values()) >= self._enough()
-        assert due.step >= turn, f"worker {self.rank} makes round {turn}, and hears that {due.step} is due"
-        is_known = due.step > turn or turn in self.oracle.due
+        is_later = self.job.when != DueWhen.MADE and due.step > turn  # it need have nothing, and hears of both at once
+        assert due.step == turn or is_later, f"worker {self.rank} makes round {turn}, and hears that {due.step} is due"
+        is_known = is_later or turn in self.oracle.due
         assert due.together or enough or is_known, f"round {turn} is due after {mine}"
         self.oracle.due.add(turn)
 
@@ -669,7 +670,8 @@ class User:
         yield [report]
         due = report.result()
         if self.job.when == DueWhen.LED:
-            others = [turns.get(rank, 0) for rank in range(self.job.num_workers) if rank not in self.oracle.lost]
+            stay = [rank for rank in range(self.job.num_workers) if self.job.rounds_of(rank) == self.job.rounds]
+            others = [turns.get(rank, 0) for rank in stay if rank not in self.oracle.lost]
             is_bound = self.rank not in self.oracle.lost and not self.oracle.has_heir
             assert not is_bound or turn - min(others) <= self.job.quota, f"{self.rank} may make {turn}, as of {turns}"
         elif due.delay > self.job.quota:

@@ -187,10 +187,17 @@ class Turns:
         """How many pushes were."""
         self._seen: dict[Member, int] = {}
         """How many of those the weights of a worker have, at least."""
+        self._meeting: dict[Member, int] = {}
+        """Who waits at a barrier, perhaps for one that is held here, and at the how manieth."""
+        self._passed = 0
+        """How many barriers were passed."""
 
     def heard(self, sender: Member, message: Progress) -> list[Effect]:
         """A worker asks whether it may push."""
         self._enrol()
+        self._hear_of_barrier(sender, message)
+        if message.together:
+            return self._look()
         last = self._answered.get(sender)
         if last is not None and message.step <= last.step:
             return [Send(sender, last)]
@@ -201,16 +208,30 @@ class Turns:
 
     def roster(self) -> list[Effect]:
         """Others are there, or rest."""
-        for known in (self._made, self._asked, self._answered, self._seen):
+        for known in (self._made, self._asked, self._answered, self._seen, self._meeting):
             for gone in [one for one in known if not self._peers.has(one)]:
                 del known[gone]  # type: ignore[attr-defined]  # each is a dict by member
         self._enrol()
         return self._look()
 
+    def _hear_of_barrier(self, sender: Member, message: Progress) -> None:
+        """Who has passed a barrier shows that all have. One that has joined later counts barriers from there on."""
+        self._meeting.pop(sender, None)
+        joined = self._peers.joined
+        if sender.node.rank in joined or (message.together and message.samples > self._passed):
+            if message.together:
+                self._meeting[sender] = message.samples
+        elif not message.together:
+            self._passed = max(self._passed, message.samples if message.when == DueWhen.LED else 0)
+            over = [one for one, number in self._meeting.items() if number <= self._passed]
+            for one in over:
+                if one.node.rank not in joined:
+                    del self._meeting[one]
+
     @property
     def _slowest(self) -> int:
         there = [self._peers.workers[rank] for rank in self._peers.awaited if rank in self._peers.workers]
-        return min([self._made.get(one, 0) for one in there], default=0)
+        return min([self._made.get(one, 0) for one in there if one not in self._meeting], default=0)
 
     def _enrol(self) -> None:
         awaited = [self._peers.workers[rank] for rank in self._peers.awaited if rank in self._peers.workers]
@@ -222,9 +243,7 @@ class Turns:
     def _look(self) -> list[Effect]:
         effects: list[Effect] = []
         for member, message in list(self._asked.items()):
-            # One that has joined later may have more to do than others, who wait for it at a barrier.
-            is_led = message.when == DueWhen.LED and member.node.rank not in self._peers.joined
-            if is_led and self._made[member] - self._slowest > message.quota:
+            if message.when == DueWhen.LED and self._made[member] - self._slowest > message.quota:
                 continue
             delay = self._let_through - self._seen.get(member, self._let_through)
             self._let_through += message.when == DueWhen.LED or delay <= message.quota

@@ -482,7 +482,8 @@ class Worker(Machine):
             case EnterBarrier():
                 label = f"barrier ({request.statement})" if request.statement else "barrier"
                 self._open(request.request, label, now, request.timeout_s)
-                return self._barriers.enter(request, self.step)
+                meets = [] if self._progress is None else self._progress.meets()
+                return [*meets, *self._barriers.enter(request, self.step)]
             case ClaimFolder():
                 self._open(request.request, f"lock of the folder of {request.folder}", now)
                 return self._saving.claim(request)

@@ -1,0 +1,46 @@
+"""A worker is killed under policies that do not wait for all: the others go on, and what was counted is in the weights."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+import pytest
+
+STEPS = 40
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "backup:1",
+        "ssp:2",
+        pytest.param("local_sgd:3,quorum=2", marks=pytest.mark.slow),
+        pytest.param("buffered:3,none", marks=pytest.mark.slow),
+        pytest.param("async:2", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("victim", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_the_others_go_on_without_a_killed_worker(job, policy, victim):
+    launcher = job.launch(
+        4, 2, "policies.py", policy, str(victim), str(STEPS), options=["--on-loss", "continue", "--replicas", "1"]
+    )
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("was killed by signal 9 (SIGKILL); the other workers go on"), "the fault happened"
+    said = [
+        (int(one[1]), ast.literal_eval(one[2]), int(one[3]), int(one[4]))
+        for line in launcher.lines_with("ended with [")
+        if (one := re.search(r"w(\d).*ended with (\[.*\]), version (\d+), dropped (\d+)$", line))
+    ]
+    assert sorted(rank for rank, *_ in said) == [rank for rank in range(4) if rank != victim], job.transcript()
+    weights = said[0][1]
+    assert all(own == weights for _, own, *_ in said), "all have the same weights"
+    assert sum(weights) > 0
+    if policy.startswith(("ssp", "async")):
+        assert all(weights[rank] == STEPS - dropped for rank, _, _, dropped in said), "each push counts, or is dropped"
+        assert weights[victim] <= 5
+    elif policy.startswith(("backup", "buffered")):
+        (version,) = {version for _, _, version, _ in said}
+        assert sum(weights) == pytest.approx(round(sum(weights))), "each version is a mean of one step each"
+        assert version - 4 <= sum(weights) <= version, "but for those that were of nothing, at the end"
