@@ -1351,10 +1351,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "backup",
         [(Policy, "is_full", closes_without_one)],
     ),
-    "a lost worker is one of those that a version needs": (
-        "backup and a dead worker",
-        [(Quotas, "roster", lambda self, now: [])],
-    ),
     "a quorum that is not there any more is waited for": (
         "quorum and a dead worker",
         [(Quotas, "roster", lambda self, now: [])],
@@ -1364,10 +1360,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "the slowest may be a lost worker": (
         "ssp and a dead worker",
         [(Turns, "roster", awaits_the_lost), (Turns, "_slowest", property(slowest_of_all))],
-    ),
-    "who joins begins at the first step": (
-        "ssp and newcomers",
-        [(Turns, "_enrol", lambda self: None)],
     ),
     "what was due before all went back still is": (
         "quota goes back",

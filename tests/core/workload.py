@@ -636,11 +636,9 @@ class User:
         made, piece = 0, self.infos["weight"].slices[0]
         together = turn % 3 == 2
         while True:
-            made += self.random.randint(0, 4)
+            made += self.random.randint(0, 4) if self.job.when == DueWhen.MADE else self._makes_it(made)
             mine = self.oracle.made.setdefault(turn, {})
             mine[id(self)] = max(mine.get(id(self), 0), made)
-            if self.job.when != DueWhen.MADE:
-                made = min(made, 1)
             progress = Progress(piece.number, 0, made, self.job.when, self.job.quota, False, together)
             report = self._ask(partial(ReportProgress, server=piece.server, progress=progress))
             yield [report] if together else [self._read(["bias"], is_checked=False)[1]]
@@ -653,6 +651,10 @@ class User:
         is_known = is_later or turn in self.oracle.due
         assert due.together or enough or is_known, f"round {turn} is due after {mine}"
         self.oracle.due.add(turn)
+
+    def _makes_it(self, made: int) -> bool:
+        """Whether a worker has something now, and had nothing: some need long, and others report again meanwhile."""
+        return not made and self.random.random() < 0.2
 
     def _enough(self) -> int:
         """How much must have been made for a round to be due, at least. Who is struck may still be awaited."""

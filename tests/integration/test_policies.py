@@ -1,4 +1,4 @@
-"""A worker is killed under policies that do not wait for all: the others go on, and what was counted is in the weights."""
+"""A worker is killed under policies that do not wait for all; the others go on, and the weights have what counts."""
 
 from __future__ import annotations
 
