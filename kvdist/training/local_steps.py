@@ -73,6 +73,8 @@ class Exchanges(abc.ABC):
     """Whether the weights of the last exchange are needed."""
     samples_dropped = 0
     """Of how many examples gradients came too late for any version."""
+    _policy: TrainingPolicy | None = None
+    """For messages."""
     given = 0
     """Of how many examples all steps were."""
     _drops = 0

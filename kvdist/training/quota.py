@@ -24,7 +24,7 @@ from kvdist.config.policies import DAMPINGS, Backup, Buffered, LocalSteps, Quota
 from kvdist.kvstore.backend import Average
 from kvdist.protocol.messages import Due, DueWhen
 from kvdist.training.data import HandedOut, count_as_used
-from kvdist.training.local_steps import Exchanges
+from kvdist.training.local_steps import LOG, Exchanges
 from kvdist.training.parameters import Grads, Parameter
 
 HALF = (torch.float16, torch.bfloat16)
@@ -62,6 +62,7 @@ class QuotaSteps(Exchanges):
     ) -> None:
         self.sums_gradients = not updates_between(policy)
         self._policy = policy
+        self._has_warned = False
         self._waits = isinstance(policy, Quota) and policy.exact
         self._push = push
         self._report_as = report
@@ -111,6 +112,14 @@ class QuotaSteps(Exchanges):
             raise ValueError(
                 f"step() under the policy {self._policy}, which counts examples: call step(samples=n) with the number"
                 " of examples that the loss is a mean of, or iterate trainer.batches(loader) with a QueueSampler"
+            )
+        if isinstance(self._policy, Quota) and samples > self._policy.samples and not self._has_warned:
+            self._has_warned = True
+            LOG.warning(
+                "a step of %d examples is more than a version of the policy %s: each version has more examples than"
+                " that. Make the quota larger, or the batches smaller",
+                samples,
+                self._policy,
             )
 
     def add(self, grads: Grads, samples: int) -> None:
@@ -284,7 +293,12 @@ class QuotaSteps(Exchanges):
 
 def steps_of(policy: TrainingPolicy) -> type[QuotaSteps]:
     """What a worker does under a policy of workers at their own pace."""
-    kinds = {Quota: QuotaSteps, Buffered: BufferedSteps, Backup: BackupSteps, LocalSteps: QuorumSteps}
+    kinds: dict[type[TrainingPolicy], type[QuotaSteps]] = {
+        Quota: QuotaSteps,
+        Buffered: BufferedSteps,
+        Backup: BackupSteps,
+        LocalSteps: QuorumSteps,
+    }
     return kinds[type(policy)]
 
 

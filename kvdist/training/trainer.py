@@ -793,8 +793,7 @@ class Trainer:
 
     def _exchanges_by(self, policy: TrainingPolicy, exchange: Exchange) -> Exchanges:
         trained = [parameter for _, parameter in self._trained]
-        if policy.pace is Pace.TOGETHER:
-            assert isinstance(policy, LocalSteps)
+        if isinstance(policy, LocalSteps) and policy.quorum is None:
             ways = (exchange.update_some, exchange.begin_update, exchange.take)
             return OuterSteps(policy, trained, self._unpushed, *ways, self._handed_out)
         if isinstance(policy, Asynchronous | StaleSynchronous):  # features at a seam: loaded where they are used
@@ -928,7 +927,7 @@ class Trainer:
     def _warn_of_parts(self) -> None:
         """Say once that a fixed part of the data does not go with workers at their own pace."""
         store = self._kvstore_wanted if self._kvstore is None else self._kvstore
-        policy = policy_of(store)
+        policy = store._backend.policy if isinstance(store, KVStore) else None
         if policy is not None and policy.pace is not Pace.TOGETHER and not self._has_warned:
             self._has_warned = True
             LOG.warning(

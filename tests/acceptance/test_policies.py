@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import shutil
 import tempfile
@@ -57,6 +59,19 @@ def note_pushes(trainer):
 
     between._push = noted
     return pushes
+
+
+@contextlib.contextmanager
+def told():
+    """The warnings of this process meanwhile."""
+    lines = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("kvdist").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("kvdist").removeHandler(handler)
 
 
 @three
@@ -176,19 +191,28 @@ def test_no_worker_is_further_ahead_of_the_slowest_than_ssp_says():
 def test_gradients_that_are_too_late_are_dropped_on_all_servers_and_counted():
     with kv.create("dist", policy=kvdist.asynchronous(3)) as store:
         weight, trainer = weight_of(store)
-        made = 0
-        ends = time.monotonic() + 1.5
-        while time.monotonic() < ends:
+        made, warned = 0, []
+        sign, until = Path(folder("late-sign"), "done"), time.monotonic() + 60
+        while not sign.exists() and time.monotonic() < until:
             time.sleep((0.001, 0.001, 0.1)[store.rank])
             weight.grad = torch.full_like(weight, -1.0)
-            trainer.step(samples=1)
+            with told() as said:
+                trainer.step(samples=1)
+            warned += said
             made += 1
+            if trainer.samples_dropped >= 10 and store.rank == 2:
+                sign.touch()
         dropped = trainer.samples_dropped
         found = exchanged(store, "late", [made, dropped])
         total = store.pull(0)
         assert found[2][1] > 0, "the slow one is late"
+        assert len(warned) == (store.rank == 2), "and is told once"
+        assert all(
+            "10 of the " in one and "too late and were dropped, under the policy async:3" in one for one in warned
+        )
         assert total.tolist() == [float(sum(own[0] - own[1] for own in found))] * 24
         store.barrier()
+        shutil.rmtree(folder("late-sign"), ignore_errors=True)
 
 
 @three
@@ -253,6 +277,14 @@ def test_what_does_not_go_with_a_policy_is_told():
             with pytest.raises(kvdist.ConfigError, match=f"{policy}.*update_on_kvstore: leave"):
                 trainer.step(samples=1)
             store.barrier()
+    with kv.create("dist", policy="quota:2") as store:
+        weight, trainer = weight_of(store)
+        weight.grad = torch.ones_like(weight)
+        with told() as said:
+            trainer.step(samples=4)
+        assert [one for one in said if "a step of 4 examples is more than a version of the policy quota:2" in one]
+        trainer.exchange()
+        store.barrier()
     with pytest.raises(kvdist.ConfigError, match="synchronous stores on servers: use 'dist', not 'dist_async'"):
         kv.create("dist_async", policy="backup:1")
     with pytest.raises(kvdist.ConfigError, match="use 'dist', not 'local'"):

@@ -22,8 +22,6 @@ from kvdist.core.agreement import Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.joining import SCHEDULER_MEMBER, Joining
 from kvdist.core.machine import NEVER, ChildEnded, Effect, Event, PeerDisconnected, Persist, Send
-from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import NEVER, ChildEnded, Effect, Persist, Send
 from kvdist.core.policy import Policy
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict

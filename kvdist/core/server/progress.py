@@ -188,7 +188,7 @@ class Turns:
         self._seen: dict[Member, int] = {}
         """How many of those the weights of a worker have, at least."""
         self._meeting: dict[Member, int] = {}
-        """Who waits at a barrier, perhaps for one that is held here, and at the how manieth."""
+        """Who waits at a barrier, perhaps for one that is held here → its number."""
         self._passed = 0
         """How many barriers were passed."""
 
@@ -210,7 +210,7 @@ class Turns:
         """Others are there, or rest."""
         for known in (self._made, self._asked, self._answered, self._seen, self._meeting):
             for gone in [one for one in known if not self._peers.has(one)]:
-                del known[gone]  # type: ignore[attr-defined]  # each is a dict by member
+                del known[gone]
         self._enrol()
         return self._look()
 
