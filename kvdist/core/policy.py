@@ -1,9 +1,9 @@
 """When a version is made, and what a contribution is worth: one frozen object per store.
 
 Synchronous and asynchronous training are its two settings so far. The decisions are pure functions of the state, so
-every server decides alike. A version of k contributions (backup workers, bounded staleness) needs more than a number
-here: a rule for what comes late (`Round.offer`), and its outcome in the answer. The messages have the fields for that:
-samples, the version a contribution was computed on, and the outcome.
+every server decides alike. Backup workers, quotas and bounded staleness are none of these: they decide when a worker
+pushes, and whether with something (`kvdist.core.server.progress`). A version that is closed on k contributions of many
+would need a rule here for what comes late (`Round.offer`), and its outcome in the answer, for which messages have fields.
 """
 
 from __future__ import annotations
