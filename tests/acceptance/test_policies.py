@@ -128,9 +128,9 @@ def test_a_quorum_exchanges_without_the_slow_one_and_nothing_that_it_makes_is_lo
         for rank, own in enumerate(found):
             assert own[1] == pytest.approx([wanted] * 24, rel=1e-12)
             steps = [(-change, samples) for one in own[0] if one is not None for change, samples in [one]]
-            assert sum(step for step, _ in steps) == own[2], "each step is in an exchange"
-            assert all(samples == step * (1 + rank) for step, samples in steps), "with its examples"
-            assert all(step >= 5 for step, _ in steps[:-2]), "nothing before it was enough"
+            assert sum(step for step, _ in steps) == pytest.approx(own[2]), "each step is in an exchange"
+            assert all(samples == pytest.approx(step * (1 + rank)) for step, samples in steps), (rank, steps)
+            assert all(step > 4.5 for step, _ in steps[:-2]), "nothing before it was enough"
         assert None in found[2][0][:12], "the slow one was late"
 
 
