@@ -18,12 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import cluster  # noqa: F401  # puts the checkout on the path
 import numpy as np
 
 from kvdist.runtime.node import Node
-from kvdist.transport.base import Arrived, Buffer, Connected, Event, Route, Transport
+from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, Route, Transport
 
 COLD_BYTES = 32 << 20
 """What the caches hold, nearly enough."""
@@ -255,6 +256,9 @@ class ModelledTransport(Transport):
         """What its messages have cost the node's thread since it was last asked."""
         self.carrying = Rotation(host.cores, lambda seconds: seconds)
         """The thread that carries its bytes."""
+        self.links: list[Link] = []
+        """As this side sees them."""
+        self.is_gone = False
 
     def bind(self, endpoint: str) -> str:
         if endpoint in self.network.listening:
@@ -266,6 +270,8 @@ class ModelledTransport(Transport):
         peer = self.network.listening[endpoint]
         link = Link(self, peer)
         link.other = Link(peer, self, link)
+        self.links.append(link)
+        peer.links.append(link.other)
         self.inbox.append(Connected(link))
         self.on_event()
         return link
@@ -303,6 +309,8 @@ class ModelledTransport(Transport):
         self.carrying.add(link, sending_s, cross)
 
     def _deliver(self, event: Event, size: float, times: int) -> None:
+        if self.is_gone:
+            return
         costs = self.network.costs
         self.inbox.append(event)
         self.messages += times
@@ -310,6 +318,19 @@ class ModelledTransport(Transport):
         self.node_s += times * (costs.take_message_s + size * costs.take_byte_s)
         self.arrived_bytes += times * size
         self.on_event()
+
+    def crash(self) -> None:
+        """Say nothing more; those who were connected see it."""
+        self.is_gone = True
+        self.outgoing.clear()
+        self.inbox.clear()
+        clock = self.network.clock
+        for link in self.links:
+            assert link.other is not None
+            event, peer = Disconnected(link.other, "connection reset"), link.peer
+            clock.at(clock.now + self.host.card.latency_s, partial(peer._deliver, event, 0.0, 1))
+        for endpoint in [name for name, one in self.network.listening.items() if one is self]:
+            del self.network.listening[endpoint]
 
     def hang_up(self, route: Route) -> None:
         """Nobody is a stranger here."""
@@ -394,7 +415,7 @@ class Process:
 
     def _turn(self) -> float:
         self._again = False
-        if self.node.stopped:
+        if self.node.stopped or self.transport.is_gone:
             return 0.0
         transport = self.transport
         CACHES.fill(transport.host.moved_bytes - self._moved_before)
@@ -413,6 +434,8 @@ class Process:
 
     def _turned(self) -> None:
         self._turning = False
+        if self.transport.is_gone:
+            return
         self.transport.depart()
         self.after_turn()
         clock = self.network.clock
@@ -422,6 +445,10 @@ class Process:
         elif due < self._timer_at:
             self._timer_at = due
             clock.at(due, self._timer)
+
+    def crash(self) -> None:
+        """Be gone, as after signal 9."""
+        self.transport.crash()
 
     def _timer(self) -> None:
         if self.network.clock.now >= self._timer_at:

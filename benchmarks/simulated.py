@@ -287,16 +287,18 @@ def roles(shape: Shape) -> tuple[tuple[str, int], tuple[str, int]]:
 Charge = Callable[[int], None]
 
 
-def make_node(config: ClusterConfig, role: Role, rank: int, charge: Charge, transport: ModelledTransport) -> Node:
-    """The node of one process; a server's kernels charge it for the bytes they read."""
+def make_node(
+    config: ClusterConfig, role: Role, rank: int, charge: Charge, transport: ModelledTransport, life: int = 0
+) -> Node:
+    """The node of one process, the `life`-th of its rank; a server's kernels charge it for the bytes they read."""
     network, limits = transport.network, config.limits
     # On one host workers see by the address that the way is short.
     port = 1 + rank + (config.num_servers if role is Role.WORKER else 0)
     address = f"127.0.0.1:{port}" if network.is_one_host else f"{role}-{rank}:1"
     endpoint = transport.bind(ENDPOINT if role is Role.SCHEDULER else f"tcp://{address}")
-    token = (1 if role is Role.SERVER else 2) * 1_000_000 + rank
+    token = ((1 if role is Role.SERVER else 2) + 2 * life) * 1_000_000 + rank
     seats = (config.num_workers, config.num_servers)
-    said = Introduction(role, token, rank, f"host-{rank}", 100 + rank, endpoint, *seats, __version__, ENDPOINT)
+    said = Introduction(role, token, rank, f"host-{rank}", 100 + rank, endpoint, *seats, __version__, ENDPOINT, life)
     now = network.clock.now
 
     def weighted_sum(contributions: Sequence[Array], scales: Sequence[float], dtype: DType, out: Array) -> None:
@@ -386,17 +388,21 @@ class User:
     def _begin(self) -> Program:
         """Join, and agree on the keys."""
         submit, exercise = self._node.submit, self._exercise
+        yield from self._declare()
+        if self._rank == 0:
+            yield submit(lambda number: Transfer(number, RunKind.INITIALISE, "init", exercise.first_values()))
+        yield submit(lambda number: EnterBarrier(number, STORE))
+
+    def _declare(self) -> Program:
+        submit, exercise = self._node.submit, self._exercise
         yield submit(Register)
         keys = tuple(range(len(exercise.sizes)))
         shapes, dtypes = tuple((size,) for size in exercise.sizes), (DType.FLOAT32,) * len(keys)
         declared = submit(lambda number: DeclareKeys(number, STORE, exercise.mode, keys, shapes, dtypes))
         yield declared
         exercise.take(declared.result())
-        if exercise.mode == "async":
+        if exercise.mode != "sync":
             yield submit(lambda number: Configure(number, STORE, create("sgd").describe()))
-        if self._rank == 0:
-            yield submit(lambda number: Transfer(number, RunKind.INITIALISE, "init", exercise.first_values()))
-        yield submit(lambda number: EnterBarrier(number, STORE))
 
 
 def carried(plan: Plan, results: list[Array] | None) -> list[Run]:

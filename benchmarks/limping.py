@@ -1,0 +1,484 @@
+"""The limping cluster on real processes: unequal machines, one of which is killed and comes back; kvdist beside DDP.
+
+    python benchmarks/limping.py graded --seeds 1          # ten minutes; prints a table
+    python benchmarks/limping.py --seeds 5 --write         # all settings; results/limping.json, .md and .png
+    python benchmarks/limping.py --report                  # the table and the picture of what is there
+
+Every machine is a process that runs `examples/limping/train.py` at its speed, nearly always asleep, so several jobs run
+at once as long as the processors are mostly idle, which is measured. All start with what `limping_simulated.py` found
+best for them. Time runs from when all processes have begun to when the mean of three looks at the averaged weights is
+0.97. A machine is killed by signal 9 at 30 % of the median of the same way to train without a death, and comes back
+at 60 %. Without a death DDP's ranks are started as torchrun starts them, but without torchrun; with one they are those
+of torchrun's elastic agents, with time-outs that are kinder to DDP than its own. The slow network needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster import ROOT, Start, cluster_of, descendants, end_on_terminate, environment, free_port, machine
+from limping_simulated import RESULTS as TUNED
+from limping_simulated import SETTINGS, Setting, problem
+from namespaces import BURST_KILOBYTES, PREFIX, Host, ip, kvdist_starts, remove, remove_stale, run_tool
+
+RESULTS = ROOT / "benchmarks" / "results"
+SCRIPT = str(ROOT / "examples" / "limping" / "train.py")
+UNIT_S = 0.3
+SPLIT = 0
+"""Of the digits, one that `limping_simulated` uses, too."""
+SLOW_KBIT = 1000
+"""19 kB take 0.15 s: gradients of a small network on a line as slow for them as 1 Gbit/s is for 20 MB."""
+START_S, RUN_S = 240.0, 400.0
+METHODS = ("DDP", "DDP, best subset", "alone", "dist", "quota", "quota, local steps")
+COLOURS = dict(zip(METHODS, ("#d62728", "#ff7f0e", "#7f7f7f", "#9467bd", "#1f77b4", "#2ca02c"), strict=True))
+AIMS = [
+    ("chronic, death", "quota, local steps", "DDP", 0.45),
+    ("chronic, death", "quota, local steps", "DDP, best subset", 0.75),
+    ("chronic, death", "quota", "DDP", 0.60),
+    ("chronic, death", "quota", "DDP, best subset", 0.95),
+    ("graded", "quota, local steps", "DDP", 0.45),
+    ("graded", "quota, local steps", "DDP, best subset", 0.65),
+    ("graded", "quota", "DDP", 0.65),
+    ("graded", "quota", "DDP, best subset", 0.90),
+    ("slow network", "quota, local steps", "DDP", 0.35),
+    ("slow network", "quota, local steps", "alone", 0.75),
+    ("spiky", "quota, local steps", "DDP", 0.75),
+    ("spiky", "quota", "DDP", 0.85),
+    ("equal", "quota, local steps", "DDP", 1.0),
+    ("equal", "dist", "DDP", 1.0),
+]
+"""Setting, method, beside which, and what the ratio of the medians should not be above."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One run that is to be made."""
+
+    setting: str
+    method: str
+    seed: int
+
+    @property
+    def machines(self) -> Setting:
+        return SETTINGS[self.setting]
+
+
+def tuned(work: Work) -> dict[str, Any] | None:
+    """The configuration that the simulation found best; None where it has none."""
+    found = json.loads(TUNED.read_text())[work.setting]
+    name = "DDP" if work.method == "dist" else work.method
+    return dict(found[name]["winner"]) if name in found else None
+
+
+class Job:
+    """One run at work. A context: at its end nothing of it is left.
+
+    Args:
+        work: what it is.
+        data: a file with the digits.
+        kill_s, back_s: seconds after which the first machine is killed and is back; None: never.
+    """
+
+    def __init__(self, work: Work, data: Path, kill_s: float | None, back_s: float | None) -> None:
+        config = tuned(work)
+        assert config is not None
+        self._config, self._work, self._kill_s, self._back_s = config, work, kill_s, back_s
+        self._stack = contextlib.ExitStack()
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="limping-")))
+        self._output = self._stack.enter_context((self.folder / "output").open("wb"))
+        self._speeds = sorted(work.machines.speeds, reverse=True)[: config["machines"]]
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._is_ddp = work.method.startswith("DDP") or work.method == "alone"
+        self._rendezvous = free_port()
+        words = [f"--batch={config['batch']}", f"--lr={config['learning_rate']}", f"--momentum={config['momentum']}"]
+        words += [f"--unit={UNIT_S}", f"--seed={work.seed}", f"--folder={self.folder}", f"--data={data}"]
+        words += ["--folder", str(self.folder), "--speeds", *map(str, self._speeds)]
+        words += ["--spiky"] * work.machines.spiky + ["--ddp"] * self._is_ddp
+        self._command = [sys.executable, SCRIPT, *words]
+
+    def __enter__(self) -> Job:
+        count = len(self._speeds)
+        if self._work.machines.exchange == 1.0 and count > 1:
+            hosts = self._stack.enter_context(slow_hosts(count, SLOW_KBIT))
+            self._start_on(hosts)
+        elif self._is_ddp and self._kill_s is not None:
+            for number in (1, 0, *range(2, count)):  # the first one that starts is met by the others
+                self._start(self._agent(number))
+        elif self._is_ddp:
+            for start in self._ranks(["127.0.0.1"] * count, "lo"):
+                self._start(start)
+        else:
+            words = ["-n", str(count), "-s", "2", "--on-loss", "continue", "--restart", "9", "--patience", "5"]
+            launcher = [sys.executable, "-m", "kvdist_launch", *words, "--", *self._command]
+            self._start(Start(launcher, environment(OMP_NUM_THREADS="1", **self._policy())))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            for pid in [*descendants(process.pid), process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+        self._stack.close()
+
+    def _policy(self) -> dict[str, str]:
+        if self._work.method == "dist":
+            return {}
+        rate, momentum = self._config["outer"]
+        outer = "" if (rate, momentum) == (1.0, 0.0) else f",{rate},{momentum}"
+        local = ",local_steps" if self._work.method == "quota, local steps" else ""
+        return {"KVDIST_POLICY": f"quota:{self._config['quota']}{local}{outer}"}
+
+    def _start(self, start: Start) -> None:
+        self._started.append(
+            subprocess.Popen(start.command, env=start.environment, stdout=self._output, stderr=self._output)
+        )
+
+    def _start_on(self, hosts: list[Host]) -> None:
+        if self._is_ddp:
+            ranks = self._ranks([hosts[0].address] * len(hosts), hosts[0].interface)
+            starts = [host.inside(start) for host, start in zip(hosts, ranks, strict=True)]
+        else:
+            starts = kvdist_starts(self._command, hosts, **self._policy())
+        for start in starts:
+            self._start(start)
+
+    def _ranks(self, masters: list[str], interface: str) -> list[Start]:
+        """All ranks of DDP, with the variables that torchrun gives them."""
+        shared = {"MASTER_PORT": str(self._rendezvous), "WORLD_SIZE": str(len(masters)), "OMP_NUM_THREADS": "1"}
+        shared["GLOO_SOCKET_IFNAME"] = interface
+        return [
+            Start(self._command, environment(**shared, MASTER_ADDR=master, RANK=str(rank), LOCAL_RANK="0"))
+            for rank, master in enumerate(masters)
+        ]
+
+    def _agent(self, number: int) -> Start:
+        """torchrun's agent on one machine, of any number of machines but one."""
+        count = len(self._speeds)
+        # Its own take 30 s for latecomers, and 15 s until a machine is given up.
+        conf = f"is_host={int(number == 1)},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+        words = ["--nnodes", f"{count - 1}:{count}", "--nproc_per_node", "1", "--max-restarts", "100"]
+        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._rendezvous}", "--rdzv-id", "limping"]
+        words += ["--rdzv-conf", conf, "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
+        command = [sys.executable, "-m", "torch.distributed.run", *words, *self._command[1:]]
+        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "LIMPING_MACHINE": str(number)}
+        return Start(command, environment(**variables))
+
+    def run(self) -> dict[str, Any]:
+        """What came out, when it has reached the target.
+
+        Raises:
+            RuntimeError: it has not begun, or not reached the target in time; the message has what it printed.
+        """
+        began = self._await("began", time.monotonic() + START_S)
+        events = [(self._kill_s, self._kill), (self._back_s, self._bring_back)]
+        for after_s, act in events:
+            if after_s is not None and self._until(began + after_s):
+                act()
+        reached = self._await("reached", began + RUN_S)
+        looks = [line.split()[1:] for line in self._lines("look")]
+        return {
+            "setting": self._work.setting, "method": self._work.method, "seed": self._work.seed,
+            "seconds": round(reached - began, 3), "killed_s": self._kill_s, "back_s": self._back_s,
+            "looks": [[round(float(at) - began, 2), int(seen), round(float(right), 4)] for at, seen, right in looks],
+        }  # fmt: skip
+
+    def _lines(self, word: str) -> list[str]:
+        looks = self.folder / "looks"
+        return [line for line in looks.read_text().splitlines() if line.startswith(word)] if looks.exists() else []
+
+    def _until(self, when: float) -> bool:
+        """Wait; whether there is still something to be done then."""
+        while time.monotonic() < when:
+            if self._lines("reached"):
+                return False
+            time.sleep(0.02)
+        return True
+
+    def _await(self, word: str, deadline: float) -> float:
+        while not (found := self._lines(word)):
+            ended = next((one for one in self._started if one.poll() not in (None, -signal.SIGKILL)), None)
+            if ended is not None or time.monotonic() > deadline:
+                said = (self.folder / "output").read_text(errors="replace")[-6000:]
+                raise RuntimeError(f"{self._work}: not {word}; {ended and ended.args}\n{said}")
+            time.sleep(0.1)
+        return float(found[0].split()[1])
+
+    def _kill(self) -> None:
+        if self._is_ddp:
+            agent = self._started[1]
+            victims = [*descendants(agent.pid), agent.pid]
+        else:
+            victims = [one.pid for one in cluster_of(self._started[0].pid) if one.name == "worker-0"]
+        assert victims, f"{self._work}: nobody to kill"
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+
+    def _bring_back(self) -> None:
+        if self._is_ddp:
+            self._start(self._agent(0))
+        (self.folder / "back").touch()
+
+
+BRIDGES = itertools.count()
+
+
+@contextlib.contextmanager
+def slow_hosts(count: int, kbit: int) -> Iterator[list[Host]]:
+    """Namespaces that are joined by a bridge, with cards of `kbit` each way; gone when the block ends."""
+    number = next(BRIDGES)
+    bridge = f"limp{os.getpid() % 10000}-{number}"
+    hosts = [Host(f"{PREFIX}{os.getpid()}-{number}-{i}", f"10.78.0.{i + 1}", "line") for i in range(count)]
+    limit = ["rate", f"{kbit}kbit", "burst", f"{min(BURST_KILOBYTES, 4)}kb", "latency", "5000ms"]
+    try:
+        ip("link", "add", bridge, "type", "bridge")
+        ip("link", "set", bridge, "up")
+        for i, host in enumerate(hosts):
+            outer = f"{bridge}-{i}"
+            ip("netns", "add", host.name)
+            ip("link", "add", outer, "type", "veth", "peer", "name", host.interface, "netns", host.name)
+            ip("link", "set", outer, "master", bridge, "up")
+            ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
+            for interface in ("lo", host.interface):
+                ip("-n", host.name, "link", "set", interface, "up")
+            run_tool(["tc", "qdisc", "add", "dev", outer, "root", "tbf", *limit])
+            run_tool(["tc", "-n", host.name, "qdisc", "add", "dev", host.interface, "root", "tbf", *limit])
+        yield hosts
+    finally:
+        remove([host.name for host in hosts])
+        subprocess.run(["ip", "link", "delete", bridge], capture_output=True)
+
+
+# Many runs.
+
+
+def busy_and_all() -> tuple[float, float]:
+    """Of this machine's processors, since it runs."""
+    numbers = [float(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return sum(numbers) - numbers[3] - numbers[4], sum(numbers)
+
+
+def save_digits(path: Path) -> None:
+    """So that workers need no scikit-learn, whose import takes longer than a kvdist worker's own."""
+    import torch
+
+    one = problem(SPLIT)
+    parts = (one.train_x, one.train_y, one.test_x, one.test_y)
+    torch.save(tuple(torch.from_numpy(part) for part in parts), path)
+
+
+def measure(works: list[Work], at_once: int, runs: list[dict[str, Any]], keep: Any) -> None:
+    """Make these runs, several at once, and append what comes out."""
+    lock = threading.Lock()
+    medians = {
+        (setting, method): statistics.median(run["seconds"] for run in group)
+        for (setting, method), group in grouped(runs).items()
+    }
+
+    def one(work: Work) -> None:
+        calm = medians.get((work.machines.calm, work.method))
+        times = (None, None) if not work.machines.calm else (0.3 * calm, 0.6 * calm) if calm else None
+        if times is None:
+            print(f"left out: {work}, as it has not been run without a death", flush=True)
+            return
+        before = busy_and_all()
+        try:
+            with Job(work, data, *times) as job:
+                found = job.run()
+        except RuntimeError as error:
+            print(f"FAILED: {error}", flush=True)
+            return
+        busy, whole = (after - then for after, then in zip(busy_and_all(), before, strict=True))
+        found["cores_busy"] = round(busy / whole, 3)
+        print(f"{work.setting:15} {work.method:20} {work.seed:3} {found['seconds']:6.1f} s, {busy / whole:.0%} busy",
+              flush=True)  # fmt: skip
+        with lock:
+            runs[:] = [run for run in runs if Work(run["setting"], run["method"], run["seed"]) != work] + [found]
+            keep()
+
+    with tempfile.TemporaryDirectory(prefix="limping-") as folder, ThreadPoolExecutor(at_once) as pool:
+        data = Path(folder, "digits.pt")
+        save_digits(data)
+        list(pool.map(one, works))
+
+
+def grouped(runs: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    groups = defaultdict(list)
+    for run in runs:
+        groups[run["setting"], run["method"]].append(run)
+    return groups
+
+
+# What came out.
+
+
+def ratio(ours: list[float], theirs: list[float], chance: random.Random) -> tuple[float, float, float]:
+    """Of the medians, with the 5 % and the 95 % of a bootstrap."""
+    found = sorted(
+        statistics.median(chance.choices(ours, k=len(ours))) / statistics.median(chance.choices(theirs, k=len(theirs)))
+        for _ in range(2000)
+    )
+    return statistics.median(ours) / statistics.median(theirs), found[100], found[1900]
+
+
+def report(runs: list[dict[str, Any]]) -> str:
+    """Tables of medians and of what was aimed at."""
+    chance = random.Random(0)
+    simulated = json.loads(TUNED.read_text())
+    times = {key: [run["seconds"] for run in group] for key, group in grouped(runs).items()}
+
+    def beside(setting: str, method: str, other: str) -> str:
+        if method == other or (setting, other) not in times:
+            return ""
+        middle, low, high = ratio(times[setting, method], times[setting, other], chance)
+        return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+    rows = [
+        ["setting", "method", "seeds", "median s", "least–most", "of DDP", "of DDP's best subset", "simulated of DDP"]
+    ]
+    for setting, method in itertools.product(SETTINGS, METHODS):
+        own = times.get((setting, method))
+        if not own:
+            continue
+        there = simulated.get(setting, {})
+        model = f"{there[method]['median'] / there['DDP']['median']:.2f}" if method in there else ""
+        span = f"{min(own):.1f}–{max(own):.1f}"
+        against = [beside(setting, method, other) for other in METHODS[:2]]
+        rows.append([setting, method, str(len(own)), f"{statistics.median(own):.1f}", span, *against, model])
+    aims = [["setting", "method", "beside", "aim", "ratio [5 %, 95 %]", "reached"]]
+    for setting, method, other, aim in AIMS:
+        if (setting, method) in times and (setting, other) in times:
+            told = beside(setting, method, other)
+            aims.append([setting, method, other, f"≤ {aim}", told, "yes" if float(told.split()[0]) <= aim else "no"])
+    for method, aim in (("quota, local steps", 1.2), ("quota", 1.25), ("DDP", None), ("DDP, best subset", None)):
+        calm, death = times.get(("chronic", method)), times.get(("chronic, death", method))
+        if calm and death:
+            middle, low, high = ratio(death, calm, chance)
+            verdict = "" if aim is None else "yes" if middle <= aim else "no"
+            told = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+            aims.append(["chronic, death", method, "itself, calm", f"≤ {aim}" if aim else "", told, verdict])
+    busy = sorted(run["cores_busy"] for run in runs)
+    lines = [
+        "# The limping cluster",
+        "",
+        "Made by `python benchmarks/limping.py --write` and `--report`. Seconds until the averaged weights have an accuracy",
+        f"of 0.97, of paced processes on one machine: a unit is {UNIT_S} s. Ratios are of medians, with the 5 % and 95 % of a",
+        f"bootstrap. The cores of the machine were {statistics.median(busy):.0%} busy in the median run, {busy[-1]:.0%} in the busiest.",
+        "",
+        *table(rows),
+        "",
+        "## Beside what was aimed at",
+        "",
+        *table(aims),
+        "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def table(rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(one)} |" for one in (rows[0], ["---"] * len(rows[0]), *rows[1:])]
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """Accuracy over time: a thin line for each seed, a thick one for their median."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        print("no picture, for want of matplotlib: pip install 'kvdist[bench]'")
+        return
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    groups = grouped(runs)
+    settings = [name for name in SETTINGS if any(setting == name for setting, _ in groups)]
+    rows = (len(settings) + 1) // 2
+    figure, axes = plt.subplots(rows, 2, figsize=(15, 4.2 * rows), squeeze=False)
+    for name, panel in zip(settings, axes.flat, strict=False):
+        for method in METHODS:
+            group = groups.get((name, method), [])
+            if not group:
+                continue
+            longest = max(run["seconds"] for run in group)
+            grid, lines = np.linspace(0, longest, 300), []
+            for run in group:
+                times, accuracies = (
+                    [0.0, *(look[0] for look in run["looks"])],
+                    [0.1, *(look[2] for look in run["looks"])],
+                )
+                lines.append(np.interp(grid, times, accuracies))
+                panel.plot(times, accuracies, color=COLOURS[method], linewidth=0.6, alpha=0.45)
+            median_s = statistics.median(run["seconds"] for run in group)
+            is_before = grid <= median_s
+            label = f"{method}: {median_s:.1f} s"
+            panel.plot(grid[is_before], np.median(lines, axis=0)[is_before], color=COLOURS[method], linewidth=2.6,
+                       label=label)  # fmt: skip
+            panel.axvline(median_s, color=COLOURS[method], linewidth=1.0, linestyle=":")
+        machines = SETTINGS[name]
+        what = ", ".join(f"{speed:g}" for speed in machines.speeds)
+        panel.axhline(0.97, color="black", linewidth=0.8)
+        panel.set(title=f"{name} (speeds {what})", ylim=(0.85, 0.99), xlim=(0, None), xlabel="seconds")
+        panel.legend(loc="lower right", title="median until 0.97 (mean of 3 looks)")
+    for panel in axes.flat[len(settings) :]:
+        panel.axis("off")
+    axes[0][0].set_ylabel("accuracy of the averaged weights")
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    print(f"picture: {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"of {', '.join(SETTINGS)}; default: all")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[5], help="how many, or first and last")
+    parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time (default: 2)")
+    parser.add_argument("--write", action="store_true", help="add to results/limping.json, and write table and picture")
+    parser.add_argument("--report", action="store_true", help="run nothing; write table and picture of what is there")
+    options = parser.parse_args()
+    end_on_terminate()
+    path = RESULTS / "limping.json"
+    kept = options.write or options.report
+    runs = json.loads(path.read_text())["runs"] if kept and path.exists() else []
+
+    def keep() -> None:
+        if options.write:
+            lines = ",\n".join(json.dumps(run) for run in runs)
+            path.write_text(f'{{"machine": {json.dumps(machine())},\n"unit_s": {UNIT_S},\n"runs": [\n{lines}\n]}}\n')
+
+    settings = options.settings or list(SETTINGS)
+    if not options.report:
+        if any(SETTINGS[name].exchange == 1.0 for name in settings):
+            remove_stale()
+        first, last = (0, options.seeds[0] - 1) if len(options.seeds) == 1 else options.seeds
+        for name in settings:
+            works = [Work(name, method, seed) for seed in range(first, last + 1) for method in options.methods]
+            works = [work for work in works if tuned(work) and (work.method != "dist" or work.setting == "equal")]
+            measure(works, options.at_once, runs, keep)
+    text = report(runs)
+    print(text)
+    if kept:
+        (RESULTS / "limping.md").write_text(text)
+        draw(runs, RESULTS / "limping.png")
+
+
+if __name__ == "__main__":
+    main()
