@@ -81,6 +81,10 @@ class Work:
         return SETTINGS[self.setting]
 
 
+def work_of(run: dict[str, Any]) -> Work:
+    return Work(run["setting"], run["method"], run["seed"])
+
+
 def tuned(work: Work) -> dict[str, Any] | None:
     """The configuration that the simulation found best; None where it has none."""
     found = json.loads(TUNED.read_text())[work.setting]
@@ -189,17 +193,23 @@ class Job:
             RuntimeError: it has not begun, or not reached the target in time; the message has what it printed.
         """
         began = self._await("began", time.monotonic() + START_S)
+        before_s = processor_s(self._pids())
         events = [(self._kill_s, self._kill), (self._back_s, self._bring_back)]
         for after_s, act in events:
             if after_s is not None and self._until(began + after_s):
                 act()
         reached = self._await("reached", began + RUN_S)
+        had_s = processor_s(self._pids()) - before_s
         looks = [line.split()[1:] for line in self._lines("look")]
         return {
             "setting": self._work.setting, "method": self._work.method, "seed": self._work.seed,
             "seconds": round(reached - began, 3), "killed_s": self._kill_s, "back_s": self._back_s,
+            "processors": round(had_s / (reached - began), 3),
             "looks": [[round(float(at) - began, 2), int(seen), round(float(right), 4)] for at, seen, right in looks],
         }  # fmt: skip
+
+    def _pids(self) -> list[int]:
+        return [pid for one in self._started for pid in (one.pid, *descendants(one.pid))]
 
     def _lines(self, word: str) -> list[str]:
         looks = self.folder / "looks"
@@ -270,10 +280,14 @@ def slow_hosts(count: int, kbit: int) -> Iterator[list[Host]]:
 # Many runs.
 
 
-def busy_and_all() -> tuple[float, float]:
-    """Of this machine's processors, since it runs."""
-    numbers = [float(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return sum(numbers) - numbers[3] - numbers[4], sum(numbers)
+def processor_s(pids: list[int]) -> float:
+    """What these processes have had of the processors."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it ended
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def save_digits(path: Path) -> None:
@@ -299,19 +313,16 @@ def measure(works: list[Work], at_once: int, runs: list[dict[str, Any]], keep: A
         if times is None:
             print(f"left out: {work}, as it has not been run without a death", flush=True)
             return
-        before = busy_and_all()
         try:
             with Job(work, data, *times) as job:
                 found = job.run()
         except RuntimeError as error:
             print(f"FAILED: {error}", flush=True)
             return
-        busy, whole = (after - then for after, then in zip(busy_and_all(), before, strict=True))
-        found["cores_busy"] = round(busy / whole, 3)
-        print(f"{work.setting:15} {work.method:20} {work.seed:3} {found['seconds']:6.1f} s, {busy / whole:.0%} busy",
-              flush=True)  # fmt: skip
+        print(f"{work.setting:15} {work.method:20} {work.seed:3} {found['seconds']:6.1f} s, {found['processors']:.2f}"
+              " processors", flush=True)  # fmt: skip
         with lock:
-            runs[:] = [run for run in runs if Work(run["setting"], run["method"], run["seed"]) != work] + [found]
+            runs[:] = [run for run in runs if work_of(run) != work] + [found]
             keep()
 
     with tempfile.TemporaryDirectory(prefix="limping-") as folder, ThreadPoolExecutor(at_once) as pool:
@@ -375,13 +386,13 @@ def report(runs: list[dict[str, Any]]) -> str:
             verdict = "" if aim is None else "yes" if middle <= aim else "no"
             told = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
             aims.append(["chronic, death", method, "itself, calm", f"≤ {aim}" if aim else "", told, verdict])
-    busy = sorted(run["cores_busy"] for run in runs)
+    had = sorted(run["processors"] for run in runs)
     lines = [
         "# The limping cluster",
         "",
-        "Made by `python benchmarks/limping.py --write` and `--report`. Seconds until the averaged weights have an accuracy",
-        f"of 0.97, of paced processes on one machine: a unit is {UNIT_S} s. Ratios are of medians, with the 5 % and 95 % of a",
-        f"bootstrap. The cores of the machine were {statistics.median(busy):.0%} busy in the median run, {busy[-1]:.0%} in the busiest.",
+        "Made by `python benchmarks/limping.py --write` and `--report`. Seconds until the averaged weights have an",
+        f"accuracy of 0.97, of paced processes on one machine: a unit is {UNIT_S} s. Ratios are of medians, with the",
+        f"5 % and 95 % of a bootstrap. A job kept {statistics.median(had):.2f} processors busy, at most {had[-1]:.2f}.",
         "",
         *table(rows),
         "",
@@ -461,6 +472,10 @@ def main() -> None:
 
     def keep() -> None:
         if options.write:
+            if path.exists():  # another one may measure other settings
+                known = {work_of(run) for run in runs}
+                there = json.loads(path.read_text())["runs"]
+                runs.extend(run for run in there if work_of(run) not in known)
             lines = ",\n".join(json.dumps(run) for run in runs)
             path.write_text(f'{{"machine": {json.dumps(machine())},\n"unit_s": {UNIT_S},\n"runs": [\n{lines}\n]}}\n')
 

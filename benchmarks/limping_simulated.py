@@ -7,8 +7,9 @@ Gradients are real (a perceptron 64-64-10 on the digits, NumPy), only time is si
 a machine (0.1 + 0.9 b / 32) / speed units, with a jitter; an exchange takes 0.1 of them, which all pay but for a quota,
 whose workers go on meanwhile. A way is judged by when the mean of three looks at the test accuracy is 0.97; looks are
 at the average of the weights (exponential, over half an epoch, for all alike), one for each 150 examples that reached
-them. Every configuration is tried twice, the best six are tried on more seeds, and the best of these on fresh ones.
-`limping.py` measures the winners, which this leaves in ``results/limping_simulated.json``, on real processes.
+them. Every configuration is tried, the best third two times more, the best eight of these on twelve seeds, and the best
+of these on fresh ones. `limping.py` measures the winners, which this leaves in ``results/limping_simulated.json``, on
+real processes.
 """
 
 from __future__ import annotations
@@ -263,7 +264,7 @@ class Sgd:
 
 
 def ddp(run: Run) -> None:
-    """All in step, with equal batches. After a death, and a return, all start again from the last epoch's checkpoint."""
+    """All in step, with equal batches. At a death, and a return, all start again from the last epoch's checkpoint."""
     optimizer = Sgd(run.config)
     count, epoch = len(run.speeds), len(run.problem.train_y)
     saved, losses = (run.weights, run.average.copy(), optimizer.speed, 0), [run.died, run.returned]
@@ -424,13 +425,14 @@ METHODS = {
 
 # Tuning.
 
-BATCHES, RATES, MOMENTA = (4, 8, 16, 32), (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), (0.0, 0.5, 0.9)
-"""Of all; the rates are effective ones: learning rate / (1 - momentum)."""
-QUOTAS, LOCAL_QUOTAS, EVERY = (32, 64, 128), (64, 128, 256), (2, 4, 8)
+BATCHES, RATES, MOMENTA = (4, 8, 16, 32), (1.0, 2.0, 0.5, 4.0, 0.25, 8.0), (0.5, 0.9, 0.0)
+"""Of DDP; the rates are effective ones: learning rate / (1 - momentum). Those with knobs of their own have fewer."""
+QUOTAS, LOCAL_QUOTAS, EVERY = (16, 32, 64), (64, 128), (2, 4, 8)
 NESTEROV = ((1.0, 0.0), (0.7, 0.5))
 """The mean, and an outer optimizer, of a quota of local steps."""
-SCREENINGS, BEST, MORE_SEEDS, FRESH_SEEDS = 2, 6, 2, 4
-"""Runs of every configuration; how many are run again, on how many seeds of each split; and the best one, on new ones."""
+SCREENINGS, BEST, MORE_SEEDS, FRESH_SEEDS = 3, 8, 3, 4
+"""Runs of a configuration, the worse two thirds of which have only one; how many are run again, on how many seeds of
+each split; and on how many new ones the best of them is."""
 
 
 def subset(speeds: tuple[float, ...]) -> int:
@@ -453,9 +455,9 @@ def grid(method: str, setting: Setting) -> Iterator[Config]:
                 yield replace(base, machines=machines)
         elif method == "alone" and not setting.calm:
             yield replace(base, machines=1)
-        elif method == "quota":
-            yield from (replace(base, quota=quota) for quota in QUOTAS if quota >= batch and batch < 32)
-        elif method == "quota, local steps" and batch < 32:
+        elif method == "quota" and batch < 16 and rate <= 2:
+            yield from (replace(base, quota=quota) for quota in QUOTAS)
+        elif method == "quota, local steps" and batch in (8, 16) and 0.5 <= rate <= 4:
             yield from (replace(base, quota=one, outer=outer) for one, outer in product(LOCAL_QUOTAS, NESTEROV))
         elif method == "local_sgd" and batch < 32:
             yield from (replace(base, every=number) for number in EVERY)
@@ -471,28 +473,28 @@ def timed(config: Config, setting: Setting, split: int, seed: int, give_up: floa
     return run.reached
 
 
-def tune(method: str, setting: Setting, death: tuple[float, float]) -> dict[str, Any] | None:
-    """The best configuration of a method, what it takes, and its neighbours; None if none reaches the target."""
-    screened, best = [], [math.inf] * SCREENINGS
-    for config in grid(method, setting):
-        times: list[float] = []
-        for number in range(SCREENINGS):
-            took = timed(config, setting, splits()[number], 1000 + number, 2 * best[number], death)
-            best[number] = min(best[number], took)
-            times.append(took)
-            if took == math.inf:
-                break
-        else:
-            screened.append((statistics.fmean(times), config))
-    screened = sorted(screened, key=lambda one: one[0])[:BEST]
+def tune(method: str, setting: Setting, calm: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The best configuration of a method, what it takes, and its neighbours; None if none reaches the target.
+
+    Args:
+        calm: what came out without a death; with one, only the best of those are tried.
+    """
+    death, best = (math.inf, math.inf), math.inf
+    if calm is not None:
+        death = (0.3 * calm["median"], 0.6 * calm["median"])
+        tried = [calm["winner"], *calm["neighbours"]]
+        screened = [(0.0, Config(**{name: one[name] for name in calm["winner"]})) for one in tried]
+    else:
+        screened = screen(method, setting)
     pairs = [(split, 2000 + seed) for split, seed in product(splits(), range(MORE_SEEDS))]
     again = []
     for _, config in screened:
-        more = [timed(config, setting, split, seed, 6 * min(best), death) for split, seed in pairs]
+        more = [timed(config, setting, split, seed, 3 * best, death) for split, seed in pairs]
         again.append((statistics.median(more), config))
+        best = min(best, again[-1][0])
+    again = sorted((one for one in again if one[0] < math.inf), key=lambda one: one[0])
     if not again:
         return None
-    again.sort(key=lambda one: one[0])
     fresh = [
         timed(again[0][1], setting, split, 3000 + seed, math.inf, death)
         for split, seed in product(splits(), range(FRESH_SEEDS))
@@ -503,6 +505,22 @@ def tune(method: str, setting: Setting, death: tuple[float, float]) -> dict[str,
         "units": fresh,
         "neighbours": [{"median": median, **asdict(config)} for median, config in again[1:]],
     }
+
+
+def screen(method: str, setting: Setting) -> list[tuple[float, Config]]:
+    """The configurations of a method that are worth more runs."""
+    calm, best, screened = (math.inf, math.inf), math.inf, []
+    for config in grid(method, setting):
+        took = timed(config, setting, splits()[0], 1000, 2 * best, calm)
+        best = min(best, took)
+        screened.append((took, config))
+    screened = sorted((one for one in screened if one[0] < math.inf), key=lambda one: one[0])[: len(screened) // 3]
+    for number in range(1, SCREENINGS):
+        screened = [
+            (took + timed(config, setting, splits()[number], 1000 + number, 4 * best, calm), config)
+            for took, config in screened
+        ]
+    return sorted((one for one in screened if one[0] < math.inf), key=lambda one: one[0])[:BEST]
 
 
 def main() -> None:
@@ -516,13 +534,8 @@ def main() -> None:
         setting, began = SETTINGS[name], time.process_time()
         here = found.setdefault(name, {})
         for method in options.methods:
-            death = (math.inf, math.inf)
-            if setting.calm:
-                calm = found[setting.calm].get(method)
-                if calm is None:
-                    continue
-                death = (0.3 * calm["median"], 0.6 * calm["median"])
-            tuned = tune(method, setting, death)
+            calm = found[setting.calm].get(method) if setting.calm else None
+            tuned = None if setting.calm and calm is None else tune(method, setting, calm)
             if tuned is None:
                 continue
             here[method] = tuned
@@ -531,7 +544,9 @@ def main() -> None:
             print(
                 f"{name:15} {method:20} {tuned['median']:7.1f} {ratio:5.2f} {tuned['winner']} {took:.0f}s", flush=True
             )
-            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+            there = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}  # another one may tune other settings
+            there.setdefault(name, {})[method] = tuned
+            RESULTS.write_text(json.dumps({key: there[key] for key in SETTINGS if key in there}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

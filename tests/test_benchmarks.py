@@ -298,6 +298,20 @@ def test_workers_that_one_stands_for_cost_a_server_as_much_as_themselves() -> No
     assert lumped.processor_s["worker carrying"] == pytest.approx(each.processor_s["worker carrying"] / 2, rel=0.25)
 
 
+@pytest.mark.usefixtures("even_turns")
+@each("way", ["quota", "quota, local steps"])
+def test_unequal_workers_make_what_each_makes_alone_but_for_those_that_die(way: str) -> None:
+    unequal, spec = load("scale_unequal"), load("workers.workload").Spec.parse("1x16384")
+
+    def made(dying: float) -> Any:
+        return unequal.Job(6, way, spec, slow_machines(), small_costs()).run(dying)
+
+    calm, dying = made(0.0), made(2.0)
+    assert 0.97 < calm.of_all <= 1.03 and calm.deaths == 0
+    assert dying.deaths >= 3 and 0.7 < dying.of_all < calm.of_all
+    assert dying.of_present > 0.9
+
+
 def test_workers_on_hosts_with_servers_are_not_taken_as_one() -> None:
     simulated = load("simulated")
     spec = load("models").parse_spec("3x1048576")
@@ -361,3 +375,32 @@ def test_a_short_storm_loses_no_example(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "lost 0, counted twice 0" in done.stdout and " s  worker-" in done.stdout, done.stdout
+
+
+def test_local_steps_of_one_machine_are_those_that_it_makes_alone() -> None:
+    limping = load("limping_simulated")
+    setting = limping.Setting((1.0,), exchange=0.3)
+    alone, local = (
+        limping.Run(limping.Config(method, 1, 16, 0.1, 0.5, quota=64), setting, split=0, seed=1)
+        for method in ("alone", "quota, local steps")
+    )
+    for run in (alone, local):
+        limping.METHODS[run.config.method](run)
+    assert len(alone.looks) > 5 and alone.looks[-1] > 0.95
+    assert abs(alone.reached - local.reached) < 0.3 * alone.reached
+    assert abs(alone.seen - local.seen) < 0.3 * alone.seen
+
+
+def test_a_death_costs_ddp_two_starts_and_a_quota_only_the_machine() -> None:
+    limping = load("limping_simulated")
+    setting, death = limping.SETTINGS["chronic"], (20.0, 40.0)
+
+    def cost(config: Any) -> float:
+        calm, late = (
+            limping.timed(config, setting, 0, 1, float("inf"), when) for when in ((float("inf"), float("inf")), death)
+        )
+        return float(late - calm)
+
+    ddp, quota = limping.Config("DDP", 3, 16, 0.2, 0.9), limping.Config("quota, local steps", 3, 16, 0.2, 0.9, 64)
+    assert cost(ddp) > 2 * limping.RESTART
+    assert cost(quota) < 2 * limping.RESTART
