@@ -177,8 +177,8 @@ class Job:
     def _agent(self, number: int) -> Start:
         """torchrun's agent on one machine, of any number of machines but one."""
         count = len(self._speeds)
-        # Its own take 30 s for latecomers, and 15 s until a machine is given up.
-        conf = f"is_host={int(number == 1)},last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+        # Its own take 30 s for latecomers, and 15 s until a machine is given up; after 2 s it gives up living ones, too.
+        conf = f"is_host={int(number == 1)},last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=4"
         words = ["--nnodes", f"{count - 1}:{count}", "--nproc_per_node", "1", "--max-restarts", "100"]
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._rendezvous}", "--rdzv-id", "limping"]
         words += ["--rdzv-conf", conf, "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
@@ -204,7 +204,7 @@ class Job:
         return {
             "setting": self._work.setting, "method": self._work.method, "seed": self._work.seed,
             "seconds": round(reached - began, 3), "killed_s": self._kill_s, "back_s": self._back_s,
-            "processors": round(had_s / (reached - began), 3),
+            "processors": round(max(0.0, had_s) / (reached - began), 3),  # without those that were killed
             "looks": [[round(float(at) - began, 2), int(seen), round(float(right), 4)] for at, seen, right in looks],
         }  # fmt: skip
 

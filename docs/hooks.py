@@ -28,6 +28,7 @@ ELSEWHERE = {
     "benchmarks/results/headline.md": "benchmarks/headline.md",
     "benchmarks/results/headline.png": "benchmarks/headline.png",
     "benchmarks/results/full.png": "benchmarks/full.png",
+    "benchmarks/results/limping.png": "benchmarks/limping.png",
     "kvdist/protocol/WIRE.md": "protocol/wire.md",
     "kvdist/protocol/COLLECTIVE.md": "protocol/collective.md",
 }
