@@ -177,7 +177,7 @@ class Job:
     def _agent(self, number: int) -> Start:
         """torchrun's agent on one machine, of any number of machines but one."""
         count = len(self._speeds)
-        # Its own take 30 s for latecomers, and 15 s until a machine is given up; after 2 s it gives up living ones, too.
+        # Its own take 30 s for latecomers, and 15 s until a machine is given up; 2 s give up living ones, too.
         conf = f"is_host={int(number == 1)},last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=4"
         words = ["--nnodes", f"{count - 1}:{count}", "--nproc_per_node", "1", "--max-restarts", "100"]
         words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._rendezvous}", "--rdzv-id", "limping"]
