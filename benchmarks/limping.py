@@ -8,8 +8,9 @@ Every machine is a process that runs `examples/limping/train.py` at its speed, n
 at once as long as the processors are mostly idle, which is measured. All start with what `limping_simulated.py` found
 best for them. Time runs from when all processes have begun to when the mean of three looks at the averaged weights is
 0.97. A machine is killed by signal 9 at 30 % of the median of the same way to train without a death, and comes back
-at 60 %. Without a death DDP's ranks are started as torchrun starts them, but without torchrun; with one they are those
-of torchrun's elastic agents, with time-outs that are kinder to DDP than its own. The slow network needs root.
+at 60 %. DDP's ranks are started as torchrun starts them. At a death, and at the return, this script does what an
+elastic agent does, without torchrun's seconds of detection and rendezvous: it ends all ranks and starts those that
+there are, which go on at the last epoch's checkpoint. The slow network needs root.
 """
 
 from __future__ import annotations
@@ -123,12 +124,8 @@ class Job:
         if self._work.machines.exchange == 1.0 and count > 1:
             hosts = self._stack.enter_context(slow_hosts(count, SLOW_KBIT))
             self._start_on(hosts)
-        elif self._is_ddp and self._kill_s is not None:
-            for number in (1, 0, *range(2, count)):  # the first one that starts is met by the others
-                self._start(self._agent(number))
         elif self._is_ddp:
-            for start in self._ranks(["127.0.0.1"] * count, "lo"):
-                self._start(start)
+            self._start_ddp(range(count))
         else:
             words = ["-n", str(count), "-s", "2", "--on-loss", "continue", "--restart", "9", "--patience", "5"]
             launcher = [sys.executable, "-m", "kvdist_launch", *words, "--", *self._command]
@@ -174,17 +171,14 @@ class Job:
             for rank, master in enumerate(masters)
         ]
 
-    def _agent(self, number: int) -> Start:
-        """torchrun's agent on one machine, of any number of machines but one."""
-        count = len(self._speeds)
-        # Its own take 30 s for latecomers, and 15 s until a machine is given up; 2 s give up living ones, too.
-        conf = f"is_host={int(number == 1)},last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=4"
-        words = ["--nnodes", f"{count - 1}:{count}", "--nproc_per_node", "1", "--max-restarts", "100"]
-        words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._rendezvous}", "--rdzv-id", "limping"]
-        words += ["--rdzv-conf", conf, "--monitor-interval", "0.1", "--local-addr", "127.0.0.1"]
-        command = [sys.executable, "-m", "torch.distributed.run", *words, *self._command[1:]]
-        variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "LIMPING_MACHINE": str(number)}
-        return Start(command, environment(**variables))
+    def _start_ddp(self, machines: range) -> None:
+        """Start all ranks of DDP on these machines, after an end of those that there are, as an elastic agent does."""
+        for process in self._started:
+            process.kill()
+            process.wait()
+        self._rendezvous = free_port()
+        for start, number in zip(self._ranks(["127.0.0.1"] * len(machines), "lo"), machines, strict=True):
+            self._start(Start(start.command, start.environment | {"LIMPING_MACHINE": str(number)}))
 
     def run(self) -> dict[str, Any]:
         """What came out, when it has reached the target.
@@ -234,17 +228,16 @@ class Job:
 
     def _kill(self) -> None:
         if self._is_ddp:
-            agent = self._started[1]
-            victims = [*descendants(agent.pid), agent.pid]
-        else:
-            victims = [one.pid for one in cluster_of(self._started[0].pid) if one.name == "worker-0"]
+            self._start_ddp(range(1, len(self._speeds)))
+            return
+        victims = [one.pid for one in cluster_of(self._started[0].pid) if one.name == "worker-0"]
         assert victims, f"{self._work}: nobody to kill"
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
 
     def _bring_back(self) -> None:
         if self._is_ddp:
-            self._start(self._agent(0))
+            self._start_ddp(range(len(self._speeds)))
         (self.folder / "back").touch()
 
 
