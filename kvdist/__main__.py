@@ -37,10 +37,10 @@ from kvdist.config.endpoints import split_endpoint, tcp_endpoint
 from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, read_setting
 from kvdist.config.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
 from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
-from kvdist.config.sockets import scheduler_endpoint
+from kvdist.config.sockets import SCHEME, private_folder, scheduler_endpoint
 from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.errors import EXITED, ConfigError, FencedError, KvdistError, PeerLostError
+from kvdist.errors import EXITED, ConfigError, FencedError, JobOver, KvdistError, PeerLostError
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.registry import registered
 from kvdist.runtime import ledger
@@ -102,6 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep_events(node)
         node.run()
         _tell_of_strangers(node)
+    except JobOver as error:
+        return _told(error, 0)
     except KvdistError as error:
         return _told(error, EXIT_CONFIG if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
@@ -211,18 +213,10 @@ def _import(kind: str, names: Sequence[str], known: Callable[[], object], advice
 
 def _scheduler(config: ClusterConfig) -> Node:
     config.require_private(config.root_host)
+    if config.listen_fd is not None:
+        _check_listening(config, config.listen_fd)
     transport = open_sockets(config)
     if config.listen_fd is not None:
-        endpoint = endpoint_of_listener(config.listen_fd)
-        is_tcp = endpoint.startswith("tcp://")
-        if is_tcp:
-            config.require_private(split_endpoint(endpoint)[0])
-        is_ours = is_tcp and split_endpoint(endpoint)[1] == config.root_port
-        if not (endpoint == scheduler_endpoint(config) if config.is_local else is_ours):
-            raise ConfigError(
-                f"KVDIST_LISTEN_FD is {config.listen_fd}, a socket that listens at {endpoint}, but everybody dials"
-                f" {scheduler_endpoint(config)} (DMLC_PS_ROOT_PORT): give both the same"
-            )
         transport.bind_listening(config.listen_fd)
     elif config.is_local:
         transport.bind(scheduler_endpoint(config))
@@ -237,6 +231,30 @@ def _scheduler(config: ClusterConfig) -> Node:
     if config.supervised:
         threading.Thread(target=_listen, args=(node,), name="kvdist-launcher", daemon=True).start()
     return node
+
+
+def _check_listening(config: ClusterConfig, descriptor: int) -> None:
+    """Check the socket that the launcher has made, where others are to find this scheduler.
+
+    Raises:
+        ConfigError: it listens somewhere else, or its file is gone.
+        JobOver: its file is gone, and an earlier scheduler removes it when the job is over.
+    """
+    endpoint = endpoint_of_listener(descriptor)
+    is_tcp = endpoint.startswith("tcp://")
+    if is_tcp:
+        config.require_private(split_endpoint(endpoint)[0])
+    is_ours = is_tcp and split_endpoint(endpoint)[1] == config.root_port
+    if not (endpoint == scheduler_endpoint(config) if config.is_local else is_ours):
+        raise ConfigError(
+            f"KVDIST_LISTEN_FD is {descriptor}, a socket that listens at {endpoint}, but everybody dials"
+            f" {scheduler_endpoint(config)} (DMLC_PS_ROOT_PORT): give both the same"
+        )
+    if config.is_local and not os.path.exists(endpoint.removeprefix(SCHEME)):
+        gone = f"the scheduler cannot be dialled at {endpoint}, as the file is gone"
+        if read_setting("KVDIST_RESTARTS"):
+            raise JobOver(f"{gone}; it was started again when the job was over, and the scheduler before it had removed it")
+        raise ConfigError(f"{gone}: start the job again, and let nothing remove files below {private_folder()}")
 
 
 def _scheduler_machine(config: ClusterConfig) -> Scheduler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 
 from kvdist import __main__ as command
 from kvdist.config.environment import read_setting
+from kvdist.config.sockets import SCHEME, listen_at, local_endpoint, require_private_folder
 from kvdist.core.machine import ChildEnded, ProcessStarted
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels import gpu
@@ -17,6 +19,7 @@ from kvdist.kvstore import registry as store_registry
 from kvdist.nodes import SCHEDULER, server, worker
 from kvdist.optimizer import create, registry
 from tests.cases import each
+from tests.ports import free_port
 
 CLUSTER = {
     "DMLC_ROLE": "scheduler",
@@ -120,6 +123,23 @@ def test_a_device_that_the_command_line_misnames_is_a_mistake(monkeypatch, capsy
         monkeypatch.setenv(name, value)
     assert command.main(["--server-device", "cuda"]) == command.EXIT_CONFIG
     assert "kvdist: --server-device is 'cuda'; it must be cpu, cuda:0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("restarts, code, why", [("1", 0, "the job was over"), (None, 2, "start the job again")])
+def test_a_scheduler_whose_socket_has_lost_its_file_says_so(monkeypatch, capsys, restarts, code, why):
+    port = free_port()
+    path = local_endpoint(port).removeprefix(SCHEME)
+    require_private_folder()
+    listening = listen_at(path)
+    os.unlink(path)
+    variables = CLUSTER | {"DMLC_PS_ROOT_PORT": str(port), "KVDIST_LISTEN_FD": str(listening.fileno())}
+    variables |= ({} if restarts is None else {"KVDIST_RESTARTS": restarts})
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with listening:
+        assert command.main([]) == code
+    told = capsys.readouterr().err
+    assert told.startswith("kvdist: ") and told.count("\n") == 1 and path in told and why in told
 
 
 def test_an_interruption_ends_with_the_code_of_a_shell(monkeypatch):

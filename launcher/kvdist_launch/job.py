@@ -14,6 +14,7 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
   others are terminated after the grace.
 - Where a job goes on without lost workers (``--on-loss continue``), one that fails is told and recorded, while others
   run or one has finished. If the scheduler ends the job all the same, the last such failure is the cause.
+- There a scheduler or server that is killed when every worker has ended with 0 fails nothing, and is not started again.
 - Where single processes are started again (``--restart N``), `Restarts` says whether and when. Each start is a life of
   its own, and the end of an earlier life changes nothing. Once the job fails, is interrupted, or was dissolved by the
   scheduler, nothing is started any more.
@@ -373,7 +374,12 @@ class Job:
 
     def _survive(self, one: ProcessExit, now: float) -> list[Action] | None:
         """Let the others go on after a failure, if they can. Returns what to say; None if it fails the job."""
-        if self._phase is not Phase.RUNNING or self.cause is not None:
+        if self.cause is not None:
+            return None
+        if self._goes_on and self._is_done() and one.node.role is not Role.WORKER and (one.status < 0 or one.lost):
+            self._losses.append((one, now))
+            return [Say(f"{one}; it is not started again, as all workers have finished")]
+        if self._phase is not Phase.RUNNING:
             return None
         verdict = self._restarts.judge(one, self._lived_s(one)) if self._restarts and not self._is_dissolved else None
         if verdict is not None and verdict.ends_job:
@@ -466,6 +472,11 @@ class Job:
 
     def _workers_alive(self) -> list[NodeId]:
         return [node for node in self._alive if node.role is Role.WORKER]
+
+    def _is_done(self) -> bool:
+        """Whether all workers have finished, but for those that the job goes on without."""
+        last = {one.node: one.exit for one in self.records if one.node.role is Role.WORKER}
+        return self._phase is Phase.CLOSING or all(how is not None and not how.is_failure for how in last.values())
 
     def _is_worked_on(self) -> bool:
         """Whether there are workers, or will be."""

@@ -227,6 +227,20 @@ def test_who_has_not_joined_the_others_when_they_finish_is_ended(has_joined):
     assert job.conclude(106.0)[-1] == f"{finished} and 1 server finished in 6.0 s"
 
 
+@each("at_once", [True, False])
+@each("one", [ended(SCHEDULER), ended(server(0)), ended(server(0), 255, lost="no answer")])
+def test_a_scheduler_or_server_that_is_lost_when_all_workers_have_finished_fails_nothing(one, at_once):
+    job = new_job(roles=(Role.WORKER, Role.SCHEDULER, Role.SERVER))
+    finished = [ended(worker(0), 0), ended(worker(1), 0)]
+    told = job.ended([*finished, one] if at_once else finished, 101.0)
+    told += [] if at_once else job.ended([one], 101.1)
+    assert [said.text for said in told] == [f"{one}; it is not started again, as all workers have finished"]
+    assert not [action for action in job.tick(104.0) if isinstance(action, Restart)]
+    job.ended([ended(node, 0) for node in (SCHEDULER, server(0)) if node != one.node], 102.0)
+    assert job.is_over and job.exit_code() == 0
+    assert job.conclude(102.0)[-1].endswith(f" finished in 2.0 s; {one}")
+
+
 def test_an_interrupted_or_failed_job_starts_nothing():
     job = new_job()
     job.ended([ended(status=75), ended(worker(0), 75)], 101.0)
