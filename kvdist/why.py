@@ -29,6 +29,8 @@ NAME = re.compile(r"(?:worker|server)-\d+|scheduler")
 WAITING = re.compile(r"waiting (?P<seconds>[\d.]+) s for (?P<who>.*?) to (?P<deed>.*)", re.DOTALL)
 INTERRUPTED = re.compile(r"ended by signal (?:1|2|15) |KeyboardInterrupt")
 NOT_THE_USERS = re.compile(r"/kvdist/|/lib/python[^/]*/(?!site-packages/)|/site-packages/|<frozen ")
+OF_A_WAIT = "a long wait"
+"""The reason of a dump that was written while its process waited (`kvdist.runtime.ring`)."""
 LISTED_MAX = 4
 """Processes that a sentence names."""
 
@@ -219,8 +221,8 @@ class Story:
 
     def _of_a_loss(self, verdict: Mapping[str, Any]) -> Iterator[str]:
         node = verdict["node"]
-        dump = self.by_name.get(node)
-        yield f"The job ended at {clock(self._lost_at(node))} because of {self._where(node)}: {verdict['cause']}."
+        dump = self._end_of(node)
+        yield f"The job ended at {clock(self._lost_at(verdict))} because of {self._where(node)}: {verdict['cause']}."
         if dump is not None:
             if dump.about["reason"] != verdict["cause"]:
                 yield f"Its own reason: {dump.about['reason']}."
@@ -310,14 +312,24 @@ class Story:
             level = {waiter for waiters in groups.values() for waiter in waiters}
             reached |= level
 
-    def _lost_at(self, name: str) -> float:
-        """When a process was seen to end; otherwise when the first dump was written."""
-        for dump in self.dumps:
-            for entry in dump.entries:
-                if isinstance(entry, Observed) and _is_end_of(name, entry.event):
-                    return dump.wall(entry.now)
-        own = self.by_name.get(name)
-        return min(dump.ended_at for dump in self.dumps) if own is None else own.ended_at
+    def _end_of(self, name: str) -> Dump | None:
+        """What a process wrote at its end; None if it wrote nothing then: what it wrote in a long wait may be old."""
+        dump = self.by_name.get(name)
+        return None if dump is None or dump.about["reason"] == OF_A_WAIT else dump
+
+    def _lost_at(self, verdict: Mapping[str, Any]) -> float:
+        """When a process was seen to end, or wrote that it does; otherwise when the first one ended because of it."""
+        name = verdict["node"]
+        seen = [
+            dump.wall(entry.now)
+            for dump in self.dumps
+            for entry in dump.entries
+            if isinstance(entry, Observed) and _is_end_of(name, entry.event)
+        ]
+        if not seen and (own := self._end_of(name)) is not None:
+            return own.ended_at
+        ended = (dump.ended_at for dump in self.dumps if verdict["text"] in dump.about["reason"])
+        return max(seen, default=0.0) or min(ended)
 
     def _last_word(self, name: str) -> Iterator[str]:
         """When a process was last heard of, and by whom."""
@@ -356,7 +368,7 @@ def _advice(name: str, cause: str, host: str) -> Iterator[str]:
         on = f" on {host}" if host else ""
         yield f"Signal 9 often comes from the kernel when memory is short: see dmesg{on}."
     else:
-        yield f"{name} has written no dump; its last lines of output may say more."
+        yield f"{name} has written no dump of its end; its last lines of output may say more."
 
 
 def upper(text: str) -> str:

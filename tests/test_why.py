@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,29 @@ def test_waits_that_ended_well_leave_no_dump(tmp_path: Path) -> None:
     result = run(1, SCENARIOS["paused follower"], tmp_path)
     assert result.happened["pause"] == 1
     assert tmp_path.is_dir() and not list(tmp_path.iterdir()), "they were written while the wait lasted"
+
+
+@each("name, seed, victim", [("killed worker", 3, "worker-1"), ("killed server", 2, "server-0")])
+def test_what_a_process_wrote_in_a_wait_is_not_taken_for_its_end(
+    name: str, seed: int, victim: str, tmp_path: Path
+) -> None:
+    scenario = SCENARIOS[name]
+    run(seed, replace(scenario, limits=replace(scenario.limits, explain_after_s=0.02)), tmp_path)
+    dumps = read_dumps(tmp_path)
+    for dump in dumps:  # one clock, that of the simulator
+        dump.about = {**dump.about, "wall": dump.about["monotonic"]}
+    story = Story(dumps)
+    assert story.by_name[victim].about["reason"] == "a long wait", "it was killed after that"
+    assert story.verdict is not None and story.verdict["node"] == victim
+    heard = max(dump.wall(now) for dump in dumps for now, came, stamp in dump.stamps if came and str(stamp.source) == victim)
+    assert story.by_name[victim].ended_at < heard <= story._lost_at(story.verdict)
+    assert "Its own reason" not in story.paragraph() and "Its main thread" not in story.paragraph()
+
+
+def test_a_process_that_gets_its_rank_after_a_wait_has_one_dump(tmp_path: Path) -> None:
+    scenario = SCENARIOS["killed server"]
+    run(3, replace(scenario, limits=replace(scenario.limits, explain_after_s=0.02)), tmp_path)
+    assert len(list(tmp_path.glob("server-1.*"))) == 1 and not list(tmp_path.glob("*-[?].*"))
 
 
 def test_clocks_are_aligned_by_messages_that_went_both_ways(tmp_path: Path) -> None:

@@ -205,6 +205,8 @@ class Ring:
         except Exception as error:  # noqa: BLE001  # a job never fails because it could not say why it does
             LOG.warning("%s cannot write its dump to %s: %s", self._machine.me, path, error)
         else:
+            if self._written is not None and self._written != path:
+                self._written.unlink(missing_ok=True)  # of a wait, when it had no rank yet
             self._written = path
 
     def _lines(self, reason: str, failure: Exception | None) -> Iterator[str]:
