@@ -50,11 +50,11 @@ def cut_off(content: bytes) -> bytes:
     return content[: random.randrange(len(content))]
 
 
-def launched(job, tmp_path, *more, options=()):
+def launched(job, tmp_path, *more, options=(), workers=WORKERS):
     """A job whose worker 0 waits in the middle, when there is a snapshot."""
     root = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path)}
     options = [*OPTIONS, "--snapshots", str(tmp_path / "snapshots"), *options]
-    launcher = job.launch(WORKERS, 2, "snapshots.py", str(tmp_path), *more, options=options, **EVERY, **root)
+    launcher = job.launch(workers, 2, "snapshots.py", str(tmp_path), *more, options=options, **EVERY, **root)
     job.line("launcher", "waits in the middle")
     job.wait(lambda: any((tmp_path / "snapshots").glob("step-*/manifest.json")), "there is a snapshot")
     return launcher
@@ -99,6 +99,16 @@ def test_fragments_go_back_to_one_period_and_lose_no_more_than_its_steps_behind_
         made = {0: 0, 1: 4, 2: 6}.get(int(told), 4 * int(told) - 6)
         lost = 0 if int(told) in (0, 2, 3) else (made + made - 1) * 3 / 2
         assert (float(last), float(first)) == (FINAL / WORKERS, FINAL / WORKERS - lost), job.transcript()
+
+
+def test_what_is_left_of_compressed_pushes_is_dropped_when_all_go_back(job, tmp_path):
+    launcher = launched(job, tmp_path, "compressed", workers=1)
+    job.kill("server-1")
+    (tmp_path / "go").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("all have gone back to step"), job.transcript()
+    assert launcher.lines_with("the first push that counts is number 8"), job.transcript()
 
 
 def test_a_worker_that_is_killed_while_all_go_back_is_waited_for_and_no_step_is_made_without_it(job, tmp_path):

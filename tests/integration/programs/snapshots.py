@@ -1,4 +1,4 @@
-"""Workers that train while servers are killed: ``snapshots.py FOLDER [trainer]``.
+"""Workers that train while servers are killed: ``snapshots.py FOLDER [trainer | compressed]``.
 
 In step t rank r pushes (t + 1) · (r + 1), so a weight says which steps are in it, and each is checked after each step.
 Rank 0 waits in the middle until FOLDER/go is there.
@@ -88,5 +88,34 @@ def with_trainer():
     print(f"ended with {values} after {calls - STEPS} steps again, told of {told}", flush=True)
 
 
+def with_compression():
+    """Each push has an eighth of the least that is sent, and stays with the worker until there are eight."""
+    folder, store = Path(sys.argv[1]), kv.create("dist")
+    store.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+    store.set_optimizer("sgd", learning_rate=1.0)
+    store.init("w", np.zeros(5, np.float32))
+
+    def push(gradient):
+        value = np.full(5, gradient, np.float32)
+        store.pushpull("w", value)
+        return value[0]
+
+    assert [push(-1 / 8) for _ in range(5)] == [0] * 5
+    while not any(int(one.parent.name[5:]) > 0 for one in (folder / "snapshots").glob("step-*/manifest.json")):
+        push(0.0)
+    print("waits in the middle", flush=True)
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    try:
+        while True:
+            push(0.0)
+    except RolledBackError:
+        pushes = 1
+    while push(-1 / 8) == 0:
+        pushes += 1
+    print(f"the first push that counts is number {pushes}", flush=True)
+    store.close()
+
+
 if __name__ == "__main__":
-    main() if len(sys.argv) < 3 else with_trainer()
+    {"": main, "trainer": with_trainer, "compressed": with_compression}["".join(sys.argv[2:])]()
