@@ -253,7 +253,9 @@ def _check_listening(config: ClusterConfig, descriptor: int) -> None:
     if config.is_local and not os.path.exists(endpoint.removeprefix(SCHEME)):
         gone = f"the scheduler cannot be dialled at {endpoint}, as the file is gone"
         if read_setting("KVDIST_RESTARTS"):
-            raise JobOver(f"{gone}; it was started again when the job was over, and the scheduler before it had removed it")
+            raise JobOver(
+                f"{gone}; it was started again when the job was over, and the scheduler before it had removed it"
+            )
         raise ConfigError(f"{gone}: start the job again, and let nothing remove files below {private_folder()}")
 
 

@@ -133,7 +133,7 @@ def test_a_scheduler_whose_socket_has_lost_its_file_says_so(monkeypatch, capsys,
     listening = listen_at(path)
     os.unlink(path)
     variables = CLUSTER | {"DMLC_PS_ROOT_PORT": str(port), "KVDIST_LISTEN_FD": str(listening.fileno())}
-    variables |= ({} if restarts is None else {"KVDIST_RESTARTS": restarts})
+    variables |= {} if restarts is None else {"KVDIST_RESTARTS": restarts}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with listening:

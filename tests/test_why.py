@@ -52,7 +52,9 @@ def test_what_a_process_wrote_in_a_wait_is_not_taken_for_its_end(
     story = Story(dumps)
     assert story.by_name[victim].about["reason"] == "a long wait", "it was killed after that"
     assert story.verdict is not None and story.verdict["node"] == victim
-    heard = max(dump.wall(now) for dump in dumps for now, came, stamp in dump.stamps if came and str(stamp.source) == victim)
+    heard = max(
+        dump.wall(now) for dump in dumps for now, came, stamp in dump.stamps if came and str(stamp.source) == victim
+    )
     assert story.by_name[victim].ended_at < heard <= story._lost_at(story.verdict)
     assert "Its own reason" not in story.paragraph() and "Its main thread" not in story.paragraph()
 
