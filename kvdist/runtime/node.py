@@ -602,7 +602,7 @@ class Node:
                     trace.asked(request, item.since_ns)
         now = self._clock()
         for event in events:
-            if isinstance(event, Persisted) and event.failure:
+            if isinstance(event, Persisted) and event.failure and event.token is None:  # else the machine says so
                 LOG.error("%s: %s", self.machine.me, event.failure)
             self._observe(event, now)
         machine = self.machine

@@ -33,6 +33,8 @@ kv.register_command(1)(lambda head, body, rank: None)
 written = folders.write_slices
 def write_slices(*arguments):
     if Path(__file__).with_name("full").exists():
+        with open(Path(__file__).with_name("tries"), "a") as tries:
+            tries.write("1")
         raise OSError(28, "No space left on device")
     return written(*arguments)
 folders.write_slices = write_slices
@@ -186,8 +188,8 @@ def test_of_a_dist_async_store_a_killed_server_alone_goes_back_and_the_loss_that
     assert ends == {("first", str([100] * WORKERS)), ("second", str([100 - lost[0], 100 - lost[1]]))}, job.transcript()
 
 
-def with_two_snapshots(job, tmp_path):
-    """A ``dist_async`` job with two snapshots or more, none of which is being written: it and their folders."""
+def launched_async(job, tmp_path):
+    """A ``dist_async`` job with two snapshots or more."""
     (tmp_path / "full.py").write_text(FULL)
     options = [*OPTIONS, "--snapshots", str(tmp_path / "snapshots")]
     options += ["--server-module", "full", "--env", f"PYTHONPATH={tmp_path}"]
@@ -195,12 +197,33 @@ def with_two_snapshots(job, tmp_path):
     launcher = job.launch(WORKERS, 2, "snapshots_async.py", str(tmp_path), options=options, **EVERY, **root)
     folders = tmp_path / "snapshots"
     job.wait(lambda: len([*folders.glob("step-*/manifest.json")]) > 1, "there are two snapshots")
+    return launcher
+
+
+def with_two_snapshots(job, tmp_path):
+    """A ``dist_async`` job with two snapshots or more, none of which is being written: it and their folders."""
+    launcher, folders = launched_async(job, tmp_path), tmp_path / "snapshots"
     (tmp_path / "full").touch()
     job.line("launcher", "was not made, training goes on")
     (tmp_path / "snapshot").touch()
     job.wait(lambda: len(launcher.lines_with("waits for go")) == WORKERS, "all have made 25 steps")
     complete = sorted(int(one.parent.name.partition("-")[2]) for one in folders.glob("step-*/manifest.json"))
     return launcher, [folders / f"step-{step}" for step in complete]
+
+
+def test_a_disk_that_is_full_for_long_is_said_once_and_so_is_its_end(job, tmp_path):
+    launcher, tries = launched_async(job, tmp_path), tmp_path / "tries"
+    (tmp_path / "full").touch()
+    job.wait(lambda: tries.exists() and tries.stat().st_size >= 10, "each server has tried it several times")
+    (tmp_path / "full").unlink()
+    job.line("launcher", "snapshots are written again: that of step")
+    for name in ("snapshot", "go"):
+        (tmp_path / name).touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    said = [launcher.lines_with(f"server-{rank}: {tmp_path}") for rank in range(2)]
+    assert 1 <= len(said[0] + said[1]) == len(launcher.lines_with("No space left")) <= 2, job.transcript()
+    assert max(map(len, said)) == 1 and all("was not made, training goes on" in line for line in said[0] + said[1])
 
 
 def tear(folder: Path, damage) -> str:

@@ -221,6 +221,8 @@ class Rollback:
         self._next = now
         """When the next snapshot begins."""
         self._making: Snapshot | None = None
+        self._said: set[str] = set()
+        """Why none could be made since the last one that was: each cause is said once."""
         self.written: list[Snapshot] = []
         """Those to which all can go back, the newest last."""
         self._useless: list[str] = []
@@ -347,7 +349,8 @@ class Rollback:
         self._is_locking, self._has_lock = False, not event.failure
         self._next = now + self._again_s if event.failure else now
         if event.failure:
-            return [Log(f"no snapshots can be written, so the loss of a server ends the job: {event.failure}")]
+            told = f"no snapshots can be written, so the loss of a server ends the job: {event.failure}"
+            return self._once(event.failure, told)
         assert isinstance(event.product, str)
         self._run = event.product
         return []
@@ -359,14 +362,22 @@ class Rollback:
             return self._failed(making, failure) + self.advance(now)
         self.written, self._making = [*self.written, making][-KEPT:], None
         self._next = now + self._pause_s(now - making.begun_at)
-        return self.advance(now)
+        told = [Log(f"snapshots are written again: that of step {making.version} is there")] if self._said else []
+        self._said.clear()
+        return [*told, *self.advance(now)]
 
     def _failed(self, making: Snapshot, reason: str) -> list[Effect]:
         self._making = None
         self._next = self._scheduler.now + self._again_s
         before = "there is none before" if self.newest is None else f"that of step {self.newest.version} stays"
-        told = Log(f"the snapshot of step {making.version} was not made, training goes on, and {before}: {reason}")
-        return [told, Persist(None, Sweep(making.folder))]
+        told = f"the snapshot of step {making.version} was not made, training goes on, and {before}: {reason}"
+        return [*self._once(reason.replace(making.folder, ""), told), Persist(None, Sweep(making.folder))]
+
+    def _once(self, cause: str, told: str) -> list[Effect]:
+        """What is said of a failure that comes again each time it is tried."""
+        is_new = cause not in self._said
+        self._said.add(cause)
+        return [Log(told)] if is_new else []
 
     @property
     def _again_s(self) -> float:
