@@ -149,6 +149,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
+INCOMPLETE = "the others cannot go on, as the cluster was not complete yet"
+"""What a scheduler says of a loss before all were there, and the launcher after it."""
 EXITED = "exited with code "
 """Begins the cause of an end that an exit code tells."""
 

@@ -46,6 +46,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvdist.errors import INCOMPLETE
 from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist.version import __version__
 from kvdist_launch.exits import SIGNAL_BASE, ProcessExit, signal_name
@@ -415,6 +416,7 @@ class Job:
             # Only the scheduler knows that the job cannot go on; it says so to everybody.
             own = [loss for loss in losses if not loss[0].is_consequence]
             self._blame(*(own or losses)[-1])
+            self._why = f"; {INCOMPLETE}" if one.lost_peer.endswith(INCOMPLETE) else ""
             return
         is_needed = one.node.role is Role.WORKER or self._is_worked_on()
         if one.is_consequence and self.cause is None and not is_needed:

@@ -443,6 +443,18 @@ def test_a_child_that_dies_before_joining_is_named(scheduler: Scheduler) -> None
     assert str(stop.error) == "server-0 was lost: exited with code 1 before it had joined the cluster"
 
 
+@each("on_loss, says_so", [("fail", False), ("wait", True), ("continue", True)])
+def test_where_others_would_go_on_the_sentence_says_that_the_cluster_was_not_complete(
+    on_loss: str, says_so: bool
+) -> None:
+    made = Scheduler(ClusterConfig(Role.SCHEDULER, "host-s", 1, 2, 1, on_loss=on_loss), 0.0)
+    made.handle(stranger(Role.WORKER, 7), hello(0), 0.0)
+    stop = made.observe(ChildEnded(worker(0), "killed by signal 15 (SIGTERM)", clean=False), 1.0)[-1]
+    assert isinstance(stop, Halt)
+    why = "; the others cannot go on, as the cluster was not complete yet"
+    assert str(stop.error).endswith(f" was lost: killed by signal 15 (SIGTERM){why * says_so}")
+
+
 def test_without_its_launcher_the_job_ends() -> None:
     wired = Wired(1, 1)
     wired.observe("scheduler", LauncherGone())

@@ -9,6 +9,7 @@ import signal
 import pytest
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
+from kvdist.errors import INCOMPLETE
 from kvdist.nodes import SCHEDULER, NodeId, server, worker
 from kvdist.version import __version__
 from kvdist_launch.exits import ProcessExit
@@ -510,6 +511,19 @@ def test_when_the_scheduler_ends_a_job_that_goes_on_the_last_loss_is_the_cause()
     end(job, 101.0, (worker(0), 1))
     end(job, 102.0, (SCHEDULER, EXIT_PEER_LOST))
     assert job.cause is not None and job.cause.node == worker(0) and job.exit_code() == 1
+
+
+def test_what_the_scheduler_says_of_why_the_others_cannot_go_on_follows_the_cause():
+    job = surviving_job()
+    (said,) = end(job, 101.0, (worker(0), -signal.SIGTERM))
+    assert isinstance(said, Say) and said.text.endswith("the other workers go on")
+    line = f"kvdist: worker-0 was lost: killed by signal 15 (SIGTERM); {INCOMPLETE}".encode()
+    (said,) = job.ended([ProcessExit(SCHEDULER, 1000, EXIT_PEER_LOST, line)], 101.5)
+    cause = "worker-0 (pid 1003) was killed by signal 15 (SIGTERM)"
+    assert isinstance(said, Say) and said.text.startswith(f"{cause}; {INCOMPLETE}; waiting")
+    end(job, 102.0, *((node, EXIT_PEER_LOST) for node in (server(0), server(1), worker(1))))
+    told = f"{cause} after 1.0 s; {INCOMPLETE}; job ended with exit code 143"
+    assert sentence(job, 102.0) == told
 
 
 def test_who_was_lost_after_others_had_finished_fails_a_job_that_the_scheduler_ends():

@@ -40,7 +40,7 @@ from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.sharding import Placer
-from kvdist.errors import EXITED, ConfigError, DeadlockError, KvdistError, PeerLostError
+from kvdist.errors import EXITED, INCOMPLETE, ConfigError, DeadlockError, KvdistError, PeerLostError
 from kvdist.naming import name_of, who_says_what
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
 from kvdist.protocol.messages import (
@@ -665,6 +665,8 @@ class Scheduler(Machine):
             # Who says itself why it must end is ending. One that was silent may be stopped, and would be so for ever.
             is_there = member in self.membership.lost and not has_ended and not said
             return [*effects, *self._end_given_up(member)] if is_there else effects
+        if self.on_loss is not OnLoss.FAIL and not self.membership.is_complete:
+            sentence = f"{sentence}; {INCOMPLETE}"
         return self._abort(str(member), host, cause, step, sentence)
 
     def _where(self, member: Member) -> str:
