@@ -140,6 +140,8 @@ class Shelf:
                 own = (one.weight, lazy, False, one.ids, one.initializer, one.counted)
                 return ReadSlice(wanted.number, *own)
         stretch = slice(wanted.start, wanted.start + wanted.count)
+        is_saved = any(one.key == wanted.key for one in self.slices(folder))
+        assert is_saved, f"key {wanted.key} is in the manifest of {folder}, and not saved there"
         weight = self.gathered(folder, WEIGHTS)[wanted.key][stretch] if WEIGHTS in contents else None
         state = None
         if STATES in contents and wanted.has_state:

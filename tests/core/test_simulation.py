@@ -596,6 +596,9 @@ def merges_what_differs(self: Block, other: Block) -> bool:
 
 
 def holds_nothing(self: Block, member: Member) -> Buffer | None:
+    """What a worker reads in place is free for the next version."""
+    ORIGINAL_HOLD(self, member)
+    self.held[member].leases -= 1
     return None
 
 
@@ -1762,7 +1765,7 @@ def seeds_to_notice(scenario: str, patches: Patches, noted: int = 0) -> int | No
         for seed in dict.fromkeys([noted, *range(MUTANT_SEEDS)]):
             try:
                 run(seed, SCENARIOS[scenario])
-            except (SimulationError, KeyError):
+            except SimulationError:  # any other exception may be the patch's own mistake
                 return seed + 1
     return None
 
