@@ -115,17 +115,21 @@ def _unmake(folder: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove what no manifest names: files of attempts that failed, and the folder if nothing is left."""
     named: set[str] = set()
+    kinds = (SERVER_FILE, WORKER_FILE, OWN_FILE)
     if not folder.is_dir():
         return
     if (folder / NAME).exists():
         try:
             manifest = read_manifest(folder)
-            named = {file.name for file in manifest.files}
-            named.update(one.own.file.name for one in read_workers(folder, manifest).values() if one.own is not None)
         except CheckpointError:
             return
+        named = {file.name for file in manifest.files}
+        try:
+            named.update(one.own.file.name for one in read_workers(folder, manifest).values() if one.own is not None)
+        except CheckpointError:  # nobody can say which files of workers' own states belong to it
+            kinds = (SERVER_FILE, WORKER_FILE)
     for path in folder.iterdir():
-        ours = any(kind.fullmatch(path.name) for kind in (SERVER_FILE, WORKER_FILE, OWN_FILE))
+        ours = any(kind.fullmatch(path.name) for kind in kinds)
         if (ours and path.name not in named) or _UNFINISHED.fullmatch(path.name):
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it is not empty

@@ -102,6 +102,7 @@ FAULTS = {
     "async storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "leaver in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "hosts in cuts": ("cut", "lost in a cut"),
+    "averages in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "encoded in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "offloaded in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "hosts in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
@@ -117,6 +118,7 @@ FAULTS = {
     "paused worker while the cluster forms": ("pause",),
     "paused server while the cluster forms": ("pause",),
     "paused scheduler while the cluster forms": ("pause",),
+    "paused worker while a cluster forms that goes on": ("pause",),
     "checkpoints of hosts in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "checkpoints in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "checkpoint and a killed server": ("crash",),
@@ -218,6 +220,7 @@ FAULTS = {
         )
         if f"{policy} {what}" in SCENARIOS
     },
+    **{f"{policy} goes back": ("crash", "started again", "lost with a server") for policy in ("ssp", "delays")},
     "goes on with sums of hosts": ("crash", *DROPPED),
     "goes on with sums of hosts in a storm": ("crash", "cut", "lost", "duplicated", *DROPPED),
     "goes on with sums under way for long": (

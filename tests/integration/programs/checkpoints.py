@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvdist import CheckpointError, LazyRows, NoCheckpoint, RowSparse, SplitSampler, kv
+from kvdist import CheckpointError, LazyRows, NoCheckpoint, PeerLostError, RowSparse, SplitSampler, kv
 
 RULES: dict[str, dict[str, Any]] = {
     "sgd": {"learning_rate": 0.1, "momentum": 0.9},
@@ -355,7 +355,7 @@ def fewer(folder: Path, where: str) -> None:
 
 
 def broken(folder: Path) -> None:
-    """An exception ends the block of a store while a checkpoint waits for another worker."""
+    """An exception leaves the block of a store while a checkpoint waits for another worker, which hears of it."""
     try:
         with kv.create("dist") as store:
             store.init("a", np.zeros(10, np.float32))
@@ -365,8 +365,8 @@ def broken(folder: Path) -> None:
             store.pushpull("a", np.ones(10, np.float32))
     except ZeroDivisionError:
         print("broken done on 0")
-    else:
-        print("broken done on 1")
+    except PeerLostError as error:
+        print("broken done on 1:", error.cause)
 
 
 if __name__ == "__main__":
