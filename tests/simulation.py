@@ -784,7 +784,10 @@ def _judge(cluster: Cluster) -> None:
 
 
 def _judge_copies(cluster: Cluster) -> None:
-    """Where a copy is as far as its server, they are equal to the bit."""
+    """Where a copy is as far as its server, they are equal to the bit.
+
+    A server stops when it is told to, also while it fills in a copy: `alone` are the slices that it has not begun with.
+    """
     machines = [one.node.machine for one in cluster.processes.values() if not one.crashed and not one.is_void]
     there = {one.me: one for one in machines if isinstance(one, ReplicatedServer)}
     for primary in there.values():
@@ -796,6 +799,9 @@ def _judge_copies(cluster: Cluster) -> None:
             for number in numbers:
                 elsewhere: Shard[Any] = copy.dense if kept is primary.dense else copy.sparse
                 other = elsewhere.holder(number)
+                if primary._confirmed < primary._told and (other is None or not other.has_value):
+                    cluster.network.used["stopped while a copy was filled in"] += 1
+                    continue
                 assert other is not None, f"the copy of {primary.me} lacks slice {number}"
                 if (holder.round.version, holder.round.counted) != (other.round.version, other.round.counted):
                     continue  # it stopped before it had heard of that
