@@ -34,7 +34,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from kvdist.checkpoint.snapshot import EVERYTHING
-from kvdist.config.settings import ClusterConfig, Limits
+from kvdist.config.settings import SCHEDULER_AWAY_S, ClusterConfig, Limits
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
 from kvdist.core.joining import Introduction
 from kvdist.core.machine import ChildEnded, Effect
@@ -57,7 +57,7 @@ from kvdist.core.server.sparse_table import RowContribution, SparseTable
 from kvdist.core.worker import requests, transfers
 from kvdist.core.worker.transfers import Ready, Transfers
 from kvdist.core.worker.worker import Worker
-from kvdist.errors import CheckpointError, FencedError, JobOver, PeerLostError, RolledBackError
+from kvdist.errors import CheckpointError, DeadlineExceeded, FencedError, JobOver, PeerLostError, RolledBackError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import HOST_MARK, Member, NodeId, Role
@@ -69,7 +69,7 @@ from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
 from tests.core.leasing import LeasingUser, require_position, require_used_once
-from tests.core.network import Network, Process, SimulatedTransport, Weather
+from tests.core.network import Network, Process, SimulatedTransport, Wall, Weather
 from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk, content
 from tests.core.workload import BIGARRAY_BOUND, Array, Job, Oracle, User
 from tests.devices import NumpyDevice
@@ -91,6 +91,8 @@ PORTION = 5
 """Seeds that a process runs before it asks for more: two seconds."""
 PROGRESS_S = 60.0
 """Real seconds between lines of progress."""
+PARTED_VERDICT_S = 5.0
+"""The same beyond twice the patience, where the network is parted: who reaches nobody has to find out by itself."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,9 @@ class Scenario:
     is_at_join: whether that moment is while a worker that has come later waits to be a member.
     again: in how many seconds a victim is started again, at least and at most; None = never.
     lives: how often, if each is struck again.
+    parted_s: for how long the network is parted, at least and at most; None = it is not. It begins as victims are hit.
+    parts: whom the network parts: `any` processes from any others, in both directions or one; or `few` from all others:
+        one worker at least, not all, and at most one server if the others go on without that.
     """
 
     num_workers: int = 2
@@ -168,6 +173,8 @@ class Scenario:
     is_at_join: bool = False
     again: tuple[float, float] | None = None
     lives: int = 1
+    parted_s: tuple[float, float] | None = None
+    parts: str = "any"
     snapshot_s: float | None = None
     """Seconds between snapshots; None = there are none, and the loss of a server ends the job."""
     limits: Limits = Limits(slice_bytes=SLICE_BYTES, window_bytes=160)
@@ -212,6 +219,8 @@ class Cluster:
     """When a process that was paused goes on."""
     given_up: dict[str, float] = field(default_factory=dict)
     """Process → when the scheduler gave up one of its rank for the first time."""
+    lost: set[Member] = field(default_factory=set)
+    """Where the network is parted: all that a scheduler has given up."""
     struck_later: bool = False
     dead_servers: list[str] = field(default_factory=list)
     """In the order of their deaths."""
@@ -448,6 +457,31 @@ def _note_losses(cluster: Cluster, process: Process) -> None:
     _strike_filled(cluster, scheduler.membership)
     for name in {str(member.node) for member in scheduler.membership.lost} - cluster.given_up.keys():
         cluster.given_up[name] = cluster.network.now
+    for member in scheduler.membership.lost.keys() - cluster.lost if cluster.scenario.parted_s else ():
+        cluster.lost.add(member)
+        _note_parted(cluster, member)
+
+
+def _note_parted(cluster: Cluster, member: Member) -> None:
+    """The scheduler has given up a process that it does not reach, or that does not reach others."""
+    assert cluster.oracle is not None
+    cluster.network.used["given up behind a wall"] += 1
+    name = next(name for name, one in cluster.processes.items() if one.node.machine.me == member)
+    if name in cluster.users:
+        cluster.oracle.lost.add(member.node.rank)
+    if cluster.scenario.again is not None and not cluster.processes[name].crashed:
+        cluster.starting += 1
+        cluster.network.after(cluster.network.random.uniform(0.0, 1.0), partial(_end_given_up, cluster, name))
+
+
+def _end_given_up(cluster: Cluster, name: str) -> None:
+    """The launcher ends a process that was given up, if it still runs, and starts it again."""
+    cluster.starting -= 1
+    victim = cluster.processes[name]
+    if not victim.ended:
+        cluster.network.used["ended by the launcher"] += 1
+        victim.crash()
+    _will_start_again(cluster, name)
 
 
 def _tell(cluster: Cluster, node: NodeId, life: int) -> None:
@@ -623,11 +657,13 @@ def _turned(cluster: Cluster, user: User) -> None:
         begins = all(_is_welcome(cluster, name) for name in scenario.victims)
     if user.round < scenario.fault_round or not begins or cluster.struck_at is not None:
         return
-    if scenario.victims or scenario.forced_cuts:
+    if scenario.victims or scenario.forced_cuts or scenario.parted_s:
         cluster.struck_at = network.now
         for _ in range(scenario.forced_cuts):
             name = network.random.choice(sorted(cluster.processes))
             network.after(network.random.uniform(0, 0.01), partial(_cut, cluster, name))
+    if scenario.parted_s:
+        network.after(network.random.uniform(0, scenario.spread_s), partial(_part, cluster))
     for name in scenario.victims:
         spared_s = 0.03 if scenario.fault_round == FORMED else 0.0  # all others have to hear of each other
         network.after(spared_s + network.random.uniform(0, scenario.spread_s), partial(_strike, cluster, name))
@@ -671,19 +707,7 @@ def _strike(cluster: Cluster, name: str) -> None:
             cluster.oracle.lost.add(cluster.users[name].rank)
     if scenario.pause_s is None:
         victim.crash()
-        is_replaced = scenario.replicas > 0 and name.startswith("server") and not scenario.fills
-        if scenario.again is not None and name != "scheduler" and not is_replaced:
-            who, _, lives = name.partition(", life ")
-            role, _, rank = who.partition("-")
-            node, life = NodeId(Role(role), int(rank)), int(lives or 0)
-            cluster.starting += 1
-            delay_s = cluster.network.random.uniform(*scenario.again)
-            told_s = cluster.network.random.uniform(0.0, 1.0)
-            if role == Role.SERVER:
-                assert isinstance(victim.node._disk, SimulatedDisk)
-                victim.node._disk.crash()
-            cluster.network.after(told_s, partial(_tell, cluster, node, life))
-            cluster.network.after(delay_s, partial(_start_again, cluster, node, life + 1))
+        _will_start_again(cluster, name)
         if scenario.returns_s and name == "scheduler":
             disk = victim.node._disk
             assert isinstance(disk, SimulatedDisk)
@@ -696,6 +720,48 @@ def _strike(cluster: Cluster, name: str) -> None:
         victim.is_void = name.startswith("server")
         cluster.woken_at = cluster.network.now + scenario.pause_s
         victim.pause(scenario.pause_s, scenario.limits.silence_s)
+
+
+def _will_start_again(cluster: Cluster, name: str) -> None:
+    """Have the launcher say that a process has ended, and start it again, if it does so."""
+    scenario, random = cluster.scenario, cluster.network.random
+    is_replaced = scenario.replicas > 0 and name.startswith("server") and not scenario.fills
+    if scenario.again is None or name == "scheduler" or is_replaced:
+        return
+    who, _, lives = name.partition(", life ")
+    role, _, rank = who.partition("-")
+    node, life = NodeId(Role(role), int(rank)), int(lives or 0)
+    cluster.starting += 1
+    delay_s, told_s = random.uniform(*scenario.again), random.uniform(0.0, 1.0)
+    if role == Role.SERVER:
+        disk = cluster.processes[name].node._disk
+        assert isinstance(disk, SimulatedDisk)
+        disk.crash()
+    cluster.network.after(told_s, partial(_tell, cluster, node, life))
+    cluster.network.after(delay_s, partial(_start_again, cluster, node, life + 1))
+
+
+def _part(cluster: Cluster) -> None:
+    """Let some processes not reach others for a while."""
+    scenario, network, random = cluster.scenario, cluster.network, cluster.network.random
+    assert scenario.parted_s is not None
+    names = sorted({name.partition(",")[0] for name in cluster.processes})
+    if scenario.parts == "few":
+        workers = [name for name in names if name.startswith("worker")]
+        away = random.sample(workers, random.randint(1, len(workers) - 1))
+        if scenario.replicas or scenario.snapshot_s is not None:
+            away += random.sample([name for name in names if name.startswith("server")], random.randint(0, 1))
+        sides = [away, [name for name in names if name not in away]]
+    else:
+        chosen = random.sample(names, random.randint(2, len(names)))
+        middle = random.randint(1, len(chosen) - 1)
+        sides = [chosen[:middle], chosen[middle:]]
+    random.shuffle(sides)
+    ends_at = network.now + random.uniform(*scenario.parted_s)
+    silent_at = network.now + scenario.limits.silence_s
+    wall = Wall(frozenset(sides[0]), frozenset(sides[1]), random.random() < 0.5, ends_at, silent_at)
+    network.happened["parted one way"] += wall.is_one_way
+    network.part(wall, [process.transport for process in cluster.processes.values()])
 
 
 def _play(cluster: Cluster) -> int:
@@ -725,7 +791,7 @@ def _judge(cluster: Cluster) -> None:
         if process.crashed:
             continue
         user.advance()
-        if name in cluster.struck:
+        if name in cluster.struck or process.node.machine.me in cluster.lost:
             assert user.done, f"{name} did not hear that it was given up"
             continue
         if user.life and isinstance(user.error, JobOver):
@@ -733,7 +799,7 @@ def _judge(cluster: Cluster) -> None:
             assert user.since is None, f"{name} took part, and was told that it is too late"
             cluster.network.used["too late"] += 1
             continue
-        if _starts_again(cluster, name):
+        if _starts_again(cluster, name) or _has_found_nobody(cluster, process):
             continue
         cluster.network.used["joined"] += user.life > 0
         cluster.network.used["a step once more"] += user.repeats
@@ -758,7 +824,11 @@ def _judge(cluster: Cluster) -> None:
     survivors = [process for process in survivors if not _is_too_late(process)]
     for process in survivors:
         failure = process.node.failure
-        if isinstance(failure, JobOver) or _starts_again(cluster, process.name):
+        if isinstance(failure, JobOver) or _starts_again(cluster, process.name) or _has_found_nobody(cluster, process):
+            continue
+        if process.node.machine.me in cluster.lost:
+            assert isinstance(failure, FencedError | PeerLostError), f"{process.name} was given up: {failure!r}"
+            cluster.network.used["fenced"] += isinstance(failure, FencedError)
             continue
         if process.name in cluster.struck:
             # Nobody is there any more to say so; or it wakes, and a connection that broke before is long overdue.
@@ -776,7 +846,12 @@ def _judge(cluster: Cluster) -> None:
             assert failure is None, f"{process.name} ended with {failure!r}"
             continue
         assert isinstance(failure, PeerLostError), f"{process.name} ended with {failure!r} and no PeerLostError"
-        if cluster.scenario.pause_s is None:
+        if cluster.scenario.parted_s:
+            late_s = process.ended_at - (cluster.struck_at or 0.0)
+            away_s = 0.0 if cluster.scenario.on_loss == "fail" else SCHEDULER_AWAY_S
+            longest_s = away_s + 2 * cluster.scenario.limits.patience_s + PARTED_VERDICT_S
+            assert late_s < longest_s, f"{process.name} took {late_s:.2f} s to notice"
+        elif cluster.scenario.pause_s is None:
             hit = {name.partition(",")[0] for name, one in cluster.processes.items() if one.crashed}
             assert failure.node in hit, f"{process.name} blames {failure.node}: {failure}"
             late_s = process.ended_at - (cluster.struck_at or 0.0)
@@ -839,6 +914,14 @@ def _is_too_late(process: Process) -> bool:
     """Whether this is a server that was started again and has not joined the others before they had finished."""
     machine = process.node.machine
     return isinstance(machine, Server) and bool(machine.joining.introduction.life) and not machine.joining.complete
+
+
+def _has_found_nobody(cluster: Cluster, process: Process) -> bool:
+    """Whether this was started again behind a wall, and the job had ended before it got through."""
+    joining = process.node.machine.joining if isinstance(process.node.machine, Server | Worker) else None
+    if cluster.scenario.parted_s is None or joining is None or joining.welcomed or not joining.introduction.life:
+        return False
+    return isinstance(process.node.failure, DeadlineExceeded)
 
 
 def _starts_again(cluster: Cluster, name: str) -> bool:
@@ -931,6 +1014,8 @@ def _judge_checkpoints(cluster: Cluster) -> None:
 
 
 def _must_abort(cluster: Cluster) -> bool:
+    if cluster.scenario.parted_s:
+        return _is_doomed(cluster) or _ends_for_a_wall(cluster)
     paused_s = cluster.scenario.pause_s or 0.0
     if _is_doomed(cluster):
         cluster.network.used["doomed"] += 1
@@ -941,6 +1026,17 @@ def _must_abort(cluster: Cluster) -> bool:
     if cluster.scenario.fault_round != FORMING:
         struck += [name for name in cluster.scenario.victims if paused_s > cluster.scenario.limits.patience_s]
     return not all(_is_given_up(cluster, name) for name in struck)
+
+
+def _ends_for_a_wall(cluster: Cluster) -> bool:
+    """Whether the scheduler has ended the job, as it could not reach a process, or that one others."""
+    scenario, failure = cluster.scenario, cluster.processes["scheduler"].node.failure
+    may_end = scenario.parts == "any" and (scenario.parted_s or (0.0, 0.0))[1] > scenario.limits.patience_s
+    if failure is None:
+        return False
+    assert may_end and isinstance(failure, PeerLostError), f"the scheduler ended with {failure!r}"
+    cluster.network.used["ended for a wall"] += 1
+    return True
 
 
 def _is_given_up(cluster: Cluster, name: str) -> bool:
@@ -976,8 +1072,9 @@ def _state(cluster: Cluster) -> str:
 
 
 STORM = Weather(delay_s=0.005, loss=0.01, duplication=0.05, cut=0.004)
-STORM_LIMITS = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, farewell_s=60.0)
-"""What single losses have kept back is repeated message by message, two seconds each: last words need longer."""
+STORM_LIMITS = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, farewell_s=60.0, patience_s=40.0)
+"""What single losses have kept back, which TCP has not, is repeated message by message, two seconds each: last words
+need longer, and so does the scheduler's word that a server is lost, for which workers wait as long as the patience."""
 
 PROMPT = Limits(slice_bytes=SLICE_BYTES, window_bytes=160, explain_after_s=1.0)
 """A leader hands back after half a second what a paused worker keeps incomplete."""
@@ -1071,6 +1168,17 @@ def _alone(name: str, scenario: Scenario) -> dict[str, Scenario]:
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
 LEASES_JOIN = replace(LEASES, again=(0.02, 0.4), spread_s=0.05, weather=Weather(delay_s=0.02))
 LEASES_RETURN = replace(LEASES, spread_s=0.3, returns_s=0.6, weather=Weather(delay_s=0.01))
+
+PARTED = replace(
+    GOING_ON,
+    parted_s=(4.0, 8.0),
+    parts="few",
+    limits=IMPATIENT_OF_SILENCE,
+    rounds=24,
+    fault_round=2,
+    weather=Weather(delay_s=0.1),
+)
+"""Longer than the patience: whoever is on the side without the scheduler is given up."""
 
 SCENARIOS: dict[str, Scenario] = {
     "calm": Scenario(rounds=6),
@@ -1561,6 +1669,27 @@ SCENARIOS: dict[str, Scenario] = {
     "scheduler returns where losses end the job": replace(RETURNS, victims=("scheduler",), on_loss="fail"),
     "scheduler returns and leaver": replace(
         RETURNS, victims=("scheduler",), leaver_rounds=3, fault_round=2, spread_s=0.2
+    ),
+    "parted": replace(PARTED, on_loss="fail", parts="any"),
+    "parted for a moment": replace(PARTED, on_loss="fail", parts="any", parted_s=(1.0, 1.9), saves=0.5),
+    "goes on parted for a moment": replace(PARTED, parts="any", parted_s=(1.0, 1.9)),
+    "goes on parted": PARTED,
+    "goes on parted in any way": replace(PARTED, parts="any"),
+    "goes on parted in a storm": replace(PARTED, weather=STORM),
+    "leases parted": replace(PARTED, examples=85),
+    "scheduler returns to a parted network": replace(PARTED, victims=("scheduler",), returns_s=0.6, spread_s=0.5),
+    "joins while the network is parted": replace(PARTED, again=(0.02, 0.4), rounds=12, holds=False),
+    "waits while the network is parted": replace(PARTED, again=(0.02, 0.4), on_loss="wait", rounds=12, holds=False),
+    "goes back parted": replace(
+        GOES_BACK, parted_s=(4.0, 8.0), parts="few", limits=IMPATIENT_OF_SILENCE, snapshot_s=0.2, rounds=30
+    ),
+    "replicas parted for a moment": replace(
+        PARTED, num_servers=3, replicas=1, saves=0.0, parts="any", parted_s=(1.0, 1.9)
+    ),
+    "replicas parted": replace(PARTED, num_servers=3, replicas=1, saves=0.0),
+    "replicas parted in any way": replace(PARTED, num_servers=3, replicas=1, saves=0.0, parts="any"),
+    "fills parted": replace(
+        FILLS, victims=(), parted_s=(4.0, 8.0), parts="few", limits=IMPATIENT_OF_SILENCE, rounds=20
     ),
     "rows and checkpoints": Scenario(num_workers=3, rounds=6, optimizer="sgd", tables=True, saves=0.7),
     "rows and checkpoints in a storm": Scenario(

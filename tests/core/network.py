@@ -4,6 +4,10 @@ One heap of (time, number, action) is all the time there is. Connections behave 
 order holds within a connection; when it breaks, what the dialling side had under way is lost up to some message and
 the rest follows after the reconnection, what the other side had under way is lost altogether, nobody is told which
 messages those were, and the accepting side may hear the new connection before it learns of the end of the old one.
+
+While the network is parted nothing arrives from one side on the other, or on neither. TCP keeps what was sent, so it
+arrives later if the connection holds; where nothing was heard for long, both ends break it; and nobody can dial, as
+that takes both directions.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import heapq
 import random
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from typing import get_args
 
 from kvdist.core.machine import Effect
@@ -43,6 +48,28 @@ class Weather:
     """Probability, at each message, that its connection breaks."""
 
 
+@dataclass
+class Wall:
+    """Who cannot reach whom for a while: hosts by the names of their processes, without lives."""
+
+    senders: Set[str]
+    receivers: Set[str]
+    is_one_way: bool
+    ends_at: float
+    silent_at: float
+    """When both ends break a connection that has brought nothing since the wall is there."""
+
+    def blocks(self, sender: str, receiver: str) -> bool:
+        """Whether nothing gets from one process to another."""
+        ends = sender.partition(",")[0], receiver.partition(",")[0]
+        ways = [ends] if self.is_one_way else [ends, ends[::-1]]
+        return any(one in self.senders and other in self.receivers for one, other in ways)
+
+    def stands_between(self, one: str, other: str) -> bool:
+        """Whether nothing gets through in one direction at least."""
+        return self.blocks(one, other) or self.blocks(other, one)
+
+
 class Network:
     """The clock, the heap of what will happen, and who listens where."""
 
@@ -58,6 +85,8 @@ class Network:
         self.trace: list[str] = []
         self.calm = False
         """No more faults from now on."""
+        self.wall: Wall | None = None
+        """What parts the network now."""
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._counter = 0
 
@@ -84,6 +113,30 @@ class Network:
             return False
         self.happened[kind] += 1
         return True
+
+    def part(self, wall: Wall, transports: Iterable[SimulatedTransport]) -> None:
+        """Let some not reach others for a while."""
+        self.wall = wall
+        sides = f"{sorted(wall.senders)} {'-|' if wall.is_one_way else '|'} {sorted(wall.receivers)}"
+        self.say(f"parted: {sides} until {wall.ends_at:.6f}")
+        lives = {id(life): life for one in transports for life in one.lives if life.alive}
+        behind = [life for life in lives.values() if wall.stands_between(*life.ends)]
+        self.happened["parted"] += bool(behind)
+        for life in behind if wall.silent_at < wall.ends_at else ():
+            self.happened["silent behind a wall"] += 1
+            self.at(wall.silent_at + self.random.uniform(0.0, 0.2), partial(life.cut, "no sign of life", True))
+        self.at(wall.ends_at, self._heal)
+
+    def _heal(self) -> None:
+        self.wall = None
+        self.say("healed")
+
+    def heard_at(self, time: float, sender: str, receiver: str) -> tuple[float, bool]:
+        """When one end of a connection notices that the other has closed it, and whether by its silence alone."""
+        wall = self.wall
+        if wall is None or not wall.blocks(sender, receiver) or time >= wall.ends_at:
+            return time, False
+        return max(time, min(wall.silent_at, wall.ends_at)), wall.silent_at < wall.ends_at
 
     def delay(self, ends: Sequence[str] = ()) -> float:
         """How long the next message is under way between these, in seconds."""
@@ -147,6 +200,11 @@ class Life:
     """When the last message under way arrives: none overtakes another."""
     down_at: float = 0.0
 
+    @property
+    def ends(self) -> tuple[str, str]:
+        """Who has dialled, and whom."""
+        return self.dialled.dialler.name, self.acceptor.name
+
     def carry(self, frames: list[memoryview], upwards: bool) -> None:
         """Send one message, or lose it, or send it twice, or break."""
         network = self.acceptor.network
@@ -164,7 +222,7 @@ class Life:
 
     def _depart(self, freight: Freight, upwards: bool) -> None:
         network = self.acceptor.network
-        ends = (self.dialled.dialler.name, self.acceptor.name)
+        ends = self.ends
         network.say(f"{ends[not upwards]} -> {ends[upwards]} {_kind(freight.frames)}")
         if upwards:
             self.up.append(freight)
@@ -177,6 +235,11 @@ class Life:
 
     def _arrive(self, upwards: bool) -> None:
         if not self.alive:
+            return
+        network, ends = self.acceptor.network, self.ends
+        if network.wall is not None and network.wall.blocks(ends[not upwards], ends[upwards]):
+            network.happened["kept back by a wall"] += 1
+            network.at(network.wall.ends_at + network.delay(ends), lambda: self._arrive(upwards))
             return
         if upwards:
             self.acceptor.arrive(self, self.up.popleft())
@@ -194,13 +257,17 @@ class Life:
         self.dialled.waiting = [freight.frames for freight in list(self.up)[kept_from:]]
         self.dialled.life = None
         network.say(f"cut {self.dialled.dialler.name} - {self.acceptor.name}")
-        network.after(
-            network.delay(), lambda: self.dialled.dialler.happen(Disconnected(self.dialled, reason, after_silence))
-        )
+        dialler, acceptor = self.ends
+        noticed_at, is_silent = network.heard_at(network.now + network.delay(), acceptor, dialler)
+        broken = Disconnected(self.dialled, reason, after_silence or is_silent)
+        network.at(noticed_at, lambda: self.dialled.dialler.happen(broken))
         is_slow = network.random.random() < 0.3 and not after_silence  # who breaks a silent one knows of it
         notice_s = network.delay() + (RECONNECT_S * 1.5 if is_slow else 0.0)
-        network.after(notice_s, lambda: self.acceptor.happen(Disconnected(self, reason, after_silence)))
-        network.after(RECONNECT_S * network.random.uniform(0.1, 1.0), lambda: self.dialled.dialler.dial(self.dialled))
+        heard_at, is_silent = network.heard_at(network.now + notice_s, dialler, acceptor)
+        over = Disconnected(self, reason, after_silence or is_silent)
+        network.at(heard_at, lambda: self.acceptor.happen(over))
+        again_at = network.now + RECONNECT_S * network.random.uniform(0.1, 1.0)
+        network.at(max(again_at, noticed_at), lambda: self.dialled.dialler.dial(self.dialled))
 
     def end(self) -> None:
         """One side has closed: what is under way still arrives, then the other side hears of the end."""
@@ -227,7 +294,8 @@ class SimulatedTransport(Transport):
         self.received: Freight | None = None
         """What the machine is reading now."""
         self._inbox: deque[tuple[Event, Freight | None]] = deque()
-        self._lives: list[Life] = []
+        self.lives: list[Life] = []
+        """The connections that it has had."""
 
     def bind(self, endpoint: str) -> str:
         self.network.listening[endpoint] = self
@@ -243,12 +311,14 @@ class SimulatedTransport(Transport):
         acceptor = self.network.listening.get(dialled.endpoint)
         if self.closed:
             return
-        if acceptor is None or acceptor.closed or acceptor.frozen or self.frozen:
+        wall = self.network.wall
+        is_parted = wall is not None and acceptor is not None and wall.stands_between(self.name, acceptor.name)
+        if acceptor is None or acceptor.closed or acceptor.frozen or self.frozen or is_parted:
             self.network.after(RECONNECT_S, lambda: self.dial(dialled))
             return
         life = dialled.life = Life(dialled, acceptor)
-        self._lives.append(life)
-        acceptor._lives.append(life)
+        self.lives.append(life)
+        acceptor.lives.append(life)
         self.happen(Connected(dialled))
         waiting, dialled.waiting = dialled.waiting, []
         for frames in waiting:
@@ -299,17 +369,17 @@ class SimulatedTransport(Transport):
     def close(self, linger_s: float = 0.0) -> None:
         if not self.closed:
             self.closed = True
-            for life in self._lives:
+            for life in self.lives:
                 life.end()
 
     def break_off(self, reason: str, after_silence: bool = False) -> None:
         """Every connection of this side breaks."""
-        for life in self._lives:
+        for life in self.lives:
             life.cut(reason, after_silence)
 
     def cut_one(self) -> bool:
         """Break one connection; False if there is none."""
-        alive = [life for life in self._lives if life.alive]
+        alive = [life for life in self.lives if life.alive]
         if alive:
             self.network.happened["cut"] += 1
             self.network.random.choice(alive).cut()

@@ -221,6 +221,27 @@ FAULTS = {
         if f"{policy} {what}" in SCENARIOS
     },
     **{f"{policy} goes back": ("crash", "started again", "lost with a server") for policy in ("ssp", "delays")},
+    **{
+        name: ("parted", "parted one way", "kept back by a wall", "silent behind a wall")
+        for name, scenario in SCENARIOS.items()
+        if scenario.parted_s
+    },
+    "parted": ("parted", "parted one way", "silent behind a wall", "ended for a wall"),
+    **{
+        name: ("parted", "parted one way", "silent behind a wall", "given up behind a wall", *happens)
+        for name, *happens in (
+            ("goes on parted", "fenced"),
+            ("goes on parted in any way", "ended for a wall"),
+            ("goes on parted in a storm", "cut", "lost", "duplicated"),
+            ("leases parted", "fenced"),
+            ("scheduler returns to a parted network", "crash", "return"),
+            ("joins while the network is parted", "ended by the launcher", "joined"),
+            ("waits while the network is parted", "started again", "joined"),
+            ("goes back parted", "ended by the launcher", "went back"),
+            ("replicas parted", "fenced"),
+            ("fills parted", "ended by the launcher", "started again"),
+        )
+    },
     "goes on with sums of hosts": ("crash", *DROPPED),
     "goes on with sums of hosts in a storm": ("crash", "cut", "lost", "duplicated", *DROPPED),
     "goes on with sums under way for long": (
@@ -233,6 +254,8 @@ FAULTS = {
 }
 """Scenario → the faults that must have struck, or it has shown nothing."""
 
+QUICKLY_PARTED = ("goes on parted", "replicas parted for a moment", "waits while the network is parted")
+
 USED = ("Push in several frames", "Values in several frames")
 
 
@@ -243,6 +266,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     goes_on = goes_on or scenario.returns_s > 0
     is_complete = not scenario.victims or is_short or goes_on
     yield from USED
+    if scenario.parted_s:
+        return  # what is said of faults is enough
     if scenario.quota:
         return  # rounds in step, as others show
     if scenario.examples:
@@ -368,6 +393,7 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "replicas of rows in a storm",
     "replicas of two servers",
     "replicas offloaded",
+    *[name for name, scenario in SCENARIOS.items() if scenario.parted_s and name not in QUICKLY_PARTED],
     "rows and a leaver in a storm",
     "rows and a paused worker",
     "rows and checkpoints in a storm",
