@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from kvdist.config.settings import ClusterConfig, Limits
@@ -12,18 +13,37 @@ from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import (
     Bind,
     ChildEnded,
+    Effect,
     Halt,
     LauncherGone,
     PeerConnected,
     PeerDisconnected,
     ProcessStarted,
     Send,
+    Unreachable,
 )
 from kvdist.core.scheduler.scheduler import ROSTER_GAP_S, Scheduler
 from kvdist.core.worker.requests import Register
 from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMismatch, PeerLostError
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
-from kvdist.protocol.messages import Alive, Barrier, Goodbye, Hello, Rejected, Roster, Waiting, Welcome
+from kvdist.protocol.messages import (
+    Abort,
+    Alive,
+    Barrier,
+    Copied,
+    Cut,
+    CutFound,
+    ErrorCode,
+    Fate,
+    FindCut,
+    Goodbye,
+    Hello,
+    Rejected,
+    Roster,
+    Settled,
+    Waiting,
+    Welcome,
+)
 from kvdist.version import __version__
 from tests.cases import each
 from tests.core.wired import Wired
@@ -499,3 +519,81 @@ def test_workers_that_leave_at_once_are_announced_together() -> None:
     told = rosters(scheduler.tick(scheduler.deadline))
     assert [[str(peer.member) for peer in roster.peers] for roster in told] == [["worker-3", "server-0"]] * 2
     assert rosters(scheduler.tick(9.0)) == []
+
+
+# Servers with copies. The simulation meets these moments too rarely.
+
+
+class SettledNoted:
+    """Notes what all servers have counted of those that were given up."""
+
+    def __init__(self) -> None:
+        self.most: list[int] = []
+
+    def settled(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
+        self.most += [one.most for one in fates]
+        return []
+
+    def lost(self, member: Member) -> list[Effect]:
+        return []
+
+
+def with_copies() -> tuple[Scheduler, list[Member]]:
+    """The scheduler of two workers and three servers with copies of each other's slices, and the servers."""
+    config = ClusterConfig(Role.SCHEDULER, "host-s", 1, 2, 3, on_loss="continue", replicas=1)
+    scheduler = Scheduler(config, 0.0)
+    for role, count in ((Role.SERVER, 3), (Role.WORKER, 2)):
+        for rank in range(count):
+            scheduler.handle(stranger(role, (100 if role is Role.SERVER else 200) + rank), hello(rank, 2, 3), 0.0)
+    servers = [scheduler.membership.servers[NodeId(Role.SERVER, rank)] for rank in range(3)]
+    for one in servers:
+        scheduler.handle(one, Copied(one.node.rank, scheduler.membership.epoch), 0.1)
+    assert all(scheduler.membership.may_lose(one.node) for one in servers)
+    return scheduler, servers
+
+
+def requests_of(effects: Sequence[Effect], kind: type[FindCut] | type[Cut]) -> set[int]:
+    return {one.message.request for one in effects if isinstance(one, Send) and isinstance(one.message, kind)}
+
+
+def test_who_has_answered_how_far_it_is_before_it_had_a_lost_servers_slices_is_asked_again() -> None:
+    scheduler, servers = with_copies()
+    assert scheduler.newcomers is not None
+    (first,) = requests_of(scheduler.newcomers.cut(lambda version: []), FindCut)
+    for one in (servers[0], servers[2]):
+        assert not requests_of(scheduler.handle(one, CutFound(first, 5, 5), 0.2), Cut)
+    effects = scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.3)
+    assert not requests_of(effects, Cut)
+    (second,) = requests_of(effects, FindCut)
+    scheduler.handle(servers[0], CutFound(second, 5, 5), 0.4)
+    effects = scheduler.handle(servers[2], CutFound(second, 6, 6), 0.4)  # the lost one had closed a round more
+    assert {one.message.version for one in effects if isinstance(one, Send) and isinstance(one.message, Cut)} == {7}
+
+
+def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir() -> None:
+    scheduler, servers = with_copies()
+    noted = scheduler.losses.leases = SettledNoted()
+    lost = scheduler.membership.workers[worker(1)]
+    scheduler.observe(ChildEnded(worker(1), "killed", False), 0.2)
+    scheduler.tick(0.3)
+    epoch = scheduler.membership.epoch
+
+    def counted(most: int) -> tuple[Fate, ...]:
+        return (Fate(1, lost.incarnation, 0, most, most, 1, 1),)
+
+    for one in (servers[0], servers[2]):
+        scheduler.handle(one, Settled(epoch, counted(3), np.zeros(0, np.uint32)), 0.4)
+    scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.5)
+    assert not noted.most, "the heir has not said what the copy counts"
+    scheduler.handle(servers[2], Settled(scheduler.membership.epoch, counted(4), np.zeros(0, np.uint32)), 0.6)
+    assert noted.most == [4]
+
+
+def test_who_is_given_up_before_it_has_heard_its_welcome_is_told_to_start_again() -> None:
+    scheduler, _ = with_copies()
+    scheduler.observe(ChildEnded(worker(1), "killed", False), 0.2)
+    scheduler.handle(stranger(Role.WORKER, 9), hello(1, 2, 3), 0.3)
+    scheduler.observe(Unreachable(scheduler.membership.newcomers[worker(1)], "nothing gets through"), 0.4)
+    (answer,) = scheduler.handle(stranger(Role.WORKER, 9), hello(1, 2, 3), 0.5)
+    assert isinstance(answer, Send) and isinstance(answer.message, Abort)
+    assert answer.message.code == ErrorCode.PEER_LOST and answer.message.sentence.endswith("start it again")

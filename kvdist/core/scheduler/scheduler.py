@@ -376,7 +376,9 @@ class Scheduler(Machine):
         except ConfigError as error:
             return [Send(sender, Rejected(str(error)))]
         if member in self.membership.lost:
-            return [Send(sender, Rejected(self._fenced(member)))]
+            # Its welcome is lost, and what it was told as a member it cannot read: it may be started again.
+            cause, again = self.membership.lost[member], f"{self._fenced(member)}; start it again"
+            return [Send(sender, Abort(ErrorCode.PEER_LOST, str(member), "", cause, -1, again))]
         own = (self.on_loss, self.config.away_s, self.config.replicas)
         welcome = Welcome(member.node.rank, member.incarnation, *own)
         effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
