@@ -120,6 +120,19 @@ def test_the_last_worker_ends_the_job_even_if_others_have_finished() -> None:
     assert isinstance(wired.stopped["scheduler"], PeerLostError)
 
 
+@each("replicas", [0, 1])
+def test_where_a_server_may_die_a_worker_leaves_when_its_pushes_are_counted(replicas: int) -> None:
+    wired = going_on(2)
+    wired.workers[0]._replicas = replicas
+    wired.push(0, {"w": [1.0, 1.0, 1.0]})
+    leaves = wired.leave(0)
+    wired.advance(1.0)
+    assert (leaves in wired.completed) is (replicas == 0), "one server alone has it, and the round is open"
+    wired.push(1, {"w": [1.0, 1.0, 1.0]})
+    wired.advance(1.0)
+    assert leaves in wired.completed
+
+
 def test_who_fails_after_it_has_left_is_only_told_of() -> None:
     wired = going_on(2)
     wired.leave(0)
