@@ -23,10 +23,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -70,6 +71,7 @@ from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
 from tests.core.leasing import LeasingUser, require_position, require_used_once
 from tests.core.network import Network, Process, SimulatedTransport, Wall, Weather
+from tests.core.odd_choices import odd_choices
 from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk, content
 from tests.core.workload import BIGARRAY_BOUND, Array, Job, Oracle, User
 from tests.devices import NumpyDevice
@@ -173,6 +175,8 @@ class Scenario:
     is_at_join: bool = False
     again: tuple[float, float] | None = None
     lives: int = 1
+    is_odd: bool = False
+    """Whether the seed draws what is legal and rare, see `tests/core/odd_choices.py`."""
     parted_s: tuple[float, float] | None = None
     parts: str = "any"
     snapshot_s: float | None = None
@@ -340,7 +344,11 @@ def run(seed: int, scenario: Scenario, dumps: Path | None = None) -> Result:
     network = Network(seed, scenario.weather)
     cluster = Cluster(scenario, seed, network, dumps=dumps)
     try:
-        with small_messages(), counting(network.used), noting_losses(cluster):
+        with small_messages(), counting(network.used), noting_losses(cluster), ExitStack() as stack:
+            if scenario.is_odd:
+                odd = odd_choices(Random(repr((seed, scenario))), scenario.limits, network.happened)
+                limits, network.late_s = stack.enter_context(odd)
+                cluster.scenario = replace(scenario, limits=limits)
             _build(cluster)
             events = _play(cluster)
             _judge(cluster)
@@ -917,11 +925,15 @@ def _is_too_late(process: Process) -> bool:
 
 
 def _has_found_nobody(cluster: Cluster, process: Process) -> bool:
-    """Whether this was started again behind a wall, and the job had ended before it got through."""
+    """Whether this was started again, and the job had ended before it got through, or before it could hear so: what was
+    said to it was lost with a connection, and there is nobody to repeat it."""
     joining = process.node.machine.joining if isinstance(process.node.machine, Server | Worker) else None
-    if cluster.scenario.parted_s is None or joining is None or joining.welcomed or not joining.introduction.life:
+    user, scheduler, failure = cluster.users.get(process.name), cluster.processes["scheduler"], process.node.failure
+    if joining is None or not joining.introduction.life:
         return False
-    return isinstance(process.node.failure, DeadlineExceeded)
+    if user is not None and user.since is None and isinstance(failure, PeerLostError):
+        return scheduler.node.failure is None and not scheduler.crashed and scheduler.ended_at < process.ended_at
+    return cluster.scenario.parted_s is not None and not joining.welcomed and isinstance(failure, DeadlineExceeded)
 
 
 def _starts_again(cluster: Cluster, name: str) -> bool:
@@ -1691,6 +1703,23 @@ SCENARIOS: dict[str, Scenario] = {
     "fills parted": replace(
         FILLS, victims=(), parted_s=(4.0, 8.0), parts="few", limits=IMPATIENT_OF_SILENCE, rounds=20
     ),
+    "odd": Scenario(num_workers=3, rounds=6, optimizer="momentum", saves=0.7, is_odd=True),
+    "odd and async": Scenario(
+        num_workers=3, rounds=6, mode="async", optimizer="sgd", tables=True, saves=0.0, is_odd=True
+    ),
+    "odd in a storm": Scenario(
+        num_workers=3, rounds=5, tables=True, saves=0.0, weather=STORM, limits=STORM_LIMITS, is_odd=True
+    ),
+    "odd sums of hosts": replace(SUMMING, victims=("worker-0", "worker-3"), is_odd=True),
+    "odd newcomers": replace(JOINING, victims=("worker-1", "worker-0"), rounds=16, lives=2, is_odd=True),
+    "odd waits": replace(WAITING, victims=("worker-1",), is_odd=True),
+    "odd leases": replace(LEASES_JOIN, is_odd=True),
+    "odd schedulers": replace(RETURNS, victims=("scheduler", "worker-2"), is_odd=True),
+    "odd snapshots": replace(GOES_BACK, victims=("server-1",), tables=True, is_odd=True),
+    "odd snapshots alone": replace(ALONE, victims=("server-1",), is_odd=True),
+    "odd copies": replace(FILLS, tables=True, num_servers=2, rounds=30, lives=3, is_odd=True),
+    "odd copies in a hurry": replace(HURRIES, optimizer="momentum", is_odd=True),
+    "odd and parted": replace(PARTED, num_servers=3, replicas=1, saves=0.0, is_odd=True),
     "rows and checkpoints": Scenario(num_workers=3, rounds=6, optimizer="sgd", tables=True, saves=0.7),
     "rows and checkpoints in a storm": Scenario(
         optimizer="test", rounds=4, tables=True, saves=0.7, full=0.1, weather=STORM, limits=STORM_LIMITS

@@ -83,6 +83,8 @@ class Network:
         self.used: Counter[str] = Counter()
         """What was exercised, likewise."""
         self.trace: list[str] = []
+        self.late_s = 0.0
+        """How late timers may fire."""
         self.calm = False
         """No more faults from now on."""
         self.wall: Wall | None = None
@@ -472,7 +474,8 @@ class Process:
         due = max(self.node.reliable.deadline, self.network.now)
         if due < self._timer_at:
             self._timer_at = due
-            self.network.at(due, self._timer)
+            late_s = self.network.random.uniform(0.0, self.network.late_s) if self.network.late_s else 0.0
+            self.network.at(due + late_s, self._timer)
 
     def _timer(self) -> None:
         if self.network.now >= self._timer_at:

@@ -242,6 +242,19 @@ FAULTS = {
             ("fills parted", "ended by the launcher", "started again"),
         )
     },
+    "odd": ("nothing is joined", "acknowledgements wait as long as they may"),
+    "odd and async": ("all is joined", "a window of one byte"),
+    "odd in a storm": ("repeated at once", "cut", "lost", "duplicated"),
+    "odd sums of hosts": ("messages have one part", "nobody is patient", "crash"),
+    "odd newcomers": ("timers fire late", "rosters share a long gap", "crash", "joined"),
+    "odd waits": ("nothing is joined", "blocks have two slices", "crash", "joined"),
+    "odd leases": ("leases are as long as can be", "crash", "joined"),
+    "odd schedulers": ("timers fire late", "crash", "return"),
+    "odd snapshots": ("tables grow row by row", "blocks merge at once", "crash", "went back"),
+    "odd snapshots alone": ("each message is acknowledged", "crash", "lost with a server"),
+    "odd copies": ("copies are filled in by single elements", "crash", "started again"),
+    "odd copies in a hurry": ("copies are filled in at once", "little is under way", "crash", "started again"),
+    "odd and parted": ("acknowledgements wait as long as they may", "parted", "given up behind a wall"),
     "goes on with sums of hosts": ("crash", *DROPPED),
     "goes on with sums of hosts in a storm": ("crash", "cut", "lost", "duplicated", *DROPPED),
     "goes on with sums under way for long": (
@@ -265,8 +278,9 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     goes_on = scenario.on_loss != "fail" and not any(name.startswith("server") for name in scenario.victims)
     goes_on = goes_on or scenario.returns_s > 0
     is_complete = not scenario.victims or is_short or goes_on
-    yield from USED
-    if scenario.parted_s:
+    if not scenario.is_odd:  # which may join or cut it all
+        yield from USED
+    if scenario.parted_s or scenario.is_odd:
         return  # what is said of faults is enough
     if scenario.quota:
         return  # rounds in step, as others show
@@ -372,6 +386,11 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "leases on hosts",
     "leases of all but one",
     "long async",
+    *[
+        name
+        for name, scenario in SCENARIOS.items()
+        if scenario.is_odd and name not in ("odd", "odd copies", "odd leases")
+    ],
     "offloaded",
     "offloaded and a leaver",
     "offloaded and encoded",
