@@ -77,7 +77,7 @@ from tests.core.workload import BIGARRAY_BOUND, Array, Job, Oracle, User
 from tests.devices import NumpyDevice
 
 SCHEDULER_ENDPOINT = "memory://scheduler"
-EVENTS_MAX = 100_000
+EVENTS_MAX = 500_000
 """More mean that somebody spins."""
 TIME_MAX_S = 400.0
 """Simulated seconds after which whoever still waits hangs."""

@@ -1762,7 +1762,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "rounds overtake what is filled in": ("fills", [(ReplicatedServer, "_published", fills_in_late)]),
     "blocks merge while copies are filled in": (
-        "fills in a hurry with two servers",
+        "fills async in a hurry",
         [(Blocks, "cover_merged", merges_meanwhile)],
     ),
     "an old word of a copy counts": (
