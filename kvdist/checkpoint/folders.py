@@ -115,7 +115,7 @@ def _unmake(folder: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove what no manifest names: files of attempts that failed, and the folder if nothing is left."""
     named: set[str] = set()
-    kinds = (SERVER_FILE, WORKER_FILE, OWN_FILE)
+    kinds = [SERVER_FILE, WORKER_FILE, OWN_FILE]
     if not folder.is_dir():
         return
     if (folder / NAME).exists():
@@ -127,7 +127,7 @@ def sweep(folder: Path) -> None:
         try:
             named.update(one.own.file.name for one in read_workers(folder, manifest).values() if one.own is not None)
         except CheckpointError:  # nobody can say which files of workers' own states belong to it
-            kinds = (SERVER_FILE, WORKER_FILE)
+            kinds.remove(OWN_FILE)
     for path in folder.iterdir():
         ours = any(kind.fullmatch(path.name) for kind in kinds)
         if (ours and path.name not in named) or _UNFINISHED.fullmatch(path.name):
