@@ -46,7 +46,7 @@ from workers.workload import Spec
 from kvdist.core.machine import ChildEnded
 from kvdist.core.worker.requests import KeyInfo, ReportProgress, RunKind, TakePart, Transfer
 from kvdist.nodes import NodeId, Role
-from kvdist.protocol.messages import Due, Flag, Progress
+from kvdist.protocol.messages import Due, DueWhen, Flag, Progress
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BATCH, BATCH_S = 32, 4.0
@@ -103,7 +103,7 @@ class Trainee(User):
         self._compute()
 
     def _report(self) -> None:
-        progress = Progress(self._piece.number, 0, self._samples, self._job.quota, False, False)
+        progress = Progress(self._piece.number, 0, self._samples, DueWhen.MADE, self._job.quota, False, False)
         self._due = self._node.submit(lambda number: ReportProgress(number, self._piece.server, progress))
 
     def advance(self) -> None:

@@ -25,6 +25,8 @@ from tests.ports import free_port
 from tests.transport.encrypted import EVERYBODY, SECRET, credentials
 from tests.transport.patience import PATIENCE_S, PATIENT
 
+ATTEMPTS = 3
+
 # Derivation.
 
 RFC_5869 = [
@@ -349,16 +351,19 @@ def test_a_peer_that_ran_out_of_patience_with_a_busy_listener_is_not_called_one_
     monkeypatch, caplog
 ):
     monkeypatch.setattr("kvdist.transport.zeromq.HANDSHAKE_MS_DIALLED", 700)
-    caller, bound = transport(worker(0)), transport(SCHEDULER)
-    with opened(caller, bound):
-        caller.send(caller.connect(bound.bind("tcp://127.0.0.1:0"), SCHEDULER), [b"hello"])
-        until([caller], Disconnected)  # nobody answers the door
-        until([bound, caller], Arrived)
-        deadline = time.monotonic() + PATIENCE_S
-        while not refusals(caplog, "") and time.monotonic() < deadline:
-            bound.recv(0.01)  # its second connection may be noticed before the end of the first one
-        said = "it has ended, found this process too busy, or has another secret or none"
-        assert refusals(caplog, "") == refusals(caplog, said) != []
+    for _ in range(ATTEMPTS):
+        caller, bound = transport(worker(0)), transport(SCHEDULER)
+        with opened(caller, bound):
+            caller.send(caller.connect(bound.bind("tcp://127.0.0.1:0"), SCHEDULER), [b"hello"])
+            until([caller], Disconnected)  # nobody answers the door
+            until([bound, caller], Arrived)
+            deadline = time.monotonic() + PATIENCE_S / ATTEMPTS
+            while not refusals(caplog, "") and time.monotonic() < deadline:
+                bound.recv(0.01)  # its second connection may be noticed before the end of the first one
+        if refusals(caplog, ""):  # else the first one had ended before its handshake began, on a busy machine
+            break
+    said = "it has ended, found this process too busy, or has another secret or none"
+    assert refusals(caplog, "") == refusals(caplog, said) != []
 
 
 def test_the_mechanism_of_a_listener_is_what_it_greets_with(monkeypatch):
