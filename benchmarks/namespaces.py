@@ -93,6 +93,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", choices=["none", "sgd", "adam"], default="none", help="on the servers")
     parser.add_argument("--peer", choices=["mxnet", "gloo-flat"], action="append", default=[], help="may be repeated")
     options = parser.parse_args()
+    if options.copies and options.optimizer == "none":
+        parser.error("--copies needs --optimizer: only stores that update go on without a lost process")
     if options.peer and options.workers > 1:
         parser.error("--peer is for one worker on each host")
     return options

@@ -66,6 +66,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peer", choices=PEERS, action="append", default=[], help="compare with it; may be repeated")
     parser.add_argument("--json", metavar="FILE", help=f"write the results to FILE, in {RESULTS.name}/ if relative")
     options = parser.parse_args()
+    if options.copies and options.optimizer == "none":
+        parser.error("--copies needs --optimizer: only stores that update go on without a lost process")
     if options.peer and options.store in IN_PROCESS_STORES:
         parser.error(f"--peer compares clusters, and {options.store} is a store within one process")
     if options.transport == "tcp" and options.store_arrays != "plain":

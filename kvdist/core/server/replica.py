@@ -436,6 +436,8 @@ class ReplicatedServer(Server):
         self._backup: Member | None = None
         self._is_linked = True
         """Whether there is a way to the backup."""
+        self._dialled_by: Member | None = None
+        """The server that has spoken to this one, perhaps before the roster with both has come."""
         self._log: list[tuple[Message, tuple[Buffer, ...] | None]] = []
         """What the backup must hear of what is being handled."""
         self._told = self._confirmed = self._heard = 0
@@ -612,7 +614,7 @@ class ReplicatedServer(Server):
         if self.copy is None:
             return []
         self.copy.rank = sender.node.rank
-        self._is_linked = True
+        self._is_linked, self._dialled_by = True, sender
         if isinstance(message, SAID):
             said = _said(message)
             if said[1] and self._said.pop(said, None) is None:
@@ -661,8 +663,9 @@ class ReplicatedServer(Server):
             self.dense.tell = self.sparse.tell = self._tell
             self.dense.be_alone()
             self.sparse.be_alone()
-            self._is_linked = count > 2 or own == 0  # of two servers that are each other's backups one dials
-            if self._is_linked:
+            dials = count > 2 or own == 0  # of two servers that are each other's backups one dials
+            self._is_linked = dials or self._dialled_by == backup.member
+            if dials:
                 effects.append(Connect(backup.member, backup.endpoint))
         return effects
 
