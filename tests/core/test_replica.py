@@ -1,0 +1,51 @@
+"""Servers that are each other's backups: what one does in which order of messages. The simulation has all the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdist.config.settings import Limits
+from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
+from kvdist.core.machine import Effect, Send
+from kvdist.core.server.replica import ReplicatedServer
+from kvdist.kernels.reference import REFERENCE
+from kvdist.nodes import Member, NodeId, Role, worker
+from kvdist.optimizer.registry import create
+from kvdist.protocol.messages import Done, OnLoss, Peer, Replicated, Roster, SetOptimizer, Welcome
+from kvdist.version import __version__
+
+FIRST, SECOND, WORKER = Member(NodeId(Role.SERVER, 0), 11), Member(NodeId(Role.SERVER, 1), 12), Member(worker(0), 13)
+ROSTER = Roster(tuple(Peer(one, "host", 1, f"tcp://host:{one.incarnation}") for one in (FIRST, SECOND, WORKER)), 1)
+RULE = create("sgd", learning_rate=0.1).describe()
+
+
+def second_server() -> ReplicatedServer:
+    about = Introduction(Role.SERVER, 7, 1, "host", 1, "tcp://host:12", 1, 2, __version__, "tcp://host:1")
+    server = ReplicatedServer(about, Limits(), REFERENCE, 0.0)
+    server.handle(SCHEDULER_MEMBER, Welcome(1, SECOND.incarnation, OnLoss.CONTINUE, 0.0, 1), 0.0)
+    return server
+
+
+def sent(effects: list[Effect], to: Member) -> list[object]:
+    return [effect.message for effect in effects if isinstance(effect, Send) and effect.to == to]
+
+
+@pytest.mark.parametrize("is_early", [False, True], ids=["the roster first", "the other server first"])
+def test_of_two_servers_the_one_that_is_dialled_tells_the_other_all_in_any_order_of_their_first_messages(
+    is_early: bool,
+) -> None:
+    server = second_server()
+    told_by_the_other = [(FIRST, ROSTER), (FIRST, SetOptimizer(0, 0, RULE))]
+    told_by_the_scheduler = [(SCHEDULER_MEMBER, ROSTER), (SCHEDULER_MEMBER, SetOptimizer(5, 0, RULE))]
+    both = (told_by_the_other, told_by_the_scheduler)
+    told: list[object] = []
+    done: list[object] = []
+    for sender, message in [pair for said in (both if is_early else both[::-1]) for pair in said]:
+        effects = server.handle(sender, message, 0.0)
+        server.validate()
+        told += [one for one in sent(effects, FIRST) if not isinstance(one, Replicated)]
+        done += sent(effects, SCHEDULER_MEMBER)
+    assert any(isinstance(one, SetOptimizer) for one in told), "the copy there has to have the rule"
+    assert Done(5) not in done, "it is not said before the copy has it"
+    effects = server.handle(FIRST, Replicated(len(told)), 0.0)
+    assert Done(5) in sent(effects, SCHEDULER_MEMBER)
