@@ -31,7 +31,7 @@ SIDE = 512
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSpeed:
     """A machine.
 
     Attributes:
@@ -60,7 +60,7 @@ class Mode:
     why: str
 
 
-def modes(machines: Sequence[Machine], parameters: float, step_s: float) -> list[Mode]:
+def modes(machines: Sequence[MachineSpeed], parameters: float, step_s: float) -> list[Mode]:
     """What each mode would do, the simplest first.
 
     Args:
@@ -74,11 +74,11 @@ def modes(machines: Sequence[Machine], parameters: float, step_s: float) -> list
     if count == 1:
         return found
 
-    def exchange_s(several: Sequence[Machine]) -> float:
+    def exchange_s(several: Sequence[MachineSpeed]) -> float:
         line = min(machine.mb_per_s for machine in several)
         return 2 * (len(several) - 1) / len(several) * 4e-6 * parameters / line
 
-    def ddp(several: Sequence[Machine]) -> Mode:
+    def ddp(several: Sequence[MachineSpeed]) -> Mode:
         compute_s, exchange = step_s / several[-1].speed, exchange_s(several)
         took_s = max(compute_s, (1 - BACKWARD) * compute_s + exchange)
         why = f"waits for {several[-1].name}" if took_s == compute_s else "the network"
@@ -111,7 +111,7 @@ def best_of(found: Sequence[Mode]) -> Mode:
     return next(mode for mode in found if mode.rate >= (1 - ALIKE) * most)
 
 
-def estimate(machines: Sequence[Machine], parameters: float, step_s: float) -> str:
+def estimate(machines: Sequence[MachineSpeed], parameters: float, step_s: float) -> str:
     """The table of modes, and which one to take."""
     found = modes(machines, parameters, step_s)
     width = max(len(mode.name) for mode in found)
@@ -179,6 +179,6 @@ def _answer(options: argparse.Namespace) -> tuple[str, int]:
             return f"kvdist estimate: {option} has {len(given)} values for {count} machines of --speeds", 2
     most = max(options.speeds)
     machines = [
-        Machine(name, speed / most, line) for name, speed, line in zip(names, options.speeds, lines, strict=True)
+        MachineSpeed(name, speed / most, line) for name, speed, line in zip(names, options.speeds, lines, strict=True)
     ]
     return estimate(machines, options.parameters, options.step), 0

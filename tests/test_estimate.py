@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from kvdist.__main__ import main
-from kvdist.estimate import STALE, Machine, best_of, measure_gflops, modes
+from kvdist.estimate import STALE, MachineSpeed, best_of, measure_gflops, modes
 
 GRADED = (1.0, 0.6, 0.4, 0.25)
 FAST_LINE = 1e9
 
 
 def found(speeds, mb_per_s=FAST_LINE, parameters=30e6, step_s=0.3):
-    machines = [Machine(f"m{number}", speed, mb_per_s) for number, speed in enumerate(speeds)]
+    machines = [MachineSpeed(f"m{number}", speed, mb_per_s) for number, speed in enumerate(speeds)]
     return {mode.name: mode.rate * step_s for mode in modes(machines, parameters, step_s)}
 
 
@@ -40,7 +40,7 @@ def test_a_quota_of_local_steps_is_as_large_as_hides_the_exchange():
 
 
 def test_of_modes_that_are_alike_the_simplest_is_taken():
-    machines = [Machine(name, 1.0, FAST_LINE) for name in "ab"]
+    machines = [MachineSpeed(name, 1.0, FAST_LINE) for name in "ab"]
     assert best_of(modes(machines, 1e6, 1.0)).name == "DDP on all"
 
 

@@ -469,7 +469,7 @@ def _outer(given: tuple[float, ...], rate: float, momentum: float) -> tuple[floa
     return float(rate), float(momentum)
 
 
-class _Reader(NamedTuple):
+class _TextForm(NamedTuple):
     """How the text of a policy is read."""
 
     of: Callable[..., TrainingPolicy]
@@ -480,13 +480,13 @@ class _Reader(NamedTuple):
 
 _MORE = "[,fragments=NUMBER][,delay=STEPS][,bits=16|8|4][,quorum=WORKERS]"
 POLICIES = {
-    "local_sgd": _Reader(_local_sgd, f"local_sgd:STEPS{_MORE}"),
-    "diloco": _Reader(_diloco, f"diloco:STEPS[,LEARNING_RATE,MOMENTUM]{_MORE}"),
-    "quota": _Reader(_quota, "quota:SAMPLES[,exact][,local_steps][,LEARNING_RATE,MOMENTUM]"),
-    "buffered": _Reader(_buffered, "buffered:STEPS[,none|sqrt|inverse]"),
-    "backup": _Reader(Backup, "backup:WORKERS"),
-    "async": _Reader(_asynchronous, "async:[MAX_DELAY][,none|sqrt|inverse]"),
-    "ssp": _Reader(StaleSynchronous, "ssp:STEPS"),
+    "local_sgd": _TextForm(_local_sgd, f"local_sgd:STEPS{_MORE}"),
+    "diloco": _TextForm(_diloco, f"diloco:STEPS[,LEARNING_RATE,MOMENTUM]{_MORE}"),
+    "quota": _TextForm(_quota, "quota:SAMPLES[,exact][,local_steps][,LEARNING_RATE,MOMENTUM]"),
+    "buffered": _TextForm(_buffered, "buffered:STEPS[,none|sqrt|inverse]"),
+    "backup": _TextForm(Backup, "backup:WORKERS"),
+    "async": _TextForm(_asynchronous, "async:[MAX_DELAY][,none|sqrt|inverse]"),
+    "ssp": _TextForm(StaleSynchronous, "ssp:STEPS"),
 }
 FORMS = " or ".join([", ".join([one.forms for one in POLICIES.values()][:-1]), [*POLICIES.values()][-1].forms])
 
