@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import tempfile
 import time
 from pathlib import Path
 
@@ -16,30 +13,12 @@ from torch import nn
 
 import kvdist
 from kvdist import QueueSampler, Trainer, kv
-from tests.acceptance.together import Together
+from tests.acceptance.together import Together, exchanged, folder
 
 three = Together(3, 2, MXNET_KVSTORE_BIGARRAY_BOUND="10", KVDIST_CHECKPOINT_ROOT="/")
 DATA = torch.from_numpy(np.random.default_rng(5).normal(size=(64, 6)).astype(np.float32))
 SLOWNESS = (0.0, 0.004, 0.03)
 """Seconds of a step of each worker, so that they make different numbers of them."""
-
-
-def folder(name):
-    """One that all workers of this job have."""
-    path = Path(tempfile.gettempdir(), f"kvdist-quota-{os.getppid()}-{name}")
-    path.mkdir(exist_ok=True)
-    return path
-
-
-def exchanged(store, name, mine):
-    """What all workers have to say, by rank."""
-    path = folder(name)
-    Path(path, str(store.rank)).write_text(json.dumps(mine))
-    store.barrier()
-    found = [json.loads(Path(path, str(rank)).read_text()) for rank in range(store.num_workers)]
-    store.barrier()
-    shutil.rmtree(path, ignore_errors=True)
-    return found
 
 
 def network():

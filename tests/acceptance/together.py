@@ -172,3 +172,21 @@ if __name__ == "__main__":
     from tests.acceptance import together as this
 
     this.main(*sys.argv[1:])
+
+
+def folder(name: str) -> Path:
+    """One that all workers of this job have."""
+    path = Path(tempfile.gettempdir(), f"kvdist-together-{os.getppid()}-{name}")
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def exchanged(store: Any, name: str, mine: Any) -> list[Any]:
+    """What all workers have to say, by rank."""
+    path = folder(name)
+    Path(path, str(store.rank)).write_text(json.dumps(mine))
+    store.barrier()
+    found = [json.loads(Path(path, str(rank)).read_text()) for rank in range(store.num_workers)]
+    store.barrier()
+    shutil.rmtree(path, ignore_errors=True)
+    return found
