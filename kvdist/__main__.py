@@ -110,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     if node.failure is None:
         return 0
+    if isinstance(node.failure, JobOver):
+        return _told(node.failure, 0)
     lost = isinstance(node.failure, PeerLostError | FencedError)
     return _told(node.failure, EXIT_PEER_LOST if lost else EXIT_CONFIG if isinstance(node.failure, ConfigError) else 1)
 

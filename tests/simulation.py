@@ -37,7 +37,7 @@ if __name__ == "__main__":
 from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.config.settings import SCHEDULER_AWAY_S, ClusterConfig, Limits
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
-from kvdist.core.joining import Introduction
+from kvdist.core.joining import HELLO_INTERVAL_S, Introduction
 from kvdist.core.machine import ChildEnded, Effect
 from kvdist.core.record import Reader, Writer
 from kvdist.core.replay import Difference, replay
@@ -132,7 +132,8 @@ class Scenario:
     lives: how often, if each is struck again.
     parted_s: for how long the network is parted, at least and at most; None = it is not. It begins as victims are hit.
     parts: whom the network parts: `any` processes from any others, in both directions or one; or `few` from all others:
-        one worker at least, not all, and at most one server if the others go on without that.
+        one worker at least, not all, and at most one server if the others go on without that; or `copies`, a server
+        from the next one, to which it gives its copies, and from no other.
     """
 
     num_workers: int = 2
@@ -242,7 +243,11 @@ class Cluster:
 
 
 class SimulationError(AssertionError):
-    """Something that must not happen did; the message names the seed."""
+    """Something that must not happen did; the message names the seed, `trace` is what happened before."""
+
+    def __init__(self, text: str, trace: Sequence[str]) -> None:
+        super().__init__(text)
+        self.trace = trace
 
 
 @contextmanager
@@ -354,7 +359,7 @@ def run(seed: int, scenario: Scenario, dumps: Path | None = None) -> Result:
             _judge(cluster)
             _replay(cluster)
     except AssertionError as error:
-        raise SimulationError(f"seed {seed}: {error}") from error
+        raise SimulationError(f"seed {seed}: {error}", network.trace) from error
     ends = [process.ended_at for process in cluster.processes.values()]
     return Result(
         network.trace,
@@ -760,6 +765,9 @@ def _part(cluster: Cluster) -> None:
         if scenario.replicas or scenario.snapshot_s is not None:
             away += random.sample([name for name in names if name.startswith("server")], random.randint(0, 1))
         sides = [away, [name for name in names if name not in away]]
+    elif scenario.parts == "copies":
+        rank = random.randrange(scenario.num_servers)
+        sides = [[f"server-{rank}"], [f"server-{(rank + 1) % scenario.num_servers}"]]
     else:
         chosen = random.sample(names, random.randint(2, len(names)))
         middle = random.randint(1, len(chosen) - 1)
@@ -933,7 +941,11 @@ def _has_found_nobody(cluster: Cluster, process: Process) -> bool:
         return False
     if user is not None and user.since is None and isinstance(failure, PeerLostError):
         return scheduler.node.failure is None and not scheduler.crashed and scheduler.ended_at < process.ended_at
-    return cluster.scenario.parted_s is not None and not joining.welcomed and isinstance(failure, DeadlineExceeded)
+    if joining.welcomed or not isinstance(failure, DeadlineExceeded):
+        return False
+    began_at = process.ended_at - cluster.scenario.limits.connect_timeout_s
+    is_late = not joining.hint and scheduler.ended_at < began_at + HELLO_INTERVAL_S  # not even a hello got through
+    return is_late or cluster.scenario.parted_s is not None
 
 
 def _starts_again(cluster: Cluster, name: str) -> bool:
@@ -1700,6 +1712,9 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "replicas parted": replace(PARTED, num_servers=3, replicas=1, saves=0.0),
     "replicas parted in any way": replace(PARTED, num_servers=3, replicas=1, saves=0.0, parts="any"),
+    "a server parted from its copies": replace(
+        PARTED, num_servers=3, replicas=1, saves=0.0, parts="copies", parted_s=(40.0, 60.0)
+    ),
     "fills parted": replace(
         FILLS, victims=(), parted_s=(4.0, 8.0), parts="few", limits=IMPATIENT_OF_SILENCE, rounds=20
     ),
@@ -1792,6 +1807,8 @@ def run_seeds(name: str, seeds: Sequence[int], end_at: float, trace: bool = Fals
             said = str(error) if isinstance(error, SimulationError) else f"seed {seed}: {error!r}"
             again = f"python -m tests.simulation --scenario {shlex.quote(name)} --seed {seed} --trace"
             tally.violations.append(f"{name}: {said}\n    {again}")
+            if trace and isinstance(error, SimulationError):
+                print("\n".join(error.trace))
             continue
         tally.happened += result.happened
         tally.used += result.used

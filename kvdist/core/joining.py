@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvdist.core.machine import NEVER, Connect, Effect, Send
-from kvdist.errors import ConfigError, DeadlineExceeded
+from kvdist.errors import ConfigError, DeadlineExceeded, JobOver, KvdistError
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
 from kvdist.protocol.messages import Hello, Peer, Rejected, Roster, Welcome
 
@@ -138,8 +138,10 @@ class Joining:
         self.complete = True
         return message.peers
 
-    def refusal(self, message: Rejected) -> ConfigError:
+    def refusal(self, message: Rejected) -> KvdistError:
         """What a refusal means for the user."""
+        if message.is_over:
+            return JobOver(message.reason)
         return ConfigError(
             f"{self.introduction.scheduler_endpoint} refused this {self.introduction.role}: {message.reason}"
         )

@@ -191,6 +191,9 @@ Event = (
 
 NEVER = float("inf")
 
+VERDICT_WAIT_S = 2.0
+"""How long after the grace of a broken connection whoever misses it waits for the scheduler to judge the peer."""
+
 
 class Machine(abc.ABC):
     """One role of the cluster as a pure state machine.

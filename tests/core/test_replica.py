@@ -6,12 +6,12 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
-from kvdist.core.machine import Effect, Send
+from kvdist.core.machine import NEVER, Effect, PeerConnected, PeerDisconnected, Send
 from kvdist.core.server.replica import ReplicatedServer
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, NodeId, Role, worker
 from kvdist.optimizer.registry import create
-from kvdist.protocol.messages import Done, OnLoss, Peer, Replicated, Roster, SetOptimizer, Welcome
+from kvdist.protocol.messages import Done, Goodbye, OnLoss, Peer, Replicated, Roster, SetOptimizer, Welcome
 from kvdist.version import __version__
 
 FIRST, SECOND, WORKER = Member(NodeId(Role.SERVER, 0), 11), Member(NodeId(Role.SERVER, 1), 12), Member(worker(0), 13)
@@ -49,3 +49,39 @@ def test_of_two_servers_the_one_that_is_dialled_tells_the_other_all_in_any_order
     assert Done(5) not in done, "it is not said before the copy has it"
     effects = server.handle(FIRST, Replicated(len(told)), 0.0)
     assert Done(5) in sent(effects, SCHEDULER_MEMBER)
+
+
+def goodbyes(server: ReplicatedServer, now: float) -> list[Goodbye]:
+    return [one for one in sent(server.tick(now), SCHEDULER_MEMBER) if isinstance(one, Goodbye)]
+
+
+@pytest.mark.parametrize("does_come_back", [False, True])
+def test_a_server_whose_backup_only_it_cannot_reach_gives_itself_up_and_not_before_the_link_had_its_time(
+    does_come_back: bool,
+) -> None:
+    server = second_server()
+    server.handle(SCHEDULER_MEMBER, ROSTER, 0.0)
+    server.handle(FIRST, ROSTER, 0.1)
+    server.observe(PeerDisconnected(FIRST, "connection reset"), 1.0)
+    due = server.limits.reconnect_grace_s(False) + server.limits.patience_s + 1.0
+    assert not goodbyes(server, due), "the scheduler may still say that the backup is lost"
+    if does_come_back:
+        server.observe(PeerConnected(FIRST), due)
+    said = goodbyes(server, due + 10.0)
+    assert bool(said) != does_come_back
+    for one in said:
+        assert one.failure == "it cannot reach server-0, which has the copy of its slices: connection reset"
+    assert server._out_of_reach_at == NEVER and not goodbyes(server, due + 99.0), "it is said once"
+
+
+def test_a_server_does_not_judge_its_backup_while_the_scheduler_is_away() -> None:
+    server = second_server()
+    server.handle(SCHEDULER_MEMBER, ROSTER, 0.0)
+    server.handle(FIRST, ROSTER, 0.1)
+    for member in (SCHEDULER_MEMBER, FIRST):
+        server.observe(PeerDisconnected(member, "connection reset"), 1.0)
+    grace_s = server._scheduler_lost_at - 0.01
+    server._out_of_reach_at = grace_s - 1.0
+    assert not goodbyes(server, grace_s)
+    server.observe(PeerConnected(SCHEDULER_MEMBER), grace_s)
+    assert not goodbyes(server, grace_s + 1.0) and goodbyes(server, grace_s + 3.0)

@@ -239,6 +239,7 @@ FAULTS = {
             ("waits while the network is parted", "started again", "joined"),
             ("goes back parted", "ended by the launcher", "went back"),
             ("replicas parted", "fenced"),
+            ("a server parted from its copies",),
             ("fills parted", "ended by the launcher", "started again"),
         )
     },
@@ -1759,6 +1760,14 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "a copy that is not whole is taken over": (
         "fills until its server is killed",
         [(ReplicatedServer, "_fill", says_it_is_whole_at_once)],
+    ),
+    "a server waits for ever for a backup that it cannot reach": (
+        "a server parted from its copies",
+        [(ReplicatedServer, "_await_backup", lambda self, reason, after_silence, now: None)],
+    ),
+    "who waits for a rank does not hear that the job is over": (
+        "leases and newcomers near the end",
+        [(Newcomers, "turn_away", lambda self, answer: [])],
     ),
     "rounds overtake what is filled in": ("fills", [(ReplicatedServer, "_published", fills_in_late)]),
     "blocks merge while copies are filled in": (

@@ -393,7 +393,7 @@ def hosts(tmp_path):
 LOSES_HOST = (
     "import os, sys, time\n"
     "life = int(os.environ.get('KVDIST_RESTARTS', '0'))\n"
-    "print('life', life, flush=True)\n"
+    "print(f'life {life}', flush=True)  # one write: the agent may die between two\n"
     "if not life and os.environ['KVDIST_RANK'] == '0':\n"
     "    os.kill(os.getppid(), 9)\n"
     "    time.sleep(60)\n"

@@ -198,6 +198,11 @@ class Newcomers:
         self.introductions.clear()
         return [Send(member, Rejected(self.over, is_over=True)) for member in late]
 
+    def turn_away(self, answer: Message) -> list[Effect]:
+        """The job ends: those that still wait for a rank must hear so, for soon there is no scheduler to ask again."""
+        waiting, self._early = self._early, {}
+        return [Send(stranger, answer) for stranger, _ in waiting.values()]
+
     # Looking on.
 
     def answer(self, sender: Member, message: Message) -> list[Effect] | None:

@@ -577,6 +577,8 @@ class Scheduler(Machine):
         self._stop_by = now + self.limits.farewell_s
         self._announce_at = NEVER
         effects: list[Effect] = [Send(server, Stop(), server) for server in self.membership.servers.values()]
+        if self.newcomers is not None:
+            effects += self.newcomers.turn_away(Rejected(self.newcomers.over, is_over=True))
         if len(self.membership.absent) == self.config.num_workers:
             effects.insert(0, Log("no worker joined the cluster: does the script call kv.create('dist')?"))
         return effects
@@ -907,6 +909,8 @@ class Scheduler(Machine):
         present = [peer.member for peer in self.membership.present]
         others = [member for member in present if str(member) != verdict.node or str(member) in replaced]
         effects: list[Effect] = [Send(member, verdict) for member in others]
+        if self.newcomers is not None:
+            effects += self.newcomers.turn_away(verdict)
         return effects + self._stop(error)
 
     def _stop(self, error: KvdistError | None) -> list[Effect]:

@@ -35,11 +35,13 @@ from kvdist.core.commands import Handler
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
     NEVER,
+    VERDICT_WAIT_S,
     Connect,
     Effect,
     Event,
     Forget,
     Halt,
+    PeerConnected,
     PeerDisconnected,
     SchedulerReturned,
     Send,
@@ -438,6 +440,9 @@ class ReplicatedServer(Server):
         """Whether there is a way to the backup."""
         self._dialled_by: Member | None = None
         """The server that has spoken to this one, perhaps before the roster with both has come."""
+        self._out_of_reach_at = NEVER
+        """When this server gives itself up, because it cannot reach its backup and the scheduler hears both."""
+        self._why_out_of_reach = ""
         self._log: list[tuple[Message, tuple[Buffer, ...] | None]] = []
         """What the backup must hear of what is being handled."""
         self._told = self._confirmed = self._heard = 0
@@ -541,10 +546,31 @@ class ReplicatedServer(Server):
         if isinstance(member, Member) and member.node.role is Role.SERVER:
             if isinstance(event, Unreachable) and member not in self.peers.lost:
                 return [Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {member}: {event.reason}"))]
+            if isinstance(event, PeerDisconnected) and member == self._backup:
+                self._await_backup(event.reason, event.after_silence, now)
+            elif isinstance(event, PeerConnected) and member == self._backup:
+                self._out_of_reach_at = NEVER
             return []
         effects = super().observe(event, now)
         # A scheduler that was started again may first have to hear that the backup is lost.
         return effects if isinstance(event, PeerDisconnected | SchedulerReturned) else self._published(effects)
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` should run next."""
+        return min(super().deadline, self._out_of_reach_at)
+
+    def tick(self, now: float) -> list[Effect]:
+        """See `Server`; and do not wait for ever for a backup that only this server cannot reach."""
+        effects = super().tick(now)
+        if now < self._out_of_reach_at:
+            return effects
+        if self._scheduler_lost_at < NEVER:  # nobody is there to judge
+            self._out_of_reach_at = now + VERDICT_WAIT_S
+            return effects
+        self._out_of_reach_at = NEVER
+        reason = f"it cannot reach {self._backup}, which has the copy of its slices: {self._why_out_of_reach}"
+        return [*effects, Send(SCHEDULER_MEMBER, Goodbye(0, reason))]
 
     def validate(self) -> None:
         """Check every invariant."""
@@ -553,6 +579,11 @@ class ReplicatedServer(Server):
         assert all(count > self._confirmed for count, _ in self._held), "what may be known is known"
 
     # To the backup.
+
+    def _await_backup(self, reason: str, after_silence: bool, now: float) -> None:
+        """There is no link to the backup. If it is lost, the scheduler says so long before this time."""
+        wait_s = self.limits.reconnect_grace_s(after_silence) + self.limits.patience_s + VERDICT_WAIT_S
+        self._out_of_reach_at, self._why_out_of_reach = now + wait_s, reason
 
     def _tell(self, message: Message, token: tuple[Buffer, ...] | None) -> None:
         if self._backup is not None:
@@ -608,6 +639,8 @@ class ReplicatedServer(Server):
     # From the server whose copy is here, and about both.
 
     def _of_server(self, sender: Member, message: Message, now: float) -> list[Effect]:
+        if sender == self._backup:
+            self._out_of_reach_at = NEVER
         if isinstance(message, Replicated):
             effects = self._replicated(message.count) if sender == self._backup else []
             return effects + self._published(self._fill())
@@ -665,6 +698,8 @@ class ReplicatedServer(Server):
             self.sparse.be_alone()
             dials = count > 2 or own == 0  # of two servers that are each other's backups one dials
             self._is_linked = dials or self._dialled_by == backup.member
+            if self._dialled_by != backup.member:
+                self._await_backup("there was never a connection between them", True, now)
             if dials:
                 effects.append(Connect(backup.member, backup.endpoint))
         return effects
@@ -672,6 +707,7 @@ class ReplicatedServer(Server):
     def _go_on_alone(self) -> list[Effect]:
         """The backup is lost: nothing waits for it any more."""
         self._backup = self.dense.tell = self.sparse.tell = None
+        self._out_of_reach_at = NEVER
         for _, token in self._log:
             for buffer in token or ():
                 buffer.leases -= 1
@@ -702,6 +738,8 @@ class ReplicatedServer(Server):
     def _reregister(self, now: float) -> list[Effect]:
         """Say, too, what is in copies: of this server, and of the one before it, which may be lost by now."""
         effects = super()._reregister(now)
+        if self._out_of_reach_at < NEVER:  # the scheduler judges when all have registered that will
+            self._out_of_reach_at = now + self.joining.scheduler_absence_s + VERDICT_WAIT_S
         told = [Copied(self.me.node.rank, self.epoch)] if self._is_whole else []
         if self.copy is not None and self.copy.is_whole_in >= 0:
             told.append(Copied(self.copy.rank, self.copy.is_whole_in))

@@ -26,6 +26,7 @@ from kvdist.core.error_mapping import (
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.machine import (
     NEVER,
+    VERDICT_WAIT_S,
     CompleteKeys,
     CompleteRequest,
     Connect,
@@ -78,7 +79,6 @@ from kvdist.errors import (
     ConfigError,
     DeadlineExceeded,
     FencedError,
-    JobOver,
     KvdistError,
     PeerLostError,
     RolledBackError,
@@ -132,9 +132,6 @@ if TYPE_CHECKING:  # a feature at a seam: workers run without it
     from kvdist.core.host_aggregation import HostAggregation
     from kvdist.core.worker.newcomer import Newcomer
     from kvdist.core.worker.progress import ProgressReports
-
-VERDICT_WAIT_S = 2.0
-"""How long after losing a server a worker waits for the scheduler to judge."""
 
 FOLDERS_MAX = 64
 """Directories of checkpoints whose locks a scheduler that was started again takes at once."""
@@ -286,9 +283,8 @@ class Worker(Machine):
         return effects + self._settle(now)
 
     def _refusal(self, message: Rejected) -> KvdistError:
-        if message.is_over:
-            return JobOver(message.reason)
-        return FencedError(message.reason) if self.joining.welcomed else self.joining.refusal(message)
+        is_fenced = self.joining.welcomed and not message.is_over
+        return FencedError(message.reason) if is_fenced else self.joining.refusal(message)
 
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to a broken or mended connection."""
