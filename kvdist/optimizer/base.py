@@ -363,6 +363,8 @@ class Step:
         start: elements of the parameter before the piece.
         scalars: the rule's own numbers, one for each of `Optimizer.initial_scalars`, moved on for this update.
         norms: lengths of the whole parameter that `Optimizer.measure` has asked for, in its order.
+        pusher: the rank of the worker whose push alone makes this update of a dense array, as in `dist_async`; None for
+            a sum of several, for rows of tables, and outside servers.
     """
 
     lr: float
@@ -372,12 +374,13 @@ class Step:
     start: int = 0
     scalars: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
+    pusher: int | None = None
 
     def moved(self, elements: int) -> Step:
         """The same update of a piece that begins so much later."""
         start = self.start + elements
-        return Step(self.lr, self.wd, self.count, self.extent, start, self.scalars, self.norms)
+        return Step(self.lr, self.wd, self.count, self.extent, start, self.scalars, self.norms, self.pusher)
 
     def knowing(self, norms: tuple[float, ...]) -> Step:
         """The same update with these norms."""
-        return Step(self.lr, self.wd, self.count, self.extent, self.start, self.scalars, norms)
+        return Step(self.lr, self.wd, self.count, self.extent, self.start, self.scalars, norms, self.pusher)

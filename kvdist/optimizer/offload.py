@@ -77,7 +77,12 @@ class DeviceUpdater:
         return _DownloadedStates(self._updater.states, self._device)
 
     def update_together(
-        self, pieces: Sequence[Piece], dtype: DType, lr: float | None = None, wd: float | None = None
+        self,
+        pieces: Sequence[Piece],
+        dtype: DType,
+        lr: float | None = None,
+        wd: float | None = None,
+        pusher: int | None = None,
     ) -> None:
         """See `SliceUpdater`. The contributions to all pieces are on the device at once, for rules that need norms.
 
@@ -89,7 +94,7 @@ class DeviceUpdater:
             check_arrays(piece, dtype)
         try:
             there = self._uploaded(pieces, dtype)
-            self._updater.update_together(there, dtype, lr, wd)
+            self._updater.update_together(there, dtype, lr, wd, pusher)
             for piece, moved in zip(pieces, there, strict=True):
                 self._device.download(moved.out, piece.out)
         except MemoryError as error:  # of the device's library, in a rule that makes arrays

@@ -46,7 +46,12 @@ class SliceUpdater(Protocol):
         """The state of each index that has been updated. The arrays may be live: copy what must not change."""
 
     def update_together(
-        self, pieces: Sequence[Piece], dtype: DType, lr: float | None = None, wd: float | None = None
+        self,
+        pieces: Sequence[Piece],
+        dtype: DType,
+        lr: float | None = None,
+        wd: float | None = None,
+        pusher: int | None = None,
     ) -> None:
         """Update an array, or all arrays of one parameter for a rule that needs norms of the whole: of each, sum the
         contributions, apply the rule, write the new weight to `out`. On an error nothing has changed.
@@ -57,6 +62,7 @@ class SliceUpdater(Protocol):
             lr: what `Optimizer.pushed_lr` said where the gradient comes from; None for this optimizer's word on a key
                 called `Piece.index`.
             wd: weight decay, likewise.
+            pusher: as of `Step`.
 
         Raises:
             TypeError: the dtype is not a floating type, or an array has another type.
@@ -162,13 +168,18 @@ class Updater:
         self.update_together([Piece(index, weight, contributions, scales, out, extent)], dtype, lr, wd)
 
     def update_together(
-        self, pieces: Sequence[Piece], dtype: DType, lr: float | None = None, wd: float | None = None
+        self,
+        pieces: Sequence[Piece],
+        dtype: DType,
+        lr: float | None = None,
+        wd: float | None = None,
+        pusher: int | None = None,
     ) -> None:
         """See `SliceUpdater`."""
         lr, wd = self._rates(pieces[0].index, lr, wd)
         if self.optimizer.norm_count or self.optimizer.by_rows:
             self._check_extents(pieces)
-        updates = [self._begin(piece, dtype, lr, wd) for piece in pieces]
+        updates = [self._begin(piece, dtype, lr, wd, pusher) for piece in pieces]
         if self.optimizer.norm_count:
             norms = self._norms(updates, dtype)
             updates = [_PieceUpdate(one.piece, one.state, one.step.knowing(norms)) for one in updates]
@@ -265,7 +276,7 @@ class Updater:
                     " call set_optimizer before init, so that it is cut between rows"
                 )
 
-    def _begin(self, piece: Piece, dtype: DType, lr: float, wd: float) -> _PieceUpdate:
+    def _begin(self, piece: Piece, dtype: DType, lr: float, wd: float, pusher: int | None) -> _PieceUpdate:
         """A piece with its state, which is not kept yet, and the numbers of this update; refused if it cannot be."""
         check_arrays(piece, dtype)
         optimizer = self.optimizer
@@ -279,7 +290,8 @@ class Updater:
         rate = optimizer.lr_at(lr, count)
         optimizer.check_update(rate, wd, piece.extent)
         scalars = optimizer.for_key(piece.extent.key).advance(state.scalars, count) if state.scalars else ()
-        return _PieceUpdate(piece, state, Step(rate, wd, count, piece.extent, piece.extent.start, scalars))
+        step = Step(rate, wd, count, piece.extent, piece.extent.start, scalars, pusher=pusher)
+        return _PieceUpdate(piece, state, step)
 
     def _check_state(self, piece: Piece, state: SliceState, dtype: DType) -> None:
         if not state.arrays:

@@ -19,6 +19,7 @@ from kvdist.optimizer.base import Extent
 from kvdist.optimizer.registry import create
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Flag
+from examples.delay_compensation import DelayCompensation
 from tests.cases import each
 
 OPEN = None
@@ -228,6 +229,29 @@ def test_asynchronous_pushes_that_wait_for_the_first_value_make_one_version_each
     assert (made.version, value(made)) == (1, [2, 2, 3])
     assert [one.member.node.rank for one in close(made, updater)] == [1]
     assert (made.version, value(made)) == (2, [12, 2, 3])
+
+
+def test_a_rule_knows_whose_push_an_asynchronous_update_is_so_dc_asgd_remembers_what_each_worker_has() -> None:
+    rate, lamda = 0.5, 0.25
+    made, updater = block(ASYNC), Updater(DelayCompensation(learning_rate=rate, workers=2, lamda=lamda), REFERENCE)
+    weight, pulled, steps = np.array([1, 2, 3], np.float32), {}, [0, 0, 0]
+    for turn, rank in enumerate([0, 1, 1, 2, 0, 1]):
+        grad = np.array([1, -2, turn], np.float32)
+        offer_all(made, contribution(rank, grad.tolist(), step=steps[rank]))
+        close(made, updater)
+        steps[rank] += 1
+        late = weight - pulled.get(rank, np.array([1, 2, 3], np.float32)) if rank < 2 else 0
+        weight = weight - rate * (grad + lamda * grad * grad * late)
+        pulled[rank] = weight
+        assert value(made) == weight.tolist(), f"turn {turn}"
+
+
+def test_a_rule_hears_of_nobody_where_several_have_pushed() -> None:
+    made, updater = block(), Updater(DelayCompensation(learning_rate=1.0, workers=2, lamda=1.0), REFERENCE)
+    for step in range(2):
+        offer_all(made, contribution(0, [1, 1, 1], step), contribution(1, [1, 1, 1], step))
+        close(made, updater)
+    assert value(made) == [-3, -2, -1], "the sum of ones, twice, and nothing is corrected"
 
 
 def test_a_pull_waits_for_the_workers_own_pushes_and_for_its_version() -> None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
 import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import NEVER, Effect, PeerConnected, PeerDisconnected, Send
-from kvdist.core.server.replica import ReplicatedServer
+from kvdist.core.server.replica import CopiedDense, ReplicatedServer
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, NodeId, Role, worker
+from kvdist.optimizer.base import Piece
 from kvdist.optimizer.registry import create
-from kvdist.protocol.messages import Done, Goodbye, OnLoss, Peer, Replicated, Roster, SetOptimizer, Welcome
+from kvdist.optimizer.updater import Updater
+from kvdist.protocol.messages import Done, Goodbye, OnLoss, Peer, Replicate, Replicated, Roster, SetOptimizer, Welcome
 from kvdist.version import __version__
+from tests.simulation import Scenario, run
 
 FIRST, SECOND, WORKER = Member(NodeId(Role.SERVER, 0), 11), Member(NodeId(Role.SERVER, 1), 12), Member(worker(0), 13)
 ROSTER = Roster(tuple(Peer(one, "host", 1, f"tcp://host:{one.incarnation}") for one in (FIRST, SECOND, WORKER)), 1)
@@ -49,6 +56,29 @@ def test_of_two_servers_the_one_that_is_dialled_tells_the_other_all_in_any_order
     assert Done(5) not in done, "it is not said before the copy has it"
     effects = server.handle(FIRST, Replicated(len(told)), 0.0)
     assert Done(5) in sent(effects, SCHEDULER_MEMBER)
+
+
+@pytest.mark.parametrize("mode, pushers", [("async", {0, 1}), ("sync", {None})])
+def test_a_backup_knows_whose_push_an_update_is_as_its_server_does(mode: str, pushers: set[int | None]) -> None:
+    places: list[str] = ["server"]
+    applied: dict[str, set[int | None]] = {"server": set(), "copy": set()}
+    update, replicate = Updater.update_together, CopiedDense.replicate
+
+    def noted(self: Updater, pieces: Sequence[Piece], *numbers: Any) -> None:
+        applied[places[-1]].add(numbers[-1])
+        update(self, pieces, *numbers)
+
+    def in_a_copy(self: CopiedDense, message: Replicate) -> None:
+        places.append("copy")
+        replicate(self, message)
+        places.pop()
+
+    with (
+        mock.patch.object(Updater, "update_together", noted),
+        mock.patch.object(CopiedDense, "replicate", in_a_copy),
+    ):
+        run(0, Scenario(rounds=5, mode=mode, optimizer="sgd", replicas=1, saves=0.0, on_loss="continue"))
+    assert applied == {"server": pushers, "copy": pushers}
 
 
 def goodbyes(server: ReplicatedServer, now: float) -> list[Goodbye]:

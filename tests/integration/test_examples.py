@@ -16,6 +16,7 @@ pytest.importorskip("sklearn", reason="examples/digits.py has its images from sc
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DIGITS, CIFAR10 = str(EXAMPLES / "digits.py"), str(EXAMPLES / "cifar10_dist.py")
 DEVICES = str(EXAMPLES / "digits_devices.py")
+COMPENSATED = str(EXAMPLES / "delay_compensation.py")
 WHERE = "get https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz, unpack it, and give --data cifar-10-batches-bin"
 DEMO_S = 240.0
 """For the demo, which takes 8 s on two idle cores."""
@@ -89,6 +90,16 @@ def test_one_worker_learns_the_digits_on_two_devices(job, store):
     job.succeed()
     found = accuracies(alone, "alone")
     assert len(found) == 15 and found[-1] >= 0.95, alone.text
+
+
+@pytest.mark.slow
+def test_three_workers_learn_the_digits_with_a_rule_of_ones_own_on_the_servers(job):
+    options = ["--server-module", "delay_compensation"]
+    launcher = job.launch(3, 2, sys.executable, COMPENSATED, options=options, PYTHONPATH=str(EXAMPLES))
+    job.succeed()
+    for rank in range(3):
+        found = accuracies(launcher, f"worker-{rank}")
+        assert len(found) == 10 and found[-1] >= 0.93, launcher.text
 
 
 @pytest.mark.slow

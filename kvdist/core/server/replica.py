@@ -101,7 +101,7 @@ GIVEN = (InitValues, ReplaceValues, ReplaceState, InitRows)
 SAID = (Assign, SetOptimizer, Roster, Cut, FindCut, Rest)
 """What the scheduler says of slices and of those who push to them. It says the same to all servers."""
 NOBODY = Member(worker(0), 0)
-"""No process has this incarnation, so it gets no replies."""
+"""No process has this incarnation: it gets no replies, and is who pushes the sum of several."""
 _EMPTY, _CLIPPED = int(Flag.EMPTY), int(Flag.MEASURE | Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
@@ -214,7 +214,8 @@ class ReplicatedDense(_Replicated, DenseShard):
                 block.kernels.weighted_sum([one.values for one in own], scales, block.dtype, buffer.array)
             except (TypeError, ValueError) as error:
                 raise PushRefused(f"{name_of(block.key)}: {error}") from error
-            summed = replace(spoken[0], flags=0, setting=(lr, wd, 1.0), values=buffer.array)
+            member = every[0].member if len(every) == 1 else NOBODY
+            summed = replace(spoken[0], member=member, flags=0, setting=(lr, wd, 1.0), values=buffer.array)
             sums.append((summed, buffer))
         return sums
 
@@ -253,12 +254,13 @@ class CopiedDense(DenseShard):
         """Count a round, and apply the rule to its sum."""
         payload = PayloadView(message.arrays)
         contributors = _contributions(message)
+        member = contributors[0].member if len(contributors) == 1 else NOBODY
         setting = setting_of(message.settings[0])
         found: list[tuple[Block, Sequence[Contribution]]] = []
         for first, last, block in self.blocks.cover_merged(message.ids):
             _count(self, block, message, contributors)
             values = _NO_VALUES if message.is_empty else payload.stretch(first, last, block.dtype)[: block.pool.size]
-            summed = Contribution(NOBODY, 0, 0, 0, 0, 0, setting, values, False)
+            summed = Contribution(member, 0, 0, 0, 0, 0, setting, values, False)
             found.append((block, () if message.is_empty else (summed,)))
         if message.more:
             self._begun = [*self._begun, *found]
