@@ -228,7 +228,14 @@ class QueueSampler(DrivenSampler):
         """How many examples were in the batches that the program has got, the used ones included."""
         self._yielded = 0
         """How many the loader has asked for in this iteration."""
-        self._batch = self._wanted = 1
+        self._end = 0
+        """How many there are when the batch is complete that it makes."""
+        self._ends: deque[int] = deque()
+        """The same of the batches that the program has not got, in order."""
+        self._first_batch = 1
+        self._maker: Any = None
+        """What makes the loader's batches; None for batches of one."""
+        self._loader_workers = 1
         self._version = 0
         self._is_begun = self._is_over = False
         self._is_driven = False
@@ -248,7 +255,9 @@ class QueueSampler(DrivenSampler):
                 " loader, or the sampler, was iterated by itself"
             )
         self._iterations += 1
-        self._yielded = 0
+        self._yielded = self._end = 0
+        self._ends.clear()
+        self._first_batch = 1 if self._maker is None else self._maker.batch_size
         return self._indices(self._iterations)
 
     def _indices(self, iteration: int) -> Iterator[int]:
@@ -261,6 +270,9 @@ class QueueSampler(DrivenSampler):
             for index in self._examples(one):
                 if iteration != self._iterations:
                     return  # another one has begun, and this is the rest of a loader that was left
+                if self._yielded == self._end:
+                    self._end += self._batch
+                    self._ends.append(self._end)
                 self._yielded += 1
                 yield index
 
@@ -275,9 +287,17 @@ class QueueSampler(DrivenSampler):
         examples: list[int] = self._order[1][one.start : one.stop].tolist()
         return examples
 
+    @property
+    def _batch(self) -> int:
+        """Examples in a batch that begins now; torchdata's loaders keep the size with which an iteration began."""
+        from torch.utils.data import BatchSampler  # there is a trainer, so there is torch
+
+        return self._maker.batch_size if type(self._maker) is BatchSampler else self._first_batch
+
     def _lease(self, *, rests: bool) -> Range | None:
         assert self._leasing is not None
-        answer = self._leasing.lease(self._plan, self._batch, self._wanted, self._version, rests=rests)
+        wanted = BATCHES_PER_LEASE * self._batch * self._loader_workers
+        answer = self._leasing.lease(self._plan, self._batch, wanted, self._version, rests=rests)
         self._version = max(self._version, answer.version)
         self._is_over, self._is_begun = answer.is_over, not answer.is_over
         return answer.given
@@ -293,8 +313,10 @@ class QueueSampler(DrivenSampler):
                 " (drop_last=False)"
             )
         self._bind(trainer)
-        self._batch = batch
-        self._wanted = BATCHES_PER_LEASE * batch * max(1, getattr(loader, "num_workers", 0))
+        maker = getattr(loader, "batch_sampler", None)
+        self._maker = None if maker is self else maker
+        self._first_batch = batch
+        self._loader_workers = max(1, getattr(loader, "num_workers", 0))
         self._version, self._is_over = trainer._updates, False
         assert self._leasing is not None
         self._leasing.begun = max(self._leasing.begun, self._leasing.number)
@@ -349,11 +371,11 @@ class QueueSampler(DrivenSampler):
         self._handed = begun
         self._is_driven = True
         try:
-            for count, batch in enumerate(loader, 1):
+            for batch in loader:
                 self._leave_if_asked(departure)
                 if self._rollbacks > rollbacks:
                     return  # what the loader has read ahead is void
-                self._handed = min(begun + count * self._batch, begun + self._yielded)
+                self._handed = begun + min(self._ends.popleft(), self._yielded)
                 trainer._handed_out[self] = (self._iterations, self._handed, "")
                 trainer._take_part()
                 yield batch

@@ -46,6 +46,7 @@ from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
 from kvdist.protocol.messages import Due, DueWhen
 from kvdist.training.ballot import Ballot
+from kvdist.training.batch_sizes import Speed
 from kvdist.training.data import Batches, DrivenSampler, HandedOut, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
 from kvdist.training.join import Join, NextStep
@@ -54,6 +55,7 @@ from kvdist.training.overlap import Overlap, weakly
 from kvdist.training.parameters import Grads, Parameter, collect, divide, multipliers, named_keys, require_shapes, scale
 from kvdist.training.torch_optimizer import TorchOptimizer
 from kvdist.training.trainer_config import (
+    ASYNCHRONOUS,
     checked_clip_norm,
     choose_store,
     compression_of,
@@ -170,6 +172,7 @@ class Trainer:
         self._overlap: Overlap | None = None  # there is one once the first step has found a store to send to
         self._rejects_nonfinite = reject_nonfinite
         self._nonfinite_steps = self._updates = 0
+        self._speed = Speed(self._settle_devices)
         self._samples = self._handed = 0
         """Examples in the weights, where no server counts them; those that `SplitSampler`s gave since the last step."""
         self._behind = 0
@@ -253,11 +256,13 @@ class Trainer:
         if samples is not None:
             handed_out = self._unpushed() - (0 if self._between is None else self._between.handed_out)
             samples = require_samples(samples, batch_size, self._overlaps, handed_out)
+            self._speed.computed(samples)
         self._start()
         with self._counting_what_leaves(), self._skipping_rollback():
             self._take_part()
             self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE, samples)
         self._count_as_used()
+        self._speed.stepped()
 
     def batches(self, loader: Iterable[Any]) -> Batches:
         """Iterate a loader and let its `SplitSampler` count the batches that have reached a step.
@@ -705,6 +710,46 @@ class Trainer:
         say their examples, each counts as one. A warning says so once when they are more than a fifth of all.
         """
         return 0 if self._between is None else self._between.samples_dropped
+
+    def advise_batch_size(self, batch_size: int) -> int:
+        """Which batch size lets this worker compute as long as the others, where the mean one is `batch_size`.
+
+        For workers of unequal speed that wait for each other in each step. All workers call it at the same step, every
+        20 steps say, and wait for each other: what each has computed in a second between its last 16 steps is compared.
+        Together they have about as many examples in a step as before: sizes are rounded, to at least 1. Steps are
+        ``step(samples=n)``, so that each example weighs the same, and a `QueueSampler` gives each worker as many as it
+        takes: ``loader.batch_sampler.batch_size = trainer.advise_batch_size(32)``.
+
+        Args:
+            batch_size: of a worker of mean speed, at least 1; the same number on all workers.
+
+        Returns:
+            The advice; `batch_size` itself where nothing was measured, and for one worker.
+
+        Raises:
+            ValueError: `batch_size` is below 1.
+            ConfigError: no worker waits for others, as on ``dist_async`` and under a policy.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it is the number of examples of a batch, at least 1")
+        self._start()
+        store = self._kvstore
+        if not isinstance(store, KVStore) or store.num_workers == 1:
+            return batch_size
+        if self._between is not None or store.type in ASYNCHRONOUS:
+            raise ConfigError(
+                "advise_batch_size is for workers that wait for each other in each step; here none waits, so a batch"
+                " may be as large as each worker likes"
+            )
+        own = self._speed.examples_per_s
+        with self._skipping_rollback():
+            return self._speed.share(batch_size, store.average(own, counts=own > 0))
+        return batch_size
+
+    def _settle_devices(self) -> None:
+        for replica in self._parameters[0].replicas:
+            if replica.device.type == "cuda":
+                torch.cuda.synchronize(replica.device)
 
     @property
     def nonfinite_steps(self) -> int:

@@ -103,6 +103,25 @@ def test_a_stateful_loader_may_be_used(trainer_on):
     assert Counter(train(trainer, loader, steps=3) + train(trainer, loader)) == Counter(range(LENGTH))
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("loader_workers", [0, 2])
+@pytest.mark.parametrize("is_stateful", [False, True])
+def test_batches_may_change_their_size_while_the_loader_reads_ahead(trainer_on, loader_workers, is_stateful):
+    kind = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader if is_stateful else DataLoader
+    trainer, weight, sizes, handed = trainer_on(), None, [], []
+    loader = kind(Numbers(), 4, sampler=QueueSampler(LENGTH), num_workers=loader_workers)
+    for numbers in trainer.batches(loader):
+        weight = weight_of(trainer)
+        handed += numbers.tolist()
+        sizes.append(len(numbers))
+        weight.grad = None
+        weight[numbers].sum().backward()
+        trainer.step(samples=len(numbers))  # refused unless just these were handed out
+        loader.batch_sampler.batch_size = 3 + 4 * (len(sizes) % 2)
+    assert Counter(handed) == Counter(range(LENGTH)) and trainer.samples_seen == LENGTH
+    assert set(sizes[:-1]) == ({4} if is_stateful else {3, 4, 7}), "torchdata's keep the first size"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loader_workers", [0, 2])
 def test_a_checkpoint_has_the_place_in_the_data(trainer_on, kind, loader_workers, tmp_path):

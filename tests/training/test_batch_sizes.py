@@ -1,0 +1,58 @@
+"""What a worker's speed is, and which batch size takes it as long as the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvdist import Trainer
+from kvdist.training.batch_sizes import STEPS, Speed
+
+
+class Times:
+    """A clock, and how often a device was waited for."""
+
+    def __init__(self):
+        self.now, self.settled = 0.0, 0
+        self.speed = Speed(self.settle, lambda: self.now)
+
+    def settle(self):
+        self.settled += 1
+
+    def step(self, seconds, samples):
+        self.now += seconds
+        self.speed.computed(samples)
+        self.now += 100.0  # waiting for others is not computing
+        self.speed.stepped()
+
+
+def test_nothing_is_advised_before_anything_was_measured():
+    times = Times()
+    times.step(1.0, 4)
+    assert times.speed.examples_per_s == 0 and times.settled == 0, "when that step began is not known"
+    assert times.speed.share(32, 5.0) == 32
+
+
+def test_a_worker_gets_as_many_times_the_examples_as_it_is_faster_than_the_mean_and_a_pause_changes_nothing():
+    times = Times()
+    for turn in range(STEPS + 1):
+        times.step(60.0 if turn == 3 else 2.0, 8)
+    assert times.settled == STEPS
+    assert times.speed.examples_per_s == 4.0
+    assert [times.speed.share(32, mean) for mean in (4.0, 2.0, 8.0, 1e9)] == [32, 64, 16, 1]
+
+
+def test_a_speed_that_changes_is_followed_within_the_steps_that_count():
+    times = Times()
+    for _ in range(2 * STEPS):
+        times.step(1.0, 8)
+    for _ in range(STEPS):
+        times.step(4.0, 8)
+    assert times.speed.examples_per_s == 2.0
+
+
+def test_one_worker_takes_the_batches_that_it_names_and_they_have_an_example_at_least():
+    trainer = Trainer([torch.nn.Parameter(torch.zeros(2))], "sgd", kvstore=None)
+    assert trainer.advise_batch_size(7) == 7
+    with pytest.raises(ValueError, match="batch_size is 0; it is the number of examples of a batch, at least 1"):
+        trainer.advise_batch_size(0)
