@@ -5,7 +5,8 @@
 
 Workers are processes of this machine, and see text that no other step and no other worker sees. Every way has the same
 model, texts, batches, AdamW and schedule, and its best learning rate of those given; the loss is that of the weights of
-all workers on text that nobody has learned from. A way is a policy, and behind it how pushes and answers are compressed.
+all workers on text that nobody has learned from. A way is a policy, and behind it how pushes and answers are
+compressed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker of a given speed that learns the digits from a queue for some seconds, and says how much was made.
 
-    python unequal_worker.py FOLDER UNIT_S SECONDS SPEED...
+python unequal_worker.py FOLDER UNIT_S SECONDS SPEED...
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from examples.delay_compensation import DelayCompensation
 from kvdist.core.policy import ASYNC, SYNC, Policy
 from kvdist.core.round import PullRequest, Verdict, is_complete
 from kvdist.core.server.block import Block, Contribution, apply_round
@@ -19,7 +20,6 @@ from kvdist.optimizer.base import Extent
 from kvdist.optimizer.registry import create
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import Flag
-from examples.delay_compensation import DelayCompensation
 from tests.cases import each
 
 OPEN = None

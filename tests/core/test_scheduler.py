@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvdist.config.settings import ClusterConfig, Limits
-from kvdist.core.joining import SCHEDULER_MEMBER
+from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
     Bind,
     ChildEnded,
@@ -23,8 +23,10 @@ from kvdist.core.machine import (
     Unreachable,
 )
 from kvdist.core.scheduler.scheduler import ROSTER_GAP_S, Scheduler
+from kvdist.core.server.server import Server
 from kvdist.core.worker.requests import Register
-from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, OptimizerMismatch, PeerLostError
+from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, JobOver, OptimizerMismatch, PeerLostError
+from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import (
     Abort,
@@ -597,3 +599,30 @@ def test_who_is_given_up_before_it_has_heard_its_welcome_is_told_to_start_again(
     (answer,) = scheduler.handle(stranger(Role.WORKER, 9), hello(1, 2, 3), 0.5)
     assert isinstance(answer, Send) and isinstance(answer.message, Abort)
     assert answer.message.code == ErrorCode.PEER_LOST and answer.message.sentence.endswith("start it again")
+
+
+def test_who_still_waits_for_a_rank_when_the_job_ends_hears_how_it_has_ended() -> None:
+    for ends_well in (True, False):
+        scheduler, servers = with_copies()
+        workers = dict(scheduler.membership.workers)
+        late = [stranger(Role.WORKER, 9), stranger(Role.SERVER, 10)]
+        for one in late:
+            (answer,) = scheduler.handle(one, hello(1, 2, 3), 0.2)
+            assert isinstance(answer, Send) and isinstance(answer.message, Waiting), "it may be alive that has the rank"
+        if ends_well:
+            effects = [one for member in workers.values() for one in scheduler.handle(member, Goodbye(1, ""), 0.3)]
+        else:
+            effects = scheduler.end_job(servers[0], "for a test", "the job ends for a test")
+        said = {one.to: one.message for one in effects if isinstance(one, Send) and one.to in late}
+        assert set(said) == set(late)
+        for message in said.values():
+            if ends_well:
+                assert isinstance(message, Rejected) and message.is_over
+            else:
+                assert isinstance(message, Abort) and message.sentence == "the job ends for a test"
+
+
+def test_a_server_that_comes_too_late_ends_well() -> None:
+    about = Introduction(Role.SERVER, 7, 1, "host", 1, "tcp://host:12", 1, 2, __version__, "tcp://host:1")
+    (effect,) = Server(about, Limits(), REFERENCE, 0.0).handle(SCHEDULER_MEMBER, Rejected("it is over", True), 0.1)
+    assert isinstance(effect, Halt) and isinstance(effect.error, JobOver)

@@ -1765,10 +1765,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "a server parted from its copies",
         [(ReplicatedServer, "_await_backup", lambda self, reason, after_silence, now: None)],
     ),
-    "who waits for a rank does not hear that the job is over": (
-        "leases and newcomers near the end",
-        [(Newcomers, "turn_away", lambda self, answer: [])],
-    ),
     "rounds overtake what is filled in": ("fills", [(ReplicatedServer, "_published", fills_in_late)]),
     "blocks merge while copies are filled in": (
         "fills async in a hurry",
