@@ -2,6 +2,7 @@
 
     sudo python benchmarks/namespaces.py --peer mxnet --peer gloo-flat
     sudo python benchmarks/namespaces.py --workers 2    # on each host: with one push per host, and with one per worker
+    sudo python benchmarks/namespaces.py --hosts 4 --mbit 200 --copies --optimizer sgd    # behind a switch
 
 The cost model for servers that share the workers' n machines: a step that sends M bytes of gradients a worker over
 cards of B bytes per second in each direction takes at least 2 (n - 1) M / (n B), as long as a ring all-reduce. The
@@ -67,8 +68,8 @@ def main() -> None:
     end_on_terminate()
     work = Work(
         options.spec,
-        servers=HOSTS,
-        workers=HOSTS * options.workers,
+        servers=options.hosts,
+        workers=options.hosts * options.workers,
         steps=options.steps,
         warmup=2,
         optimizer=options.optimizer,
@@ -76,7 +77,8 @@ def main() -> None:
     each = ["kvdist-each"] if options.workers > 1 else []
     try:
         copies = ["kvdist-continue", "kvdist-copies"] if options.copies else []
-        measured = measure(work, ["line", "kvdist", *each, *copies, *options.peer], options.turns, options.mbit)
+        line = ["line"] if options.hosts == HOSTS else []
+        measured = measure(work, [*line, "kvdist", *each, *copies, *options.peer], options.turns, options.mbit)
     except Absent as error:
         raise SystemExit(f"SKIPPED: {error}") from error
     print_table(work, measured, options.mbit)
@@ -88,6 +90,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--mbit", type=int, default=1000, help="of each card, in each direction (default: 1000)")
     parser.add_argument("--steps", type=int, default=6, help="timed steps in each turn")
     parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=HOSTS, help="how many; peers and plain TCP have two")
     parser.add_argument("--workers", type=int, default=1, help="on each host (default: 1); peers have one")
     parser.add_argument("--copies", action="store_true", help="--on-loss continue, too, without and with --replicas 1")
     parser.add_argument("--optimizer", choices=["none", "sgd", "adam"], default="none", help="on the servers")
@@ -95,8 +98,10 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.copies and options.optimizer == "none":
         parser.error("--copies needs --optimizer: only stores that update go on without a lost process")
-    if options.peer and options.workers > 1:
-        parser.error("--peer is for one worker on each host")
+    if options.peer and (options.workers > 1 or options.hosts > HOSTS):
+        parser.error("--peer is for two hosts and one worker on each")
+    if options.hosts < HOSTS:
+        parser.error("--hosts is at least 2")
     return options
 
 
@@ -106,12 +111,12 @@ def bound_s(spec: Spec, mbit: int, hosts: int = HOSTS) -> float:
 
 
 def measure(work: Work, systems: list[str], turns: int, mbit: int = 1000) -> dict[str, Measured]:
-    """Seconds of every step by system, each in turns between the same two namespaces.
+    """Seconds of every step by system, each in turns between the same namespaces, one for each server.
 
     Raises:
         Absent: namespaces cannot be made here.
     """
-    with limited_hosts(mbit) as hosts:
+    with limited_hosts(mbit, work.servers) as hosts:
         return take_turns(systems, lambda name, folder: run_together(starts(name, work, hosts, folder)), turns)
 
 
@@ -167,9 +172,9 @@ def cluster_variables(hosts: list[Host], per_host: int = 1) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def limited_hosts(mbit: int | None) -> Iterator[list[Host]]:
-    """Two namespaces, joined by a pair of virtual cards that send no more than `mbit` each (None: as fast as they can);
-    gone when the block ends.
+def limited_hosts(mbit: int | None, count: int = HOSTS) -> Iterator[list[Host]]:
+    """Namespaces, joined by virtual cards that send no more than `mbit` each (None: as fast as they can); gone when the
+    block ends. Two are joined directly, more by a switch, which sends no more to any of them.
 
     Raises:
         Absent: not root, or the tools or the kernel lack something.
@@ -177,27 +182,38 @@ def limited_hosts(mbit: int | None) -> Iterator[list[Host]]:
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         raise Absent("network namespaces need root, ip and tc")
     remove_stale()
-    hosts = [Host(f"{PREFIX}{os.getpid()}-{i}", f"10.77.0.{i + 1}", "line") for i in range(HOSTS)]
+    hosts = [Host(f"{PREFIX}{os.getpid()}-{i}", f"10.77.0.{i + 1}", "line") for i in range(count)]
+    switch = f"{PREFIX}{os.getpid()}-switch"
     try:
         for host in hosts:
             ip("netns", "add", host.name)
-        first, second = (["name", host.interface, "netns", host.name] for host in hosts)
-        ip("link", "add", *first, "type", "veth", "peer", *second)
-        for host in hosts:
-            configure(host, mbit)
+        cards = [["name", host.interface, "netns", host.name] for host in hosts]
+        if count == HOSTS:
+            ip("link", "add", *cards[0], "type", "veth", "peer", *cards[1])
+        else:
+            ip("netns", "add", switch)
+            ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+            ip("-n", switch, "link", "set", "bridge", "up")
+        for number, (host, card) in enumerate(zip(hosts, cards, strict=True)):
+            if count > HOSTS:
+                port = f"port{number}"
+                ip("link", "add", *card, "type", "veth", "peer", "name", port, "netns", switch)
+                ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+                limit(switch, port, mbit)
+            ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
+            for interface in ("lo", host.interface):
+                ip("-n", host.name, "link", "set", interface, "up")
+            limit(host.name, host.interface, mbit)
         yield hosts
     finally:
-        remove([host.name for host in hosts])
+        remove([*(host.name for host in hosts), switch])
 
 
-def configure(host: Host, mbit: int | None) -> None:
-    ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", host.interface)
-    for interface in ("lo", host.interface):
-        ip("-n", host.name, "link", "set", interface, "up")
-    if mbit is None:
-        return
-    limit = ["rate", f"{mbit}mbit", "burst", f"{BURST_KILOBYTES}kb", "latency", f"{LATENCY_MS}ms"]
-    run_tool(["tc", "-n", host.name, "qdisc", "add", "dev", host.interface, "root", "tbf", *limit])
+def limit(namespace: str, interface: str, mbit: int | None) -> None:
+    """Let a card send no more than this."""
+    if mbit is not None:
+        words = ["rate", f"{mbit}mbit", "burst", f"{BURST_KILOBYTES}kb", "latency", f"{LATENCY_MS}ms"]
+        run_tool(["tc", "-n", namespace, "qdisc", "add", "dev", interface, "root", "tbf", *words])
 
 
 def ip(*words: str) -> str:
@@ -228,8 +244,8 @@ def remove_stale() -> None:
 
 def print_table(work: Work, measured: dict[str, Measured], mbit: int) -> None:
     """One line a system: its time, and its share of the bound and of what plain TCP reaches."""
-    bound = bound_s(work.spec, mbit)
-    print(f"\n{work}\n{HOSTS} hosts of {mbit} Mbit/s each way; cost model's bound {bound * 1e3:.0f} ms")
+    bound = bound_s(work.spec, mbit, work.servers)
+    print(f"\n{work}\n{work.servers} hosts of {mbit} Mbit/s each way; cost model's bound {bound * 1e3:.0f} ms")
     print(f"{'':30} {'median ms':>10} {'p90 ms':>9} {'of the bound':>13} {'of plain TCP':>13}")
     line = measured.get("line", Measured())
     for name, one in measured.items():

@@ -227,14 +227,18 @@ class _Stream:
         self._greet()
         number = 0
         while True:
-            frames = [self._frame()]
-            while not frames[-1][0] & COMMAND and frames[-1][0] & MORE:
-                frames.append(self._frame())
+            frames: list[bytes] = []
+            is_whole = False
+            while not is_whole:
+                flags, body = self._frame()
+                if flags & COMMAND:  # libzmq's own: it also comes between two frames of a message
+                    self._proxy.wait_while_held(self._up)
+                    self._sink.sendall(packed(flags, body))
+                    continue
+                frames.append(body)
+                is_whole = not flags & MORE
             self._proxy.wait_while_held(self._up)
-            if frames[0][0] & COMMAND:
-                self._sink.sendall(packed(*frames[0]))
-                continue
-            passing = self._passing([body for _, body in frames], number)
+            passing = self._passing(frames, number)
             number += 1
             self._deliver(passing)
 

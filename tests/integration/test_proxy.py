@@ -5,12 +5,25 @@ The faults strike single messages of the wire, by a relay between the processes 
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
 
 from tests.integration.processes import PROGRAMS, TIMEOUT_S
-from tests.proxy import Cut, Drop, Proxy, Twice, cut_at_every_frame, first_of_each_kind, weather
+from tests.proxy import (
+    COMMAND,
+    GREETING_BYTES,
+    MORE,
+    Cut,
+    Drop,
+    Proxy,
+    Twice,
+    cut_at_every_frame,
+    first_of_each_kind,
+    packed,
+    weather,
+)
 
 KINDS = {
     "Hello", "Welcome", "Roster", "Declare", "Assign", "Placed", "Configure", "SetOptimizer", "Done", "Barrier",
@@ -103,3 +116,22 @@ def test_a_network_that_is_away_in_one_direction_for_a_while(job, tmp_path, ways
     with Proxy(fault) as proxy:
         run_through(job, proxy, tmp_path, rounds=8)
     assert proxy.fired["held"] == len(ways)
+
+
+def test_what_libzmq_says_between_two_frames_of_a_message_is_not_of_the_message():
+    ping = b"\4PING\0\0"
+    said = packed(MORE, b"first") + packed(COMMAND, ping) + packed(0, b"second")
+    with socket.create_server(("127.0.0.1", 0)) as listener, Proxy(lambda one: heard.append(one.frames)) as proxy:
+        heard = []
+        front = proxy.front(listener.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", front)) as dialler, listener.accept()[0] as acceptor:
+            for one in (dialler, acceptor):
+                one.settimeout(TIMEOUT_S)
+            greeting = bytes(GREETING_BYTES)
+            dialler.sendall(greeting + said)
+            expected = greeting + packed(COMMAND, ping) + packed(MORE, b"first") + packed(0, b"second")
+            got = b""
+            while len(got) < len(expected):
+                got += acceptor.recv(len(expected) - len(got))
+        assert got == expected
+        assert heard == [(b"first", b"second")]
