@@ -24,8 +24,8 @@ SETTLED = 1e-4
 """Workers' losses differ by no more: they look at the same weights."""
 
 
-def losses(way: str, lr: float, seed: int, options: argparse.Namespace) -> list[tuple[int, float]]:
-    """[(tokens, loss)] of one run.
+def trained(way: str, lr: float, seed: int, options: argparse.Namespace) -> dict[str, float]:
+    """Parameters, tokens learned from and loss of one run.
 
     Raises:
         RuntimeError: the job failed; the message holds what it printed.
@@ -36,11 +36,11 @@ def losses(way: str, lr: float, seed: int, options: argparse.Namespace) -> list[
         command = launch_command(options.workers, options.servers, worker_command("gpt_worker.py", *words))
         variables = {} if policy == "sync" else {"KVDIST_POLICY": policy}
         run_together([Start(command, environment(**variables))], options.timeout)
-        found = [json.loads(Path(folder, f"{rank}.json").read_text())["curve"] for rank in range(options.workers)]
-    ends = [curve[-1][1] for curve in found]
+        found = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.workers)]
+    ends = [one["loss"] for one in found]
     if max(ends) - min(ends) > SETTLED:
         raise RuntimeError(f"the workers of {way} end with different weights: losses {ends}")
-    return [(int(tokens), float(loss)) for tokens, loss in found[0]]
+    return dict(found[0])
 
 
 def main() -> None:
@@ -55,16 +55,14 @@ def main() -> None:
     options = parser.parse_args()
     end_on_terminate()
     first: float | None = None
-    print(f"{'loss in nats':36} {'rate':>7} {'tokens':>9} {'loss':>7} {'of the first':>13}")
+    print(f"{'loss in nats':36} {'tokens':>9} {'loss':>7} {'of the first':>13}   by rate")
     for way in options.ways:
-        runs = {lr: [losses(way, lr, seed, options) for seed in range(options.seeds)] for lr in options.lr}
-        best = min(runs, key=lambda lr: statistics.mean(curve[-1][1] for curve in runs[lr]))
-        loss = statistics.mean(curve[-1][1] for curve in runs[best])
+        runs = {lr: [trained(way, lr, seed, options) for seed in range(options.seeds)] for lr in options.lr}
+        means = {lr: statistics.mean(one["loss"] for one in runs[lr]) for lr in runs}
+        loss, tokens = min(means.values()), next(iter(runs.values()))[0]["tokens"]
         first = loss if first is None else first
-        print(f"{way:36} {best:7.0e} {runs[best][0][-1][0]:9} {loss:7.4f} {loss / first - 1:+12.2%}", flush=True)
-        for lr, curves in runs.items():
-            means = [statistics.mean(at[1] for at in looks) for looks in zip(*curves, strict=True)]
-            print(f"    {lr:.0e}: {' '.join(f'{loss:.3f}' for loss in means)}", flush=True)
+        by_rate = ", ".join(f"{lr:.0e} {mean:.4f}" for lr, mean in means.items())
+        print(f"{way:36} {tokens:9.0f} {loss:7.4f} {loss / first - 1:+13.2%}   {by_rate}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is left of a slow line: two "hosts", network namespaces with a server and workers each, and 1 Gbit/s between.
+"""What is left of a slow line: two "hosts" or more, network namespaces with a server and workers each, and 1 Gbit/s.
 
     sudo python benchmarks/namespaces.py --peer mxnet --peer gloo-flat
     sudo python benchmarks/namespaces.py --workers 2    # on each host: with one push per host, and with one per worker

@@ -7,7 +7,8 @@ since. The rule keeps for each worker the weights behind its last push, which ar
 the change since then: w ← w − lr·(ĝ + λ·ĝ²·(w − p)), where ĝ = g + wd·w, and p are the weights kept for the worker.
 MXNet's `dcasgd` has one p for all workers.
 
-Servers import this file for the class alone. Memory: one copy of the weights for each worker.
+Servers import this file for the class alone. Memory: one copy of the weights for each worker. A worker that was started
+again has the weights of the servers, and its first gradient is corrected as if it had those of its former life.
 
 Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (2017), DC-ASGD-c.
 """
@@ -30,7 +31,7 @@ class DelayCompensation(Optimizer):
     """w ← w − lr·(ĝ + λ·ĝ²·(w − p)).
 
     Attributes:
-        workers: how many there are, from 1 to 64. Gradients of later ranks are not corrected.
+        workers: how many there are. Gradients of later ranks, and of ranks from 64 on, are not corrected.
         lamda: λ, how strongly to correct; at least 0.
     """
 

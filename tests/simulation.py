@@ -1715,6 +1715,9 @@ SCENARIOS: dict[str, Scenario] = {
     "a server parted from its copies": replace(
         PARTED, num_servers=3, replicas=1, saves=0.0, parts="copies", parted_s=(1e5, 1e6)
     ),
+    "one of two servers parted from the other": replace(
+        PARTED, num_servers=2, replicas=1, saves=0.0, parts="copies", parted_s=(1e5, 1e6)
+    ),
     "fills parted": replace(
         FILLS, victims=(), parted_s=(4.0, 8.0), parts="few", limits=IMPATIENT_OF_SILENCE, rounds=20
     ),

@@ -472,7 +472,7 @@ def _outer(given: tuple[float, ...], rate: float, momentum: float) -> tuple[floa
 class _TextForm(NamedTuple):
     """How the text of a policy is read."""
 
-    of: Callable[..., TrainingPolicy]
+    of: Callable[..., TrainingPolicy | None]
     """Takes the numbers, in order, then words as ``word=True``, and ``word=number``. A `TypeError` or `ValueError`
     means that they do not fit."""
     forms: str
@@ -480,6 +480,7 @@ class _TextForm(NamedTuple):
 
 _MORE = "[,fragments=NUMBER][,delay=STEPS][,bits=16|8|4][,quorum=WORKERS]"
 POLICIES = {
+    "sync": _TextForm(lambda: None, "sync"),
     "local_sgd": _TextForm(_local_sgd, f"local_sgd:STEPS{_MORE}"),
     "diloco": _TextForm(_diloco, f"diloco:STEPS[,LEARNING_RATE,MOMENTUM]{_MORE}"),
     "quota": _TextForm(_quota, "quota:SAMPLES[,exact][,local_steps][,LEARNING_RATE,MOMENTUM]"),
@@ -491,8 +492,9 @@ POLICIES = {
 FORMS = " or ".join([", ".join([one.forms for one in POLICIES.values()][:-1]), [*POLICIES.values()][-1].forms])
 
 
-def policy_from(text: str) -> TrainingPolicy:
-    """A policy by its name, such as ``diloco:100`` or ``quota:512,local_steps``.
+def policy_from(text: str) -> TrainingPolicy | None:
+    """A policy by its name, such as ``diloco:100`` or ``quota:512,local_steps``; None for ``sync``: each step is one of
+    all workers, as without a policy.
 
     Raises:
         ValueError: there is none of that name, or a number is out of range.

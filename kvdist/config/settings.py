@@ -397,7 +397,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "when a `Trainer` on a `dist` store exchanges: `quota:SAMPLES`, with or without `,exact` or `,local_steps`;"
             " `local_sgd:STEPS` or `diloco:STEPS`, with or without `,LEARNING_RATE,MOMENTUM`,"
             " `,fragments=NUMBER`, `,delay=STEPS`, `,bits=8` or `,quorum=WORKERS`;"
-            " `backup:WORKERS`, `buffered:STEPS`, `async:MAX_DELAY` or `ssp:STEPS`",
+            " `backup:WORKERS`, `buffered:STEPS`, `async:MAX_DELAY` or `ssp:STEPS`; `sync` for gradients in each step",
             "After so many examples of all workers together ([training.md](training.md#machines-of-unequal-speed)),"
             " after so many steps that each worker makes of its own ([training.md](training.md#local-steps)), or by"
             " [other rules](training.md#other-policies). Unless it is set, gradients travel in each step. What a script"

@@ -363,8 +363,8 @@ class Step:
         start: elements of the parameter before the piece.
         scalars: the rule's own numbers, one for each of `Optimizer.initial_scalars`, moved on for this update.
         norms: lengths of the whole parameter that `Optimizer.measure` has asked for, in its order.
-        pusher: the rank of the worker whose push alone makes this update of a dense array, as in `dist_async`; None for
-            a sum of several, for rows of tables, and outside servers.
+        pusher: the rank of the worker whose push is this update of a dense array of a `dist_async` store; None in other
+            stores, for rows of tables, and outside servers.
     """
 
     lr: float

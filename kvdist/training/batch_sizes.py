@@ -18,6 +18,8 @@ STEPS = 16
 class Speed:
     """Of a worker: how many examples it computes in a second, by what passes between two steps.
 
+    Nothing is measured before it is asked for.
+
     Args:
         settle: waits until a device has computed what it was given.
         clock: the time in seconds.
@@ -26,6 +28,7 @@ class Speed:
     def __init__(self, settle: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._settle = settle
         self._clock = clock
+        self._is_wanted = False
         self._since: float | None = None
         self._seconds: deque[float] = deque(maxlen=STEPS)
         """For an example, in each of the last steps."""
@@ -38,14 +41,15 @@ class Speed:
 
     def stepped(self) -> None:
         """The step is made, and computing goes on."""
-        self._since = self._clock()
+        if self._is_wanted:
+            self._since = self._clock()
 
-    @property
     def examples_per_s(self) -> float:
-        """0 if nothing was measured."""
+        """0 if nothing was measured. From the first call on steps are."""
+        self._is_wanted = True
         return 1.0 / max(statistics.median(self._seconds), 1e-9) if self._seconds else 0.0
 
     def share(self, batch_size: int, mean: float) -> int:
         """What this worker computes while one of the mean speed computes a batch; at least 1 example."""
-        own = self.examples_per_s
+        own = self.examples_per_s()
         return max(1, round(batch_size * own / mean)) if own and mean > 0 else batch_size

@@ -229,9 +229,9 @@ class QueueSampler(DrivenSampler):
         self._yielded = 0
         """How many the loader has asked for in this iteration."""
         self._end = 0
-        """How many there are when the batch is complete that it makes."""
+        """How many that will be with the rest of the present batch."""
         self._ends: deque[int] = deque()
-        """The same of the batches that the program has not got, in order."""
+        """The same at the end of each batch that the program has not got, in order."""
         self._first_batch = 1
         self._maker: Any = None
         """What makes the loader's batches; None for batches of one."""
@@ -429,7 +429,8 @@ class QueueSampler(DrivenSampler):
         """All have gone back to a snapshot: the loader begins anew, with what is leased then."""
         self._rollbacks += 1
         self._iterations += 1
-        self._handed = self._yielded = self._version = 0
+        self._handed = self._yielded = self._version = self._end = 0
+        self._ends.clear()
         self._is_over = False
 
     def restore(self, position: Mapping[str, Any]) -> None:

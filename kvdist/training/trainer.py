@@ -716,9 +716,11 @@ class Trainer:
 
         For workers of unequal speed that wait for each other in each step. All workers call it at the same step, every
         20 steps say, and wait for each other: what each has computed in a second between its last 16 steps is compared.
-        Together they have about as many examples in a step as before: sizes are rounded, to at least 1. Steps are
-        ``step(samples=n)``, so that each example weighs the same, and a `QueueSampler` gives each worker as many as it
-        takes: ``loader.batch_sampler.batch_size = trainer.advise_batch_size(32)``.
+        Measuring begins with the first call, which returns `batch_size`; it waits for CUDA devices at each step.
+        Together the workers have about as many examples in a step as before: sizes are rounded, to at least 1.
+
+        Steps are ``step(samples=n)``, so that each example weighs the same, and a `QueueSampler` gives each worker as
+        many as it takes: ``loader.batch_sampler.batch_size = trainer.advise_batch_size(32)``.
 
         Args:
             batch_size: of a worker of mean speed, at least 1; the same number on all workers.
@@ -728,7 +730,7 @@ class Trainer:
 
         Raises:
             ValueError: `batch_size` is below 1.
-            ConfigError: no worker waits for others, as on ``dist_async`` and under a policy.
+            ConfigError: workers do not make each step together, on ``dist_async`` and under a policy.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it is the number of examples of a batch, at least 1")
@@ -738,12 +740,13 @@ class Trainer:
             return batch_size
         if self._between is not None or store.type in ASYNCHRONOUS:
             raise ConfigError(
-                "advise_batch_size is for workers that wait for each other in each step; here none waits, so a batch"
-                " may be as large as each worker likes"
+                "advise_batch_size is for workers that wait for each other in each step, which they do not under a"
+                " policy and on dist_async: leave it out"
             )
-        own = self._speed.examples_per_s
+        own = self._speed.examples_per_s()
         with self._skipping_rollback():
-            return self._speed.share(batch_size, store.average(own, counts=own > 0))
+            batch_size = self._speed.share(batch_size, store.average(own, counts=own > 0))
+        self._speed.stepped()
         return batch_size
 
     def _settle_devices(self) -> None:
@@ -912,7 +915,7 @@ class Trainer:
             with self._between.stepping():
                 self._between.add(grads, samples or 0)
                 self._between.examples += said
-                self._between.given += said
+                self._between.given += said or 1  # as dropped ones count
                 if self._between.sums_gradients:
                     self._optimizer.rescale_grad = self._scale / divisor
                     self._watch.note_grads()

@@ -272,7 +272,7 @@ def to_line(text: str) -> str:
 
 def _policy(text: str) -> str:
     try:
-        return str(policy_from(text))
+        return str(policy_from(text) or text)  # sync is none
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,7 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
-from kvdist.core.machine import NEVER, Effect, PeerConnected, PeerDisconnected, Send
+from kvdist.core.machine import Effect, PeerConnected, PeerDisconnected, SchedulerReturned, Send
 from kvdist.core.server.replica import CopiedDense, ReplicatedServer
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, NodeId, Role, worker
@@ -85,33 +86,57 @@ def goodbyes(server: ReplicatedServer, now: float) -> list[Goodbye]:
     return [one for one in sent(server.tick(now), SCHEDULER_MEMBER) if isinstance(one, Goodbye)]
 
 
-@pytest.mark.parametrize("does_come_back", [False, True])
-def test_a_server_whose_backup_only_it_cannot_reach_gives_itself_up_and_not_before_the_link_had_its_time(
-    does_come_back: bool,
-) -> None:
+def with_backup(slices: int = 1) -> ReplicatedServer:
+    """The second of two servers, which has a link to the first; with slices, or without any."""
     server = second_server()
-    server.handle(SCHEDULER_MEMBER, ROSTER, 0.0)
-    server.handle(FIRST, ROSTER, 0.1)
+    roster = replace(ROSTER, owners=() if slices else (0, 0))
+    server.handle(SCHEDULER_MEMBER, roster, 0.0)
+    server.handle(FIRST, roster, 0.1)
+    return server
+
+
+@pytest.mark.parametrize("does_come_back", [False, True])
+def test_a_server_whose_backup_only_it_cannot_reach_gives_itself_up_after_a_while(does_come_back: bool) -> None:
+    server = with_backup()
     server.observe(PeerDisconnected(FIRST, "connection reset"), 1.0)
-    due = server.limits.reconnect_grace_s(False) + server.limits.patience_s + 1.0
-    assert not goodbyes(server, due), "the scheduler may still say that the backup is lost"
+    assert not goodbyes(server, 30.9), "the scheduler may still say that the backup is lost"
     if does_come_back:
-        server.observe(PeerConnected(FIRST), due)
-    said = goodbyes(server, due + 10.0)
+        server.observe(PeerConnected(FIRST), 30.95)
+    assert not goodbyes(server, 31.0), "one without slices goes first"
+    said = goodbyes(server, 33.0)
     assert bool(said) != does_come_back
     for one in said:
         assert one.failure == "it cannot reach server-0, which has the copy of its slices: connection reset"
-    assert server._out_of_reach_at == NEVER and not goodbyes(server, due + 99.0), "it is said once"
+    assert bool(goodbyes(server, 35.0)) != does_come_back, "what is said may be lost with a scheduler"
+
+
+def test_of_two_servers_that_do_not_reach_each_other_the_one_without_slices_goes_first() -> None:
+    server = with_backup(slices=0)
+    server.observe(PeerDisconnected(FIRST, "connection reset"), 1.0)
+    assert not goodbyes(server, 30.9) and goodbyes(server, 31.0)
+
+
+def test_a_server_that_never_had_a_link_to_its_backup_gives_itself_up() -> None:
+    server = second_server()
+    server.handle(SCHEDULER_MEMBER, ROSTER, 0.0)
+    assert not goodbyes(server, 30.0)
+    (said,) = goodbyes(server, 32.0)
+    assert said.failure.endswith("there was never a connection between them")
 
 
 def test_a_server_does_not_judge_its_backup_while_the_scheduler_is_away() -> None:
-    server = second_server()
-    server.handle(SCHEDULER_MEMBER, ROSTER, 0.0)
-    server.handle(FIRST, ROSTER, 0.1)
-    for member in (SCHEDULER_MEMBER, FIRST):
-        server.observe(PeerDisconnected(member, "connection reset"), 1.0)
-    grace_s = server._scheduler_lost_at - 0.01
-    server._out_of_reach_at = grace_s - 1.0
-    assert not goodbyes(server, grace_s)
-    server.observe(PeerConnected(SCHEDULER_MEMBER), grace_s)
-    assert not goodbyes(server, grace_s + 1.0) and goodbyes(server, grace_s + 3.0)
+    server = with_backup()
+    server.observe(PeerDisconnected(FIRST, "connection reset"), 1.0)
+    server.observe(PeerDisconnected(SCHEDULER_MEMBER, "connection reset"), 30.5)
+    assert not goodbyes(server, 31.0)
+    server.observe(PeerConnected(SCHEDULER_MEMBER), 31.1)
+    assert not goodbyes(server, 33.0) and goodbyes(server, 35.0)
+
+
+def test_a_link_that_breaks_before_a_new_scheduler_judges_is_no_reason_to_go() -> None:
+    server = with_backup()
+    server.joining.away_s = 60.0
+    server.observe(SchedulerReturned(), 1.0)
+    server.observe(PeerDisconnected(FIRST, "connection reset"), 2.0)
+    assert not goodbyes(server, 90.0), "it has its time until then, and a while"
+    assert not goodbyes(server, 91.0) and goodbyes(server, 93.0)

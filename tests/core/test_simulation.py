@@ -240,6 +240,7 @@ FAULTS = {
             ("goes back parted", "ended by the launcher", "went back"),
             ("replicas parted", "fenced"),
             ("a server parted from its copies",),
+            ("one of two servers parted from the other",),
             ("fills parted", "ended by the launcher", "started again"),
         )
     },

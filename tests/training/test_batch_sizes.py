@@ -15,6 +15,7 @@ class Times:
     def __init__(self):
         self.now, self.settled = 0.0, 0
         self.speed = Speed(self.settle, lambda: self.now)
+        self.asked_first = self.speed.examples_per_s()
 
     def settle(self):
         self.settled += 1
@@ -26,10 +27,19 @@ class Times:
         self.speed.stepped()
 
 
+def test_nothing_is_measured_before_it_is_asked_for():
+    times = Times()
+    times.speed = Speed(times.settle, lambda: times.now)
+    for _ in range(3):
+        times.step(1.0, 4)
+    assert times.speed.examples_per_s() == 0 and times.settled == 0
+
+
 def test_nothing_is_advised_before_anything_was_measured():
     times = Times()
     times.step(1.0, 4)
-    assert times.speed.examples_per_s == 0 and times.settled == 0, "when that step began is not known"
+    assert times.asked_first == times.speed.examples_per_s() == 0
+    assert times.settled == 0, "when that step began is not known"
     assert times.speed.share(32, 5.0) == 32
 
 
@@ -38,7 +48,7 @@ def test_a_worker_gets_as_many_times_the_examples_as_it_is_faster_than_the_mean_
     for turn in range(STEPS + 1):
         times.step(60.0 if turn == 3 else 2.0, 8)
     assert times.settled == STEPS
-    assert times.speed.examples_per_s == 4.0
+    assert times.speed.examples_per_s() == 4.0
     assert [times.speed.share(32, mean) for mean in (4.0, 2.0, 8.0, 1e9)] == [32, 64, 16, 1]
 
 
@@ -48,7 +58,7 @@ def test_a_speed_that_changes_is_followed_within_the_steps_that_count():
         times.step(1.0, 8)
     for _ in range(STEPS):
         times.step(4.0, 8)
-    assert times.speed.examples_per_s == 2.0
+    assert times.speed.examples_per_s() == 2.0
 
 
 def test_one_worker_takes_the_batches_that_it_names_and_they_have_an_example_at_least():

@@ -104,8 +104,10 @@ class Newcomers:
         self._questions = questions
         self._patience_s = patience_s
         self._scheduler = scheduler
-        self.over = "the job is over: all other workers had finished before this one could take part"
+        self.over = "the job is over: all workers had finished before this process could take part"
         """What is said to a process that comes too late."""
+        self._delayed: set[Member] = set()
+        """Processes that were told to ask again later."""
         self.introductions: dict[Member, Unannounced] = {}
         """Newcomers that not all servers know of."""
         self._early: dict[NodeId, tuple[Member, float]] = {}
@@ -157,13 +159,18 @@ class Newcomers:
         self._early[node] = stranger, since
         holder = self._membership.peers[node]
         if now < since + self._patience_s:
-            return [Send(stranger, Waiting(f"{_process(holder)} to be given up, whose rank it wants", (), 0.0))]
+            return self.delay(stranger, f"{_process(holder)} to be given up, whose rank it wants")
         del self._early[node]
         reason = (
             f"two processes say that they are {node}: {_process(holder)}, which is alive, and pid {hello.pid} on"
             f" {hello.host}: each needs a KVDIST_RANK of its own"
         )
         return [Send(stranger, Rejected(reason))]
+
+    def delay(self, stranger: Member, awaited: str) -> list[Effect]:
+        """Let a process ask again soon, and say for what it waits."""
+        self._delayed.add(stranger)
+        return [Send(stranger, Waiting(awaited, (), 0.0))]
 
     def acknowledged(self, server: Member, introductions: Iterable[Unannounced]) -> list[Effect]:
         """A server knows of these newcomers; those that all know of may hear of the cluster."""
@@ -199,9 +206,12 @@ class Newcomers:
         return [Send(member, Rejected(self.over, is_over=True)) for member in late]
 
     def turn_away(self, answer: Message) -> list[Effect]:
-        """The job ends: those that still wait for a rank must hear so, for soon there is no scheduler to ask again."""
-        waiting, self._early = self._early, {}
-        return [Send(stranger, answer) for stranger, _ in waiting.values()]
+        """The job ends: those that wait to be let in must hear so, for soon there is no scheduler to ask again.
+
+        Those that have been let in since have other names, by which they hear of it.
+        """
+        delayed, self._delayed = self._delayed, set()
+        return [Send(stranger, answer) for stranger in sorted(delayed, key=lambda one: one.incarnation)]
 
     # Looking on.
 

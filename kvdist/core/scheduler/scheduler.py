@@ -730,13 +730,15 @@ class Scheduler(Machine):
     def _server_late(self, newcomers: Newcomers, sender: Member, message: Hello, now: float) -> list[Effect]:
         """A server wants to take the place of a lost one."""
         node = NodeId(Role.SERVER, message.wanted_rank)
+        if self._is_over:
+            return [Send(sender, Rejected(newcomers.over, is_over=True))]
         if self.rollback is None and not self.config.replicas:
             return [Send(sender, Rejected(f"the cluster is complete, and a {sender.node.role} cannot join later"))]
-        if node in self.membership.servers and not self._is_over:
+        if node in self.membership.servers:
             return newcomers.keep(node, sender, message, now)
-        if self.rollback is None and not self._is_over and (self._questions.are_open or self.checkpoints.is_loading):
+        if self.rollback is None and (self._questions.are_open or self.checkpoints.is_loading):
             # What servers are asked now, it could not answer; what is said to all from then on, it hears.
-            return [Send(sender, Waiting("the servers to finish what they were asked", (), 0.0))]
+            return newcomers.delay(sender, "the servers to finish what they were asked")
         try:
             member = self.membership.admit(sender, message)
         except ConfigError as error:
@@ -744,8 +746,6 @@ class Scheduler(Machine):
         own = (self.on_loss, self.config.away_s, self.config.replicas)
         welcome = Welcome(member.node.rank, member.incarnation, *own)
         effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
-        if self._is_over:
-            return [*effects, Send(member, Stop(), member)]
         if self.leases is not None:
             effects.append(Send(member, self.leases.rest(0)))
         self.losses.spare(member)
@@ -770,7 +770,8 @@ class Scheduler(Machine):
             case Done():
                 rollback.note_done(sender, message.request)
             case Hello() if sender.node.role is Role.WORKER and (rollback.way_back or rollback.returning):
-                return [Send(sender, Waiting("the others to go back to a snapshot", (), 0.0))]
+                assert self.newcomers is not None
+                return self.newcomers.delay(sender, "the others to go back to a snapshot")
             case Declare() | Configure() if reason := rollback.refusal(message):
                 return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
         return None

@@ -405,11 +405,9 @@ class Block:
             assert contribution.is_empty or contribution.values.size == self.pool.size, "a contribution fits"
 
 
-def pusher_of(contributions: Sequence[Contribution]) -> int | None:
-    """The rank of the worker whose contribution alone makes a version; None for a sum, which has no process."""
-    if len(contributions) != 1 or not contributions[0].member.incarnation:
-        return None
-    return contributions[0].member.node.rank
+def pusher_of(block: Block, contributions: Sequence[Contribution]) -> int | None:
+    """The rank of the worker of whose push a version is made, in an asynchronous store; None in others."""
+    return None if block.round.policy.is_lockstep or not contributions else contributions[0].member.node.rank
 
 
 def apply_round(
@@ -451,7 +449,7 @@ def apply_round(
             extent = block.extents[0] if len(block.extents) == 1 else Extent(block, (block.pool.size,))
             pieces.append(Piece(block, block.published.array, values, scales, target.array, extent))
         if updater is not None:
-            updater.update_together(pieces, first.dtype, lr, wd, pusher_of(rounds[0]))
+            updater.update_together(pieces, first.dtype, lr, wd, pusher_of(first, rounds[0]))
     except (TypeError, ValueError) as error:
         for block, target in zip(blocks, targets, strict=True):
             block.pool.give_back(target)

@@ -101,12 +101,15 @@ GIVEN = (InitValues, ReplaceValues, ReplaceState, InitRows)
 SAID = (Assign, SetOptimizer, Roster, Cut, FindCut, Rest)
 """What the scheduler says of slices and of those who push to them. It says the same to all servers."""
 NOBODY = Member(worker(0), 0)
-"""No process has this incarnation: it gets no replies, and is who pushes the sum of several."""
+"""No process has this incarnation, so it gets no replies."""
 _EMPTY, _CLIPPED = int(Flag.EMPTY), int(Flag.MEASURE | Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
 PIECE_BYTES_MAX, FILL_BYTES_MAX = 4 << 20, 8 << 20
 """Of what a slice is filled in with: an array is cut into pieces of so many bytes, a message has no more."""
+OUT_OF_REACH_S_MIN = 10.0
+"""How long a server waits at the least for a link to its backup. A handshake may take 8 s of it."""
+
 FILLS_AHEAD = 2
 """Blocks or tables that are on their way to the backup, without being in the copy. Answers wait behind them."""
 
@@ -214,8 +217,7 @@ class ReplicatedDense(_Replicated, DenseShard):
                 block.kernels.weighted_sum([one.values for one in own], scales, block.dtype, buffer.array)
             except (TypeError, ValueError) as error:
                 raise PushRefused(f"{name_of(block.key)}: {error}") from error
-            member = every[0].member if len(every) == 1 else NOBODY
-            summed = replace(spoken[0], member=member, flags=0, setting=(lr, wd, 1.0), values=buffer.array)
+            summed = replace(spoken[0], flags=0, setting=(lr, wd, 1.0), values=buffer.array)
             sums.append((summed, buffer))
         return sums
 
@@ -445,6 +447,12 @@ class ReplicatedServer(Server):
         self._out_of_reach_at = NEVER
         """When this server gives itself up, because it cannot reach its backup and the scheduler hears both."""
         self._why_out_of_reach = ""
+        self._turns = 0
+        """How often it has let others go first; see `_turn`."""
+        self._judged_from = 0.0
+        """Before that time a scheduler that was started again gives nobody up."""
+        self._apart: set[Member] = set()
+        """Servers to which the link is broken."""
         self._log: list[tuple[Message, tuple[Buffer, ...] | None]] = []
         """What the backup must hear of what is being handled."""
         self._told = self._confirmed = self._heard = 0
@@ -495,6 +503,7 @@ class ReplicatedServer(Server):
 
     def _hear_roster(self, message: Roster, now: float) -> list[Effect]:
         """Hear who is there: other servers, too."""
+        self._judged_from = 0.0
         before = self._backup, self._numbers
         servers, owners, epoch = self._servers, self.peers.owners, self.epoch
         effects = self._meet(message, now)
@@ -548,10 +557,12 @@ class ReplicatedServer(Server):
         if isinstance(member, Member) and member.node.role is Role.SERVER:
             if isinstance(event, Unreachable) and member not in self.peers.lost:
                 return [Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {member}: {event.reason}"))]
-            if isinstance(event, PeerDisconnected) and member == self._backup:
-                self._await_backup(event.reason, event.after_silence, now)
-            elif isinstance(event, PeerConnected) and member == self._backup:
-                self._out_of_reach_at = NEVER
+            if isinstance(event, PeerDisconnected):
+                self._apart.add(member)
+                if member == self._backup:
+                    self._await_backup(event.reason, now)
+            elif isinstance(event, PeerConnected):
+                self._reached(member)
             return []
         effects = super().observe(event, now)
         # A scheduler that was started again may first have to hear that the backup is lost.
@@ -567,10 +578,12 @@ class ReplicatedServer(Server):
         effects = super().tick(now)
         if now < self._out_of_reach_at:
             return effects
+        self._out_of_reach_at = now + VERDICT_WAIT_S  # it is said again, as it may be lost with a scheduler
         if self._scheduler_lost_at < NEVER:  # nobody is there to judge
-            self._out_of_reach_at = now + VERDICT_WAIT_S
             return effects
-        self._out_of_reach_at = NEVER
+        if self._turns < self._turn:
+            self._turns += 1
+            return effects
         reason = f"it cannot reach {self._backup}, which has the copy of its slices: {self._why_out_of_reach}"
         return [*effects, Send(SCHEDULER_MEMBER, Goodbye(0, reason))]
 
@@ -582,10 +595,31 @@ class ReplicatedServer(Server):
 
     # To the backup.
 
-    def _await_backup(self, reason: str, after_silence: bool, now: float) -> None:
+    def _await_backup(self, reason: str, now: float) -> None:
         """There is no link to the backup. If it is lost, the scheduler says so long before this time."""
-        wait_s = self.limits.reconnect_grace_s(after_silence) + self.limits.patience_s + VERDICT_WAIT_S
-        self._out_of_reach_at, self._why_out_of_reach = now + wait_s, reason
+        wait_s = max(3 * self.limits.patience_s, OUT_OF_REACH_S_MIN)
+        self._out_of_reach_at, self._why_out_of_reach = max(now + wait_s, self._judged_from), reason
+        self._turns = 0
+
+    def _reached(self, member: Member) -> None:
+        """There is a link to another server."""
+        self._apart.discard(member)
+        if member == self._backup:
+            self._out_of_reach_at = NEVER
+
+    @property
+    def _turn(self) -> int:
+        """How many others may give themselves up before this one, where a link between servers is broken.
+
+        The loss of one may mend it for all. First goes who has no slices; then who has no link from the server before
+        it either, as it is the one that nobody reaches; of two the second.
+        """
+        if not self._numbers:
+            return 0
+        own, count = self.me.node.rank, self.joining.introduction.num_servers
+        before = self._servers.get((own - 1) % count)
+        is_reached = before is not None and self._dialled_by == before and before not in self._apart
+        return 1 + (own == 0 if count == 2 else is_reached)
 
     def _tell(self, message: Message, token: tuple[Buffer, ...] | None) -> None:
         if self._backup is not None:
@@ -641,8 +675,7 @@ class ReplicatedServer(Server):
     # From the server whose copy is here, and about both.
 
     def _of_server(self, sender: Member, message: Message, now: float) -> list[Effect]:
-        if sender == self._backup:
-            self._out_of_reach_at = NEVER
+        self._reached(sender)
         if isinstance(message, Replicated):
             effects = self._replicated(message.count) if sender == self._backup else []
             return effects + self._published(self._fill())
@@ -701,7 +734,7 @@ class ReplicatedServer(Server):
             dials = count > 2 or own == 0  # of two servers that are each other's backups one dials
             self._is_linked = dials or self._dialled_by == backup.member
             if self._dialled_by != backup.member:
-                self._await_backup("there was never a connection between them", True, now)
+                self._await_backup("there was never a connection between them", now)
             if dials:
                 effects.append(Connect(backup.member, backup.endpoint))
         return effects
@@ -740,8 +773,11 @@ class ReplicatedServer(Server):
     def _reregister(self, now: float) -> list[Effect]:
         """Say, too, what is in copies: of this server, and of the one before it, which may be lost by now."""
         effects = super()._reregister(now)
-        if self._out_of_reach_at < NEVER:  # the scheduler judges when all have registered that will
-            self._out_of_reach_at = now + self.joining.scheduler_absence_s + VERDICT_WAIT_S
+        # It judges when all have registered that will, and says so with a roster.
+        wait_s = max(3 * self.limits.patience_s, OUT_OF_REACH_S_MIN)
+        self._judged_from = now + self.joining.scheduler_absence_s + wait_s
+        if self._out_of_reach_at < NEVER:
+            self._out_of_reach_at = max(self._out_of_reach_at, self._judged_from)
         told = [Copied(self.me.node.rank, self.epoch)] if self._is_whole else []
         if self.copy is not None and self.copy.is_whole_in >= 0:
             told.append(Copied(self.copy.rank, self.copy.is_whole_in))
