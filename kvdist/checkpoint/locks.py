@@ -26,7 +26,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from kvdist.checkpoint.files import make_durable, make_folder, open_regular, read_regular
 from kvdist.config.addresses import host_name
@@ -40,6 +40,8 @@ BYTES_MAX = 4096
 ATTEMPTS = 100
 PAUSE_S = 0.05
 """Between two attempts: another process is making or removing the lock."""
+EMPTY_ATTEMPTS = ATTEMPTS // 2
+"""For as many pauses a lock has been seen empty and unchanged: who made it was killed before it wrote."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,6 +124,8 @@ def require_run(directory: Path, run: str, wait_s: float = ATTEMPTS * PAUSE_S) -
 
 _MUTEX = threading.RLock()
 _HELD: dict[Path, _Lock] = {}
+_Seen: TypeAlias = "dict[tuple[int, int, int], float]"
+"""Locks without content, by device, inode and time of change → when this process saw them first, on its own clock."""
 _NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
 """What ``flock`` gives on a file system without it, as Lustre mounted without that option."""
 _RUN: list[str] = []
@@ -140,10 +144,11 @@ def _taken(directory: Path) -> _Lock:
     """Make the lock, or take over one that is left over."""
     made = [one for one in (directory, *directory.parents) if not one.exists()]
     path = directory / NAME
+    seen: _Seen = {}
     try:
         for _ in range(ATTEMPTS):
             make_folder(directory)  # which another job may remove when it ends
-            descriptor = _attempt(path)
+            descriptor = _attempt(path, seen)
             if descriptor is not None:
                 make_durable(directory)
                 return _Lock(descriptor, made)
@@ -154,7 +159,7 @@ def _taken(directory: Path) -> _Lock:
     raise CheckpointError(f"{path} is not a lock of kvdist; if no other job saves there, remove it")
 
 
-def _attempt(path: Path) -> int | None:
+def _attempt(path: Path, seen: _Seen) -> int | None:
     """The descriptor of the lock, which is ours; None to try again."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -170,7 +175,7 @@ def _attempt(path: Path) -> int | None:
         is_new = False
     try:
         has_flock = _flocked(descriptor, fcntl.LOCK_EX | (0 if is_new else fcntl.LOCK_NB), path)
-        if _is_at(descriptor, path) and (is_new or _is_left_over(path, has_flock)):
+        if _is_at(descriptor, path) and (is_new or _is_left_over(path, has_flock, seen)):
             _write(descriptor)
             if has_flock or is_new or _is_ours_still(path):
                 return descriptor
@@ -217,7 +222,7 @@ def _is_ours_still(path: Path) -> bool:
     return _content(path).get("run") == _run()
 
 
-def _is_left_over(path: Path, has_flock: bool) -> bool:
+def _is_left_over(path: Path, has_flock: bool, seen: _Seen) -> bool:
     """Whether a lock may be taken over that no process of this host holds, as far as is known without ``flock``.
 
     False: ask again.
@@ -228,7 +233,9 @@ def _is_left_over(path: Path, has_flock: bool) -> bool:
     owner = _content(path)
     if not owner:
         found = path.stat()  # empty: it is being made, or who made it was killed at that
-        return not found.st_size and time.time() - found.st_mtime > ATTEMPTS * PAUSE_S / 2
+        now = time.monotonic()  # the clock of a file server, or one that is set meanwhile, does not count
+        since = seen.setdefault((found.st_dev, found.st_ino, found.st_mtime_ns), now)
+        return not found.st_size and now - since > EMPTY_ATTEMPTS * PAUSE_S
     if not _is_gone(owner, has_flock):
         raise CheckpointError(_refusal(path, owner))
     LOG.warning("%s was left over from a job that has ended (%s); it is taken over", path, _described(owner))

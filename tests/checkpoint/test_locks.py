@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from errno import ENOLCK, ENOSYS, EOPNOTSUPP
 
 import pytest
@@ -191,12 +192,61 @@ def test_a_lock_that_somebody_removed_is_made_again(tmp_path):
     locks.close()
 
 
-def test_a_process_that_was_killed_while_it_made_a_lock_is_in_nobodys_way(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PAUSE_S", 0.001)
+class Clock:
+    """The module's clock, which only goes while it sleeps; its time of day is right."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        self.time = time.time
+        self.at: dict[int, object] = {}
+        """Number of a pause → what happens in it."""
+        self.pauses = 0
+        monkeypatch.setattr(module, "time", self)
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.pauses += 1
+        self.now += seconds
+        self.at.get(self.pauses, lambda: None)()
+
+
+@pytest.mark.parametrize("changed", [1, 1 << 33], ids=["before", "after"])
+def test_an_empty_lock_is_left_over_when_it_has_been_seen_for_long(tmp_path, monkeypatch, changed):
+    clock = Clock(monkeypatch)
     (tmp_path / NAME).touch()
-    os.utime(tmp_path / NAME, (1, 1))
+    os.utime(tmp_path / NAME, (changed, changed))
     locks = Locks()
     locks.take(tmp_path)
+    assert 2.5 < clock.now < 3
+    locks.close()
+
+
+@pytest.mark.parametrize("has_flock", [True, False])
+def test_a_lock_that_is_being_made_is_not_left_over_whatever_the_clock_of_its_file_system(
+    tmp_path, monkeypatch, has_flock
+):
+    path = tmp_path / NAME
+    if not has_flock:
+        monkeypatch.setattr(module, "_flocked", lambda *_: False)
+    clock = Clock(monkeypatch)
+    path.touch()
+    os.utime(path, (1, 1))
+    clock.at[40] = lambda: path.write_text(json.dumps({"format": module.FORMAT, "host": "d2", "boot": "d2", "pid": 1}))
+    with pytest.raises(CheckpointError, match=r"another job saves into .* on host d2"):
+        Locks().take(tmp_path)
+
+
+def test_a_lock_that_others_make_anew_has_not_been_empty_for_long(tmp_path, monkeypatch):
+    path = tmp_path / NAME
+    clock = Clock(monkeypatch)
+    path.touch()
+    os.utime(path, (1, 1))
+    clock.at[40] = lambda: os.utime(path, (2, 2))
+    locks = Locks()
+    locks.take(tmp_path)
+    assert clock.pauses > 80
     locks.close()
 
 
