@@ -6,7 +6,10 @@ Each server appends to a file of its own in that folder, one JSON object a line,
 - a round that was closed: ``version``, and ``counted``, a list of [rank, incarnation, number of the push, from 1];
 - one that was refused after that: the same with ``refused``, the reason;
 - a server was lost, and all went back: ``rolled_back``, the version. What made later ones is undone;
-- workers that were given up: ``lost``, their ranks. Nothing more of them is counted in these slices.
+- workers that were given up: ``lost``, a list of [rank, incarnation]. Nothing more of them is counted in these slices.
+
+A worker that was started again has a higher incarnation. Its pushes have numbers of their own: on ``dist_async`` they
+begin at 1 again, in lockstep behind those of the round at which it has joined.
 
 It is for debugging: a line for each block and round.
 """
@@ -15,13 +18,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import StoredHolder
 from kvdist.naming import name_of
+from kvdist.nodes import Member
 
 NAMED_MAX = 8
 """Keys that an answer names."""
@@ -47,9 +51,9 @@ class FileLedger:
         """It could not be applied."""
         self._write(holder, version=holder.round.version, counted=_rows(contributions), refused=reason)
 
-    def dropped(self, holder: StoredHolder, lost: Set[int]) -> None:
-        """Nothing more of these ranks will be counted."""
-        self._write(holder, lost=sorted(lost))
+    def dropped(self, holder: StoredHolder, lost: Mapping[int, Member]) -> None:
+        """Nothing more of these workers will be counted."""
+        self._write(holder, lost=sorted([rank, member.incarnation] for rank, member in lost.items()))
 
     def rolled_back(self, holder: StoredHolder) -> None:
         """What made later versions is undone."""
@@ -70,9 +74,32 @@ def keep(server: Server, folder: Path) -> None:
 def fate(folder: Path, rank: int, push: int) -> str:
     """What became of a push of a worker, by the ledgers in a folder.
 
+    Returns:
+        A sentence; of a worker that was given up one for each of its incarnations that may have made the push, a line
+        each, in their order.
+
     Raises:
         FileNotFoundError: there are none.
     """
+    first: dict[int, int] = {}
+    """Incarnation of this rank → the number of the first push that was counted; 0 if none was."""
+    is_lost = False
+    for line in _lines(folder):
+        for one, incarnation, number in line.get("counted", ()):
+            if one == rank:
+                first[incarnation] = min(first.get(incarnation) or number, number)
+        for one, incarnation in line.get("lost", ()):
+            if one == rank:
+                first.setdefault(incarnation, 0)
+                is_lost = True
+    # Pushes of lower numbers than an incarnation's first are those of earlier ones, before it joined.
+    able = [one for one in sorted(first) if first[one] <= push] or sorted(first)[-1:] or [0]
+    who = f"push {push} of worker-{rank}"
+    return "\n".join(_fate(folder, rank, one, push, f"{who} (incarnation {one})" if is_lost else who) for one in able)
+
+
+def _fate(folder: Path, rank: int, incarnation: int, push: int, who: str) -> str:
+    """What became of a push of one incarnation of a worker."""
     counted: dict[int, int] = {}
     refused: dict[int, str] = {}
     lost: set[int] = set()
@@ -84,15 +111,14 @@ def fate(folder: Path, rank: int, push: int) -> str:
             undone = {number for number in slices if counted.get(number, 0) > line["rolled_back"]}
             counted = {number: version for number, version in counted.items() if number not in undone}
             refused = {number: reason for number, reason in refused.items() if number not in undone}
-        if rank in line.get("lost", ()):
+        if [rank, incarnation] in line.get("lost", ()):
             lost.update(slices)
-        if any((row[0], row[2]) == (rank, push) for row in line.get("counted", ())):
+        if [rank, incarnation, push] in line.get("counted", ()):
             counted.update(dict.fromkeys(slices, line["version"]))
             if "refused" in line:
                 refused.update(dict.fromkeys(slices, line["refused"]))
-    who = f"push {push} of worker-{rank}"
     if not counted:
-        why = "the worker was given up before" if lost else "it has not been pushed, or its rounds are open"
+        why = "that process was given up before" if lost else "it has not been pushed, or its rounds are open"
         return f"{who} is counted nowhere: {why}"
     versions = sorted(set(counted.values()))
     said = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"

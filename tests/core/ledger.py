@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,7 +166,7 @@ class Page:
     def refused(self, holder: StoredHolder, contributions: Sequence[Any], reason: str) -> None:
         """They count all the same."""
 
-    def dropped(self, holder: StoredHolder, lost: Set[int]) -> None:
+    def dropped(self, holder: StoredHolder, lost: Mapping[int, Member]) -> None:
         """What is not counted never will be."""
 
 

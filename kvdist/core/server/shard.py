@@ -110,8 +110,8 @@ class Ledger(Protocol):
     def refused(self, holder: StoredHolder, contributions: Sequence[Any], reason: str) -> None:
         """These, which are counted, have not been applied."""
 
-    def dropped(self, holder: StoredHolder, lost: Set[int]) -> None:
-        """Nothing more of these ranks will be counted here."""
+    def dropped(self, holder: StoredHolder, lost: Mapping[int, Member]) -> None:
+        """Nothing more of these lost workers, by rank, will be counted here."""
 
     def rolled_back(self, holder: StoredHolder) -> None:
         """What made later versions than the present one is undone."""
@@ -232,7 +232,7 @@ class Shard(abc.ABC, Generic[H]):
                 if is_used:
                     counted.setdefault((rank, holder.store), []).append((pushes, len(holder.ids)))
             if self.ledger is not None:
-                self.ledger.dropped(holder, lost.keys())
+                self.ledger.dropped(holder, lost)
         return [_fate(lost[place[0]], place[1], found, examples.get(place, 0)) for place, found in counted.items()]
 
     def hold(self, more: int) -> list[int]:
