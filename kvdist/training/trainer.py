@@ -47,7 +47,7 @@ from kvdist.optimizer.torch_rules import TorchRule
 from kvdist.protocol.messages import Due, DueWhen
 from kvdist.training.ballot import Ballot
 from kvdist.training.batch_sizes import Speed
-from kvdist.training.data import Batches, DrivenSampler, HandedOut, count_as_used
+from kvdist.training.data import Batches, DrivenSampler, HandedOut, SplitSampler, count_as_used
 from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_nonfinite, refuse_untrained
 from kvdist.training.join import Join, NextStep
 from kvdist.training.local_steps import Exchanges, OuterSteps, outer_optimizer
@@ -793,6 +793,8 @@ class Trainer:
             self._begin_with(store)
         self._kvstore = store
         self._started = True
+        if any(isinstance(one, SplitSampler) for one in self._handed_out):  # before this the store had but a name
+            self._warn_of_parts()
         if any(state is not None for state in self._loaded_states):
             self._replace_states(self._loaded_states)
             self._loaded_states = ()
@@ -973,16 +975,23 @@ class Trainer:
         self._count_as_used()
 
     def _warn_of_parts(self) -> None:
-        """Say once that a fixed part of the data does not go with workers at their own pace."""
+        """Say once that a fixed part of the data does not go with workers at their own pace, if the store is known."""
         store = self._kvstore_wanted if self._kvstore is None else self._kvstore
-        policy = store._backend.policy if isinstance(store, KVStore) else None
-        if policy is not None and policy.pace is not Pace.TOGETHER and not self._has_warned:
-            self._has_warned = True
-            LOG.warning(
-                "SplitSampler gives each worker an equal part of the data, and under the policy %s fast workers come to"
-                " the end of theirs first and wait: QueueSampler(len(data)) lets each take as much as it can",
-                policy,
-            )
+        if not isinstance(store, KVStore) or self._has_warned:
+            return
+        policy = policy_of(store)
+        if policy is not None and policy.pace is not Pace.TOGETHER:
+            where = f"under the policy {policy}"
+        elif policy is None and store.type in ASYNCHRONOUS and store.num_workers > 1:
+            where = f"on {store.type}"
+        else:
+            return
+        self._has_warned = True
+        LOG.warning(
+            "SplitSampler gives each worker an equal part of the data, and %s workers do not wait for each other, so"
+            " fast ones come to the end of theirs first: QueueSampler(len(data)) lets each take as much as it can",
+            where,
+        )
 
     def _known_samples(self, between: Exchanges, samples: int | None) -> int | None:
         """Of how many examples a step is under a policy, also where `batches` knows it."""

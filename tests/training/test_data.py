@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from kvdist import Trainer, kv, quota
+from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.local import LocalBackend
 from kvdist.training.data import SplitSampler, split_and_load, split_data
 from tests.cases import each
 
@@ -462,3 +465,58 @@ def test_arrays_stay_arrays_on_the_host():
     assert [part.tolist() for part in parts] == [[0, 1], [2, 3]]
     with pytest.raises(ValueError, match=r"a NumPy array cannot move to cuda:0; give torch.from_numpy"):
         split_and_load(np.arange(4), ["cpu", "cuda:0"])
+
+
+# A part for each worker does not go with workers of their own pace.
+
+
+class Two(KVStore):
+    """A local store that passes for that of one of two workers."""
+
+    def __init__(self, name):
+        super().__init__(LocalBackend(name))
+
+    @property
+    def num_workers(self):
+        return 2
+
+
+def train(store, sampler, epochs=2):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    trainer = Trainer([weight], "sgd", {"learning_rate": 0.1}, kvstore=store)
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=4, sampler=sampler)
+    for _ in range(epochs):
+        for (inputs,) in trainer.batches(loader):
+            (inputs * weight).sum().backward()
+            trainer.step(samples=4)
+    trainer.close()
+
+
+def parts(caplog):
+    return [one.getMessage() for one in caplog.records if one.getMessage().startswith("SplitSampler gives")]
+
+
+def test_a_policy_of_workers_at_their_own_pace_warns_of_equal_parts_once(caplog):
+    with kv.create("dist", policy=quota(8)) as store:
+        train(store, SplitSampler(8))
+    (said,) = parts(caplog)
+    assert "under the policy quota:8 workers do not wait" in said and "QueueSampler(len(data))" in said
+
+
+def test_it_warns_in_the_first_epoch_where_the_first_step_makes_the_store(caplog, monkeypatch):
+    monkeypatch.setenv("KVDIST_POLICY", "quota:8")
+    train("dist", SplitSampler(8), epochs=1)
+    (said,) = parts(caplog)
+    assert "under the policy quota:8 " in said and "QueueSampler(len(data))" in said
+
+
+def test_an_asynchronous_store_of_several_workers_warns_of_equal_parts_once(caplog):
+    train(Two("dist_async"), SplitSampler(8))
+    (said,) = parts(caplog)
+    assert "on dist_async workers do not wait" in said and "QueueSampler(len(data))" in said
+
+
+@each("store", ["dist_async", "dist"])
+def test_a_worker_that_is_alone_and_workers_that_wait_are_not_warned_of_equal_parts(caplog, store):
+    train(Two(store) if store == "dist" else store, SplitSampler(8))
+    assert not parts(caplog)
