@@ -12,6 +12,8 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -165,7 +167,7 @@ def _check(net: torch.nn.Module) -> None:
         raise ValueError("the network is on the device 'meta' and has no weights yet: give it some, as by to_empty()")
 
 
-def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None) -> None:
+def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None, *, samples: int | None = None) -> None:
     """Make the buffers of a network the same on all workers and devices, in place; every worker calls it.
 
     Buffers of floating types, such as a running mean, become the mean over the workers; integers and booleans, such as
@@ -176,22 +178,36 @@ def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None) -> None
     Args:
         net: the network, on each worker with the same buffers; or its replicas.
         store: whose workers take part. None: only the devices of these replicas.
+        samples: of how many examples this worker's buffers are, since the last call, say: each worker's weigh so much
+            in the mean, which is right where workers make different numbers of steps. All workers give theirs. With 0
+            a worker only gets the others'; if all give 0, the mean is unweighted. None: all workers count equally.
 
     Raises:
-        InitMismatch: the workers' networks have different buffers.
-        TypeError: the store is not a `KVStore`, or a buffer is of a type that none can hold.
+        InitMismatch: the workers' networks have different buffers, or only some give their samples.
+        TypeError: the store is not a `KVStore`, or a buffer is of a type that none can hold, or `samples` is no whole
+            number.
+        ValueError: `samples` is negative.
     """
     import torch
+
+    if samples is not None and (isinstance(samples, bool) or operator.index(samples) < 0):
+        raise ValueError(f"samples is {samples}; it is the number of examples that these buffers are of, 0 or more")
 
     nets = list(net) if isinstance(net, Replicas) else [net]
     if not isinstance(store, KVStore) and not (store is None and isinstance(net, Replicas)):
         raise TypeError(f"sync_buffers needs a store of kvdist, such as kv.create('dist'), not {type(store).__name__}")
     replicas = list(zip(*([buffer.detach() for buffer in one.buffers()] for one in nets), strict=True))
     floating = [one for one in replicas if one[0].is_floating_point()]
+    share, counts = 1.0, True
+    if store is not None and samples is not None and floating:
+        mean = store.average(float(samples), counts=samples > 0)  # over those with examples; NaN: there are none
+        share, counts = (1.0, True) if math.isnan(mean) else (samples / mean, samples > 0)
     for dtype in dict.fromkeys(one[0].dtype for one in floating):
         members = [one for one in floating if one[0].dtype == dtype]
         flat = _mean_over_devices(members)
-        _scatter(flat if store is None else store.average(flat), members)
+        if samples is not None:
+            flat = flat.to(torch.promote_types(dtype, torch.float32)) * share
+        _scatter(flat if store is None else store.average(flat, counts=counts), members)
     others = [one for one in replicas if not one[0].is_floating_point()]
     plain = [one[0].cpu().to(torch.uint8) if one[0].dtype == torch.bool else one[0].cpu() for one in others]
     for one, value in zip(others, plain if store is None else store.from_rank_0(plain), strict=True):

@@ -688,6 +688,29 @@ def test_buffers_become_the_mean_over_workers_and_counts_those_of_rank_0(store):
 
 
 @two
+@each("samples, mean", [((30, 10), 1), ((0, 10), 4), ((10, 10), 2), ((0, 0), 2)])
+def test_buffers_weigh_by_the_examples_that_they_are_of(store, samples, mean):
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2).half(), torch.nn.BatchNorm1d(2).double())
+    for one in net:
+        one.running_mean.fill_(store.rank * 4.0)
+        one.running_var.fill_(store.rank * 4.0 if samples[store.rank] or not any(samples) else math.nan)
+        one.num_batches_tracked.fill_(7 + store.rank)
+    kvdist.sync_buffers(net, store, samples=samples[store.rank])
+    for one in net:
+        same(one.running_mean.float(), [mean, mean])
+        same(one.running_var.float(), [mean, mean])
+        assert int(one.num_batches_tracked) == 7
+
+
+@two
+def test_buffers_of_which_only_one_worker_says_the_examples_are_refused_on_all(store):
+    net = torch.nn.BatchNorm1d(2)
+    with pytest.raises(kvdist.InitMismatch, match="average of"):
+        kvdist.sync_buffers(net, store, samples=5 if store.rank else None)
+    same(net.running_mean, [0, 0])
+
+
+@two
 def test_an_asynchronous_trainer_makes_the_steps_of_all_workers():
     with kv.create("dist_async") as store:
         weight = parameter([0.0])

@@ -18,13 +18,14 @@ def network():
 
 
 @each("name", ["local", "dist"])
-def test_one_worker_keeps_its_buffers_in_place(name):
+@each("samples", [None, 0, 7])
+def test_one_worker_keeps_its_buffers_in_place(name, samples):
     net = network()
     net[1].running_mean.fill_(3)
     net[1].num_batches_tracked.fill_(5)
     before = {key: (value, value.clone()) for key, value in net.state_dict(keep_vars=True).items()}
     with kv.create(name) as store:
-        sync_buffers(net, store)
+        sync_buffers(net, store, samples=samples)
     for key, value in net.state_dict(keep_vars=True).items():
         assert value is before[key][0] and torch.equal(value, before[key][1])
 
@@ -37,3 +38,12 @@ def test_a_network_without_buffers_needs_nothing():
 def test_another_kind_of_store_is_refused():
     with pytest.raises(TypeError, match="sync_buffers needs a store of kvdist, such as kv.create.*, not Mine"):
         sync_buffers(network(), Mine())
+
+
+@each(
+    "samples, error, said",
+    [(-1, ValueError, "samples is -1; it is"), (2.5, TypeError, "float"), (True, ValueError, "is True")],
+)
+def test_samples_that_are_no_number_of_examples_are_refused_before_anything_is_changed(samples, error, said):
+    with kv.create("local") as store, pytest.raises(error, match=said):
+        sync_buffers(network(), store, samples=samples)
