@@ -59,8 +59,8 @@ def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -
             Upper case is the same.
         policy: when a `Trainer` on a synchronous ``dist`` store exchanges, such as ``kvdist.quota(512)``,
             ``kvdist.local_sgd(20)``, ``kvdist.diloco(100)``, ``kvdist.backup(1)`` or ``'diloco:100'``; None reads
-            `KVDIST_POLICY`, and unless that is set gradients travel in each step. With ``kvdist.asynchronous(4)`` and
-            ``kvdist.ssp(4)`` the store is a ``dist_async`` one.
+            `KVDIST_POLICY`, and unless that is set gradients travel in each step, as with ``'sync'``. With
+            ``kvdist.asynchronous(4)`` and ``kvdist.ssp(4)`` the store is a ``dist_async`` one.
 
     Raises:
         TypeError: the name is not a string, or the policy is none.

@@ -16,6 +16,7 @@ from torch import nn
 import kvdist
 from kvdist import QueueSampler, SplitSampler, Trainer, kv
 from tests.acceptance.together import Together, same
+from tests.cases import each
 
 two = Together(2, 2, MXNET_KVSTORE_BIGARRAY_BOUND="10", KVDIST_CHECKPOINT_ROOT="/")
 DATA = torch.from_numpy(np.random.default_rng(5).normal(size=(64, 6)).astype(np.float32))
@@ -222,6 +223,20 @@ def test_examples_of_a_skipped_step_are_no_mistake_of_the_next_one():
             backward(net, inputs)
             trainer.step(samples=len(inputs))
         assert store.average(float(mine)) == 32
+
+
+@two
+@each("policy", ["local_sgd:2", "quota:8", "ssp:2"])
+def test_a_policy_of_one_worker_alone_is_a_mismatch_on_all(policy):
+    rank = int(os.environ["KVDIST_RANK"])
+    with kv.create("dist", policy=policy if rank else None) as store:
+        net = network()
+        trainer = Trainer(net.parameters(), "sgd", kvstore=store)
+        backward(net, DATA[:4])
+        with pytest.raises(
+            kvdist.InitMismatch, match=rf"worker-0 says: 4 .*, trained are 0-3; worker-1 says: 4 .*, policy {policy}\."
+        ):
+            trainer.step(samples=4)
 
 
 @two

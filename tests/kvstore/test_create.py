@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdist import ConfigError, KVStore, kv
+from kvdist import ConfigError, KVStore, kv, quota
 from kvdist.config.settings import WITHOUT_EFFECT
 from kvdist.kvstore import DIST_NAMES, LOCAL_NAMES, dist, local
 from tests.cases import each
@@ -137,6 +137,38 @@ def test_a_store_without_priority_slices_is_cut_as_ever(monkeypatch):
     with kv.create("dist") as store:
         store.init("w", np.zeros(1001, np.float32))
         assert len(store._backend.keys["w"].slices) == 1
+
+
+@each(
+    "environment, given, expected",
+    [
+        ("sync", None, None),
+        (None, "sync", None),
+        ("quota:64", "sync", None),
+        ("quota:64", None, quota(64)),
+        ("sync", "quota:64", quota(64)),
+        ("local_sgd:3", quota(64), quota(64)),
+    ],
+)
+def test_a_policy_is_the_scripts_else_the_environments_and_sync_is_none(monkeypatch, environment, given, expected):
+    if environment is not None:
+        monkeypatch.setenv("KVDIST_POLICY", environment)
+    with kv.create("dist", policy=given) as store:
+        assert store._backend.policy == expected
+
+
+@each("name", [*ASYNC_NAMES, "local", "collective"])
+def test_sync_goes_with_every_store_as_it_is_no_policy(name):
+    kv.create(name, policy="sync").close()
+
+
+@each("text", ["sync:5", "sync,exact", "in_sync", ""])
+def test_what_is_no_policy_is_refused_with_those_there_are(monkeypatch, text):
+    with pytest.raises(ValueError, match=f"there is no policy {text!r}: write sync, local_sgd:STEPS"):
+        kv.create("dist", policy=text)
+    monkeypatch.setenv("KVDIST_POLICY", text or "?")
+    with pytest.raises(ConfigError, match=r"KVDIST_POLICY is '.*'; it must be a policy: sync, local_sgd:STEPS"):
+        kv.create("dist")
 
 
 def test_a_server_does_not_create_stores(monkeypatch):

@@ -119,6 +119,8 @@ def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, 
     [
         (["-n", "1", "--grace", "-1", "true"], "'-1' is not a number of seconds; write a number of at least 0"),
         (["-n", "two", "true"], "invalid int value: 'two'"),
+        (["-n", "1", "--policy", "fast", "true"], "--policy: there is no policy 'fast': write sync, local_sgd:STEPS"),
+        (["-n", "1", "--policy", "quota:0", "true"], "the policy 'quota:0' is not possible: a quota of 0 examples"),
     ],
 )
 def test_a_value_of_an_option_that_cannot_be_read_is_a_usage_error(capsys, words, message):
@@ -179,6 +181,14 @@ def test_servers_are_told_of_their_devices(capfd, words):
     servers = [process for process in shown if process.startswith("server-")]
     assert len(servers) == 2
     assert all("  set     KVDIST_SERVER_DEVICE=cuda:0,cuda:1\n" in process for process in servers)
+
+
+@each("given, told", [("sync", "sync"), ("quota:64", "quota:64"), ("diloco:100", "diloco:100,0.7,0.9")])
+def test_workers_are_told_of_their_policy(capfd, given, told):
+    assert main(["-n", "2", "--policy", given, "--dry-run", "true"]) == 0
+    workers = [process for process in capfd.readouterr().out.split("\n\n") if process.startswith("worker-")]
+    assert len(workers) == 2
+    assert all(f"KVDIST_POLICY={told}\n" in process for process in workers)
 
 
 def test_a_device_that_is_none_ends_the_job_before_anything_starts(capfd):

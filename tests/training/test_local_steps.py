@@ -13,9 +13,10 @@ import kvdist
 from kvdist.config.policies import policy_from
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
-from kvdist.training.local_steps import OuterSteps, split_evenly
+from kvdist.training.local_steps import DROPS, OuterSteps, split_evenly
 from kvdist.training.parameters import collect
 from kvdist.training.trainer_config import require_policy
+from tests.cases import each
 
 SIZES = st.lists(st.integers(0, 1000), min_size=1, max_size=40)
 
@@ -127,3 +128,31 @@ def test_what_a_worker_leaves_with_is_what_it_has_pushed_and_each_push_says_its_
     assert job.weights[1][0] == 9, "7, and two steps meanwhile"
     assert job.pushes[2][:2] == ((0, 2), 111_100)
     assert job.pushes[2][4][0][0] == -4, "the two steps meanwhile are in the next push, and the two behind them"
+
+
+@each("policy", ["local_sgd:3", "quota:64", "ssp:2"])
+@each("update_on_kvstore", [True, False])
+def test_a_policy_says_who_updates_so_a_trainer_must_not(policy, update_on_kvstore):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with kvdist.kv.create("dist", policy=policy) as store:
+        trainer = kvdist.Trainer([weight], "sgd", kvstore=store, update_on_kvstore=update_on_kvstore)
+        weight.sum().backward()
+        with pytest.raises(kvdist.ConfigError, match=f"policy {policy}.* update_on_kvstore: leave them out"):
+            trainer.step(samples=1)
+
+
+@each("steps, warns", [(60, False), (40, True)])
+def test_steps_that_do_not_say_their_examples_count_as_one_each_beside_those_that_were_dropped(caplog, steps, warns):
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with kvdist.kv.create("dist", policy="async:2") as store:
+        trainer = kvdist.Trainer([weight], "sgd", kvstore=store)
+        for _ in range(steps):
+            weight.sum().backward()
+            trainer.step()
+        assert trainer.samples_dropped == 0
+        for _ in range(DROPS):
+            trainer._between._drop(0)
+    assert trainer.samples_dropped == 10
+    said = f"10 of the {steps} examples of this worker came too late and were dropped, under the policy async:2"
+    assert (said in caplog.text) is warns
+    assert ("came too late" in caplog.text) is warns
