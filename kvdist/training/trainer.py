@@ -165,8 +165,7 @@ class Trainer:
         self._update_on_kvstore = False
         self._between: Exchanges | None = None  # there is one where not every step is an exchange
         self._started = self._closed = self._shows_averages = False
-        self._overlaps = overlap
-        self._shares = share_weights
+        self._overlaps, self._shares = overlap, share_weights
         self._shared: SharedWeights | None = None
         self._join: Join | None = None  # there is one within `join`
         self._overlap: Overlap | None = None  # there is one once the first step has found a store to send to
