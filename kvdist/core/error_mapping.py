@@ -59,6 +59,15 @@ def scheduler_forgot(endpoint: str, me: Member) -> PeerLostError:
     return scheduler_lost(endpoint, me, "it was started again before this process had heard who is there")
 
 
+def scheduler_lost_on_way_back(endpoint: str, me: Member) -> PeerLostError:
+    """The scheduler was started again while a server that was lost, or all, went back to a snapshot."""
+    cause = (
+        "it was started again while servers went back to a snapshot, which a new scheduler cannot complete: start the"
+        " job again, and read the newest snapshot with load_checkpoint"
+    )
+    return scheduler_lost(endpoint, me, cause)
+
+
 def link_lost(member: Member, host: str, me: Member, reason: str) -> PeerLostError:
     """`me` has lost its connection to `member` for good, and the scheduler has not said why."""
     cause = f"its connection to {me} broke ({reason}) and did not come back, though the scheduler still sees it"

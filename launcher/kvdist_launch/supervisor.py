@@ -125,8 +125,9 @@ class Supervisor:
         self._secret: bytes | None = None
         self._elsewhere: Callable[[Process], Assignment] | None = None
         self._news = LineSplitter()
-        self._known: dict[NodeId, str] = {}
-        """The last line about each process, for a scheduler that is started again."""
+        self._known: dict[tuple[NodeId, str], str] = {}
+        """(rank, first word) → the last such line about it, for a scheduler that is started again. An end stays when
+        its rank is started again: the scheduler may have been away."""
         self._alive: set[NodeId] = set()
         self._with_stdin: NodeId | None = None
         self._has_explained_stdin = False
@@ -297,7 +298,8 @@ class Supervisor:
         self._perform(self.job.ended(explained, time.monotonic()))
 
     def _tell_scheduler(self, about: NodeId, line: str) -> None:
-        self._known[about] = line
+        if about != SCHEDULER:
+            self._known[about, line.partition(" ")[0]] = line
         if SCHEDULER in self._alive:
             self._host_of[SCHEDULER].tell(SCHEDULER, line)
 
@@ -313,7 +315,6 @@ class Supervisor:
         process = process.again(life)
         self._host_of[node], self._processes[node] = host, process
         self._alive.add(node)
-        self._known.pop(node, None)
         self._output.open_again(node, host.host, life, self._with_stdin)
         self.job.started([(node, host.host)], time.monotonic())
         host.start([process], self._listening if process.is_root else None, self._secret)

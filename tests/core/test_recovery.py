@@ -8,12 +8,12 @@ import pytest
 
 from kvdist.checkpoint.snapshot import FileRecord, LockFolder, WriteManifest
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import ChildEnded, Halt, PeerDisconnected, Persisted, Transmit
+from kvdist.core.machine import ChildEnded, Effect, Halt, PeerDisconnected, Persisted, Send, Transmit
 from kvdist.core.worker.newcomer import Newcomer
 from kvdist.core.worker.requests import ClaimFolder, TakePart
 from kvdist.errors import FencedError, InitMismatch, OptimizerMismatch, PeerLostError
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
-from kvdist.protocol.messages import Command, Hello, Lease, Packet, Rejected, Reregister, Stamp, Used, Waiting
+from kvdist.protocol.messages import Command, Hello, Lease, Packet, Rejected, Reregister, Rewind, Stamp, Used, Waiting
 from tests.core.wired import JOB, Wired
 
 REGISTER = Reregister(9, (), (), (), (), (), (), "", ())
@@ -140,7 +140,7 @@ def test_who_does_not_register_is_given_up_after_its_time(wired: Wired) -> None:
     wired.return_scheduler()
     barriers = [wired.barrier(rank) for rank in (0, 1)]
     wired.advance(59.0)
-    assert "waits for worker-2 to register" in str(wired.scheduler.explain(wired.now))
+    assert "waits for worker-2 (pid 102 on host-2) to register" in str(wired.scheduler.explain(wired.now))
     assert not wired.completed.keys() & set(barriers)
     wired.advance(2.0)
     assert set(barriers) <= wired.completed.keys()
@@ -155,6 +155,39 @@ def test_whom_the_launcher_has_seen_end_is_not_waited_for(wired: Wired) -> None:
     wired.advance(1.0)
     assert set(barriers) <= wired.completed.keys()
     assert any(KILLED in one for one in wired.reports)
+
+
+def test_a_process_is_not_waited_for_of_whose_rank_a_later_one_has_ended(wired: Wired) -> None:
+    wired.stopped["worker-2"] = None
+    wired.return_scheduler()
+    wired.observe("scheduler", ChildEnded(worker(2), "exited with code 0", clean=True, life=1))
+    barriers = [wired.barrier(rank) for rank in (0, 1)]
+    wired.advance(1.0)
+    assert set(barriers) <= wired.completed.keys()
+    told = "worker-2 (host host-2, pid 102) was lost: it has ended, and its rank was started again since"
+    assert any(told in one for one in wired.reports), wired.reports
+
+
+def test_a_process_is_waited_for_of_whose_rank_an_earlier_one_has_ended(wired: Wired) -> None:
+    wired.kill("worker-2")
+    wired.come_back(2)
+    wired.stopped["worker-2"] = None
+    wired.return_scheduler()
+    wired.observe("scheduler", ChildEnded(worker(2), KILLED, clean=False))
+    wired.advance(59.0)
+    assert "waits for worker-2 (pid 102 on host-2) to register" in str(wired.scheduler.explain(wired.now))
+
+
+def test_a_newcomer_waits_as_long_as_the_scheduler_that_was_started_again_does(wired: Wired) -> None:
+    wired.stopped["worker-1"] = wired.stopped["worker-2"] = None
+    wired.return_scheduler()
+    wired.come_back(1, 45.0)
+    awaited = "worker-1 (pid 101 on host-1), worker-2 (pid 102 on host-2)"
+    hint = f"waiting for {awaited} to register with the scheduler that was started again"
+    assert hint in str(wired.workers[1].explain(wired.now))
+    wired.advance(20.0)
+    assert "worker-1" not in wired.stopped
+    assert wired.scheduler.membership.newcomers == {worker(1): wired.member("worker-1")}
 
 
 def test_where_a_loss_ends_the_job_all_that_are_missing_are_named() -> None:
@@ -412,3 +445,28 @@ def test_a_later_process_gets_a_later_incarnation(wired: Wired) -> None:
     return_scheduler(wired)
     known = [peer.member.incarnation for peer in wired.scheduler.membership.peers.values()]
     assert wired.scheduler.membership._next_incarnation > max(known)
+
+
+def test_a_worker_that_goes_back_to_a_snapshot_when_the_scheduler_is_lost_says_what_to_do() -> None:
+    wired = trained(snapshots="/data/run")
+    rewind = Rewind(1, 0, "server-1 was lost: all go back to step 0")
+    told: list[Effect] = [Send(wired.member("worker-0"), rewind)]
+    wired.carry_out("scheduler", wired.processes["scheduler"].perform(lambda: told, wired.now))
+    wired.settle()
+    return_scheduler(wired)
+    failure = wired.stopped["worker-0"]
+    assert isinstance(failure, PeerLostError)
+    assert "it was started again while servers went back to a snapshot, which a new scheduler cannot" in str(failure)
+    assert "start the job again, and read the newest snapshot with load_checkpoint" in str(failure)
+    assert "worker-1" not in wired.stopped, "it goes on"
+
+
+def test_a_scheduler_that_knows_no_snapshot_says_why_and_where_there_may_be_one() -> None:
+    wired = trained(snapshots="/data/run")
+    wired.stopped["server-1"] = None
+    wired.return_scheduler()
+    wired.observe("scheduler", ChildEnded(NodeId(Role.SERVER, 1), KILLED, clean=False))
+    wired.advance(1.0)
+    said = str(wired.stopped["scheduler"])
+    assert "nobody can go back: the scheduler was started again, and knows no snapshot that all servers have" in said
+    assert "if there is one in /data/run, load_checkpoint reads it when the job is started again" in said

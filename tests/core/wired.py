@@ -110,6 +110,7 @@ class Wired:
         devices: Sequence[Device] = (),
         on_loss: str = "fail",
         scheduler_away_s: float | None = None,
+        snapshots: str | None = None,
     ) -> None:
         self.devices = devices
         """Per server the GPU on which it computes; none for their hosts."""
@@ -150,6 +151,7 @@ class Wired:
             bigarray_bound=bigarray_bound,
             on_loss=on_loss,
             scheduler_away_s=scheduler_away_s,
+            snapshots=snapshots,
             limits=self.limits,
         )
         self.scheduler = Scheduler(config, 0.0)
@@ -351,8 +353,8 @@ class Wired:
         self.stopped[name] = None
         self.observe("scheduler", ChildEnded(self.member(name).node, cause, clean=False))
 
-    def come_back(self, rank: int) -> None:
-        """A worker that was lost is started again, and joins."""
+    def come_back(self, rank: int, seconds: float = 1.0) -> None:
+        """A worker that was lost is started again, and joins as soon as it may; so much time passes."""
         last = self.workers[rank].joining.introduction
         introduction = replace(last, token=last.token + 1000, life=last.life + 1)
         self._addresses[Role.WORKER, introduction.token] = f"worker-{rank}"
@@ -360,7 +362,7 @@ class Wired:
         self.processes[f"worker-{rank}"] = Reliable(worker, JOB)
         self.stopped.pop(f"worker-{rank}", None)
         self.ask(rank, Register)
-        self.advance(1.0)
+        self.advance(seconds)
 
     def take_part(self, rank: int, store: int = 0) -> int:
         """Ask from which version on rounds wait for a worker."""
@@ -428,7 +430,8 @@ class Wired:
 
     def _worker(self, rank: int, num_workers: int, num_servers: int) -> Worker:
         introduction = self._introduction(Role.WORKER, rank, num_workers, num_servers)
-        machine = Worker(introduction, self.limits, 0.0, HostAggregation(self.local_reduce, self.limits))
+        aggregation = None if self.config.snapshots else HostAggregation(self.local_reduce, self.limits)
+        machine = Worker(introduction, self.limits, 0.0, aggregation)
         self.processes[f"worker-{rank}"] = Reliable(machine, JOB)
         return machine
 

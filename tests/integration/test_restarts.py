@@ -41,6 +41,23 @@ def test_workers_that_are_killed_or_stopped_come_back_and_every_push_counts_once
     assert len(given_up) == (WORKERS - 1) * (number == "SIGSTOP"), job.transcript()
 
 
+def test_a_worker_that_dies_and_comes_back_while_the_scheduler_is_away_is_not_waited_for(job, tmp_path):
+    options = ["--on-loss", "continue", "--restart", "9"]
+    launcher = job.launch(2, 2, "restarts.py", str(tmp_path), "1", "0", "SIGCONT", options=options)
+    pushed = tmp_path / "1.0"
+    job.wait(lambda: pushed.exists() and pushed.stat().st_size > 0, "worker-1 has pushed")
+    job.kill("scheduler")
+    job.line("launcher", "the scheduler was started again (term 2); 4 processes have registered")
+    job.kill("scheduler")
+    job.kill("worker-1")
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("the scheduler was started 3 times; it was killed by signal 9"), "the fault happened"
+    assert launcher.lines_with("worker-1 was started 2 times; it was killed by signal 9"), "the fault happened"
+    (lost,) = launcher.lines_with(" was lost")
+    assert lost.startswith("sched │ worker-1 (") and "killed by signal 9 (SIGKILL)" in lost, job.transcript()
+
+
 def test_who_comes_back_when_the_others_have_finished_is_ended_and_the_job_has_succeeded(job, tmp_path):
     options = ["--on-loss", "continue", "--restart", "9"]
     launcher = job.launch(3, 2, "survival.py", "comes_late", str(tmp_path / "back"), options=options)

@@ -382,6 +382,31 @@ def test_a_killed_scheduler_is_started_again_at_its_socket_and_told_what_it_miss
     assert "kvdist-launch: the scheduler was started 2 times; it was killed by signal 9" in err
 
 
+def test_a_scheduler_that_is_started_again_is_told_of_an_end_whose_rank_runs_again(launch, tmp_path):
+    for name in ("held", "back", "go"):
+        os.mkfifo(tmp_path / name)
+    held = os.open(tmp_path / "held", os.O_RDWR)  # else the servers would take its end for that of the job
+    script = (
+        "import os, sys\n"
+        "if 'KVDIST_RESTARTS' not in os.environ: os.kill(os.getpid(), 9)\n"
+        "open(sys.argv[1], 'w').close()\n"
+        "open(sys.argv[2]).close()\n"
+    )
+    words = (*WORDS, "--restart", "3", "python", "-c", script, str(tmp_path / "back"), str(tmp_path / "go"))
+    job = launch("-n", "1", "-s", "1", *words, env={"GOODBYE_FIFO": str(tmp_path / "held")})
+    pid = job.pid_of("scheduler")
+    assert job.line_with("ended worker 0").endswith("ended worker 0 signal 9\n")
+    open(tmp_path / "back").close()
+    os.kill(pid, signal.SIGKILL)
+    job.pid_of("scheduler")
+    open(tmp_path / "go", "w").close()
+    code, out, err = job.finish()
+    os.close(held)
+    assert code == 0 and "the scheduler was started 2 times" in err, err
+    told = [line for line in out.splitlines() if line.startswith("sched │ ended worker 0 ")]
+    assert told == ["sched │ ended worker 0 signal 9", "sched │ ended worker 0 exit 0 life 1"]
+
+
 @pytest.fixture
 def hosts(tmp_path):
     """A hostfile: server on a, one slot each on b and c."""

@@ -39,6 +39,7 @@ from kvdist.protocol.messages import (
     Saved,
     SetOptimizer,
     SnapshotTaken,
+    Waiting,
 )
 
 Call = tuple[int, int, int]
@@ -85,10 +86,14 @@ class Memories:
         return sorted(away, key=lambda one: (one.node.role is Role.WORKER, one.node.rank))
 
     def end_of(self, member: Member) -> ChildEnded | None:
-        """What the launcher says of the end of this very process; None if nothing."""
+        """What the launcher says of the end of this process, or of a later one of its rank; None if nothing."""
         ended = self.ended.get(member.node)
         lives = {peer.life for message in self.registered.values() for peer in message.peers if peer.member == member}
-        return ended if ended is not None and lives <= {ended.life} else None
+        return ended if ended is not None and max(lives) <= ended.life else None
+
+    def awaited(self) -> list[Member]:
+        """The members that may still register."""
+        return [member for member in self.missing() if self.end_of(member) is None]
 
     def joined(self) -> tuple[dict[Member, int], set[Member], dict[Member, int]]:
         """Members that have joined later and their versions; newcomers; and those members that not all servers know."""
@@ -142,6 +147,11 @@ class ReturnedScheduler(Scheduler):
         if memories is None:
             return super().handle(sender, message, now)
         match message:
+            case Hello() if sender.node.role is Role.WORKER:
+                awaited = f"{self._awaited(memories)} to register with the scheduler that was started again"
+                if self.newcomers is None:
+                    return [Send(sender, Waiting(awaited, (), 0.0))]
+                return self.newcomers.delay(sender, awaited)
             case Hello() | Alive():
                 return []  # a hello is repeated
             case Assign(store=store, placement=placement):
@@ -190,14 +200,19 @@ class ReturnedScheduler(Scheduler):
         """Who has to register."""
         if self._memories is None:
             return super().explain(now)
-        names = ", ".join(map(str, self._memories.missing())) or "anybody"
+        names = self._awaited(self._memories)
         return f"the scheduler was started again {now - self._started_at:.1f} s ago; it waits for {names} to register"
+
+    @staticmethod
+    def _awaited(memories: Memories) -> str:
+        peers = {peer.member: peer for message in memories.registered.values() for peer in message.peers}
+        lines = [peers[member] for member in memories.awaited()]
+        return ", ".join(f"{one.member} (pid {one.pid} on {one.host})" for one in lines) or "the members"
 
     def _begin_if_known(self, now: float) -> list[Effect]:
         memories = self._memories
         assert memories is not None
-        awaited = [member for member in memories.missing() if memories.end_of(member) is None]
-        return [] if awaited or not memories.registered else self._begin(now)
+        return [] if memories.awaited() or not memories.registered else self._begin(now)
 
     def _begin(self, now: float) -> list[Effect]:
         """Go on with what is known."""
@@ -297,17 +312,19 @@ class ReturnedScheduler(Scheduler):
 
     def _without(self, missing: list[Member], memories: Memories, now: float) -> list[Effect]:
         """Go on without those that have not registered, or end the job, and name all of them."""
-        silent, effects = [], list[Effect]()
+        silent, replaced, effects = [], [], list[Effect]()
         for member in missing:
             ended = memories.end_of(member)
             if ended is None:
                 silent.append(member)
+            elif ended.life != self.membership.lives[member]:
+                replaced.append(member)
             elif ended.clean:  # it had heard that it may go, from the earlier scheduler
                 self.membership.leave(member.node)
                 effects += [] if self.leases is None else self.leases.left(member)
         effects += self._end_if_alone(now)
         if self._is_over:
-            for member in silent:
+            for member in (*silent, *replaced):
                 self.membership.leave(member.node)
             return effects + self._stop_if_alone()
         cause = f"did not register within {self.config.away_s:g} s with the scheduler that was started again"
@@ -317,6 +334,8 @@ class ReturnedScheduler(Scheduler):
             return [*effects, *self._abort(str(mortal[0]), "", cause, None, f"{names} {cause}")]
         for member in silent:
             effects += self._lost(member, cause, now)
+        for member in replaced:
+            effects += self._lost(member, "it has ended, and its rank was started again since", now, has_ended=True)
         return effects
 
     def _again(self, sender: Member, message: Message, now: float) -> list[Effect]:

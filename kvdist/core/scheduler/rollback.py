@@ -133,8 +133,6 @@ class WayBack:
     loud: set[Member]
     """Workers that are not quiet."""
     begun_at: float
-    is_checked: bool = False
-    """Its manifest is as it should be."""
     is_asked: bool = False
     """The servers read."""
     is_read: bool = False
@@ -225,6 +223,8 @@ class Rollback:
         """Why none could be made since the last one that was: each cause is said once."""
         self.written: list[Snapshot] = []
         """Those to which all can go back, the newest last."""
+        self._none_known = "there is no snapshot yet"
+        """Why, if there are none."""
         self._useless: list[str] = []
         """Folders of snapshots that are damaged, or of what is undone: they go before the next manifest is written, or
         it would be older ones that go."""
@@ -408,6 +408,10 @@ class Rollback:
             written: folder → what servers have said of it, the newest last.
         """
         servers = set(self._membership.servers.values())
+        self._none_known = (
+            "the scheduler was started again, and knows no snapshot that all servers have written; if there is one in"
+            f" {self._folder}, load_checkpoint reads it when the job is started again"
+        )
         found = [one for one in reversed(list(written.items())) if one[1].keys() >= servers]
         return self._look_at(Recalled(found))
 
@@ -435,6 +439,7 @@ class Rollback:
     def forget(self) -> None:
         """The store was loaded: what was before is not to come back."""
         self.written, self._making = [], None
+        self._none_known = "there is no snapshot since the store was loaded"
         self._next = self._scheduler.now
 
     # The way back.
@@ -443,7 +448,7 @@ class Rollback:
         """Why nobody can go back when a server is lost now; '' if all can."""
         complete = self._complete()
         if complete is None:
-            return "there is no snapshot yet"
+            return self._none_known
         return self._lacks(complete) or ("" if self._membership.there else "no worker is left that could go on")
 
     def _lacks(self, snapshot: Snapshot) -> str:

@@ -20,6 +20,7 @@ from kvdist.core.error_mapping import (
     scheduler_away,
     scheduler_forgot,
     scheduler_lost,
+    scheduler_lost_on_way_back,
     unreachable,
     verdict,
 )
@@ -773,8 +774,11 @@ class Worker(Machine):
         """The scheduler was started again: ask it once more for all that it has not answered."""
         if self.failure is not None or not self.joining.welcomed:
             return []
-        if not self.joining.complete or self._rewinding is not None or self.transfers.kept_back:
-            return self._fail_all(scheduler_forgot(self.joining.introduction.scheduler_endpoint, self.me))
+        endpoint = self.joining.introduction.scheduler_endpoint
+        if not self.joining.complete:
+            return self._fail_all(scheduler_forgot(endpoint, self.me))
+        if self._rewinding is not None or self.transfers.kept_back:
+            return self._fail_all(scheduler_lost_on_way_back(endpoint, self.me))
         self._lost_links.pop(SCHEDULER_MEMBER, None)
         if self._replicas:  # it judges when all have registered that will
             due = now + self.joining.scheduler_absence_s + VERDICT_WAIT_S
