@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
 
@@ -13,6 +14,8 @@ LISTED_MAX = 3
 """Keys that a message lists."""
 LISTED_WORKERS_MAX = 8
 """Workers that a message lists."""
+MODEL = re.compile(r"\d+ parameters, trained are [-\d, ]*")
+"""How the statement of a Trainer begins."""
 
 
 class NamedKey(int):
@@ -76,6 +79,12 @@ def workers_of(ranks: Sequence[int]) -> str:
 def who_says_what(said: Iterable[tuple[int, str]]) -> str:
     """What workers say that do not agree: ``worker-1 says: 3; worker-0 and worker-2 say: 2``."""
     return "; ".join(f"{who} {'say' if ' ' in who else 'says'}: {text}" for who, text in minority_first(said))
+
+
+def model_of(statement: str) -> str:
+    """What the statement of a Trainer says of its model alone; '' of any other statement."""
+    found = MODEL.match(statement)
+    return "" if found is None else found[0].rstrip(", ")
 
 
 def waiting(seconds: float, who: str, deed: str) -> str:

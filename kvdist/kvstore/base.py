@@ -444,7 +444,8 @@ class KVStore(KVStoreBase):
     def agree(self, statement: str) -> None:
         """A barrier at which every worker makes a statement, and all must make the same one.
 
-        So a program finds out, before the first gradient, that its workers were not started alike.
+        So a program finds out, before the first gradient, that its workers were not started alike. A worker that joins
+        a running job passes it before its first push; only what its `Trainer` says of the model is compared.
 
         Args:
             statement: some words, at most 8192 bytes of UTF-8; what is longer is cut and not compared.

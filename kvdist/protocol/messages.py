@@ -439,6 +439,9 @@ class Barrier(_OfStore):
 
     All of them must say the same in `statement`, or all are answered by `Failed`. So they are if one says that the
     barrier needs another `giver`, or if that worker does not arrive because it is gone.
+
+    A worker that looks on says `LATER` for the number. It is answered at once: what its Trainer says of the model is
+    compared with what the others have said.
     """
 
     KIND = 17

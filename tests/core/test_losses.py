@@ -12,7 +12,7 @@ from kvdist.core.machine import ChildEnded, PeerDisconnected, Unreachable
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.worker.requests import ClaimFolder
-from kvdist.errors import ConfigError, FencedError, PeerLostError
+from kvdist.errors import ConfigError, FencedError, InitMismatch, PeerLostError
 from kvdist.protocol.messages import Flag
 from tests.cases import each
 from tests.core.wired import Wired
@@ -301,6 +301,115 @@ def test_a_worker_that_comes_back_saves_nothing_before_its_first_push(wired: Wir
     wired.settle()
     assert wired.completed[claim] == wired.completed[save] == "", "of no run"
     assert not wired.works and not [line for line in wired.log if "Claim" in line or "Save" in line or "Mark" in line]
+
+
+def lost_after(statement: str, wired: Wired | None = None) -> Wired:
+    """All make a statement, and worker 1 is killed after the first step and started again."""
+    wired = wired or going_on()
+    for rank in (0, 1, 2):
+        wired.barrier(rank, statement=statement)
+    wired.settle()
+    for rank in (0, 1, 2):
+        wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]})
+    wired.settle()
+    wired.kill("worker-1")
+    wired.come_back(1)
+    return wired
+
+
+def require_refused(wired: Wired, request: int, *words: str) -> None:
+    """The newcomer has this error; the others make rounds, with it and without it, and nobody waits for it."""
+    error = wired.failed[request]
+    assert isinstance(error, InitMismatch)
+    for word in (*words, "was refused, and nothing was changed: start it with the program of the others"):
+        assert word in str(error), error
+    for total, then in ((5, lambda: None), (7, lambda: wired.leave(1, str(error))), (9, lambda: None)):
+        reads = [wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]}) for rank in (0, 2)]
+        wired.advance(1.0)
+        assert [wired.value(read, "w") for read in reads] == [[total] * 3] * 2
+        then()
+        wired.advance(1.0)
+    barriers = [wired.barrier(rank) for rank in (0, 2)]
+    wired.settle()
+    assert all(barrier in wired.completed for barrier in barriers)
+
+
+@each(
+    "shapes, dtype, mode, said",
+    [
+        ({"w": (4,), "b": (1,)}, "float32", "sync", "declares key 'w' with shape (4,), dtype float32"),
+        ({"w": (3,), "b": (1,)}, "float64", "sync", "declares key 'w' with shape (3,), dtype float64"),
+        ({"w": (3,), "b": (1,)}, "float32", "async", "store 0 is sync on worker-0 and async on worker-1"),
+        ({"new": (2,), "w": (4,)}, "float32", "sync", "declares key 'w' with shape (4,)"),
+    ],
+)
+def test_a_newcomer_with_other_keys_is_refused_and_the_others_go_on(
+    shapes: dict[int | str, tuple[int, ...]], dtype: str, mode: str, said: str
+) -> None:
+    wired = lost_after("2 parameters, trained are 0-1")
+    request = wired.declare(1, shapes, mode, dtype)
+    wired.settle()
+    require_refused(wired, request, said)
+    wired.come_back(1)
+    again = wired.declare(1, {"w": (3,), "b": (1,)})
+    wired.settle()
+    assert again in wired.completed, "one with their model is not"
+
+
+@each("said", ["3 parameters, trained are 0-2", "1 parameters, trained are 0", "2 parameters, trained are 0"])
+def test_a_newcomer_with_a_layer_more_or_fewer_is_refused_and_the_others_go_on(said: str) -> None:
+    wired = lost_after("2 parameters, trained are 0-1, goes on from the optimizer state 0")
+    request = wired.barrier(1, statement=said)
+    wired.settle()
+    require_refused(
+        wired, request, f"worker-1 says: {said}; the workers that it joins have said: 2 parameters, trained are 0-1."
+    )
+
+
+@each("said", ["2 parameters, trained are 0-1, goes on from the optimizer state 7", "begins with step 400", ""])
+def test_a_newcomer_that_states_all_else_otherwise_takes_part_in_the_others_barriers(said: str) -> None:
+    wired = lost_after("2 parameters, trained are 0-1")
+    request = wired.barrier(1, statement=said)
+    wired.declare(1, {"w": (3,), "b": (1,)})
+    wired.take_part(1)
+    wired.advance(1.0)
+    assert request in wired.completed
+    for rank in (0, 2, 0, 1, 2):  # the newcomer takes part from the third version on
+        wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]})
+    wired.settle()
+    barriers = [wired.barrier(rank, statement="the end") for rank in (0, 2)]
+    wired.settle()
+    assert not any(barrier in wired.completed for barrier in barriers), "they wait for it"
+    barriers.append(wired.barrier(1, statement="the end"))
+    wired.settle()
+    assert all(barrier in wired.completed for barrier in barriers)
+
+
+def test_a_scheduler_that_was_started_again_refuses_no_model_for_what_it_has_forgotten() -> None:
+    wired = Wired(3, 1, on_loss="continue", scheduler_away_s=30.0)
+    wired.initialise({"w": [0.0, 0.0, 0.0], "b": [0.0]})
+    for rank in range(3):
+        wired.set_optimizer(rank, "test")
+    wired.settle()
+    lost_after("2 parameters, trained are 0-1", wired)
+    request = wired.barrier(1, statement="3 parameters, trained are 0-2")
+    wired.return_scheduler()
+    wired.advance(40.0)
+    assert request in wired.completed
+
+
+def test_a_newcomer_that_declares_a_key_of_its_own_is_told_for_whom_it_waits() -> None:
+    wired = lost_after("")
+    request = wired.declare(1, {"w": (3,), "b": (1,), "new": (2,)})
+    wired.advance(30.0)
+    assert request not in wired.completed and request not in wired.failed
+    scheduler = wired.processes["scheduler"].machine
+    said = str(scheduler.explain(wired.now))
+    assert "for worker-0, worker-2 to initialise key 'new', as only worker-1 has, which joins them" in said
+    for rank in (0, 2):
+        wired.declare(rank, {"new": (2,)})
+    wired.settle()
+    assert request in wired.completed and scheduler.explain(wired.now) is None
 
 
 @each("mode, least, is_refused", [("async", 2, True), ("async", 1, False), ("sync", 2, False)])

@@ -91,6 +91,28 @@ def test_the_first_mean_does_not_wait_for_a_worker_that_joins_later_in_the_progr
 
 
 @pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        (
+            "(3, 5, 2)",
+            "worker-1 says: 3 parameters, trained are 0-2; the workers that it joins have said: 2 parameters,",
+        ),
+        pytest.param("(3,)", "worker-1 says: 1 parameters, trained are 0; the workers", marks=pytest.mark.slow),
+        pytest.param("(3, 7)", "with shape (7,), dtype float32", marks=pytest.mark.slow),
+    ],
+)
+def test_who_comes_back_with_another_model_is_refused_and_the_others_go_on(job, tmp_path, sizes, said):
+    options = ["--on-loss", "continue", "--restart", "1"]
+    launcher = job.launch(3, 2, "survival.py", "another_model", str(tmp_path), sizes, options=options)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("worker-1 was started 2 times"), "the fault happened"
+    (error,) = [line for line in launcher.lines_with("kvdist.errors.InitMismatch: ") if line.startswith("w1 │ ")]
+    assert said in error and "start it with the program of the others" in error, job.transcript()
+    assert len(launcher.lines_with("went on to the end")) == 2, job.transcript()
+
+
+@pytest.mark.parametrize(
     ("victims", "killed_at", "waits_at", "every", "begins"),
     [
         ("1", 12, 18, 5, "step = trainer.version"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvdist import Trainer, kv
+from kvdist.naming import model_of
 from kvdist.optimizer import create
 from kvdist.training.parameters import collect
 from kvdist.training.trainer_config import statement
@@ -213,3 +214,11 @@ def test_workers_that_clip_otherwise_do_not_train_together():
     parameters = collect(network().parameters())
     said = {statement(parameters, by, norm) for by in (create("sgd"), None) for norm in (None, 1.0, 1.0000001)}
     assert len(said) == 6
+
+
+def test_of_a_worker_that_joins_only_the_model_is_compared():
+    parameters = collect(network().parameters())
+    ways = [(by, norm, loaded) for by in (create("sgd"), None) for norm in (None, 1.0) for loaded in ("", "0a1")]
+    assert {model_of(statement(parameters, *way)) for way in ways} == {"4 parameters, trained are 0-3"}
+    assert model_of(statement([parameters[0], parameters[2]], None)) == "2 parameters, trained are 0-1"
+    assert model_of("begins with step 400") == ""

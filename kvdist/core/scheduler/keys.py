@@ -43,6 +43,11 @@ from kvdist.protocol.messages import (
 DISPUTE_S = 1.0
 """How long a key that workers declare differently waits for the others, so that the error names the odd one out."""
 
+REFUSED = (
+    "This process was refused, and nothing was changed: start it with the program of the others, or start the whole job"
+    " again"
+)
+
 Description = dict[str, str | int | float | bool | None]
 
 Declared = tuple[tuple[int, ...], int, int, str]
@@ -177,10 +182,7 @@ class StoreKeys:
                 self._disputed.setdefault(key, {})[rank] = shape, dtype, pulled_as, form
                 self.due = min(self.due, now + DISPUTE_S)
             if message.mode != self.mode:
-                entry.conflict = (
-                    f"store {message.store} is {self.mode} on {self.opener} and {message.mode} on {sender}:"
-                    " every worker must create its stores in the same order and with the same types"
-                )
+                entry.conflict = self._other_type(sender, message)
             conflict = conflict or entry.conflict
             if entry.declared is not before or not after:  # nearly all keys have the same
                 before = entry.declared
@@ -194,6 +196,25 @@ class StoreKeys:
         if not conflict:
             self._enter(KeyRequest(sender, message.request, message.keys, 0, now), entries)
         return conflict
+
+    def misfit(self, sender: Member, message: Declare) -> str:
+        """Why a worker cannot take part that declares keys which have their places; '' if it can."""
+        columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
+        for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
+            entry = self.entries.get(key)
+            if entry is None or not entry.placed:
+                continue
+            if message.mode != self.mode:
+                return f"{self._other_type(sender, message)}. {REFUSED}"
+            if entry.said != (shape, dtype, pulled_as, form):
+                return _another_model(entry, (shape, dtype, pulled_as, form))
+        return ""
+
+    def _other_type(self, sender: Member, message: Declare) -> str:
+        return (
+            f"store {message.store} is {self.mode} on {self.opener} and {message.mode} on {sender}: every worker must"
+            " create its stores in the same order and with the same types"
+        )
 
     def settle_disputes(self, live: set[int], now: float) -> bool:
         """Give up keys that workers have declared differently, once all have, or `DISPUTE_S` later; whether any was."""
@@ -453,11 +474,17 @@ class Keys:
         )
         return self._install(message.store, InstalledOptimizer(message.description, first, keep, agreement))
 
-    def has_placed(self, message: Declare) -> bool:
-        """Whether all keys of a declaration have their places."""
+    def misfit(self, sender: Member, message: Declare) -> str:
+        """Why a newcomer cannot take part that declares these keys; '' if it can, as far as they have their places."""
+        store = self.stores.get(message.store)
+        return "" if store is None else store.misfit(sender, message)
+
+    def unplaced(self, message: Declare) -> int | str | None:
+        """The first key of a declaration that has neither its place nor an error; None if there is none."""
         store = self.stores.get(message.store)
         entries = {} if store is None else store.entries
-        return all(key in entries and (entries[key].placed or entries[key].conflict) for key in message.keys)
+        found = ((key, entries.get(key)) for key in message.keys)
+        return next((key for key, one in found if one is None or not (one.placed or one.conflict)), None)
 
     def spare(self, members: Collection[Member]) -> None:
         """Place what is being declared without these workers, which join now."""
@@ -583,7 +610,7 @@ def _another_model(entry: DeclaredKey, said: Declared) -> str:
     )
     return (
         f"this worker declares {name_of(entry.key)} with {own}, and the cluster has it with {theirs}: it runs another"
-        " model; nothing was changed"
+        f" model. {REFUSED}"
     )
 
 

@@ -11,6 +11,8 @@ T, every round waits for the newcomer. Nobody stops for that. Rules that hold he
 * T is a place in the program: after T pushes. What the others agree on before that place does not wait for the
   newcomer; what comes after it does. Its own barriers and loads get the numbers that the others' have, once it is known
   which is its first; so do its checkpoints, when it claims a folder.
+* A newcomer whose model is another than the one that the others have agreed on is refused while it looks on, and it
+  alone. A scheduler that was started again knows of that agreement only what servers know: keys, shapes and dtypes.
 * With fewer workers than `ClusterConfig.min_workers` a cut is begun and not made before enough are there: so servers
   keep their promise, and no round is closed but the one that is open.
 * Slices that are not pushed at each step (of means, say) have no version that says where in the program they are. A
@@ -19,16 +21,17 @@ T, every round waits for the newcomer. Nobody stops for that. Rules that hold he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvdist.config.settings import ClusterConfig
-from kvdist.core.agreement import Agreement, Questions
+from kvdist.core.agreement import Agreement, MemberWait, Questions
 from kvdist.core.machine import Bind, Effect, Log, Send
-from kvdist.core.scheduler.keys import Keys
+from kvdist.core.scheduler.keys import REFUSED, Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.errors import ConfigError
+from kvdist.naming import model_of, name_of
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol.messages import (
     LATER,
@@ -39,6 +42,9 @@ from kvdist.protocol.messages import (
     Cut,
     CutFound,
     Declare,
+    Done,
+    ErrorCode,
+    Failed,
     FindCut,
     Hello,
     Load,
@@ -70,6 +76,10 @@ class NewcomerScheduler(Protocol):
 
     on_loss: OnLoss
     config: ClusterConfig
+
+    @property
+    def now(self) -> float:
+        """When the last message or event came."""
 
     @property
     def idle(self) -> int:
@@ -126,6 +136,10 @@ class Newcomers:
         """Whether servers are asked how far they are; and whether they must be asked once more."""
         self._waiting: list[tuple[Member, Message]] = []
         """What cannot be answered before another worker has said the same."""
+        self._waiting_since: dict[tuple[Member, int], float] = {}
+        """(who declares keys or chooses an optimizer, request) → since when it waits so."""
+        self._models: dict[int, str] = {}
+        """Store → what all workers have said of the model of their Trainers."""
         self._aligned: set[tuple[Member, type[Message], int]] = set()
         """(who has joined later, kind of call, store) where it gives its calls the numbers that the others do."""
         self._answered: dict[tuple[int, int, int], int] = {}
@@ -225,14 +239,48 @@ class Newcomers:
         if self._membership.newcomers.get(sender.node) != sender:
             return None
         match message:
-            case Declare() if self._membership.there and not self._keys.has_placed(message):
-                self._waiting.append((sender, message))
-                return []
+            case Barrier(request, store, _, statement) if said := model_of(statement):
+                agreed = self._models.get(store, said)
+                if said == agreed:
+                    return [Send(sender, Done(request))]
+                reason = f"{sender} says: {said}; the workers that it joins have said: {agreed}. {REFUSED}"
+                return [Send(sender, Failed(request, ErrorCode.INIT_MISMATCH, reason))]
+            case Declare(request):
+                waits = bool(self._membership.there) and self._keys.unplaced(message) is not None
+                has_waited = (sender, request) in self._waiting_since
+                reason = "" if waits and has_waited else self._keys.misfit(sender, message)
+                if reason:
+                    return [Send(sender, Failed(request, ErrorCode.INIT_MISMATCH, reason))]
+                return self._wait(sender, message) if waits else None
             case Configure() if self._membership.there and message.store not in self._keys.optimizers:
-                self._waiting.append((sender, message))
-                return []
+                return self._wait(sender, message)
             case _:
                 return None
+
+    def _wait(self, sender: Member, message: Declare | Configure) -> list[Effect]:
+        self._waiting.append((sender, message))
+        self._waiting_since.setdefault((sender, message.request), self._scheduler.now)
+        return []
+
+    def waits(self) -> Iterator[MemberWait]:
+        """The newcomers that wait for what no other worker has declared or chosen yet."""
+        workers = tuple(sorted(self._membership.there, key=lambda node: node.rank))
+        for sender, message in self._waiting:
+            if isinstance(message, Declare) and (key := self._keys.unplaced(message)) is not None:
+                subject, deed = f"the declaration of {name_of(key)}", f"initialise {name_of(key)}"
+            elif isinstance(message, Configure):
+                subject, deed = f"the optimizer of store {message.store}", "call set_optimizer"
+            else:
+                continue
+            since = self._waiting_since[sender, message.request]
+            deed += f", as only {sender} has, which joins them: if it runs another program, start it with theirs"
+            yield MemberWait(sender, message.request, since, workers, subject, deed)
+
+    def agreed(self, store: int, statement: str) -> None:
+        """All workers have made the same statement at a barrier of this store."""
+        model = model_of(statement)
+        if model:
+            self._models[store] = model
 
     def advance(self) -> list[Effect]:
         """Handle again what had to wait, as long as some of it gets on."""
@@ -243,6 +291,9 @@ class Newcomers:
             before = len(waiting)
             for sender, message in waiting:
                 effects += self._scheduler.again(sender, message)
+        if self._waiting_since:
+            there = {(sender, getattr(message, "request", 0)) for sender, message in self._waiting}
+            self._waiting_since = {call: since for call, since in self._waiting_since.items() if call in there}
         return effects
 
     # Becoming a member.

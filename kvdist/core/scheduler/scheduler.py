@@ -485,7 +485,10 @@ class Scheduler(Machine):
                 return []  # it was dropped meanwhile
             del self._barriers[store, counter]
             self._passed[store] = counter + 1
-            return barrier.settle(_barrier_answer(barrier))
+            answer = _barrier_answer(barrier)
+            if self.newcomers is not None and answer is Done:
+                self.newcomers.agreed(store, next(iter(barrier.said.values()))[1][0])
+            return barrier.settle(answer)
 
         there = [member for member, _ in barrier.said.values() if self.membership.workers.get(member.node) == member]
         joining = [] if self.newcomers is None else self.newcomers.joining(store, there)
@@ -929,6 +932,8 @@ class Scheduler(Machine):
             yield from agreement.waits()
         yield from self.checkpoints.waits()
         yield from self.keys.waits()
+        if self.newcomers is not None:
+            yield from self.newcomers.waits()
         if self.leases is not None:
             yield from self.leases.waits()
 

@@ -1,9 +1,10 @@
 """A worker that joins a running job: what it holds back until the rounds wait for it. Pure.
 
 Its program begins anew, while the others are in the middle of theirs. Until its first push it looks on: it may read,
-and what it gives changes nothing; what all workers agree on, the others have agreed on before. That push, or the wish
-to know when it would be, waits, and everything behind it, until every server has said where this worker's push counters
-begin. The same happens once more in a store where rounds do not wait for it yet.
+and what it gives changes nothing; what all workers agree on, the others have agreed on before, and the scheduler
+compares what a Trainer says of its model. The first push, or the wish to know when it would be, waits, and everything
+behind it, until every server has said where this worker's push counters begin. The same happens once more in a store
+where rounds do not wait for it yet.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvdist.core.worker.requests import (
     Transfer,
 )
 from kvdist.core.worker.transfers import Transfers
+from kvdist.naming import model_of
 from kvdist.nodes import Member
 from kvdist.protocol.messages import LATER, Command, Counters, Ready
 
@@ -80,6 +82,8 @@ class Newcomer:
                 return self._hold(request, request.store)
             case Transfer() if request.runs:
                 return self._transfer(request)
+            case EnterBarrier() if self.looks_on and not self.is_member and model_of(request.statement):
+                return None  # the scheduler compares it with what the others have said
             case EnterBarrier() | LoadStore() | Command() if self.looks_on:
                 return [CompleteRequest(request.request)]
             case ClaimFolder() | SaveStore() if self.looks_on:

@@ -161,7 +161,7 @@ class CallAnswers:
 
     def note(self, asked: Message | None, failure: Failed | None = None) -> None:
         """The scheduler has answered a request."""
-        if isinstance(asked, Barrier | Save | Load):
+        if isinstance(asked, Barrier | Save | Load) and asked.counter != LATER:
             code, reason = (-1, "") if failure is None else (failure.code, failure.reason)
             answers = self._all.setdefault((asked.KIND, asked.store), deque(maxlen=CALLS_MAX))
             answers.append(CallAnswer(asked.KIND, asked.store, asked.counter, code, reason, asked.pushes))
@@ -202,6 +202,12 @@ class BarrierCalls:
             request.request, request.store, counter, request.statement, request.giver, pushes
         )
         return [self._pending.ask(request.request, barrier)]
+
+    def compare(self, request: EnterBarrier) -> Effect:
+        """Let the scheduler compare a statement with that of the others, at a barrier that they have passed."""
+        return self._pending.ask(
+            request.request, Barrier(request.request, request.store, LATER, request.statement, request.giver)
+        )
 
     def begin_at(self, stores: U32, counts: U32) -> None:
         """So many barriers of these stores were passed meanwhile, without this worker."""

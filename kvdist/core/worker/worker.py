@@ -479,6 +479,8 @@ class Worker(Machine):
             case EnterBarrier():
                 label = f"barrier ({request.statement})" if request.statement else "barrier"
                 self._open(request.request, label, now, request.timeout_s)
+                if self._newcomer is not None and self._newcomer.looks_on:
+                    return [self._barriers.compare(request)]
                 meets = [] if self._progress is None else self._progress.meets()
                 return [*meets, *self._barriers.enter(request, self.step)]
             case ClaimFolder():

@@ -394,6 +394,33 @@ def too_few(folder):
     store.close()
 
 
+def another_model(folder, sizes):
+    """Worker 1 is killed, and started again with another model; the others make steps until that was refused."""
+    import torch
+
+    from kvdist import InitMismatch, Trainer
+
+    store, refused = kv.create("dist"), Path(folder) / "refused"
+    is_back = "KVDIST_RESTARTS" in os.environ
+    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (ast.literal_eval(sizes) if is_back else (3, 5))]
+    trainer = Trainer(weights, "sgd", {"learning_rate": 1.0}, kvstore=store)
+    after = 0
+    try:
+        while after < 5:
+            if store.rank == 1 and trainer.version == 3 and not is_back:
+                os.kill(os.getpid(), signal.SIGKILL)
+            for weight in weights:
+                weight.grad = torch.full_like(weight, 1.0)
+            trainer.step()
+            after += refused.exists()
+    except InitMismatch:
+        refused.touch()
+        raise
+    assert all((weight == -trainer.version).all() for weight in weights), weights
+    say("went on to the end")
+    store.close()
+
+
 def first_mean(folder):
     """Worker 0 comes back, and is a member before worker 1 makes the first mean, of the steps that it has missed."""
     import torch
