@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from kvdist.checkpoint.format import read_manifest, write_manifest
 from tests.integration.test_leases import found
 
 OPTIONS = ["--on-loss", "continue", "--restart", "3"]
@@ -262,3 +264,23 @@ def test_where_each_snapshot_is_torn_the_job_ends_and_names_the_file(job, tmp_pa
     ended = launcher.lines_with(f"PeerLostError: server-1 was lost, and the snapshot {folders[0]} cannot be read: ")
     assert len(ended) == WORKERS, job.transcript()
     assert all(names[0] in line and "there is none before it" in line for line in ended), job.transcript()
+
+
+def test_where_each_snapshot_is_of_another_model_the_job_ends_and_names_what_differs(job, tmp_path):
+    launcher, folders = with_two_snapshots(job, tmp_path)
+    for folder in folders:
+        manifest = read_manifest(folder)
+        first, *others = manifest.keys
+        write_manifest(folder, replace(manifest, keys=(replace(first, shape=(7,)), *others)))
+    job.kill("server-1")
+    (tmp_path / "go").touch()
+    job.finish()
+    assert launcher.code not in (0, None), job.transcript()
+    ended = launcher.lines_with(f"PeerLostError: server-1 was lost, and the snapshot {folders[0]} cannot be read: ")
+    assert len(ended) == WORKERS, job.transcript()
+    assert all(
+        "has shape (7,) and dtype" in line
+        and "in this store: init it as it was" in line
+        and "there is none before it" in line
+        for line in ended
+    ), ended
