@@ -196,7 +196,8 @@ class QueueSampler(DrivenSampler):
     Iterate ``for batch in trainer.batches(loader)``, once: it makes all `epochs`, and ends for all workers when every
     example is used. A worker that finds nothing to lease is not waited for meanwhile. The position is saved in every
     checkpoint, and `load_checkpoint` goes on there, also on another number of workers. On SIGTERM, as spot machines
-    send it, the loop finishes its batch, returns what it has leased, and raises ``SystemExit(0)``.
+    send it, the loop finishes its batch, pushes what its steps have made, returns the rest of what it has leased, and
+    raises ``SystemExit(0)``.
 
     Loaders with worker processes may be used, and ``StatefulDataLoader``; batches must be torch's, without
     ``drop_last``. With several workers the store must be a ``dist`` one, and update. Works alone, too.
@@ -372,7 +373,7 @@ class QueueSampler(DrivenSampler):
         self._is_driven = True
         try:
             for batch in loader:
-                self._leave_if_asked(departure)
+                self._leave_if_asked(trainer, departure)
                 if self._rollbacks > rollbacks:
                     return  # what the loader has read ahead is void
                 self._handed = begun + min(self._ends.popleft(), self._yielded)
@@ -380,12 +381,13 @@ class QueueSampler(DrivenSampler):
                 trainer._take_part()
                 yield batch
                 self._version = trainer.version
-                self._leave_if_asked(departure)
+                self._leave_if_asked(trainer, departure)
                 if self._rollbacks > rollbacks:
                     return
         finally:
             self._is_driven = False
         trainer._finish_exchange(together=False)
+        self._version = trainer.version
         if self.unused:
             trainer._handed_out.pop(self, None)
             LOG.warning(
@@ -407,9 +409,10 @@ class QueueSampler(DrivenSampler):
             self._leasing.number += 1
         return self._leasing.number <= self._leasing.begun
 
-    def _leave_if_asked(self, departure: Departure) -> None:
+    def _leave_if_asked(self, trainer: Trainer, departure: Departure) -> None:
         if departure.is_asked:
             assert self._leasing is not None
+            trainer._push_before_leaving()
             self._leasing.give_back()
             LOG.warning("SIGTERM: this worker has finished its batch and leaves; what it had leased is for others")
             raise SystemExit(0)

@@ -452,6 +452,12 @@ class Trainer:
                 self._note_version(since=before)
         self._count_as_used()
 
+    def _push_before_leaving(self) -> None:
+        """Push what steps at this worker's own pace have made, unless a batch was handed out since the last one."""
+        between = self._between
+        if between is not None and not between.counts_steps and self._unpushed() == between.handed_out:
+            self._finish_exchange(together=False)
+
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """Return a context in which the trained parameters are the servers' averages of the weights.

@@ -109,6 +109,18 @@ def test_who_gets_sigterm_leaves_with_nothing_but_its_leases_and_exit_code_0(job
     assert len(used) == 2 and counts == {(1, 1): 1000}, job.transcript()
 
 
+def test_under_a_quota_who_gets_sigterm_pushes_what_it_has_returns_its_leases_and_leaves_with_exit_code_0(job):
+    command = ("leases.py", "1000", "1", str(BATCH), "0", "dist", "{}")
+    launcher = job.launch(3, 1, *command, options=["--policy", "quota:400"], TERMINATED="7")
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("SIGTERM: this worker has finished its batch and leaves"), "the fault happened"
+    made = len(launcher.lines_with("w1 │ has ")) * BATCH
+    used, counts = found(job)
+    assert len(used) == 2 and counts == {(1, 1): 1000}, "each example counts once"
+    assert made == 7 * BATCH and sum(examples for examples, _ in used) == 1000 - made, "nothing was made again"
+
+
 @pytest.mark.parametrize("way", ["leaves", "again"])
 def test_every_example_is_counted_once_when_an_error_interrupts_a_step_that_waits(job, way):
     launcher = job.launch(

@@ -2,7 +2,8 @@
 
     python leases.py LENGTH EPOCHS BATCH LOADER_WORKERS STORE VICTIMS [FOLDER]
 
-Example i moves element i of one parameter by 1, and element LENGTH - 1 - i of another. VICTIMS maps ranks to the
+Example i moves element i of one parameter by 1, and element LENGTH - 1 - i of another; under KVDIST_POLICY, a quota, by
+one of the number of examples in its version. VICTIMS maps ranks to the
 example counts after which they kill themselves, some milliseconds into the step that follows. With SNAPSHOTS rank 0
 waits in the middle, when there is a snapshot in that folder, until SNAPSHOTS/go is there. Rank 1 sends itself SIGTERM
 in the batch that TERMINATED counts. With INTERRUPTED an error comes to rank 1 while it waits in its fifth step: it
@@ -31,6 +32,7 @@ if "LOADER_TEMP" in os.environ:
 LENGTH, EPOCHS, BATCH, LOADER_WORKERS = map(int, sys.argv[1:5])
 VICTIMS = ast.literal_eval(sys.argv[6])
 FOLDER = sys.argv[7] if len(sys.argv) > 7 else ""
+HAS_QUOTA = "KVDIST_POLICY" in os.environ
 
 
 class Numbers(Dataset):
@@ -50,6 +52,16 @@ def wait_in_the_middle(trainer):
         print("waits in the middle", flush=True)
         while not go.exists():
             time.sleep(0.01)
+
+
+def counts_in(weight):
+    """How often each example was counted. Of a version of n each has moved its element by 1 / n, and there are n."""
+    moved = (-weight).tolist()
+    if not HAS_QUOTA:
+        return [round(one) for one in moved]
+    sizes = [round(1 / one) if one else 0 for one in moved]
+    complete = {size for size, count in Counter(sizes).items() if size and count % size == 0}
+    return [0 if not size else 1 if size in complete else 2 for size in sizes]
 
 
 def kill_soon(after_s):
@@ -93,7 +105,8 @@ def train(store):
         try:
             for numbers in trainer.batches(loader):
                 print(f"has {min(numbers.tolist())} and {len(numbers) - 1} more", flush=True)
-                (weights[0][numbers].sum() + weights[1][LENGTH - 1 - numbers].sum()).backward()
+                loss = weights[0][numbers].sum() + weights[1][LENGTH - 1 - numbers].sum()
+                (loss / len(numbers) if HAS_QUOTA else loss).backward()
                 if victim_after is not None and used >= victim_after:
                     kill_soon(random.Random(f"{store.rank} {used}").uniform(0, 0.004))
                     victim_after = None
@@ -104,7 +117,7 @@ def train(store):
                 if "INTERRUPTED" in os.environ and steps == 4:
                     interrupt_the_wait(store.rank)
                 time.sleep(0.002 * ((store.rank % 3) + 1) if store.rank not in VICTIMS else 0.001)
-                trainer.step(1)
+                trainer.step(None if HAS_QUOTA else 1)
                 for weight in weights:
                     weight.grad = None
                 used += len(numbers)
@@ -122,8 +135,8 @@ def train(store):
             for weight in weights:
                 weight.grad = None
     seen = trainer.samples_seen
-    assert seen == -int(weights[0].sum()), (seen, weights[0].sum())
-    counts = [(-weights[0]).round().to(int).tolist(), (-weights[1].flip(0)).round().to(int).tolist()]
+    counts = [counts_in(weights[0].detach()), counts_in(weights[1].detach().flip(0))]
+    assert seen == sum(counts[0]), (seen, sum(counts[0]))
     found = Counter(zip(*counts, strict=True))
     print(f"used {used} in {steps} steps, version {trainer.version}; counts {dict(found)}", flush=True)
     mean = store.average(float(used))
