@@ -105,6 +105,28 @@ def test_each_version_is_the_step_of_one_process_with_the_examples_in_it(word):
                 torch.testing.assert_close(torch.tensor(weight).double(), wanted, rtol=1e-6, atol=1e-8)
 
 
+@three
+def test_steps_of_one_worker_at_a_time_are_those_of_large_batches_to_the_bit():
+    with kv.create("dist", policy=kvdist.quota(12, exact=True)) as store, kv.create("dist") as plain:
+        weight, replay = (nn.Parameter(torch.zeros(23)) for _ in range(2))
+        trainer = Trainer([weight], "sgd", {"learning_rate": 0.1}, kvstore=store)
+        in_step = Trainer([replay], "sgd", {"learning_rate": 0.1}, kvstore=plain)
+        trainer.broadcast_parameters()  # who makes no step in the first turn waits for it, too
+        for turn in range(12):
+            grads = [(torch.arange(23.0) * (7 * turn + step + 1)) % 101 - 40 for step in range(3)]
+            for grad in grads if store.rank == turn % 3 else ():
+                weight.grad = grad
+                trainer.step(samples=4)
+            trainer.exchange()
+            if store.rank == turn % 3:
+                replay.grad = sum(4 * grad for grad in grads) / 12
+                in_step.step(samples=12)
+            else:
+                in_step.skip_step()
+            assert torch.equal(weight, replay), turn
+        assert weight.abs().max() > 1 and in_step.version == 12 <= trainer.version
+
+
 @three.each("exact", "overlapped")
 def test_local_steps_end_with_the_same_weights_everywhere_and_none_is_lost(word):
     quota = kvdist.quota(16, local_steps=True, exact=word == "exact")
