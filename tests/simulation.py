@@ -51,6 +51,7 @@ from kvdist.core.server import server, shard
 from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.decoding import decoded
+from kvdist.core.server.progress import Quotas
 from kvdist.core.server.replica import ReplicatedServer
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Shard
@@ -65,7 +66,7 @@ from kvdist.nodes import HOST_MARK, Member, NodeId, Role
 from kvdist.optimizer import offload
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
-from kvdist.protocol.messages import CompressedPush, DueWhen, JoinedPush, Missed, Push, Resume, Rewound
+from kvdist.protocol.messages import CompressedPush, Due, DueWhen, JoinedPush, Missed, Push, Resume, Rewound
 from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
@@ -349,7 +350,13 @@ def run(seed: int, scenario: Scenario, dumps: Path | None = None) -> Result:
     network = Network(seed, scenario.weather)
     cluster = Cluster(scenario, seed, network, dumps=dumps)
     try:
-        with small_messages(), counting(network.used), noting_losses(cluster), ExitStack() as stack:
+        with (
+            small_messages(),
+            counting(network.used),
+            noting_losses(cluster),
+            judging_quotas(cluster),
+            ExitStack() as stack,
+        ):
             if scenario.is_odd:
                 odd = odd_choices(Random(repr((seed, scenario))), scenario.limits, network.happened)
                 limits, network.late_s = stack.enter_context(odd)
@@ -401,6 +408,24 @@ def noting_losses(cluster: Cluster) -> Iterator[None]:
         mock.patch.object(Transfers, "resume", counted),
         mock.patch.object(Leases, "_count_as_used", given_up),
     ):
+        yield
+
+
+@contextmanager
+def judging_quotas(cluster: Cluster) -> Iterator[None]:
+    """Check that a round is due only when those that are there have made enough, or have learned that it was."""
+    tell, scenario = Quotas._tell, cluster.scenario
+
+    def judged(self: Quotas, due: Due) -> list[Effect]:
+        oracle = cluster.oracle
+        assert oracle is not None
+        if scenario.when == DueWhen.MADE and not due.together and due.step not in oracle.due:
+            made = oracle.made.get(due.step, {})
+            there = sum(samples for member, samples in made.items() if self._peers.has(member))
+            assert there >= scenario.quota, f"round {due.step} is due, and {there} of {made} are of workers there"
+        return tell(self, due)
+
+    with mock.patch.object(Quotas, "_tell", judged):
         yield
 
 
@@ -1311,6 +1336,10 @@ SCENARIOS: dict[str, Scenario] = {
     "averages async": Scenario(rounds=5, mode="async", optimizer="averaged", saves=0.7),
     "averages in a storm": Scenario(optimizer="averaged", weather=STORM, limits=STORM_LIMITS),
     **_at_own_pace("quota", QUOTA),
+    # A round takes longer than the news of a death, so the dead one has reported for a round that is open.
+    "quota and a worker that dies in a long round": replace(
+        QUOTA, again=None, victims=("worker-1",), quota=60, weather=SLOW, spread_s=0.2
+    ),
     **_at_own_pace("backup", BACKUP),
     **_at_own_pace("quorum", QUORUM),
     **_alone("ssp", LED),

@@ -1320,6 +1320,10 @@ def adds_up_reports(self: Quotas, sender: Member, message: Progress, now: float)
     return ORIGINAL_HEARD(self, sender, message, now)
 
 
+def keeps_what_the_lost_have_said(self: Quotas, now: float) -> list[Effect]:
+    return [effect for number in self._said for effect in self._look(number, now)]
+
+
 def counts_reports(self: Quotas, sender: Member, message: Progress, now: float) -> list[Effect]:
     """How many reports there were, rather than which workers have something."""
     if message.samples:
@@ -1393,6 +1397,10 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "a lost worker is waited for under a quota": (
         "quota and a dead worker",
         [(Quotas, "roster", lambda self, now: [])],
+    ),
+    "what a lost worker has reported counts": (
+        "quota and a worker that dies in a long round",
+        [(Quotas, "roster", keeps_what_the_lost_have_said)],
     ),
     "workers are counted by their reports": (
         "backup",

@@ -48,6 +48,7 @@ from kvdist.core.worker.worker import Worker
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError, KvdistError, RolledBackError
 from kvdist.kernels.reference import REFERENCE
+from kvdist.nodes import Member
 from kvdist.optimizer.base import AVERAGE
 from kvdist.optimizer.compression import Codec, Half, TopK, encode
 from kvdist.optimizer.registry import create
@@ -155,8 +156,8 @@ class Oracle:
     def __init__(self, job: Job, generator: random.Random) -> None:
         self.job = job
         self.books = Books()
-        self.made: dict[int, dict[int, int]] = {}
-        """Round → process of a worker → how many examples it has reported for it."""
+        self.made: dict[int, dict[Member, int]] = {}
+        """Round → a worker → how many examples it has reported for it."""
         self.due: set[int] = set()
         """The rounds of which a worker knows that they are due."""
         self.turns: dict[int, int] = {}
@@ -638,7 +639,7 @@ class User:
         while True:
             made += self.random.randint(0, 4) if self.job.when == DueWhen.MADE else self._makes_it(made)
             mine = self.oracle.made.setdefault(turn, {})
-            mine[id(self)] = max(mine.get(id(self), 0), made)
+            mine[self._machine.me] = max(mine.get(self._machine.me, 0), made)
             progress = Progress(piece.number, 0, made, self.job.when, self.job.quota, False, together)
             report = self._ask(partial(ReportProgress, server=piece.server, progress=progress))
             yield [report] if together else [self._read(["bias"], is_checked=False)[1]]
