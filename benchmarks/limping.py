@@ -59,6 +59,8 @@ AIMS = [
     ("graded", "quota, local steps", "DDP, best subset", 0.65),
     ("graded", "quota", "DDP", 0.65),
     ("graded", "quota", "DDP, best subset", 0.90),
+    ("graded, death", "quota, local steps", "DDP", 0.45),
+    ("graded, death", "quota, local steps", "DDP, best subset", 0.65),
     ("slow network", "quota, local steps", "DDP", 0.35),
     ("slow network", "quota, local steps", "alone", 0.75),
     ("spiky", "quota, local steps", "DDP", 0.75),
