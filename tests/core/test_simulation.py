@@ -1772,7 +1772,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "a server waits for ever for a backup that it cannot reach": (
         "a server parted from its copies",
-        [(ReplicatedServer, "_await_backup", lambda self, reason, after_silence, now: None)],
+        [(ReplicatedServer, "_await_backup", lambda self, reason, now: None)],
     ),
     "rounds overtake what is filled in": ("fills", [(ReplicatedServer, "_published", fills_in_late)]),
     "blocks merge while copies are filled in": (
