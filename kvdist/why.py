@@ -47,11 +47,13 @@ class Wait:
         seconds: how long it had lasted.
         awaited: the names of the processes.
         deed: what they have to do, such as ``push key 'fc1' (step 21)``.
+        who: what is awaited, in words, where these name no process.
     """
 
     seconds: float
     awaited: tuple[str, ...]
     deed: str
+    who: str = ""
 
 
 @dataclass
@@ -203,7 +205,7 @@ class Story:
             found = WAITING.search(text)
             if found is not None:
                 awaited = tuple(name for name in NAME.findall(found["who"]) if name != dump.process)
-                return Wait(float(found["seconds"]), awaited, found["deed"])
+                return Wait(float(found["seconds"]), awaited, found["deed"], "" if awaited else found["who"])
         return None
 
     def paragraph(self) -> str:
@@ -252,6 +254,11 @@ class Story:
                 yield f"The cluster was never complete: {missing} had not registered with the scheduler."
                 return
         party = self.awaited()
+        nameless = {name: wait for name, wait in self.waits.items() if wait.who}
+        if party is None and nameless:
+            for name, wait in sorted(nameless.items()):
+                yield f"{upper(name)} waited {wait.seconds:.1f} s for {wait.who} to {wait.deed}."
+            return
         if party is None:
             yield "None of them had waited long for another (KVDIST_EXPLAIN_AFTER_S, 10 s unless set)."
             return

@@ -35,8 +35,9 @@ class MemberWait:
     """A member that waits for an answer.
 
     missing: who has to act first: workers, or else servers; empty while the scheduler itself is at work.
-    subject: what is waited for, such as ``barrier 3``.
+    subject: what is waited for, such as ``barrier 3``; '' if the deed is that of missing servers, too.
     deed: what the missing workers have to do, such as ``reach barrier 3``.
+    who: who is missing, in words, where it is not known which ranks these will have.
     """
 
     member: Member
@@ -45,6 +46,7 @@ class MemberWait:
     missing: tuple[NodeId, ...]
     subject: str
     deed: str
+    who: str = ""
 
     @property
     def workers(self) -> tuple[int, ...]:
@@ -53,16 +55,16 @@ class MemberWait:
 
     def hint(self, now: float) -> Send:
         """The message that tells the member for whom it waits."""
-        who = "" if self.workers else f"{_names(self.missing)} to "
+        who = "" if self.workers else f"{self.who or _names(self.missing)} to "
         return Send(self.member, Waiting(f"{who}{self._awaited_deed}", self.workers, now - self.since))
 
     def sentence(self, now: float) -> str:
         """Who has to do what, for how long."""
-        return waiting(now - self.since, _names(self.missing), self._awaited_deed)
+        return waiting(now - self.since, self.who or _names(self.missing), self._awaited_deed)
 
     @property
     def _awaited_deed(self) -> str:
-        return self.deed if self.workers else f"finish {self.subject}"
+        return self.deed if self.workers or not self.subject else f"finish {self.subject}"
 
 
 class Agreement(Generic[Statement]):

@@ -110,7 +110,9 @@ class Wired:
         devices: Sequence[Device] = (),
         on_loss: str = "fail",
         scheduler_away_s: float | None = None,
-        snapshots: str | None = None,
+        snapshots: Path | str | None = None,
+        min_workers: int | None = None,
+        return_s: float | None = None,
     ) -> None:
         self.devices = devices
         """Per server the GPU on which it computes; none for their hosts."""
@@ -151,7 +153,9 @@ class Wired:
             bigarray_bound=bigarray_bound,
             on_loss=on_loss,
             scheduler_away_s=scheduler_away_s,
-            snapshots=snapshots,
+            snapshots=None if snapshots is None else str(snapshots),
+            min_workers=min_workers,
+            return_s=return_s,
             limits=self.limits,
         )
         self.scheduler = Scheduler(config, 0.0)
@@ -351,7 +355,10 @@ class Wired:
     def kill(self, name: str, cause: str = "killed by signal 9 (SIGKILL)") -> None:
         """A process ends, and the launcher says so."""
         self.stopped[name] = None
-        self.observe("scheduler", ChildEnded(self.member(name).node, cause, clean=False))
+        machine = self.processes[name].machine
+        assert isinstance(machine, Worker | Server)
+        life = machine.joining.introduction.life
+        self.observe("scheduler", ChildEnded(machine.me.node, cause, clean=False, life=life))
 
     def come_back(self, rank: int, seconds: float = 1.0) -> None:
         """A worker that was lost is started again, and joins as soon as it may; so much time passes."""
@@ -363,6 +370,16 @@ class Wired:
         self.stopped.pop(f"worker-{rank}", None)
         self.ask(rank, Register)
         self.advance(seconds)
+
+    def return_server(self, rank: int) -> None:
+        """A server that was lost is started again, and takes its place."""
+        last = self.servers[rank].joining.introduction
+        introduction = replace(last, token=last.token + 10_000, life=last.life + 1)
+        self._addresses[Role.SERVER, introduction.token] = f"server-{rank}"
+        server = self.servers[rank] = Server(introduction, self.limits, REFERENCE, self.now)
+        self.processes[f"server-{rank}"] = Reliable(server, JOB)
+        self.stopped.pop(f"server-{rank}", None)
+        self.advance(1.0)
 
     def take_part(self, rank: int, store: int = 0) -> int:
         """Ask from which version on rounds wait for a worker."""

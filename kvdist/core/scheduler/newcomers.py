@@ -128,7 +128,7 @@ class Newcomers:
         """Wants to know the version of the next cut, before servers do."""
         self._told_at_cut: Callable[[int], list[Effect]] | None = None
         """The same of the cut that is being made."""
-        self._is_held = False
+        self._held_since: float | None = None
         """Servers have said how far they are, and the cut waits until enough workers are there."""
         self._found_by: dict[Member, CutFound] = {}
         """Server → how far its slices are."""
@@ -263,7 +263,7 @@ class Newcomers:
         return []
 
     def waits(self) -> Iterator[MemberWait]:
-        """The newcomers that wait for what no other worker has declared or chosen yet."""
+        """The newcomers that wait for what no other worker has declared or chosen yet, or for enough workers."""
         workers = tuple(sorted(self._membership.there, key=lambda node: node.rank))
         for sender, message in self._waiting:
             if isinstance(message, Declare) and (key := self._keys.unplaced(message)) is not None:
@@ -275,6 +275,13 @@ class Newcomers:
             since = self._waiting_since[sender, message.request]
             deed += f", as only {sender} has, which joins them: if it runs another program, start it with theirs"
             yield MemberWait(sender, message.request, since, workers, subject, deed)
+        if self._held_since is not None:
+            there, least = self._ready_ones, self._scheduler.config.min_workers or 0
+            lacking = self._lacking(len(there))
+            who = f"{lacking} more worker{'s' if lacking > 1 else ''}"
+            deed = f"join: {least - lacking} of at least {least} are there"
+            for member in there:
+                yield MemberWait(member, 0, self._held_since, (), "", deed, who)
 
     def agreed(self, store: int, statement: str) -> None:
         """All workers have made the same statement at a barrier of this store."""
@@ -321,9 +328,9 @@ class Newcomers:
 
     def gone_back(self) -> list[Effect]:
         """All have gone back, and servers make no version before the next cut."""
-        if not self._is_held:
+        if self._held_since is None:
             return self.cut(lambda _: [])
-        self._is_held = False
+        self._held_since = None
         return self._find()  # what they have said is of versions that are undone
 
     def hold_if_few(self) -> list[Effect]:
@@ -339,7 +346,7 @@ class Newcomers:
         return max(0, least - self._membership.workers_counted - joining - self._scheduler.idle)
 
     def _next_cut(self) -> list[Effect]:
-        if self._is_held:
+        if self._held_since is not None:
             return self._admit()
         if self._is_finding or not (self._line or self._at_cut or self._lacking()):
             return []
@@ -364,16 +371,15 @@ class Newcomers:
 
     def _admit(self) -> list[Effect]:
         """Make members of those that wait, if enough are there then."""
-        there = [one for one in self._line if self._membership.newcomers.get(one.node) == one]
-        told: list[Effect] = []
+        there, told = self._ready_ones, list[Effect]()
         least, lacking = self._scheduler.config.min_workers, self._lacking(len(there))
         if lacking:
-            if not self._is_held:
+            if self._held_since is None:
                 told.append(Log(f"training waits for {lacking} more worker(s): at least {least} must be there"))
-            self._is_held = True
+                self._held_since = self._scheduler.now
             return told
-        if self._is_held:
-            self._is_held = False
+        if self._held_since is not None:
+            self._held_since = None
             count = self._membership.workers_counted + len(there) + self._scheduler.idle
             told.append(Log(f"training goes on: {count} workers are there"))
         self._line = []
@@ -387,6 +393,10 @@ class Newcomers:
         before = [] if at is None else at(version)
         cut = self._make(version, ranks)
         return [*told, *before, *cut, *(self._scheduler.announce() if there else []), *self._next_cut()]
+
+    @property
+    def _ready_ones(self) -> list[Member]:
+        return [one for one in self._line if self._membership.newcomers.get(one.node) == one]
 
     def _make(self, version: int, ranks: Sequence[int]) -> list[Effect]:
         """Say it to servers. They hear of the next one after that, and are asked how far they are in between."""

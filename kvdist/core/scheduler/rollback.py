@@ -37,7 +37,8 @@ from kvdist.checkpoint.snapshot import (
     WriteManifest,
 )
 from kvdist.config.settings import ClusterConfig
-from kvdist.core.agreement import Questions
+from kvdist.core.agreement import Agreement, MemberWait, Questions
+from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import NEVER, Effect, Log, Persist, Persisted, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.keys import Keys
@@ -69,6 +70,8 @@ FAILURES_APART_S = 3600.0
 """How often a server is thought to be lost, for the interval that costs least."""
 AGAIN_S = 60.0
 """When it is tried once more, where the disk has failed."""
+INTERVALS_LATE = 3.0
+"""A snapshot that takes so many intervals is said to be late; or so often as long as the last one took."""
 LOOK_AGAIN_S = 1.0
 """When there is nothing to be written yet."""
 
@@ -89,6 +92,8 @@ class Snapshot:
     """Its manifest is there, or is being written."""
     gone: Set[Member] = frozenset()
     """The workers that had left or were lost before."""
+    is_late: bool = False
+    """That it takes long was said."""
 
     @property
     def failure(self) -> str:
@@ -136,6 +141,8 @@ class WayBack:
     is_asked: bool = False
     """The servers read."""
     is_read: bool = False
+    asked: Agreement[str] | None = None
+    """What servers are doing."""
     request: int = -1
     """Of the order to go back."""
     gone_back: set[Member] = field(default_factory=set)
@@ -153,6 +160,8 @@ class Returning:
     """The one in its place, once it is there."""
     to: Snapshot | None = None
     """What it reads."""
+    asked: Agreement[str] | None = None
+    """What it is doing."""
     has_gone_back: bool = False
     silent: set[Member] = field(default_factory=set)
     """Workers that have not said what it lacks."""
@@ -206,6 +215,9 @@ class Rollback:
         self._folder = config.snapshots.rstrip("/")
         self._interval_s = config.snapshot_interval_s
         self._patience_s = config.limits.form_timeout_s
+        self._explain_after_s = config.limits.explain_after_s
+        self._took_s = 0.0
+        """How long the last snapshot took."""
         self._num_servers = config.num_servers
         self._membership = membership
         self._keys = keys
@@ -253,7 +265,9 @@ class Rollback:
         if self.returning:
             absent = [one.begun_at for one in self.returning.values() if not one.there]
             return min(absent, default=NEVER) + self._patience_s
-        return NEVER if self._making is not None or self._is_locking else self._next
+        if self._making is not None:
+            return NEVER if self._making.is_late else self._making.begun_at + self._late_s
+        return NEVER if self._is_locking else self._next
 
     def tick(self, now: float) -> list[Effect]:
         """Begin a snapshot if it is time; give up a server that does not come back."""
@@ -261,6 +275,8 @@ class Rollback:
             assert self._lost is not None
             waited = f"nobody took its place within {self._patience_s:g} s"
             return self._scheduler.end_job(self._lost, waited, f"{self._lost} was lost, and {waited}")
+        if self._making is not None:
+            return self._late(self._making, now)
         self._next = now + min(LOOK_AGAIN_S, self._again_s)
         if not self._membership.workers or self._store() is None:
             return []
@@ -271,6 +287,45 @@ class Rollback:
             self._last = max(self._last + 1, *self._scheduler.steps.values())
             return self._begin(self._last, now)
         return self._newcomers.cut(lambda version: self._begin(version, now))
+
+    @property
+    def _late_s(self) -> float:
+        return max(self._explain_after_s, INTERVALS_LATE * max(self._again_s, self._took_s))
+
+    def _late(self, making: Snapshot, now: float) -> list[Effect]:
+        """Say who has not done its part; no other snapshot is begun before."""
+        making.is_late = True
+        silent = sorted(str(one) for one in self._membership.servers.values() if one not in making.taken)
+        what = "the scheduler has not written its manifest"
+        if silent:
+            what = f"not written yet by {', '.join(silent)} (a disk hangs, or a key is not pushed any more)"
+        last = (
+            "there is none before" if self.newest is None else f"the last complete one is of step {self.newest.version}"
+        )
+        took = f"{now - making.begun_at:.0f} s"
+        return self._once("late", f"the snapshot of step {making.version} is not complete after {took}: {what}; {last}")
+
+    @property
+    def wait(self) -> MemberWait | None:
+        """For whom the way back waits, of all or of the one in the place of a lost server."""
+        back = self.way_back or next(iter(self.returning.values()), None)
+        if back is None:
+            return None
+        nodes = [NodeId(Role.SERVER, rank) for rank in range(self._num_servers)]
+        missing = tuple(node for node in nodes if node not in self._membership.servers)
+        which = f"the snapshot of step {back.to.version}" if back.to is not None else "the newest snapshot"
+        deed = f"come back, and read {which}"
+        if not missing and back.asked is not None and back.asked.waits_for is not None:
+            missing, deed = back.asked.waits_for.missing(), f"{back.asked.deed} {which}"
+        elif not missing:
+            deed = f"read the manifest of {which}"
+        if not missing and isinstance(back, WayBack) and back.loud and back.is_read:
+            missing = tuple(sorted((one.node for one in back.loud), key=lambda node: node.rank))
+            deed = f"drop what they have asked for: all go back to {which}"
+        if not missing and isinstance(back, Returning) and back.silent:
+            missing = tuple(sorted((one.node for one in back.silent), key=lambda node: node.rank))
+            deed = f"say what {back.lost.node} lacks of their pushes"
+        return MemberWait(SCHEDULER_MEMBER, 0, back.begun_at, missing, "", deed)
 
     @property
     def is_partial(self) -> bool:
@@ -361,7 +416,8 @@ class Rollback:
         if failure:
             return self._failed(making, failure) + self.advance(now)
         self.written, self._making = [*self.written, making][-KEPT:], None
-        self._next = now + self._pause_s(now - making.begun_at)
+        self._took_s = now - making.begun_at
+        self._next = now + self._pause_s(self._took_s)
         told = [Log(f"snapshots are written again: that of step {making.version} is there")] if self._said else []
         self._said.clear()
         return [*told, *self.advance(now)]
@@ -532,7 +588,11 @@ class Rollback:
             back.request = request
             return RollBack(request, back.number, *back.to.versions)
 
-        return self._questions.ask(make, lambda _: self._ended(back, now))
+        back.asked = self._step(back, "go back to")
+        return self._questions.ask(make, lambda _: self._ended(back, now), back.asked)
+
+    def _step(self, back: WayBack | Returning, deed: str) -> Agreement[str]:
+        return Agreement("", deed, back.begun_at, {})
 
     def _without_any(self) -> list[Effect]:
         assert self._lost is not None
@@ -549,9 +609,11 @@ class Rollback:
             failure = self._misfit(event.product, back.to)
         if failure:
             return self._without(back.to, failure)
+        back.asked = self._step(back, "read")
         return self._questions.ask(
             lambda request: Restore(request, back.to.store, back.to.folder, EVERYTHING),
             lambda reason: self._read(back, reason),
+            back.asked,
         )
 
     def _misfit(self, manifest: Manifest, to: Snapshot) -> str:
@@ -665,14 +727,16 @@ class Rollback:
             one.silent = set(self._membership.there.values())
             taken = next(said for member, said in to.taken.items() if member.node == one.lost.node)
             where = (one.number, taken.ids, taken.versions)
-            return self._questions.ask(lambda request: RollBack(request, *where), ended, servers=one.there)
+            one.asked = self._step(one, "go back to")
+            return self._questions.ask(lambda request: RollBack(request, *where), ended, one.asked, one.there)
 
         def ended(_: str) -> list[Effect]:
             one.has_gone_back = True
             return self.advance(self._scheduler.now)
 
+        one.asked = self._step(one, "read")
         return self._questions.ask(
-            lambda request: Restore(request, to.store, to.folder, EVERYTHING), read, servers=one.there
+            lambda request: Restore(request, to.store, to.folder, EVERYTHING), read, one.asked, one.there
         )
 
     @property

@@ -344,14 +344,20 @@ class Scheduler(Machine):
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when the scheduler waits for the cluster to form."""
-        return None if self.membership.is_complete else self._started_at
+        """Since when the scheduler waits for the cluster to form, or for a way back to a snapshot."""
+        if not self.membership.is_complete:
+            return self._started_at
+        return None if self._snapshot_wait is None else self._snapshot_wait.since
+
+    @property
+    def _snapshot_wait(self) -> MemberWait | None:
+        return None if self.rollback is None or self._is_over else self.rollback.wait
 
     def explain(self, now: float) -> str | None:
         """Who has to do what so that the longest wait ends."""
         if not self.membership.is_complete:
             return self.membership.progress()
-        oldest = min(self._waits(), key=lambda wait: wait.since, default=None)
+        oldest = self._snapshot_wait or min(self._waits(), key=lambda wait: wait.since, default=None)
         return None if oldest is None else oldest.sentence(now)
 
     def validate(self) -> None:
@@ -936,6 +942,9 @@ class Scheduler(Machine):
             yield from self.newcomers.waits()
         if self.leases is not None:
             yield from self.leases.waits()
+        if self.rollback is not None and self.rollback.way_back is not None and self.rollback.wait is not None:
+            for member in self.membership.there.values():
+                yield replace(self.rollback.wait, member=member)
 
     def _hints(self, now: float) -> list[Effect]:
         """Tell members that may have waited long for whom they wait; of several hints a worker shows the last one."""

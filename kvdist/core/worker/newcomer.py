@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import CompleteRequest, Effect, FailRequest, Send
+from kvdist.core.machine import CompleteRequest, Effect, Send
 from kvdist.core.worker.requests import (
     ClaimFolder,
     DeclareKeys,
@@ -50,7 +50,7 @@ class Newcomer:
         """It has pushed nothing."""
         self._transfers = transfers
         self._servers = servers
-        self._silent: set[Member] = set()
+        self.silent: set[Member] = set()
         """The servers that have not said where counters begin."""
         self._later: set[int] = set()
         """The slices whose rounds do not wait for this worker yet."""
@@ -60,7 +60,8 @@ class Newcomer:
         """Slice → how many updates more its weights have had than there were rounds."""
         self._stores: list[tuple[int, int, int]] = []
         """(first slice, the one after the last, store) of what was declared."""
-        self._held: list[Request] = []
+        self.held: list[Request] = []
+        """What waits until it takes part, in the order of the calls."""
         self._wish = Ready(0)
 
     def declared(self, request: DeclareKeys, first: int, last: int, later: Iterable[int]) -> None:
@@ -72,8 +73,8 @@ class Newcomer:
         """Hold a call of the user back, or answer it; None if it is like those of others."""
         if isinstance(request, Leave) and request.failure:
             return None
-        if self._held:
-            self._held.append(request)
+        if self.held:
+            self.held.append(request)
             return []
         match request:
             case TakePart() if not self._waits_for(self._numbers_of(request.store)):
@@ -102,16 +103,16 @@ class Newcomer:
         return None
 
     def _hold(self, request: Request, store: int) -> list[Effect]:
-        self._held.append(request)
+        self.held.append(request)
         self._wish = Ready(store)
         if not self.is_member:
-            self._silent = set(self._servers.values())
+            self.silent = set(self._servers.values())
         return [Send(SCHEDULER_MEMBER, self._wish)]
 
     @property
     def wishes(self) -> list[Ready]:
         """What it waits for that a scheduler which was started again must hear once more."""
-        return [self._wish] if self._held else []
+        return [self._wish] if self.held else []
 
     def _waits_for(self, numbers: set[int]) -> bool:
         """Whether rounds of some of these slices do not wait for this worker yet."""
@@ -131,7 +132,7 @@ class Newcomer:
     @property
     def is_waiting(self) -> bool:
         """Whether servers are about to say where counters begin."""
-        return bool(self._held)
+        return bool(self.held)
 
     def counters(self, sender: Member, message: Counters) -> int:
         """A server says where counters begin; returns the highest."""
@@ -144,23 +145,23 @@ class Newcomer:
             {one: count - step for one, step, count in zip(*map(np.ndarray.tolist, columns), strict=True)}
         )
         self._transfers.slices.begin_at(message.ids[~later], message.steps[~later])
-        self._silent.discard(sender)
-        self.is_member = self.is_member or not self._silent
+        self.silent.discard(sender)
+        self.is_member = self.is_member or not self.silent
         return int(message.steps[~later].max(initial=0))
 
     def rewind(self) -> list[Request]:
         """All rounds wait for this worker, as for any other; returns what was held back."""
         self._later.clear()
-        self._silent.clear()
+        self.silent.clear()
         self.is_member = True
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         return held
 
     def take(self) -> list[Request]:
         """What was held back and may go on, in the order of the calls; it may be held back again."""
-        if not self._held or not self.is_member:
+        if not self.held or not self.is_member:
             return []
-        match self._held[0]:
+        match self.held[0]:
             case TakePart(store=store):
                 awaited = self._numbers_of(store)
             case Transfer(runs=runs):
@@ -169,10 +170,5 @@ class Newcomer:
                 awaited = set()
         if self._later & awaited:
             return []
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         return held
-
-    def fail(self, error: Exception) -> list[Effect]:
-        """There will be no answer."""
-        held, self._held = self._held, []
-        return [FailRequest(request.request, error) for request in held]

@@ -67,6 +67,8 @@ class Pending:
     """Whether its user goes on meanwhile, so that other requests are explained first."""
     of_workers: bool = False
     """Whether it waits for what other workers do, and their user may go on meanwhile; then `label` says what."""
+    is_held: bool = False
+    """Whether this worker holds it back until it takes part, or until all have gone back to a snapshot."""
     asked_for: Message | None = None
     """What the scheduler was asked; a scheduler that was started again is asked once more."""
 
@@ -131,6 +133,10 @@ class PendingRequests:
         if due < NEVER:
             self._timed[request] = pending
         return pending
+
+    def release(self, request: int) -> None:
+        """What was held back is called anew."""
+        del self._all[request]
 
     def close(self, pending: Pending, result: object = None) -> Effect:
         """Remove a request that has its result or error."""
@@ -454,6 +460,8 @@ class BlockedReports:
         """A report without its number; None unless it is certain that this worker cannot go on without others."""
         since = self._threads.blocked_since() if len(self._pending) else None
         if since is None or now - since < REPORT_AFTER_S or self._pending.timed:
+            return None
+        if any(one.is_held for one in self._pending):
             return None
         rounds = self._transfers.awaited_rounds()
         if rounds is None:

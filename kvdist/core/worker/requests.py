@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
-from kvdist.naming import name_of
+from kvdist.naming import name_of, names_of
 from kvdist.protocol.arrays import U8, U32, Bits, Payload, coded_sizes, offsets, padded
 from kvdist.protocol.messages import (
     HEAD_OF_USERS_MAX,
@@ -570,13 +570,38 @@ Request = (
 """`Configure` and `Command` are handed to the scheduler as they are, and complete when all servers have done it."""
 
 
-def label_of(request: Configure | Command | Lease | Used) -> str:
-    """What is asked of the servers or the scheduler, for people."""
-    if isinstance(request, Lease):
-        return "lease of examples"
-    if isinstance(request, Used):
-        return "account of the examples used"
-    if isinstance(request, Configure):
-        return "set_optimizer"
-    which = f"command {request.head}" if request.head <= HEAD_OF_USERS_MAX else "a command of kvdist"
-    return f"{which} to the servers"
+def label_of(request: Request) -> str:
+    """What is asked for, for people."""
+    match request:
+        case Register():
+            return "joining the cluster"
+        case AcceptRollback():
+            return "going back to a snapshot"
+        case UseKernels():
+            return "choice of kernels"
+        case DeclareKeys(keys=keys):
+            return f"init of {names_of(keys)}"
+        case Transfer(label=label):
+            return label
+        case Configure():
+            return "set_optimizer"
+        case Command(head=head):
+            return f"{f'command {head}' if head <= HEAD_OF_USERS_MAX else 'a command of kvdist'} to the servers"
+        case EnterBarrier(statement=statement):
+            return f"barrier ({statement})" if statement else "barrier"
+        case ClaimFolder(folder=folder):
+            return f"lock of the folder of {folder}"
+        case SaveStore(step=step):
+            return f"checkpoint of step {step}"
+        case LoadStore():
+            return "loading of a checkpoint"
+        case TakePart():
+            return "taking part in a running job"
+        case ReportProgress():
+            return "report of progress"
+        case Lease():
+            return "lease of examples"
+        case Used():
+            return "account of the examples used"
+        case Leave():
+            return "leaving the cluster"

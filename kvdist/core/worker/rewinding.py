@@ -31,6 +31,8 @@ class Rewinding:
 
     number: int
     """Of the scheduler's message."""
+    step: int
+    """Of the snapshot."""
     is_quiet: bool = False
     """Nothing of before is under way, and the scheduler knows."""
     told: set[Member] = field(default_factory=set)

@@ -85,7 +85,7 @@ from kvdist.errors import (
     RolledBackError,
     StoreClosed,
 )
-from kvdist.naming import names_of, waiting
+from kvdist.naming import waiting
 from kvdist.nodes import Member, Role, server
 from kvdist.protocol.messages import (
     LATER,
@@ -240,11 +240,13 @@ class Worker(Machine):
 
     def _counters(self, newcomer: Newcomer, sender: Member, message: Counters, now: float) -> list[Effect]:
         """A server says from when on its rounds wait for this worker."""
+        was_member = newcomer.is_member
         self.step = max(self.step, newcomer.counters(sender, message))
-        effects: list[Effect] = []
-        for request in newcomer.take():
-            effects += self._accept(request, now)
-        return effects
+        released = newcomer.take()
+        # In slices that are not pushed at each step it takes part when it asks for that as a member.
+        asks = newcomer.is_member and not was_member and not released
+        again = [Send(SCHEDULER_MEMBER, wish) for wish in newcomer.wishes] if asks else []
+        return [*again, *self._release(released, now)]
 
     def refuses(self, source: Member, message: Message) -> str | None:
         """Listen to the scheduler, to the servers of the roster, and to workers of this host that push together."""
@@ -363,8 +365,8 @@ class Worker(Machine):
         if joining is not None:
             return joining
         text, oldest = self._awaited(now), self._pending.oldest
-        if text is None or oldest is None:
-            return None
+        if text is None or oldest is None or oldest.is_held:
+            return text
         is_for_workers = self._hint is not None or not self.transfers.awaited_servers(oldest.request)
         acting = self._threads.may_act(now) if is_for_workers else ""
         if not acting:
@@ -381,6 +383,8 @@ class Worker(Machine):
         hint = self._saving.hint if oldest.in_background else self._hint
         if hint is None and oldest.of_workers:
             who, deed = "the other workers", oldest.label
+        elif hint is None and oldest.is_held:
+            who, deed = self._holders()
         elif hint is None:
             who, deed = self._awaited_servers(oldest.request) or "the scheduler", f"answer {oldest.label}"
         elif hint.ranks:
@@ -391,6 +395,14 @@ class Worker(Machine):
         room_wait = self._threads.room_wait()
         also = f"; another push waits {room_wait}" if room_wait else ""
         return f"{self.me}: {waiting(now - oldest.since, who, deed)}{where}{also}"
+
+    def _holders(self) -> tuple[str, str]:
+        """For whom calls are held back, and what these have to do."""
+        if self._rewinding is not None:
+            return "the others", f"go back to the snapshot of step {self._rewinding.step}"
+        assert self._newcomer is not None
+        servers = ", ".join(f"{member} ({self._host(member)})" for member in self._newcomer.silent)
+        return servers or "the servers", "let it take part"
 
     def _awaited_servers(self, request: int) -> str:
         """The servers that have not answered a request, with their hosts."""
@@ -447,21 +459,24 @@ class Worker(Machine):
             return [FailRequest(request.request, self.rolled_back)]
         if self._rewinding is not None and not (isinstance(request, Leave) and request.failure):
             self._rewinding.held.append(request)
+            self._open(request, now).is_held = True
             return []
         if isinstance(request, AcceptRollback):
             error, self.rolled_back = self.rolled_back, None
             return [CompleteRequest(request.request, error)]
         if self._newcomer is not None:
             answered = self._newcomer.accept(request)
+            if self._newcomer.held and self._newcomer.held[-1] is request:
+                self._open(request, now).is_held = True
             if answered is not None:
                 return answered
         match request:
             case Register():
-                self._open(request.request, "joining the cluster", now)
+                self._open(request, now)
                 self._registering.append(request.request)
                 return self._registered() if self.joining.complete else []
             case DeclareKeys():
-                self._open(request.request, f"init of {names_of(request.keys)}", now)
+                self._open(request, now)
                 self._declared[request.request] = request
                 if POLICIES[request.mode].by_priority:
                     self.transfers.keep_little_flying()
@@ -472,28 +487,27 @@ class Worker(Machine):
                 self.transfers.kernels = request.kernels
                 return [CompleteRequest(request.request)]
             case Configure() | Command() | Lease() | Used():
-                self._open(request.request, label_of(request), now)
+                self._open(request, now)
                 rests = isinstance(request, Lease) and request.rests
                 rest = self.aggregation.rest() if rests and self.aggregation is not None else []
                 return [*rest, self._pending.ask(request.request, request)]
             case EnterBarrier():
-                label = f"barrier ({request.statement})" if request.statement else "barrier"
-                self._open(request.request, label, now, request.timeout_s)
+                self._open(request, now, request.timeout_s)
                 if self._newcomer is not None and self._newcomer.looks_on:
                     return [self._barriers.compare(request)]
                 meets = [] if self._progress is None else self._progress.meets()
                 return [*meets, *self._barriers.enter(request, self.step)]
             case ClaimFolder():
-                self._open(request.request, f"lock of the folder of {request.folder}", now)
+                self._open(request, now)
                 return self._saving.claim(request)
             case SaveStore():
-                self._open(request.request, f"checkpoint of step {request.step}", now).in_background = True
+                self._open(request, now).in_background = True
                 there = {rank: member for rank, member in self.servers.items() if member in self._dialled}
                 if len(there) < len(self.servers) and not request.failure:
                     request = replace(request, failure="a server is lost, and not back yet: save again")
                 return self._saving.save(request, there, self.step)
             case LoadStore():
-                self._open(request.request, "loading of a checkpoint", now)
+                self._open(request, now)
                 self._saving.load(request)
                 return []
             case ReportProgress():
@@ -510,14 +524,22 @@ class Worker(Machine):
             self._progress = ProgressReports(self._pending, self.transfers, self.servers)
         return self._progress.report(request, now)
 
-    def _open(self, request: int, label: str, now: float, timeout_s: float | None = None) -> Pending:
-        pending = self._pending.open(request, label, now, NEVER if timeout_s is None else now + timeout_s)
+    def _release(self, held: Sequence[Request], now: float) -> list[Effect]:
+        """What was held back goes on."""
+        for request in held:
+            self._pending.release(request.request)
+        self._hint = None if held else self._hint
+        return [effect for request in held for effect in self._accept(request, now)]
+
+    def _open(self, request: Request, now: float, timeout_s: float | None = None) -> Pending:
+        due = NEVER if timeout_s is None else now + timeout_s
+        pending = self._pending.open(request.request, label_of(request), now, due)
         self._hint = None if len(self._pending) == 1 else self._hint
         self._blocked.look_later(now)
         return pending
 
     def _transfer(self, request: Transfer, now: float) -> list[Effect]:
-        pending = self._open(request.request, request.label, now)
+        pending = self._open(request, now)
         if not request.runs:
             return [self._close(pending)]
         self.transfers.start(request)
@@ -530,7 +552,7 @@ class Worker(Machine):
         if self.aggregation is not None:
             self.aggregation.stop_leading()
         timeout_s = self.limits.farewell_s if request.failure else None
-        pending = self._open(request.request, "leaving the cluster", now, timeout_s)
+        pending = self._open(request, now, timeout_s)
         if self.failure is not None or not self.joining.complete:
             return [self._close(pending), Halt()]
         return []
@@ -682,9 +704,10 @@ class Worker(Machine):
             return self._fail_all(ConfigError(reason))
         held = [] if self._rewinding is None else self._rewinding.held
         held += [] if self._newcomer is None else self._newcomer.rewind()
-        self._rewinding = Rewinding(message.number, held=[one for one in held if not isinstance(one, DROPPED)])
+        kept: list[Request] = [one for one in held if not isinstance(one, DROPPED)]
+        self._rewinding = Rewinding(message.number, message.step, held=kept)
         error = self.rolled_back = RolledBackError(message.reason, message.step)
-        effects: list[Effect] = [FailRequest(one.request, error) for one in held if isinstance(one, DROPPED)]
+        effects: list[Effect] = []
         there = {peer.member for peer in self.peers}
         for rank, member in list(self.servers.items()):
             if member not in there:
@@ -694,10 +717,11 @@ class Worker(Machine):
                 effects.append(Forget(member))
         loading = {load.request for load in self._saving.waiting}
         loading.update(() if self._progress is None else self._progress.rewind())
+        dropped = loading | {one.request for one in held if isinstance(one, DROPPED)}
         self._saving.waiting.clear()
         for pending in list(self._pending):
             is_shared = isinstance(pending.asked_for, Barrier | Claim | Save | Load | Lease | Used)
-            is_shared |= pending.request in loading
+            is_shared |= pending.request in dropped
             if is_shared or self.transfers.is_open(pending.request):
                 self._barriers.drop(pending.request)
                 self._saving.drop(pending.asked_for)
@@ -720,7 +744,7 @@ class Worker(Machine):
             return []
         self._rewinding = None
         self.step = int(self.transfers.slices.pushed.max(initial=0))
-        return [effect for request in rewinding.held for effect in self._accept(request, now)]
+        return self._release(rewinding.held, now)
 
     def _resume(self, sender: Member, message: Rewound) -> list[Effect]:
         """A server alone has gone back: tell it where this worker is, and the scheduler what it lacks; go on there."""
@@ -867,8 +891,10 @@ class Worker(Machine):
 
     def _fail_rest(self, error: Exception) -> list[Effect]:
         self.transfers.clear()
-        held = [] if self._newcomer is None else self._newcomer.fail(error)
-        return [*self._pending.fail_all(error), *held]
+        for holder in (self._newcomer, self._rewinding):
+            if holder is not None:
+                holder.held.clear()
+        return self._pending.fail_all(error)
 
     def _fail_all(self, error: Exception) -> list[Effect]:
         """Fail all requests, present and later ones."""
