@@ -9,7 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 STEPS = 16
 """The median of the last so many steps counts: a pause changes nothing."""
@@ -21,12 +23,12 @@ class Speed:
     Nothing is measured before it is asked for.
 
     Args:
-        settle: waits until a device has computed what it was given.
+        devices: where the gradients are computed; of CUDA devices it is waited for what they were given.
         clock: the time in seconds.
     """
 
-    def __init__(self, settle: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> None:
-        self._settle = settle
+    def __init__(self, devices: Sequence[torch.device], clock: Callable[[], float] = time.monotonic) -> None:
+        self._devices = [device for device in devices if device.type == "cuda"]
         self._clock = clock
         self._is_wanted = False
         self._since: float | None = None
@@ -36,7 +38,8 @@ class Speed:
     def computed(self, samples: int) -> None:
         """Gradients of so many examples are ready, or will be soon."""
         if self._since is not None and samples:
-            self._settle()
+            for device in self._devices:
+                torch.cuda.synchronize(device)
             self._seconds.append((self._clock() - self._since) / samples)
 
     def stepped(self) -> None:

@@ -171,7 +171,7 @@ class Trainer:
         self._overlap: Overlap | None = None  # there is one once the first step has found a store to send to
         self._rejects_nonfinite = reject_nonfinite
         self._nonfinite_steps = self._updates = 0
-        self._speed = Speed(self._settle_devices)
+        self._speed = Speed([replica.device for replica in self._parameters[0].replicas])
         self._samples = self._handed = 0
         """Examples in the weights, where no server counts them; those that `SplitSampler`s gave since the last step."""
         self._behind = 0
@@ -753,11 +753,6 @@ class Trainer:
             batch_size = self._speed.share(batch_size, store.average(own, counts=own > 0))
         self._speed.stepped()
         return batch_size
-
-    def _settle_devices(self) -> None:
-        for replica in self._parameters[0].replicas:
-            if replica.device.type == "cuda":
-                torch.cuda.synchronize(replica.device)
 
     @property
     def nonfinite_steps(self) -> int:

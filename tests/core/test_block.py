@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from examples.delay_compensation import DelayCompensation
 from kvdist.core.policy import ASYNC, SYNC, Policy
 from kvdist.core.round import PullRequest, Verdict, is_complete
 from kvdist.core.server.block import Block, Contribution, apply_round
@@ -16,6 +17,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, worker
+from kvdist.optimizer import registry
 from kvdist.optimizer.base import Extent
 from kvdist.optimizer.registry import create
 from kvdist.optimizer.updater import Updater
@@ -231,9 +233,18 @@ def test_asynchronous_pushes_that_wait_for_the_first_value_make_one_version_each
     assert (made.version, value(made)) == (2, [12, 2, 3])
 
 
-def test_a_rule_knows_whose_push_an_asynchronous_update_is_so_dc_asgd_remembers_what_each_worker_has() -> None:
+@pytest.fixture
+def compensated() -> type[Any]:
+    """The rule of the example, which is registered for this test alone."""
+    with mock.patch.dict(registry._BY_NAME):
+        return importlib.import_module("examples.delay_compensation").DelayCompensation
+
+
+def test_a_rule_knows_whose_push_an_asynchronous_update_is_so_dc_asgd_remembers_what_each_worker_has(
+    compensated: type[Any],
+) -> None:
     rate, lamda = 0.5, 0.25
-    made, updater = block(ASYNC), Updater(DelayCompensation(learning_rate=rate, workers=2, lamda=lamda), REFERENCE)
+    made, updater = block(ASYNC), Updater(compensated(learning_rate=rate, workers=2, lamda=lamda), REFERENCE)
     weight, pulled, steps = np.array([1, 2, 3], np.float32), {}, [0, 0, 0]
     for turn, rank in enumerate([0, 1, 1, 2, 0, 1]):
         grad = np.array([1, -2, turn], np.float32)
@@ -246,8 +257,8 @@ def test_a_rule_knows_whose_push_an_asynchronous_update_is_so_dc_asgd_remembers_
         assert value(made) == weight.tolist(), f"turn {turn}"
 
 
-def test_a_rule_hears_of_nobody_where_several_have_pushed() -> None:
-    made, updater = block(), Updater(DelayCompensation(learning_rate=1.0, workers=2, lamda=1.0), REFERENCE)
+def test_a_rule_hears_of_nobody_where_several_have_pushed(compensated: type[Any]) -> None:
+    made, updater = block(), Updater(compensated(learning_rate=1.0, workers=2, lamda=1.0), REFERENCE)
     for step in range(2):
         offer_all(made, contribution(0, [1, 1, 1], step), contribution(1, [1, 1, 1], step))
         close(made, updater)

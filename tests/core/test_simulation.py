@@ -388,11 +388,7 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     "leases on hosts",
     "leases of all but one",
     "long async",
-    *[
-        name
-        for name, scenario in SCENARIOS.items()
-        if scenario.is_odd and name not in ("odd", "odd copies", "odd leases")
-    ],
+    *[name for name, scenario in SCENARIOS.items() if scenario.is_odd and name not in ("odd", "odd leases")],
     "offloaded",
     "offloaded and a leaver",
     "offloaded and encoded",

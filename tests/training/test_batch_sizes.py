@@ -8,17 +8,15 @@ import torch
 from kvdist import Trainer
 from kvdist.training.batch_sizes import STEPS, Speed
 
+DEVICES = [torch.device("cuda:1"), torch.device("cpu")]
+
 
 class Times:
-    """A clock, and how often a device was waited for."""
+    """A clock, and which devices were waited for."""
 
     def __init__(self):
-        self.now, self.settled = 0.0, 0
-        self.speed = Speed(self.settle, lambda: self.now)
-        self.asked_first = self.speed.examples_per_s()
-
-    def settle(self):
-        self.settled += 1
+        self.now, self.settled = 0.0, []
+        self.speed = Speed(DEVICES, lambda: self.now)
 
     def step(self, seconds, samples):
         self.now += seconds
@@ -27,33 +25,37 @@ class Times:
         self.speed.stepped()
 
 
-def test_nothing_is_measured_before_it_is_asked_for():
-    times = Times()
-    times.speed = Speed(times.settle, lambda: times.now)
+@pytest.fixture
+def times(monkeypatch):
+    made = Times()
+    monkeypatch.setattr(torch.cuda, "synchronize", made.settled.append)
+    return made
+
+
+def test_nothing_is_measured_before_it_is_asked_for(times):
     for _ in range(3):
         times.step(1.0, 4)
-    assert times.speed.examples_per_s() == 0 and times.settled == 0
+    assert times.speed.examples_per_s() == 0 and not times.settled
 
 
-def test_nothing_is_advised_before_anything_was_measured():
-    times = Times()
+def test_nothing_is_advised_before_anything_was_measured(times):
+    assert times.speed.examples_per_s() == 0
     times.step(1.0, 4)
-    assert times.asked_first == times.speed.examples_per_s() == 0
-    assert times.settled == 0, "when that step began is not known"
+    assert times.speed.examples_per_s() == 0 and not times.settled, "when that step began is not known"
     assert times.speed.share(32, 5.0) == 32
 
 
-def test_a_worker_gets_as_many_times_the_examples_as_it_is_faster_than_the_mean_and_a_pause_changes_nothing():
-    times = Times()
+def test_a_worker_gets_as_many_times_the_examples_as_it_is_faster_than_the_mean_and_a_pause_changes_nothing(times):
+    times.speed.examples_per_s()
     for turn in range(STEPS + 1):
         times.step(60.0 if turn == 3 else 2.0, 8)
-    assert times.settled == STEPS
+    assert times.settled == DEVICES[:1] * STEPS
     assert times.speed.examples_per_s() == 4.0
     assert [times.speed.share(32, mean) for mean in (4.0, 2.0, 8.0, 1e9)] == [32, 64, 16, 1]
 
 
-def test_a_speed_that_changes_is_followed_within_the_steps_that_count():
-    times = Times()
+def test_a_speed_that_changes_is_followed_within_the_steps_that_count(times):
+    times.speed.examples_per_s()
     for _ in range(2 * STEPS):
         times.step(1.0, 8)
     for _ in range(STEPS):

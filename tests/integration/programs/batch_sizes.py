@@ -17,7 +17,7 @@ def main(store_name):
     with kv.create(store_name) as store:
         weight = torch.nn.Parameter(torch.zeros(1))
         trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store)
-        trainer._speed = Speed(lambda: None, lambda: computed_s)
+        trainer._speed = Speed([], lambda: computed_s)
         loader = DataLoader(data, 12, sampler=QueueSampler(EXAMPLES, shuffle=False))
         sizes = []
         for (x,) in trainer.batches(loader):
