@@ -95,3 +95,24 @@ def test_what_is_no_dump_is_refused_with_a_sentence(text: str, tmp_path: Path) -
     (tmp_path / "worker-0.1.dump").write_text(text)
     with pytest.raises(NoDumps, match=r"has no dumps to explain: worker-0\.1\.dump is not a dump of this version"):
         read_dumps(tmp_path)
+
+
+@each(
+    "text, told",
+    [
+        (
+            "worker-1: waiting 12.0 s for 1 more worker to join: 1 of at least 2 are there, in push of 'w'",
+            "Worker-1 waited 12.0 s for 1 more worker to join: 1 of at least 2 are there, in push of 'w'.",
+        ),
+        (
+            "worker-1: waiting 12.0 s for server-1 to read the snapshot of step 120, in going back to a snapshot",
+            "Everybody waited for server-1. Worker-1 waited 12.0 s for server-1 to read the snapshot of step 120",
+        ),
+    ],
+)
+def test_calls_that_are_held_back_are_told(text: str, told: str, tmp_path: Path) -> None:
+    run(1, replace(SCENARIOS["killed worker"], victims=("worker-1",)), tmp_path)
+    (dump,) = [dump for dump in read_dumps(tmp_path) if dump.process == "worker-0"]
+    dump.about = {**dump.about, "process": "worker-1", "wait": text, "failure": None, "reason": "a long wait"}
+    dump.entries = []
+    assert told.replace("Worker-1", "worker-1") in Story([dump]).paragraph()

@@ -55,6 +55,7 @@ from kvdist.protocol.arrays import INDEX, Arrays, Coded, Encoding, as_octets, of
 from kvdist.protocol.messages import (
     ROW_IDS,
     CompressedPush,
+    DueWhen,
     Fill,
     InitRows,
     Message,
@@ -344,7 +345,7 @@ _DATACLASSES: dict[str, type[Any]] = {
         RunSlice, SavedFile, SavedKey, Slice, SliceState,
     )
 }  # fmt: skip
-_ENUMS: dict[str, type[enum.Enum]] = {one.__name__: one for one in (DType, Encoding, Role, RunKind)}
+_ENUMS: dict[str, type[enum.Enum]] = {one.__name__: one for one in (DType, DueWhen, Encoding, Role, RunKind)}
 
 
 class Writer:

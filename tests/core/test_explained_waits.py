@@ -61,7 +61,7 @@ def work_but(wired: Wired, who: str, kind: type) -> OpenWork:
 def wired(tmp_path: Path) -> Wired:
     """Two workers and two servers, with something on each of these, after three steps and a snapshot."""
     limits = Limits(explain_after_s=10.0, stall_shutdown_s=STALL_S)
-    wired = Wired(2, 2, limits, on_loss="continue", snapshots=tmp_path)
+    wired = Wired(2, 2, limits, on_loss="continue", snapshots=str(tmp_path))
     wired.initialise({"w": [0, 0], "b": [0]})
     assert {info.slices[0].server for info in wired.infos.values()} == {0, 1}
     for rank in (0, 1):

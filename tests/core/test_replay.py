@@ -16,7 +16,7 @@ from kvdist.why import read_dumps
 from tests.cases import each
 from tests.simulation import SCENARIOS, run, small_messages
 
-REPLAYED = ["checkpoints in a storm", "hosts in a storm", "rows and a killed server", "offloaded and encoded"]
+REPLAYED = ["checkpoints in a storm", "hosts in a storm", "rows and a killed server", "offloaded and encoded", "quota"]
 
 
 @each("name", REPLAYED)

@@ -83,6 +83,7 @@ from kvdist.protocol.messages import (
     SnapshotTaken,
     TakeRestored,
 )
+from tests import simulation
 from tests.cases import each
 from tests.core import row_runs, row_workload
 from tests.simulation import IMPATIENT, JOINING, PROMPT, SCENARIOS, STORM, Scenario, SimulationError, run
@@ -93,6 +94,8 @@ SEEDS_MAX = max(SEEDS, 10)
 """Seeds within which all that a scenario is there for must have happened."""
 MUTANT_SEEDS = 40
 """Within so many seeds a broken rule must be noticed."""
+MUTANT_EVENTS_MAX = 60_000
+"""More mean that a mutant spins; the longest of their scenarios has a third of that."""
 
 DROPPED = ("sum without its leader dropped", "sum without a follower dropped")
 
@@ -1818,6 +1821,7 @@ def seeds_to_notice(scenario: str, patches: Patches, noted: int = 0) -> int | No
     The noted seed comes first: unless the protocol has changed since it was noted, it is the only one.
     """
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(simulation, "EVENTS_MAX", MUTANT_EVENTS_MAX))
         for owner, name, function in patches:
             stack.enter_context(mock.patch.object(owner, name, function))
         for seed in dict.fromkeys([noted, *range(MUTANT_SEEDS)]):

@@ -110,7 +110,7 @@ class Wired:
         devices: Sequence[Device] = (),
         on_loss: str = "fail",
         scheduler_away_s: float | None = None,
-        snapshots: Path | str | None = None,
+        snapshots: str | None = None,
         min_workers: int | None = None,
         return_s: float | None = None,
     ) -> None:
@@ -153,7 +153,7 @@ class Wired:
             bigarray_bound=bigarray_bound,
             on_loss=on_loss,
             scheduler_away_s=scheduler_away_s,
-            snapshots=None if snapshots is None else str(snapshots),
+            snapshots=snapshots,
             min_workers=min_workers,
             return_s=return_s,
             limits=self.limits,

@@ -275,13 +275,14 @@ class Newcomers:
             since = self._waiting_since[sender, message.request]
             deed += f", as only {sender} has, which joins them: if it runs another program, start it with theirs"
             yield MemberWait(sender, message.request, since, workers, subject, deed)
-        if self._held_since is not None:
-            there, least = self._ready_ones, self._scheduler.config.min_workers or 0
-            lacking = self._lacking(len(there))
-            who = f"{lacking} more worker{'s' if lacking > 1 else ''}"
-            deed = f"join: {least - lacking} of at least {least} are there"
-            for member in there:
-                yield MemberWait(member, 0, self._held_since, (), "", deed, who)
+        if self._held_since is None:
+            return
+        there, least = self._ready_ones, self._scheduler.config.min_workers or 0
+        lacking = self._lacking(len(there))
+        who = f"{lacking} more worker{'s' if lacking > 1 else ''}"
+        deed = f"join: {least - lacking} of at least {least} are there"
+        for member in there:
+            yield MemberWait(member, 0, self._held_since, (), "", deed, who)
 
     def agreed(self, store: int, statement: str) -> None:
         """All workers have made the same statement at a barrier of this store."""
