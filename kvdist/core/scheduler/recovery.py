@@ -89,7 +89,7 @@ class Memories:
         """What the launcher says of the end of this process, or of a later one of its rank; None if nothing."""
         ended = self.ended.get(member.node)
         lives = {peer.life for message in self.registered.values() for peer in message.peers if peer.member == member}
-        return ended if ended is not None and max(lives) <= ended.life else None
+        return ended if ended is not None and max(lives, default=0) <= ended.life else None
 
     def awaited(self) -> list[Member]:
         """The members that may still register."""
