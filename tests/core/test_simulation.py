@@ -831,7 +831,7 @@ def promises_again(self: Round[Any, Any], more: int = 1) -> int:
 
 
 def keeps_what_servers_had_said(self: Newcomers) -> list[Effect]:
-    return [] if self._is_held else ORIGINAL_GONE_BACK(self)
+    return [] if self._held_since is not None else ORIGINAL_GONE_BACK(self)
 
 
 def is_ready_too_early(self: Newcomers, sender: Member, message: Message) -> list[Effect]:
