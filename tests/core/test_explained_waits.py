@@ -220,7 +220,8 @@ def test_a_newcomer_says_how_many_workers_it_waits_for(alone: Wired) -> None:
     assert worker.waiting_since is None and worker.explain(alone.now) is None
 
 
-def test_a_newcomer_may_push_what_is_not_pushed_at_each_step_first() -> None:
+def with_newcomer() -> Wired:
+    """Two workers and a server; worker 1 was lost after a step, and has declared its keys again."""
     wired = Wired(2, 1, on_loss="continue")
     wired.initialise({"w": [0, 0], "b": [0]})
     train(wired)
@@ -228,6 +229,11 @@ def test_a_newcomer_may_push_what_is_not_pushed_at_each_step_first() -> None:
     wired.come_back(1)
     wired.declare(1, {"w": (2,), "b": (1,)})
     wired.settle()
+    return wired
+
+
+def test_a_newcomer_may_push_what_is_not_pushed_at_each_step_first() -> None:
+    wired = with_newcomer()
     late = wired.pushpull(1, {"w": [1, 2]})
     wired.settle()
     other = wired.pushpull(0, {"w": [3, 4]})
@@ -254,13 +260,7 @@ def test_a_newcomer_may_be_ended_while_it_waits(alone: Wired) -> None:
 
 
 def test_a_newcomer_says_which_server_lets_it_wait() -> None:
-    wired = Wired(2, 1, on_loss="continue")
-    wired.initialise({"w": [0, 0], "b": [0]})
-    train(wired)
-    wired.kill("worker-1")
-    wired.come_back(1)
-    wired.declare(1, {"w": (2,), "b": (1,)})
-    wired.settle()
+    wired = with_newcomer()
     wired.stopped["server-0"] = None  # it stands still
     wired.take_part(1)
     wired.advance(11.0)

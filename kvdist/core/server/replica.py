@@ -597,9 +597,14 @@ class ReplicatedServer(Server):
 
     def _await_backup(self, reason: str, now: float) -> None:
         """There is no link to the backup. If it is lost, the scheduler says so long before this time."""
-        wait_s = max(3 * self.limits.patience_s, OUT_OF_REACH_S_MIN)
-        self._out_of_reach_at, self._why_out_of_reach = max(now + wait_s, self._judged_from), reason
+        self._out_of_reach_at = max(now + self._link_wait_s, self._judged_from)
+        self._why_out_of_reach = reason
         self._turns = 0
+
+    @property
+    def _link_wait_s(self) -> float:
+        """How long a link to the backup may be away."""
+        return max(3 * self.limits.patience_s, OUT_OF_REACH_S_MIN)
 
     def _reached(self, member: Member) -> None:
         """There is a link to another server."""
@@ -774,8 +779,7 @@ class ReplicatedServer(Server):
         """Say, too, what is in copies: of this server, and of the one before it, which may be lost by now."""
         effects = super()._reregister(now)
         # It judges when all have registered that will, and says so with a roster.
-        wait_s = max(3 * self.limits.patience_s, OUT_OF_REACH_S_MIN)
-        self._judged_from = now + self.joining.scheduler_absence_s + wait_s
+        self._judged_from = now + self.joining.scheduler_absence_s + self._link_wait_s
         if self._out_of_reach_at < NEVER:
             self._out_of_reach_at = max(self._out_of_reach_at, self._judged_from)
         told = [Copied(self.me.node.rank, self.epoch)] if self._is_whole else []
