@@ -2,6 +2,7 @@
 
     python benchmarks/limping.py graded --seeds 1          # ten minutes; prints a table
     python benchmarks/limping.py --seeds 5 --write         # all settings; results/limping.json, .md and .png
+    python benchmarks/limping.py graded --final --seeds 5  # accuracy after ten epochs, in place of time to an accuracy
     python benchmarks/limping.py --report                  # the table and the picture of what is there
 
 Every machine is a process that runs `examples/limping/train.py` at its speed, nearly always asleep, so several jobs run
@@ -31,7 +32,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ SPLIT = 0
 SLOW_KBIT = 1000
 """19 kB take 0.15 s: gradients of a small network on a line as slow for them as 1 Gbit/s is for 20 MB."""
 START_S, RUN_S = 240.0, 400.0
+EXAMPLES = 13_470
+"""Ten epochs: with ``--final``, a run ends after so many."""
 METHODS = ("DDP", "DDP, best subset", "alone", "dist", "quota", "quota, local steps")
 COLOURS = dict(zip(METHODS, ("#d62728", "#ff7f0e", "#7f7f7f", "#9467bd", "#1f77b4", "#2ca02c"), strict=True))
 AIMS = [
@@ -78,6 +81,8 @@ class Work:
     setting: str
     method: str
     seed: int
+    examples: int = 0
+    """After which it ends; 0: when it reaches the target."""
 
     @property
     def machines(self) -> Setting:
@@ -85,7 +90,7 @@ class Work:
 
 
 def work_of(run: dict[str, Any]) -> Work:
-    return Work(run["setting"], run["method"], run["seed"])
+    return Work(run["setting"], run["method"], run["seed"], run.get("examples", 0))
 
 
 def tuned(work: Work) -> dict[str, Any] | None:
@@ -118,6 +123,7 @@ class Job:
         words = [f"--batch={config['batch']}", f"--lr={config['learning_rate']}", f"--momentum={config['momentum']}"]
         words += [f"--unit={UNIT_S}", f"--seed={work.seed}", f"--folder={self.folder}", f"--data={data}"]
         words += ["--folder", str(self.folder), "--speeds", *map(str, self._speeds)]
+        words += ["--examples", str(work.examples)]
         words += ["--spiky"] * work.machines.spiky + ["--ddp"] * self._is_ddp
         self._command = [sys.executable, SCRIPT, *words]
 
@@ -198,9 +204,10 @@ class Job:
         had_s = processor_s(self._pids()) - before_s
         looks = [line.split()[1:] for line in self._lines("look")]
         return {
-            "setting": self._work.setting, "method": self._work.method, "seed": self._work.seed,
+            **asdict(self._work),
             "seconds": round(reached - began, 3), "killed_s": self._kill_s, "back_s": self._back_s,
             "processors": round(max(0.0, had_s) / (reached - began), 3),  # without those that were killed
+            "fastest_idle": round(self._idle("busy-0", began, reached), 4),
             "looks": [[round(float(at) - began, 2), int(seen), round(float(right), 4)] for at, seen, right in looks],
         }  # fmt: skip
 
@@ -210,6 +217,11 @@ class Job:
     def _lines(self, word: str) -> list[str]:
         looks = self.folder / "looks"
         return [line for line in looks.read_text().splitlines() if line.startswith(word)] if looks.exists() else []
+
+    def _idle(self, name: str, began: float, ended: float) -> float:
+        """The share of this time in which a machine computed nothing, by what it noted in this file."""
+        spans = [[float(word) for word in line.split()] for line in (self.folder / name).read_text().splitlines()]
+        return 1 - sum(max(0.0, min(end, ended) - max(start, began)) for start, end in spans) / (ended - began)
 
     def _until(self, when: float) -> bool:
         """Wait; whether there is still something to be done then."""
@@ -299,7 +311,7 @@ def measure(works: list[Work], at_once: int, runs: list[dict[str, Any]], keep: A
     lock = threading.Lock()
     medians = {
         (setting, method): statistics.median(run["seconds"] for run in group)
-        for (setting, method), group in grouped(runs).items()
+        for (setting, method), group in grouped(to_target(runs)).items()
     }
 
     def one(work: Work) -> None:
@@ -326,6 +338,11 @@ def measure(works: list[Work], at_once: int, runs: list[dict[str, Any]], keep: A
         list(pool.map(one, works))
 
 
+def to_target(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those that ended at the target, and not after a number of examples."""
+    return [run for run in runs if not run.get("examples")]
+
+
 def grouped(runs: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     groups = defaultdict(list)
     for run in runs:
@@ -349,7 +366,8 @@ def report(runs: list[dict[str, Any]]) -> str:
     """Tables of medians and of what was aimed at."""
     chance = random.Random(0)
     simulated = json.loads(TUNED.read_text())
-    times = {key: [run["seconds"] for run in group] for key, group in grouped(runs).items()}
+    groups = grouped(to_target(runs))
+    times = {key: [run["seconds"] for run in group] for key, group in groups.items()}
 
     def beside(setting: str, method: str, other: str) -> str:
         if method == other or (setting, other) not in times:
@@ -358,8 +376,9 @@ def report(runs: list[dict[str, Any]]) -> str:
         return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
     rows = [
-        ["setting", "method", "seeds", "median s", "least–most", "of DDP", "of DDP's best subset", "simulated of DDP"]
-    ]
+        ["setting", "method", "seeds", "median s", "least–most", "of DDP", "of DDP's best subset", "simulated of DDP",
+         "fastest idle"]
+    ]  # fmt: skip
     for setting, method in itertools.product(SETTINGS, METHODS):
         own = times.get((setting, method))
         if not own:
@@ -368,7 +387,9 @@ def report(runs: list[dict[str, Any]]) -> str:
         model = f"{there[method]['median'] / there['DDP']['median']:.2f}" if method in there else ""
         span = f"{min(own):.1f}–{max(own):.1f}"
         against = [beside(setting, method, other) for other in METHODS[:2]]
-        rows.append([setting, method, str(len(own)), f"{statistics.median(own):.1f}", span, *against, model])
+        calm = [run["fastest_idle"] for run in groups[setting, method] if "fastest_idle" in run and not run["killed_s"]]
+        idle = f"{statistics.median(calm):.1%}" if calm else ""
+        rows.append([setting, method, str(len(own)), f"{statistics.median(own):.1f}", span, *against, model, idle])
     aims = [["setting", "method", "beside", "aim", "ratio [5 %, 95 %]", "reached"]]
     for setting, method, other, aim in AIMS:
         if (setting, method) in times and (setting, other) in times:
@@ -381,6 +402,16 @@ def report(runs: list[dict[str, Any]]) -> str:
             verdict = "" if aim is None else "yes" if middle <= aim else "no"
             told = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
             aims.append(["chronic, death", method, "itself, calm", f"≤ {aim}" if aim else "", told, verdict])
+    finals = [["setting", "method", "seeds", "accuracy", "least–most", "points from dist"]]
+    ends = {
+        key: [100 * statistics.fmean(look[2] for look in run["looks"][-3:]) for run in group]
+        for key, group in grouped([run for run in runs if run.get("examples")]).items()
+    }
+    for (setting, method), own in sorted(ends.items()):
+        middle, span = statistics.median(own), f"{min(own):.2f}–{max(own):.2f}"
+        others = ends.get((setting, "dist")) if method != "dist" else None
+        apart = f"{middle - statistics.median(others):+.2f}" if others else ""
+        finals.append([setting, method, str(len(own)), f"{middle:.2f} %", span, apart])
     had = sorted(run["processors"] for run in runs)
     lines = [
         "# The limping cluster",
@@ -394,6 +425,12 @@ def report(runs: list[dict[str, Any]]) -> str:
         "## Beside what was aimed at",
         "",
         *table(aims),
+        "",
+        f"## After {EXAMPLES:,} examples",
+        "",
+        "The mean of the last three looks.",
+        "",
+        *table(finals),
         "",
     ]  # fmt: skip
     return "\n".join(lines)
@@ -414,7 +451,7 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    groups = grouped(runs)
+    groups = grouped(to_target(runs))
     settings = [name for name in SETTINGS if any(setting == name for setting, _ in groups)]
     rows = (len(settings) + 1) // 2
     figure, axes = plt.subplots(rows, 2, figsize=(15, 4.2 * rows), squeeze=False)
@@ -457,6 +494,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[5], help="how many, or first and last")
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time (default: 2)")
+    parser.add_argument("--final", action="store_true", help=f"end after {EXAMPLES} examples, and compare accuracies")
     parser.add_argument("--write", action="store_true", help="add to results/limping.json, and write table and picture")
     parser.add_argument("--report", action="store_true", help="run nothing; write table and picture of what is there")
     options = parser.parse_args()
@@ -480,8 +518,14 @@ def main() -> None:
             remove_stale()
         first, last = (0, options.seeds[0] - 1) if len(options.seeds) == 1 else options.seeds
         for name in settings:
-            works = [Work(name, method, seed) for seed in range(first, last + 1) for method in options.methods]
-            works = [work for work in works if tuned(work) and (work.method != "dist" or work.setting == "equal")]
+            examples = EXAMPLES if options.final else 0
+            works = [
+                Work(name, method, seed, examples) for seed in range(first, last + 1) for method in options.methods
+            ]
+            works = [
+                work for work in works
+                if tuned(work) and (work.method != "dist" or examples or work.setting == "equal")
+            ]  # fmt: skip
             measure(works, options.at_once, runs, keep)
     text = report(runs)
     print(text)

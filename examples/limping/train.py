@@ -49,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--spiky", action="store_true", help="machines stall at random")
     parser.add_argument("--folder", type=Path, default=None, help="where looks at the accuracy are noted")
     parser.add_argument("--data", type=Path, default=None, help="the digits in a file, for want of scikit-learn")
+    parser.add_argument("--examples", type=int, default=0, help="end after so many; 0: at the target")
     parser.add_argument("--looker", type=int, default=1, help="the rank that looks at the accuracy")
     return parser.parse_args()
 
@@ -76,22 +77,27 @@ def network(seed: int) -> nn.Sequential:
 
 
 class Machine:
-    """Takes its time for a gradient."""
+    """Takes its time for a gradient, and notes from when to when it was busy."""
 
     def __init__(self, options: argparse.Namespace, number: int) -> None:
         self._options, self._speed = options, options.speeds[number]
         self._chance = random.Random(f"{options.seed} {number} {os.environ.get('KVDIST_RESTARTS', '0')}")
-        self._due = 0.0
+        self._began = self._due = 0.0
+        self._log = None if options.folder is None else (options.folder / f"busy-{number}").open("a", buffering=1)
 
     def begin(self, batch: int) -> None:
         chance, cost = self._chance, 0.1 + 0.9 * batch / 32
         units = cost / self._speed * math.exp(chance.gauss(0, JITTER))
         if self._options.spiky and chance.random() < STALL_CHANCE * cost:
             units += chance.expovariate(1 / STALL_UNITS)
-        self._due = time.monotonic() + units * self._options.unit
+        self._began = time.monotonic()
+        self._due = self._began + units * self._options.unit
 
     def end(self) -> None:
-        time.sleep(max(0.0, self._due - time.monotonic()))
+        now = time.monotonic()
+        time.sleep(max(0.0, self._due - now))
+        if self._log is not None:
+            print(self._began, max(self._due, now), file=self._log)
 
 
 class Looks:
@@ -99,7 +105,7 @@ class Looks:
 
     def __init__(self, options: argparse.Namespace, net: nn.Module, data: tuple[torch.Tensor, ...]) -> None:
         _, train_y, self._x, self._y = data
-        self._half_epoch = len(train_y) / 2
+        self._half_epoch, self._examples = len(train_y) / 2, options.examples
         self._weights = [weight.detach() for weight in net.parameters()]
         self.average = [weight.clone() for weight in self._weights]
         self._net = network(0)
@@ -127,6 +133,8 @@ class Looks:
         self._last = [*self._last, float(right.float().mean())][-LOOKS:]
         print("look", time.monotonic(), seen, self._last[-1], file=self._log)
         reached = len(self._last) == LOOKS and sum(self._last) / LOOKS >= TARGET - 1e-9
+        if self._examples:
+            reached = seen >= self._examples
         if reached:
             print("reached", time.monotonic(), file=self._log)
         return reached
