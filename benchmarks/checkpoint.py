@@ -3,13 +3,15 @@
     python benchmarks/checkpoint.py                       # 25 arrays of 4 MB with Adam, on the disk of the home folder
     python benchmarks/checkpoint.py --folder /mnt/fast
     python benchmarks/checkpoint.py --snapshots 10        # pairs of runs with and without snapshots, ten minutes each
+    python benchmarks/checkpoint.py --snapshots 4 --every 5 --seconds 60   # what one costs, by taking many
 
 Two workers step without a pause; some steps in, all call `save_checkpoint` and go on. Reported are the median step
 without one under way, the step in which it is called, the median of those while servers write, and the seconds until
 the future is done, beside those of writing and syncing as many bytes by one process.
 
 With ``--snapshots`` runs with and without snapshots take turns, and what is reported is how much fewer steps a second
-there are with them: the mean over the pairs, and the interval that has it in 95 of 100 draws of as many pairs.
+there are with them: the mean over the pairs, and the interval that has it in 95 of 100 draws of as many pairs. With
+``--every`` one is begun after so many seconds, which shows in a short run, and what one costs is reported.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.home(), help="where to write; emptied afterwards")
     parser.add_argument("--snapshots", type=int, metavar="PAIRS", help="measure snapshots, in so many pairs of runs")
     parser.add_argument("--seconds", type=float, default=300.0, help="of each run of a pair")
+    parser.add_argument("--every", type=float, help="seconds from snapshot to snapshot; by what one takes if not set")
     options = parser.parse_args()
     end_on_terminate()
     if options.snapshots:
-        compare_snapshots(Work(options.spec, optimizer="adam"), options.snapshots, options.seconds, options.folder)
+        compare_snapshots(Work(options.spec, optimizer="adam"), options)
         return
     work = Work(options.spec, optimizer="adam", steps=20, warmup=20)
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as folder:
@@ -60,19 +63,25 @@ def main() -> None:
     print(f"writing and syncing as much by one process alone: {1e3 * plain_s:.0f} ms")
 
 
-def compare_snapshots(work: Work, pairs: int, seconds: float, folder: Path) -> None:
+def compare_snapshots(work: Work, options: argparse.Namespace) -> None:
     """Print what snapshots cost."""
+    pairs, seconds, every = options.snapshots, options.seconds, options.every
     costs: list[float] = []
     for pair in range(pairs):
-        rates = {takes: rate_of(work, seconds, folder, takes) for takes in ((True, False), (False, True))[pair % 2]}
+        turns = ((True, False), (False, True))[pair % 2]
+        rates = {takes: rate_of(work, seconds, options.folder, takes, every) for takes in turns}
         costs.append(100 * (1 - rates[True] / rates[False]))
         print(f"pair {pair + 1}: {rates[False]:.2f} steps a second, with snapshots {rates[True]:.2f}", flush=True)
     low, high = interval_of(costs)
-    print(f"{work.spec} with Adam, {seconds:g} s a run, intervals by what a snapshot takes:")
+    how_often = f"one each {every:g} s" if every else "intervals by what a snapshot takes"
+    print(f"{work.spec} with Adam, {seconds:g} s a run, {how_often}:")
     print(f"snapshots cost {statistics.mean(costs):.2f} % of the steps ({low:.2f} to {high:.2f} %, {pairs} pairs)")
+    if every:
+        one, least, most = (every * cost / 100 for cost in (statistics.mean(costs), low, high))
+        print(f"one costs {one:.2f} s of training ({least:.2f} to {most:.2f} s)")
 
 
-def rate_of(work: Work, seconds: float, folder: Path, takes_snapshots: bool) -> float:
+def rate_of(work: Work, seconds: float, folder: Path, takes_snapshots: bool, every: float | None) -> float:
     """Steps a second."""
     with tempfile.TemporaryDirectory(prefix="snapshots-", dir=folder) as out:
         command = worker_command("snapshot_worker.py", *work.arguments("kvdist", out))
@@ -81,6 +90,8 @@ def rate_of(work: Work, seconds: float, folder: Path, takes_snapshots: bool) -> 
         launch = launch_command(work.workers, work.servers, command)
         launch[launch.index("--") : launch.index("--")] = options
         variables = environment(KVDIST_CHECKPOINT_ROOT=out, SECONDS_OF_STEPS=str(seconds))
+        if every:
+            variables["KVDIST_SNAPSHOT_INTERVAL_S"] = str(every)
         run_together([Start(launch, variables)], timeout_s=seconds + 300)
         if takes_snapshots and not any(Path(out).glob("snapshots/step-*/manifest.json")):
             raise SystemExit("no snapshot was complete: give the runs more --seconds")
