@@ -236,7 +236,8 @@ class Job:
             ended = next((one for one in self._started if one.poll() not in (None, -signal.SIGKILL)), None)
             if ended is not None or time.monotonic() > deadline:
                 said = (self.folder / "output").read_text(errors="replace")[-6000:]
-                raise RuntimeError(f"{self._work}: not {word}; {ended and ended.args}\n{said}")
+                looks = ", ".join(self._lines("look")[-3:]) or "none"
+                raise RuntimeError(f"{self._work}: not {word}; {ended and ended.args}; last looks: {looks}\n{said}")
             time.sleep(0.1)
         return float(found[0].split()[1])
 
