@@ -1338,8 +1338,10 @@ SCENARIOS: dict[str, Scenario] = {
     **_at_own_pace("quota", QUOTA),
     # A round takes longer than the news of a death, so the dead one has reported for a round that is open.
     "quota and a worker that dies in a long round": replace(
-        QUOTA, again=None, victims=("worker-1",), quota=60, weather=SLOW, spread_s=0.2
+        QUOTA, again=None, victims=("worker-1",), quota=250, weather=SLOW, spread_s=0.2
     ),
+    # One of them has pushed what the other is still awaited for.
+    "quota and two dead workers": replace(QUOTA, again=None, victims=("worker-1", "worker-3")),
     **_at_own_pace("backup", BACKUP),
     **_at_own_pace("quorum", QUORUM),
     **_alone("ssp", LED),

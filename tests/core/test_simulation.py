@@ -1310,6 +1310,7 @@ ORIGINAL_WEIGHT = DeviceUpdater._weight
 Patches = list[tuple[type | ModuleType, str, Any]]
 ORIGINAL_HEARD = Quotas.heard
 ORIGINAL_TAKE_ROUND = Round.take
+ORIGINAL_DROP = Round.drop
 
 
 def adds_up_reports(self: Quotas, sender: Member, message: Progress, now: float) -> list[Effect]:
@@ -1321,6 +1322,15 @@ def adds_up_reports(self: Quotas, sender: Member, message: Progress, now: float)
 
 def keeps_what_the_lost_have_said(self: Quotas, now: float) -> list[Effect]:
     return [effect for number in self._said for effect in self._look(number, now)]
+
+
+def keeps_the_samples_of_the_lost(self: Round[Any, Any], ranks: Set[int]) -> dict[int, int]:
+    """What the lost have pushed is dropped, and the mean is over their examples all the same."""
+    samples = sum(one.samples for rank, one in self.slots.items() if rank in ranks)
+    pushes = ORIGINAL_DROP(self, ranks)
+    for one in [*self.slots.values()][:1]:
+        one.samples += samples
+    return pushes
 
 
 def counts_reports(self: Quotas, sender: Member, message: Progress, now: float) -> list[Effect]:
@@ -1400,6 +1410,10 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "what a lost worker has reported counts": (
         "quota and a worker that dies in a long round",
         [(Quotas, "roster", keeps_what_the_lost_have_said)],
+    ),
+    "a mean is over the examples of lost workers, too": (
+        "quota and two dead workers",
+        [(Round, "drop", keeps_the_samples_of_the_lost)],
     ),
     "workers are counted by their reports": (
         "backup",

@@ -1,5 +1,7 @@
 """What the simulated workers do, and what the weights must be: gradients of integers, so that every sum is exact.
 
+Under a quota each push is the mean of a number of examples, which differs by worker and by round and may be none.
+
 A worker contributes to every key once a round, in an order and in lists of its own, by `push` or `pushpull`, with or
 without waiting, and reads in between; a few small keys most workers push as the same list. A value that it reads must
 be one that the servers had at some version, not older than its own pushes before the read, nor than what it has read
@@ -54,7 +56,7 @@ from kvdist.optimizer.compression import Codec, Half, TopK, encode
 from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Configure, DueWhen, Flag, Progress, SavedFile
 from kvdist.runtime.node import AnswerByKey, Node
-from tests.core.ledger import Books
+from tests.core.ledger import Books, Counted
 from tests.core.row_workload import TABLES, RowOracle, RowUser, Seen
 from tests.core.shelf import FULL, Shelf
 
@@ -175,6 +177,8 @@ class Oracle:
         self.firsts: dict[int | str, Array] = {}
         self.given: dict[tuple[int, int, int | str], Array | None] = {}
         """(rank, round, key) → the gradient, or None for an empty contribution."""
+        self.samples: dict[tuple[int, int], int] = {}
+        """(rank, round) → of how many examples its gradients are the mean; 0 for nothing. Under a quota only."""
         self._states: dict[int, list[tuple[Array, Array]]] = {}
         """Slice → its value, and what the optimizer remembers of it, at each version."""
         self.saves = [generator.random() < job.saves for _ in range(job.rounds)]
@@ -183,12 +187,16 @@ class Oracle:
         """Round → whether the workers push the small keys as one list."""
         # Halves hold integers up to 256, or 2048, exactly.
         by_rank, by_turn = (2, 8) if job.encodes else (10, 100)
+        if job.quota and job.mode == "sync":
+            places = [(rank, turn) for rank in self._ranks for turn in range(job.rounds)]
+            self.samples = {(rank, turn): (3 * rank + 2 * turn + 1) % 7 for rank, turn in places}
         for number, key in enumerate(KEYS):
             self.firsts[key.name] = (np.arange(key.size) % 5 + number).astype(key.dtype.storage)
             for rank in range(job.num_workers):
                 for turn in range(job.rounds_of(rank)):
                     grad = np.arange(key.size) % 7 + 1 + by_rank * rank + by_turn * turn
                     empty = generator.random() < (0.005 if key.name in TOGETHER else 0.1)
+                    empty = empty or self.samples.get((rank, turn)) == 0
                     self.given[rank, turn, key.name] = None if empty else grad.astype(key.dtype.storage)
         turns = [job.rounds_of(rank) for rank in self._ranks]
         self.rows = RowOracle(turns, job.optimizer, generator, self.books) if job.tables else None
@@ -262,11 +270,22 @@ class Oracle:
         for counted in self.books.rounds[piece.number][len(states) - 1 :]:
             if any(step >= self.job.rounds_of(member.node.rank) for member, step in counted):
                 break  # the round after the store was loaded
-            given = [self.given[member.node.rank, step, key.name] for member, step in counted]
-            present = [grad[part] for grad in given if grad is not None]
-            before = states[-1]
-            states.append(self._updated(key, *before, np.sum(present, axis=0)) if present else before)
+            summed, before = self._sum_of(counted, key, part), states[-1]
+            states.append(before if summed is None else self._updated(key, *before, summed))
         return states
+
+    def _sum_of(self, counted: Counted, key: Key, part: slice) -> Array | None:
+        """What a version is made of: a sum, or under a quota the mean over the examples in it. None for nothing."""
+        pushes = [(member.node.rank, step) for member, step in counted]
+        given = {(rank, step): self.given[rank, step, key.name] for rank, step in pushes}
+        present = {push: grad[part] for push, grad in given.items() if grad is not None}
+        if not present or not self.samples:
+            return np.sum([*present.values()], axis=0) if present else None
+        examples = sum(self.samples[push] for push in pushes)
+        mean = np.empty(part.stop - part.start, key.dtype.storage)
+        weights = [self.samples[push] / examples for push in present]
+        REFERENCE.weighted_sum([*present.values()], weights, key.dtype, mean)  # as servers round
+        return mean
 
     @property
     def _ranks(self) -> range:
@@ -509,7 +528,7 @@ class User:
         elif self.random.random() < 0.5:
             yield from self._take_part()
         ones = {key.name: np.ones(key.size, key.dtype.storage) for key in KEYS}
-        pushed = self._transfer(RunKind.PUSH, ones)
+        pushed = self._transfer(RunKind.PUSH, ones, self._samples_at_first)
         assert self._machine._newcomer is not None, "it has come late"
         # The oracle has to know what it gives before servers have it, so as soon as the worker itself knows its place.
         self._first = [piece.number for info in self.infos.values() for piece in info.slices]
@@ -550,14 +569,22 @@ class User:
         assert len(counters) == 1, f"worker {self.rank} has joined at {sorted(counters)}"
         self._first = None
         since = self.since = counters.pop() - 1
+        if self._samples_at_first:
+            self.oracle.samples[self.rank, since] = self._samples_at_first
         for key in KEYS:
             self.oracle.given[self.rank, since, key.name] = np.ones(key.size, key.dtype.storage)
             self._pushed[key.name] = since + 1
 
-    def _transfer(self, kind: RunKind, given: dict[int | str, Array]) -> Future[Any]:
+    @property
+    def _samples_at_first(self) -> int:
+        """Of how many examples the first push of a newcomer is; 0 where that is not said."""
+        return 3 + self.rank if self.oracle.samples else 0
+
+    def _transfer(self, kind: RunKind, given: dict[int | str, Array], samples: int = 0) -> Future[Any]:
         plan = make_plan(list(self.infos.values()), 64)
         runs = [Run(run, memoryview(_payload(run, plan.keys, given)), settings=SERVER_DECIDES) for run in plan.runs]
-        runs = [replace(run, flags=np.zeros(len(run.plan.ids), np.uint8)) for run in runs]
+        flag = int(Flag.WEIGHTED if samples else 0)
+        runs = [replace(run, flags=np.full(len(run.plan.ids), flag, np.uint8), samples=samples) for run in runs]
         return self._ask(lambda number: Transfer(number, kind, kind.value, runs))
 
     def _end_turn(self, turn: int) -> Program:
@@ -815,16 +842,18 @@ class User:
         )
         holds = pull and self.job.holds and self.random.random() < (0.05 if names == list(TOGETHER) else 0.5)
         stays = self.random.random() < 0.5
-        hold = int(Flag.HOLD) if holds else 0
+        samples = self.oracle.samples.get((self.rank, turn), 0)
+        flag = int(Flag.HOLD if holds else 0) | int(Flag.WEIGHTED if samples else 0)
         runs = [
             Run(
                 run,
                 memoryview(payload),
                 _sinks(run, reading.results) if pull else (),
-                np.array([hold | (Flag.EMPTY if grads[plan.keys[i].key] is None else 0) for i in run.key_of], np.uint8),
+                np.array([flag | (Flag.EMPTY if grads[plan.keys[i].key] is None else 0) for i in run.key_of], np.uint8),
                 SERVER_DECIDES,
                 kept=Kept(run, _sinks(run, reading.results), self._hold) if holds else None,
                 stays=stays,
+                samples=samples,
                 encoded=how,
             )
             for run, payload, how in zip(plan.runs, payloads, encoded, strict=True)
