@@ -91,8 +91,7 @@ class LocalSteps:
                 f"a delay of {self.delay} steps; a fragment is back before it leaves again, so it must be a whole"
                 f" number from 0 to {self.every - 1}"
             )
-        if self.bits not in COMPRESSIONS:
-            raise ValueError(f"changes of {self.bits} bits; they can be of 32, 16, 8 or 4")
+        _require_bits(self.bits)
         if self.quorum is not None:
             _require_whole("a quorum of", self.quorum, "workers", 1, WORKERS_MAX)
             if self.fragments > 1 or self.delay is not None:
@@ -100,12 +99,6 @@ class LocalSteps:
                     "a quorum exchanges all parameters when enough workers are ready, and nobody waits for the answer:"
                     " leave fragments and delay out, or the quorum"
                 )
-
-    @property
-    def compression(self) -> dict[str, str] | None:
-        """How the changes are compressed; see `KVStore.set_gradient_compression`. None for not at all."""
-        kind = COMPRESSIONS[self.bits]
-        return None if kind is None else {"type": kind}
 
     @property
     def steps_until_answer(self) -> int:
@@ -119,7 +112,7 @@ class LocalSteps:
         own = f"local_sgd:{self.every}" if numbers == (1.0, 0.0) else f"diloco:{self.every},{numbers[0]},{numbers[1]}"
         own += f",fragments={self.fragments}" if self.fragments > 1 else ""
         own += "" if self.delay is None else f",delay={self.delay}"
-        own += f",bits={self.bits}" if self.bits < WHOLE else ""
+        own += _bits_word(self.bits)
         return own + ("" if self.quorum is None else f",quorum={self.quorum}")
 
 
@@ -132,6 +125,7 @@ class Quota:
         local_steps: whether each worker makes steps of its own meanwhile; else it adds its gradients up.
         exact: whether workers wait for the new weights before they go on.
         learning_rate, momentum: of the outer optimizer of local steps, as of `LocalSteps`.
+        bits: of each number that is pushed, as of `LocalSteps`.
 
     Raises:
         ValueError: a number is out of range.
@@ -143,6 +137,7 @@ class Quota:
     exact: bool = False
     learning_rate: float = 1.0
     momentum: float = 0.0
+    bits: int = WHOLE
 
     def __post_init__(self) -> None:
         _require_whole("a quota of", self.samples, "examples", 1, QUOTA_MAX)
@@ -152,12 +147,13 @@ class Quota:
                 " optimizer, or set local_steps=True"
             )
         _require_outer(self.learning_rate, self.momentum)
+        _require_bits(self.bits)
 
     def __str__(self) -> str:
         words = [str(self.samples)] + ["exact"] * self.exact + ["local_steps"] * self.local_steps
         numbers = (self.learning_rate, self.momentum)
         words += [] if numbers == (1.0, 0.0) else map(str, numbers)
-        return f"quota:{','.join(words)}"
+        return f"quota:{','.join(words)}{_bits_word(self.bits)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +262,15 @@ def _require_whole(before: str, number: object, unit: str, least: int, most: int
         raise ValueError(f"{found}; it must be a whole number from {least} to {most}")
 
 
+def _require_bits(bits: object) -> None:
+    if bits not in COMPRESSIONS:
+        raise ValueError(f"numbers of {bits} bits; they can be of 32, 16, 8 or 4")
+
+
+def _bits_word(bits: int) -> str:
+    return f",bits={bits}" if bits < WHOLE else ""
+
+
 def _require_damping(damping: object) -> None:
     if damping not in DAMPINGS:
         raise ValueError(f"damping is {damping!r}; it must be one of {', '.join(map(repr, DAMPINGS))}")
@@ -335,7 +340,13 @@ def diloco(
 
 
 def quota(
-    samples: int, *, local_steps: bool = False, exact: bool = False, learning_rate: float = 1.0, momentum: float = 0.0
+    samples: int,
+    *,
+    local_steps: bool = False,
+    exact: bool = False,
+    learning_rate: float = 1.0,
+    momentum: float = 0.0,
+    bits: int = WHOLE,
 ) -> Quota:
     """Make a version of each `samples` examples, however many of them each worker has made: nobody waits for the slow.
 
@@ -352,6 +363,7 @@ def quota(
         exact: wait for the new weights, so that no gradient is of older ones. Every version waits for the micro-batch
             that the slowest worker is at.
         learning_rate, momentum: of the outer optimizer of local steps, on the servers; the usual ones take the mean.
+        bits: push changes, or gradients, in so many bits a number, as of `diloco`.
 
     Raises:
         ValueError: a number is out of range.
@@ -359,7 +371,7 @@ def quota(
     Source: Tyurin and Richtárik, Optimal Time Complexities of Parallel Stochastic Optimization Methods (2023), Rennala
     SGD; hivemind's ``target_batch_size``.
     """
-    return Quota(samples, bool(local_steps), bool(exact), learning_rate, momentum)
+    return Quota(samples, bool(local_steps), bool(exact), learning_rate, momentum, bits)
 
 
 def buffered(steps: int, *, damping: str = "sqrt") -> Buffered:
@@ -449,15 +461,20 @@ def _diloco(every: int, *outer: float, **named: int) -> LocalSteps:
     return diloco(every, *_outer(outer, 0.7, 0.9), **named)
 
 
-def _quota(samples: int, *outer: float, local_steps: bool = False, exact: bool = False) -> Quota:
-    return Quota(samples, local_steps, exact, *_outer(outer, 1.0, 0.0))
+def _quota(samples: int, *outer: float, local_steps: bool = False, exact: bool = False, bits: int = WHOLE) -> Quota:
+    return Quota(samples, local_steps, exact, *_outer(outer, 1.0, 0.0), bits)
 
 
 def _asynchronous(max_delay: int | None = None, **damping: bool) -> Asynchronous:
     return Asynchronous(max_delay, *damping)
 
 
-def _buffered(steps: int, **damping: bool) -> Buffered:
+def _buffered(steps: int, *, local_steps: bool = False, **damping: bool) -> Buffered:
+    if local_steps:
+        raise ValueError(
+            "it adds gradients up; for local steps take quota:SAMPLES,local_steps, a version of so many examples, or"
+            " local_sgd:STEPS,quorum=WORKERS, a version of so many workers' steps"
+        )
     return Buffered(steps, *damping)
 
 
@@ -483,7 +500,7 @@ POLICIES = {
     "sync": _TextForm(lambda: None, "sync"),
     "local_sgd": _TextForm(_local_sgd, f"local_sgd:STEPS{_MORE}"),
     "diloco": _TextForm(_diloco, f"diloco:STEPS[,LEARNING_RATE,MOMENTUM]{_MORE}"),
-    "quota": _TextForm(_quota, "quota:SAMPLES[,exact][,local_steps][,LEARNING_RATE,MOMENTUM]"),
+    "quota": _TextForm(_quota, "quota:SAMPLES[,exact][,local_steps][,LEARNING_RATE,MOMENTUM][,bits=16|8|4]"),
     "buffered": _TextForm(_buffered, "buffered:STEPS[,none|sqrt|inverse]"),
     "backup": _TextForm(Backup, "backup:WORKERS"),
     "async": _TextForm(_asynchronous, "async:[MAX_DELAY][,none|sqrt|inverse]"),

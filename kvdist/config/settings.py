@@ -394,7 +394,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_POLICY", POLICY, None,
-            "when a `Trainer` on a `dist` store exchanges: `quota:SAMPLES`, with or without `,exact` or `,local_steps`;"
+            "when a `Trainer` on a `dist` store exchanges: `quota:SAMPLES`, with or without `,exact`, `,local_steps` or"
+            " `,bits=8`;"
             " `local_sgd:STEPS` or `diloco:STEPS`, with or without `,LEARNING_RATE,MOMENTUM`,"
             " `,fragments=NUMBER`, `,delay=STEPS`, `,bits=8` or `,quorum=WORKERS`;"
             " `backup:WORKERS`, `buffered:STEPS`, `async:MAX_DELAY` or `ssp:STEPS`; `sync` for gradients in each step",

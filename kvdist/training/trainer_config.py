@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from kvdist.config.environment import cluster_from_env, read_setting
-from kvdist.config.policies import Backup, LocalSteps, Pace, TrainingPolicy, updates_between
+from kvdist.config.policies import COMPRESSIONS, Backup, LocalSteps, Pace, Quota, TrainingPolicy, updates_between
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import SAMPLES_MAX, Ability
@@ -428,13 +428,13 @@ def compression_of(policy: TrainingPolicy | None, given: Mapping[str, Any] | Non
     Raises:
         ConfigError: both say something.
     """
-    own = policy.compression if isinstance(policy, LocalSteps) else None
-    if own is not None and given is not None:
+    kind = COMPRESSIONS[policy.bits] if isinstance(policy, LocalSteps | Quota) else None
+    if kind is not None and given is not None:
         raise ConfigError(
-            f"the policy {policy} compresses as {own}, and the Trainer has compression_params={dict(given)}: leave out"
+            f"the policy {policy} compresses as {kind}, and the Trainer has compression_params={dict(given)}: leave out"
             " one of them"
         )
-    return given if own is None else own
+    return given if kind is None else {"type": kind}
 
 
 def require_policy(

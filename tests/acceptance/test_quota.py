@@ -159,6 +159,23 @@ def test_local_steps_end_with_the_same_weights_everywhere_and_none_is_lost(word)
             assert own[1] == pytest.approx([total] * 4), "the mean of what all have changed, weighted by samples"
 
 
+@three.each("gradients", "local steps")
+def test_what_few_bits_lose_comes_with_the_next_push(word):
+    rates = np.float32([1e-3, 0.3, 1.0, -0.011])
+    quota = kvdist.quota(1_000_000, local_steps=word == "local steps", bits=4)
+    with kv.create("dist", policy=quota) as store:
+        weight = nn.Parameter(torch.zeros(4))
+        trainer = Trainer([weight], "sgd", {"learning_rate": 1.0}, kvstore=store)
+        for _ in range(100):
+            weight.grad = torch.from_numpy(-(1 + store.rank) * rates)
+            trainer.step(samples=1 + store.rank)
+            trainer.exchange()
+        mean = (1 * 1 + 2 * 2 + 3 * 3) / (1 + 2 + 3)
+        off = np.abs(store.pull(0) - 100 * mean * rates)
+        assert (off > 0).any(), "they do lose something"
+        assert off.max() <= 3.0 / 7, "no more than one push can lose"
+
+
 @three
 def test_a_worker_in_a_long_step_holds_nobody_up():
     with kv.create("dist", policy="quota:4") as store:

@@ -42,6 +42,8 @@ def test_a_policy_of_fragments_is_what_its_text_says():
         kvdist.local_sgd(20, delay=3),
         kvdist.diloco(100, 0.5, 0.25, fragments=8, delay=0, bits=4),
         kvdist.diloco(7, bits=16),
+        kvdist.quota(512, local_steps=True, learning_rate=0.7, momentum=0.9, bits=8),
+        kvdist.quota(512, exact=True, bits=4),
     ):
         assert policy_from(str(policy)) == policy
     assert str(kvdist.diloco(100, fragments=4)) == "diloco:100,0.7,0.9,fragments=4"
@@ -139,6 +141,13 @@ def test_a_policy_says_who_updates_so_a_trainer_must_not(policy, update_on_kvsto
         weight.sum().backward()
         with pytest.raises(kvdist.ConfigError, match=f"policy {policy}.* update_on_kvstore: leave them out"):
             trainer.step(samples=1)
+
+
+def test_versions_of_so_many_local_steps_are_refused_with_what_to_take():
+    with pytest.raises(ValueError, match=r"quota:SAMPLES,local_steps, .* or local_sgd:STEPS,quorum=WORKERS"):
+        kvdist.kv.create("dist", policy="buffered:4,local_steps")
+    with pytest.raises(TypeError, match="local_steps"):
+        kvdist.buffered(4, local_steps=True)
 
 
 @each("steps, warns", [(60, False), (40, True)])
