@@ -4,8 +4,9 @@ Torch's default process group is never touched: frameworks behave differently wh
 DistributedDataParallel), and the user may have groups of their own. Several ranks may live in one process, as threads.
 
 CPU tensors travel by gloo and CUDA tensors by NCCL, whose group is made at the first CUDA tensor, by all ranks at the
-same operation. Only the thread of the group that owns the channel calls it, in the order of the operations; ranks match
-operations by that order alone.
+same operation. Sums of CPU tensors go through memory that the ranks of a host share, and by gloo only between hosts.
+Only the thread of the group that owns the channel calls it, in the order of the operations; ranks match operations by
+that order alone.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
-from kvdist.collective.reduction import TORCH_OPS, ReduceOp
+from kvdist.collective import shared_memory
+from kvdist.collective.reduction import TORCH_OPS, Average, ReduceOp, Sum
 from kvdist.errors import CollectiveError
 
 GLOO_THREADS = 2
@@ -32,6 +34,20 @@ NCCL_S = 60.0
 """NCCL's timeout: NCCL does not notice a lost peer."""
 
 
+class Begun(Protocol):
+    """What has begun, as torch's `Work` shows it."""
+
+    def wait(self) -> object:
+        """Until it is done."""
+
+
+class _Done:
+    """What was done as it was begun."""
+
+    def wait(self) -> None:
+        pass
+
+
 class Channel:
     """The connections of one group.
 
@@ -40,29 +56,38 @@ class Channel:
         rank: of this process within the group.
         size: of the group.
         address: of this machine, where the other ranks reach it.
+        shares_memory: whether this rank sums in memory that it shares with those of its host.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
+    def __init__(self, store: Store, rank: int, size: int, address: str, shares_memory: bool = True) -> None:
         self.rank = rank
         self.size = size
         self._store = store
         self._address = address
+        self._shares_memory = shares_memory
+        self._memory: shared_memory.SharedMemory | None = None
         # Any: torch's annotations do not have the verbs of its groups.
         self._gloo: Any = None
         self._nccl: Any = None
 
     def open(self) -> None:
         """Connect to the other ranks; blocks until all are connected, so none can leave while another connects."""
-        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timedelta(seconds=SLOW_PEER_S)
-        options._devices = [ProcessGroupGloo.create_device(self._address)]
-        options._threads = GLOO_THREADS
-        self._gloo = ProcessGroupGloo(PrefixStore("gloo", self._store), self.rank, self.size, options)
+        self._gloo = self._connected("gloo", self.rank, self.size)
         if self.size > 1:
             self._gloo.barrier().wait()
+            host = shared_memory.host_of_this_process() if self._shares_memory else ""
+            store = PrefixStore("memory", self._store)
+            self._memory = shared_memory.connected(store, self.rank, self.size, host, self._sum_over_hosts)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Work:
-        """Begin to replace a contiguous tensor by the reduction of all ranks' tensors."""
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Begun:
+        """Begin to replace a contiguous tensor by the reduction of all ranks' tensors.
+
+        Through shared memory it is done at once: later operations may wait for others as they begin.
+        """
+        is_here = self._memory is not None and tensor.device.type == "cpu" and tensor.dtype in shared_memory.DTYPES
+        if self._memory is not None and is_here and op in (Sum, Average):
+            self._memory.sum(tensor)
+            return _Done()
         return self._of(tensor).allreduce(tensor, TORCH_OPS[op])  # type: ignore[no-any-return]
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
@@ -88,14 +113,31 @@ class Channel:
         return self._gloo.barrier()  # type: ignore[no-any-return]
 
     def abort(self) -> None:
-        """Abort what NCCL has begun, which would wait for a lost peer; gloo notices it itself. Safe from any thread."""
+        """Abort what NCCL and shared memory have begun; gloo notices a lost peer itself. Safe from any thread."""
+        if self._memory is not None:
+            self._memory.abort()
         if self._nccl is not None:
             self._nccl.abort()
 
     def close(self) -> None:
         """Release the process groups; no operation may be in progress."""
+        if self._memory is not None:
+            self._memory.close()
         self._gloo = None
         self._nccl = None
+
+    def _connected(self, name: str, rank: int, size: int) -> Any:
+        """A process group for CPU tensors."""
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._timeout = timedelta(seconds=SLOW_PEER_S)
+        options._devices = [ProcessGroupGloo.create_device(self._address)]
+        options._threads = GLOO_THREADS
+        return ProcessGroupGloo(PrefixStore(name, self._store), rank, size, options)
+
+    def _sum_over_hosts(self, ranks: list[int]) -> Callable[[torch.Tensor], None]:
+        """Connect the first ranks of the hosts, of which this is one; what sums a tensor over them."""
+        group = self._connected("hosts", ranks.index(self.rank), len(ranks))
+        return lambda tensor: group.allreduce(tensor, TORCH_OPS[Sum]).wait()
 
     def _of(self, tensor: torch.Tensor) -> Any:
         if tensor.device.type == "cpu":
@@ -160,5 +202,7 @@ class ConnectingGroup:
             with contextlib.suppress(InvalidStateError):
                 self._opened.set_exception(error)
         else:
-            with contextlib.suppress(InvalidStateError):
+            try:
                 self._opened.set_result(None)
+            except InvalidStateError:  # nobody waits any more
+                channel.close()

@@ -61,6 +61,7 @@ class CollectiveEngine:
         self._closing: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._address = own_address(world, settings)
+        self._shares_memory = settings.transport == "auto"
         self._control, self._store = self._meet(set() if met is None else met, find, settings)
         self.board.set(_local_size_of(self.world.rank), str(self.world.local_size))
         self._check = ConsistencyCheck() if self._control is None else self._control.check
@@ -211,7 +212,7 @@ class CollectiveEngine:
     def _new_group(self, number: int, ranks: Sequence[int]) -> None:
         ranks = tuple(ranks)
         store = PrefixStore(f"group{number}", self._store)
-        channel = Channel(store, ranks.index(self.world.rank), len(ranks), self._address)
+        channel = Channel(store, ranks.index(self.world.rank), len(ranks), self._address, self._shares_memory)
         opening = ConnectingGroup(number, ranks)
         if self._control is not None:
             self._control.check.enter(opening)

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch._utils import _unflatten_dense_tensors
-from torch.distributed import Work
 
-from kvdist.collective.channel import Channel
+from kvdist.collective.channel import Begun, Channel
 from kvdist.collective.reduction import Average, ReduceOp, Sum, check_reducible, scale_, settle_
 from kvdist.collective.signature import REFUSED, Signature, kind_of
 from kvdist.errors import CollectiveError
@@ -46,7 +45,7 @@ class Operation(abc.ABC):
         self.signature = Signature(kind_of(kind, len(tensors)), name, described, detail, device.type)
 
     @abc.abstractmethod
-    def begin(self, channel: Channel) -> list[Work]:
+    def begin(self, channel: Channel) -> Sequence[Begun]:
         """Begin it, on the group's thread. May wait for what must be known first, such as sizes."""
 
     @abc.abstractmethod
@@ -254,7 +253,7 @@ class AllReduce(Operation):
         self._size = 1
         self._sign("allreduce", name, tensors, _scales(op, prescale, postscale, note))
 
-    def begin(self, channel: Channel) -> list[Work]:
+    def begin(self, channel: Channel) -> Sequence[Begun]:
         self._size = channel.size
         works = []
         parts = partition(self._tensors)
@@ -293,7 +292,7 @@ class AllGather(Operation):
         self._gathered: list[tuple[torch.Tensor, list[int]]] = []
         self._sign(kind, name, tensors, detail, any_rows=True)
 
-    def begin(self, channel: Channel) -> list[Work]:
+    def begin(self, channel: Channel) -> Sequence[Begun]:
         mine = torch.tensor([tensor.shape[0] for tensor in self._tensors], dtype=torch.int64)
         rows = torch.empty(channel.size * len(mine), dtype=torch.int64)
         if len(mine):
@@ -349,7 +348,7 @@ class Broadcast(Operation):
         self._root = root_in_group
         self._sign("broadcast", name, tensors, f"from rank {root}")
 
-    def begin(self, channel: Channel) -> list[Work]:
+    def begin(self, channel: Channel) -> Sequence[Begun]:
         works = []
         with writing(self._outputs):
             for part in partition(self._tensors):
@@ -385,7 +384,7 @@ class AllToAll(Operation):
         detail = "equal parts" if splits is None else "given parts"
         self._sign("alltoall", name, [tensor], detail, any_rows=True)
 
-    def begin(self, channel: Channel) -> list[Work]:
+    def begin(self, channel: Channel) -> Sequence[Begun]:
         ones = [1] * channel.size
         counts = torch.empty(channel.size, dtype=torch.int64)
         channel.all_to_all(counts, torch.tensor(self._sent, dtype=torch.int64), ones, ones).wait()
@@ -451,7 +450,7 @@ class ReduceScatter(Operation):
         self._size = 1
         self._sign("reducescatter", name, tensors, _scales(op, prescale, postscale))
 
-    def begin(self, channel: Channel) -> list[Work]:
+    def begin(self, channel: Channel) -> Sequence[Begun]:
         self._size = channel.size
         works = []
         for tensor in self._tensors:
@@ -483,7 +482,7 @@ class BarrierOperation(Operation):
     def __init__(self) -> None:
         self.signature = Signature("barrier", "", ())
 
-    def begin(self, channel: Channel) -> list[Work]:
+    def begin(self, channel: Channel) -> Sequence[Begun]:
         return [channel.barrier()]
 
     def finish(self) -> Any:
@@ -527,7 +526,7 @@ class MarkerOperation(Operation):
         self._action = action
         self._result: Any = None
 
-    def begin(self, channel: Channel) -> list[Work]:
+    def begin(self, channel: Channel) -> Sequence[Begun]:
         self._result = self._action()
         return []
 

@@ -311,8 +311,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_TRANSPORT", word("auto", "tcp"), "auto",
-            "`auto`: processes of one host and user leave large values in shared memory and send only where they lie;"
-            " `tcp`: every byte goes through a TCP socket",
+            "`auto`: processes of one host and user leave large values in shared memory and send only where they lie,"
+            " and ranks without servers sum there; `tcp`: every byte goes through a TCP socket",
             "`tcp` on one machine needs a secret or `KVDIST_SECURITY=none` (`kvdist-launch` draws a secret). Each"
             " process has its own say; both must allow shared memory",
         ),
@@ -1036,6 +1036,7 @@ class CollectiveSettings:
     interface: str | None = setting("KVDIST_INTERFACE")
     node_host: str | None = setting("KVDIST_NODE_HOST")
     patience_s: float = setting("KVDIST_PATIENCE_S")
+    transport: str = setting("KVDIST_TRANSPORT")
 
 
 def collective_settings_of(env: Variables) -> CollectiveSettings:

@@ -114,7 +114,7 @@ class KeyAllReduce(Operation):
         self._inner = AllReduce("", [*inputs, self._counts], outputs, Sum, 1 / predivide, predivide, _keys_of(parts))
         self.signature = self._inner.signature
 
-    def begin(self, channel: Channel) -> list[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Begun]:
         self._size = channel.size
         return self._inner.begin(channel)
 

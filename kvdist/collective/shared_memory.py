@@ -1,0 +1,336 @@
+"""Sums of the ranks of one host, through memory that they share.
+
+Every rank has two slots in memory that all of them map, and a Unix socket to each other rank, over which a byte says
+what has been done. A tensor is summed chunk by chunk:
+
+1. A rank copies its part of a chunk into its slot, but for the stripe that it sums itself, and says so.
+2. When all have, it sums its stripe, in the order of the ranks, writes the result into the slots of all, and says so.
+3. When all have, it copies the other stripes from its own slot. The slot is free again.
+
+The next chunk is copied into the other slot before the second step, so a rank seldom waits. Of n bytes a rank of two
+reads and writes 4n in all, much of it in the cache. A small tensor is not cut: each rank sums all of it after step 1,
+with the same operations in the same order, so that all get the same bits either way.
+
+Where the ranks are on several hosts, those of each host do this among themselves, and between the second and the third
+step the first rank of each host has the sum over the hosts made, and gives it to the others of its own.
+
+A rank that dies closes its sockets: the others of its host raise at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import socket
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+SLOT_BYTES = 2 << 20
+"""The most of a tensor that travels at once: what one core's cache holds."""
+SMALL_BYTES = 32 << 10
+"""Up to here to wait a second time costs more than to sum all of it on every rank."""
+DTYPES = frozenset(
+    (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
+)
+"""What can be summed here: what gloo can, but for booleans."""
+CONNECT_S = 60.0
+_COPIED, _SUMMED, _JOINED = b"c", b"s", b"j"
+_RANK = struct.Struct("!I")
+
+
+class SharedMemory:
+    """The memory of some ranks of one host, of which this process is one.
+
+    Args:
+        rank: of this process among them.
+        peers: by rank, a socket to each other one; None for this one.
+        memory: by rank, the two slots of each.
+        join: replaces what the ranks here have summed by the sum over all hosts; called by the first rank of each host
+            alone. None: this is the only host.
+
+    One thread calls `sum`, in the order in which all ranks call it; any may call `abort`.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        peers: list[socket.socket | None],
+        memory: list[torch.Tensor],
+        join: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        self._rank, self._size, self._join = rank, len(peers), join
+        self._peers = {of: peer for of, peer in enumerate(peers) if peer is not None}
+        self._memory = memory
+        self._copied = self._summed = 0
+        """How many chunks this rank has copied into its slots and summed."""
+        self._heard = {of: dict.fromkeys((_COPIED, _SUMMED, _JOINED), 0) for of in self._peers}
+        """By rank, how many each other one has."""
+        _open.add(self)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Replace a contiguous tensor of the host by the sum of all ranks' tensors.
+
+        Raises:
+            RuntimeError: a rank is gone, or `abort` was called.
+        """
+        values = tensor.detach().view(-1)
+        if values.numel() * values.element_size() <= SMALL_BYTES and self._join is None:
+            self._sum_small(values)
+            return
+        chunks = torch.split(values, SLOT_BYTES // values.element_size())
+        self._copy(chunks[0])
+        for chunk, following in zip(chunks, (*chunks[1:], None), strict=True):
+            if following is not None:
+                self._copy(following)
+            self._sum_stripe(chunk)
+
+    def abort(self) -> None:
+        """Let a `sum` that waits raise."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Leave: the others can sum no more."""
+        for peer in self._peers.values():
+            peer.close()
+
+    def _copy(self, chunk: torch.Tensor, is_small: bool = False) -> None:
+        """Step 1 of a chunk, of a small one with its own stripe."""
+        self._wait_for(_SUMMED, self._copied - 1)  # the chunk before the last, which was in this slot
+        slot = self._slot(self._rank, self._copied, chunk)
+        for of, (start, stop) in enumerate(self._stripes(chunk)):
+            if of != self._rank or is_small:
+                copy(chunk[start:stop], slot[start:stop])
+        self._copied += 1
+        self._say(_COPIED)
+
+    def _sum_stripe(self, chunk: torch.Tensor) -> None:
+        """Steps 2 and 3."""
+        number, stripes = self._summed, self._stripes(chunk)
+        slots = [self._slot(of, number, chunk) for of in range(self._size)]
+        own = slice(*stripes[self._rank])
+        parts = [slot[own] for slot in slots]
+        parts[self._rank] = chunk[own]
+        self._wait_for(_COPIED, number + 1)
+        for part in parts[1:]:
+            add(parts[0], part, parts[0])
+        for part in parts[1:]:
+            copy(parts[0], part)
+        self._summed += 1
+        self._say(_SUMMED)
+        self._wait_for(_SUMMED, self._summed)
+        if self._join is not None and self._rank:
+            self._wait_for(_JOINED, self._summed, (0,))
+            copy(slots[self._rank], chunk)
+            return
+        for of, (start, stop) in enumerate(stripes):
+            if of != self._rank:
+                copy(slots[self._rank][start:stop], chunk[start:stop])
+        if self._join is not None:
+            self._join(chunk)
+            for of in self._peers:
+                copy(chunk, slots[of])
+            self._say(_JOINED)
+
+    def _sum_small(self, values: torch.Tensor) -> None:
+        number = self._copied
+        self._copy(values, is_small=True)
+        parts = [self._slot(of, number, values) for of in range(self._size)]
+        self._wait_for(_COPIED, number + 1)
+        add(parts[0], parts[1], values)
+        for part in parts[2:]:
+            add(values, part, values)
+        self._summed += 1
+        self._say(_SUMMED)
+
+    def _slot(self, rank: int, number: int, chunk: torch.Tensor) -> torch.Tensor:
+        """The slot of a rank for this chunk, as long as the chunk and of its type."""
+        start = SLOT_BYTES * (number % 2)
+        stretch = self._memory[rank][start : start + chunk.numel() * chunk.element_size()]
+        return stretch.view(chunk.dtype)
+
+    def _stripes(self, chunk: torch.Tensor) -> list[tuple[int, int]]:
+        """By rank, from where to where it sums."""
+        cuts = [chunk.numel() * of // self._size for of in range(self._size + 1)]
+        return list(pairwise(cuts))
+
+    def _say(self, what: bytes) -> None:
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):  # it has left, or is lost: who waits for it hears of that
+                peer.sendall(what)
+
+    def _wait_for(self, what: bytes, count: int, ranks: Iterable[int] | None = None) -> None:
+        """Until each other rank, or each of these, has said this so often."""
+        for of in self._peers if ranks is None else ranks:
+            peer, heard = self._peers[of], self._heard[of]
+            while heard[what] < count:
+                try:
+                    said = peer.recv(64)
+                except OSError as error:
+                    raise _lost(of) from error
+                if not said:
+                    raise _lost(of)
+                for one in heard:
+                    heard[one] += said.count(one)
+
+
+_open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """In a child that was forked: it would keep the sockets open when its parent is gone."""
+    for one in list(_open):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+def _lost(rank: int) -> RuntimeError:
+    return RuntimeError(f"the connection to rank {rank} of the group, on this host, was closed")
+
+
+def add(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
+    """out ← one + other, on this thread alone: the program's own threads compute meanwhile."""
+    if out.dtype in (torch.float16, torch.bfloat16):  # NumPy knows no bfloat16, and is slow at float16
+        torch.add(one, other, out=out)
+    else:
+        np.add(one.numpy(), other.numpy(), out=out.numpy())
+
+
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """target ← source, on this thread alone."""
+    np.copyto(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+
+
+def host_of_this_process() -> str:
+    """Is the same for processes that can share memory: of one running kernel, network namespace and user.
+
+    '' where the system has none of what is needed.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.geteuid()}"
+    except OSError:
+        return ""
+
+
+def connected(
+    store: Store, rank: int, size: int, host: str, first_ranks: Callable[[list[int]], Callable[[torch.Tensor], None]]
+) -> SharedMemory | None:
+    """The memory that the ranks of this host share. None on all ranks if that helps nobody, or one of them cannot.
+
+    Args:
+        store: shared by exactly the ranks of the group, which all call this.
+        rank: of this process within the group.
+        size: of the group.
+        host: the same for ranks that can share memory, see `host_of_this_process`; '' for one that does not.
+        first_ranks: connects the first ranks of the hosts, on these alone, and returns what sums over them.
+    """
+    hosts = _said_by_all(store, "host", rank, size, host)
+    if "" in hosts or len(set(hosts)) == size:
+        return None
+    local = [of for of in range(size) if hosts[of] == hosts[rank]]
+    firsts = sorted({hosts.index(host) for host in hosts})
+    with contextlib.ExitStack() as own:
+        try:
+            listener = own.enter_context(socket.socket(socket.AF_UNIX))
+            name = f"kvdist-{secrets.token_hex(16)}"
+            listener.bind(f"\0{name}")
+            listener.listen(size)
+            descriptor = os.memfd_create("kvdist-collective", os.MFD_CLOEXEC)
+            own.callback(os.close, descriptor)
+            os.posix_fallocate(descriptor, 0, 2 * SLOT_BYTES)
+        except OSError:
+            name = ""
+        names = _said_by_all(store, "socket", rank, size, name)
+        if "" in names:
+            return None
+        shared = None
+        try:
+            join = None if len(firsts) == 1 else first_ranks(firsts) if rank == local[0] else _never
+            shared = _connect(listener, descriptor, local.index(rank), [names[of] for of in local], join)
+        except (OSError, ValueError, RuntimeError):
+            pass
+        if all(_said_by_all(store, "connected", rank, size, "yes" if shared else "")):
+            return shared
+        if shared is not None:
+            shared.close()
+        return None
+
+
+def _never(_: torch.Tensor) -> None:
+    """Of a rank that is not the first of its host."""
+    raise AssertionError("the first rank of this host does that")
+
+
+def _said_by_all(store: Store, what: str, rank: int, size: int, said: str) -> list[str]:
+    """What each rank says."""
+    store.set(f"{what}/{rank}", said)
+    return [bytes(store.get(f"{what}/{of}")).decode() for of in range(size)]
+
+
+def _connect(
+    listener: socket.socket, descriptor: int, rank: int, names: list[str], join: Callable[[torch.Tensor], None] | None
+) -> SharedMemory:
+    """Connect to the ranks below this one, let the others connect, and exchange the memory's descriptors.
+
+    Raises:
+        OSError: there is no memory, or a rank does not answer.
+        ValueError: somebody else answers.
+    """
+    peers: list[socket.socket | None] = [None] * len(names)
+    memory: list[Any] = [None] * len(names)
+    memory[rank] = _mapped(descriptor)
+    with contextlib.ExitStack() as until_failed:
+        for peer in _meetings(listener, rank, names):
+            until_failed.callback(peer.close)
+            socket.send_fds(peer, [_RANK.pack(rank)], [descriptor])
+            said, (theirs, *_), _, _ = socket.recv_fds(peer, _RANK.size, 1)
+            try:
+                of = _RANK.unpack(said)[0]
+                memory[of] = _mapped(theirs)
+            finally:
+                os.close(theirs)
+            peer.settimeout(None)
+            peers[of] = peer
+        until_failed.pop_all()
+    return SharedMemory(rank, peers, memory, join)
+
+
+def _meetings(listener: socket.socket, rank: int, names: list[str]) -> Iterator[socket.socket]:
+    """A socket to each other rank."""
+    for name in names[:rank]:
+        peer = socket.socket(socket.AF_UNIX)
+        peer.settimeout(CONNECT_S)
+        peer.connect(f"\0{name}")
+        yield peer
+    listener.settimeout(CONNECT_S)
+    for _ in names[rank + 1 :]:
+        peer, _ = listener.accept()
+        peer.settimeout(CONNECT_S)
+        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.geteuid():
+            peer.close()
+            raise ValueError(f"a process of user {user} has connected")
+        yield peer
+
+
+def _mapped(descriptor: int) -> torch.Tensor:
+    """Two slots, as bytes.
+
+    Raises:
+        ValueError: the file is shorter.
+    """
+    return torch.frombuffer(mmap.mmap(descriptor, 2 * SLOT_BYTES), dtype=torch.uint8)
