@@ -54,6 +54,7 @@ CONTESTS = (
     Contest("large-4", Work(LARGE, workers=4, steps=10, warmup=3), ("collective", "kvdist", *PEERS)),
     Contest("small-2", Work(SMALL, steps=30, warmup=5), ("collective", "kvdist", *PEERS)),
     Contest("mlp-2", Training("mlp"), ("alone", "collective", "collective-overlap", "kvdist", "ddp")),
+    Contest("transformer-2", Training("transformer"), ("alone", "collective", "collective-overlap", "kvdist", "ddp")),
     *(Contest(f"bytes-{size}", Work(parse_spec(f"25x{size}"), steps=15), ("collective", "kvdist")) for size in SIZES),
 )
 ROWS = (
@@ -67,6 +68,8 @@ ROWS = (
     Row("small-2", "collective", "gloo-tensors", 1.0),
     Row("mlp-2", "collective", "ddp", 1.0),
     Row("mlp-2", "collective-overlap", "ddp", 1.0),
+    Row("transformer-2", "collective", "ddp", 1.0),
+    Row("transformer-2", "collective-overlap", "ddp", 1.0),
 )
 
 

@@ -1,6 +1,6 @@
 """Images per second of training on two workers: kvdist's Trainer beside torch DDP (gloo) and one process on one core.
 
-    python benchmarks/end_to_end.py --model mlp --model resnet18
+    python benchmarks/end_to_end.py --model mlp --model transformer --model resnet18
 
 Efficiency is what W workers train per second over W times what one process trains. All systems take turns; each must
 end with the same weights on all its workers, and kvdist must end where DDP does.
@@ -20,7 +20,7 @@ from peers.environments import Absent
 from peers.torch_gloo import torch_starts
 from systems import Measured, take_turns
 
-BATCHES = {"mlp": 64, "resnet18": 32}
+BATCHES = {"mlp": 64, "transformer": 4, "resnet18": 32}
 SYSTEMS = {
     "alone": "one process, one core",
     "kvdist": "kvdist Trainer",
@@ -59,7 +59,7 @@ def main() -> None:
     options = parse_arguments()
     end_on_terminate()
     for model in options.model or list(BATCHES):
-        steps = options.steps or (30 if model == "mlp" else 6)
+        steps = options.steps or (6 if model == "resnet18" else 30)
         training = Training(model, options.workers, options.servers, steps)
         print_table(training, measure(training, options.system or list(SYSTEMS), options.turns))
 
