@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kvdist.config.environment import read_setting
+from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import Device
-from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore import values
 from kvdist.kvstore.local_values import Updaters
 from kvdist.kvstore.placement import Devices, OnDevice, as_host_bits
@@ -88,8 +88,8 @@ class LocalUpdate:
     def __init__(self, optimizer: Optimizer, parameters: Sequence[Parameter], devices: Devices | None = None) -> None:
         self.devices = Devices(read_setting("KVDIST_GPU"), insists=False) if devices is None else devices
         self._parameters = parameters
-        count = len(parameters[0].replicas)
-        self._updaters = [Updaters(optimizer, REFERENCE, self._home(place)) for place in range(count)]
+        kernels, count = choose(read_setting("KVDIST_KERNELS")), len(parameters[0].replicas)
+        self._updaters = [Updaters(optimizer, kernels, self._home(place)) for place in range(count)]
 
     @property
     def updater(self) -> Updaters:

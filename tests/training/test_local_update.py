@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from unittest import mock
 
+import numpy as np
+import torch
+
+from kvdist import Trainer
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.kvstore.local_values import Updaters
@@ -32,3 +36,17 @@ def test_a_state_follows_its_key_from_place_to_place():
         state, other = updaters.state_of("w"), straight.state_of("w")
         assert state is not None and other is not None and state.count == other.count == step + 1
         assert all(np.array_equal(own, one) for own, one in zip(state.arrays, other.arrays, strict=True))
+
+
+def test_a_worker_that_updates_itself_does_so_with_compiled_kernels(monkeypatch):
+    from kvdist.kernels.cpu import LOADER, Compiled
+
+    monkeypatch.setenv("KVDIST_KERNELS", "numba")
+    weight = torch.nn.Parameter(torch.ones(1000))
+    with mock.patch.object(Compiled, "fused_update", autospec=True, side_effect=Compiled.fused_update) as update:
+        trainer = Trainer([weight], "sgd", {"learning_rate": 0.5, "momentum": 0.9}, kvstore=None)
+        weight.grad = torch.full((1000,), 2.0)
+        trainer.step()
+
+    assert update.call_count == 1 and "sgd_momentum_float32" in LOADER._ready
+    assert torch.equal(weight.detach(), torch.zeros(1000))
