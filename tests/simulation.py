@@ -518,7 +518,7 @@ def _end_given_up(cluster: Cluster, name: str) -> None:
     victim = cluster.processes[name]
     if not victim.ended:
         cluster.network.used["ended by the launcher"] += 1
-        victim.crash()
+        _kill(victim)
     _will_start_again(cluster, name)
 
 
@@ -744,12 +744,9 @@ def _strike(cluster: Cluster, name: str) -> None:
         if name in cluster.users:
             cluster.oracle.lost.add(cluster.users[name].rank)
     if scenario.pause_s is None:
-        victim.crash()
+        _kill(victim)
         _will_start_again(cluster, name)
         if scenario.returns_s and name == "scheduler":
-            disk = victim.node._disk
-            assert isinstance(disk, SimulatedDisk)
-            disk.crash()
             closed = _closed(cluster)
             cluster.network.after(
                 cluster.network.random.uniform(0.05, scenario.returns_s), partial(_return, cluster, closed)
@@ -758,6 +755,13 @@ def _strike(cluster: Cluster, name: str) -> None:
         victim.is_void = name.startswith("server")
         cluster.woken_at = cluster.network.now + scenario.pause_s
         victim.pause(scenario.pause_s, scenario.limits.silence_s)
+
+
+def _kill(victim: Process) -> None:
+    victim.crash()
+    disk = victim.node._disk
+    assert isinstance(disk, SimulatedDisk)
+    disk.crash()
 
 
 def _will_start_again(cluster: Cluster, name: str) -> None:
@@ -771,10 +775,6 @@ def _will_start_again(cluster: Cluster, name: str) -> None:
     node, life = NodeId(Role(role), int(rank)), int(lives or 0)
     cluster.starting += 1
     delay_s, told_s = random.uniform(*scenario.again), random.uniform(0.0, 1.0)
-    if role == Role.SERVER:
-        disk = cluster.processes[name].node._disk
-        assert isinstance(disk, SimulatedDisk)
-        disk.crash()
     cluster.network.after(told_s, partial(_tell, cluster, node, life))
     cluster.network.after(delay_s, partial(_start_again, cluster, node, life + 1))
 
