@@ -112,17 +112,22 @@ def _unmake(folder: Path) -> None:
         make_durable(folder)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what no manifest names: files of attempts that failed, and the folder if nothing is left."""
+def sweep(folder: Path) -> Manifest | None:
+    """Remove what no manifest names: files of attempts that failed, and the folder if nothing is left.
+
+    Returns:
+        The manifest; None if there is none, or it cannot be read, and all is left as it is.
+    """
     named: set[str] = set()
     kinds = [SERVER_FILE, WORKER_FILE, OWN_FILE]
+    manifest = None
     if not folder.is_dir():
-        return
+        return None
     if (folder / NAME).exists():
         try:
             manifest = read_manifest(folder)
         except CheckpointError:
-            return
+            return None
         named = {file.name for file in manifest.files}
         try:
             named.update(one.own.file.name for one in read_workers(folder, manifest).values() if one.own is not None)
@@ -134,6 +139,7 @@ def sweep(folder: Path) -> None:
             path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # it is not empty
         folder.rmdir()
+    return manifest
 
 
 # Tasks.
@@ -175,14 +181,14 @@ def perform(task: DiskTask, locks: Locks, root: Path | None = None) -> DiskResul
             case Sweep():
                 if task.whole:
                     _unmake(folder)
-                sweep(folder)
+                return sweep(folder)
     return None
 
 
 def _is_written(folder: Path, manifest: Manifest) -> bool:
     """Whether a scheduler has done it that was killed before it could say so."""
     try:
-        return manifest.shares_files_with(read_manifest(folder))
+        return read_manifest(folder).is_of(manifest.files)
     except (OSError, CheckpointError):
         return False
 

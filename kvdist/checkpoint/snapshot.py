@@ -20,7 +20,7 @@ from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import from_description
 from kvdist.optimizer.states import SliceState
-from kvdist.protocol.messages import ROWS
+from kvdist.protocol.messages import ROWS, SavedFile
 
 Bits = npt.NDArray[np.generic]
 """A 1-D array of `DType.storage` elements."""
@@ -122,9 +122,9 @@ class Manifest:
         """The files with arrays."""
         return [file for file in self.files if not WORKER_FILE.fullmatch(file.name)]
 
-    def shares_files_with(self, other: Manifest) -> bool:
-        """Whether both are of one attempt: no other makes files of the same names."""
-        return not {file.name for file in self.shards}.isdisjoint(file.name for file in other.shards)
+    def is_of(self, files: Iterable[FileRecord | SavedFile]) -> bool:
+        """Whether it is of the attempt that has made these files: no other makes shards of the same names."""
+        return not {file.name for file in self.shards}.isdisjoint(file.name for file in files)
 
     @property
     def workers(self) -> dict[int, FileRecord]:
@@ -376,7 +376,7 @@ class ReadShards:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sweep:
-    """Remove what an attempt that failed has left in the folder, or all of a checkpoint; gives None."""
+    """Remove what a failed attempt has left in the folder, or all of a checkpoint; gives the manifest that stays."""
 
     folder: str
     whole: bool = False

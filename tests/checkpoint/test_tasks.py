@@ -295,7 +295,8 @@ def test_sweeping_removes_files_of_checkpoints_that_no_manifest_names_and_nothin
     stays = ["model.safetensors", "server-0.json", "notes.part", "worker-x-ab.json", "server-0-XY.safetensors", "part"]
     for name in (*gone, *stays):
         (folder / name).write_bytes(b"x")
-    perform(Sweep(str(folder)))
+    stayed = perform(Sweep(str(folder)))
+    assert isinstance(stayed, Manifest) and stayed.step == 1
     assert {path.name for path in folder.iterdir()} == names | set(stays)
     assert restored(tmp_path, 1) == 1
 
@@ -304,7 +305,7 @@ def test_sweeping_removes_files_of_checkpoints_that_no_manifest_names_and_nothin
 def test_sweeping_an_empty_folder_or_none_leaves_none(tmp_path, is_there):
     if is_there:
         (tmp_path / "step-1").mkdir()
-    perform(Sweep(str(tmp_path / "step-1")))
+    assert perform(Sweep(str(tmp_path / "step-1"))) is None
     assert not (tmp_path / "step-1").exists()
 
 

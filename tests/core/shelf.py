@@ -115,12 +115,13 @@ class Shelf:
                     self.manifests.pop(work.folder, None)
                 self.swept.add(work.folder)
                 self._sweep(work.folder)
+                return self.manifests.get(work.folder)
         return None
 
     def has(self, work: DiskTask) -> bool:
         """Whether this is there already: written by a scheduler that was killed before it could say so."""
         present = self.manifests.get(work.folder)
-        return isinstance(work, WriteManifest) and present is not None and work.manifest.shares_files_with(present)
+        return isinstance(work, WriteManifest) and present is not None and present.is_of(work.manifest.files)
 
     def _prune(self, work: WriteManifest) -> None:
         """Of snapshots as many stay as the folders of a real disk do: the one just written, and the highest others."""

@@ -216,6 +216,22 @@ def test_a_job_whose_last_worker_has_left_meanwhile_ends_well(wired: Wired) -> N
     assert wired.stopped.keys() == wired.processes.keys()
 
 
+def test_a_job_of_which_nobody_is_left_has_ended_well_if_its_workers_have(wired: Wired) -> None:
+    for rank in range(3):
+        wired.leave(rank)
+    wired.advance(1.0)
+    assert wired.stopped.keys() == wired.processes.keys()
+    del wired.stopped["scheduler"]  # it was killed before it could end
+    wired.return_scheduler()
+    wired.observe("scheduler", ChildEnded(NodeId(Role.SERVER, 0), KILLED, clean=False))
+    for rank in range(3):
+        wired.observe("scheduler", ChildEnded(worker(rank), "exited with code 0", clean=True))
+    wired.advance(59.0)
+    assert "scheduler" not in wired.stopped, "some may still register"
+    wired.advance(2.0)
+    assert wired.stopped["scheduler"] is None
+
+
 def test_the_lock_of_a_folder_is_taken_again_with_the_run_that_files_name(wired: Wired, tmp_path: Path) -> None:
     folder = str(tmp_path / "step-0")
     claims = [wired.ask(rank, lambda number: ClaimFolder(number, 0, folder, ("weights",))) for rank in range(2)]

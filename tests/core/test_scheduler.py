@@ -36,12 +36,16 @@ from kvdist.protocol.messages import (
     Cut,
     CutFound,
     ErrorCode,
+    Failed,
     Fate,
     FindCut,
     Goodbye,
     Hello,
     Rejected,
     Roster,
+    Save,
+    Saved,
+    SavedFile,
     Settled,
     Waiting,
     Welcome,
@@ -589,6 +593,18 @@ def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir(
     assert not noted.most, "the heir has not said what the copy counts"
     scheduler.handle(servers[2], Settled(scheduler.membership.epoch, counted(4), np.zeros(0, np.uint32)), 0.6)
     assert noted.most == [4]
+
+
+def test_a_checkpoint_that_a_lost_server_has_spoilt_says_so_also_if_its_heir_has_spoken_first() -> None:
+    scheduler, servers = with_copies()
+    scheduler.observe(ChildEnded(servers[0].node, "killed", False), 0.2)
+    for one in servers[1:]:
+        scheduler.handle(one, Saved(0, 0, SavedFile("", 0, ""), "worker-0 cannot take part"), 0.3)
+    save = Save(1, 0, 0, "/run/step-1", ("weights",), "", 1, 0, 1, SavedFile("", 0, ""), "")
+    workers = scheduler.membership.workers.values()
+    told = [one.message for member in workers for one in scheduler.handle(member, save, 0.4) if isinstance(one, Send)]
+    reasons = {one.reason for one in told if isinstance(one, Failed)}
+    assert reasons == {"server-0 was lost before it had saved its slices: save again"}
 
 
 def test_who_is_given_up_before_it_has_heard_its_welcome_is_told_to_start_again() -> None:

@@ -25,7 +25,6 @@ from kvdist.core.machine import NEVER, ChildEnded, Effect, Event, PeerDisconnect
 from kvdist.core.policy import Policy
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
-from kvdist.core.scheduler import recovery
 from kvdist.core.scheduler.checkpoints import Checkpoints, LoadUnderWay, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.leases import LeaseHolder, Leases, Queue, Range
@@ -495,7 +494,7 @@ ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
 
 ORIGINAL_PULL_STATE = DenseShard.pull_state
 ORIGINAL_SAVED, ORIGINAL_COVER = Checkpoints.saved, Blocks.cover_merged
-ORIGINAL_BEGIN_LOADING = Checkpoints._begin_loading
+ORIGINAL_BEGIN_LOADING, ORIGINAL_END_SAVING = Checkpoints._begin_loading, Checkpoints._end_saving
 
 
 def publishes_at_once(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
@@ -1223,6 +1222,28 @@ def lets_new_servers_decide(self: ReturnedScheduler, memories: Memories, now: fl
         return ORIGINAL_RECALL_AGREEMENTS(self, memories, now)
 
 
+def lets_the_dead_decide(self: ReturnedScheduler, memories: Memories, now: float) -> list[Effect]:
+    """Keys are known that all servers with slices have named, also those that have died with the scheduler."""
+    servers = {*self.membership.servers.values()}
+
+    class Registered(dict[Member, Any]):
+        def keys(self) -> Any:
+            return servers
+
+    with mock.patch.object(memories, "registered", Registered(memories.registered)):
+        return ORIGINAL_RECALL_AGREEMENTS(self, memories, now)
+
+
+def keeps_copies_of_the_same_servers(self: ReplicatedServer, servers: Mapping[int, Member], owners: Any) -> bool:
+    """A copy is whole only as long as no server comes or goes."""
+    return (servers, owners) == (self._servers, self.peers.owners)
+
+
+def looks_at_no_manifest(self: Checkpoints, saving: SaveUnderWay, failure: str, present: Any = None) -> list[Effect]:
+    """What fails is told so, whatever lies there."""
+    return ORIGINAL_END_SAVING(self, saving, failure)
+
+
 def drops_rows_alone(self: DenseShard, block: Block, rank: int) -> None:
     """The rows of a sum are dropped one by one, though one of them has the bytes of all."""
 
@@ -1396,7 +1417,19 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "a newer roster makes copies incomplete": (
         "leases and newcomers on replicas and a scheduler that returns",
-        [(recovery, "_servers_of", lambda message: object())],
+        [(ReturnedScheduler, "_copy_of", lambda self, roster, rank: object())],
+    ),
+    "a server that comes makes the copies of others incomplete": (
+        "fills in a hurry while the scheduler dies",
+        [(ReplicatedServer, "_keeps_copy", keeps_copies_of_the_same_servers)],
+    ),
+    "what a server knew that is gone is not known": (
+        "fills in a hurry while the scheduler dies",
+        [(ReturnedScheduler, "_recall_agreements", lets_the_dead_decide)],
+    ),
+    "a checkpoint is refused that an earlier scheduler had made": (
+        "fills in a hurry while the scheduler dies",
+        [(Checkpoints, "_end_saving", looks_at_no_manifest)],
     ),
     "reports of progress are added up": ("quota", [(Quotas, "heard", adds_up_reports)]),
     "who has the slices of a lost server hears of no progress": (

@@ -266,12 +266,12 @@ class Checkpoints:
         first, said = (earlier or saving.saves)[0]
         if message.failure and not any(one.failure for _, one in earlier):
             saving.failure = f"{sender}: {message.failure}"  # says more than what others could not do because of it
+        elif sender in self._unaware and not any(one.failure for _, one in earlier):
+            saving.failure = self._unaware[sender][1]  # likewise
         elif saving.failure:
             pass
         elif _place(said) != _place(message):
             saving.fail(_differ([(first.node.rank, _place(said)), (sender.node.rank, _place(message))]))
-        elif sender in self._unaware:
-            saving.fail(self._unaware[sender][1])
         elif not saving.keys:
             saving.fail("the store has no keys: init them before")
         elif message.num_keys != len(saving.keys):
@@ -368,10 +368,12 @@ class Checkpoints:
         *others, last = folders
         return [*(Persist(None, Sweep(folder)) for folder in others), Persist(saving, Sweep(last))]
 
-    def _end_saving(self, saving: SaveUnderWay, failure: str) -> list[Effect]:
+    def _end_saving(self, saving: SaveUnderWay, failure: str, present: Manifest | None = None) -> list[Effect]:
         if failure and not saving.failure:
             saving.failure = failure
             return self._sweep(saving)
+        if present is not None and present.is_of(saving.files):
+            saving.failure = ""  # an earlier scheduler had made it, and could not say so
         if self._saving.get((saving.store, saving.counter)) is not saving:
             return []  # it was dropped meanwhile
         del self._saving[saving.store, saving.counter]
@@ -478,7 +480,8 @@ class Checkpoints:
                 assert isinstance(event.product, str)
                 return self._locked(claim, event.product)
             case SaveUnderWay() as saving:
-                return self._end_saving(saving, event.failure)
+                assert event.product is None or isinstance(event.product, Manifest)
+                return self._end_saving(saving, event.failure, event.product)
             case Load() as asked if event.failure:
                 return self._end_loading(asked, event.failure)
             case Load() as asked if self._agreement_of(asked) is not None:

@@ -7,20 +7,20 @@ Whoever hears of the new term says all that it knows and still waits for, and th
 * Who was in any roster is a member, unless somebody knows that it has left or was given up.
 * What one worker was told of a barrier, a checkpoint or a load, every other is told that asks for it again.
 * What one server was told of a key or an optimizer, all are told. Who gives a key's first value is kept if all that
-  have slices knew.
+  have slices and register knew.
 * Which data a worker has was told to all servers before it was to the worker; the newest of these notes counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.machine import ChildEnded, Effect, Event, LauncherGone, Log, ProcessStarted, Send
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
+from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import (
     LATER,
     Alive,
@@ -222,6 +222,9 @@ class ReturnedScheduler(Scheduler):
         self._asked_again = memories.asked_again
         self._over = set[Call]()
         if not memories.registered:
+            ends = [memories.ended.get(worker(rank)) for rank in range(self.config.num_workers)]
+            if all(ended is not None and ended.clean for ended in ends):
+                return [*self._turn_away_late(), *self._stop(None)]
             return [effect for event in memories.later for effect in event(now)]
         self._recall_members(memories)
         missing = memories.missing()
@@ -273,9 +276,16 @@ class ReturnedScheduler(Scheduler):
         rosters = {message.epoch: message for message in memories.registered.values()}
         for message in memories.copied:
             of = rosters.get(message.epoch)
-            # A newer roster of the same servers changes no copy, and the server that would say so may be dead.
-            still = of is not None and (_servers_of(of), of.owners) == (_servers_of(newest), newest.owners)
+            # Most rosters change no copy, and the server that would say so may be dead.
+            still = of is not None and self._copy_of(of, message.rank) == self._copy_of(newest, message.rank)
             self.membership.copied(message.rank, newest.epoch if still else message.epoch)
+
+    def _copy_of(self, roster: Reregister, rank: int) -> tuple[set[Member], Sequence[int]]:
+        """A server and the one that keeps its copy, and the slices of which servers the first one has."""
+        pair = {server(rank), server((rank + 1) % self.config.num_servers)}
+        owners = roster.owners or range(self.config.num_servers)
+        numbers = [number for number, owner in enumerate(owners) if owner == rank]
+        return {peer.member for peer in roster.peers if peer.member.node in pair}, numbers
 
     def _recall_agreements(self, memories: Memories, now: float) -> list[Effect]:
         """Keys and optimizers, of which servers are told once more; passed barriers; locks of folders."""
@@ -284,7 +294,8 @@ class ReturnedScheduler(Scheduler):
         for optimizer in memories.optimizers.values():
             effects += self.keys.recall_optimizer(optimizer, first, now)
         servers = self.membership.servers.items()
-        having = {one for node, one in servers if self.membership.numbers_of(node)}  # another may be new, and know less
+        # Another may be new, and know less; and of one that is gone its heir knows all.
+        having = {one for node, one in servers if self.membership.numbers_of(node)} & memories.registered.keys()
         for _, told in sorted(memories.assigned.items()):
             message = next(iter(told.values()))
             is_told = having <= told.keys() and len({one.giver for one in told.values()}) == 1
@@ -359,10 +370,6 @@ class ReturnedScheduler(Scheduler):
                 self._over.add(call)
                 return []
         return super().handle(sender, message, now)
-
-
-def _servers_of(message: Reregister) -> set[Member]:
-    return {peer.member for peer in message.peers if peer.member.node.role is Role.SERVER}
 
 
 def _numbered(message: Assign, request: int) -> Assign:

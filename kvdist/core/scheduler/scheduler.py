@@ -586,11 +586,16 @@ class Scheduler(Machine):
         self._stop_by = now + self.limits.farewell_s
         self._announce_at = NEVER
         effects: list[Effect] = [Send(server, Stop(), server) for server in self.membership.servers.values()]
-        if self.newcomers is not None:
-            effects += self.newcomers.turn_away(Rejected(self.newcomers.over, is_over=True))
+        effects += self._turn_away_late()
         if len(self.membership.absent) == self.config.num_workers:
             effects.insert(0, Log("no worker joined the cluster: does the script call kv.create('dist')?"))
         return effects
+
+    def _turn_away_late(self) -> list[Effect]:
+        """The job is over for those that still wait to be let in."""
+        if self.newcomers is None:
+            return []
+        return self.newcomers.turn_away(Rejected(self.newcomers.over, is_over=True))
 
     def _server_gone(self, server: Member) -> list[Effect]:
         """The server has ended after it was told to, or is about to."""

@@ -370,7 +370,7 @@ class Copy(Server):
             case Copied():
                 self.is_whole_in = message.epoch
             case Roster():
-                self._numbers = _owned(message, self.rank, self.joining.introduction.num_servers)
+                self._numbers = _owned(message.owners, self.rank, self.joining.introduction.num_servers)
                 return self.handle(SCHEDULER_MEMBER, message, now)
             case Replicate():
                 self.dense.replicate(message)
@@ -505,11 +505,10 @@ class ReplicatedServer(Server):
         """Hear who is there: other servers, too."""
         self._judged_from = 0.0
         before = self._backup, self._numbers
-        servers, owners, epoch = self._servers, self.peers.owners, self.epoch
+        servers, epoch = self._servers, self.epoch
         effects = self._meet(message, now)
-        if self.copy is not None and self.copy.is_whole_in == epoch:
-            # Also if their server never hears of this roster: a roster of the same servers changes no copy.
-            self.copy.is_whole_in = message.epoch if (self._servers, message.owners) == (servers, owners) else epoch
+        if self.copy is not None and self.copy.is_whole_in == epoch and self._keeps_copy(servers, message.owners):
+            self.copy.is_whole_in = message.epoch  # also if their server never hears of this roster
         self._note_said(message)
         if self._backup == before[0]:
             self._tell(message, None)
@@ -528,6 +527,13 @@ class ReplicatedServer(Server):
             if self.refuses(who, what) is None:
                 effects += self.handle(who, what, now)
         return effects
+
+    def _keeps_copy(self, servers: Mapping[int, Member], owners: Sequence[int]) -> bool:
+        """Whether a roster with these owners changes no copy: whose it is was there before, and has the same slices."""
+        assert self.copy is not None
+        rank, count = self.copy.rank, self.joining.introduction.num_servers
+        same = _owned(owners, rank, count) == _owned(self.peers.owners, rank, count)
+        return same and self._servers.get(rank) == servers.get(rank)
 
     def _introduce(self, message: Roster) -> None:
         """Tell a new backup who is there, and since when: what the copy would know if it had been there before."""
@@ -724,7 +730,7 @@ class ReplicatedServer(Server):
             if rank == (own - 1) % count:
                 effects += self._promote(message.epoch, now)
         self._servers = {rank: one.member for rank, one in there.items()}
-        self._numbers = _owned(message, own, count)
+        self._numbers = _owned(message.owners, own, count)
         if self.copy is None and (own - 1) % count in there:
             self.copy, self._heard = self._new_copy(), 0
             self._said.clear()
@@ -788,9 +794,9 @@ class ReplicatedServer(Server):
         return [*(Send(SCHEDULER_MEMBER, one) for one in told), *effects] if effects and self._servers else effects
 
 
-def _owned(message: Roster, rank: int, num_servers: int) -> tuple[int, ...]:
+def _owned(owners: Sequence[int], rank: int, num_servers: int) -> tuple[int, ...]:
     """The slices of which servers, as placement names them, this one has."""
-    return tuple(number for number, owner in enumerate(message.owners or range(num_servers)) if owner == rank)
+    return tuple(number for number, owner in enumerate(owners or range(num_servers)) if owner == rank)
 
 
 def _short_of_memory(what_for: str) -> list[Effect]:
