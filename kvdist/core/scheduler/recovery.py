@@ -147,13 +147,13 @@ class ReturnedScheduler(Scheduler):
         if memories is None:
             return super().handle(sender, message, now)
         match message:
-            case Hello() if sender.node.role is Role.WORKER:
+            case Hello():
                 awaited = f"{self._awaited(memories)} to register with the scheduler that was started again"
                 if self.newcomers is None:
                     return [Send(sender, Waiting(awaited, (), 0.0))]
                 return self.newcomers.delay(sender, awaited)
-            case Hello() | Alive():
-                return []  # a hello is repeated
+            case Alive():
+                return []
             case Assign(store=store, placement=placement):
                 memories.assigned.setdefault((store, min(placement.first_slices)), {})[sender] = message
             case SetOptimizer(store=store):
