@@ -209,10 +209,10 @@ class Questions:
             self._asked[request] = make
         return [Send(server, make(request)) for server in sorted(asked.values(), key=lambda one: one.node.rank)]
 
-    @property
-    def are_open(self) -> bool:
-        """Whether servers have something to answer."""
-        return bool(self._open)
+    def spare(self, server: Member) -> None:
+        """What is open was not asked of this server, which has come since."""
+        for question, _ in self._open.values():
+            question.spared.add(server)
 
     def drop(self, question: Agreement[str] | None) -> None:
         """Ask this no more."""

@@ -576,6 +576,18 @@ def test_who_has_answered_how_far_it_is_before_it_had_a_lost_servers_slices_is_a
     assert {one.message.version for one in effects if isinstance(one, Send) and isinstance(one.message, Cut)} == {7}
 
 
+def test_a_server_that_comes_back_is_let_in_while_others_are_asked_and_owes_no_answer() -> None:
+    scheduler, servers = with_copies()
+    assert scheduler.newcomers is not None
+    scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.2)
+    (asked,) = requests_of(scheduler.newcomers.cut(lambda version: []), FindCut)
+    effects = scheduler.handle(stranger(Role.SERVER, 9), hello(1, 2, 3), 0.3)
+    assert any(isinstance(one, Send) and isinstance(one.message, Welcome) for one in effects)
+    effects = [one for who in (servers[0], servers[2]) for one in scheduler.handle(who, CutFound(asked, 5, 5), 0.4)]
+    told = {one.to for one in effects if isinstance(one, Send) and isinstance(one.message, Cut)}
+    assert told == {servers[0], servers[2], scheduler.membership.servers[servers[1].node]}
+
+
 def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir() -> None:
     scheduler, servers = with_copies()
     noted = scheduler.losses.leases = SettledNoted()

@@ -1841,9 +1841,9 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "fills in a hurry while the scheduler dies",
         [(ReturnedScheduler, "_recall_agreements", lets_new_servers_decide)],
     ),
-    "a server comes back while others are asked": (
+    "a server that comes back owes answers to what it was not asked": (
         "fills while workers die",
-        [(Questions, "are_open", False)],
+        [(Questions, "spare", lambda self, server: None)],
     ),
     "servers without rows get no contribution": (
         "rows",

@@ -750,9 +750,8 @@ class Scheduler(Machine):
             return [Send(sender, Rejected(f"the cluster is complete, and a {sender.node.role} cannot join later"))]
         if node in self.membership.servers:
             return newcomers.keep(node, sender, message, now)
-        if self.rollback is None and (self._questions.are_open or self.checkpoints.is_loading):
-            # What servers are asked now, it could not answer; what is said to all from then on, it hears.
-            return newcomers.delay(sender, "the servers to finish what they were asked")
+        if self.rollback is None and self.checkpoints.is_loading:
+            return newcomers.delay(sender, "a checkpoint to be loaded")
         try:
             member = self.membership.admit(sender, message)
         except ConfigError as error:
@@ -764,6 +763,8 @@ class Scheduler(Machine):
             effects.append(Send(member, self.leases.rest(0)))
         self.losses.spare(member)
         if self.rollback is None:
+            # What was asked before, the server before it tells it; what is said to all from now on, it hears.
+            self._questions.spare(member)
             told = Log(f"{self._where(member)} is back, and is given a copy of slices while training goes on")
             return [*effects, told, *self._announce(now)]
         return [*effects, *self.rollback.welcome(member), *self._announce(now), *self.rollback.advance(now)]
