@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvdist.checkpoint.snapshot import FileRecord, Manifest, Sweep
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
@@ -18,6 +19,8 @@ from kvdist.core.machine import (
     LauncherGone,
     PeerConnected,
     PeerDisconnected,
+    Persist,
+    Persisted,
     ProcessStarted,
     Send,
     Unreachable,
@@ -35,6 +38,7 @@ from kvdist.protocol.messages import (
     Copied,
     Cut,
     CutFound,
+    Done,
     ErrorCode,
     Failed,
     Fate,
@@ -617,6 +621,25 @@ def test_a_checkpoint_that_a_lost_server_has_spoilt_says_so_also_if_its_heir_has
     told = [one.message for member in workers for one in scheduler.handle(member, save, 0.4) if isinstance(one, Send)]
     reasons = {one.reason for one in told if isinstance(one, Failed)}
     assert reasons == {"server-0 was lost before it had saved its slices: save again"}
+
+
+@each("is_there", [False, True])
+def test_a_checkpoint_that_would_be_refused_is_complete_if_an_earlier_scheduler_has_written_its_manifest(
+    is_there: bool,
+) -> None:
+    scheduler, servers = with_copies()
+    scheduler.observe(ChildEnded(servers[0].node, "killed", False), 0.2)
+    made = SavedFile("server-1-0a.safetensors", 8, "0" * 64)
+    for one in servers[1:]:
+        scheduler.handle(one, Saved(0, 0, made if one is servers[1] else SavedFile("", 0, ""), ""), 0.3)
+    save = Save(1, 0, 0, "/run/step-1", ("weights",), "0123456789abcdef", 1, 0, 1, SavedFile("", 0, ""), "")
+    workers = [*scheduler.membership.workers.values()]
+    *_, swept = [one for member in workers for one in scheduler.handle(member, save, 0.4)]
+    assert isinstance(swept, Persist) and isinstance(swept.work, Sweep)
+    record = FileRecord(made.name if is_there else "server-1-09.safetensors", made.nbytes, made.sha256)
+    found = Manifest(1, ("weights",), "sync", True, None, 2, 2, (), (record,))
+    answers = scheduler.observe(Persisted(swept.token, found), 0.5)
+    assert [type(one.message) for one in answers if isinstance(one, Send)] == [Done if is_there else Failed] * 2
 
 
 def test_who_is_given_up_before_it_has_heard_its_welcome_is_told_to_start_again() -> None:

@@ -494,7 +494,7 @@ ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
 
 ORIGINAL_PULL_STATE = DenseShard.pull_state
 ORIGINAL_SAVED, ORIGINAL_COVER = Checkpoints.saved, Blocks.cover_merged
-ORIGINAL_BEGIN_LOADING, ORIGINAL_END_SAVING = Checkpoints._begin_loading, Checkpoints._end_saving
+ORIGINAL_BEGIN_LOADING = Checkpoints._begin_loading
 
 
 def publishes_at_once(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
@@ -1239,11 +1239,6 @@ def keeps_copies_of_the_same_servers(self: ReplicatedServer, servers: Mapping[in
     return (servers, owners) == (self._servers, self.peers.owners)
 
 
-def looks_at_no_manifest(self: Checkpoints, saving: SaveUnderWay, failure: str, present: Any = None) -> list[Effect]:
-    """What fails is told so, whatever lies there."""
-    return ORIGINAL_END_SAVING(self, saving, failure)
-
-
 def drops_rows_alone(self: DenseShard, block: Block, rank: int) -> None:
     """The rows of a sum are dropped one by one, though one of them has the bytes of all."""
 
@@ -1426,10 +1421,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "what a server knew that is gone is not known": (
         "fills in a hurry while the scheduler dies",
         [(ReturnedScheduler, "_recall_agreements", lets_the_dead_decide)],
-    ),
-    "a checkpoint is refused that an earlier scheduler had made": (
-        "fills in a hurry while the scheduler dies",
-        [(Checkpoints, "_end_saving", looks_at_no_manifest)],
     ),
     "reports of progress are added up": ("quota", [(Quotas, "heard", adds_up_reports)]),
     "who has the slices of a lost server hears of no progress": (

@@ -285,7 +285,8 @@ class ReturnedScheduler(Scheduler):
         pair = {server(rank), server((rank + 1) % self.config.num_servers)}
         owners = roster.owners or range(self.config.num_servers)
         numbers = [number for number, owner in enumerate(owners) if owner == rank]
-        return {peer.member for peer in roster.peers if peer.member.node in pair}, numbers
+        lost = {peer.member for peer in roster.lost}
+        return {peer.member for peer in roster.peers if peer.member.node in pair} - lost, numbers
 
     def _recall_agreements(self, memories: Memories, now: float) -> list[Effect]:
         """Keys and optimizers, of which servers are told once more; passed barriers; locks of folders."""
