@@ -9,7 +9,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from kvdist.transport.shared_memory.allocator import WindowCache
+from kvdist.transport.shared_memory.allocator import SharedAllocator, WindowCache
 from kvdist.transport.shared_memory.arena import Arena
 from kvdist.transport.shared_memory.mapping import PAGE_BYTES
 from tests.cases import each
@@ -136,3 +136,10 @@ def test_windows_over_memory_that_was_closed_are_let_go(arena: Arena) -> None:
     other.close()
     assert cache.view([memoryview(b), memoryview(a)]) is not None
     assert len(cache) == 1
+
+
+def test_when_the_node_has_ended_memory_is_to_be_had_and_asking_the_node_says_why_it_ended(arena: Arena) -> None:
+    allocator = SharedAllocator(arena, WindowCache([arena.table]))
+    arena.close()
+    memory = allocator.allocate(PIECE)
+    assert memory.nbytes == PIECE and not allocator.owns(memory)

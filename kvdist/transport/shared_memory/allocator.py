@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvdist.errors import StoreClosed
 from kvdist.transport.shared_memory.arena import Arena
 from kvdist.transport.shared_memory.mapping import PAGE_BYTES, Bytes, address_of, map_side_by_side
 from kvdist.transport.shared_memory.segments import Pin, Segment, SegmentTable
@@ -69,7 +70,8 @@ class SharedAllocator:
     """Allocates memory of an arena, which processes of this host can map.
 
     When the arena is full, or the system has no more memory of that kind, they are ordinary ones. Then values are sent
-    instead of shown; that is slower and is reported once.
+    instead of shown; that is slower and is reported once. So they are when the arena has been closed: nothing is sent
+    any more, and the node says why to whoever asks it.
     """
 
     def __init__(self, arena: Arena, windows: WindowCache) -> None:
@@ -84,7 +86,9 @@ class SharedAllocator:
             if not self._is_full:
                 self._is_full = True
                 LOG.warning("no more shared memory, so values are sent between processes of this host: %s", error)
-            return np.empty(nbytes, np.uint8)
+        except StoreClosed:  # between a call's first look at the node and this, as in a process that was given up
+            pass
+        return np.empty(nbytes, np.uint8)
 
     def owns(self, array: NDArray[Any]) -> bool:
         return array.nbytes > 0 and self._arena.locate(array) is not None
