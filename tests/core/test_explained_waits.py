@@ -306,3 +306,26 @@ def test_a_key_that_is_pushed_no_more_makes_a_snapshot_late(wired: Wired) -> Non
     wired.advance(200.0)
     behind = wired.infos["b"].slices[0].server
     assert len(late(wired)) == 1 and f"not written yet by server-{behind} (" in late(wired)[0]
+
+
+def test_a_key_that_a_newcomer_does_not_declare_is_waited_for_by_its_name() -> None:
+    wired = Wired(3, 1, Limits(explain_after_s=10.0), on_loss="continue")
+    wired.initialise({"w": [0, 0], "b": [0]})
+    for rank in range(3):
+        wired.set_optimizer(rank, "sgd", learning_rate=1.0)
+    wired.settle()
+    wired.kill("worker-2")
+    wired.advance(1.0)
+    train(wired)
+    wired.come_back(2)
+    wired.declare(2, {"w": (2,)})  # "b" may still come: a script declares a key where it uses it
+    wired.settle()
+    wired.push(2, {"w": [1, 1]})
+    wired.advance(1.0)
+    for _ in range(2):
+        requests = [wired.pushpull(rank, {"w": [1, 1], "b": [1]}) for rank in (0, 1)]
+        wired.push(2, {"w": [1, 1]})
+        wired.advance(20.0)
+    said = [line for line in wired.log if "Waiting(deed=\"push key 'b'" in line]
+    assert said and all("ranks=(2,)" in line for line in said), wired.log
+    assert not wired.completed.keys() & set(requests) and not wired.failed
