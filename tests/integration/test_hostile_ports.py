@@ -9,9 +9,12 @@ import contextlib
 import os
 import random
 import socket
+import time
 import zlib
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import Packet, Stamp
@@ -44,13 +47,12 @@ def packed(frames):
     return b"".join(frame(one, MORE * (place < len(frames) - 1)) for place, one in enumerate(frames))
 
 
-def valid_messages(chance):
-    """Every kind of message, in somebody's name."""
-    for message in messages():
-        seq = chance.choice([1, 2, 1 << 40]) if message.SEQUENCED else 0
-        job, destination = zlib.crc32(JOB.encode()), chance.choice([0, 1])
-        stamp = Stamp(job, chance.choice([1, 2]), 1, chance.choice(CLAIMED), destination, seq, 3, 4)
-        yield [bytes(one) for one in encode(Packet(stamp, message))]
+def stamped(message, chance):
+    """A message in somebody's name."""
+    seq = chance.choice([1, 2, 1 << 40]) if message.SEQUENCED else 0
+    job, destination = zlib.crc32(JOB.encode()), chance.choice([0, 1])
+    stamp = Stamp(job, chance.choice([1, 2]), 1, chance.choice(CLAIMED), destination, seq, 3, 4)
+    return [bytes(one) for one in encode(Packet(stamp, message))]
 
 
 def changed(frames, chance):
@@ -66,50 +68,80 @@ def changed(frames, chance):
     return frames or [b""]
 
 
+SHAKEN = GREETING + frame(READY, COMMAND)
+"""A whole handshake."""
+
+
 def attacks(chance):
     """What strangers send, each on a connection of its own."""
-    shaken = GREETING + frame(READY, COMMAND)
-    yield "random bytes", chance.randbytes(chance.choice([1, 9, 64, 5000]))
-    yield "half a handshake", shaken[: chance.randrange(len(shaken))]
-    yield "a frame that claims exabytes", shaken + b"\x02" + b"\x7f" + bytes(7) + b"x" * 1000
-    yield "a message without an end", shaken + frame(b"KVDI", MORE) * 20_000
-    yield "many tiny messages", shaken + frame(b"") * 20_000
-    yield "another handshake", GREETING[:12] + b"PLAIN".ljust(20, b"\0") + bytes(32) + frame(READY, COMMAND)
-    yield "a large message", shaken + packed([b"KVDI" + bytes(60), bytes(1 << 22), bytes(1 << 22)])
-    for frames in valid_messages(chance):
-        yield "a forged message", shaken + packed(frames)
-        yield "a changed message", shaken + packed(changed(frames, chance))
+    yield chance.randbytes(chance.choice([1, 9, 64, 5000]))
+    yield SHAKEN[: chance.randrange(len(SHAKEN))]
+    yield SHAKEN + b"\x02" + b"\x7f" + bytes(7) + b"x" * 1000  # a frame that claims exabytes
+    yield SHAKEN + frame(b"KVDI", MORE) * 20_000  # a message without an end
+    yield SHAKEN + frame(b"") * 20_000
+    yield GREETING[:12] + b"PLAIN".ljust(20, b"\0") + bytes(32) + frame(READY, COMMAND)
+    yield SHAKEN + packed([b"KVDI" + bytes(60), bytes(1 << 22), bytes(1 << 22)])
+    for message in messages():
+        frames = stamped(message, chance)
+        yield SHAKEN + packed(frames)
+        yield SHAKEN + packed(changed(frames, chance))
 
 
-def attack(port, data):
-    """Send it and listen for a moment. Returns whether the other side hung up."""
-    with contextlib.suppress(OSError), socket.create_connection((HOST, port), timeout=10) as stranger:
-        stranger.sendall(data)
-        stranger.settimeout(ANSWER_S)
-        while stranger.recv(65536):
-            pass
-        return True
-    return False
+@st.composite
+def conversations(draw):
+    """What a stranger sends on one connection: anything, or messages behind a handshake, valid ones or nearly so."""
+    if draw(st.integers(0, 7)) == 0:
+        return draw(st.binary(max_size=200))
+    chance = draw(st.randoms(use_true_random=False))
+    known = st.sampled_from(messages()).map(lambda message: stamped(message, chance))
+    nearly = known.map(lambda frames: changed(frames, chance))
+    unknown = st.lists(st.binary(max_size=100), min_size=1, max_size=4)
+    data = SHAKEN + b"".join(map(packed, draw(st.lists(known | nearly | nearly | unknown, min_size=1, max_size=4))))
+    return data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_strangers_at_every_port_change_nothing(job, tmp_path, seed):
+def attack(ports, data):
+    """Send it to each port and listen for a moment. Returns how many hung up."""
+    refused = 0
+    with contextlib.ExitStack() as stack:
+        strangers = []
+        for port in sorted(ports):
+            with contextlib.suppress(OSError):
+                stranger = stack.enter_context(socket.create_connection((HOST, port), timeout=10))
+                stranger.sendall(data)
+                strangers.append(stranger)
+        until = time.monotonic() + ANSWER_S
+        for stranger in strangers:
+            with contextlib.suppress(OSError):
+                stranger.settimeout(max(0.001, until - time.monotonic()))
+                while stranger.recv(65536):
+                    pass
+                refused += 1
+    return refused
+
+
+@pytest.mark.hypothesis
+@pytest.mark.parametrize("examples", [60, pytest.param(1_000, marks=pytest.mark.slow)])
+def test_strangers_at_every_port_change_nothing(job, tmp_path, examples):
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     settings = {**SETTINGS, "KVDIST_CHECKPOINT_ROOT": str(tmp_path)}
     job.cluster(2, 1, "exact.py", str(tmp_path / "checkpoints"), "8", str(fifo), **settings)
     job.line("scheduler", "KVDIST_SECURITY is none")
-    chance = random.Random(seed)
     job.wait(lambda: len(ports_of(job)) == 4, "scheduler, server and workers listen")
     for name in ("worker-0", "worker-1"):
         job.line(name, "half")
     ports, before = ports_of(job), sizes_of(job)
-    sent = refused = 0
-    for port in sorted(ports):
-        for _, data in attacks(chance):
-            refused += attack(port, data)
-            sent += 1
-    assert sent >= 100 * len(ports) and refused >= sent / 2, (sent, refused)
+    refused = [attack(ports, data) for data in attacks(random.Random(1))]
+    assert len(refused) >= 100 and sum(refused) >= len(refused) * len(ports) / 2, refused
+
+    @hypothesis.settings(max_examples=examples, phases=[hypothesis.Phase.generate], database=None)
+    @hypothesis.given(conversations())
+    def anything_else(data):
+        attack(ports, data)
+        assert [name for name, process in job.processes.items() if process.popen.poll() is not None] == [], data
+
+    anything_else()
     grown = {name: size - before[name] for name, size in sizes_of(job).items()}
     fifo.write_bytes(b"")
     job.succeed()
