@@ -5,16 +5,18 @@ The faults strike single messages of the wire, by a relay between the processes 
 
 from __future__ import annotations
 
+import ast
 import socket
 import threading
 
 import pytest
 
-from tests.integration.processes import PROGRAMS, TIMEOUT_S
+from tests.integration.processes import PROGRAMS, TIMEOUT_S, environment_of
 from tests.proxy import (
     COMMAND,
     GREETING_BYTES,
     MORE,
+    NAMES,
     Cut,
     Drop,
     Proxy,
@@ -29,9 +31,20 @@ KINDS = {
     "Hello", "Welcome", "Roster", "Declare", "Assign", "Placed", "Configure", "SetOptimizer", "Done", "Barrier",
     "InitValues", "InitRows", "Push", "PushRows", "Pull", "PullRows", "Values", "RowValues", "Counted", "Command",
     "Perform", "MarkPushes", "Claim", "Claimed", "Prepare", "Save", "Saved", "Load", "Restore", "TakeRestored",
-    "ReplaceValues", "Ack", "Alive", "Goodbye", "Stop",
+    "ReplaceValues", "Ack", "Alive", "Goodbye", "Stop", "CompressedPush", "PullState", "ReplaceState", "Failed",
+    "DropRestored",
 }  # fmt: skip
 """What the program makes processes say."""
+KINDS_OF_LOSSES = {
+    "Settled", "Reregister", "Ready", "Counters", "FindCut", "CutFound", "Cut", "Replicate", "Replicated", "Fill",
+    "Copied",
+}  # fmt: skip
+KINDS_OF_ROLLBACKS = {"TakeSnapshot", "SnapshotTaken", "Rewind", "Quiet", "RollBack", "Rewound"}
+KINDS_OF_DATA = {"Lease", "Leased", "Rest", "Used", "Progress", "Due"}
+LEFT_TO_THE_SIMULATION = {
+    "Abort", "Blocked", "CheckBlocked", "HandedBack", "JoinedPush", "Missed", "Numbered", "Refused", "Rejected",
+    "ReplicateRows", "Resume", "Waiting",
+}  # fmt: skip
 OFTEN = frozenset({"Ack", "Alive"})
 PATIENT = {
     "KVDIST_SECURITY": "none",
@@ -57,26 +70,108 @@ def run_through(job, proxy, tmp_path, workers=2, servers=2, rounds=4, timeout_s=
         assert job.processes[f"worker-{rank}"].lines_with("exact"), job.transcript()
 
 
-@pytest.mark.parametrize(
-    "fate",
-    [
-        pytest.param(Drop(), marks=pytest.mark.slow, id="lost alone"),  # TCP does not: it is said again after seconds
-        pytest.param(Cut(0, 0), id="lost with the connection"),
-        pytest.param("delivered", id="delivered, and the answer lost"),
-        pytest.param(Twice(), id="comes twice"),
-    ],
-)
-def test_the_first_message_of_every_kind_is_lost_or_comes_twice(job, tmp_path, fate):
-    def of(passing):
-        return Cut(len(passing.frames) - 1) if fate == "delivered" else fate
+FATES = {
+    "lost alone": Drop(),  # TCP does not: it is said again after seconds
+    "lost with the connection": Cut(0, 0),
+    "delivered, and the answer lost": "delivered",
+    "comes twice": Twice(),
+}
 
-    # What is said every second, and again when a connection is new, would break each connection at once.
-    with Proxy(first_of_each_kind(of, OFTEN)) as proxy:
-        run_through(job, proxy, tmp_path)
+
+def fates(*slow, quick=()):
+    """What becomes of the first message of each kind."""
+    marks = {**dict.fromkeys(slow, [pytest.mark.slow]), **dict.fromkeys(quick, [])}
+    return pytest.mark.parametrize("fate", [pytest.param(FATES[name], marks=marks[name], id=name) for name in marks])
+
+
+def strike_first_of_each(fate):
+    """The fault. What is said every second, and again when a connection is new, would break each connection at once."""
+    return first_of_each_kind(lambda one: Cut(len(one.frames) - 1) if fate == "delivered" else fate, OFTEN)
+
+
+def require_struck(proxy, kinds, fate):
+    """Every kind was struck, and has arrived all the same."""
     hit = {name.partition(" ")[2] for name in proxy.fired} - {""}
-    assert hit >= KINDS - OFTEN, KINDS - OFTEN - hit
+    assert hit >= kinds - OFTEN, kinds - OFTEN - hit
     if fate != "delivered":  # the answer may come on the next connection, before anything is said again
-        assert set(proxy.passed) >= KINDS - OFTEN, KINDS - OFTEN - set(proxy.passed)
+        assert set(proxy.passed) >= kinds - OFTEN, kinds - OFTEN - set(proxy.passed)
+
+
+@fates("lost alone", quick=("lost with the connection", "delivered, and the answer lost", "comes twice"))
+def test_the_first_message_of_every_kind_is_lost_or_comes_twice(job, tmp_path, fate):
+    with Proxy(strike_first_of_each(fate)) as proxy:
+        run_through(job, proxy, tmp_path, timeout_s=250.0)
+    require_struck(proxy, KINDS, fate)
+
+
+def test_each_kind_is_struck_or_left_to_the_simulation():
+    struck = KINDS | KINDS_OF_LOSSES | KINDS_OF_ROLLBACKS | KINDS_OF_DATA
+    assert (len(KINDS), len(struck)) == (40, 63), "as docs/decisions/proof.md says"
+    assert struck | LEFT_TO_THE_SIMULATION == set(NAMES.values()) and not struck & LEFT_TO_THE_SIMULATION
+
+
+def launch_through(job, proxy, workers, *command, options=(), **variables):
+    """A job of a launcher whose connections the proxy carries."""
+    port = job.port  # at which nobody listens: the launcher chooses another one
+    settings = {**PATIENT, "KVDIST_SERVER_MODULE": "fronted", "FRONT": str(proxy.front(port)), **variables}
+    words = ("fronted.py", str(PROGRAMS / command[0]), *command[1:])
+    launcher = job.launch(workers, 2, *words, options=options, **settings)
+    job.wait(lambda: "scheduler" in job.children(), "the scheduler begins")
+    proxy.move(port, int(environment_of(job.pid_of("scheduler"))["DMLC_PS_ROOT_PORT"]))
+    return launcher
+
+
+# Breaks at one new kind after the other would be a link over which nothing comes, which counts as a loss.
+@fates("lost alone", quick=("comes twice",))
+def test_so_is_that_of_each_kind_that_losses_bring(job, tmp_path, fate):
+    go = tmp_path / "go"
+    with Proxy(strike_first_of_each(fate)) as proxy:
+        options = ["--on-loss", "continue", "--restart", "3", "--replicas", "1"]
+        launcher = launch_through(job, proxy, 3, "survival.py", "joins", "[1]", "2", "1", str(go), options=options)
+        job.line("launcher", "life 1 has joined in step")
+        job.kill("server-1")
+        job.line("launcher", "the job survives a loss of server-0 again")
+        job.kill("scheduler")
+        job.line("launcher", "the scheduler was started again (term 2); 5 processes have registered")
+        go.touch()
+        job.finish()
+    assert launcher.code == 0, job.transcript()
+    for name in ("worker-1", "server-1", "the scheduler"):
+        assert launcher.lines_with(f"{name} was started 2 times; it was killed by signal 9"), "the fault happened"
+    masks = [line.partition("masks ")[2] for line in launcher.lines_with("masks {")]
+    assert len(masks) == 3 and len(set(masks)) == 1, job.transcript()
+    found = ast.literal_eval(masks[0])
+    assert found[0] == found[2] == [(1 << 16) - 1], job.transcript()
+    require_struck(proxy, KINDS_OF_LOSSES, fate)
+
+
+@fates("lost alone", "comes twice")
+def test_so_is_that_of_each_kind_with_which_all_go_back(job, tmp_path, fate):
+    with Proxy(strike_first_of_each(fate)) as proxy:
+        options = ["--on-loss", "continue", "--restart", "3", "--snapshots", str(tmp_path / "snapshots")]
+        settings = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path), "KVDIST_SNAPSHOT_INTERVAL_S": "0.02"}
+        launcher = launch_through(job, proxy, 2, "snapshots.py", str(tmp_path), options=options, **settings)
+        job.line("launcher", "waits in the middle")
+        job.wait(lambda: any((tmp_path / "snapshots").glob("step-*/manifest.json")), "there is a snapshot")
+        job.kill("server-1")
+        (tmp_path / "go").touch()
+        job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("server-1 was started 2 times; it was killed by signal 9"), "the fault happened"
+    assert len(launcher.lines_with("ended with 2460 after")) == 2, job.transcript()
+    require_struck(proxy, KINDS_OF_ROLLBACKS, fate)
+
+
+@fates("lost alone", "comes twice")
+def test_so_is_that_of_each_kind_that_hands_out_the_data_of_a_quota(job, fate):
+    with Proxy(strike_first_of_each(fate)) as proxy:
+        options = ["--policy", "quota:400"]
+        words = ("leases.py", "1000", "1", "8", "0", "dist", "{}")
+        launcher = launch_through(job, proxy, 3, *words, options=options, TERMINATED="7")
+        job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert len(launcher.lines_with("counts {(1, 1): 1000}")) == 2, job.transcript()
+    require_struck(proxy, KINDS_OF_DATA, fate)
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])

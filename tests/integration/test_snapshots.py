@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvdist.checkpoint.format import read_manifest, write_manifest
+from tests.integration.processes import PROGRAMS
 from tests.integration.test_leases import found
 
 OPTIONS = ["--on-loss", "continue", "--restart", "3"]
@@ -87,6 +89,31 @@ def test_killed_servers_come_back_and_all_go_on_from_the_newest_snapshot(job, tm
     for name in victims:
         assert launcher.lines_with(f"{name} was started 2 times; it was killed by signal 9"), job.transcript()
     assert launcher.lines_with("all have gone back to step"), job.transcript()
+
+
+def test_a_time_of_day_that_jumps_changes_nothing_of_losses_snapshots_and_ledgers(job, tmp_path):
+    options = ["--server-module", "jumping", "--env", f"PYTHONPATH={PROGRAMS}", "--env", f"KVDIST_LEDGER={tmp_path}"]
+    launcher = launched(job, tmp_path, "jumping", options=options)
+    job.kill("server-1")
+    (tmp_path / "go").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    jumped = {line.partition(" ")[0] for line in launcher.lines_with("and the next one 172800 s before it")}
+    assert jumped >= {"sched", "s0", "s1", "w0", "w1"}, job.transcript()
+    ends = re.findall(r"ended with (\S+).* after \d+ steps again, told of \[(\d+)\]", launcher.text)
+    assert [float(value) for value, _ in ends] == [FINAL] * WORKERS, job.transcript()
+    lost = launcher.lines_with(" was lost")
+    assert lost and all("server-1 (" in line for line in lost), job.transcript()
+    ledgers = [*tmp_path.glob("server-*.jsonl")]
+    assert ledgers, "servers have written them"
+    for path in ledgers:
+        versions = {}
+        for line in map(json.loads, path.read_text().splitlines()):
+            for number in line["slices"]:
+                if "counted" in line:
+                    assert line["version"] == versions.get(number, line["version"] - 1) + 1, (path, line)
+                if "lost" not in line:
+                    versions[number] = line.get("rolled_back", line.get("version"))
 
 
 def test_fragments_go_back_to_one_period_and_lose_no_more_than_its_steps_behind_their_push(job, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cases import each
-from tests.integration.processes import prefix_of
+from tests.integration.processes import PROGRAMS, prefix_of, program
 from tests.integration.test_shared_memory import memory_of
 from tests.namespaces import CARD, NO_CARD, link, run
 
@@ -271,6 +271,12 @@ def test_one_exception_is_survived_and_the_same_a_second_time_ends_the_job(job):
     assert not launcher.lines_with("went on to the end")
 
 
+def stands_still(job, name):
+    """Wait until a process has been stopped."""
+    status = Path(f"/proc/{job.pid_of(name)}/status")
+    job.wait(lambda: "State:\tT" in status.read_text(), f"{name} stands still")
+
+
 @pytest.mark.slow
 def test_a_worker_that_stood_still_for_too_long_is_told_so_and_does_no_harm(job, tmp_path):
     os.mkfifo(fifo := tmp_path / "fifo")
@@ -278,8 +284,7 @@ def test_a_worker_that_stood_still_for_too_long_is_told_so_and_does_no_harm(job,
     job.cluster(3, 2, "survival.py", "stopped", **settings)
     for rank in (0, 2):
         job.line(f"worker-{rank}", "goes on without it")
-    status = Path(f"/proc/{job.pid_of('worker-1')}/status")
-    job.wait(lambda: "State:\tT" in status.read_text(), "worker-1 stands still")
+    stands_still(job, "worker-1")
     job.kill("worker-1", signal.SIGCONT)
     job.wait(lambda: job.processes["worker-1"].code is not None, "the zombie ends")
     assert "FencedError: worker-1 was given up" in job.processes["worker-1"].text, job.transcript()
@@ -290,6 +295,34 @@ def test_a_worker_that_stood_still_for_too_long_is_told_so_and_does_no_harm(job,
     for rank in (0, 2):
         found = ast.literal_eval(job.line(f"worker-{rank}", "masks ").partition("masks ")[2])
         assert found == {0: [ALL], 1: [0b111], 2: [ALL]}, job.transcript()
+
+
+@pytest.mark.slow
+def test_a_worker_that_wakes_up_beside_its_replacement_is_told_so_and_nothing_of_it_is_counted(job, tmp_path):
+    command = ("survival.py", "joins", "[1]", "3", "1", str(tmp_path / "go"), "stopped")
+    settings = {"KVDIST_PATIENCE_S": "5", "KVDIST_ON_LOSS": "continue"}
+    settings |= {"KVDIST_SERVER_MODULE": "jumping", "PYTHONPATH": str(PROGRAMS)}
+    job.cluster(3, 2, *command, **settings)
+    stands_still(job, "worker-1")
+    again = {**job.environment("worker", 3, 2), **settings, "KVDIST_RANK": "1", "KVDIST_RESTARTS": "1"}
+    second = job.start("replacement", program(*command), **again)
+    joined = int(job.line("replacement", "life 1 has joined in step").rpartition(" ")[2])
+    assert job.processes["worker-1"].code is None and joined >= 4
+    job.kill("worker-1", signal.SIGCONT)
+    job.wait(lambda: job.processes["worker-1"].code is not None, "the zombie ends")
+    assert "FencedError: worker-1 was given up" in job.processes["worker-1"].text, job.transcript()
+    (tmp_path / "go").touch()
+    codes = job.finish()
+    assert {name: code for name, code in codes.items() if code} == {"worker-1": 75}, job.transcript()
+    after = ALL >> (joined + 1) << (joined + 1)
+    for process in (job.processes["worker-0"], second, job.processes["worker-2"]):
+        (line,) = process.lines_with("masks ")
+        found = ast.literal_eval(line.partition("masks ")[2])
+        assert found[0] == found[2] == [ALL], job.transcript()
+        # Its last push before it stood still, and that one alone, may have been counted: with the round, in each slice.
+        assert set(found[1]) <= {0b111 | after, 0b1111 | after}, (found, joined, job.transcript())
+    for name in ("scheduler", "server-0", "server-1"):
+        assert job.processes[name].lines_with("a look at the clock, and the next one 172800 s before it"), "it jumped"
 
 
 @pytest.mark.slow

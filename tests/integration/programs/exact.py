@@ -3,12 +3,14 @@
 Each worker checks every value that it reads, so a push that is lost, or counted twice, is seen by all.
 """
 
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 from patient import COMMAND
 
-from kvdist import RowSparse, kv
+from kvdist import CheckpointError, RowSparse, kv
 
 SHAPES = {"small": (3,), "alone": (65, 256), "cut": (100, 200)}
 """In a message with others, in one of its own, and on all servers, with `KVDIST_BIGARRAY_BOUND=20000`."""
@@ -21,6 +23,21 @@ def full(value):
 
 def require(found, value, *what):
     assert all((array == value).all() for array in found), (*what, [array.flat[0] for array in found], value)
+
+
+def load_damaged(store, directory):
+    """Of a checkpoint of which one server cannot read its part nothing is taken."""
+    damaged = directory.with_name("damaged")
+    if store.rank == 0:
+        shutil.copytree(directory, damaged)
+        path = max(damaged.glob("step-1/server-*.safetensors"))
+        path.write_bytes(path.read_bytes()[:-1])
+    store.barrier()
+    try:
+        store.load_checkpoint(damaged)
+    except CheckpointError:
+        return
+    raise AssertionError(f"{damaged} was loaded")
 
 
 def main(directory, rounds="4", fifo=""):
@@ -49,9 +66,18 @@ def main(directory, rounds="4", fifo=""):
         if store.rank == 0:
             with open(fifo, "rb") as words:
                 words.read()
+    packed = kv.create("dist")
+    packed.set_gradient_compression({"type": "2bit", "threshold": 1.0})
+    packed.init("packed", np.zeros(5_000, np.float32))
+    packed.pushpull("packed", ones := np.ones(5_000, np.float32))
+    require([ones], n, "packed")
+    packed.close()
     store.barrier()
+    if store.rank == 0:
+        store.replace_optimizer_states(list(SHAPES), store.optimizer_states(list(SHAPES)))
     if directory:
         store.save_checkpoint(directory, 1).result()
+        load_damaged(store, Path(directory))
         store.pushpull("small", np.ones(3, np.float32), out=out[0])
         store.load_checkpoint(directory)
         store.pull("small", out=out[0])

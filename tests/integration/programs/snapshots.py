@@ -1,4 +1,4 @@
-"""Workers that train while servers are killed: ``snapshots.py FOLDER [trainer | compressed]``.
+"""Workers that train while servers are killed: ``snapshots.py FOLDER [trainer | compressed | jumping]``.
 
 In step t rank r pushes (t + 1) · (r + 1), so a weight says which steps are in it, and each is checked after each step.
 Rank 0 waits in the middle until FOLDER/go is there.
@@ -117,5 +117,13 @@ def with_compression():
     store.close()
 
 
+def with_jumps():
+    """The time of day jumps in each process."""
+    import jumping  # noqa: F401
+
+    main()
+
+
 if __name__ == "__main__":
-    {"": main, "trainer": with_trainer, "compressed": with_compression}["".join(sys.argv[2:])]()
+    ways = {"": main, "trainer": with_trainer, "compressed": with_compression, "jumping": with_jumps}
+    ways["".join(sys.argv[2:])]()

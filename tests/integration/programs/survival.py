@@ -124,10 +124,10 @@ def without_server(rank, at, after_s, mode, folder):
     say("went on to the end")
 
 
-def joins(victims, at, times, go=""):
+def joins(victims, at, times, go="", death="killed"):
     """Some workers are killed, once or again and again, and join the others each time they are started again.
 
-    All wait for the file ``go`` before they meet at the end.
+    All wait for the file ``go`` before they meet at the end. Who stands still instead pushes on when it wakes up.
     """
     victims, at, life = ast.literal_eval(victims), int(at), int(os.environ.get("KVDIST_RESTARTS", "0"))
     store = started()
@@ -142,9 +142,13 @@ def joins(victims, at, times, go=""):
         say(f"life {life} has joined in step {begun - 1}")
     for step in range(begun, STEPS):
         if store.rank in victims and life < int(times) and step >= at + 2 * life:
-            threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            if death == "killed":
+                threading.Timer(0.005, os.kill, (os.getpid(), signal.SIGKILL)).start()
             store.push(names, step_of(store.rank, step))
-            time.sleep(60)
+            if death == "killed":
+                time.sleep(60)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            step += 1
         while store.rank not in victims and step > at and len(store.members) < store.num_workers:
             time.sleep(0.01)
         store.pushpull(names, step_of(store.rank, step))

@@ -17,8 +17,8 @@ import torch
 
 from kvdist import Embedding, Trainer, kv
 
-STEPS = 12
-KILLED_AT = (3, 5, 9)
+STEPS = 18
+KILLED_AT = (3, 5, 9, 10, 12)
 """By life; who is further by then is killed in its first step."""
 ROWS, WIDTH = 40, 8
 
