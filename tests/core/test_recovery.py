@@ -486,3 +486,20 @@ def test_a_scheduler_that_knows_no_snapshot_says_why_and_where_there_may_be_one(
     said = str(wired.stopped["scheduler"])
     assert "nobody can go back: the scheduler was started again, and knows no snapshot that all servers have" in said
     assert "if there is one in /data/run, load_checkpoint reads it when the job is started again" in said
+
+
+def test_a_worker_that_was_lost_before_every_server_was_replaced_is_not_waited_for() -> None:
+    wired = trained(replicas=1)
+    wired.kill("worker-0")
+    wired.advance(2.0)
+    for rank in (0, 1):
+        wired.kill(f"server-{rank}")
+        wired.return_server(rank)
+        wired.advance(5.0)
+    return_scheduler(wired)
+    barriers = [wired.barrier(rank) for rank in (1, 2)]
+    wired.advance(wired.limits.form_timeout_s + 10.0)
+    assert wired.completed.keys() >= set(barriers) and set(wired.stopped) == {"worker-0"}, wired.stopped
+    wired.kill("server-1")
+    wired.advance(5.0)
+    assert set(wired.stopped) == {"worker-0", "server-1"}, "its copy is with the other one"

@@ -85,6 +85,8 @@ class Membership:
         self._started_on: dict[NodeId, str] = {}
         self._suspects: dict[Member, Suspicion] = {}
         self._ended: set[Member] = set()
+        self._is_recalled = False
+        """Who registers again has been in a whole cluster; nobody may know any more who was lost from it long ago."""
         self._untold = Untold()
         self._tokens: dict[int, Member] = {}
         self._next_incarnation = first_incarnation
@@ -172,6 +174,7 @@ class Membership:
             newcomers: those that rounds do not wait for yet.
             owners: who had which slices in it, if not each server its own.
         """
+        self._is_recalled = True
         self.peers = {peer.member.node: peer for peer in sorted(peers, key=lambda one: one.member.incarnation)}
         for node, peer in self.peers.items():
             if peer.member in left | lost:
@@ -191,8 +194,8 @@ class Membership:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have registered."""
-        return len(self.peers) >= self._config.num_workers + self._config.num_servers
+        """Whether all have registered, with this scheduler or an earlier one."""
+        return self._is_recalled or len(self.peers) >= self._config.num_workers + self._config.num_servers
 
     def has_started(self, node: NodeId, host: str, pid: int) -> None:
         """The launcher has started a process there."""
