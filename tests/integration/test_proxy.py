@@ -80,8 +80,8 @@ FATES = {
 
 def fates(*slow, quick=()):
     """What becomes of the first message of each kind."""
-    marks = {**dict.fromkeys(slow, [pytest.mark.slow]), **dict.fromkeys(quick, [])}
-    return pytest.mark.parametrize("fate", [pytest.param(FATES[name], marks=marks[name], id=name) for name in marks])
+    cases = [(name, pytest.mark.slow) for name in slow] + [(name, ()) for name in quick]
+    return pytest.mark.parametrize("fate", [pytest.param(FATES[name], marks=marks, id=name) for name, marks in cases])
 
 
 def strike_first_of_each(fate):
