@@ -1,7 +1,7 @@
 """A cluster of pure machines, led by hypothesis through calls, deliveries, losses and deaths in any order.
 
 Every worker pushes integers, so what may be read is known: a prefix of the pushes of each live worker, all of one
-length, and of a lost one what was counted when it was killed.
+length, and of a lost one what was counted when it was killed. Servers and the scheduler are killed, too, and come back.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from kvdist.core.round import Round
+from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.worker.worker import Worker
 from tests.cases import each
+from tests.core.test_simulation import asks_nothing_again
 from tests.core.wired import Wired
 
 KEYS = {"small": 3, "cut": 8}
 """Key → elements; the larger one is cut over both servers."""
-WORKERS = 3
+WORKERS, SERVERS = 3, 2
 RANKS = st.integers(0, WORKERS - 1)
 
 
@@ -32,11 +34,13 @@ def contribution(rank: int, step: int) -> float:
 
 
 class ClusterCalls(RuleBasedStateMachine):
-    """Calls of three workers to two servers."""
+    """Calls of three workers to two servers, each of which has a copy of what the other one has."""
 
     @initialize()
     def start(self) -> None:
-        self.wired = Wired(WORKERS, 2, bigarray_bound=4, on_loss="continue")
+        self.wired = Wired(WORKERS, SERVERS, bigarray_bound=4, on_loss="continue", replicas=1)
+        self.term, self.restarted_at = 1, 0.0
+        """Which scheduler this is, and since when."""
         self.pushed = [0] * WORKERS
         self.counted = [0] * WORKERS
         """Of a lost worker how many of its pushes count."""
@@ -94,6 +98,27 @@ class ClusterCalls(RuleBasedStateMachine):
         self.wired.advance(1.0)  # servers hear of losses right after each other together, a little later
         self.check()
 
+    @rule(rank=st.integers(0, SERVERS - 1), count=st.integers(0, 6))
+    def kill_a_server(self, rank: int, count: int) -> None:
+        """The other one goes on with its copy; it comes back and is given copies while training goes on."""
+        told = len(self.wired.reports)
+        self.wired.kill(f"server-{rank}")
+        self.wired.deliver(min(count, len(self.wired.wire)))
+        self.wired.return_server(rank)
+        self.wired.advance(5.0)
+        assert any(f"server-{rank} " in one and "survives a loss" in one for one in self.wired.reports[told:])
+        self.check()
+
+    @rule(count=st.integers(0, 6))
+    def restart_the_scheduler(self, count: int) -> None:
+        if self.wired.now < self.restarted_at + 1.0:
+            self.wired.advance(1.0)  # a link that breaks again and again before anything has arrived is given up
+        self.restarted_at = self.wired.now
+        self.term += 1
+        self.wired.return_scheduler(self.term)
+        self.wired.deliver(min(count, len(self.wired.wire)))
+        self.check()
+
     def check(self) -> None:
         """What has been read may have been there; nobody has passed a barrier that others have not reached."""
         assert not self.wired.failed, self.wired.failed
@@ -135,14 +160,16 @@ class ClusterCalls(RuleBasedStateMachine):
 
 
 TestCluster = ClusterCalls.TestCase
-TestCluster.settings = settings(max_examples=25, stateful_step_count=30)
+# Not to explain a failure, for which each line of all examples would be traced.
+TestCluster.settings = settings(max_examples=25, stateful_step_count=30, phases={*Phase} - {Phase.explain})
 
 
 @each(
     "mutant",
     [
         mock.patch.object(Scheduler, "_pass_barriers", lambda self: []),
-        mock.patch.object(Round, "drop", lambda self, ranks: {}),
+        mock.patch.object(Worker, "_reregister", asks_nothing_again),
+        mock.patch.object(Membership, "copied", lambda self, rank, epoch: False),
     ],
 )
 def test_a_cluster_with_a_rule_less_is_found_out(mutant: Any) -> None:

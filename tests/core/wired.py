@@ -45,6 +45,7 @@ from kvdist.core.machine import (
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.scheduler.recovery import ReturnedScheduler
 from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.replica import ReplicatedServer
 from kvdist.core.server.server import Server
 from kvdist.core.worker.requests import (
     DeclareKeys,
@@ -113,6 +114,7 @@ class Wired:
         snapshots: str | None = None,
         min_workers: int | None = None,
         return_s: float | None = None,
+        replicas: int = 0,
     ) -> None:
         self.devices = devices
         """Per server the GPU on which it computes; none for their hosts."""
@@ -156,6 +158,7 @@ class Wired:
             snapshots=snapshots,
             min_workers=min_workers,
             return_s=return_s,
+            replicas=replicas,
             limits=self.limits,
         )
         self.scheduler = Scheduler(config, 0.0)
@@ -376,7 +379,7 @@ class Wired:
         last = self.servers[rank].joining.introduction
         introduction = replace(last, token=last.token + 10_000, life=last.life + 1)
         self._addresses[Role.SERVER, introduction.token] = f"server-{rank}"
-        server = self.servers[rank] = Server(introduction, self.limits, REFERENCE, self.now)
+        server = self.servers[rank] = self._kind_of_server(introduction, self.limits, REFERENCE, self.now)
         self.processes[f"server-{rank}"] = Reliable(server, JOB)
         self.stopped.pop(f"server-{rank}", None)
         self.advance(1.0)
@@ -422,6 +425,10 @@ class Wired:
     # Inside.
 
     @property
+    def _kind_of_server(self) -> type[Server]:
+        return ReplicatedServer if self.config.replicas else Server
+
+    @property
     def _running(self) -> list[str]:
         return [name for name in self.processes if name not in self.stopped]
 
@@ -441,7 +448,8 @@ class Wired:
     def _server(self, rank: int, num_workers: int, num_servers: int) -> Server:
         introduction = self._introduction(Role.SERVER, rank, num_workers, num_servers)
         arithmetic = arithmetic_on(self.devices[rank], REFERENCE) if self.devices else None
-        machine = Server(introduction, self.limits, REFERENCE, 0.0, handlers=self.handlers, arithmetic=arithmetic)
+        options = {"handlers": self.handlers, "arithmetic": arithmetic}
+        machine = self._kind_of_server(introduction, self.limits, REFERENCE, 0.0, **options)
         self.processes[f"server-{rank}"] = Reliable(machine, JOB)
         return machine
 
