@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.checkpoint.snapshot import ReadManifest, ReadShards, WriteManifest, WriteShard
+from kvdist.checkpoint.snapshot import LockFolder, ReadManifest, ReadShards, WriteManifest, WriteShard
 from kvdist.config.settings import Limits
 from kvdist.core.worker.requests import AcceptRollback, Leave
 from kvdist.errors import DeadlineExceeded, RolledBackError
@@ -17,16 +17,16 @@ STALL_S = 40.0
 
 
 class WaitingThread:
-    """The only thread of a user, which waits in a call since then."""
+    """A thread of a user, which waits in a call since then, beside those that may act."""
 
-    def __init__(self, since: float) -> None:
-        self.since = since
+    def __init__(self, since: float, others: str = "") -> None:
+        self.since, self.others = since, others
 
     def blocked_since(self) -> float | None:
         return self.since
 
     def may_act(self, now: float) -> str:
-        return ""
+        return self.others
 
     def longest_wait_since(self) -> float | None:
         return self.since
@@ -182,6 +182,18 @@ def test_a_server_that_is_lost_on_the_way_back_leaves_calls_held_back_once(wired
     assert all(worker.waiting_since is None for worker in wired.workers)
 
 
+def test_a_folder_of_snapshots_that_is_not_locked_is_named_once(tmp_path: Path) -> None:
+    wired = Wired(1, 1, on_loss="continue", snapshots=str(tmp_path))
+    wired.set_optimizer(0, "sgd", learning_rate=1.0)
+    wired.initialise({"w": [0, 0]})
+    wired.advance(60.0)
+    assert [type(event.work) for event in wired.works] == [LockFolder]
+    told = f"the scheduler has waited 2 s for the lock of the folder {tmp_path}; another job is taking it"
+    assert [told in line for line in wired.reports if "no snapshot can be written" in line] == [True]
+    wired.settle_works()
+    assert wired.scheduler.rollback._has_lock
+
+
 # Too few workers.
 
 
@@ -208,7 +220,7 @@ def test_a_newcomer_says_how_many_workers_it_waits_for(alone: Wired) -> None:
     alone.advance(12.0)
     worker = alone.workers[1]
     assert worker.waiting_since == alone.now - 12.0
-    awaited = "waiting 12.0 s for 1 more worker to join: 1 of at least 2 are there"
+    awaited = "waiting 12.0 s for 1 more worker to join: 1 of at least 2 are there (--min-workers)"
     assert worker.explain(alone.now) == f"worker-1: {awaited}, in push of key 'w'"
     assert not [line for line in alone.log if "Blocked(" in line]
     alone.come_back(0)
@@ -218,6 +230,23 @@ def test_a_newcomer_says_how_many_workers_it_waits_for(alone: Wired) -> None:
     alone.advance(1.0)
     assert push in alone.completed and behind in alone.completed
     assert worker.waiting_since is None and worker.explain(alone.now) is None
+
+
+def test_a_member_that_is_left_says_how_many_workers_it_waits_for_and_not_that_a_server_is_silent() -> None:
+    wired = Wired(2, 1, Limits(explain_after_s=10.0), on_loss="continue", min_workers=2, return_s=60.0)
+    for rank in (0, 1):
+        wired.set_optimizer(rank, "sgd", learning_rate=1.0)
+    wired.initialise({"w": [0, 0], "b": [0]})
+    train(wired)
+    wired.kill("worker-0")
+    wired.settle()
+    worker = wired.workers[1]
+    worker.watch(WaitingThread(wired.now, others="Thread-1"))
+    calls = [wired.pushpull(1, {"w": [1, 1], "b": [1]}) for _ in range(2)]  # one is counted without the other
+    wired.advance(12.0)
+    assert [call in wired.completed for call in calls] == [True, False]
+    awaited = "1 more worker to join: 1 of at least 2 are there (--min-workers)"
+    assert worker.explain(wired.now) == f"worker-1: waiting 12.0 s for {awaited}, in pushpull of key 'w', 'b'"
 
 
 def with_newcomer() -> Wired:

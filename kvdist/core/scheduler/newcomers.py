@@ -263,7 +263,7 @@ class Newcomers:
         return []
 
     def waits(self) -> Iterator[MemberWait]:
-        """The newcomers that wait for what no other worker has declared or chosen yet, or for enough workers."""
+        """The newcomers that wait for what no other worker has declared or chosen yet; all while they are too few."""
         workers = tuple(sorted(self._membership.there, key=lambda node: node.rank))
         for sender, message in self._waiting:
             if isinstance(message, Declare) and (key := self._keys.unplaced(message)) is not None:
@@ -280,8 +280,8 @@ class Newcomers:
         there, least = self._ready_ones, self._scheduler.config.min_workers or 0
         lacking = self._lacking(len(there))
         who = f"{lacking} more worker{'s' if lacking > 1 else ''}"
-        deed = f"join: {least - lacking} of at least {least} are there"
-        for member in there:
+        deed = f"join: {least - lacking} of at least {least} are there (--min-workers)"
+        for member in (*there, *self._membership.workers.values()):
             yield MemberWait(member, 0, self._held_since, (), "", deed, who)
 
     def agreed(self, store: int, statement: str) -> None:

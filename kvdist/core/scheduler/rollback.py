@@ -74,6 +74,8 @@ INTERVALS_LATE = 3.0
 """A snapshot that takes so many intervals is said to be late; or so often as long as the last one took."""
 LOOK_AGAIN_S = 1.0
 """When there is nothing to be written yet."""
+LOCK_LATE_S = 2.0
+"""After how long it is said that the folder is not locked yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -228,6 +230,8 @@ class Rollback:
         """What workers train on; None if nobody has asked for any."""
         self._run = ""
         self._has_lock = self._is_locking = False
+        self._lock_late_at = NEVER
+        """When it is said that the folder is not locked yet."""
         self._next = now
         """When the next snapshot begins."""
         self._making: Snapshot | None = None
@@ -267,7 +271,7 @@ class Rollback:
             return min(absent, default=NEVER) + self._patience_s
         if self._making is not None:
             return NEVER if self._making.is_late else self._making.begun_at + self._late_s
-        return NEVER if self._is_locking else self._next
+        return self._lock_late_at if self._is_locking else self._next
 
     def tick(self, now: float) -> list[Effect]:
         """Begin a snapshot if it is time; give up a server that does not come back."""
@@ -277,11 +281,19 @@ class Rollback:
             return self._scheduler.end_job(self._lost, waited, f"{self._lost} was lost, and {waited}")
         if self._making is not None:
             return self._late(self._making, now)
+        if self._is_locking:
+            self._lock_late_at = NEVER
+            told = (
+                f"no snapshot can be written yet: the scheduler has waited {LOCK_LATE_S:g} s for the lock of the folder"
+                f" {self._folder}; another job is taking it (lock.json there says which process on which host), or the"
+                " file system does not answer"
+            )
+            return self._once("lock", told)
         self._next = now + min(LOOK_AGAIN_S, self._again_s)
         if not self._membership.workers or self._store() is None:
             return []
         if not self._has_lock:
-            self._is_locking = True
+            self._is_locking, self._lock_late_at = True, now + LOCK_LATE_S
             return [Persist(self, LockFolder(f"{self._folder}/step-0", self._run))]
         if self.is_partial:
             self._last = max(self._last + 1, *self._scheduler.steps.values())

@@ -367,7 +367,8 @@ class Worker(Machine):
         text, oldest = self._awaited(now), self._pending.oldest
         if text is None or oldest is None or oldest.is_held:
             return text
-        is_for_workers = self._hint is not None or not self.transfers.awaited_servers(oldest.request)
+        servers = self.transfers.awaited_servers(oldest.request)
+        is_for_workers = bool(self._hint.ranks) if self._hint is not None else not servers
         acting = self._threads.may_act(now) if is_for_workers else ""
         if not acting:
             return text
