@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from tests.collective.scripts import horovodrun
 
 PROGRAMS = Path(__file__).with_name("programs")
 
-pytestmark = pytest.mark.slow
-pytest.importorskip("sklearn")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("sklearn") is None, reason="the programs have their images from scikit-learn"),
+]
 
 
 @pytest.mark.parametrize(

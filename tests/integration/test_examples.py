@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.integration.processes import prefix_of
 
-pytest.importorskip("torch", reason="the examples train torch networks, and torch is not installed")
-pytest.importorskip("sklearn", reason="examples/digits.py has its images from scikit-learn, which is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("torch") is None, reason="the examples train torch networks"),
+    pytest.mark.skipif(find_spec("sklearn") is None, reason="examples/digits.py has its images from scikit-learn"),
+]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 DIGITS, CIFAR10 = str(EXAMPLES / "digits.py"), str(EXAMPLES / "cifar10_dist.py")
