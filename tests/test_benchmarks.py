@@ -300,13 +300,16 @@ def test_workers_that_one_stands_for_cost_a_server_as_much_as_themselves() -> No
 
 @pytest.mark.usefixtures("even_turns")
 @each("way", ["quota", "quota, local steps"])
-def test_unequal_workers_make_what_each_makes_alone_but_for_those_that_die(way: str) -> None:
+def test_unequal_workers_make_what_each_makes_alone_but_for_those_that_die(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unequal, spec = load("scale_unequal"), load("workers.workload").Spec.parse("1x16384")
+    monkeypatch.setattr(unequal, "HORIZON_S", 600.0)
 
     def made(dying: float) -> Any:
         return unequal.Job(6, way, spec, slow_machines(), small_costs()).run(dying)
 
-    calm, dying = made(0.0), made(2.0)
+    calm, dying = made(0.0), made(4.0)
     assert 0.97 < calm.of_all <= 1.03 and calm.deaths == 0
     assert dying.deaths >= 3 and 0.7 < dying.of_all < calm.of_all
     assert dying.of_present > 0.9

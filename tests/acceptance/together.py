@@ -1,12 +1,14 @@
 """Tests that are programs of workers: the functions of a test module, run by every worker of one job.
 
 ``two = Together(workers=2, servers=2)`` decorates functions. Each becomes a test of its own, but one job runs all that
-were collected of a module, so its processes are started once. A function with a parameter `store` gets a new store
-``dist``. It checks by itself, and fails on whatever rank it raises. All run in the order of the file, on every rank.
+were collected of a module, so its processes are started once, also where the tests are spread over several processes.
+A function with a parameter `store` gets a new store ``dist``. It checks by itself, and fails on whatever rank it
+raises. All run in the order of the file, on every rank.
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import importlib
 import inspect
@@ -83,15 +85,23 @@ class Together:
         if self.outcomes is None:
             collected = {item.name for item in request.session.items if item.module is request.module}
             names = [word for word in self.functions if word in collected]
-            self._run(request.module, names, popen)
+            own = next(word for word, value in vars(request.module).items() if value is self)
+            with Path(tempfile.gettempdir(), f"together-{request.module.__name__}-{own}").open("a+") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # another process of this run of tests may be at the same job
+                file.seek(0)
+                if text := file.read():
+                    outcomes, self.told, self.ended_well = json.loads(text)
+                    self.outcomes = {int(rank): outcome for rank, outcome in outcomes.items()}
+                else:
+                    self._run(request.module, own, names, popen)
+                    json.dump([self.outcomes, self.told, self.ended_well], file)
         self._look(request.node.name)
 
-    def _run(self, module: ModuleType, names: list[str], popen: type[subprocess.Popen[bytes]]) -> None:
+    def _run(self, module: ModuleType, own: str, names: list[str], popen: type[subprocess.Popen[bytes]]) -> None:
         """Start the job, wait for its end, and read what its workers have written."""
         self.outcomes = {rank: {} for rank in range(self.workers)}
         folder, results = Path(tempfile.mkdtemp(prefix="job-")), Path(tempfile.mkdtemp(prefix="results-"))
         job = Job(folder, uuid.uuid4().hex, popen)
-        own = next(word for word, value in vars(module).items() if value is self)
         words = [sys.executable, __file__, str(module.__file__), own, str(results), *names]
         if self.servers:
             starter = ["kvdist_launch", "-n", str(self.workers), "-s", str(self.servers)]
