@@ -397,8 +397,10 @@ def survives(options: argparse.Namespace, kind: str) -> bool:
     small = argparse.Namespace(**vars(options) | {"workers": 3, "servers": 2, "period": 0.05})
     with Job(small, TRIAL_S / 60, relays=False) as job:
         job.wait_for_steps()
-        if job.strike(kind, random.Random(0)) is None:
-            raise RuntimeError(f"there is no {kind} to kill:\n{job.text()[-3000:]}")
+        deadline = time.monotonic() + TRIAL_S
+        while job.strike(kind, random.Random(0)) is None:  # a first snapshot may not be written yet
+            if job.wait(LOOK_S) or time.monotonic() > deadline:
+                raise RuntimeError(f"there is no {kind} to kill:\n{job.text()[-3000:]}")
         return job.wait(90.0) and job.launcher.returncode == 0 and bool(job.outcome().ends)
 
 
