@@ -4,6 +4,7 @@
 # make test-machines  jobs on several machines: namespaces with real ssh daemons, Slurm, Open MPI; as root it installs those
 # make test-tensorflow  the tests of kvdist.tensorflow, in an environment of its own
 # make test-all  the slow tests too, those of kvdist.tensorflow, and those of the bridge to MXNet, in an environment of its own; numba's kernels compiled for GPUs
+# make scenarios  three times in a row, slow ones too: the tests by which docs/decisions/proof.md shows what becomes of each fault; half an hour; as root
 # make soak      100000 runs of the simulated cluster, spread over its scenarios, on all cores: 0.4 CPU seconds each, so 6 hours on
 #                two cores; SOAK_FLAGS="--minutes 30" for as many as are done by then, SOAK_FLAGS="--first 400" for others
 # make fuzz      the tests of properties with examples that no run has seen; then the decoders, led by coverage (atheris): a minute, FUZZ_SECONDS=3600 for more
@@ -36,7 +37,7 @@ FUZZ_SECONDS ?= 60
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-faults test test-machines test-tensorflow test-all soak fuzz lint types docs bench bench-full bench-other gpu clean
+.PHONY: help demo demo-faults test test-machines test-tensorflow test-all scenarios soak fuzz lint types docs bench bench-full bench-other gpu clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -56,6 +57,11 @@ test: lint types docs
 test-machines: $(VENV)/.installed-dev
 	@tests/machines/packages.sh
 	$(PYTEST) --dist loadfile -m "machines and not slow"
+
+scenarios: TEST_PROCESSES = 4
+scenarios: $(VENV)/.installed-dev
+	@tests/machines/packages.sh
+	set -e; for turn in 1 2 3; do $(PYTEST) --dist loadfile --scenarios; done
 
 test-all: lint types docs
 	@tests/machines/packages.sh

@@ -146,6 +146,10 @@ def main() -> None:
         print(f"{name}: killed {times(killed[name])}, and {how}; started {times(lives[name])}")
     print(f"accuracy undisturbed: {undisturbed:.4f}, in {quiet_s:.0f} s")
     print(f"accuracy with {killed.total()} kills: {disturbed:.4f}, in {storm_s:.0f} s")
+    if killed.total() < args.kills:
+        sys.exit(
+            f"training ended after {killed.total()} of {args.kills} kills: take more --epochs, or less for --every"
+        )
     if disturbed < undisturbed - WORSE_MAX:
         sys.exit(f"the disturbed run is worse by more than {WORSE_MAX}")
 

@@ -14,6 +14,7 @@ import gc
 import importlib.util
 import multiprocessing.resource_tracker
 import os
+import re
 import select
 import shutil
 import signal
@@ -33,6 +34,7 @@ from tests.forks import Forked, forking
 from tests.integration.processes import Job
 
 ROOT = Path(__file__).resolve().parent.parent
+PROOF = ROOT / "docs" / "decisions" / "proof.md"
 GRACE_S = 30.0
 """How long what a test has already told to stop may take to be gone, on a machine that is busy with other things."""
 LOOK_AGAIN_S = 0.05
@@ -72,6 +74,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Know the time-out of pyproject.toml also where pytest-timeout is not installed, which then does not apply."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "the seconds that a test may take, for pytest-timeout, which is not installed")
+    parser.addoption(
+        "--scenarios", action="store_true", help="only the tests by which docs/decisions/proof.md shows a scenario"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -113,6 +118,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Who asks for nothing but those gets each of them skipped with the reason.
     """
     mark_slow_cases(items)
+    if config.option.scenarios:
+        scenarios, _, _ = PROOF.read_text("utf-8").partition("\n## Rules and their mutants\n")
+        shown = set(re.findall(r"`(test_\w+)`", scenarios))
+        config.hook.pytest_deselected(items=[item for item in items if item.originalname not in shown])
+        items[:] = [item for item in items if item.originalname in shown]
     of_gpus = [item for item in items if item.get_closest_marker("gpu")]
     for path in {item.path for item in of_gpus}:
         if MARK_OF_GPU not in path.read_text("utf-8"):

@@ -66,12 +66,14 @@ def test_the_demo_learns_with_the_same_accuracy_on_both_workers(job, options, ep
 
 @pytest.mark.slow
 @pytest.mark.timeout(DEMO_S + 20)
-def test_the_demo_of_faults_kills_the_scheduler_and_a_worker_and_ends_as_well_as_undisturbed(job):
-    words = ("--kills", "2", "--every", "1", "--epochs", "30")
+def test_the_demo_of_faults_kills_one_of_each_role_and_ends_as_well_as_undisturbed(job):
+    words = ("--kills", "3", "--every", "1", "--epochs", "60")
     demo = job.start("demo", [sys.executable, str(EXAMPLES / "faults.py"), *words])
     job.succeed(DEMO_S)
-    assert "kill -9 scheduler " in demo.text and re.search(r"kill -9 worker-[012] ", demo.text), "the faults happened"
+    for victim in ("scheduler", "server-[01]", "worker-[012]"):
+        assert re.search(f"kill -9 {victim} ", demo.text), "the faults happened"
     assert re.search(r"scheduler: killed once, and the next one learned .* started 2 times", demo.text)
+    assert re.search(r"server-[01]: killed once, and another server went on .* started 2 times", demo.text)
     assert re.search(r"worker-[012]: killed once, and the others trained on .* started 2 times", demo.text)
     assert len(demo.lines_with("accuracy ")) == 2, demo.text
 
