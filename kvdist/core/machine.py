@@ -175,6 +175,14 @@ class LauncherGone:
     """The launcher that supervised this job has ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class Worked:
+    """This process has computed for so many seconds since the last of these, and waited for something to do."""
+
+    computed_s: float
+    waited_s: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Persisted:
     """A work with the disk is done, or could not be done; then `failure` says why."""
@@ -186,7 +194,7 @@ class Persisted:
 
 Event = (
     PeerConnected | PeerDisconnected | Unreachable | SchedulerReturned | ChildEnded | ProcessStarted | LauncherGone
-    | Persisted
+    | Persisted | Worked
 )  # fmt: skip
 
 NEVER = float("inf")
@@ -208,6 +216,8 @@ class Machine(abc.ABC):
     epoch: int
     step: int
     """The training step this process is in."""
+    hears_of_work: bool = False
+    """Whether it is told once a second how much this process had to do: see `Worked`."""
     steps: dict[Member, int]
     """The training step each peer was in when it was last heard of."""
     ack_bytes_max: int = ACK_BYTES_MAX

@@ -66,6 +66,7 @@ from kvdist.protocol.messages import (
     ReplaceState,
     ReplicateRows,
     SavedFile,
+    StepTimes,
 )
 from kvdist.protocol.wire import decode
 
@@ -342,7 +343,7 @@ _DATACLASSES: dict[str, type[Any]] = {
     for one in (
         *get_args(Entry), *get_args(Event), *get_args(Request), Ascending, Beginning, ClusterConfig, Encoded,
         FileRecord, Introduction, KeyInfo, Limits, Manifest, Member, NodeId, Progress, ReadSlice, RecordedRun, RunPlan,
-        RunSlice, SavedFile, SavedKey, Slice, SliceState,
+        RunSlice, SavedFile, SavedKey, Slice, SliceState, StepTimes,
     )
 }  # fmt: skip
 _ENUMS: dict[str, type[enum.Enum]] = {one.__name__: one for one in (DType, DueWhen, Encoding, Role, RunKind)}

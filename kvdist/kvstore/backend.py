@@ -34,7 +34,7 @@ from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.values import Bits, Key, Keys, UpdaterFunction, Value
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
-from kvdist.protocol.messages import Flag
+from kvdist.protocol.messages import Flag, StepTimes
 from kvdist.runtime.waits import AwaitedFuture
 
 if TYPE_CHECKING:
@@ -450,6 +450,9 @@ class Backend(abc.ABC):
             How many updates the weights have had by then.
         """
         return 0
+
+    def report_times(self, times: StepTimes) -> None:  # noqa: B027  # most have no scheduler
+        """Tell the scheduler how the time of the last steps went."""
 
     def check(self) -> None:  # noqa: B027  # a store within a process can always be called
         """Raises why no call can be made any more. Called at the beginning of each."""

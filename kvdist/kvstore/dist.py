@@ -27,6 +27,7 @@ from kvdist.core.worker.requests import (
     EnterBarrier,
     KeyInfo,
     ReportProgress,
+    ReportTimes,
     Request,
     RunKind,
     TakePart,
@@ -66,7 +67,7 @@ from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
-from kvdist.protocol.messages import Command, Configure, Due, DueWhen, OnLoss, Progress
+from kvdist.protocol.messages import Command, Configure, Due, DueWhen, OnLoss, Progress, StepTimes
 from kvdist.runtime.cluster import Cluster, Leasing
 
 if TYPE_CHECKING:
@@ -149,6 +150,9 @@ class DistBackend(Backend):
         piece = self.keys[key].slices[0]
         progress = Progress(piece.number, 0, samples, when, quota, now, together)
         return self.arrays.submit(lambda number: ReportProgress(number, piece.server, progress), None)
+
+    def report_times(self, times: StepTimes) -> None:
+        self._cluster.node.submit(lambda number: ReportTimes(number, times))
 
     # Keys.
 

@@ -680,6 +680,28 @@ class Alive(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes(WireMessage):
+    """Process → scheduler, at most once a second: how the time since the last one went. Each number is a sum.
+
+    A server has no steps: it tells for how long its node's thread has computed, and waited.
+    """
+
+    KIND = 38
+    SEQUENCED = False
+    steps: UInt32
+    samples: UInt64
+    """Of how many examples the steps were, as far as that is known."""
+    data_us: UInt64
+    """Microseconds in which the program has waited for its loader."""
+    compute_us: UInt64
+    """Those that were neither spent in the loader nor in waiting for the store."""
+    blocked_us: UInt64
+    """Those in which the program has waited for the store."""
+    sending_us: UInt64
+    """Those in which something was on its way to servers that had not arrived, whatever the program did meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ack(WireMessage):
     """Nothing but the acknowledgement in the stamp. `wanted` asks for one back: the connection is new."""
 
@@ -1373,8 +1395,8 @@ class Due(WireMessage):
 Message = (
     Hello | Welcome | Rejected | Roster | Settled | Reregister | Declare | Placed | Assign | Configure | SetOptimizer
     | Done | Failed | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused
-    | JoinedPush | HandedBack | PullState | ReplaceState | Alive | Ack | Waiting | Goodbye | Abort | Stop | Blocked
-    | CheckBlocked
+    | JoinedPush | HandedBack | PullState | ReplaceState | Alive | StepTimes | Ack | Waiting | Goodbye | Abort | Stop
+    | Blocked | CheckBlocked
     | InitRows | PushRows | PullRows | RowValues
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
     | Ready | FindCut | CutFound | Cut | Counters | Numbered

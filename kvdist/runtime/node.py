@@ -46,6 +46,7 @@ from kvdist.core.machine import (
     Send,
     TellLauncher,
     Transmit,
+    Worked,
 )
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
 from kvdist.core.worker.requests import Request
@@ -290,6 +291,9 @@ class Node:
         self._explain_after_s = explain_after_s
         self._explained_until = NEVER
         self._clock = clock
+        self._work_s = 0.0
+        """What turns have taken without their waits, since the machine has heard of it."""
+        self._work_heard_at = clock()
         self._forked = False
         self._routes: dict[Member, Route] = {}
         self._members: dict[Route, Member] = {}
@@ -415,8 +419,19 @@ class Node:
         if due:
             self._tick(heard_at)
         self._explain(heard_at)
+        if self.machine.hears_of_work:
+            self._note_work(heard_at)
         self._send_outgoing()
         return bool(events) or asked or due
+
+    def _note_work(self, since: float) -> None:
+        """Count what a turn has done since then, and tell the machine once a second."""
+        now = self._clock()
+        self._work_s += now - since
+        passed_s = now - self._work_heard_at
+        if passed_s >= TURN_S:
+            work_s, self._work_s, self._work_heard_at = self._work_s, 0.0, now
+            self._observe(Worked(work_s, max(passed_s - work_s, 0.0)), now)
 
     @property
     def deadline(self) -> float:

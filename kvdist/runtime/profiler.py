@@ -39,6 +39,7 @@ from kvdist.core.worker.requests import (
     LoadStore,
     Register,
     ReportProgress,
+    ReportTimes,
     Request,
     SaveStore,
     TakePart,
@@ -270,6 +271,8 @@ def _told(request: Request) -> tuple[str, dict[str, Any]]:
             return "joining the cluster", {}
         case TakePart():
             return "taking part in a running job", {}
+        case ReportTimes(times=times):
+            return label_of(request), {"steps": times.steps}
         case ReportProgress(progress=progress):
             return "report of progress", {"samples": progress.samples}
         case Leave():

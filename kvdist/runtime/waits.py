@@ -52,9 +52,10 @@ os.register_at_fork(after_in_child=_waits.clear)
 
 
 class _Noted(threading.local):
-    """Whether the present thread is among the callers."""
+    """Whether the present thread is among the callers, and for how long it has waited."""
 
     is_caller = False
+    waited_s = 0.0
 
 
 _noted = _Noted()
@@ -65,6 +66,11 @@ def note_call() -> None:
     if not _noted.is_caller:
         _noted.is_caller = True
         _callers.add(threading.current_thread())
+
+
+def waited_s() -> float:
+    """For how many seconds the present thread has waited in calls of kvdist."""
+    return _noted.waited_s
 
 
 class WaitingCall:
@@ -80,7 +86,7 @@ class WaitingCall:
 
     def __exit__(self, *_: object) -> None:
         if self._before is None:
-            del _waits[self._thread]
+            _noted.waited_s += time.monotonic() - _waits.pop(self._thread)
         else:
             _waits[self._thread] = self._before
 

@@ -15,7 +15,7 @@ import itertools
 import operator
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, TypeAlias
 
@@ -540,7 +540,7 @@ class Batches:
         if has_joined and isinstance(sampler, SplitSampler) and self._skip(sampler, batch_size, drops_last):
             return
         if sampler is None:
-            yield from self._loader
+            yield from self._timed(self._loader)
             return
         if isinstance(sampler, DrivenSampler):
             yield from sampler.drive(self._trainer, self._loader, batch_size, drops_last)
@@ -550,7 +550,7 @@ class Batches:
         before = sampler._iterations
         sampler._follow()
         iteration, count, last = before, 0, 0
-        for batch in self._loader:
+        for batch in self._timed(self._loader):
             if not count:
                 iteration, begin, end = sampler._iterations, sampler._end - len(sampler._order), sampler._end
                 last = begin
@@ -567,6 +567,9 @@ class Batches:
                     last = visited
             yield batch
         self._ended(sampler, iteration if count else sampler._iterations, before)
+
+    def _timed(self, loader: Iterable[Any]) -> Iterable[Any]:
+        return loader if self._trainer is None else self._trainer._speed.loading(loader)
 
     def _skip(self, sampler: SplitSampler, batch_size: int | None, drops_last: bool) -> bool:
         """Leave out the batches of the steps that others have made without this worker; whether none is left."""

@@ -372,7 +372,7 @@ class QueueSampler(DrivenSampler):
         self._handed = begun
         self._is_driven = True
         try:
-            for batch in loader:
+            for batch in trainer._speed.loading(loader):
                 self._leave_if_asked(trainer, departure)
                 if self._rollbacks > rollbacks:
                     return  # what the loader has read ahead is void

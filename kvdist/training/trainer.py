@@ -257,11 +257,12 @@ class Trainer:
             samples = require_samples(samples, batch_size, self._overlaps, handed_out)
             self._speed.computed(samples)
         self._start()
+        examples = self._fresh if samples is None else samples
         with self._counting_what_leaves(), self._skipping_rollback():
             self._take_part()
             self._step(batch_size, Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE, samples)
         self._count_as_used()
-        self._speed.stepped()
+        self._report_times(examples)
 
     def batches(self, loader: Iterable[Any]) -> Batches:
         """Iterate a loader and let its `SplitSampler` count the batches that have reached a step.
@@ -296,6 +297,7 @@ class Trainer:
         self._meet_others()
         self._skip_step()
         self._count_as_used()
+        self._report_times(0)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -419,11 +421,12 @@ class Trainer:
             refuse_updated_there("update")
         self._require_nothing_sent("update", "allreduce_grads(average=True)")
         grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
-        sent = self._overlap or (None if self._summed is None else self._exchange)
+        examples, sent = self._fresh, self._overlap or (None if self._summed is None else self._exchange)
         summed, self._summed = self._summed or [True] * len(grads), None
         given = [grad is not None and is_summed for grad, is_summed in zip(grads, summed, strict=True)]
         self._update_here(self._divisor(batch_size), given, self._said(batch_size) if sent is None else sent.examples)
         self._count_as_used()
+        self._report_times(examples)
 
     def exchange(self) -> None:
         """Under a policy: exchange what the steps since the last exchange have made. All have the same weights then.
@@ -751,7 +754,7 @@ class Trainer:
         own = self._speed.examples_per_s()
         with self._skipping_rollback():
             batch_size = self._speed.share(batch_size, store.average(own, counts=own > 0))
-        self._speed.stepped()
+        self._speed.resumed()
         return batch_size
 
     @property
@@ -969,10 +972,12 @@ class Trainer:
             self.skip_step()
             return
         self._start()
+        examples = self._fresh
         with self._counting_what_leaves(), self._skipping_rollback():
             self._take_part()
             self._step(None, Stale.USE)
         self._count_as_used()
+        self._report_times(examples)
 
     def _warn_of_parts(self) -> None:
         """Say once that a fixed part of the data does not go with workers at their own pace, if the store is known."""
@@ -1018,6 +1023,12 @@ class Trainer:
         if self._between is None or (self._between.counts_steps and not self._between.passed):
             count_as_used(self._handed_out)
         self._handed = 0
+
+    def _report_times(self, examples: int) -> None:
+        """A step of so many examples is over: tell the scheduler, now and then, how the time goes."""
+        times = self._speed.stepped(examples)
+        if times is not None and isinstance(self._kvstore, KVStore):
+            self._kvstore._backend.report_times(times)
 
     @contextlib.contextmanager
     def _counting_what_leaves(self) -> Iterator[None]:
@@ -1108,6 +1119,11 @@ class Trainer:
     def _unused(self) -> int:
         """How many examples `batches` has handed out that no push has."""
         return self._handed if self._queue is None else self._queue.unused
+
+    @property
+    def _fresh(self) -> int:
+        """How many examples `batches` has handed out since the last step."""
+        return self._unused() - (0 if self._between is None else self._between.handed_out)
 
     def _unpushed(self) -> int:
         """The same of a queue alone, which counts what pushes bring."""

@@ -9,7 +9,7 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import PeerConnected, PeerDisconnected
+from kvdist.core.machine import PeerConnected, PeerDisconnected, Worked
 from kvdist.core.server import shard
 from kvdist.core.server.buffers import Buffer
 from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
@@ -347,3 +347,10 @@ def test_large_values_of_one_message_are_bounded_in_bytes_too(monkeypatch: pytes
     assert sizes == [[16, 16], [16, 16], [16], [80], [8]]
     wired.settle()
     assert wired.value(read, 10) == [1.0] * 20
+
+
+def test_a_server_tells_how_much_it_had_to_do() -> None:
+    wired = Wired(1, 1)
+    wired.observe("server-0", Worked(0.25, 0.75))
+    said = "server-0 -> scheduler: StepTimes(steps=0, data_us=0, compute_us=250000, blocked_us=750000, sending_us=0)"
+    assert wired.log[-1].endswith(said)

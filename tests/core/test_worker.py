@@ -12,11 +12,11 @@ import pytest
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import ACK_BYTES_MAX, PeerConnected, PeerDisconnected, Send
-from kvdist.core.worker.requests import Register, Run, RunKind, Transfer, make_plan
+from kvdist.core.worker.requests import Register, ReportTimes, Run, RunKind, Transfer, make_plan
 from kvdist.core.worker.transfers import FAR_BYTES_MAX
 from kvdist.errors import DeadlineExceeded, PeerLostError, PushRefused, StoreClosed
 from kvdist.nodes import Role
-from kvdist.protocol.messages import MarkPushes, Roster
+from kvdist.protocol.messages import MarkPushes, Roster, StepTimes
 from tests.cases import each
 from tests.core.wired import Wired
 
@@ -334,3 +334,18 @@ def test_who_has_marked_at_a_lost_server_tells_the_heir_that_it_cannot_take_part
     sent = [one for one in effects if isinstance(one, Send) and isinstance(one.message, MarkPushes)]
     marks = [(one.to, one.message) for one in sent]
     assert [(to, one.counter, one.contents, one.last) for to, one in marks] == [(again.member, 0, (), True)]
+
+
+def test_a_report_of_times_says_for_how_long_pushes_were_on_their_way(wired: Wired) -> None:
+    wired.push(0, {"w": [1, 1, 1]})
+    wired.now += 2.0
+    wired.settle()  # what has arrived is acknowledged with the next message, or soon
+    wired.advance(1.0)
+    wired.now += 5.0
+    for _ in range(2):
+        request = wired.ask(0, lambda number: ReportTimes(number, StepTimes(3, 96, 1, 2, 3, 0)))
+        assert request in wired.completed, "nobody waits for it"
+    first, second = (line.rpartition("sending_us=") for line in wired.log if "StepTimes" in line)
+    assert first[0].endswith("worker-0 -> scheduler: StepTimes(steps=3, data_us=1, compute_us=2, blocked_us=3, ")
+    assert 2_000_000 <= int(first[2][:-1]) < 2_100_000
+    assert second[2] == "0)", "it is of the time since the last one"

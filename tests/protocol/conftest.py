@@ -78,6 +78,7 @@ def messages() -> list[m.Message]:
         m.PullRows(u32(1, 2), u32(3, 4), u32(5, 6), u32(7, 8), arrays([7, 7], [2, 0])),
         m.RowValues(u32(1, 2), u32(3, 4), u32(5, 6), arrays([3, 1], [5, 0])),
         m.Alive(),
+        m.StepTimes(3, 96, 20_000, 1_000_000, 1 << 40, 0),
         m.Ack(True),
         m.Waiting("push 'fc1' (step 8)", (0, 2), 12.5),
         m.Goodbye(12, "boom"),

@@ -250,6 +250,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.PullRows: parallel(m.PullRows, 4, row_ids),
     m.RowValues: parallel(m.RowValues, 3, arrays),
     m.Alive: st.just(m.Alive()),
+    m.StepTimes: st.builds(m.StepTimes, U32, U64, U64, U64, U64, U64),
     m.Ack: st.builds(m.Ack, st.booleans()),
     m.Waiting: st.builds(m.Waiting, NAMES, RANKS, FINITE),
     m.Goodbye: st.builds(m.Goodbye, U64, NAMES),

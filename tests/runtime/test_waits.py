@@ -216,3 +216,17 @@ def test_the_thread_that_brings_the_answers_does_not_wait_for_them():
     thread.start()
     thread.join()
     assert under_way.nbytes == 200
+
+
+def test_a_thread_knows_for_how_long_it_has_waited_in_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 10.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    before = waits.waited_s()
+    with waits.WaitingCall():
+        now += 2.0
+        with waits.WaitingCall():  # of a signal handler of the user
+            now += 1.0
+    now += 5.0
+    assert waits.waited_s() - before == 3.0
+    with ThreadPoolExecutor(1) as others:
+        assert others.submit(waits.waited_s).result() == 0.0

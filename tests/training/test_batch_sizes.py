@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvdist import Trainer
+from kvdist.protocol.messages import StepTimes
 from kvdist.training.batch_sizes import STEPS, Speed
 
 DEVICES = [torch.device("cuda:1"), torch.device("cpu")]
@@ -68,3 +69,44 @@ def test_one_worker_takes_the_batches_that_it_names_and_they_have_an_example_at_
     assert trainer.advise_batch_size(7) == 7
     with pytest.raises(ValueError, match="batch_size is 0; it is the number of examples of a batch, at least 1"):
         trainer.advise_batch_size(0)
+
+
+class Program:
+    """A training loop by a clock that goes when the program does something."""
+
+    def __init__(self):
+        self.now = self.waited = 0.0
+        self.speed = Speed([], lambda: self.now, lambda: self.waited)
+        self.reports = []
+
+    def load(self, seconds, waits=0.0):
+        """Batches of a loader that computes, and waits for the store."""
+        while True:
+            self.now += seconds + waits
+            self.waited += waits
+            yield "batch"
+
+    def run(self, steps, compute, blocked, batches):
+        for _, _ in zip(range(steps), batches, strict=False):
+            self.now += compute + blocked
+            self.waited += blocked
+            times = self.speed.stepped(32)
+            self.reports += [] if times is None else [times]
+
+
+def test_once_a_second_it_is_told_how_the_time_of_steps_went():
+    program = Program()
+    program.run(10, 0.25, 0.125, program.speed.loading(program.load(0.125)))
+    assert program.reports == [StepTimes(2, 64, 250_000, 500_000, 250_000, 0)] * 4, "the first step begins the first"
+
+
+def test_what_a_loader_waits_for_the_store_is_waiting_and_no_data():
+    program = Program()
+    program.run(9, 0.25, 0.125, program.speed.loading(program.load(0.0, waits=0.125)))
+    assert program.reports == [StepTimes(2, 64, 0, 500_000, 500_000, 0)] * 4
+
+
+def test_slow_steps_are_reports_of_their_own():
+    program = Program()
+    program.run(4, 3.0, 0.0, program.load(0.0))
+    assert program.reports == [StepTimes(1, 32, 0, 3_000_000, 0, 0)] * 3

@@ -27,6 +27,7 @@ from kvdist.core.machine import (
     SchedulerReturned,
     Send,
     Unreachable,
+    Worked,
 )
 from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
@@ -85,6 +86,7 @@ from kvdist.protocol.messages import (
     Roster,
     SetOptimizer,
     Settled,
+    StepTimes,
     Stop,
     TakeRestored,
     TakeSnapshot,
@@ -120,6 +122,7 @@ class Server(Machine):
     DENSE: type[DenseShard] = DenseShard
     SPARSE: type[SparseShard] = SparseShard
     REPLICAS = 0
+    hears_of_work = True
 
     def __init__(
         self,
@@ -248,6 +251,10 @@ class Server(Machine):
             return self.snapshots.persisted(event)
         elif isinstance(event, SchedulerReturned):
             return self._reregister(now)
+        elif isinstance(event, Worked):
+            if self.joining.complete and not self._stopping:
+                computed_us, waited_us = round(event.computed_s * 1e6), round(event.waited_s * 1e6)
+                return [Send(SCHEDULER_MEMBER, StepTimes(0, 0, 0, computed_us, waited_us, 0))]
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
             self._scheduler_lost_at = NEVER
         return []

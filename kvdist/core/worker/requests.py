@@ -31,6 +31,7 @@ from kvdist.protocol.messages import (
     Lease,
     Progress,
     SavedFile,
+    StepTimes,
     Used,
 )
 
@@ -530,6 +531,15 @@ class ReportProgress:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ReportTimes:
+    """Tell the scheduler how the time of the last steps went; completes at once."""
+
+    request: int
+    times: StepTimes
+    """But for `sending_us`, which the worker knows."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Leave:
     """Say goodbye once everything that was pushed has arrived; a `failure` says so at once and ends the job."""
 
@@ -565,6 +575,7 @@ Request = (
     | Used
     | TakePart
     | ReportProgress
+    | ReportTimes
     | Leave
 )
 """`Configure` and `Command` are handed to the scheduler as they are, and complete when all servers have done it."""
@@ -599,6 +610,8 @@ def label_of(request: Request) -> str:
             return "taking part in a running job"
         case ReportProgress():
             return "report of progress"
+        case ReportTimes():
+            return "report of the times of steps"
         case Lease():
             return "lease of examples"
         case Used():

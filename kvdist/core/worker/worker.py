@@ -67,6 +67,7 @@ from kvdist.core.worker.requests import (
     LoadStore,
     Register,
     ReportProgress,
+    ReportTimes,
     Request,
     SaveStore,
     TakePart,
@@ -196,6 +197,10 @@ class Worker(Machine):
         """If this worker has joined later."""
         self._progress: ProgressReports | None = None
         """If a policy counts examples."""
+        self._sending_since: float | None = None
+        """Since when something is under way to servers."""
+        self._sent_s = 0.0
+        """For how long something was, since the last report of times."""
         self._rewinding: Rewinding | None = None
         """While all go back to a snapshot."""
         self.rolled_back: RolledBackError | None = None
@@ -455,6 +460,8 @@ class Worker(Machine):
     # Calls of the user.
 
     def _accept(self, request: Request, now: float) -> list[Effect]:
+        if isinstance(request, ReportTimes):
+            return self._report_times(request)
         says_nothing = isinstance(request, Leave) and not request.failure
         if self.rolled_back is not None and (says_nothing or isinstance(request, DROPPED)):
             return [FailRequest(request.request, self.rolled_back)]
@@ -524,6 +531,10 @@ class Worker(Machine):
 
             self._progress = ProgressReports(self._pending, self.transfers, self.servers)
         return self._progress.report(request, now)
+
+    def _report_times(self, request: ReportTimes) -> list[Effect]:
+        times, self._sent_s = replace(request.times, sending_us=round(self._sent_s * 1e6)), 0.0
+        return [Send(SCHEDULER_MEMBER, times), CompleteRequest(request.request)]
 
     def _release(self, held: Sequence[Request], now: float) -> list[Effect]:
         """What was held back goes on."""
@@ -599,6 +610,8 @@ class Worker(Machine):
             leader = self._leader if rank == LEADER else None
             to = self.servers[rank] if leader is None else leader
             effects.append(Send(to, message, credit))
+        if (self._sending_since is None) is not self.transfers.is_quiet:
+            self._note_sending(now)
         leaving = self._leaving
         if leaving is None or self._goodbye_said:
             return effects
@@ -610,6 +623,14 @@ class Worker(Machine):
             self._goodbye_said = True
             effects.append(self._pending.ask(leaving.request, Goodbye(leaving.request, leaving.failure, leaving.ends)))
         return effects
+
+    def _note_sending(self, now: float) -> None:
+        """Something is under way to servers now, or nothing is any more."""
+        if self._sending_since is None:
+            self._sending_since = now
+        else:
+            self._sent_s += now - self._sending_since
+            self._sending_since = None
 
     # Answers of the scheduler.
 
