@@ -93,9 +93,10 @@ class Speed:
             self._samples += samples
             if now - begun[0] < REPORT_S:
                 return None
-            blocked_s, data_s = waited - begun[1], self._data_s
-            seconds = (data_s, now - begun[0] - blocked_s - data_s, blocked_s)
-            times = StepTimes(self._steps, self._samples, *[max(round(one * 1e6), 0) for one in seconds], 0)
+            blocked_s = waited - begun[1]
+            seconds = (self._data_s, now - begun[0] - blocked_s - self._data_s, blocked_s)
+            data_us, compute_us, blocked_us = (max(round(one * 1e6), 0) for one in seconds)
+            times = StepTimes(self._steps, self._samples, data_us, compute_us, blocked_us, 0)
         self._begun, self._steps, self._samples, self._data_s = (now, waited), 0, 0, 0.0
         return times
 

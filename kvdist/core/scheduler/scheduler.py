@@ -70,6 +70,7 @@ from kvdist.protocol.messages import (
     Saved,
     Settled,
     SnapshotTaken,
+    StepTimes,
     Stop,
     Used,
     Waiting,
@@ -79,6 +80,7 @@ from kvdist.protocol.messages import (
 if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
     from kvdist.core.scheduler.leases import Leases
     from kvdist.core.scheduler.newcomers import Newcomers
+    from kvdist.core.scheduler.pace import Verdicts
     from kvdist.core.scheduler.rollback import Rollback
 
 BarrierWord = tuple[str, int]
@@ -129,6 +131,7 @@ class Scheduler(Machine):
             config.placement == "hash",
             config.limits.priority_slice_bytes,
         )
+        self._loads_bytes = placer.loads_bytes
         self.keys = Keys(self.membership, placer, self._questions)
         self.checkpoints = Checkpoints(self.membership, self.keys, self._questions)
         self.on_loss = OnLoss[config.on_loss.upper()]
@@ -149,6 +152,8 @@ class Scheduler(Machine):
         self.losses = Losses(self.membership, self.keys, self.on_loss, config.return_limit_s > 0, self._doomed)
         self.leases: Leases | None = None
         """There are some once a worker has asked for one, or a checkpoint was loaded that had some."""
+        self._verdicts: Verdicts | None = None
+        """Of who is slow, once anybody has reported how its time goes."""
         self.checkpoints.restoring_data = lambda position: self._with_leases().restoring(position)
         self._deadlocks = Deadlocks()
         self._barriers: dict[tuple[int, int], Agreement[BarrierWord]] = {}
@@ -248,6 +253,8 @@ class Scheduler(Machine):
                 return self.checkpoints.saved(sender, message, now)
             case Command() if is_worker:
                 return self._command(sender, message, now)
+            case StepTimes():
+                return self._with_verdicts().heard(sender, message, now)
             case Goodbye() if is_worker:
                 return self._goodbye(sender, message, now)
             case Goodbye() if message.failure:
@@ -587,6 +594,7 @@ class Scheduler(Machine):
         self._announce_at = NEVER
         effects: list[Effect] = [Send(server, Stop(), server) for server in self.membership.servers.values()]
         effects += self._turn_away_late()
+        effects += [] if self._verdicts is None else self._verdicts.summary()
         if len(self.membership.absent) == self.config.num_workers:
             effects.insert(0, Log("no worker joined the cluster: does the script call kv.create('dist')?"))
         return effects
@@ -865,6 +873,13 @@ class Scheduler(Machine):
                 self.rollback.leases = leases
                 leases.in_snapshot = self.rollback.examples_of
         return self.leases
+
+    def _with_verdicts(self) -> Verdicts:
+        if self._verdicts is None:
+            from kvdist.core.scheduler.pace import Verdicts  # a feature at a seam: loaded where it is used
+
+            self._verdicts = Verdicts(self.membership, self._loads_bytes)
+        return self._verdicts
 
     def _go_on_without_data(self, now: float) -> list[Effect]:
         """A worker rests: whatever has waited for nobody else goes on."""
