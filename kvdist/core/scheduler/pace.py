@@ -267,7 +267,9 @@ class Verdicts:
             theirs=_s(typical[part] * one.samples),
         )
         saved_s = one.step - ordered["step"][-2 if one.step == ordered["step"][-1] else -1]
-        words = [f"{sentence}, {_since(one, part, typical[part])}."]
+        since = _since(one, part, typical[part])
+        when = "the start" if since == 1 else f"step {since:,}"
+        words = [f"{sentence}, since {when}."]
         if is_awaited and saved_s < MATTERS * one.period:
             words.append(f"A round takes {_s(one.period)}, and others are as slow.")
         elif is_awaited:
@@ -277,7 +279,7 @@ class Verdicts:
         elif is_awaited:
             quota = round(4 * one.samples * count) if self._per_example else 512
             words.append(f"With --policy quota:{quota},local_steps nothing would wait for it (docs/unequal.md).")
-        yield self._begin(one.member, words, now)
+        yield self._begin(one.member, words, now, is_awaited * waited_s * (one.history.steps + 1 - since))
 
     def _pauses(self, one: Worker, others: Sequence[Worker], now: float) -> Iterator[str]:
         """Say that a worker stood still in one step, once it has gone on as before, unless others stood still too."""
@@ -323,9 +325,9 @@ class Verdicts:
                 advice = spread if has >= CALM / len(busy) else ADVICE["changed"]
                 yield self._begin(member, [sentence, f"It has {has:.0%} of the bytes.", advice], now)
 
-    def _begin(self, member: Member, words: Sequence[str], now: float) -> str:
+    def _begin(self, member: Member, words: Sequence[str], now: float, cost_s: float = 0.0) -> str:
         """Take down what a member is slow in, the first of these sentences, which all are said now."""
-        verdict = self._active[member] = Verdict(member, f"{self._name(member)} {words[0]}", now)
+        verdict = self._active[member] = Verdict(member, f"{self._name(member)} {words[0]}", now, cost_s)
         self._said.append(verdict)
         return " ".join([verdict.sentence, *words[1:]])
 
@@ -341,15 +343,14 @@ class Verdicts:
         return f"{member} ({self._membership.peers[member.node].host})"
 
 
-def _since(one: Worker, part: str, typical: float) -> str:
-    """Since when its reports are nearer to what they are now than to the others'."""
-    limit_s, reports = (getattr(one, part) + typical) / 2 * one.samples, one.history.reports
-    since = reports[-1]
-    for report in reversed(reports):
+def _since(one: Worker, part: str, typical: float) -> int:
+    """From which step on its reports, as far as they are kept, are nearer to what they are now than to the others'."""
+    limit_s, since = (getattr(one, part) + typical) / 2 * one.samples, one.history.steps
+    for report in reversed(one.history.reports):
         if (report.data + report.compute if part == "own" else getattr(report, part)) < limit_s:
-            return f"since step {since.first:,}"
-        since = report
-    return "since the start" if since.first == 1 else f"since before step {since.first:,}"
+            break
+        since = report.first
+    return since
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
