@@ -42,7 +42,7 @@ class Begun(Protocol):
 
 
 class _Done:
-    """What was done as it was begun."""
+    """An operation that was done when `begin` returned."""
 
     def wait(self) -> None:
         pass
@@ -79,14 +79,19 @@ class Channel:
             store = PrefixStore("memory", self._store)
             self._memory = shared_memory.connected(store, self.rank, self.size, host, self._sum_over_hosts)
 
+    @property
+    def waits_in_begin(self) -> bool:
+        """Whether to begin an operation may be to wait until the other ranks call it."""
+        return self._memory is not None
+
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Begun:
         """Begin to replace a contiguous tensor by the reduction of all ranks' tensors.
 
         Through shared memory it is done at once: later operations may wait for others as they begin.
         """
-        is_here = self._memory is not None and tensor.device.type == "cpu" and tensor.dtype in shared_memory.DTYPES
-        if self._memory is not None and is_here and op in (Sum, Average):
-            self._memory.sum(tensor)
+        memory, is_sum = self._memory, op in (Sum, Average)
+        if memory is not None and is_sum and tensor.device.type == "cpu" and tensor.dtype in shared_memory.DTYPES:
+            memory.sum(tensor)
             return _Done()
         return self._of(tensor).allreduce(tensor, TORCH_OPS[op])  # type: ignore[no-any-return]
 
@@ -114,15 +119,16 @@ class Channel:
 
     def abort(self) -> None:
         """Abort what NCCL and shared memory have begun; gloo notices a lost peer itself. Safe from any thread."""
-        if self._memory is not None:
-            self._memory.abort()
+        if (memory := self._memory) is not None:
+            memory.abort()
         if self._nccl is not None:
             self._nccl.abort()
 
     def close(self) -> None:
         """Release the process groups; no operation may be in progress."""
-        if self._memory is not None:
-            self._memory.close()
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close()
         self._gloo = None
         self._nccl = None
 

@@ -333,8 +333,9 @@ class Group:
         self._channel.close()
 
     def _may_begin(self) -> bool:
-        """Whether to begin another operation before the first is done."""
-        return len(self._begun) < BEGUN_MAX and not self._queue.empty() and self._check.has_next(self.number)
+        """Whether to begin another operation before the first is done: not if others may wait for the first before."""
+        is_free = len(self._begun) < BEGUN_MAX and not self._channel.waits_in_begin
+        return is_free and not self._queue.empty() and self._check.has_next(self.number)
 
     def _begin_next(self) -> None:
         """Begin the next operation: the oldest call, or another one where ranks have other orders."""

@@ -25,8 +25,10 @@ import os
 import secrets
 import socket
 import struct
+import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,16 +45,19 @@ DTYPES = frozenset(
     (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8)
 )
 """What can be summed here: what gloo can, but for booleans."""
-CONNECT_S = 60.0
+CONNECT_S = 10.0
+"""Until a rank that does not answer is given up; all have met just before, and others wait for the outcome."""
 _COPIED, _SUMMED, _JOINED = b"c", b"s", b"j"
 _RANK = struct.Struct("!I")
+_CREDENTIALS = struct.Struct("iII")
 
 
 class SharedMemory:
     """The memory of some ranks of one host, of which this process is one.
 
     Args:
-        rank: of this process among them.
+        ranks: of these processes in their group.
+        rank: the place of this process among them. So "rank" is meant below.
         peers: by rank, a socket to each other one; None for this one.
         memory: by rank, the two slots of each.
         join: replaces what the ranks here have summed by the sum over all hosts; called by the first rank of each host
@@ -63,12 +68,14 @@ class SharedMemory:
 
     def __init__(
         self,
+        ranks: Sequence[int],
         rank: int,
         peers: list[socket.socket | None],
         memory: list[torch.Tensor],
         join: Callable[[torch.Tensor], None] | None,
     ) -> None:
-        self._rank, self._size, self._join = rank, len(peers), join
+        self._ranks, self._rank, self._size, self._join = ranks, rank, len(peers), join
+        self._closing = threading.Lock()
         self._peers = {of: peer for of, peer in enumerate(peers) if peer is not None}
         self._memory = memory
         self._copied = self._summed = 0
@@ -96,14 +103,16 @@ class SharedMemory:
 
     def abort(self) -> None:
         """Let a `sum` that waits raise."""
-        for peer in self._peers.values():
-            with contextlib.suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
+        with self._closing:
+            for peer in self._peers.values():
+                with contextlib.suppress(OSError):  # it is closed
+                    peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Leave: the others can sum no more."""
-        for peer in self._peers.values():
-            peer.close()
+        with self._closing:
+            for peer in self._peers.values():
+                peer.close()
 
     def _copy(self, chunk: torch.Tensor, is_small: bool = False) -> None:
         """Step 1 of a chunk, of a small one with its own stripe."""
@@ -167,8 +176,8 @@ class SharedMemory:
 
     def _say(self, what: bytes) -> None:
         for peer in self._peers.values():
-            with contextlib.suppress(OSError):  # it has left, or is lost: who waits for it hears of that
-                peer.sendall(what)
+            with contextlib.suppress(OSError):  # it has left, or is lost: a later wait for it raises
+                peer.sendall(what, socket.MSG_NOSIGNAL)
 
     def _wait_for(self, what: bytes, count: int, ranks: Iterable[int] | None = None) -> None:
         """Until each other rank, or each of these, has said this so often."""
@@ -178,11 +187,14 @@ class SharedMemory:
                 try:
                     said = peer.recv(64)
                 except OSError as error:
-                    raise _lost(of) from error
+                    raise self._lost(of) from error
                 if not said:
-                    raise _lost(of)
+                    raise self._lost(of)
                 for one in heard:
                     heard[one] += said.count(one)
+
+    def _lost(self, rank: int) -> RuntimeError:
+        return RuntimeError(f"the connection to rank {self._ranks[rank]} of the group, on this host, was closed")
 
 
 _open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
@@ -197,16 +209,13 @@ def _close_all() -> None:
 os.register_at_fork(after_in_child=_close_all)
 
 
-def _lost(rank: int) -> RuntimeError:
-    return RuntimeError(f"the connection to rank {rank} of the group, on this host, was closed")
-
-
 def add(one: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-    """out ← one + other, on this thread alone: the program's own threads compute meanwhile."""
+    """out ← one + other; but for halves on this thread alone, as the program's own threads compute meanwhile."""
     if out.dtype in (torch.float16, torch.bfloat16):  # NumPy knows no bfloat16, and is slow at float16
         torch.add(one, other, out=out)
     else:
-        np.add(one.numpy(), other.numpy(), out=out.numpy())
+        with np.errstate(all="ignore"):  # a model that diverges shows inf and NaN, not warnings
+            np.add(one.numpy(), other.numpy(), out=out.numpy())
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -215,9 +224,9 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def host_of_this_process() -> str:
-    """Is the same for processes that can share memory: of one running kernel, network namespace and user.
+    """Name the host: equal for processes that can share memory, of one running kernel, network namespace and user.
 
-    '' where the system has none of what is needed.
+    '' where the system lacks what is needed.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -243,7 +252,7 @@ def connected(
         return None
     local = [of for of in range(size) if hosts[of] == hosts[rank]]
     firsts = sorted({hosts.index(host) for host in hosts})
-    with contextlib.ExitStack() as own:
+    with contextlib.ExitStack() as own, contextlib.ExitStack() as until_agreed:
         try:
             listener = own.enter_context(socket.socket(socket.AF_UNIX))
             name = f"kvdist-{secrets.token_hex(16)}"
@@ -252,21 +261,19 @@ def connected(
             descriptor = os.memfd_create("kvdist-collective", os.MFD_CLOEXEC)
             own.callback(os.close, descriptor)
             os.posix_fallocate(descriptor, 0, 2 * SLOT_BYTES)
-        except OSError:
+        except (OSError, AttributeError):  # some Pythons are built without memfd_create
             name = ""
         names = _said_by_all(store, "socket", rank, size, name)
         if "" in names:
             return None
         shared = None
-        try:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
             join = None if len(firsts) == 1 else first_ranks(firsts) if rank == local[0] else _never
-            shared = _connect(listener, descriptor, local.index(rank), [names[of] for of in local], join)
-        except (OSError, ValueError, RuntimeError):
-            pass
+            shared = _connect(listener, descriptor, local, local.index(rank), [names[of] for of in local], join)
+            until_agreed.callback(shared.close)
         if all(_said_by_all(store, "connected", rank, size, "yes" if shared else "")):
+            until_agreed.pop_all()
             return shared
-        if shared is not None:
-            shared.close()
         return None
 
 
@@ -282,9 +289,20 @@ def _said_by_all(store: Store, what: str, rank: int, size: int, said: str) -> li
 
 
 def _connect(
-    listener: socket.socket, descriptor: int, rank: int, names: list[str], join: Callable[[torch.Tensor], None] | None
+    listener: socket.socket,
+    descriptor: int,
+    ranks: Sequence[int],
+    rank: int,
+    names: Sequence[str],
+    join: Callable[[torch.Tensor], None] | None,
 ) -> SharedMemory:
     """Connect to the ranks below this one, let the others connect, and exchange the memory's descriptors.
+
+    Args:
+        listener: where those above this one connect.
+        descriptor: of this rank's memory.
+        ranks, rank, join: as of `SharedMemory`.
+        names: of the listeners, by rank.
 
     Raises:
         OSError: there is no memory, or a rank does not answer.
@@ -294,37 +312,55 @@ def _connect(
     memory: list[Any] = [None] * len(names)
     memory[rank] = _mapped(descriptor)
     with contextlib.ExitStack() as until_failed:
-        for peer in _meetings(listener, rank, names):
+        for peer, expected in _connections(listener, rank, names):
             until_failed.callback(peer.close)
             socket.send_fds(peer, [_RANK.pack(rank)], [descriptor])
-            said, (theirs, *_), _, _ = socket.recv_fds(peer, _RANK.size, 1)
+            said, descriptors, _, _ = socket.recv_fds(peer, _RANK.size, 1)
             try:
-                of = _RANK.unpack(said)[0]
-                memory[of] = _mapped(theirs)
+                of = _RANK.unpack(said)[0] if len(said) == _RANK.size else rank
+                if of not in expected or peers[of] is not None or len(descriptors) != 1:
+                    raise ValueError(f"another process has answered in place of one of the ranks {list(expected)}")
+                memory[of] = _mapped(descriptors[0])
             finally:
-                os.close(theirs)
+                for theirs in descriptors:
+                    os.close(theirs)
             peer.settimeout(None)
             peers[of] = peer
         until_failed.pop_all()
-    return SharedMemory(rank, peers, memory, join)
+    return SharedMemory(ranks, rank, peers, memory, join)
 
 
-def _meetings(listener: socket.socket, rank: int, names: list[str]) -> Iterator[socket.socket]:
-    """A socket to each other rank."""
-    for name in names[:rank]:
+def _connections(
+    listener: socket.socket, rank: int, names: Sequence[str]
+) -> Iterator[tuple[socket.socket, Sequence[int]]]:
+    """A socket to each other rank, and which ranks may be there."""
+    for of, name in enumerate(names[:rank]):
         peer = socket.socket(socket.AF_UNIX)
-        peer.settimeout(CONNECT_S)
-        peer.connect(f"\0{name}")
-        yield peer
-    listener.settimeout(CONNECT_S)
-    for _ in names[rank + 1 :]:
-        peer, _ = listener.accept()
-        peer.settimeout(CONNECT_S)
-        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if user != os.geteuid():
+        try:
+            peer.settimeout(CONNECT_S)
+            peer.connect(f"\0{name}")
+        except BaseException:
             peer.close()
-            raise ValueError(f"a process of user {user} has connected")
-        yield peer
+            raise
+        if not _is_of_this_user(peer):
+            peer.close()
+            raise ValueError(f"a process of another user listens in place of rank {of}")
+        yield peer, (of,)
+    deadline, left = time.monotonic() + CONNECT_S, len(names) - rank - 1
+    while left:
+        listener.settimeout(max(0.0, deadline - time.monotonic()) or 1e-3)
+        peer, _ = listener.accept()
+        if not _is_of_this_user(peer):  # names of sockets are no secret
+            peer.close()
+            continue
+        peer.settimeout(CONNECT_S)
+        left -= 1
+        yield peer, range(rank + 1, len(names))
+
+
+def _is_of_this_user(peer: socket.socket) -> bool:
+    _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(user == os.geteuid())
 
 
 def _mapped(descriptor: int) -> torch.Tensor:

@@ -407,7 +407,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_KERNELS", word("auto", "numpy", "numba"), "auto",
-            "what does the arithmetic of a server or a local store",
+            "what does the arithmetic of a server, of a local store, or of a worker that updates its weights itself",
             "`numpy`; `numba`, which is imported at once and waited for, an error if it is not installed; `auto` starts"
             " with NumPy and goes over to numba, if it is installed, when values of 4 MB have been worked on, without"
             " waiting for it. The results are equal bit by bit",

@@ -130,6 +130,7 @@ class Trainer:
     Raises:
         TypeError: parameters or optimizer are of a wrong type.
         ValueError: parameters do not fit each other, or settings contradict each other.
+        ConfigError: ``KVDIST_KERNELS`` is ``numba``, which cannot be imported, and the worker is to update.
     """
 
     _has_warned = False

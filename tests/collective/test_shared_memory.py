@@ -154,6 +154,46 @@ def test_the_setting_asks_for_it(places: Places) -> None:
     assert not places.sums
 
 
+def test_all_do_without_where_python_has_no_files_in_memory(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+
+    check_sums(2, torch.float32, [10])
+
+    assert not places.sums
+
+
+def test_what_overflows_is_summed_in_silence(recwarn: pytest.WarningsRecorder) -> None:
+    def summed(rank: int) -> torch.Tensor:
+        inf = float("inf")
+        return hvd.allreduce(torch.tensor([3e38, inf, -inf if rank else inf, 1.0]), op=hvd.Sum, name="a")
+
+    for found in returned(run_ranks(2, summed)):
+        assert found[:2].tolist() == [float("inf")] * 2 and found[2].isnan() and found[3] == 2
+    assert not recwarn.list
+
+
+def test_a_sum_is_there_before_others_call_the_next_one() -> None:
+    """Also where the next one is the one that has followed before, which a rank begins as soon as it is called."""
+    news = [threading.Event() for _ in range(6)]
+
+    def rounds(rank: int) -> list[bool]:
+        came = []
+        for there in news:
+            first = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="a")
+            if not rank:
+                second = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="b")
+                hvd.synchronize(first)
+                there.set()
+            else:
+                hvd.synchronize(first)
+                came.append(there.wait(20))
+                second = hvd.allreduce_async(torch.ones(3), op=hvd.Sum, name="b")
+            hvd.synchronize(second)
+        return came
+
+    assert returned(run_ranks(2, rounds))[1] == [True] * len(news)
+
+
 def test_extremes_are_gloos(places: Places) -> None:
     def largest(rank: int) -> torch.Tensor:
         return hvd.allreduce(torch.tensor([float(rank), 1.0 - rank]), op=hvd.Max, name="a")
@@ -188,8 +228,8 @@ def pair() -> list[shared_memory.SharedMemory]:
     ends = socket.socketpair()
     memory = [torch.zeros(2 * shared_memory.SLOT_BYTES, dtype=torch.uint8) for _ in range(2)]
     return [
-        shared_memory.SharedMemory(0, [None, ends[0]], memory, None),
-        shared_memory.SharedMemory(1, [ends[1], None], memory, None),
+        shared_memory.SharedMemory([3, 7], 0, [None, ends[0]], memory, None),
+        shared_memory.SharedMemory([3, 7], 1, [ends[1], None], memory, None),
     ]
 
 
@@ -212,7 +252,7 @@ def test_a_sum_whose_peer_is_gone_raises_and_names_it(count: int, end: str) -> N
     mine.close()
     other.close()
 
-    assert failures == ["the connection to rank 1 of the group, on this host, was closed"]
+    assert failures == ["the connection to rank 7 of the group, on this host, was closed"]
 
 
 def test_a_forked_child_does_not_keep_the_sockets_of_its_parent() -> None:
@@ -224,7 +264,7 @@ def test_a_forked_child_does_not_keep_the_sockets_of_its_parent() -> None:
         os._exit(0)
     mine.close()
     try:
-        with pytest.raises(RuntimeError, match="rank 0 of the group"):
+        with pytest.raises(RuntimeError, match="rank 3 of the group"):
             other.sum(torch.ones(10))
     finally:
         os.write(write, b"x")

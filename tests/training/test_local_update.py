@@ -5,6 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
 from kvdist import Trainer
@@ -41,6 +42,7 @@ def test_a_state_follows_its_key_from_place_to_place():
 def test_a_worker_that_updates_itself_does_so_with_compiled_kernels(monkeypatch):
     from kvdist.kernels.cpu import LOADER, Compiled
 
+    pytest.importorskip("numba")
     monkeypatch.setenv("KVDIST_KERNELS", "numba")
     weight = torch.nn.Parameter(torch.ones(1000))
     with mock.patch.object(Compiled, "fused_update", autospec=True, side_effect=Compiled.fused_update) as update:
