@@ -771,7 +771,8 @@ class Scheduler(Machine):
             effects.append(Send(member, self.leases.rest(0)))
         self.losses.spare(member)
         if self.rollback is None:
-            # What was asked before, the server before it tells it; what is said to all from now on, it hears.
+            # Of what was asked before, the server before it tells it what lasts; an open command or checkpoint is of
+            # those that were there. What is said to all from now on, it hears.
             self._questions.spare(member)
             told = Log(f"{self._where(member)} is back, and is given a copy of slices while training goes on")
             return [*effects, told, *self._announce(now)]
