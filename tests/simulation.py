@@ -660,6 +660,7 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
         else:
             sums = HostAggregation(scenario.local_reduce, limits) if scenario.snapshot_s is None else None
             machine = Worker(introduction, limits, network.now, sums)
+    machine.hears_of_work = False  # what it would say of this is only read aloud, and would move what seeds draw
     disk = SimulatedDisk(network, cluster.shelf, scenario.full, scenario.torn, partial(_may_be_torn, cluster))
     node = Node(machine, transport, 4711, limits.explain_after_s, lambda: network.now, disk)
     if cluster.dumps is not None:

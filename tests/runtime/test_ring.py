@@ -65,6 +65,7 @@ def test_every_effect_and_event_can_be_kept(tmp_path: Path) -> None:
     fields = {"to": member, "stranger": member, "member": member, "node": member.node, "keys": (1,), "text": "a"}
     fields |= {"request": 3, "error": ValueError("b"), "endpoint": "c", "line": "d", "token": "e", "cause": "f"}
     fields |= {"work": Sweep("/folder"), "reason": "g", "clean": True, "host": "h", "pid": 4}
+    fields |= {"computed_s": 0.25, "waited_s": 0.5}
     effects = [kind for kind in get_args(Effect) if kind not in (Send, Transmit, Forget)]
     for kind in (*effects, *get_args(Event)):
         names = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
