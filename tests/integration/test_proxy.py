@@ -122,7 +122,7 @@ def launch_through(job, proxy, workers, *command, options=(), **variables):
 
 
 # Breaks at one new kind after the other would be a link over which nothing comes, which counts as a loss.
-@fates("lost alone", quick=("comes twice",))
+@fates(quick=("comes twice",))
 def test_so_is_that_of_each_kind_that_losses_bring(job, tmp_path, fate):
     go = tmp_path / "go"
     with Proxy(strike_first_of_each(fate)) as proxy:
@@ -145,7 +145,7 @@ def test_so_is_that_of_each_kind_that_losses_bring(job, tmp_path, fate):
     require_struck(proxy, KINDS_OF_LOSSES, fate)
 
 
-@fates("lost alone", "comes twice")
+@fates("comes twice")
 def test_so_is_that_of_each_kind_with_which_all_go_back(job, tmp_path, fate):
     with Proxy(strike_first_of_each(fate)) as proxy:
         options = ["--on-loss", "continue", "--restart", "3", "--snapshots", str(tmp_path / "snapshots")]
