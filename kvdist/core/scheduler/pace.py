@@ -114,7 +114,7 @@ class History:
 
 
 @dataclass(slots=True)
-class Worker:
+class Timing:
     """Medians of the recent reports of a worker. The first five are per example, or per step if those are unknown."""
 
     member: Member
@@ -212,7 +212,7 @@ class Verdicts:
         for history in self._of.values():
             history.new = 0
 
-    def _workers(self, busy: float) -> list[Worker]:
+    def _workers(self, busy: float) -> list[Timing]:
         """Those that have reported enough.
 
         Args:
@@ -233,7 +233,7 @@ class Verdicts:
             # A mean: where not every step is an exchange, all of the waiting is in few.
             waiting = fmean(one.blocked - sent for one, sent in zip(reports, sending, strict=True))
             data, compute, sent = (median(values) / samples for values in parts)
-            found.append(Worker(member, history, data, compute, sent, middle, low, samples, waiting))
+            found.append(Timing(member, history, data, compute, sent, middle, low, samples, waiting))
             if self._per_example is not per_example or not history.best:
                 history.best, history.best_due = middle, 0
             if history.steps >= history.best_due:
@@ -242,7 +242,7 @@ class Verdicts:
         self._per_example = per_example
         return found
 
-    def _judge(self, one: Worker, ordered: Mapping[str, list[float]], now: float) -> Iterator[str]:
+    def _judge(self, one: Timing, ordered: Mapping[str, list[float]], now: float) -> Iterator[str]:
         """Say that a worker is slow, if it was not, or is not any more."""
         typical = {name: _median_without(ordered[name], getattr(one, name)) for name in COMPARED}
         excess_s, waited_s = one.step - typical["step"], typical["waiting"] - one.waiting
@@ -281,7 +281,7 @@ class Verdicts:
             words.append(f"With --policy quota:{quota},local_steps nothing would wait for it (docs/unequal.md).")
         yield self._begin(one.member, words, now, is_awaited * waited_s * (one.history.steps + 1 - since))
 
-    def _pauses(self, one: Worker, others: Sequence[Worker], now: float) -> Iterator[str]:
+    def _pauses(self, one: Timing, others: Sequence[Timing], now: float) -> Iterator[str]:
         """Say that a worker stood still in one step, once it has gone on as before, unless others stood still too."""
         reports, usual_s = list(one.history.reports), one.step
         first_new = max(len(reports) - one.history.new - 2, 0)
@@ -305,7 +305,7 @@ class Verdicts:
                 yield text
 
     def _judge_servers(
-        self, busy: Mapping[Member, tuple[float, float]], workers: Sequence[Worker], now: float
+        self, busy: Mapping[Member, tuple[float, float]], workers: Sequence[Timing], now: float
     ) -> Iterator[str]:
         """The same of servers, by the time in which they compute while all workers wait."""
         period_s, least_s = median([one.period for one in workers]), min([one.waiting for one in workers])
@@ -343,7 +343,7 @@ class Verdicts:
         return f"{member} ({self._membership.peers[member.node].host})"
 
 
-def _since(one: Worker, part: str, typical: float) -> int:
+def _since(one: Timing, part: str, typical: float) -> int:
     """From which step on its reports, as far as they are kept, are nearer to what they are now than to the others'."""
     limit_s, since = (getattr(one, part) + typical) / 2 * one.samples, one.history.steps
     for report in reversed(one.history.reports):
