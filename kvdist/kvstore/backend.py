@@ -413,8 +413,9 @@ class Backend(abc.ABC):
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
         """Give the optimizer these states in place of its own."""
 
-    def samples_seen(self, key: Key) -> int | None:
-        """Of how many examples the value of a key is made, all workers' together; None where no server counts them."""
+    def totals(self, key: Key) -> tuple[int, int] | None:
+        """Of how many examples the value of a key is made, all workers' together, and of how many updates: 0 where each
+        worker has its own. None where no server counts them."""
         return None
 
     @abc.abstractmethod

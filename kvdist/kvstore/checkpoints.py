@@ -957,11 +957,12 @@ def pull_states(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> lis
     return states
 
 
-def pull_samples(ask: Ask, info: KeyInfo) -> int:
-    """Of how many examples a key is made: the slice that has most."""
-    found = np.empty((len(info.slices), 1))
+def pull_totals(ask: Ask, info: KeyInfo) -> tuple[int, int]:
+    """Of how many examples a key is made, and of how many updates: the slice that has most."""
+    found = np.empty((len(info.slices), 2))
     _move_states(ask, RunKind.PULL_STATE, [info], [(0, TOTALS, found)])
-    return int(found.max())
+    samples, updates = found.max(axis=0).tolist()
+    return int(samples), int(updates)
 
 
 def pull_averages(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> list[Bits]:

@@ -379,10 +379,10 @@ class DistBackend(Backend):
                 values.write_bits(array, bits, dtype)
         return None
 
-    def samples_seen(self, key: Key) -> int:
-        from kvdist.kvstore.checkpoints import pull_samples
+    def totals(self, key: Key) -> tuple[int, int]:
+        from kvdist.kvstore.checkpoints import pull_totals
 
-        return pull_samples(self.arrays.ask, self.keys[key])
+        return pull_totals(self.arrays.ask, self.keys[key])
 
     def load(self, job: LoadJob) -> Checkpoint:
         if not job.values:

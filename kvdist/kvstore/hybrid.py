@@ -175,9 +175,9 @@ class HybridBackend(Backend):
         for side, chosen in self.arrays.positions(keys):
             side.replace_states([keys[i] for i in chosen], [states[i] for i in chosen])
 
-    def samples_seen(self, key: Key) -> int | None:
+    def totals(self, key: Key) -> tuple[int, int] | None:
         ((side, _),) = self.arrays.positions([key])
-        return side.samples_seen(key)
+        return side.totals(key)
 
     def save(self, job: SaveJob) -> Future[Path]:
         (first, folder), *others = self._folders(job.directory, "-workers" if job.states_only else "/workers")

@@ -703,13 +703,13 @@ class Trainer:
         found, is_answered = None, False
         while not is_answered:
             with contextlib.suppress(RolledBackError):  # ask again: the store has the weights of a snapshot now
-                found, is_answered = store._backend.samples_seen(self._trained[0][0]), True
+                found, is_answered = store._backend.totals(self._trained[0][0]), True
         if found is None and store.num_workers > 1:
             raise NotImplementedError(
                 f"samples_seen: the workers of the store {store.type!r} hold the optimizer together, and none knows of"
                 " how many examples the steps of the others are; give update_on_kvstore=False"
             )
-        return self._samples if found is None else found
+        return self._samples if found is None else found[0]
 
     @property
     def samples_dropped(self) -> int:
@@ -1077,6 +1077,10 @@ class Trainer:
         if self._exchange is not None and self._update_on_kvstore:
             self._exchange.fetch()
             self._note_weights()
+            assert isinstance(self._kvstore, KVStore)
+            totals = self._kvstore._backend.totals(self._trained[0][0]) if self._trained else None
+            if totals is not None and (self._between is None or not self._between.counts_steps):
+                self._updates = max(self._updates, totals[1])  # whoever made the last of them may be lost
 
     @contextlib.contextmanager
     def _skipping_rollback(self) -> Iterator[None]:

@@ -86,6 +86,19 @@ def test_every_example_is_counted_once_when_the_scheduler_and_workers_are_killed
     assert counts.get((1, 1), 0) >= examples - in_part * BATCH, "only what is said to count in part does"
 
 
+def test_the_others_know_of_the_last_updates_whose_worker_dies_before_it_says_so(job):
+    options = [*GOES_ON, "--restart", "1"]
+    launcher = job.launch(
+        2, 2, "leases.py", f"{5 * BATCH}", "1", f"{BATCH}", "0", "dist", "{}", options=options, DIES_LAST="1"
+    )
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with("(SIGKILL); starting it again"), "the fault"
+    used, counts = found(job)
+    assert (16, 2) in used and counts == {(1, 1): 5 * BATCH}
+    assert launcher.lines_with("used 16 in 2 steps, version 3"), job.transcript()
+
+
 @pytest.mark.slow
 def test_copies_of_servers_know_how_many_examples_are_in_the_weights(job):
     options = [*GOES_ON, "--replicas", "1", "--restart", "9"]

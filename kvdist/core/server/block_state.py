@@ -2,7 +2,8 @@
 
 Part 0 is numbers, float64: the count of updates, then the rule's own. Parts 1 and on are the arrays of
 `Optimizer.kept_names`, of `DType.accumulate`, the last one the average of the weights if one is kept, and `MASTER` is
-the float32 weight behind a half one. `TOTALS` is beside the state: of how many examples the value is made.
+the float32 weight behind a half one. `TOTALS` is beside the state: of how many examples the value is made,
+and in a pull also how many updates it has had where those of all workers are one.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ def read_part(block: Block, updater: SliceUpdater | None, part: int, kernels: Ke
     Raises:
         PushRefused: there is no such part.
     """
-    if part == TOTALS:
-        return np.array([block.round.samples], np.float64)
     state = _state(block, updater, kernels)
     if part == NUMBERS:
         return np.array([state.count, *state.scalars], np.float64)

@@ -628,10 +628,14 @@ class DenseShard(Shard[Block]):
             message = PullState(runs, ids, steps, message.parts[~averages])
         for row, block in self._isolated(sender, message):
             part, run, ids = int(message.parts[row]), int(message.runs[row]), message.ids[row : row + 1]
+            if part == block_state.TOTALS:
+                block = self._seen_by(PullRequest(sender, run, int(message.steps[row]), 0), block)
+                updates = self._updates(block, block.version) if block.round.policy.is_lockstep else 0
+                totals = np.array([block.round.samples, updates], np.float64)
+                self._to(sender).state(run, ids, block.version, DType.FLOAT64, [totals])
+                continue
             try:
-                if part == block_state.TOTALS:
-                    block = self._seen_by(PullRequest(sender, run, int(message.steps[row]), 0), block)
-                elif block.round.counted.get(sender.node.rank, 0) < message.steps[row]:
+                if block.round.counted.get(sender.node.rank, 0) < message.steps[row]:
                     raise PushRefused(f"a push of {sender} to {name_of(block.key)} is still under way: pull before")
                 with self.kernels.active():
                     found = block_state.read_part(block, self._updaters.get(block.store), part, self.kernels)

@@ -6,7 +6,8 @@ Example i moves element i of one parameter by 1, and element LENGTH - 1 - i of a
 one of the number of examples in its version. VICTIMS maps ranks to the
 example counts after which they kill themselves, some milliseconds into the step that follows. With SNAPSHOTS rank 0
 waits in the middle, when there is a snapshot in that folder, until SNAPSHOTS/go is there. Rank 1 sends itself SIGTERM
-in the batch that TERMINATED counts. With INTERRUPTED an error comes to rank 1 while it waits in its fifth step: it
+in the batch that TERMINATED counts. With DIES_LAST the worker that has the last batch alone dies behind its step. With
+INTERRUPTED an error comes to rank 1 while it waits in its fifth step: it
 leaves by it, or catches it and begins its loop again.
 """
 
@@ -122,6 +123,8 @@ def train(store):
                     weight.grad = None
                 used += len(numbers)
                 steps += 1
+                if "DIES_LAST" in os.environ and trainer.samples_seen == LENGTH:
+                    os.kill(os.getpid(), signal.SIGKILL)
                 if saves and trainer.version == 20:
                     trainer.save_checkpoint(FOLDER, 20)
                     break
