@@ -155,12 +155,12 @@ SLOW = {
     ),
     "slow data": (
         only(1, Step(data=0.4)),
-        "worker-1 (box1) waits for its data for 0.40 s in a step (the others: 0.00 s), since the start.",
+        "worker-1 (box1) waits for its data for 0.40 s in a step (the others: 0 ms), since the start.",
         f"A round takes 0.70 s, {WITHOUT} Give its DataLoader more workers, or bring the data nearer to it.",
     ),
     "a slow line": (
         only(1, Step(sending=0.42)),
-        "worker-1 (box1) waits for its slow line for 0.40 s in a step (the others: 0.00 s), since the start.",
+        "worker-1 (box1) waits for its slow line for 0.40 s in a step (the others: 0 ms), since the start.",
         (
             "A round takes 0.72 s, and would take 0.32 s without this. Look at its cable and Wi-Fi, or send less:"
             " compression, or --policy diloco:100,bits=8."
@@ -278,7 +278,7 @@ def test_of_one_workers_pauses_two_are_said() -> None:
 def test_a_slow_server_is_named_with_its_bytes() -> None:
     job = Job(servers=2, busy=(0.4, 0.02))
     job.run(60)
-    sentence = "server-0 (rack) computes for 0.40 s in a round (the other: 0.02 s)."
+    sentence = "server-0 (rack) computes for 0.40 s in a round (the other: 20 ms)."
     assert job.said == [f"{sentence} It has 60% of the bytes. Look what else runs there, and for heat and swapping."]
     assert job.at_end()[0].startswith(f"{sentence} In all the others have waited ")
 

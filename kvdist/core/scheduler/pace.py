@@ -365,4 +365,4 @@ def _others(count: int) -> str:
 
 
 def _s(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
