@@ -6,7 +6,8 @@ Each server appends to a file of its own in that folder, one JSON object a line,
 - a round that was closed: ``version``, and ``counted``, a list of [rank, incarnation, number of the push, from 1];
 - one that was refused after that: the same with ``refused``, the reason;
 - a server was lost, and all went back: ``rolled_back``, the version. What made later ones is undone;
-- workers that were given up: ``lost``, a list of [rank, incarnation]. Nothing more of them is counted in these slices.
+- workers that were given up: ``lost``, a list of [rank, incarnation]. Nothing more of them is counted in these slices;
+- a push of one of them that has come after that: ``fenced``, [rank, incarnation, number of the push]. It was refused.
 
 A worker that was started again has a higher incarnation. Its pushes have numbers of their own: on ``dist_async`` they
 begin at 1 again, in lockstep behind those of the round at which it has joined.
@@ -22,10 +23,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import StoredHolder
+from kvdist.core.server.shard import LatePush, StoredHolder
 from kvdist.naming import name_of
 from kvdist.nodes import Member
+from kvdist.protocol.messages import JoinedPush
 
 NAMED_MAX = 8
 """Keys that an answer names."""
@@ -42,6 +46,8 @@ class FileLedger:
     def __init__(self, folder: Path, name: Callable[[], str]) -> None:
         self._folder = folder
         self._name = name
+        self._fenced: tuple[Member, int, list[int]] | None = None
+        """The late push that was written last: of which a repetition, or another part, is not written again."""
 
     def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
         """A round has been closed."""
@@ -59,9 +65,22 @@ class FileLedger:
         """What made later versions is undone."""
         self._write(holder, rolled_back=holder.round.version)
 
-    def _write(self, holder: StoredHolder, **what: object) -> None:
+    def fenced(self, member: Member, message: LatePush, holder: Callable[[int], StoredHolder | None]) -> None:
+        """A push of a worker that was given up before has been refused."""
+        own = message.ranks == member.node.rank if isinstance(message, JoinedPush) else np.ones(len(message.ids), bool)
+        for step in np.unique(message.steps[own]).tolist():
+            there = {one: holder(one) for one in message.ids[own & (message.steps == step)].tolist()}
+            slices = [one for one, found in there.items() if found is not None]
+            said = (member, step, slices)
+            if slices and said != self._fenced:
+                self._fenced, first = said, there[slices[0]]
+                assert first is not None
+                self._write(first, slices, fenced=[member.node.rank, member.incarnation, step + 1])
+
+    def _write(self, holder: StoredHolder, slices: Sequence[int] | None = None, **what: object) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        line = {"store": holder.store, "slices": holder.ids.tolist(), "key": holder.round.key, **what}
+        ids = holder.ids.tolist() if slices is None else slices
+        line = {"store": holder.store, "slices": ids, "key": holder.round.key, **what}
         with (self._folder / f"{self._name()}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -88,7 +107,7 @@ def fate(folder: Path, rank: int, push: int) -> str:
         for one, incarnation, number in line.get("counted", ()):
             if one == rank:
                 first[incarnation] = min(first.get(incarnation) or number, number)
-        for one, incarnation in line.get("lost", ()):
+        for one, incarnation, *_ in (*line.get("lost", ()), line.get("fenced", (None, 0))):
             if one == rank:
                 first.setdefault(incarnation, 0)
                 is_lost = True
@@ -103,22 +122,28 @@ def _fate(folder: Path, rank: int, incarnation: int, push: int, who: str) -> str
     counted: dict[int, int] = {}
     refused: dict[int, str] = {}
     lost: set[int] = set()
+    fenced: set[int] = set()
     keys: dict[int, int | str] = {}
     for line in _lines(folder):
         slices = line["slices"]
-        keys.update((number, line["key"]) for number in slices)
+        if "fenced" not in line:  # whose slices may be of many keys
+            keys.update((number, line["key"]) for number in slices)
         if "rolled_back" in line:
             undone = {number for number in slices if counted.get(number, 0) > line["rolled_back"]}
             counted = {number: version for number, version in counted.items() if number not in undone}
             refused = {number: reason for number, reason in refused.items() if number not in undone}
         if [rank, incarnation] in line.get("lost", ()):
             lost.update(slices)
+        if [rank, incarnation, push] == line.get("fenced"):
+            fenced.update(slices)
         if [rank, incarnation, push] in line.get("counted", ()):
             counted.update(dict.fromkeys(slices, line["version"]))
             if "refused" in line:
                 refused.update(dict.fromkeys(slices, line["refused"]))
     if not counted:
         why = "that process was given up before" if lost else "it has not been pushed, or its rounds are open"
+        if fenced:
+            why = f"{len(fenced)} slices have refused it, as it came after that process was given up"
         return f"{who} is counted nowhere: {why}"
     versions = sorted(set(counted.values()))
     said = f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"
@@ -127,6 +152,8 @@ def _fate(folder: Path, rank: int, incarnation: int, push: int, who: str) -> str
         text += f", and not in {len(missing)} others ({_named(keys[number] for number in sorted(missing))})"
     if refused:
         text += f"; {len(refused)} of them were refused: {next(iter(refused.values()))}"
+    if late := fenced - counted.keys():
+        text += f"; {len(late)} slices have refused it, as it came after that process was given up"
     return text
 
 

@@ -611,16 +611,17 @@ def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir(
     assert noted.most == [4]
 
 
-def test_a_checkpoint_that_a_lost_server_has_spoilt_says_so_also_if_its_heir_has_spoken_first() -> None:
+@each("said", ["worker-0 cannot take part", "[Errno 28] No space left on device"])
+def test_a_checkpoint_that_a_lost_server_has_spoilt_says_so_and_what_another_server_had_said_before(said: str) -> None:
     scheduler, servers = with_copies()
     scheduler.observe(ChildEnded(servers[0].node, "killed", False), 0.2)
     for one in servers[1:]:
-        scheduler.handle(one, Saved(0, 0, SavedFile("", 0, ""), "worker-0 cannot take part"), 0.3)
+        scheduler.handle(one, Saved(0, 0, SavedFile("", 0, ""), said), 0.3)
     save = Save(1, 0, 0, "/run/step-1", ("weights",), "", 1, 0, 1, SavedFile("", 0, ""), "")
     workers = scheduler.membership.workers.values()
     told = [one.message for member in workers for one in scheduler.handle(member, save, 0.4) if isinstance(one, Send)]
     reasons = {one.reason for one in told if isinstance(one, Failed)}
-    assert reasons == {"server-0 was lost before it had saved its slices: save again"}
+    assert reasons == {f"server-1: {said}; server-0 was lost before it had saved its slices: save again"}
 
 
 @each("is_there", [False, True])

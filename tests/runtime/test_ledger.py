@@ -50,6 +50,28 @@ def test_a_round_that_is_refused_says_why(tmp_path: Path) -> None:
     assert "were refused: " in fate(tmp_path, 0, 1) and "needs an optimizer" in fate(tmp_path, 0, 1)
 
 
+def test_a_push_that_comes_after_its_worker_was_given_up_is_refused_and_says_so_once(tmp_path: Path) -> None:
+    wired = running(tmp_path, "sync")
+    for rank in (0, 1):
+        wired.push(rank, {"w": [1, 1]})
+    wired.settle()
+    zombie = wired.member("worker-1").incarnation
+    wired.push(1, {"w": [10, 10]})
+    late = [packet for source, to, packet in wired.wire if (source, to) == ("worker-1", "server-0")]
+    assert len(late) == 1
+    wired.lose()
+    come_back(wired, 1, "sync")
+    for _ in range(2):  # it repeats what is not acknowledged
+        wired.hear("server-0", late[0])
+    assert "was given up" in wired.wire[-1][2].message.reason, "it is told so"
+    lines = [json.loads(line) for line in (tmp_path / "server-0.jsonl").read_text().splitlines()]
+    assert [line["fenced"] for line in lines if "fenced" in line] == [[1, zombie, 2]]
+    assert fate(tmp_path, 1, 2).splitlines()[0] == (
+        f"push 2 of worker-1 (incarnation {zombie}) is counted nowhere: 1 slices have refused it, as it came after that"
+        " process was given up"
+    )
+
+
 def come_back(wired: Wired, rank: int, mode: str) -> None:
     wired.kill(f"worker-{rank}")
     wired.advance(1.0)
