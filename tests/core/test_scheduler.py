@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from kvdist.checkpoint.snapshot import FileRecord, Manifest, Sweep
+from kvdist.checkpoint.snapshot import FileRecord, Manifest, ReadManifest, Sweep
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
@@ -45,6 +46,7 @@ from kvdist.protocol.messages import (
     FindCut,
     Goodbye,
     Hello,
+    Load,
     Rejected,
     Roster,
     Save,
@@ -590,6 +592,24 @@ def test_a_server_that_comes_back_is_let_in_while_others_are_asked_and_owes_no_a
     effects = [one for who in (servers[0], servers[2]) for one in scheduler.handle(who, CutFound(asked, 5, 5), 0.4)]
     told = {one.to for one in effects if isinstance(one, Send) and isinstance(one.message, Cut)}
     assert told == {servers[0], servers[2], scheduler.membership.servers[servers[1].node]}
+
+
+def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers_read() -> None:
+    scheduler, servers = with_copies()
+    with mock.patch.object(type(scheduler.keys), "saved", lambda keys, store: ("w",)):
+        workers = [*scheduler.membership.workers.values()]
+        load = Load(1, 0, 0, "/run/step-1", ("weights",), "")
+        assert scheduler.handle(workers[0], load, 0.2) == [], "it waits for the other one"
+        scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.3)
+        assert not scheduler._stopped, "another one has its slices"
+        effects = scheduler.handle(stranger(Role.SERVER, 9), hello(1, 2, 3), 0.4)
+        assert any(isinstance(one, Send) and isinstance(one.message, Welcome) for one in effects), "it is let in"
+        assert scheduler.handle(workers[1], load, 0.5) == [], "copies are not whole"
+        for node, one in scheduler.membership.servers.items():
+            effects = scheduler.handle(one, Copied(node.rank, scheduler.membership.epoch), 0.6)
+        assert any(isinstance(one, Persist) and isinstance(one.work, ReadManifest) for one in effects)
+        scheduler.observe(ChildEnded(servers[2].node, "killed", False), 0.7)
+        assert scheduler._stopped, "half of the store would be of the checkpoint"
 
 
 def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir() -> None:

@@ -326,8 +326,8 @@ class Checkpoints:
 
     @property
     def is_loading(self) -> bool:
-        """Whether something is being restored."""
-        return bool(self._loading)
+        """Whether servers restore something: all workers have called for it, and copies are whole."""
+        return any(loading.is_reading for loading in self._loading.values())
 
     def _open(self, message: Save | Saved, now: float) -> SaveUnderWay:
         place = (message.store, message.counter)
