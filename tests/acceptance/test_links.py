@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.acceptance.programs import ROUNDS, is_going_on
@@ -58,6 +60,7 @@ ROWS = """
     print("right")
 """
 
+MIB = 1 << 20
 SHORT = {"KVDIST_PATIENCE_S": "2"}
 
 
@@ -100,6 +103,70 @@ def test_what_takes_longer_than_the_patience_crosses_a_slow_link_encrypted(
     secret.chmod(0o600)
     cluster_over_link(1, 1, script(ONE_KEY), "100000", KVDIST_SECURITY="curve", KVDIST_SECRET_FILE=str(secret), **SHORT)
     succeed(job, 1)
+
+
+@pytest.mark.slow
+def test_pushes_ahead_of_a_slow_link_wait_for_room_and_memory_stays_bounded(
+    job, script, hosts, cluster_over_link, tmp_path
+):
+    cluster_over_link(1, 1, script(AHEAD), str(tmp_path), KVDIST_UNDER_WAY_BYTES=str(8 * MIB))
+    job.line("worker-0", "ready")
+    before = {name: memory_of(job.pid_of(name)) for name in ("worker-0", "server-0")}
+    limit(hosts, 1)
+    (tmp_path / "begin").touch()
+    pushed = int(job.line("worker-0", "pushed ").split()[1])
+    assert 2 <= pushed <= 16, "8 MiB have room for eight pushes of 1 MiB; the next one waits"
+    limit(hosts, 1000)
+    job.line("worker-0", "all arrived")
+    for name, then in before.items():
+        grown = memory_of(job.pid_of(name)) - then
+        assert grown < 64 * MIB, f"{name} has grown by {grown} bytes, where 256 MiB were pushed"
+    (tmp_path / "end").touch()
+    job.succeed()
+
+
+def memory_of(pid):
+    """The most bytes that a process ever had in memory."""
+    (line,) = [line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+AHEAD = """
+    import sys, threading, time
+    from pathlib import Path
+    import numpy as np
+    from kvdist import kv
+
+    def wait_for(name):
+        while not (Path(sys.argv[1]) / name).exists():
+            time.sleep(0.01)
+
+    def push():
+        global pushed
+        for pushed in range(1, 257):
+            store.push("w", ones)
+
+    store, pushed = kv.create("dist"), 0
+    ones = np.ones(1 << 18, np.float32)
+    store.set_optimizer("sgd", learning_rate=1.0)
+    store.init("w", 0 * ones)
+    for _ in range(128):
+        store.push("w", ones)  # what servers load for their updates is loaded then
+    store.pull("w")
+    print("ready", flush=True)
+    wait_for("begin")
+    thread, before = threading.Thread(target=push), -1
+    thread.start()
+    while before != pushed or pushed < 2:
+        before = pushed
+        time.sleep(1)
+    print("pushed", pushed, flush=True)
+    thread.join()
+    assert (store.pull("w") == -384).all()
+    print("all arrived", flush=True)
+    wait_for("end")
+    store.close()
+"""
 
 
 @pytest.mark.slow

@@ -100,6 +100,24 @@ def test_kill_9_under_the_launcher_is_named_everywhere(job, victim, call):
     assert "the call returned" not in launcher.text
 
 
+@pytest.mark.parametrize("call", ["save", "close"])
+def test_kill_9_of_a_worker_that_saves_or_closes_is_named_everywhere(job, tmp_path, call):
+    settings = {"FOLDER": str(tmp_path / "saved"), "KVDIST_CHECKPOINT_ROOT": str(tmp_path)}
+    job.cluster(2, 2, "faults.py", "blocked", call, **settings)
+    all_are_blocked(job, ["worker-0", "worker-1"], call)
+    assert f"blocked in {call}" in job.processes["worker-0"].text
+    if call == "save":
+        job.wait(lambda: any(tmp_path.rglob("server-*.safetensors")), "a server has written its file")
+    before = job.ticks()
+    kill(job, "worker-0")
+    codes = job.finish()
+    assert codes.pop("worker-0") == -signal.SIGKILL, "the fault happened"
+    assert set(codes.values()) == {EXIT_PEER_LOST}, job.transcript()
+    assert all(named("worker-0") in job.processes[name].text for name in codes), job.transcript()
+    assert "the call returned" not in job.transcript() and not [*tmp_path.rglob("manifest.json")]
+    job.assert_soon(before)
+
+
 @pytest.mark.slow_cases("scheduler", "server-1")
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_kill_9_in_the_middle_of_large_transfers_is_named_everywhere(job, victim):

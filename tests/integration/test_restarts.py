@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,8 @@ def test_who_comes_back_with_another_model_is_refused_and_the_others_go_on(job, 
     assert launcher.lines_with("worker-1 was started 2 times"), "the fault happened"
     (error,) = [line for line in launcher.lines_with("kvdist.errors.InitMismatch: ") if line.startswith("w1 │ ")]
     assert said in error and "start it with the program of the others" in error, job.transcript()
-    assert len(launcher.lines_with("went on to the end")) == 2, job.transcript()
+    told = launcher.lines_with("went on to the end, with the weights of all steps and of nothing else")
+    assert len(told) == 2, job.transcript()
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,17 @@ def test_the_script_of_the_page_on_checkpoints_goes_on_where_the_others_are(
     assert [(state["epoch"], state["visited"]) for state in states] == [(2, 240)] * 3, (
         "all are at one place in the data"
     )
+
+
+def test_a_worker_that_is_killed_more_often_than_it_may_be_started_again_is_not(job):
+    options = ["--on-loss", "wait", "--restart", "1"]
+    launcher = job.launch(2, 1, "survival.py", "ends", "is killed", options=options)
+    told = job.line("launcher", "it is not started again, as it has been once (--restart 1)")
+    assert "worker-1 (pid " in told and "was killed by signal 9 (SIGKILL)" in told, told
+    assert len(launcher.lines_with("starting it again (1 of 1)")) == 1, "the first time it was"
+    assert "worker-1" not in job.children() and "worker-0" in job.children()
+    job.kill("launcher", signal.SIGINT)
+    job.finish()
 
 
 @pytest.mark.parametrize("dead_at", [22, pytest.param(27, marks=pytest.mark.slow)])

@@ -16,7 +16,7 @@ from tests.integration.test_leases import found
 
 OPTIONS = ["--on-loss", "continue", "--restart", "3"]
 EVERY = {"KVDIST_SNAPSHOT_INTERVAL_S": "0.02"}
-STEPS, WORKERS = 40, 2
+STEPS, PAUSE, WORKERS = 40, 20, 2
 FINAL = STEPS * (STEPS + 1) // 2 * sum(range(WORKERS + 1))
 
 HELD = """
@@ -89,6 +89,18 @@ def test_killed_servers_come_back_and_all_go_on_from_the_newest_snapshot(job, tm
     for name in victims:
         assert launcher.lines_with(f"{name} was started 2 times; it was killed by signal 9"), job.transcript()
     assert launcher.lines_with("all have gone back to step"), job.transcript()
+
+
+def test_all_go_back_when_a_server_dies_that_has_counted_a_push_and_not_said_so(job, tmp_path):
+    options = ["--server-module", "dying", "--env", f"PYTHONPATH={PROGRAMS}", "--env", "DIES=counted"]
+    launcher = launched(job, tmp_path, options=[*options, "--env", f"DIES_AT={PAUSE + 3}"])
+    (tmp_path / "go").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with(f"server-1 dies when version {PAUSE + 3} is counted"), "the fault happened"
+    ends = re.findall(r"ended with (\S+).* after \d+ steps again, told of \[(.*)\]", launcher.text)
+    assert [float(value) for value, _ in ends] == [FINAL] * WORKERS, job.transcript()
+    assert all(told for _, told in ends), "both heard of it"
 
 
 def test_a_time_of_day_that_jumps_changes_nothing_of_losses_snapshots_and_ledgers(job, tmp_path):
@@ -262,16 +274,33 @@ def tear(folder: Path, damage) -> str:
     return path.name
 
 
-@pytest.mark.parametrize("damage", [flipped, pytest.param(cut_off, marks=pytest.mark.slow)])
-def test_where_the_newest_snapshot_is_torn_the_one_before_it_takes_its_place(job, tmp_path, damage):
+def flip(folder: Path) -> str:
+    return tear(folder, flipped)
+
+
+def cut(folder: Path) -> str:
+    return tear(folder, cut_off)
+
+
+def of_another_model(folder: Path) -> str:
+    """Let the manifest name another shape, and return what is said of it."""
+    manifest = read_manifest(folder)
+    first, *others = manifest.keys
+    write_manifest(folder, replace(manifest, keys=(replace(first, shape=(7,)), *others)))
+    return "has shape (7,) and dtype"
+
+
+@pytest.mark.slow_cases("cut", "of_another_model")
+@pytest.mark.parametrize("damage", [flip, cut, of_another_model])
+def test_where_the_newest_snapshot_cannot_be_used_the_one_before_it_takes_its_place(job, tmp_path, damage):
     launcher, folders = with_two_snapshots(job, tmp_path)
-    name = tear(folders[-1], damage)
+    said_of_it = damage(folders[-1])
     job.kill("server-1")
     (tmp_path / "go").touch()
     job.finish()
     assert launcher.code == 0, job.transcript()
     (told,) = launcher.lines_with(f"{folders[-1]} cannot be read: ")
-    assert name in told, told
+    assert said_of_it in told, told
     step = folders[-2].name.replace("-", " ")
     (said,) = launcher.lines_with(f"goes on from the snapshot of {step},")
     lost = {int(rank): int(count) for count, rank in re.findall(r"(\d+) of worker-(\d)", said)}
@@ -281,7 +310,7 @@ def test_where_the_newest_snapshot_is_torn_the_one_before_it_takes_its_place(job
 
 def test_where_each_snapshot_is_torn_the_job_ends_and_names_the_file(job, tmp_path):
     launcher, folders = with_two_snapshots(job, tmp_path)
-    names = [tear(folder, cut_off) for folder in folders]
+    names = [cut(folder) for folder in folders]
     job.kill("server-1")
     (tmp_path / "go").touch()
     job.finish()
@@ -295,10 +324,7 @@ def test_where_each_snapshot_is_torn_the_job_ends_and_names_the_file(job, tmp_pa
 
 def test_where_each_snapshot_is_of_another_model_the_job_ends_and_names_what_differs(job, tmp_path):
     launcher, folders = with_two_snapshots(job, tmp_path)
-    for folder in folders:
-        manifest = read_manifest(folder)
-        first, *others = manifest.keys
-        write_manifest(folder, replace(manifest, keys=(replace(first, shape=(7,)), *others)))
+    (said_of_it, *_) = [of_another_model(folder) for folder in folders]
     job.kill("server-1")
     (tmp_path / "go").touch()
     job.finish()
@@ -306,7 +332,7 @@ def test_where_each_snapshot_is_of_another_model_the_job_ends_and_names_what_dif
     ended = launcher.lines_with(f"PeerLostError: server-1 was lost, and the snapshot {folders[0]} cannot be read: ")
     assert len(ended) == WORKERS, job.transcript()
     assert all(
-        "has shape (7,) and dtype" in line
+        said_of_it in line
         and "in this store: init it as it was" in line
         and "there is none before it" in line
         for line in ended

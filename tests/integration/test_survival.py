@@ -68,6 +68,19 @@ def test_the_others_go_on_with_exact_weights_when_workers_are_killed(job, num_wo
     assert len(launcher.lines_with(f"mean over those that are there: {mean}")) == len(stayed), job.transcript()
 
 
+@pytest.mark.parametrize("call", ["save_checkpoint", "close"])
+def test_the_others_go_on_with_exact_weights_when_a_worker_is_killed_that_saves_or_closes(job, tmp_path, call):
+    words = ("survival.py", "killed_in", call, str(tmp_path / "saved"))
+    launcher = job.launch(3, 2, *words, options=GOES_ON, KVDIST_CHECKPOINT_ROOT=str(tmp_path))
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with(f"dies in {call}"), "the fault happened"
+    assert launcher.lines_with("was killed by signal 9 (SIGKILL); the other workers go on"), job.transcript()
+    for rank in (0, 2):  # what it had pushed after that is dropped, as the others had not made the step
+        assert masks_of(job, rank) == {0: [ALL], 1: [(1 << STEPS // 2) - 1], 2: [ALL]}, job.transcript()
+    assert len(launcher.lines_with("went on to the end")) == 2, job.transcript()
+
+
 @pytest.mark.parametrize(
     ("victims", "times"),
     [([1], 1), pytest.param([0], 1, marks=pytest.mark.slow), pytest.param([1, 2], 2, marks=pytest.mark.slow)],
@@ -151,6 +164,18 @@ def test_a_server_that_is_killed_costs_nothing_where_another_has_a_copy(
     assert "was killed by signal 9 (SIGKILL)" in line, "the fault happened"
     assert launcher.lines_with(f"; server-{(victim + 1) % 3} goes on with its slices"), job.transcript()
     assert len(launcher.lines_with("went on to the end")) == 2, job.transcript()
+    assert masks_of(job, 0) == masks_of(job, 1) == {0: [ALL], 1: [ALL]}, job.transcript()
+
+
+@pytest.mark.parametrize("when", ["counted", "copied"])
+def test_a_push_counts_once_whose_server_dies_when_it_has_counted_it_and_not_said_so(job, when):
+    options = [*GOES_ON, "--replicas", "1", "--server-module", "dying"]
+    options += ["--env", f"PYTHONPATH={PROGRAMS}", "--env", f"DIES={when}", "--env", "DIES_AT=7"]
+    launcher = job.launch(2, 3, "survival.py", "trains_on", options=options)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with(f"server-1 dies when version 7 is {when}"), "the fault happened"
+    assert launcher.lines_with("; server-2 goes on with its slices"), job.transcript()
     assert masks_of(job, 0) == masks_of(job, 1) == {0: [ALL], 1: [ALL]}, job.transcript()
 
 

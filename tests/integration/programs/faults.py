@@ -48,6 +48,12 @@ def blocked(kind):
         elif call == "pull":
             store.push("w", ones())
             store.pull("w")
+        elif call == "save":
+            store.save_checkpoint(os.environ["FOLDER"], 1).result()
+        elif call == "close":
+            store.push("w", ones())
+            store.push("w", ones())  # it leaves when the one before it is counted, which it is not without the others
+            store.close()
         else:
             store.pushpull("w", ones())
     except PeerLostError as error:

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,44 @@ def killed(victims, at, after_s, mode="dist"):
     store.broadcast("small", values, values)
     assert (values == min(store.members)).all(), values
     say(f"mean over those that are there: {store.average(float(store.rank))}")
+    store.close()
+    say("went on to the end")
+
+
+def killed_in(call, folder):
+    """Worker 1 is killed while it waits for the others in a call; they go on without it, and save."""
+    store, folder, main = started(), Path(folder), threading.main_thread().ident
+    names = list(SIZES)
+    for step in range(STEPS // 2):
+        store.pushpull(names, step_of(store.rank, step))
+    waits = {
+        "save_checkpoint": lambda: any(folder.rglob("server-*.safetensors")),
+        "close": lambda: "leave" in [frame.name for frame in traceback.extract_stack(sys._current_frames()[main])],
+    }
+
+    def die():
+        while not waits[call]():
+            time.sleep(0.01)
+        say(f"dies in {call}")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if store.rank == 1:
+        threading.Thread(target=die).start()
+        if call == "save_checkpoint":
+            store.save_checkpoint(folder, 1).result()
+        for step in (STEPS // 2, STEPS // 2 + 1):
+            store.push(names, step_of(store.rank, step))
+        store.close()
+    while len(store.members) == store.num_workers:
+        time.sleep(0.01)
+    store.save_checkpoint(folder, 1).result()
+    before = store.pull(names)
+    for step in range(STEPS // 2, STEPS):
+        store.pushpull(names, step_of(store.rank, step))
+    tell_weights(store)
+    store.barrier()
+    store.load_checkpoint(folder)
+    assert all((one == other).all() for one, other in zip(store.pull(names), before, strict=True))
     store.close()
     say("went on to the end")
 
@@ -197,6 +236,7 @@ def interrupt():
 WAYS = {
     "exits": lambda: sys.exit(3),
     "is interrupted": interrupt,
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "is terminated": lambda: os.kill(os.getpid(), signal.SIGTERM),
 }
 
@@ -406,7 +446,8 @@ def another_model(folder, sizes):
 
     store, refused = kv.create("dist"), Path(folder) / "refused"
     is_back = "KVDIST_RESTARTS" in os.environ
-    weights = [torch.nn.Parameter(torch.zeros(size)) for size in (ast.literal_eval(sizes) if is_back else (3, 5))]
+    shapes = ast.literal_eval(sizes) if is_back else (3, 5)
+    weights = [torch.nn.Parameter(torch.full((size,), 7.0 if is_back else 0.0)) for size in shapes]
     trainer = Trainer(weights, "sgd", {"learning_rate": 1.0}, kvstore=store)
     after = 0
     try:
@@ -414,14 +455,15 @@ def another_model(folder, sizes):
             if store.rank == 1 and trainer.version == 3 and not is_back:
                 os.kill(os.getpid(), signal.SIGKILL)
             for weight in weights:
-                weight.grad = torch.full_like(weight, 1.0)
+                weight.grad = torch.full_like(weight, 1000.0 if is_back else 1.0)
             trainer.step()
             after += refused.exists()
     except InitMismatch:
         refused.touch()
         raise
-    assert all((weight == -trainer.version).all() for weight in weights), weights
-    say("went on to the end")
+    held = [store.pull(key) for key in range(2)]
+    assert all((weight == -trainer.version).all() for weight in [*weights, *held]), (trainer.version, weights, held)
+    say("went on to the end, with the weights of all steps and of nothing else")
     store.close()
 
 
