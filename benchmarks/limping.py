@@ -3,6 +3,8 @@
     python benchmarks/limping.py graded --seeds 1          # ten minutes; prints a table
     python benchmarks/limping.py --seeds 5 --write         # all settings; results/limping.json, .md and .png
     python benchmarks/limping.py graded --final --seeds 5  # accuracy after ten epochs, in place of time to an accuracy
+    python benchmarks/limping.py graded --neighbours           # what is next to the simulated winners
+    python benchmarks/limping.py graded --best 3 --seeds 5 9   # the best three of these, on more seeds
     python benchmarks/limping.py --report                  # the table and the picture of what is there
 
 Every machine is a process that runs `examples/limping/train.py` at its speed, nearly always asleep, so several jobs run
@@ -49,6 +51,9 @@ SPLIT = 0
 SLOW_KBIT = 1000
 """19 kB take 0.15 s: gradients of a small network on a line as slow for them as 1 Gbit/s is for 20 MB."""
 START_S, RUN_S = 240.0, 400.0
+NEIGHBOUR_S = 150.0
+"""After which a neighbour of a winner has lost, whatever comes: twice what the slowest winner of four grades takes."""
+RUNNERS_UP = 3
 EXAMPLES = 13_470
 """Ten epochs: with ``--final``, a run ends after so many."""
 METHODS = ("DDP", "DDP, best subset", "alone", "dist", "quota", "quota, local steps")
@@ -83,6 +88,8 @@ class Work:
     seed: int
     examples: int = 0
     """After which it ends; 0: when it reaches the target."""
+    changes: str = ""
+    """What differs from the configuration that the simulation found best: ``"batch=8; outer=[0.7, 0.5]"``."""
 
     @property
     def machines(self) -> Setting:
@@ -90,14 +97,61 @@ class Work:
 
 
 def work_of(run: dict[str, Any]) -> Work:
-    return Work(run["setting"], run["method"], run["seed"], run.get("examples", 0))
+    return Work(run["setting"], run["method"], run["seed"], run.get("examples", 0), run.get("changes", ""))
+
+
+class TooLongError(RuntimeError):
+    """It did not come to its end in time."""
 
 
 def tuned(work: Work) -> dict[str, Any] | None:
-    """The configuration that the simulation found best; None where it has none."""
+    """The configuration that the simulation found best, with the work's changes; None where it has none."""
     found = json.loads(TUNED.read_text())[work.setting]
     name = "DDP" if work.method == "dist" else work.method
-    return dict(found[name]["winner"]) if name in found else None
+    if name not in found:
+        return None
+    changes = [change.split("=") for change in work.changes.split("; ") if change]
+    return dict(found[name]["winner"]) | {key: json.loads(value) for key, value in changes}
+
+
+def neighbours(setting: str, method: str) -> list[str]:
+    """Changes that are one step of the grid away from the winner, and those that make a runner-up of it."""
+    found = json.loads(TUNED.read_text())[setting][method]
+    winner = found["winner"]
+    size = "quota" if winner["quota"] else "batch"
+    steps = [{key: winner[key] * factor} for key in ("learning_rate", size) for factor in (0.5, 2)]
+    others = [{key: one[key] for key in winner if one[key] != winner[key]} for one in found["neighbours"]]
+    told = [
+        "; ".join(f"{key}={json.dumps(int(value) if key == size else rounded(value))}" for key, value in one.items())
+        for one in (*others[:RUNNERS_UP], *steps)
+    ]
+    return list(dict.fromkeys(told))
+
+
+def rounded(value: Any) -> Any:
+    return round(value, 6) if isinstance(value, float) else value
+
+
+def best_changes(setting: str, method: str, count: int, runs: list[dict[str, Any]]) -> list[str]:
+    """The winner, and the best of its neighbours on the seeds that all have."""
+    own = by_changes(runs).get((setting, method), {})
+    ordered = sorted((changes for changes in own if changes), key=lambda changes: screened(own)[changes])
+    return ["", *ordered[:count]]
+
+
+def screened(found: dict[str, dict[int, float]]) -> dict[str, float]:
+    """Of each configuration the median of the seeds that all have."""
+    shared = set.intersection(*map(set, found.values()))
+    return {changes: statistics.median([own[seed] for seed in shared]) for changes, own in found.items()}
+
+
+def by_changes(runs: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[int, float]]]:
+    """Seconds by setting and method, by changes, and by seed, where there are any changes."""
+    found: dict[tuple[str, str], dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for run in runs:
+        if not run.get("examples"):
+            found[run["setting"], run["method"]][run.get("changes", "")][run["seed"]] = run["seconds"]
+    return {key: group for key, group in found.items() if len(group) > 1}
 
 
 class Job:
@@ -200,7 +254,12 @@ class Job:
         for after_s, act in events:
             if after_s is not None and self._until(began + after_s):
                 act()
-        reached = self._await("reached", began + RUN_S)
+        try:
+            reached = self._await("reached", began + (NEIGHBOUR_S if self._work.changes else RUN_S))
+        except TooLongError:
+            if not self._work.changes:
+                raise
+            reached = time.monotonic()
         had_s = processor_s(self._pids()) - before_s
         looks = [line.split()[1:] for line in self._lines("look")]
         return {
@@ -234,10 +293,12 @@ class Job:
     def _await(self, word: str, deadline: float) -> float:
         while not (found := self._lines(word)):
             ended = next((one for one in self._started if one.poll() not in (None, -signal.SIGKILL)), None)
-            if ended is not None or time.monotonic() > deadline:
+            is_late = time.monotonic() > deadline
+            if ended is not None or is_late:
                 said = (self.folder / "output").read_text(errors="replace")[-6000:]
                 looks = ", ".join(self._lines("look")[-3:]) or "none"
-                raise RuntimeError(f"{self._work}: not {word}; {ended and ended.args}; last looks: {looks}\n{said}")
+                kind = TooLongError if is_late and ended is None else RuntimeError
+                raise kind(f"{self._work}: not {word}; {ended and ended.args}; last looks: {looks}\n{said}")
             time.sleep(0.1)
         return float(found[0].split()[1])
 
@@ -328,7 +389,7 @@ def measure(works: list[Work], at_once: int, runs: list[dict[str, Any]], keep: A
             print(f"FAILED: {error}", flush=True)
             return
         print(f"{work.setting:15} {work.method:20} {work.seed:3} {found['seconds']:6.1f} s, {found['processors']:.2f}"
-              " processors", flush=True)  # fmt: skip
+              f" processors {work.changes}", flush=True)  # fmt: skip
         with lock:
             runs[:] = [run for run in runs if work_of(run) != work] + [found]
             keep()
@@ -340,8 +401,8 @@ def measure(works: list[Work], at_once: int, runs: list[dict[str, Any]], keep: A
 
 
 def to_target(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that ended at the target, and not after a number of examples."""
-    return [run for run in runs if not run.get("examples")]
+    """Those that ended at the target, and not after a number of examples, with the simulated winners."""
+    return [run for run in runs if not run.get("examples") and not run.get("changes")]
 
 
 def grouped(runs: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
@@ -413,6 +474,14 @@ def report(runs: list[dict[str, Any]]) -> str:
         others = ends.get((setting, "dist")) if method != "dist" else None
         apart = f"{middle - statistics.median(others):+.2f}" if others else ""
         finals.append([setting, method, str(len(own)), f"{middle:.2f} %", span, apart])
+    beside_winners = [["setting", "method", "changes of the winner", "of the seeds of all", "of other seeds"]]
+    for (setting, method), tried in by_changes(runs).items():
+        first = screened(tried)
+        shared = set.intersection(*map(set, tried.values()))
+        for changes, own in sorted(tried.items(), key=lambda one: first[one[0]]):
+            others = [seconds for seed, seconds in own.items() if seed not in shared]
+            again = f"{statistics.median(others):.1f} ({len(others)})" if others else ""
+            beside_winners.append([setting, method, changes or "none", f"{first[changes]:.1f} ({len(shared)})", again])
     had = sorted(run["processors"] for run in runs)
     lines = [
         "# The limping cluster",
@@ -426,6 +495,12 @@ def report(runs: list[dict[str, Any]]) -> str:
         "## Beside what was aimed at",
         "",
         *table(aims),
+        "",
+        "## What is next to the simulated winners",
+        "",
+        f"Median seconds, and of how many seeds. A run that has not ended after {NEIGHBOUR_S:.0f} s counts as so long.",
+        "",
+        *table(beside_winners),
         "",
         f"## After {EXAMPLES:,} examples",
         "",
@@ -489,12 +564,21 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
     print(f"picture: {path}")
 
 
+def variants(setting: str, method: str, options: argparse.Namespace, runs: list[dict[str, Any]]) -> list[str]:
+    """Which configurations of a method to run, by their changes."""
+    if options.best:
+        return best_changes(setting, method, options.best, runs)
+    return neighbours(setting, method) if options.neighbours else [""]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"of {', '.join(SETTINGS)}; default: all")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[5], help="how many, or first and last")
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time (default: 2)")
+    parser.add_argument("--neighbours", action="store_true", help="what is next to the simulated winners")
+    parser.add_argument("--best", type=int, metavar="N", help="the winners, and their N best neighbours that are kept")
     parser.add_argument("--final", action="store_true", help=f"end after {EXAMPLES} examples, and compare accuracies")
     parser.add_argument("--write", action="store_true", help="add to results/limping.json, and write table and picture")
     parser.add_argument("--report", action="store_true", help="run nothing; write table and picture of what is there")
@@ -502,7 +586,7 @@ def main() -> None:
     end_on_terminate()
     path = RESULTS / "limping.json"
     kept = options.write or options.report
-    runs = json.loads(path.read_text())["runs"] if kept and path.exists() else []
+    runs = json.loads(path.read_text())["runs"] if (kept or options.best) and path.exists() else []
 
     def keep() -> None:
         if options.write:
@@ -521,7 +605,10 @@ def main() -> None:
         for name in settings:
             examples = EXAMPLES if options.final else 0
             works = [
-                Work(name, method, seed, examples) for seed in range(first, last + 1) for method in options.methods
+                Work(name, method, seed, examples, changes)
+                for seed in range(first, last + 1)
+                for method in options.methods
+                for changes in variants(name, method, options, runs)
             ]
             works = [
                 work for work in works

@@ -40,6 +40,7 @@ def trained(way: str, lr: float, seed: int, options: argparse.Namespace) -> dict
     ends = [one["loss"] for one in found]
     if max(ends) - min(ends) > SETTLED:
         raise RuntimeError(f"the workers of {way} end with different weights: losses {ends}")
+    print(f"    {way}, rate {lr:.0e}, seed {seed}: {found[0]['loss']:.4f}", flush=True)
     return dict(found[0])
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-3, 3e-3])
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=1500, help="of each worker")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--servers", type=int, default=1)
@@ -57,7 +58,7 @@ def main() -> None:
     first: float | None = None
     print(f"{'loss in nats':36} {'tokens':>9} {'loss':>7} {'of the first':>13}   by rate")
     for way in options.ways:
-        runs = {lr: [trained(way, lr, seed, options) for seed in range(options.seeds)] for lr in options.lr}
+        runs = {lr: [trained(way, lr, seed, options) for seed in options.seeds] for lr in options.lr}
         means = {lr: statistics.mean(one["loss"] for one in runs[lr]) for lr in runs}
         loss, tokens = min(means.values()), next(iter(runs.values()))[0]["tokens"]
         first = loss if first is None else first

@@ -1,7 +1,7 @@
 """How much of the sum of their speeds up to 1,000 unequal machines make under a quota, by simulation, while some die.
 
     python benchmarks/scale_unequal.py                      # some minutes; prints a table
-    python benchmarks/scale_unequal.py --write              # and keeps it in results/scale_unequal.md
+    python benchmarks/scale_unequal.py --write              # and keeps its rows in results/scale_unequal.md
     python benchmarks/scale_unequal.py --shape 256,quota,1
 
 kvdist's own machines on the modelled network of `scale.py`. Speeds fall evenly from 1 to a quarter. A batch of 32
@@ -242,6 +242,20 @@ def row(found: Goodput) -> str:
     return f"| {' | '.join(values)} |"
 
 
+def write(found: Goodput) -> None:
+    """Keep this row beside those of other cases, in the order of `CASES`."""
+    path, names = RESULTS / "scale_unequal.md", COLUMNS.split(", ")
+    head = [f"| {' | '.join(names)} |", f"| {' | '.join('---' for _ in names)} |"]
+    kept = [line for line in path.read_text().splitlines() if line.startswith("| ")][2:] if path.exists() else []
+    rows = {tuple(line.split(" | ")[:3]): line for line in [*kept, row(found)]}
+    places = [(f"| {workers}", way, f"{dying:.0%}") for workers, way, dying in CASES]
+    lines = [
+        rows[case] for case in sorted(rows, key=lambda case: places.index(case) if case in places else len(places))
+    ]
+    said = ["# Unequal workers by the thousand: predictions", "", (__doc__ or "").split("\n\n")[2].strip(), ""]
+    path.write_text("\n".join([*said, *head, *lines, ""]))
+
+
 def parse(text: str) -> tuple[int, str, float]:
     workers, way, dying = text.split(",")
     return int(workers), {"local": "quota, local steps"}.get(way, way), float(dying)
@@ -251,19 +265,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=parse, action="append", help="WORKERS,quota or local,SHARE DYING AN HOUR")
     parser.add_argument("--jobs", type=int, default=1, help="simulations at once")
-    parser.add_argument("--write", action="store_true", help="keep the table in results/scale_unequal.md")
+    parser.add_argument("--write", action="store_true", help="keep the rows in results/scale_unequal.md")
     options = parser.parse_args()
     end_on_terminate()
-    names = COLUMNS.split(", ")
-    lines = [f"| {' | '.join(names)} |", f"| {' | '.join('---' for _ in names)} |"]
-    head = __doc__ or ""
     with multiprocessing.get_context("spawn").Pool(options.jobs, maxtasksperchild=1) as pool:
         for found in pool.imap(goodput, options.shape or CASES, chunksize=1):
-            lines.append(row(found))
-            print(lines[-1], f"{found.processor_s:.0f} s", flush=True)
+            print(row(found), f"{found.processor_s:.0f} s", flush=True)
             if options.write:
-                said = ["# Unequal workers by the thousand: predictions", "", head.split("\n\n")[2].strip(), ""]
-                (RESULTS / "scale_unequal.md").write_text("\n".join([*said, *lines, ""]))
+                write(found)
 
 
 if __name__ == "__main__":

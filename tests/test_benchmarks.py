@@ -315,6 +315,17 @@ def test_unequal_workers_make_what_each_makes_alone_but_for_those_that_die(
     assert dying.of_present > 0.9
 
 
+def test_a_case_that_is_run_again_replaces_its_row_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unequal = load("scale_unequal")
+    monkeypatch.setattr(unequal, "RESULTS", tmp_path)
+    for workers, of_all in ((1000, 0.5), (64, 0.75), (1000, 0.25)):
+        unequal.write(unequal.Goodput(workers, "quota", 0.01, 3, of_all, 1.0, 6.4, 0.1, 60.0))
+    table = (tmp_path / "scale_unequal.md").read_text().splitlines()[-2:]
+    assert [row.split(" | ")[0:5:4] for row in table] == [["| 64", "75.0%"], ["| 1000", "25.0%"]]
+
+
 def test_workers_on_hosts_with_servers_are_not_taken_as_one() -> None:
     simulated = load("simulated")
     spec = load("models").parse_spec("3x1048576")
@@ -410,3 +421,16 @@ def test_a_death_costs_ddp_two_starts_and_a_quota_only_the_machine() -> None:
     assert left(limping.Config("DDP", 3, 16, 0.2, 0.5)) < 0.65
     # A machine of 1 of 2.25 is away for a fifth of the time: 0.91.
     assert 0.85 < left(limping.Config("quota, local steps", 3, 16, 0.2, 0.5, 64)) < 0.95
+
+
+def test_what_is_next_to_a_winner_is_measured_once_and_differs_from_it() -> None:
+    limping = load("limping")
+    for method in ("DDP", "DDP, best subset", "quota", "quota, local steps"):
+        winner = limping.tuned(limping.Work("graded", method, 0))
+        changes = limping.neighbours("graded", method)
+        configs = [limping.tuned(limping.Work("graded", method, 0, changes=one)) for one in changes]
+        assert len({str(config) for config in (winner, *configs)}) == 1 + len(configs) >= 5
+        for key in ("learning_rate", "quota" if winner["quota"] else "batch"):
+            rest = {name: value for name, value in winner.items() if name != key}
+            apart = [config[key] / winner[key] for config in configs if {**rest, key: config[key]} == config]
+            assert {0.5, 2.0} <= {round(one, 3) for one in apart}, (method, key)

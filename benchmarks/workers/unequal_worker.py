@@ -32,12 +32,15 @@ def main() -> None:
     with kv.create("dist") as store:
         trainer = Trainer(net.parameters(), "sgd", {"learning_rate": 0.1}, kvstore=store)
         sampler = QueueSampler(len(digits.target), epochs=EPOCHS)
-        computed, began, seen, versions = 0.0, 0.0, 0, 0
+        computed, began = 0.0, 0.0
+        looks: list[tuple[float, int, int]] = []
+        """When there was a new version, which one, and of how many examples in all."""
         for inputs, targets in trainer.batches(DataLoader(data, BATCH, sampler=sampler)):
             if not began:
                 store.barrier()
                 began, end = time.monotonic(), time.monotonic() + seconds
-                seen, versions = trainer.samples_seen, trainer.version
+            if not looks or trainer.version > looks[-1][1]:
+                looks.append((time.monotonic(), trainer.version, trainer.samples_seen))
             if time.monotonic() >= end:
                 break
             due = time.monotonic() + unit_s / speeds[store.rank]
@@ -47,9 +50,10 @@ def main() -> None:
             computed += unit_s / speeds[store.rank]
             trainer.step(samples=len(inputs))
         took = time.monotonic() - began
+        first, last = looks[1], looks[-1]  # from version to version, as examples count when one is complete
         found = {
-            "examples_per_s": (trainer.samples_seen - seen) / took,
-            "versions_per_s": (trainer.version - versions) / took,
+            "examples_per_s": (last[2] - first[2]) / (last[0] - first[0]),
+            "versions_per_s": (last[1] - first[1]) / (last[0] - first[0]),
             "busy": computed / took,
         }
         (folder / f"{store.rank}.json").write_text(json.dumps(found))
