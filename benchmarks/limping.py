@@ -133,25 +133,28 @@ def rounded(value: Any) -> Any:
 
 
 def best_changes(setting: str, method: str, count: int, runs: list[dict[str, Any]]) -> list[str]:
-    """The winner, and the best of its neighbours on the seeds that all have."""
+    """The winner, and the best of its neighbours."""
     own = by_changes(runs).get((setting, method), {})
-    ordered = sorted((changes for changes in own if changes), key=lambda changes: screened(own)[changes])
-    return ["", *ordered[:count]]
+    return list(beside_winner(own))[: count + 1]
 
 
-def screened(found: dict[str, dict[int, float]]) -> dict[str, float]:
-    """Of each configuration the median of the seeds that all have."""
-    shared = set.intersection(*map(set, found.values()))
-    return {changes: statistics.median([own[seed] for seed in shared]) for changes, own in found.items()}
+def beside_winner(found: dict[str, dict[int, float]]) -> dict[str, tuple[int, float, float]]:
+    """Of each configuration how many seeds it shares with the winner, and both medians on those; the best one first."""
+    told = {}
+    for changes, own in found.items():
+        shared = sorted(own.keys() & found[""].keys())
+        medians = [statistics.median([one[seed] for seed in shared]) for one in (own, found[""])]
+        told[changes] = (len(shared), *medians)
+    return dict(sorted(told.items(), key=lambda one: (bool(one[0]), one[1][1] / one[1][2])))
 
 
 def by_changes(runs: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[int, float]]]:
-    """Seconds by setting and method, by changes, and by seed, where there are any changes."""
+    """Seconds by setting and method, by changes, and by seed, where there are any changes; of the last run of each."""
     found: dict[tuple[str, str], dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for run in runs:
         if not run.get("examples"):
             found[run["setting"], run["method"]][run.get("changes", "")][run["seed"]] = run["seconds"]
-    return {key: group for key, group in found.items() if len(group) > 1}
+    return {key: group for key, group in found.items() if "" in group and len(group) > 1}
 
 
 class Job:
@@ -424,8 +427,12 @@ def ratio(ours: list[float], theirs: list[float], chance: random.Random) -> tupl
     return statistics.median(ours) / statistics.median(theirs), found[100], found[1900]
 
 
-def report(runs: list[dict[str, Any]]) -> str:
-    """Tables of medians and of what was aimed at."""
+def report(runs: list[dict[str, Any]], neighbouring: list[dict[str, Any]]) -> str:
+    """Tables of medians and of what was aimed at.
+
+    Args:
+        neighbouring: runs of neighbours of the winners, and of the winners beside them.
+    """
     chance = random.Random(0)
     simulated = json.loads(TUNED.read_text())
     groups = grouped(to_target(runs))
@@ -474,14 +481,11 @@ def report(runs: list[dict[str, Any]]) -> str:
         others = ends.get((setting, "dist")) if method != "dist" else None
         apart = f"{middle - statistics.median(others):+.2f}" if others else ""
         finals.append([setting, method, str(len(own)), f"{middle:.2f} %", span, apart])
-    beside_winners = [["setting", "method", "changes of the winner", "of the seeds of all", "of other seeds"]]
-    for (setting, method), tried in by_changes(runs).items():
-        first = screened(tried)
-        shared = set.intersection(*map(set, tried.values()))
-        for changes, own in sorted(tried.items(), key=lambda one: first[one[0]]):
-            others = [seconds for seed, seconds in own.items() if seed not in shared]
-            again = f"{statistics.median(others):.1f} ({len(others)})" if others else ""
-            beside_winners.append([setting, method, changes or "none", f"{first[changes]:.1f} ({len(shared)})", again])
+    changed = [["setting", "method", "changes of the winner", "seeds", "median s", "winner's", "ratio"]]
+    for (setting, method), tried in by_changes([*runs, *neighbouring]).items():
+        for changes, (seeds, own_s, winner_s) in list(beside_winner(tried).items())[1:]:
+            medians = [f"{own_s:.1f}", f"{winner_s:.1f}", f"{own_s / winner_s:.2f}"]
+            changed.append([setting, method, changes, str(seeds), *medians])
     had = sorted(run["processors"] for run in runs)
     lines = [
         "# The limping cluster",
@@ -498,9 +502,10 @@ def report(runs: list[dict[str, Any]]) -> str:
         "",
         "## What is next to the simulated winners",
         "",
-        f"Median seconds, and of how many seeds. A run that has not ended after {NEIGHBOUR_S:.0f} s counts as so long.",
+        "Medians of the seeds on which both have been measured, the winner again with its best neighbours. A run that",
+        f"has not ended after {NEIGHBOUR_S:.0f} s counts as so long.",
         "",
-        *table(beside_winners),
+        *table(changed),
         "",
         f"## After {EXAMPLES:,} examples",
         "",
@@ -580,13 +585,16 @@ def main() -> None:
     parser.add_argument("--neighbours", action="store_true", help="what is next to the simulated winners")
     parser.add_argument("--best", type=int, metavar="N", help="the winners, and their N best neighbours that are kept")
     parser.add_argument("--final", action="store_true", help=f"end after {EXAMPLES} examples, and compare accuracies")
-    parser.add_argument("--write", action="store_true", help="add to results/limping.json, and write table and picture")
+    parser.add_argument(
+        "--write", action="store_true", help="add to results/limping*.json, and write table and picture"
+    )
     parser.add_argument("--report", action="store_true", help="run nothing; write table and picture of what is there")
     options = parser.parse_args()
     end_on_terminate()
-    path = RESULTS / "limping.json"
-    kept = options.write or options.report
-    runs = json.loads(path.read_text())["runs"] if (kept or options.best) and path.exists() else []
+    kept, is_beside = options.write or options.report, options.neighbours or bool(options.best)
+    paths = (RESULTS / "limping.json", RESULTS / "limping_neighbours.json")
+    found = [json.loads(path.read_text())["runs"] if (kept or is_beside) and path.exists() else [] for path in paths]
+    path, runs = paths[is_beside], found[is_beside]
 
     def keep() -> None:
         if options.write:
@@ -608,18 +616,18 @@ def main() -> None:
                 Work(name, method, seed, examples, changes)
                 for seed in range(first, last + 1)
                 for method in options.methods
-                for changes in variants(name, method, options, runs)
+                for changes in variants(name, method, options, [*found[0], *found[1]])
             ]
             works = [
                 work for work in works
                 if tuned(work) and (work.method != "dist" or examples or work.setting == "equal")
             ]  # fmt: skip
             measure(works, options.at_once, runs, keep)
-    text = report(runs)
+    text = report(*found)
     print(text)
     if kept:
         (RESULTS / "limping.md").write_text(text)
-        draw(runs, RESULTS / "limping.png")
+        draw(found[0], RESULTS / "limping.png")
 
 
 if __name__ == "__main__":

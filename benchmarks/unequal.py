@@ -5,7 +5,8 @@
 
 Workers are paced: a batch of 16 takes a unit of time divided by the speed, most of it asleep, so that two cores are
 enough for several of them. A machine of speed 1 alone makes 16 examples in a unit; the sum of all speeds is what
-there is to reach. ``sync`` is `dist` without a policy, whose steps go at the pace of the slowest.
+there is to reach. Examples count when their version is complete, so time runs from the first new version to the last.
+``sync`` is `dist` without a policy, whose steps go at the pace of the slowest.
 """
 
 from __future__ import annotations
