@@ -371,12 +371,14 @@ def save_digits(path: Path) -> None:
     torch.save(tuple(torch.from_numpy(part) for part in parts), path)
 
 
-def measure(works: list[Work], at_once: int, runs: list[dict[str, Any]], keep: Any) -> None:
-    """Make these runs, several at once, and append what comes out."""
+def measure(
+    works: list[Work], at_once: int, before: list[dict[str, Any]], runs: list[dict[str, Any]], keep: Any
+) -> None:
+    """Make these runs, several at once, and append to `runs` what comes out; `before` says when a machine dies."""
     lock = threading.Lock()
     medians = {
         (setting, method): statistics.median(run["seconds"] for run in group)
-        for (setting, method), group in grouped(to_target(runs)).items()
+        for (setting, method), group in grouped(to_target(before)).items()
     }
 
     def one(work: Work) -> None:
@@ -622,7 +624,7 @@ def main() -> None:
                 work for work in works
                 if tuned(work) and (work.method != "dist" or examples or work.setting == "equal")
             ]  # fmt: skip
-            measure(works, options.at_once, runs, keep)
+            measure(works, options.at_once, found[0], runs, keep)
     text = report(*found)
     print(text)
     if kept:
