@@ -1,11 +1,14 @@
 """How long it takes to import kvdist, to start a cluster, create a store in every worker and end, and to make keys.
 
+Python's own caches of what it has compiled are used and written, as they are in an installed package.
+
 python benchmarks/startup.py
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import statistics
 import subprocess
 import sys
@@ -19,7 +22,24 @@ start = time.perf_counter()
 import kvdist
 print(time.perf_counter() - start, *(name for name in ("torch", "numba", "cupy") if name in sys.modules))
 """
-CREATE = "from kvdist import kv; kv.create('dist')"
+ENDED = "ended at"
+CREATE = f"""
+import time
+from kvdist import kv
+store = kv.create('dist')
+print("{ENDED}", time.monotonic())
+"""
+ONE_KEY = f"""
+import time
+import numpy as np
+from kvdist import kv
+store = kv.create('dist')
+value = np.ones(1_000_000, np.float32)
+store.init("w", value)
+store.push("w", value)
+store.pull("w", out=value)
+print("{ENDED}", time.monotonic())
+"""
 MANY = 200_000
 INIT = f"""
 import time
@@ -50,7 +70,11 @@ def main() -> None:
     seconds, heavy = zip(*(time_import() for _ in range(repeats)), strict=True)
     report("import kvdist", seconds, target_s=0.15)
     print(f"  heavy libraries drawn in: {', '.join(sorted(set().union(*heavy))) or 'none'}")
-    report("kvdist-launch -n 2 -s 2, kv.create('dist')", [time_cluster() for _ in range(repeats)], target_s=2.0)
+    for what, script in (("kv.create('dist')", CREATE), ("one key of 4 MB, pushed and pulled once", ONE_KEY)):
+        wholes, ends, busy = zip(*(time_cluster(script) for _ in range(repeats)), strict=True)
+        report(f"kvdist-launch -n 2 -s 2, {what}", wholes, target_s=1.0)
+        report("  from the last line of the last script to the launcher's end", ends, target_s=0.3)
+        print(f"  processor time of all processes: median {statistics.median(busy):.2f} s, least {min(busy):.2f} s")
     init, *rounds = zip(*(time_keys() for _ in range(min(repeats, 3))), strict=True)
     report(f"init of {MANY} keys of 16 bytes, 2 workers, 2 servers", init, target_s=3.0)
     for name, seconds in zip(("first", "second"), rounds, strict=True):
@@ -59,26 +83,38 @@ def main() -> None:
 
 def time_import() -> tuple[float, set[str]]:
     """Seconds of the import alone, and the heavy libraries it drew in."""
-    done = subprocess.run([sys.executable, "-c", IMPORT], env=environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", IMPORT], env=with_caches(), capture_output=True, text=True, check=True)
     taken, *heavy = done.stdout.split()
     return float(taken), set(heavy)
 
 
-def time_cluster() -> float:
-    """Seconds from starting the launcher to its end."""
-    command = launch_command(2, 2, [sys.executable, "-c", CREATE])
-    start = time.perf_counter()
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    taken = time.perf_counter() - start
+def with_caches() -> dict[str, str]:
+    """This process's environment, in which Python may keep what it compiles."""
+    return {name: value for name, value in environment().items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def processor_s() -> float:
+    """Processor time of all processes that this one has started and that have ended, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def time_cluster(script: str) -> tuple[float, float, float]:
+    """Seconds from the launcher's start to its end, from the end of the last script to that, and of processors."""
+    command = launch_command(2, 2, [sys.executable, "-c", script])
+    start, used = time.monotonic(), processor_s()
+    done = subprocess.run(command, env=with_caches(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    end = time.monotonic()
     if done.returncode:
         sys.exit(f"{done.stdout}\nthe launcher ended with code {done.returncode}")
-    return taken
+    ended = [float(line.split(ENDED)[1]) for line in done.stdout.splitlines() if ENDED in line]
+    return end - start, end - max(ended), processor_s() - used
 
 
 def time_keys() -> tuple[float, ...]:
     """Seconds of an init of many keys, and of two rounds with all of them."""
     command = launch_command(2, 2, [sys.executable, "-c", INIT])
-    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(command, env=with_caches(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     (line,) = [line for line in done.stdout.splitlines() if "seconds " in line] or sys.exit(done.stdout)
     return tuple(map(float, line.split("seconds ")[1].split()))
 

@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             devices = SETTINGS["KVDIST_SERVER_DEVICE"].parse(options.server_device, "--server-device")
             config = replace(config, server_devices=devices)
         gc.set_threshold(OBJECTS_PER_COLLECTION)
+        gc.freeze()  # what has been imported stays, and looking through it takes the longer part of this process's end
         name_process(str(NodeId(config.role, UNRANKED if config.rank is None else config.rank)))
         node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
         if config.role is Role.SCHEDULER:

@@ -14,7 +14,6 @@ import errno
 import fcntl
 import os
 import resource
-import secrets
 import socket
 import stat
 from collections.abc import Iterator
@@ -47,7 +46,7 @@ def scheduler_endpoint(config: ClusterConfig) -> str:
 
 def further_endpoint(port: int) -> str:
     """A free place for another listener of the same job."""
-    return f"{local_endpoint(port)}-{secrets.token_hex(4)}"
+    return f"{local_endpoint(port)}-{os.urandom(4).hex()}"
 
 
 def port_of_local(endpoint: str) -> int | None:

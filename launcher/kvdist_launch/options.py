@@ -12,7 +12,6 @@ import argparse
 import ipaddress
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from difflib import get_close_matches
 from typing import Any
 
 from kvdist.config.policies import policy_from
@@ -113,6 +112,8 @@ class _Parser(argparse.ArgumentParser):
             # `--abort` for `--on-worker-exit abort|restart:N`, `--workers` for `-n WORKERS`.
             for value in re.findall(r"\b[a-z]{3,}\b|\b[A-Z]+S\b", str(action.metavar or "")):
                 candidates.setdefault(f"--{value.lower()}", candidates.get(action.option_strings[0], ""))
+        from difflib import get_close_matches  # here, as few need it and every job would wait for it
+
         longer = [one for one in candidates if one.startswith(unknown)]
         found = get_close_matches(unknown, longer or candidates, 2, 0 if longer else 0.75)
         return list(dict.fromkeys(candidates[one] for one in found if candidates[one]))

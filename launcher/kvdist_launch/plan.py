@@ -436,6 +436,9 @@ def _environment(
         devices = list((host.gpus if host else None) or (name.strip() for name in given.split(",") if name.strip()))
         if devices:
             settings[DEVICES] = ",".join(share_of_devices(devices, one.local_rank, one.local_size))
+    else:
+        # NumPy's threads for products of matrices, of which there are none here, spin when they start.
+        defaults["OPENBLAS_NUM_THREADS"] = "1"
     return Environment(defaults, front, settings)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -108,6 +107,8 @@ class SecretFile:
 
     def __init__(self, secret: bytes) -> None:
         if sys.platform != "linux":
+            import tempfile  # here, as few need it and every job would wait for it
+
             self._file = tempfile.NamedTemporaryFile(prefix="kvdist-secret-")  # noqa: SIM115  # closed by `remove`
             self.path = self._file.name
         else:
