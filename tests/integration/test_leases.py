@@ -122,9 +122,12 @@ def test_who_gets_sigterm_leaves_with_nothing_but_its_leases_and_exit_code_0(job
     assert len(used) == 2 and counts == {(1, 1): 1000}, job.transcript()
 
 
-def test_under_a_quota_who_gets_sigterm_pushes_what_it_has_returns_its_leases_and_leaves_with_exit_code_0(job):
+def test_under_a_quota_who_gets_sigterm_pushes_what_it_has_returns_its_leases_and_leaves_with_exit_code_0(
+    job, tmp_path
+):
     command = ("leases.py", "1000", "1", str(BATCH), "0", "dist", "{}")
-    launcher = job.launch(3, 1, *command, options=["--policy", "quota:400"], TERMINATED="7")
+    here = str(tmp_path / "here")
+    launcher = job.launch(3, 1, *command, options=["--policy", "quota:400"], TERMINATED="7", HERE=here)
     job.finish()
     assert launcher.code == 0, job.transcript()
     assert launcher.lines_with("SIGTERM: this worker has finished its batch and leaves"), "the fault happened"

@@ -163,11 +163,11 @@ def test_so_is_that_of_each_kind_with_which_all_go_back(job, tmp_path, fate):
 
 
 @fates("lost alone", "comes twice")
-def test_so_is_that_of_each_kind_that_hands_out_the_data_of_a_quota(job, fate):
+def test_so_is_that_of_each_kind_that_hands_out_the_data_of_a_quota(job, fate, tmp_path):
     with Proxy(strike_first_of_each(fate)) as proxy:
         options = ["--policy", "quota:400"]
         words = ("leases.py", "1000", "1", "8", "0", "dist", "{}")
-        launcher = launch_through(job, proxy, 3, *words, options=options, TERMINATED="7")
+        launcher = launch_through(job, proxy, 3, *words, options=options, TERMINATED="7", HERE=str(tmp_path / "here"))
         job.finish()
     assert launcher.code == 0, job.transcript()
     assert len(launcher.lines_with("counts {(1, 1): 1000}")) == 2, job.transcript()

@@ -6,7 +6,8 @@ Example i moves element i of one parameter by 1, and element LENGTH - 1 - i of a
 one of the number of examples in its version. VICTIMS maps ranks to the
 example counts after which they kill themselves, some milliseconds into the step that follows. With SNAPSHOTS rank 0
 waits in the middle, when there is a snapshot in that folder, until SNAPSHOTS/go is there. Rank 1 sends itself SIGTERM
-in the batch that TERMINATED counts. With DIES_LAST the worker that has the last batch alone dies behind its step. With
+in the batch that TERMINATED counts; under a quota, where nobody waits for it, the others do before their third batch,
+for the file HERE. With DIES_LAST the worker that has the last batch alone dies behind its step. With
 INTERRUPTED an error comes to rank 1 while it waits in its fifth step: it
 leaves by it, or catches it and begins its loop again.
 """
@@ -114,7 +115,11 @@ def train(store):
                 if "SNAPSHOTS" in os.environ and store.rank == 0:
                     wait_in_the_middle(trainer)
                 if store.rank == 1 and os.environ.get("TERMINATED") == str(steps + 1):
+                    if "HERE" in os.environ:
+                        Path(os.environ["HERE"]).touch()
                     os.kill(os.getpid(), signal.SIGTERM)
+                while "HERE" in os.environ and store.rank != 1 and steps == 2 and not Path(os.environ["HERE"]).exists():
+                    time.sleep(0.01)
                 if "INTERRUPTED" in os.environ and steps == 4:
                     interrupt_the_wait(store.rank)
                 time.sleep(0.002 * ((store.rank % 3) + 1) if store.rank not in VICTIMS else 0.001)
