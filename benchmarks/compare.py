@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py --base HEAD~1            # the working tree against the commit before, 15 pairs a row
     python benchmarks/compare.py --base v0.1 --only small --only 'large*' --pairs 30
+    python benchmarks/compare.py --base main --only bytes-1024/kvdist --only keys-10000/kvdist    # of the full table
 
 Each row is measured in pairs, one fresh cluster of the base and one of the working tree, so that whatever else the
 machine does meets both. Both run the worker scripts of the working tree. A pair's ratio is the base's median step over
@@ -33,7 +34,7 @@ from cluster import ROOT, Start, end_on_terminate, environment, run_together
 from end_to_end import Training
 from peers.environments import Absent
 from systems import Measured, Work, take_turns
-from targets import CONTESTS, Contest
+from targets import CONTESTS, Contest, full_contests
 
 PAIRS = 15
 SLOWER_BELOW = 0.97
@@ -89,8 +90,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def chosen_rows(patterns: Sequence[str]) -> Iterator[tuple[Contest, str]]:
-    """The contests of the headline, each with one of our systems that takes part in it."""
-    for contest in CONTESTS:
+    """The contests of the headline, or by name those of the full table, too, each with one of our systems."""
+    for contest in (*CONTESTS, *full_contests()) if patterns else CONTESTS:
         for system in contest.systems:
             words = (contest.name, f"{contest.name}/{system}")
             chosen = not patterns or any(fnmatch.fnmatch(word, one) for word in words for one in patterns)

@@ -213,6 +213,8 @@ class HostAggregation:
 
     def _forward(self, host_rounds: HostRounds) -> list[Effect]:
         assert self._joiner is not None
+        if not (host_rounds.full or host_rounds.own_back or host_rounds.back):
+            return self._farewells()  # asked at each message of this worker
         rounds, host_rounds.full = host_rounds.full, []
         for host_round in [one for one in rounds if not self._joiner.fits(one)]:
             rounds.remove(host_round)
@@ -302,7 +304,7 @@ class HostAggregation:
 
     def pass_on(self, message: Values | Counted | Refused) -> list[Effect]:
         """The replies to the followers that follow from a server's reply to this leader."""
-        if self._rounds is None:
+        if self._rounds is None or not (self._sums or self._awaiting):
             return []
         pushed = self._transfers.pushed_stretches(message.runs)
         for begin, end in pushed if self._sums else ():

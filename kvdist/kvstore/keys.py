@@ -8,7 +8,10 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -40,6 +43,29 @@ _READABLE = 0x101
 """`ndarray.flags.num` of an array in C order and aligned; asked for each array of each call."""
 _WRITABLE = 0x501
 """The same of one that may be written."""
+LISTED_KEYS_MIN = 1024
+LISTED_TIMES_MAX = 4
+"""Lists of keys are remembered while they have this many keys in all, or this many times those of the table."""
+
+_dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainList:
+    """Different keys of NumPy's own types in some order, as calls name them again and again.
+
+    Attributes:
+        infos: the keys.
+        dtypes, shapes: of each, what its array must have.
+        is_flat: whether all arrays have one dimension.
+        largest: the bytes of the largest.
+    """
+
+    infos: tuple[KeyInfo, ...]
+    dtypes: list[np.dtype[Any]]
+    shapes: list[tuple[int, ...]]
+    is_flat: bool
+    largest: int
 
 
 class KeyTable:
@@ -57,6 +83,11 @@ class KeyTable:
         self.plain: dict[Key, tuple[KeyInfo, tuple[int, ...], np.dtype[Any]]] = {}
         self.tables: dict[Key, KeyInfo] = {}
         """The keys that are tables of rows."""
+        self._lists: dict[tuple[Key, ...], PlainList] = {}
+        """Lists that calls have named lately, the oldest first."""
+        self.listed = 0
+        """Keys in all lists that are remembered."""
+        self._lists_lock = threading.RLock()  # a signal handler of the user may call us
         self._kinds: dict[Key, str] = {}
         self._has_warned = False
         """That rows were given as a result."""
@@ -109,24 +140,45 @@ class KeyTable:
             return None
         return info, value if value.ndim == 1 else value.reshape(-1)
 
-    def plain_list(self, key: Any, value: Any, writable: bool = False) -> tuple[list[KeyInfo], list[Bits]] | None:
-        """The usual case in one short loop: a list of different keys, a NumPy array in order for each. Else None."""
+    def plain_list(self, key: Any, value: Any, writable: bool = False) -> tuple[PlainList, list[Bits]] | None:
+        """The usual case: a list of different keys, a NumPy array in order for each. Else None.
+
+        With thousands of small keys these checks are much of a step, so each is one pass of C over the list.
+        """
         if not isinstance(key, list | tuple) or not isinstance(value, list | tuple) or len(key) != len(value):
             return None
-        if {type(one) for one in key} not in ({int}, {str}) or len(set(key)) != len(key):
+        expected, arrays = self._plain_list_of(tuple(key)), list(value)
+        if expected is None or set(map(type, arrays)) != {np.ndarray}:
+            return None
+        if list(map(_dtype_of, arrays)) != expected.dtypes or list(map(_shape_of, arrays)) != expected.shapes:
             return None
         flags = _WRITABLE if writable else _READABLE
-        infos, bits, known = [], [], self.plain
-        for one, array in zip(key, value, strict=True):
-            expected = known.get(one)
-            if expected is None or type(array) is not np.ndarray:
-                return None
-            info, shape, dtype = expected
-            if array.dtype is not dtype or array.shape != shape or array.flags.num & flags != flags:
-                return None
-            infos.append(info)
-            bits.append(array if array.ndim == 1 else array.reshape(-1))
-        return infos, bits
+        if any(found & flags != flags for found in {array.flags.num for array in arrays}):
+            return None
+        return expected, arrays if expected.is_flat else [array.reshape(-1) for array in arrays]
+
+    def _plain_list_of(self, names: tuple[Any, ...]) -> PlainList | None:
+        """What the arrays for these keys must look like; None if they are not all different, known and of one type."""
+        if set(map(type, names)) not in ({int}, {str}):  # True and 1.0 equal 1
+            return None
+        found = self._lists.get(names)
+        if found is not None:
+            return found
+        rows = [self.plain.get(one) for one in names]
+        plain = [row for row in rows if row is not None]
+        if len(plain) < len(names) or len(set(names)) < len(names):
+            return None
+        infos, shapes, dtypes = zip(*plain, strict=True)
+        largest = max(info.size * dtype.itemsize for info, _, dtype in plain)
+        found = PlainList(infos, list(dtypes), list(shapes), set(map(len, shapes)) == {1}, largest)
+        with self._lists_lock:
+            self.listed += 0 if names in self._lists else len(names)
+            self._lists[names] = found
+            while self.listed > max(LISTED_KEYS_MIN, LISTED_TIMES_MAX * len(self.infos)) and len(self._lists) > 1:
+                oldest = next(iter(self._lists))
+                del self._lists[oldest]
+                self.listed -= len(oldest)
+        return found
 
     def like(self, info: KeyInfo, bits: Any) -> Any:
         """An array of the key's kind, shape and dtype that shows these bits."""

@@ -17,6 +17,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -147,7 +148,7 @@ class ArrayTransfers:
         """What a call pushes and where it wants results, checked; and the call, lending only what no result reaches."""
         given = push_args(self._keys, call.key, call.value, self._devices)
         places = self._places(call.key, call.value if call.out is None else call.out)
-        if call.out is not None and reaches_another(given.bits, places.results):
+        if call.out is not None and given.may_be_lent and reaches_another(given.bits, places.results):
             call = replace(call, lending=Lending.NOTHING)
         return given, call, places
 
@@ -259,12 +260,11 @@ class ArrayTransfers:
         shared = None
         if call.shared and places.is_direct:  # else a result is wanted in the caller's arrays besides
             shared = SharedResults(own.staging.plan, self._shows_results)
-        own.runs = [
-            shared.keeping(run)
-            if shared is not None and shared.keeps(run.plan)
-            else replace(run, sinks=cut(run.plan, places.results))
-            for run in own.runs
-        ]
+        for i, run in enumerate(own.runs):
+            if shared is not None and shared.keeps(run.plan):
+                own.runs[i] = shared.keeping(run)
+            else:
+                run.sinks = cut(run.plan, places.results)
 
         def finish() -> Any:
             shown = [None] * len(places.infos) if call.shared else None
@@ -400,15 +400,17 @@ class PushArgs:
         infos: the keys.
         bits: per key the contributions of its devices, where they lie; none where there is no gradient.
         is_on_gpus: whether some of it lies there.
+        may_be_lent: whether some of it may be large enough to be sent from where it lies.
     """
 
-    infos: list[KeyInfo]
+    infos: Sequence[KeyInfo]
     bits: Sequence[Sequence[Part]]
     is_on_gpus: bool = False
+    may_be_lent: bool = True
 
     def part(self, place: slice) -> PushArgs:
         """Some of the keys."""
-        return PushArgs(self.infos[place], self.bits[place], self.is_on_gpus)
+        return replace(self, infos=self.infos[place], bits=self.bits[place])
 
 
 def push_args(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> PushArgs:
@@ -420,7 +422,9 @@ def push_args(keys: KeyTable, key: Keys, value: Value, devices: Devices) -> Push
     """
     plain = keys.plain_list(key, value)
     if plain is not None:
-        return PushArgs(plain[0], [[bits] for bits in plain[1]])
+        expected, arrays = plain
+        # Tuples, because they come from a free list, and lists of thousands of new lists make Python look for cycles.
+        return PushArgs(expected.infos, list(zip(arrays)), may_be_lent=expected.largest >= ALONE_BYTES_MIN)
     pairs = values.pairs(key, value)
     matched = keys.matched([(one, [as_dense(one, array, devices) for array in arrays]) for one, arrays in pairs])
     infos = [info for info, _ in matched]
@@ -445,6 +449,9 @@ STAGED_BYTES_MIN = 64 << 20
 STAGED_MODELS_MAX = 4
 """Buffers are kept for lists of keys used lately: this many times the bytes of all keys, or at least those."""
 
+JOINED_BYTES_MAX = 1 << 10
+"""Arrays without gaps between them that are smaller on average are joined first: to copy bytes twice costs less then
+than to have NumPy copy each array by itself."""
 SETS_KEPT_MAX = 2
 """One set is being filled while the other one is under way."""
 
@@ -475,6 +482,8 @@ class Stagings:
         self._memory = memory
         self._by_keys: OrderedDict[tuple[Key, ...], Staging] = OrderedDict()
         """The latest last."""
+        self._latest: tuple[Sequence[KeyInfo], Staging] | None = None
+        """The same, by the object that `KeyTable` has for a list of keys; it never changes."""
         self._nbytes = 0
         self._lock = threading.Lock()
 
@@ -483,12 +492,15 @@ class Stagings:
 
     def of(self, infos: Sequence[KeyInfo], all_bytes: int) -> Staging:
         """The plan and buffers for these keys in this order; `all_bytes` is the size of all keys of the store."""
-        names = tuple([info.key for info in infos])
         with self._lock:  # the node's thread lays out what was gathered
+            if self._latest is not None and self._latest[0] is infos:
+                return self._latest[1]
+            names = tuple([info.key for info in infos])
             staging = self._by_keys.get(names)
             if staging is None:
-                return self._made(names, infos, all_bytes)
+                staging = self._made(names, infos, all_bytes)
             self._by_keys.move_to_end(names)
+            self._latest = (infos, staging) if type(infos) is tuple else None
             return staging
 
     def _made(self, names: tuple[Key, ...], infos: Sequence[KeyInfo], all_bytes: int) -> Staging:
@@ -550,7 +562,8 @@ class Staging:
             lent: per run the caller's own memory, or an encoded payload, or None.
             bring: asks for what lies on GPUs; None where nothing does.
         """
-        if not all(arrays):
+        devices = set(map(len, arrays))
+        if 0 in devices:
             # Some key has no value here. That is rare, so it may be slow, and occupies no buffers.
             runs = zip(self.plan.runs, lent, strict=True)
             return Payloads(self, [self._without(run, arrays, kernels) if own is None else own for run, own in runs])
@@ -559,12 +572,13 @@ class Staging:
         except IndexError:
             buffers = [None] * len(self.plan.runs)
         filled = Payloads(self, [], buffers)
+        single = list(chain.from_iterable(arrays)) if devices == {1} else None
         try:
             for i, (run, payload) in enumerate(zip(self.plan.runs, lent, strict=True)):
                 if payload is None:
                     buffer = buffers[i] = buffers[i] or RunBuffer(run, self._memory)
                     if bring is None:
-                        self._copy(run, buffer, arrays, kernels)
+                        self._copy(run, buffer, arrays, kernels, single)
                     else:
                         bring(self.plan, run, buffer.payload, buffer.views, arrays, kernels, filled.marks)
                     self._traffic.copied_in += run.nbytes
@@ -579,10 +593,22 @@ class Staging:
         """These buffers are counted; they may be filled again. Called from the node's thread."""
         self._free.append(buffers)
 
-    def _copy(self, run: RunPlan, buffer: RunBuffer, arrays: Sequence[Sequence[Any]], kernels: Kernels) -> None:
-        if run.whole_keys is not None and all(len(arrays[index]) == 1 for index in run.whole_keys):
-            for index, view in zip(run.whole_keys, buffer.views, strict=True):
-                view[...] = arrays[index][0]
+    def _copy(
+        self,
+        run: RunPlan,
+        buffer: RunBuffer,
+        arrays: Sequence[Sequence[Any]],
+        kernels: Kernels,
+        single: Sequence[Bits] | None,
+    ) -> None:
+        """Fill one buffer; `single` has the only array of each key, if none has more."""
+        if run.whole_keys is not None and single is not None:
+            own = [single[index] for index in run.whole_keys]
+            if run.is_packed and run.nbytes < JOINED_BYTES_MAX * len(own):
+                buffer.payload[:] = b"".join(own)
+                return
+            for array, view in zip(own, buffer.views, strict=True):
+                view[...] = array
             return
         for piece, view in zip(run.pieces, buffer.views, strict=True):
             parts = [part[piece.start : piece.stop] for part in arrays[piece.index]]

@@ -41,7 +41,7 @@ class PullArgs:
         upload: brings results to GPUs; None where none is wanted there.
     """
 
-    infos: list[KeyInfo]
+    infos: Sequence[KeyInfo]
     results: list[Bits]
     copies: Sequence[tuple[Any, Bits, DType]] = ()
     upload: Finish | None = None
@@ -80,7 +80,7 @@ def pull_args(
     """
     plain = keys.plain_list(key, out, writable=True)
     if plain is not None:
-        return PullArgs(*plain)
+        return PullArgs(plain[0].infos, plain[1])
     matched = keys.writable(values.pairs(key, out), skips_rows)
     infos = [info for info, _ in matched]
     if names_gpus(matched):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,6 +38,8 @@ class _InFrames:
     @property
     def nbytes(self) -> int:
         """The bytes of all payload frames."""
+        if type(self.payload) is memoryview:
+            return self.payload.nbytes  # nearly always, and asked several times for each message
         return sum(len(frame) if type(frame) is bytes else memoryview(frame).nbytes for frame in self.frames)
 
 
@@ -149,6 +152,10 @@ class PayloadView:
         if len(self._starts) == 1:  # a large array that travels alone
             return [self._bases[0].view(_STORAGE[code])[:count] for code, count in zip(codes, counts, strict=True)]
         frames = self._frames(begin, end)
+        if codes and codes == codes[:1] * len(codes):  # nearly always, and thousands of small arrays are much of a step
+            places = stretches(np.array(frames, np.uint32)) if len(self._bases) > 1 else [(0, end - begin)]
+            parts = [self._alike(frames[i], begin + i, counts[i:j], codes[0]) for i, j in places]
+            return list(chain.from_iterable(parts))
         # A frame is a multiple of 8 bytes, so all of it can be seen as each type, and an array is a slice of that.
         pairs = set(zip(frames, codes, strict=True))
         typed = {(frame, code): self._bases[frame].view(_STORAGE[code]) for frame, code in pairs}
@@ -158,6 +165,16 @@ class PayloadView:
             typed[frame, code][first : first + count]
             for frame, code, first, count in zip(frames, codes, firsts, counts, strict=True)
         ]
+
+    def _alike(self, frame: int, begin: int, counts: list[int], code: int) -> list[npt.NDArray[Any]]:
+        """Arrays of one type in one frame, from entry `begin` on; at least one."""
+        base, itemsize, count = self._bases[frame], int(ITEMSIZES[code]), counts[0]
+        typed, before = base.view(_STORAGE[code]), int(self._ends[frame]) - len(base)
+        firsts = (self._starts[begin : begin + len(counts)] - before) // itemsize
+        if count and count * itemsize % ALIGNMENT_BYTES == 0 and counts == [count] * len(counts):
+            first = int(firsts[0])  # without gaps: NumPy cuts rows of a matrix in half the time of slices
+            return list(typed[first : first + count * len(counts)].reshape(-1, count))
+        return [typed[first : first + size] for first, size in zip(firsts.tolist(), counts, strict=True)]
 
     def stretch(self, begin: int, end: int, dtype: DType) -> npt.NDArray[Any]:
         """The entries `begin` to `end`, all of one dtype, as one 1-D array that shows the padding too.
@@ -203,6 +220,9 @@ def stretches(numbers: U32) -> list[tuple[int, int]]:
     """(begin, end) of each run of equal numbers, in order."""
     if not len(numbers):
         return []
+    data = numbers.tobytes()
+    if data == data[: numbers.itemsize] * len(numbers):  # nearly always one, and bytes are compared soonest
+        return [(0, len(numbers))]
     ends = [*(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(numbers)]
     return list(zip([0, *ends[:-1]], ends, strict=True))
 

@@ -13,6 +13,7 @@ its encoder and decoder from. Invariants:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from kvdist.protocol.limits import DEFAULT, WireLimits
 ROLES = (Role.SCHEDULER, Role.SERVER, Role.WORKER)
 """A role's code is its index here."""
 ROLE_CODES = {role: code for code, role in enumerate(ROLES)}
+MEMBERS_KEPT_MAX = 4096
+"""Processes that are remembered: strangers may claim any number of them."""
 
 _U8 = np.dtype("<u1")
 _U32 = np.dtype("<u4")
@@ -226,8 +229,12 @@ def record(name: str, make: type[Any], group: str = "", columns: tuple[str, ...]
     return WireType(name, read, pack, group, columns)
 
 
+@functools.lru_cache(maxsize=MEMBERS_KEPT_MAX)
 def member_of(role: int, rank: int, incarnation: int) -> Member:
-    """The process with that code of a role; the numbers already have their widths."""
+    """The process with that code of a role; the numbers already have their widths.
+
+    The same object for each message of a process: to make one and to compare two costs more than to look it up.
+    """
     if role >= len(ROLES):
         raise ProtocolError(f"unknown role {role}")
     if role == 0 and rank != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -13,7 +14,7 @@ from kvdist.core.sharding import cut
 from kvdist.core.worker.requests import KeyInfo, make_plan
 from kvdist.dtypes import DType
 from kvdist.errors import KeyNotInitialised
-from kvdist.kvstore.keys import KeyTable
+from kvdist.kvstore.keys import LISTED_KEYS_MIN, KeyTable
 from kvdist.kvstore.placement import Devices
 from kvdist.kvstore.push_pull import PushArgs, push_args
 from kvdist.kvstore.results import PullArgs, pull_args
@@ -81,6 +82,15 @@ def test_a_list_of_plain_arrays_takes_the_short_way_and_shows_their_own_memory(s
         result[...] = 77
         assert (array == 77).all() and (bits == 77).all()
     assert not taken.copies
+
+
+def test_a_script_that_shuffles_its_keys_is_not_remembered_for_ever() -> None:
+    keys = table({number: (2,) for number in range(6)})
+    orders = list(itertools.permutations(range(6)))
+    assert len(orders) * 6 > LISTED_KEYS_MIN
+    for order in [*orders, *orders[:2]]:
+        assert is_plain(keys, order, [filled((2,))] * 6)
+    assert 6 <= keys.listed <= LISTED_KEYS_MIN
 
 
 def fortran(shape: tuple[int, ...]) -> Any:

@@ -38,7 +38,7 @@ def filled(staging: Staging, arrays, lent=None):
     return own.memory, own.buffers
 
 
-@each("sizes", [(1,), (0, 3, 5), (7, LARGE, 2), (3 * LARGE + 1,)])
+@each("sizes", [(1,), (0, 3, 5), (2, 0, 4, 6), (7, LARGE, 2), (3 * LARGE + 1,)])
 @each("factors", [(1,), (1, 2, 4)])
 def test_payloads_hold_the_sum_over_devices_slice_by_slice(sizes, factors):
     plan = plan_of(*sizes, slice_bytes=ALONE_BYTES_MIN)

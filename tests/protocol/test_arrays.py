@@ -120,7 +120,8 @@ def test_views_show_every_array_wherever_the_frames_begin(cuts, shift):
 @given(st.data())
 def test_any_part_of_any_arrays_is_shown_from_any_frames(data):
     kinds = st.tuples(st.sampled_from(list(DType)), st.sampled_from([0, 0, 1, 2, 3, 9]))
-    entries = data.draw(st.lists(kinds, min_size=1, max_size=12))
+    alike = st.builds(lambda kind, count: [kind] * count, kinds, st.integers(1, 12))
+    entries = data.draw(st.lists(kinds, min_size=1, max_size=12) | alike)
     cuts = data.draw(st.lists(st.integers(0, len(entries) - 1)))
     arrays, expected = in_frames(entries, cuts, data.draw(st.sampled_from([0, 0, 2])))
     if not arrays.frames:

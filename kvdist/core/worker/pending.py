@@ -118,7 +118,7 @@ class PendingRequests:
     @property
     def deadline(self) -> float:
         """The earliest deadline."""
-        return min((pending.due for pending in self._timed.values()), default=NEVER)
+        return min([pending.due for pending in self._timed.values()]) if self._timed else NEVER
 
     def ask(self, request: int, message: Message) -> Send:
         """Ask the scheduler for the answer to a request."""

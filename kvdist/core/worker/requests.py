@@ -20,7 +20,7 @@ from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of, names_of
-from kvdist.protocol.arrays import U8, U32, Bits, Payload, coded_sizes, offsets, padded
+from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Bits, Payload, coded_sizes, offsets, padded
 from kvdist.protocol.messages import (
     HEAD_OF_USERS_MAX,
     MORE,
@@ -103,6 +103,8 @@ class RunPlan:
     """(n,) the index of the key of each slice."""
     whole_keys: tuple[int, ...] | None = None
     """The indices of the keys, if every slice is the whole of its key: the usual case of small ones."""
+    is_packed: bool = False
+    """Whether the slices lie back to back, without padding."""
 
     def places(self, ids: U32) -> Sequence[int]:
         """The places in the arrays of some of the slices, given by their numbers."""
@@ -176,6 +178,7 @@ def _run(server: int, batch: _Batch) -> RunPlan:
         dict(zip(ids, range(len(ids)), strict=True)),
         np.array(indices, np.intp),
         indices if not any(starts) and stops == list(sizes) else None,
+        int((ITEMSIZES.take(codes) * counts).sum()) == nbytes,
     )
 
 

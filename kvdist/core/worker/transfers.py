@@ -36,7 +36,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member
-from kvdist.protocol.arrays import U8, U32, Arrays, Bits, Coded, Payload, stretches, views
+from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Bits, Coded, Payload, stretches, views
 from kvdist.protocol.messages import (
     CompressedPush,
     Counted,
@@ -590,10 +590,12 @@ class Transfers:
                 codes = message.arrays.dtypes[begin:end].tolist()
                 self._widen([sinks[position] for position in positions], arrays[begin:end], codes)
                 continue
-            for position, array in zip(positions, arrays[begin:end], strict=True):
+            own = sinks if isinstance(positions, range) else [sinks[position] for position in positions]
+            for sink, array in zip(own, arrays[begin:end], strict=True):
                 # The one copy of a pulled value on this side: from the transport's memory into the user's.
-                sinks[position][...] = array
-            self.traffic.copied_out += sum([array.nbytes for array in arrays[begin:end]])
+                sink[...] = array
+            columns = message.arrays
+            self.traffic.copied_out += int(ITEMSIZES.take(columns.dtypes[begin:end]) @ columns.counts[begin:end])
         return self.answered(message)
 
     def _widen(self, sinks: Sequence[Bits], arrays: Sequence[Bits], codes: Sequence[int]) -> None:

@@ -226,7 +226,7 @@ class Worker(Machine):
         """When `tick` should run next."""
         if self.failure is not None:
             return NEVER
-        links = min((due for due, _ in self._lost_links.values()), default=NEVER)
+        links = min([due for due, _ in self._lost_links.values()]) if self._lost_links else NEVER
         aggregation = NEVER if self.aggregation is None else self.aggregation.deadline
         own = (self.joining.deadline, self._next_alive, self._pending.deadline, self._blocked.next_look)
         return min(links, aggregation, *own)
