@@ -599,7 +599,7 @@ class Staging:
         buffer: RunBuffer,
         arrays: Sequence[Sequence[Any]],
         kernels: Kernels,
-        single: Sequence[Bits] | None,
+        single: Sequence[Any] | None,
     ) -> None:
         """Fill one buffer; `single` has the only array of each key, if none has more."""
         if run.whole_keys is not None and single is not None:

@@ -85,7 +85,7 @@ def test_a_list_of_plain_arrays_takes_the_short_way_and_shows_their_own_memory(s
 
 
 def test_a_script_that_shuffles_its_keys_is_not_remembered_for_ever() -> None:
-    keys = table({number: (2,) for number in range(6)})
+    keys = table(dict.fromkeys(range(6), (2,)))
     orders = list(itertools.permutations(range(6)))
     assert len(orders) * 6 > LISTED_KEYS_MIN
     for order in [*orders, *orders[:2]]:
