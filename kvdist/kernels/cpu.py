@@ -23,7 +23,7 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError
-from kvdist.kernels.interface import CHUNK_ELEMENTS, NUMBERS_MAX, SOURCES_MAX, Array, Equation, Kernels
+from kvdist.kernels.interface import CHUNK_ELEMENTS, NUMBERS_MAX, SOURCES_MAX, Array, Equation, Kernels, Rows
 from kvdist.kernels.quantization import (
     WORD_ELEMENTS_1BIT,
     WORD_ELEMENTS_2BIT,
@@ -221,7 +221,12 @@ def choose(setting: str, loader: Loader = LOADER) -> Kernels:
         compiled = Compiled(loader.offered)
     coders = _coders_of(compiled.kernel)
     return replace(
-        REFERENCE, name=setting, weighted_sum=compiled.weighted_sum, fused_update=compiled.fused_update, **coders
+        REFERENCE,
+        name=setting,
+        weighted_sum=compiled.weighted_sum,
+        fused_update=compiled.fused_update,
+        update_rows=compiled.update_rows,
+        **coders,
     )
 
 
@@ -285,6 +290,35 @@ class Compiled:
             _sum(add, [each[part] for each in contributions], own, 1.0, total[: target.size])
             arrays = [state[part] for state in states]
             _update(kernel, weight[part], [total[: target.size]], (1.0,), target, arrays, tail)
+        return True
+
+    def update_rows(
+        self,
+        equation: Equation,
+        weight: Array,
+        slots: Array,
+        ids: Array,
+        contributions: Sequence[Rows],
+        scales: Sequence[float],
+        clip: float | None,
+        states: Sequence[Array],
+        dtype: DType,
+    ) -> bool:
+        """See `UpdateRows`. Halves are gathered."""
+        label, given = _LABELS.get(weight.dtype), [array for one in contributions for array in one]
+        if label is None or not given or any(one.shape[1] != weight.shape[1] for one in states):
+            return False
+        kernel = self.kernel(f"{equation.name}_rows_{label}", slots.size * weight.shape[1])
+        if kernel is None or not _fit(weight, slots, ids, *states, *given):
+            return False
+        own, factor = factored(scales)
+        arrays = [one.reshape(-1) for one in (weight, *states)]
+        first, second = (*arrays[1:], arrays[0], arrays[0])[:2]
+        ids_at, values_at = (np.array([one.ctypes.data for one in given[i::2]], np.uint64) for i in (0, 1))
+        counts, scaled_by = np.array([len(one) for one, _ in contributions]), np.array(own, weight.dtype)
+        tail = (factor, _OFF if clip is None else clip, *equation.numbers, *_ZEROS[len(equation.numbers) :])
+        sources = (ids_at, values_at, counts, scaled_by)
+        kernel(arrays[0], first, second, weight.shape[1], slots, ids, *sources, *tail)
         return True
 
 

@@ -127,6 +127,43 @@ class FusedUpdate(Protocol):
         """
 
 
+Rows = tuple[Array, Array]
+"""Row ids, (k,) int64 and strictly increasing, and the values of those rows, (k, width)."""
+
+
+class UpdateRows(Protocol):
+    """`FusedUpdate` of some rows of a matrix where they lie: each is read once and written once."""
+
+    def __call__(
+        self,
+        equation: Equation,
+        weight: Array,
+        slots: Array,
+        ids: Array,
+        contributions: Sequence[Rows],
+        scales: Sequence[float],
+        clip: float | None,
+        states: Sequence[Array],
+        dtype: DType,
+    ) -> bool:
+        """Do all of it and return True, or nothing and return False: then the caller gathers the rows first.
+
+        The result has the bits of `FusedUpdate`. Arguments have been checked; none is refused here.
+
+        Args:
+            equation: the rule.
+            weight: shape (rows, width), C-contiguous, of `dtype.storage`; updated in place.
+            slots: (k,) int64, the rows of `weight` to be updated, each once.
+            ids: (k,) int64, strictly increasing: the id of each of them.
+            contributions: their ids are among `ids`. One that lacks a row adds zeros to it.
+            scales: one finite number for each contribution.
+            clip: elements of the scaled sum are cut to ±clip; None for no cut.
+            states: the rule's arrays, of `dtype.accumulate` and with a row for each slot; updated in place. Where one
+                has not the width of `weight`, nothing is done.
+            dtype: of the weight and the contributions.
+        """
+
+
 class RoundToHalf(Protocol):
     """float32 to halves; what rounding loses is kept for the next time."""
 
@@ -207,6 +244,7 @@ class Kernels:
     to_float32: ToFloat32
     from_float32: FromFloat32
     fused_update: FusedUpdate
+    update_rows: UpdateRows
     round_to_half: RoundToHalf
     quantise_2bit: Quantise
     dequantise_2bit: Dequantise

@@ -701,6 +701,7 @@ def _kernels_of(device: NumbaDevice) -> Kernels:
         to_float32=here("halves", REFERENCE.to_float32, 2),
         from_float32=here("halves", REFERENCE.from_float32, 2),
         fused_update=partial(_fused_update, device),
+        update_rows=REFERENCE.update_rows,
         round_to_half=here("halves", REFERENCE.round_to_half, 1, 3),
         quantise_2bit=partial(_quantise_2bit, device),
         dequantise_2bit=partial(_dequantise_2bit, device),

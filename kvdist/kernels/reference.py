@@ -14,7 +14,7 @@ import numpy as np
 
 from kvdist.dtypes import DType
 from kvdist.kernels import quantization
-from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels
+from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels, Rows
 from kvdist.kernels.quantization import from_float32, to_float32
 
 
@@ -147,6 +147,21 @@ def fused_update(
     return False
 
 
+def update_rows(
+    equation: Equation,
+    weight: Array,
+    slots: Array,
+    ids: Array,
+    contributions: Sequence[Rows],
+    scales: Sequence[float],
+    clip: float | None,
+    states: Sequence[Array],
+    dtype: DType,
+) -> bool:
+    """See `UpdateRows`. The reference gathers."""
+    return False
+
+
 def empty(count: int, dtype: np.dtype[Any]) -> Array:
     """See `NewArray`."""
     return np.empty(count, dtype)
@@ -173,6 +188,7 @@ REFERENCE = Kernels(
     to_float32=to_float32,
     from_float32=from_float32,
     fused_update=fused_update,
+    update_rows=update_rows,
     round_to_half=quantization.round_to_half,
     quantise_2bit=quantization.quantise_2bit,
     dequantise_2bit=quantization.dequantise_2bit,

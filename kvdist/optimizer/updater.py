@@ -186,6 +186,11 @@ class Updater:
         for one in updates:
             self._apply(one, dtype)
 
+    def equation(self, index: Hashable, count: int, lr: float | None, wd: float | None) -> Equation | None:
+        """What update number `count`, from 1, of an array called `index` computes: see `Optimizer.equation`."""
+        lr, wd = self._rates(index, lr, wd)
+        return self.optimizer.equation(self.optimizer.lr_at(lr, count), wd, count)
+
     def state_of(self, index: Hashable) -> SliceState | None:
         """The state of an index; None if it has never been updated. Its arrays are live: copy what must not change."""
         return self._states.get(index)

@@ -9,6 +9,7 @@ from kvdist.core.server.row_storage import GrowingRows, RowIndex, stretch_of
 from tests.cases import each
 
 MANY = 300_000
+ANYTHING = 2**63
 
 IDS = {
     "consecutive": lambda n: np.arange(n),
@@ -24,7 +25,7 @@ IDS = {
 @each("name", IDS)
 def test_hundreds_of_thousands_of_ids_are_found_in_their_slots_and_others_are_not(name):
     ids = IDS[name](MANY).astype(np.int64)
-    index, size = RowIndex(), len(ids)
+    index, size = RowIndex(0, ANYTHING), len(ids)
     for start in range(0, size, 70_001):
         part = ids[start : start + 70_001]
         np.testing.assert_array_equal(index.find(part), np.full(len(part), -1))
@@ -35,10 +36,25 @@ def test_hundreds_of_thousands_of_ids_are_found_in_their_slots_and_others_are_no
     np.testing.assert_array_equal(index.find(ids[order]), order)
 
 
+def test_an_index_that_has_a_place_for_every_id_finds_them_as_well():
+    first, stop = 10**12, 10**12 + 1000
+    index, ids = RowIndex(first, stop), np.random.default_rng(3).permutation(np.arange(first, stop))
+    for _ in range(2):
+        for start in range(0, 900, 90):
+            part = ids[start : start + 90]
+            np.testing.assert_array_equal(index.find(part), np.full(90, -1))
+            index.add(part)
+            index.validate()
+        np.testing.assert_array_equal(index.find(ids[:900]), np.arange(900))
+        np.testing.assert_array_equal(index.find(ids[900:]), np.full(100, -1))
+        assert index.nbytes == 4 * 1000 + 8 * 900
+        index.clear()
+
+
 @pytest.mark.slow
 def test_two_million_ids_in_one_batch():
     ids = np.arange(2_000_000, dtype=np.int64) << 21
-    index = RowIndex()
+    index = RowIndex(0, ANYTHING)
     index.add(ids)
     index.validate()
     assert index.nbytes <= 32 * len(ids)
@@ -46,7 +62,7 @@ def test_two_million_ids_in_one_batch():
 
 @each("size", [0, 1, 127, 128, 129])
 def test_the_table_grows_where_it_must(size):
-    index = RowIndex()
+    index = RowIndex(0, ANYTHING)
     for one in range(size):
         index.add(np.array([one * 3]))
         index.validate()
@@ -56,14 +72,14 @@ def test_the_table_grows_where_it_must(size):
 
 
 def test_the_memory_of_an_id_is_bounded():
-    index = RowIndex()
+    index = RowIndex(0, ANYTHING)
     for _ in range(50):
         index.add(np.arange(1000) + index.count)
         assert index.nbytes <= 24 * index.count + 4 * 256
 
 
 def test_after_clear_it_is_empty_and_ids_begin_at_slot_0_again():
-    index = RowIndex()
+    index = RowIndex(0, ANYTHING)
     index.add(np.arange(1000))
     index.clear()
     index.validate()

@@ -186,3 +186,34 @@ def test_a_rule_of_this_package_is_taken_up_by_the_compiled_kernels(numba, rule)
     equation = optimizer.equation(0.1, 0.0, 1)
     assert numba.fused_update(equation, weight, [np.ones(5, np.float32)], [1.0], None, weight, states, DType.FLOAT32)
     assert (weight < 1).all()
+
+
+@each(
+    "rule, count, kind, clip, dtype",
+    pairs(RULES, [1, 2, 6], ["ones", "equal", "unequal"], [None, 0.5], FLOATS),
+)
+def test_rows_that_lie_anywhere_are_updated_as_if_they_were_an_array(numba, rule, count, kind, clip, dtype):
+    name, numbers = RULES[rule]
+    numbers = {key: value for key, value in numbers.items() if key != "average_half_life"}
+    optimizer, rng, width = create(name, **numbers), np.random.default_rng(5), 17
+    slots, ids = rng.permutation(90)[:40], np.sort(rng.choice(1000, 40, replace=False))
+    # The last one has every row, some have none.
+    places = [np.flatnonzero(rng.random(40) < i / max(1, count - 1)) for i in range(count - 1)] + [np.arange(40)]
+    rows = [values(len(each) * width, i, dtype).reshape(-1, width) for i, each in enumerate(places)]
+    arrays = [
+        np.abs(values(90 * width, 70 + i, dtype)).reshape(90, width) for i in range(1 + len(optimizer.state_names))
+    ]
+    equation = optimizer.equation(0.1, 0.01, 6)
+    expected = [array.copy() for array in arrays]
+    weight, *states = [array[slots].reshape(-1) for array in expected]
+    spread = np.zeros((count, 40, width), dtype.storage)
+    for whole, each_places, each_rows in zip(spread, places, rows, strict=True):
+        whole[each_places] = each_rows
+    flat, scales = [whole.reshape(-1) for whole in spread], scales_of(kind, count)
+    assert numba.fused_update(equation, weight, flat, scales, clip, weight, states, dtype)
+    for array, changed in zip(expected, [weight, *states], strict=True):
+        array[slots] = changed.reshape(40, width)
+    contributions = [(ids[each_places], each_rows) for each_places, each_rows in zip(places, rows, strict=True)]
+    assert numba.update_rows(equation, arrays[0], slots, ids, contributions, scales, clip, arrays[1:], dtype)
+    for array, wanted in zip(arrays, expected, strict=True):
+        assert_same_bits(array.reshape(-1), wanted.reshape(-1), dtype)

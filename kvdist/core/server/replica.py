@@ -55,7 +55,7 @@ from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Shard, code_of
 from kvdist.core.server.snapshots import Restoring
 from kvdist.core.server.sparse_table import RowContribution, SparseShard, SparseTable
-from kvdist.core.server.table_rows import merged
+from kvdist.core.server.table_rows import places_in, union_of
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.interface import Kernels
@@ -875,7 +875,9 @@ def _merged(
     parts = [table._joined(one) for one in present]
     rows = table.rows
     try:
-        union, places = merged([ids for ids, _ in parts])
+        lists = [ids for ids, _ in parts]
+        union = union_of(lists)
+        places = places_in(union, lists)
         shape = (len(union), rows.row_length)
         everywhere = [_spread(values, place, *shape) for (_, values), place in zip(parts, places, strict=True)]
         summed = np.empty(len(union) * rows.row_length, rows.dtype.storage)

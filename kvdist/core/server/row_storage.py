@@ -3,7 +3,8 @@
 A row that moves is one opaque element (NumPy's void type), which measured twice as fast as fancy indices over two
 dimensions and does not care for alignment.
 
-The index is a hash table in whole-array steps: open addressing with a step of its own for each id, at most half full.
+The index is a hash table in whole-array steps: open addressing with a step of its own for each id, at most half full;
+once a good part of all ids that may come is there, a table of all of them.
 A batch of ids is looked up together: each iteration reads one place for all ids that are not settled yet, so all but
 the first few iterations are short. Single ids are never removed.
 """
@@ -27,6 +28,9 @@ Where = slice | Slots
 _IN_PLACE = sys.platform == "linux"
 """Whether the system can enlarge a mapping by moving pages instead of bytes."""
 
+DIRECT = 4
+"""The index has a place for each id of its range once that takes at most so many times what a hash table would. To find
+100,000 of 4 million ids then takes 0.2 ms instead of 4."""
 _ROWS_MIN = 64
 _PLACES_MIN = 256
 _BATCH = 1 << 18
@@ -153,11 +157,19 @@ def _opaque(matrix: Array) -> Array:
 
 
 class RowIndex:
-    """The slot of each id: its number in the order in which ids were added."""
+    """The slot of each id: its number in the order in which ids were added.
 
-    def __init__(self) -> None:
+    Args:
+        first, stop: the bounds of the ids.
+    """
+
+    def __init__(self, first: int, stop: int) -> None:
+        self._first = first
+        self._range = stop - first
         self._ids = GrowingRows(1, np.dtype(np.int64))
         self._table: NDArray[Any] = np.full(_PLACES_MIN, -1, np.int32)
+        self._is_direct = False
+        """Whether the table has a place for each id that may come, so that there is nothing to search."""
         self.count = 0
 
     @property
@@ -172,6 +184,8 @@ class RowIndex:
 
     def find(self, ids: Slots) -> Slots:
         """The slot of each id, -1 if it has none."""
+        if self._is_direct:
+            return self._table.take(ids - self._first).astype(np.int64)
         slots = np.empty(len(ids), np.int64)
         for start in range(0, len(ids), _BATCH):
             part = slice(start, start + _BATCH)
@@ -183,8 +197,10 @@ class RowIndex:
         before, after = self.count, self.count + len(ids)
         self._ids.reserve(after)
         self._ids.rows[before:after, 0] = ids
-        if 2 * after > len(self._table):
+        if not self._is_direct and 2 * after > len(self._table):
             size = 1 << (2 * after - 1).bit_length()
+            self._is_direct = self._range <= DIRECT * size
+            size = self._range if self._is_direct else size
             self._table = np.full(size, -1, np.int32 if size <= 2**31 else np.int64)
             self._enter(0, after)
         else:
@@ -215,6 +231,9 @@ class RowIndex:
             pending, place, step, wanted = pending[rest], place[rest], step[rest], wanted[rest]
 
     def _enter(self, start: int, stop: int) -> None:
+        if self._is_direct:
+            self._table[self._ids.rows[start:stop, 0] - self._first] = np.arange(start, stop)
+            return
         for first in range(start, stop, _BATCH):
             self._enter_batch(first, min(first + _BATCH, stop))
 
@@ -235,7 +254,7 @@ class RowIndex:
 
     def validate(self) -> None:
         """Check every invariant."""
-        assert 2 * self.count <= len(self._table), "at most half of the table is in use"
+        assert self._is_direct or 2 * self.count <= len(self._table), "at most half of the table is in use"
         assert int((self._table >= 0).sum()) == self.count, "each slot is in the table once"
         assert (self.find(self.ids) == np.arange(self.count)).all(), "each id is found in its slot"
 

@@ -26,7 +26,7 @@ import numpy as np
 from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.server.row_storage import GrowingRows, RowIndex, Slots, Where, clear, put, stretch_of, take
 from kvdist.dtypes import DType
-from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Kernels
+from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels, Rows
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.initializer import Initializer, Zeros, initializer_from
 from kvdist.optimizer.states import SliceState, has_master
@@ -95,7 +95,7 @@ class TableRows:
         self.row_length = math.prod(shape[1:])
         self.initializer = initializer
         self._kernels = kernels
-        self._index = None if initializer is None else RowIndex()
+        self._index = None if initializer is None else RowIndex(first, stop)
         self._weight = GrowingRows(self.row_length, dtype.storage)
         self._states = RowStates(dtype, self.row_length, kernels)
         self._nonzero: Slots | None = np.zeros(0, np.int64)
@@ -183,7 +183,7 @@ class TableRows:
         """
         decay = 0.0 if optimizer is None else optimizer.wd_for(self.key) if wd is None else wd
         rests = optimizer is not None and (optimizer.lazy_update or optimizer.rests(decay))
-        rows = merged(ids)[0].copy() if rests else self.ids  # they may lie in a message
+        rows = union_of(ids).copy() if rests else self.ids  # they may lie in a message
         values = np.empty(len(rows) * self.row_length, self.dtype.storage)
         self.gather(rows, values)
         return rows, values
@@ -235,14 +235,34 @@ class TableRows:
         nothing = np.zeros(0, self.dtype.storage)
         after = apply([nothing] * len(values), nothing.copy(), self._states.shown(slice(0, 0)).copy(), 0)
         if optimizer.lazy_update or optimizer.rests(decay):
-            union, places = merged(ids)
-            self._visit(RowGradients(len(union), places, values, self._rows_max, self.dtype), self._made(union), apply)
+            union = union_of(ids)
+            slots, equation = self._made(union), updater.equation(self.key, after.count, lr, wd)
+            given = list(zip(ids, values, strict=True))
+            if equation is None or not self._update_in_place(optimizer, equation, union, slots, given, scales):
+                gradients = RowGradients(len(union), places_in(union, ids), values, self._rows_max, self.dtype)
+                self._visit(gradients, slots, apply)
         else:
             rows = self.stop - self.first
             everywhere = [None if len(one) == rows else one - self.first for one in ids]
             self._visit(RowGradients(rows, everywhere, values, self._rows_max, self.dtype), None, apply)
         self._states.count, self._states.scalars = after.count, after.scalars
         self._nonzero = None
+
+    def _update_in_place(
+        self,
+        optimizer: Optimizer,
+        equation: Equation,
+        ids: Slots,
+        slots: Slots,
+        contributions: Sequence[Rows],
+        scales: Sequence[float],
+    ) -> bool:
+        """Have the backend update these rows where they lie, if they do not follow each other; whether it has."""
+        states = self._states.matrices
+        if states is None or isinstance(stretch_of(slots), slice):
+            return False
+        weight, clip = self._weight.rows, optimizer.clip_gradient
+        return self._kernels.update_rows(equation, weight, slots, ids, contributions, scales, clip, states, self.dtype)
 
     def snapshot(self) -> RowSnapshot:
         """A copy of everything, rows in the order of their ids."""
@@ -383,7 +403,7 @@ class TableRows:
 
         nothing = np.zeros(0, self.dtype.storage)
         self._kernels.weighted_sum([nothing] * len(values), scales, self.dtype, nothing.copy())  # refuses wrong scales
-        union, places = merged(ids)
+        union = union_of(ids)
         if self._index is not None:
             self._index.clear()
             self._states.forget()
@@ -391,6 +411,7 @@ class TableRows:
         elif len(union) < self.rows_touched:
             clear(self._weight.rows, slice(None) if self._nonzero is None else self._nonzero)
         slots = self._made(union)
+        places = places_in(union, ids)
         self._visit(RowGradients(len(union), places, values, self._rows_max, self.dtype), slots, apply, reads=False)
         self._nonzero = slots
 
@@ -546,6 +567,11 @@ class RowStates:
     def widths(self) -> list[int]:
         """Elements of a row of each array that is kept."""
         return [array.rows.shape[1] for array in self._arrays]
+
+    @property
+    def matrices(self) -> list[Array] | None:
+        """The arrays with names, in place; None if there is a master as well."""
+        return None if self._has_master else [array.rows for array in self._arrays]
 
     def serve(self, optimizer: Optimizer, weight: GrowingRows, count: int, exactly: bool) -> Updater:
         """The updater of this optimizer, with states for the first `count` rows. Another rule begins anew.
@@ -715,19 +741,20 @@ class RowGradients:
         return spread[:count].reshape(-1)
 
 
-def merged(ids: Sequence[Slots]) -> tuple[Slots, list[Slots | None]]:
-    """The union of lists of increasing ids, and the positions of each list in it; None: the list is the union.
+def union_of(ids: Sequence[Slots]) -> Slots:
+    """The union of lists of increasing ids.
 
-    One list, or several equal ones, cost a comparison; else the union is one sort of all ids, which are sorted parts
-    already, and the positions one search each.
+    One list, or several equal ones, cost a comparison; else it is one sort of all ids, which are sorted parts already.
     """
     if not ids:
-        return np.zeros(0, np.int64), []
+        return np.zeros(0, np.int64)
     largest = max(ids, key=len)
-    is_whole = [one is largest or (len(one) == len(largest) and bool((one == largest).all())) for one in ids]
-    if all(whole or not len(one) for whole, one in zip(is_whole, ids, strict=True)):
-        union = largest
-    else:
-        union = np.sort(np.concatenate(ids), kind="stable")
-        union = union[np.concatenate([[True], union[1:] != union[:-1]])]
-    return union, [None if len(one) == len(union) else np.searchsorted(union, one) for one in ids]
+    if all(not len(one) or one is largest or np.array_equal(one, largest) for one in ids):
+        return largest
+    union = np.sort(np.concatenate(ids), kind="stable")
+    return union[np.concatenate([[True], union[1:] != union[:-1]])]
+
+
+def places_in(union: Slots, ids: Sequence[Slots]) -> list[Slots | None]:
+    """The positions of each list in the union, one search for each id; None: the list is the union."""
+    return [None if len(one) == len(union) else np.searchsorted(union, one) for one in ids]

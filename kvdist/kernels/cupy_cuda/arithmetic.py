@@ -24,7 +24,7 @@ from kvdist.kernels.quantization import (
     check_quantised,
     check_rounded,
 )
-from kvdist.kernels.reference import check_sum, factored
+from kvdist.kernels.reference import check_sum, factored, update_rows
 
 PACK_BYTES = 16
 WHOLE = 1 << 62
@@ -117,6 +117,7 @@ class CudaArithmetic:
             to_float32=self._to_float32,
             from_float32=self._from_float32,
             fused_update=self._fused_update,
+            update_rows=update_rows,
             round_to_half=self._round_to_half,
             quantise_2bit=partial(self._quantise, 2),
             dequantise_2bit=partial(self._dequantise, 2),
