@@ -29,14 +29,21 @@ from pathlib import Path
 import end_to_end
 import namespaces
 import numpy as np
+import sparse
 import systems
-from cluster import ROOT, Start, end_on_terminate, environment, run_together
+from cluster import PLAIN_TCP, ROOT, Start, end_on_terminate, environment, run_together
 from end_to_end import Training
 from peers.environments import Absent
 from systems import Measured, Work, take_turns
 from targets import CONTESTS, Contest, full_contests
 
 PAIRS = 15
+ROW_SYSTEMS = ("kvdist", "kvdist-tcp")
+TABLES = (
+    Contest("rows", sparse.Work(sparse.MXNET_ROWS, sparse.PUSHED, ("--whole",), steps=30, warmup=20), ROW_SYSTEMS),
+    Contest("rows-declared", sparse.Work(1_000_000, sparse.PUSHED, steps=30, warmup=20), ROW_SYSTEMS),
+)
+"""Random rows of tables, pushed and pulled; beside the headline."""
 SLOWER_BELOW = 0.97
 """A row whose whole interval lies below this ratio is slower, and not by chance."""
 CONFIDENCE = 0.95
@@ -90,8 +97,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def chosen_rows(patterns: Sequence[str]) -> Iterator[tuple[Contest, str]]:
-    """The contests of the headline, or by name those of the full table, too, each with one of our systems."""
-    for contest in (*CONTESTS, *full_contests()) if patterns else CONTESTS:
+    """The contests of the headline and of tables, or by name those of the full table, too, each with one of our systems."""
+    for contest in (*CONTESTS, *TABLES, *full_contests()) if patterns else (*CONTESTS, *TABLES):
         for system in contest.systems:
             words = (contest.name, f"{contest.name}/{system}")
             chosen = not patterns or any(fnmatch.fnmatch(word, one) for word in words for one in patterns)
@@ -138,6 +145,9 @@ def starter(contest: Contest, system: str, stack: contextlib.ExitStack) -> Calla
         Absent: it cannot be measured here.
     """
     work = contest.work
+    if isinstance(work, sparse.Work):
+        variables = PLAIN_TCP if system == "kvdist-tcp" else {}
+        return lambda folder: sparse.starts(work, folder, **variables)
     if isinstance(work, Training):
         return lambda folder: end_to_end.starts(work, system, folder)
     if isinstance(work, Work):

@@ -1,4 +1,5 @@
-"""Tables of rows: random rows pushed and pulled, beside MXNet; all rows beside an array; a table of a terabyte.
+"""Tables of rows: random rows pushed and pulled, beside MXNet; all rows beside an array; a table of a terabyte; and the
+layer `Embedding` beside `torch.nn.Embedding(sparse=True)`.
 
     python benchmarks/sparse.py                  # all of it, about ten minutes
     python benchmarks/sparse.py --only random
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,14 @@ PUSHED = 100_000
 WORKERS = SERVERS = 2
 LARGE_ROWS, MXNET_ROWS, ALL_ROWS = 10_000_000, 4_000_000, 400_000
 DECLARED_ROWS, DECLARED_SHARE = 4_000_000_000, 0.001
+EMBEDDING_RULES = ("sgd", "adagrad")
+LAYERS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "torch.nn.Embedding(sparse=True), one process": (0, ("--layer", "torch")),
+    "kvdist.Embedding, 1 worker, 1 server": (1, ("--layer", "kvdist")),
+    "the same, with prefetch": (1, ("--layer", "kvdist", "--prefetch")),
+    "kvdist.Embedding with prefetch, 2 workers, 2 servers": (2, ("--layer", "kvdist", "--prefetch")),
+}
+"""How many workers and as many servers, 0 for none; and what they are told."""
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -62,14 +72,15 @@ class Work:
         return [*words, *self.options, "--out", folder]
 
 
+def starts(work: Work, folder: str, *options: str, **variables: str) -> list[Start]:
+    """The processes of kvdist that do it."""
+    command = worker_command("kvdist_rows_worker.py", *work.arguments(folder), *options)
+    return [Start(launch_command(WORKERS, SERVERS, command), environment(**variables))]
+
+
 def kvdist(work: Work, *options: str, **variables: str) -> Callable[[str], None]:
     """A turn of kvdist."""
-
-    def turn(folder: str) -> None:
-        command = worker_command("kvdist_rows_worker.py", *work.arguments(folder), *options)
-        run_together([Start(launch_command(WORKERS, SERVERS, command), environment(**variables))])
-
-    return turn
+    return lambda folder: run_together(starts(work, folder, *options, **variables))
 
 
 def mxnet(work: Work) -> Callable[[str], None]:
@@ -81,7 +92,7 @@ def mxnet(work: Work) -> Callable[[str], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures tables of rows.")
-    parser.add_argument("--only", choices=["random", "all", "declared"])
+    parser.add_argument("--only", choices=["random", "all", "declared", "embedding"])
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
@@ -93,6 +104,8 @@ def main() -> None:
         lines += all_rows(found, options.turns)
     if options.only in (None, "declared"):
         lines += declared(found)
+    if options.only in (None, "embedding"):
+        lines += embedding(found, options.turns)
     print("\n".join(lines))
     if options.write:
         (RESULTS / "sparse.json").write_text(json.dumps(found, indent=1) + "\n")
@@ -186,6 +199,35 @@ def declared(found: dict[str, Any]) -> list[str]:
             f" {most / 1e9:.2f} GB together at the most"
         ),
     ]
+
+
+def embedding(found: dict[str, Any], turns: int) -> list[str]:
+    """A layer that is trained alone, beside torch's, whose table is in the one process that trains."""
+    lines = [
+        "",
+        (
+            f"An embedding of {_millions(MXNET_ROWS)} rows of {DIM} float32, {PUSHED} random ids a step: forward pass,"
+            " backward pass and update, in ids/s of each worker:"
+        ),
+        "",
+        "| | " + " | ".join(EMBEDDING_RULES) + " |",
+        "|---" * (1 + len(EMBEDDING_RULES)) + "|",
+    ]
+    measured = {rule: take_turns(LAYERS, partial(_embedding_turn, rule), turns) for rule in EMBEDDING_RULES}
+    found["embedding"] = {
+        rule: {name: one.turn_medians_s for name, one in each.items()} for rule, each in measured.items()
+    }
+    for name in LAYERS:
+        cells = [f"{PUSHED / measured[rule][name].median_s / 1e6:.2f} M" for rule in EMBEDDING_RULES]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _embedding_turn(rule: str, name: str, folder: str) -> None:
+    nodes, options = LAYERS[name]
+    arguments = Work(MXNET_ROWS, PUSHED, ("--rule", rule, *options), steps=20, warmup=10).arguments(folder)
+    command = worker_command("embedding_worker.py", *arguments)
+    run_together([Start(launch_command(nodes, nodes, command) if nodes else command, environment())])
 
 
 def _ratios(slow: Measured, fast: Measured) -> list[float]:

@@ -15,7 +15,7 @@ from typing import Any
 from kvdist.core.machine import Effect
 from kvdist.core.server.replica import Copy, ReplicatedServer, _Replicated
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import StoredHolder
+from kvdist.core.server.shard import LatePush, StoredHolder
 from kvdist.core.server.snapshots import Restoring
 from kvdist.nodes import Member
 
@@ -168,6 +168,9 @@ class Page:
 
     def dropped(self, holder: StoredHolder, lost: Mapping[int, Member]) -> None:
         """What is not counted never will be."""
+
+    def fenced(self, member: Member, message: LatePush, holder: Callable[[int], StoredHolder | None]) -> None:
+        """Nor will this."""
 
 
 @dataclass

@@ -216,13 +216,39 @@ def test_a_job_whose_last_worker_has_left_meanwhile_ends_well(wired: Wired) -> N
     assert wired.stopped.keys() == wired.processes.keys()
 
 
-def test_a_job_of_which_nobody_is_left_has_ended_well_if_its_workers_have(wired: Wired) -> None:
+def with_nobody_left(wired: Wired) -> None:
+    """All have ended, and the scheduler was killed before it could; it is started again."""
     for rank in range(3):
         wired.leave(rank)
     wired.advance(1.0)
     assert wired.stopped.keys() == wired.processes.keys()
-    del wired.stopped["scheduler"]  # it was killed before it could end
+    del wired.stopped["scheduler"]
     wired.return_scheduler()
+
+
+def test_a_process_that_comes_when_servers_have_ended_well_hears_at_once_that_the_job_is_over(wired: Wired) -> None:
+    with_nobody_left(wired)
+    late = Member(NodeId(Role.WORKER, UNRANKED), 77)
+    (answer,) = wired.scheduler.handle(late, Hello(1, "host", 7, "", 3, 2, "9"), wired.now)
+    assert isinstance(answer, Send) and isinstance(answer.message, Waiting)
+    assert not wired.scheduler.observe(ChildEnded(worker(1), KILLED, clean=False), wired.now), "it is its rank"
+    assert not wired.scheduler.observe(ChildEnded(NodeId(Role.SERVER, 0), "exited", clean=True), wired.now)
+    told, end = wired.scheduler.observe(ChildEnded(NodeId(Role.SERVER, 1), "exited", clean=True), wired.now)
+    assert isinstance(told, Send) and told.to == late
+    assert isinstance(told.message, Rejected) and told.message.is_over
+    assert isinstance(end, Halt) and end.error is None
+
+
+def test_a_worker_that_had_joined_later_and_has_failed_is_named_by_a_scheduler_that_finds_nobody(wired: Wired) -> None:
+    with_nobody_left(wired)
+    for rank in range(4):
+        wired.observe("scheduler", ChildEnded(worker(rank), KILLED if rank == 3 else "exited", clean=rank < 3))
+    wired.advance(61.0)
+    assert "worker-3" in str(wired.stopped["scheduler"])
+
+
+def test_a_job_of_which_nobody_is_left_has_ended_well_if_its_workers_have(wired: Wired) -> None:
+    with_nobody_left(wired)
     wired.observe("scheduler", ChildEnded(NodeId(Role.SERVER, 0), KILLED, clean=False))
     for rank in range(3):
         wired.observe("scheduler", ChildEnded(worker(rank), "exited with code 0", clean=True))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
 
-from kvdist.checkpoint.snapshot import FileRecord, Manifest, Sweep
+from kvdist.checkpoint.snapshot import FileRecord, Manifest, ReadManifest, Sweep
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
@@ -45,6 +46,7 @@ from kvdist.protocol.messages import (
     FindCut,
     Goodbye,
     Hello,
+    Load,
     Rejected,
     Roster,
     Save,
@@ -592,6 +594,24 @@ def test_a_server_that_comes_back_is_let_in_while_others_are_asked_and_owes_no_a
     assert told == {servers[0], servers[2], scheduler.membership.servers[servers[1].node]}
 
 
+def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers_read() -> None:
+    scheduler, servers = with_copies()
+    with mock.patch.object(type(scheduler.keys), "saved", lambda keys, store: ("w",)):
+        workers = [*scheduler.membership.workers.values()]
+        load = Load(1, 0, 0, "/run/step-1", ("weights",), "")
+        assert scheduler.handle(workers[0], load, 0.2) == [], "it waits for the other one"
+        scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.3)
+        assert not scheduler._stopped, "another one has its slices"
+        effects = scheduler.handle(stranger(Role.SERVER, 9), hello(1, 2, 3), 0.4)
+        assert any(isinstance(one, Send) and isinstance(one.message, Welcome) for one in effects), "it is let in"
+        assert scheduler.handle(workers[1], load, 0.5) == [], "copies are not whole"
+        for node, one in scheduler.membership.servers.items():
+            effects = scheduler.handle(one, Copied(node.rank, scheduler.membership.epoch), 0.6)
+        assert any(isinstance(one, Persist) and isinstance(one.work, ReadManifest) for one in effects)
+        scheduler.observe(ChildEnded(servers[2].node, "killed", False), 0.7)
+        assert scheduler._stopped, "half of the store would be of the checkpoint"
+
+
 def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir() -> None:
     scheduler, servers = with_copies()
     noted = scheduler.losses.leases = SettledNoted()
@@ -611,16 +631,17 @@ def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir(
     assert noted.most == [4]
 
 
-def test_a_checkpoint_that_a_lost_server_has_spoilt_says_so_also_if_its_heir_has_spoken_first() -> None:
+@each("said", ["worker-0 cannot take part", "[Errno 28] No space left on device"])
+def test_a_checkpoint_that_a_lost_server_has_spoilt_says_so_and_what_another_server_had_said_before(said: str) -> None:
     scheduler, servers = with_copies()
     scheduler.observe(ChildEnded(servers[0].node, "killed", False), 0.2)
     for one in servers[1:]:
-        scheduler.handle(one, Saved(0, 0, SavedFile("", 0, ""), "worker-0 cannot take part"), 0.3)
+        scheduler.handle(one, Saved(0, 0, SavedFile("", 0, ""), said), 0.3)
     save = Save(1, 0, 0, "/run/step-1", ("weights",), "", 1, 0, 1, SavedFile("", 0, ""), "")
     workers = scheduler.membership.workers.values()
     told = [one.message for member in workers for one in scheduler.handle(member, save, 0.4) if isinstance(one, Send)]
     reasons = {one.reason for one in told if isinstance(one, Failed)}
-    assert reasons == {"server-0 was lost before it had saved its slices: save again"}
+    assert reasons == {f"server-1: {said}; server-0 was lost before it had saved its slices: save again"}
 
 
 @each("is_there", [False, True])

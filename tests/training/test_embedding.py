@@ -97,6 +97,16 @@ def test_rows_that_were_named_beforehand_are_those_after_the_step(store):
     assert seen == [[1, 1], [0, 1], [0, 1]]
 
 
+def test_ids_that_were_named_beforehand_may_be_written_over(store):
+    store.set_optimizer("sgd", learning_rate=1)
+    embedding = layer(store)
+    store.push("embedding", kvdist.RowSparse([3], torch.ones(1, DIM), (ROWS, DIM)))
+    ids = torch.tensor([1, 2])
+    embedding.prefetch(ids)
+    ids.copy_(torch.tensor([2, 3]))
+    assert embedding(ids)[:, 0].tolist() == [1, 0]
+
+
 def test_rows_that_were_named_before_a_step_without_a_pass_are_those_after_it(store):
     store.set_optimizer("sgd", learning_rate=1)
     embedding, twin = layer(store), layer(store)

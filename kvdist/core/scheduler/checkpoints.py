@@ -267,7 +267,7 @@ class Checkpoints:
         if message.failure and not any(one.failure for _, one in earlier):
             saving.failure = f"{sender}: {message.failure}"  # says more than what others could not do because of it
         elif sender in self._unaware and not any(one.failure for _, one in earlier):
-            saving.failure = self._unaware[sender][1]  # likewise
+            saving.failure = _with_loss(saving.failure, self._unaware[sender][1])
         elif saving.failure:
             pass
         elif _place(said) != _place(message):
@@ -326,8 +326,8 @@ class Checkpoints:
 
     @property
     def is_loading(self) -> bool:
-        """Whether something is being restored."""
-        return bool(self._loading)
+        """Whether servers restore something: all workers have called for it, and copies are whole."""
+        return any(loading.is_reading for loading in self._loading.values())
 
     def _open(self, message: Save | Saved, now: float) -> SaveUnderWay:
         place = (message.store, message.counter)
@@ -514,6 +514,14 @@ class Checkpoints:
 
 def _answer(request: int, failure: str) -> Done | Failed:
     return Failed(request, ErrorCode.CHECKPOINT, failure) if failure else Done(request)
+
+
+def _with_loss(failure: str, loss: str) -> str:
+    """Why a checkpoint was not made in which a server was lost, and another had failed before that was known: perhaps
+    because of the loss, perhaps not, as where its disk is full."""
+    if loss in failure:
+        return failure
+    return f"{failure}; {loss}" if failure else loss
 
 
 def _place(message: Save | Load) -> tuple[Hashable, ...]:

@@ -95,6 +95,17 @@ class Memories:
         """The members that may still register."""
         return [member for member in self.missing() if self.end_of(member) is None]
 
+    def is_over(self, num_servers: int) -> bool:
+        """Whether every server has ended well: an earlier scheduler had told them to, as all workers were gone."""
+        ends = [self.ended.get(server(rank)) for rank in range(num_servers)]
+        return all(ended is not None and ended.clean for ended in ends)
+
+    def workers_have_ended_well(self, num_workers: int) -> bool:
+        """Whether every worker has: those of the start, and what joined later as far as the launcher knows of it."""
+        ends = [self.ended.get(worker(rank)) for rank in range(num_workers)]
+        ends += [ended for node, ended in self.ended.items() if node.role is Role.WORKER]
+        return all(ended is not None and ended.clean for ended in ends)
+
     def joined(self) -> tuple[dict[Member, int], set[Member], dict[Member, int]]:
         """Members that have joined later and their versions; newcomers; and those members that not all servers know."""
         members, said = self.members(), dict[Member, list[int]]()
@@ -212,7 +223,8 @@ class ReturnedScheduler(Scheduler):
     def _begin_if_known(self, now: float) -> list[Effect]:
         memories = self._memories
         assert memories is not None
-        return [] if memories.awaited() or not memories.registered else self._begin(now)
+        is_known = not memories.awaited() if memories.registered else memories.is_over(self.config.num_servers)
+        return self._begin(now) if is_known else []
 
     def _begin(self, now: float) -> list[Effect]:
         """Go on with what is known."""
@@ -222,8 +234,8 @@ class ReturnedScheduler(Scheduler):
         self._asked_again = memories.asked_again
         self._over = set[Call]()
         if not memories.registered:
-            ends = [memories.ended.get(worker(rank)) for rank in range(self.config.num_workers)]
-            if all(ended is not None and ended.clean for ended in ends):
+            servers, workers = self.config.num_servers, self.config.num_workers
+            if memories.is_over(servers) or memories.workers_have_ended_well(workers):
                 return [*self._turn_away_late(), *self._stop(None)]
             return [effect for event in memories.later for effect in event(now)]
         self._recall_members(memories)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -33,7 +33,7 @@ from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.decoding import decoded
 from kvdist.core.server.peers import Peers
-from kvdist.core.server.shard import DenseShard, Replies, hints
+from kvdist.core.server.shard import DenseShard, LatePush, Replies, Shard, hints
 from kvdist.core.server.snapshots import Restoring, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, SparseShard
 from kvdist.core.traffic import Traffic
@@ -190,8 +190,17 @@ class Server(Machine):
         if source in self.peers.left or not self.joining.complete:
             return ""  # who is there will be known by the time that it says this again
         if source in self.peers.lost:
+            self._note_late(source, message)
             return _given_up(source)
         return f"{source} is not a worker of this cluster: it belongs to an earlier job, or was replaced"
+
+    def _note_late(self, lost: Member, message: Message) -> None:
+        """A worker that was given up may wake up and push: the ledger says that this was refused."""
+        if not isinstance(message, LatePush):
+            return
+        shard: Shard[Any] = self.sparse if isinstance(message, PushRows) else self.dense
+        if shard.ledger is not None:
+            shard.ledger.fenced(lost, message, shard.holder)
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of a worker or of the scheduler."""

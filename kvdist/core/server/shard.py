@@ -14,7 +14,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,7 @@ from kvdist.protocol.arrays import U8, U32, Arrays, Bits, Payload, PayloadView, 
 from kvdist.protocol.messages import (
     LATER,
     Assign,
+    CompressedPush,
     Counted,
     Cut,
     ErrorCode,
@@ -54,6 +55,7 @@ from kvdist.protocol.messages import (
     Pull,
     PullState,
     Push,
+    PushRows,
     Refused,
     ReplaceState,
     ReplaceValues,
@@ -101,6 +103,9 @@ class StoredHolder(Holder, Protocol):
 H = TypeVar("H", bound=StoredHolder)
 
 
+LatePush: TypeAlias = Push | CompressedPush | JoinedPush | PushRows
+
+
 class Ledger(Protocol):
     """Is told what becomes of every push."""
 
@@ -115,6 +120,9 @@ class Ledger(Protocol):
 
     def rolled_back(self, holder: StoredHolder) -> None:
         """What made later versions than the present one is undone."""
+
+    def fenced(self, member: Member, message: LatePush, holder: Callable[[int], StoredHolder | None]) -> None:
+        """A push has come of a worker that was given up before: nothing of it is counted. `holder` has a slice."""
 
 
 class Shard(abc.ABC, Generic[H]):
