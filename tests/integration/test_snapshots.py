@@ -332,8 +332,6 @@ def test_where_each_snapshot_is_of_another_model_the_job_ends_and_names_what_dif
     ended = launcher.lines_with(f"PeerLostError: server-1 was lost, and the snapshot {folders[0]} cannot be read: ")
     assert len(ended) == WORKERS, job.transcript()
     assert all(
-        said_of_it in line
-        and "in this store: init it as it was" in line
-        and "there is none before it" in line
+        said_of_it in line and "in this store: init it as it was" in line and "there is none before it" in line
         for line in ended
     ), ended

@@ -751,8 +751,10 @@ def union_of(ids: Sequence[Slots]) -> Slots:
     largest = max(ids, key=len)
     if all(not len(one) or one is largest or np.array_equal(one, largest) for one in ids):
         return largest
-    union = np.sort(np.concatenate(ids), kind="stable")
-    return union[np.concatenate([[True], union[1:] != union[:-1]])]
+    union: Slots = np.sort(np.concatenate(ids), kind="stable")
+    is_first = np.ones(len(union), np.bool_)
+    np.not_equal(union[1:], union[:-1], out=is_first[1:])
+    return union[is_first]
 
 
 def places_in(union: Slots, ids: Sequence[Slots]) -> list[Slots | None]:
