@@ -97,7 +97,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def chosen_rows(patterns: Sequence[str]) -> Iterator[tuple[Contest, str]]:
-    """The contests of the headline and of tables, by name those of the full table, too, each with one system of ours."""
+    """Contests of the headline and of tables, by name those of the full table, too, each with one system of ours."""
     for contest in (*CONTESTS, *TABLES, *full_contests()) if patterns else (*CONTESTS, *TABLES):
         for system in contest.systems:
             words = (contest.name, f"{contest.name}/{system}")
