@@ -82,6 +82,7 @@ def hold(contest: Contest, turns: int, steps: int | None) -> dict[str, Measured]
 
 def hold_on_line(line: Line, names: tuple[str, ...], turns: int, steps: int | None) -> dict[str, Measured]:
     """The same between two namespaces; the cost model's bound takes part as ``bound``."""
+    assert isinstance(line.work, Work), "the headline trains on one machine"
     work = replace(line.work, steps=steps or line.work.steps)
     try:
         measured = namespaces.measure(work, list(names), turns, line.mbit)

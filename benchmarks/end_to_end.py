@@ -12,6 +12,7 @@ import argparse
 import inspect
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,13 +24,16 @@ from systems import Measured, take_turns
 BATCHES = {"mlp": 64, "transformer": 4, "resnet18": 32}
 SYSTEMS = {
     "alone": "one process, one core",
+    "apart": "as many processes, each alone",
     "kvdist": "kvdist Trainer",
     "kvdist-overlap": "kvdist Trainer, overlap=True",
     "kvdist-share": "kvdist Trainer, share_weights=True",
     "collective": "kvdist Trainer, collective",
     "collective-overlap": "kvdist Trainer, collective, overlap=True",
     "ddp": "torch DDP (gloo)",
+    "ddp-views": "torch DDP (gloo), gradient_as_bucket_view",
 }
+WITHOUT_EXCHANGE = ("alone", "apart")
 TRAINER_ARGUMENTS = {"kvdist-overlap": "overlap", "kvdist-share": "share_weights", "collective-overlap": "overlap"}
 MOVED_TOLERANCE = 0.01
 """Relative, of how far all weights together have moved: the systems add floats in different orders, and training
@@ -75,31 +79,47 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(training: Training, systems: list[str], turns: int) -> dict[str, Measured]:
-    """Have these systems train in turns; the seconds of their steps, by system, in the order given."""
+def measure(
+    training: Training,
+    systems: list[str],
+    turns: int,
+    start: Callable[[Training, str, str], list[Start]] | None = None,
+) -> dict[str, Measured]:
+    """Have these systems train in turns; the seconds of their steps, by system, in the order given.
+
+    Args:
+        start: the processes of one turn, given training, system and folder; None for those of `starts`.
+    """
     ends: dict[str, list[float]] = {}
 
     def one_turn(system: str, folder: str) -> None:
-        run_together(starts(training, system, folder))
+        run_together((start or starts)(training, system, folder))
+        if system in WITHOUT_EXCHANGE:
+            return
         ends[system] = same_weights(Path(folder))
-        if system != "alone":
-            compare(ends)
+        compare(ends)
 
     return take_turns(systems, one_turn, turns)
 
 
 def starts(training: Training, system: str, folder: str) -> list[Start]:
     """The processes of one turn."""
-    words = ["--system", system, "--model", training.model, "--out", folder]
-    words += ["--steps", str(training.steps), "--warmup", str(training.warmup)]
-    command = worker_command("train_worker.py", *words)
-    if system == "ddp":
+    command = command_of(training, system, folder)
+    if system.startswith("ddp"):
         return torch_starts(training.workers, command, ONE_THREAD)
-    if system == "alone":
-        return [Start(command, environment(**ONE_THREAD))]
+    if system in WITHOUT_EXCHANGE:
+        ranks = range(1 if system == "alone" else training.workers)
+        return [Start(command, environment(**ONE_THREAD, RANK=str(rank))) for rank in ranks]
     servers = 0 if system.startswith("collective") else training.servers
     require_argument(TRAINER_ARGUMENTS.get(system))
     return [Start(launch_command(training.workers, servers, command), environment(**ONE_THREAD))]
+
+
+def command_of(training: Training, system: str, folder: str) -> list[str]:
+    """The argument list of one worker."""
+    words = ["--system", system, "--model", training.model, "--out", folder]
+    words += ["--steps", str(training.steps), "--warmup", str(training.warmup)]
+    return worker_command("train_worker.py", *words)
 
 
 def require_argument(name: str | None) -> None:
@@ -130,7 +150,7 @@ def compare(ends: dict[str, list[float]]) -> None:
     Raises:
         RuntimeError: it is not.
     """
-    together = {system: end for system, end in ends.items() if system != "alone"}
+    together = {system: end for system, end in ends.items() if system not in WITHOUT_EXCHANGE}
     first, expected = next(iter(together.items()))
     for system, end in together.items():
         if not math.isclose(sum(end), sum(expected), rel_tol=MOVED_TOLERANCE):

@@ -24,7 +24,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import end_to_end
 from cluster import Start, end_on_terminate, environment, run_together, worker_command
+from end_to_end import Training
 from models import parse_spec
 from peers.environments import Absent
 from peers.mxnet import mxnet_starts
@@ -120,8 +122,10 @@ def measure(work: Work, systems: list[str], turns: int, mbit: int = 1000) -> dic
         return take_turns(systems, lambda name, folder: run_together(starts(name, work, hosts, folder)), turns)
 
 
-def starts(name: str, work: Work, hosts: list[Host], folder: str) -> list[Start]:
+def starts(name: str, work: Work | Training, hosts: list[Host], folder: str) -> list[Start]:
     """The processes of one turn, each in its namespace."""
+    if isinstance(work, Training):
+        return training_starts(name, work, hosts, folder)
     words = work.arguments(name, folder)
     if name.startswith("kvdist"):
         command, variables = worker_command("kvdist_worker.py", *words), VARIABLES.get(name, {})
@@ -135,6 +139,16 @@ def starts(name: str, work: Work, hosts: list[Host], folder: str) -> list[Start]
     words = [hosts[0].address, str(PORT), str(work.spec.payload_bytes), str(work.steps), folder]
     sides = zip(hosts, ("listen", "dial"), strict=True)
     return [host.inside(Start(worker_command("line_worker.py", side, *words), environment())) for host, side in sides]
+
+
+def training_starts(system: str, training: Training, hosts: list[Host], folder: str) -> list[Start]:
+    """One worker without servers on each host, for all systems with the variables that torchrun would set."""
+    if system in end_to_end.WITHOUT_EXCHANGE:
+        return end_to_end.starts(training, system, folder)
+    variables = {"MASTER_ADDR": hosts[0].address, "GLOO_SOCKET_IFNAME": hosts[0].interface, "KVDIST_SECURITY": "none"}
+    command = end_to_end.command_of(training, system, folder)
+    ranks = torch_starts(len(hosts), command, end_to_end.ONE_THREAD | variables)
+    return [host.inside(start) for host, start in zip(hosts, ranks, strict=True)]
 
 
 def kvdist_starts(command: list[str], hosts: list[Host], per_host: int = 1, **variables: str) -> list[Start]:

@@ -20,9 +20,9 @@ LARGE, SMALL = parse_spec("25x1048576"), parse_spec("1000x1000")
 
 @dataclass(frozen=True)
 class Line:
-    """A push and pull between two network namespaces, over a line of so many Mbit/s."""
+    """Work between two network namespaces, over a line of so many Mbit/s."""
 
-    work: Work
+    work: Work | Training
     mbit: int = 1000
 
     def __str__(self) -> str:

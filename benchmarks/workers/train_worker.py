@@ -1,4 +1,4 @@
-"""One process that trains a network on made-up images: through kvdist's Trainer, through torch DDP, or alone.
+"""One process that trains a network on made-up images: through kvdist's Trainer, through torch DDP, or by itself.
 
 Every system starts from the same weights, has the same images and the same rule (SGD with momentum, gradients averaged
 over workers), and computes with one thread, so that what differs is how gradients travel.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -42,10 +43,10 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = {"mlp": mlp, "transformer": Transformer, "resnet18": ResNet18}[options.model]()
-    if options.system == "alone":
+    if options.system in ("alone", "apart"):
         rank, workers, train, done = alone(model)
-    elif options.system == "ddp":
-        rank, workers, train, done = with_ddp(model)
+    elif options.system.startswith("ddp"):
+        rank, workers, train, done = with_ddp(model, has_views=options.system == "ddp-views")
     else:
         rank, workers, train, done = with_trainer(model, options.system)
     batches = made_up(options.model, rank)
@@ -109,12 +110,12 @@ def alone(model: nn.Module) -> Parts:
         optimizer.step()
         return loss.item()
 
-    return 0, 1, train, lambda: None
+    return int(os.environ.get("RANK", "0")), 1, train, lambda: None
 
 
-def with_ddp(model: nn.Module) -> Parts:
+def with_ddp(model: nn.Module, has_views: bool) -> Parts:
     dist.init_process_group("gloo")
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=has_views)
     _, _, train, _ = alone(wrapped)
     return dist.get_rank(), dist.get_world_size(), train, dist.destroy_process_group
 
@@ -136,7 +137,7 @@ def with_trainer(model: nn.Module, system: str) -> Parts:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--system", choices=["alone", "ddp", *TRAINER_OPTIONS], required=True)
+    parser.add_argument("--system", choices=["alone", "apart", "ddp", "ddp-views", *TRAINER_OPTIONS], required=True)
     parser.add_argument("--model", choices=list(SHAPES), required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--warmup", type=int, required=True)
