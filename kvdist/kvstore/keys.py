@@ -176,8 +176,8 @@ class KeyTable:
             self._lists[names] = found
             while self.listed > max(LISTED_KEYS_MIN, LISTED_TIMES_MAX * len(self.infos)) and len(self._lists) > 1:
                 oldest = next(iter(self._lists))
-                del self._lists[oldest]
-                self.listed -= len(oldest)
+                if self._lists.pop(oldest, None) is not None:
+                    self.listed -= len(oldest)
         return found
 
     def like(self, info: KeyInfo, bits: Any) -> Any:

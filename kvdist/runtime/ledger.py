@@ -33,6 +33,8 @@ from kvdist.protocol.messages import JoinedPush
 
 NAMED_MAX = 8
 """Keys that an answer names."""
+FENCED_MAX = 256
+"""Late pushes that are remembered."""
 
 
 class FileLedger:
@@ -46,8 +48,8 @@ class FileLedger:
     def __init__(self, folder: Path, name: Callable[[], str]) -> None:
         self._folder = folder
         self._name = name
-        self._fenced: tuple[Member, int, list[int]] | None = None
-        """The late push that was written last: of which a repetition, or another part, is not written again."""
+        self._fenced: dict[tuple[Member, int], set[int]] = {}
+        """(who, step) of the latest late pushes → the slices of which that is written, as pushes are repeated."""
 
     def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
         """A round has been closed."""
@@ -71,11 +73,16 @@ class FileLedger:
         for step in np.unique(message.steps[own]).tolist():
             there = {one: holder(one) for one in message.ids[own & (message.steps == step)].tolist()}
             slices = [one for one, found in there.items() if found is not None]
-            said = (member, step, slices)
-            if slices and said != self._fenced:
-                self._fenced, first = said, there[slices[0]]
-                assert first is not None
-                self._write(first, slices, fenced=[member.node.rank, member.incarnation, step + 1])
+            written = self._fenced.setdefault((member, step), set())
+            slices = [one for one in slices if one not in written]
+            if not slices:
+                continue
+            written.update(slices)
+            if len(self._fenced) > FENCED_MAX:
+                del self._fenced[next(iter(self._fenced))]
+            first = there[slices[0]]
+            assert first is not None
+            self._write(first, slices, fenced=[member.node.rank, member.incarnation, step + 1])
 
     def _write(self, holder: StoredHolder, slices: Sequence[int] | None = None, **what: object) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -72,24 +73,37 @@ def test_with_lazy_update_only_pushed_rows_are_touched_whether_given_or_made_whe
     run_both(*rule, *kind, True, initializer, wd_of(rule[0], wd), chunk_rows=4)
 
 
+@pytest.mark.parametrize("initializer", [None, Normal(0.5, 3)], ids=["given", "made when touched"])
 @every_rule
-def test_compiled_kernels_and_whole_chunks_give_the_same_bits(name, numbers):
+def test_compiled_kernels_and_whole_chunks_give_the_same_bits(name, numbers, initializer):
     """Rows of a length that is no power of 2, several chunks, some of which follow each other."""
     rng = np.random.default_rng(4)
-    shape = (9000, 17)
+    shape, in_place = (9000, 17), []
     optimizer = create(name, lazy_update=name != "sgld", **numbers)
-    blocks = [block_of(shape, F32, 0, 9000, None, kernels) for kernels in (REFERENCE, choose("numba"))]
+    if obstacle(optimizer, "w", shape, initializer is not None) is not None:
+        return
+    compiled = choose("numba")
+
+    def update_rows(*args):
+        in_place.append(compiled.update_rows(*args))
+        return in_place[-1]
+
+    noting = replace(compiled, update_rows=update_rows)
+    blocks = [block_of(shape, F32, 0, 9000, initializer, kernels) for kernels in (REFERENCE, noting)]
     everything = np.arange(9000)
     lists = [
         [everything, everything],
         [everything[100:8000], everything[100:8000]],
-        [np.concatenate([everything[:5000], ids_of(rng, 5000, 9000, 700)]), ids_of(rng, 0, 9000, 3000)],
+        *[[np.concatenate([everything[:5000], ids_of(rng, 5000, 9000, 700)]), ids_of(rng, 0, 9000, 3000)]] * 2,
     ]
+    lists = lists if initializer is None else lists[::-1]  # rows that are made in another order than that of their ids
     for ids in lists:
         contributions = [(one, rng.standard_normal(len(one) * 17).astype(np.float32)) for one in ids]
         for block in blocks:
             block.update(contributions, [0.5, 0.5], optimizer, 0.1, 0.0)
     np.testing.assert_array_equal(as_bits(all_rows(blocks[0])), as_bits(all_rows(blocks[1])))
+    assert_equal_snapshots(blocks[0].snapshot(), blocks[1].snapshot())
+    assert any(in_place) or name not in ("sgd", "adam", "adagrad"), "rows that lie anywhere are updated there"
 
 
 # Rules that move every element, and rules that cannot work on rows.

@@ -107,6 +107,16 @@ def test_ids_that_were_named_beforehand_may_be_written_over(store):
     assert embedding(ids)[:, 0].tolist() == [1, 0]
 
 
+def test_ids_that_were_named_without_gradients_may_be_trained_on(store):
+    store.set_optimizer("sgd", learning_rate=1)
+    embedding, ids = layer(store), torch.tensor([1, 2, 2])
+    with torch.inference_mode():
+        embedding.prefetch(ids)
+    embedding(ids).sum().backward()
+    embedding.step()
+    assert rows(store, 1, 2) == [0, -1]
+
+
 def test_rows_that_were_named_before_a_step_without_a_pass_are_those_after_it(store):
     store.set_optimizer("sgd", learning_rate=1)
     embedding, twin = layer(store), layer(store)
