@@ -44,7 +44,7 @@ class _Batch(NamedTuple):
 
 
 class _Lookup(torch.autograd.Function):
-    """`torch.nn.functional.embedding`. Its own backward pass on a CPU takes 2.7 times as long, for the same sums."""
+    """`torch.nn.functional.embedding`. Its own backward pass on a CPU takes longer for the same sums."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
