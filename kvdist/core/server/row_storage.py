@@ -29,8 +29,8 @@ _IN_PLACE = sys.platform == "linux"
 """Whether the system can enlarge a mapping by moving pages instead of bytes."""
 
 DIRECT = 4
-"""The index has a place for each id of its range once that takes at most so many times what a hash table would: up to 64
-bytes for each row that exists, and nothing is searched."""
+"""The index has a place for each id of its range once that takes at most so many times what a hash table would: up to
+64 bytes for each row that exists, and nothing is searched."""
 _ROWS_MIN = 64
 _PLACES_MIN = 256
 _BATCH = 1 << 18
