@@ -35,6 +35,7 @@ from simulated import (
     Program,
     Shape,
     User,
+    long_headers_read_once,
     make_node,
     no_garbage,
     place,
@@ -228,7 +229,7 @@ def goodput(case: tuple[int, str, float]) -> Goodput:
     workers, way, dying = case
     kept = json.loads((RESULTS / "scale.json").read_text())
     machines = Machines(8, Card(10e9 / 8, 50e-6))
-    with shrunk_thresholds(SHRINK), no_garbage():
+    with shrunk_thresholds(SHRINK), no_garbage(), long_headers_read_once():
         job = Job(workers, way, parse_spec("1x1048576"), machines, Costs(**kept["costs"]))
         return replace(job.run(dying), way=way)
 

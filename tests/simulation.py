@@ -113,6 +113,8 @@ class Scenario:
     quota: after how many examples of all workers a round is due; 0: at once.
     second: whether there is a second model, which is declared after the first one.
     when: what else that number is of.
+    at_once: how many examples a worker makes at once, at most.
+    in_step: whether a worker has what came of a round before it begins the next one, where it need not.
     full: how probable it is that a work of a disk fails.
     torn: how probable it is that the newest snapshot is damaged, where there is one before it.
     encodes: how probable it is that a push of float32 travels encoded; unless it is 0, values come back as halves.
@@ -154,6 +156,8 @@ class Scenario:
     quota: int = 0
     second: bool = False
     when: DueWhen = DueWhen.MADE
+    at_once: int = 4
+    in_step: bool = False
     full: float = 0.04
     torn: float = 0.0
     encodes: float = 0.0
@@ -442,13 +446,14 @@ def _build(cluster: Cluster) -> None:
         scenario.saves,
         scenario.encodes,
         scenario.tables,
-        scenario.again is not None and not (scenario.snapshot_s and scenario.mode == "async"),
+        scenario.in_step or (scenario.again is not None and not (scenario.snapshot_s and scenario.mode == "async")),
         scenario.examples,
         scenario.means,
         scenario.on_loss == "wait",
         scenario.quota,
         scenario.second,
         scenario.when,
+        scenario.at_once,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
     oracle.has_heir = scenario.mode == "async" and any(name.startswith("server") for name in scenario.victims)
@@ -1170,6 +1175,9 @@ HURRIES = replace(FILLS, hurries=True, lives=6, num_workers=2, spread_s=0.2, wea
 
 QUOTA = replace(GOING_ON, quota=20, holds=False, again=(0.02, 0.4), saves=0.0)
 """Rounds are in step, and of unequal parts. Server 0 counts."""
+EXACT = replace(QUOTA, in_step=True)
+BUFFERED = replace(QUOTA, quota=3, at_once=1)
+"""What is counted are steps."""
 BACKUP = replace(QUOTA, quota=1, when=DueWhen.SPARED)
 QUORUM = replace(QUOTA, quota=2, when=DueWhen.QUORUM)
 LED = replace(QUOTA, mode="async", optimizer="sgd", quota=1, when=DueWhen.LED, again=None, rounds=8)
@@ -1191,7 +1199,14 @@ def _at_own_pace(name: str, scenario: Scenario) -> dict[str, Scenario]:
         f"{name} and workers that are waited for": replace(scenario, victims=("worker-1",), rounds=12, on_loss="wait"),
         f"{name} and a dead server": replace(still, fault_round=2, weather=SLOW, **copies),
         f"{name} and servers that die in a storm": replace(still, weather=STORM, limits=STORM_LIMITS, **copies),
-        f"{name} goes back": replace(GOES_BACK, quota=scenario.quota, when=scenario.when, victims=("server-1",)),
+        f"{name} goes back": replace(
+            GOES_BACK,
+            quota=scenario.quota,
+            when=scenario.when,
+            at_once=scenario.at_once,
+            in_step=scenario.in_step,
+            victims=("server-1",),
+        ),
         f"{name} and a scheduler that returns": replace(still, num_workers=3, returns_s=1.5, victims=("scheduler",)),
     }
 
@@ -1343,6 +1358,8 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     # One of them has pushed what the other is still awaited for.
     "quota and two dead workers": replace(QUOTA, again=None, victims=("worker-1", "worker-3")),
+    **_at_own_pace("exact quota", EXACT),
+    **_at_own_pace("buffered", BUFFERED),
     **_at_own_pace("backup", BACKUP),
     **_at_own_pace("quorum", QUORUM),
     **_alone("ssp", LED),

@@ -219,7 +219,7 @@ FAULTS = {
     },
     **{
         f"{policy} {what}": faults
-        for policy in ("quota", "backup", "quorum", "ssp", "delays")
+        for policy in ("quota", "exact quota", "buffered", "backup", "quorum", "ssp", "delays")
         for what, faults in (
             ("in a storm", ("cut", "lost", "duplicated")),
             ("and newcomers", ("crash", "started again", "joined")),

@@ -125,6 +125,7 @@ class Job:
     second: whether there is a second model.
     quota: after how many examples of all workers a round is due; 0: at once.
     when: what else that number is of.
+    at_once: how many of them a worker makes at once, at most.
     """
 
     num_workers: int
@@ -144,6 +145,7 @@ class Job:
     quota: int = 0
     second: bool = False
     when: DueWhen = DueWhen.MADE
+    at_once: int = 4
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -664,7 +666,7 @@ class User:
         made, piece = 0, self.infos["weight"].slices[0]
         together = turn % 3 == 2
         while True:
-            made += self.random.randint(0, 4) if self.job.when == DueWhen.MADE else self._makes_it(made)
+            made += self.random.randint(0, self.job.at_once) if self.job.when == DueWhen.MADE else self._makes_it(made)
             mine = self.oracle.made.setdefault(turn, {})
             mine[self._machine.me] = max(mine.get(self._machine.me, 0), made)
             progress = Progress(piece.number, 0, made, self.job.when, self.job.quota, False, together)

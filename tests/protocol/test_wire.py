@@ -345,6 +345,19 @@ def test_the_payload_is_the_senders_buffer_and_then_the_receivers(examples):
     assert received.readonly
 
 
+def test_what_a_thousand_are_told_is_written_once(examples):
+    peers = tuple(Peer(Member(NodeId(Role.WORKER, rank), 1), "host", rank, "tcp://host:1", 0) for rank in range(1000))
+    roster = m.Roster(peers, 3)
+    packets = [m.Packet(dataclasses.replace(examples["Roster"].stamp, destination=one), roster) for one in (5, 6)]
+    (first, header), (second, again) = (wire.encode(packet) for packet in packets)
+    assert header is again
+    assert [wire.decode([envelope, header]) for envelope in (first, second)] == packets
+    _, other = wire.encode(m.Packet(packets[0].stamp, dataclasses.replace(roster, epoch=4)))
+    assert wire.decode([first, other]).message.epoch == 4
+    with pytest.raises(ValueError, match="999"):
+        wire.encode(packets[0], dataclasses.replace(DEFAULT, members_max=999))
+
+
 def test_decoded_arrays_cannot_be_written(examples):
     message = wire.decode(wire.encode(examples["Push"])).message
     with pytest.raises(ValueError, match="read-only"):
