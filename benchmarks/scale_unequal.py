@@ -172,8 +172,11 @@ class Job:
         name = str(role) if role is Role.SCHEDULER else f"{role}-{rank}"
         charge = partial(self._charge, name, self.network.costs.update_byte_s * SHRINK)
         make = partial(make_node, self._config, role, rank, charge, life=life)
-        process = self.processes[name] = Process(self.network, host, make, copies=role is Role.WORKER)
-        if role is Role.WORKER:
+        is_worker = role is Role.WORKER
+        # A thousand workers' turns are short beside their batches, and their clock would take most of the simulation.
+        stopwatch = time.perf_counter if is_worker else time.thread_time
+        process = self.processes[name] = Process(self.network, host, make, copies=is_worker, stopwatch=stopwatch)
+        if is_worker:
             user = self.newest[rank] = Trainee(rank, process, self._work, self, life)
             self.users.append(user)
             process.after_turn = user.advance

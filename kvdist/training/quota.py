@@ -3,7 +3,8 @@
 A server says when (`kvdist.core.server.progress`). Each worker then pushes what its steps have made since its last
 push, also in the middle of a step, on a thread of its own; and takes the new weights at the end of that step. So no
 worker waits for the step that another is at. What it does meanwhile is kept: local steps are added to the new weights,
-gradients count in the next version.
+gradients count in the next version. Where an exchange takes longer than a step, one is nearly always under way: at the
+end of a step a worker takes the weights of the newest version that is complete.
 
 `BufferedSteps` count steps in place of examples. `QuorumSteps` push local steps when enough workers have made theirs; a
 worker that has not pushes nothing then, and goes on. `BackupSteps` push one gradient for each version: a worker whose
@@ -16,6 +17,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -28,6 +30,27 @@ from kvdist.training.local_steps import LOG, Exchanges
 from kvdist.training.parameters import Grads, Parameter
 
 HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(slots=True)
+class Push:
+    """One push, and what this worker had pushed by then since it took weights last.
+
+    Attributes:
+        answer: done when its version is complete, and that version's weights are in `landing`.
+        landing: where these come.
+        number: 1, 2, …
+        changes: by all these pushes, of local steps.
+        used: the examples that they were of; see `count_as_used`.
+        handed_out: how many those are, of a queue.
+    """
+
+    answer: Future[Any]
+    landing: list[torch.Tensor]
+    number: int
+    changes: list[torch.Tensor]
+    used: HandedOut
+    handed_out: int
 
 
 class QuotaSteps(Exchanges):
@@ -72,32 +95,25 @@ class QuotaSteps(Exchanges):
         self._lock = threading.Lock()
         """Held while a step changes weights and sums, and while they are pushed."""
         self._pusher = ThreadPoolExecutor(1, "kvdist-quota")
-        self._under_way: Future[Any] | None = None
-        """Of the last push, until its weights are taken."""
-        self._pushes = 0
-        """How many have been made since weights were taken last."""
+        self._last: Push | None = None
+        """The last push, until weights are taken that have it."""
+        self._complete: Push | None = None
+        """The one before, if weights that have that are here and are not taken yet."""
         self._asked: Future[Due | None] | None = None
         """When the next push is due."""
-        self._pushed: list[torch.Tensor] = []
-        """What of the changes since weights were taken last has been pushed."""
-        self._pushed_examples = 0
-        """The same of the examples of a queue."""
         self._ready: HandedOut = {}
         """What the steps so far have used."""
-        self._used: HandedOut = {}
-        """The same of what was pushed."""
         self._sums: list[torch.Tensor | None] = []
+        self._landings: list[list[torch.Tensor]] = []
+        """For the weights of the last push, and where an exchange takes longer than a step for those of another one."""
         super().__init__(parameters, unpushed)
-        self._landing = [torch.empty_like(weight) for weight in self._weights]
 
     def begin(self) -> None:
         with self._lock:
-            if self._under_way is not None:
-                wait([self._under_way])
-            self._under_way = self._asked = None
-            self._pushes = self._pushed_examples = 0
-            self._pushed = []
-            self._ready, self._used = {}, {}
+            if self._last is not None:
+                wait([self._last.answer])
+            self._last = self._complete = self._asked = None
+            self._ready = {}
             super().begin()
             self._sums = [None] * len(self._weights)
 
@@ -124,7 +140,7 @@ class QuotaSteps(Exchanges):
 
     def add(self, grads: Grads, samples: int) -> None:
         super().add(grads, samples)
-        weight = samples * self.damping(self._pushes)
+        weight = samples * self.damping(0 if self._last is None else self._last.number)
         for place, grad in enumerate(grads if self.sums_gradients else ()):
             if grad is None:
                 continue
@@ -137,31 +153,33 @@ class QuotaSteps(Exchanges):
 
     def after_step(self) -> None:
         self._ready = dict(self._handed_out)
-        if self._under_way is not None and self._under_way.done():
-            self._land()
+        self._land(self._newest)
         if not self._is_due and self._has_news:
             self._ask()
         if self._is_due and self._can_push:
             self._start()
             if self._waits:
-                self._land()
+                self._land(self._last)
             self._ask()
 
     def finish(self, together: bool) -> None:
         with self._lock:
             self._ready = dict(self._handed_out)
             while True:
-                self._land()
+                self._land(self._last)
                 due = self._take(self._report(now=not together, together=together))
                 self._start(everything=True)
-                self._land()
+                self._land(self._last)
                 if not together or due.together:
                     return
 
     def left(self) -> HandedOut:
         with self._lock:
-            left, self._used, self._pushed_examples = self._used, {}, 0
-            return dict(left)
+            left = {} if self._last is None else dict(self._last.used)
+            for push in (self._complete, self._last):
+                if push is not None:
+                    push.used, push.handed_out = {}, 0
+            return left
 
     def close(self) -> None:
         self._pusher.shutdown(wait=False)
@@ -191,7 +209,8 @@ class QuotaSteps(Exchanges):
     @property
     def _examples(self) -> int:
         """Of how many examples a push is."""
-        return self.handed_out - self._pushed_examples or self.samples
+        pushed = 0 if self._last is None else self._last.handed_out
+        return self.handed_out - pushed or self.samples
 
     # When a push is due.
 
@@ -219,7 +238,12 @@ class QuotaSteps(Exchanges):
     @property
     def _can_push(self) -> bool:
         """Whether the version of the last push is complete."""
-        return self._under_way is None or self._under_way.done()
+        return self._last is None or self._last.answer.done()
+
+    @property
+    def _newest(self) -> Push | None:
+        """The last push whose version is complete and whose weights are not taken."""
+        return self._last if self._last is not None and self._last.answer.done() else self._complete
 
     def _push_if_due(self) -> None:
         """Push what there is, unless a step is being made, which looks by itself."""
@@ -230,8 +254,9 @@ class QuotaSteps(Exchanges):
                 self._start()
                 self._ask()
         except Exception as error:  # noqa: BLE001  # the next step raises it
-            self._under_way = Future()
-            self._under_way.set_exception(error)
+            answer: Future[Any] = Future()
+            answer.set_exception(error)
+            self._last = Push(answer, [], 1, [], {}, 0)
         finally:
             self._lock.release()
 
@@ -245,50 +270,63 @@ class QuotaSteps(Exchanges):
         """
         nothing: Grads = [None] * len(self._weights)
         self._asked = None
+        before = Push(Future(), [], 0, [], {}, 0) if self._last is None else self._last
         if not (everything or self._is_ready):
-            self._send(nothing, average=True, samples=0)
+            self._send(nothing, True, 0, replace(before, number=before.number + 1))
             return
         samples = self._examples
-        grads = nothing
+        grads, changes = nothing, before.changes
         if self.made and self.sums_gradients:
             grads = [
                 None if total is None else [total.div_(self.samples).to(weight.dtype)]
                 for weight, total in zip(self._weights, self._sums, strict=True)
             ]
         elif self.made:
-            before, self._pushed = self._pushed, self._changes()
-            changes = torch._foreach_sub(self._pushed, before) if before else self._pushed
-            grads = [[change] for change in changes]
-        self._send(grads, "samples" if self.made else True, samples)
-        self._used, self._pushed_examples = self._ready, self.handed_out
+            changes = self._changes()
+            news = torch._foreach_sub(changes, before.changes) if before.changes else changes
+            grads = [[change] for change in news]
+        push = Push(before.answer, [], before.number + 1, changes, self._ready, self.handed_out)
+        self._send(grads, "samples" if self.made else True, samples, push)
         self._sums = [None] * len(self._weights)
         self._count_anew()
-        self.handed_out = self._pushed_examples
+        self.handed_out = push.handed_out
 
-    def _send(self, grads: Grads, average: Average, samples: int) -> None:
-        self._under_way = self._push(grads, average, samples, self._landing)
-        self._under_way.add_done_callback(self._look_soon)
-        self._pushes += 1
+    def _send(self, grads: Grads, average: Average, samples: int, push: Push) -> None:
+        if self._last is not None:
+            self._complete = self._last
+        busy = None if self._complete is None else self._complete.landing
+        push.landing = next((one for one in self._landings if one is not busy), [])
+        if not push.landing:
+            push.landing = [torch.empty_like(weight) for weight in self._weights]
+            self._landings.append(push.landing)
+        push.answer = self._push(grads, average, samples, push.landing)
+        push.answer.add_done_callback(self._look_soon)
+        self._last = push
 
-    def _land(self) -> None:
-        """Take the new weights, when they are here."""
-        if self._under_way is None:
+    def _land(self, push: Push | None) -> None:
+        """Take the weights of the last push, or of the one before; wait for them if they are not here."""
+        if push is None:
             return
-        under_way, self._under_way = self._under_way, None
-        self._take(under_way)
-        if self.passed and not self.sums_gradients:
-            moved = torch._foreach_sub(self._landing, self._before)
-            if self._pushed:
-                torch._foreach_add_(moved, self._pushed)
+        if push is self._last:
+            self._last = None
+        self._complete = None
+        self._take(push.answer)
+        if (self.passed or self._last is not None) and not self.sums_gradients:
+            moved = torch._foreach_sub(push.landing, self._before)
+            if push.changes:
+                torch._foreach_add_(moved, push.changes)
             torch._foreach_add_(self._weights, moved)
         else:
-            torch._foreach_copy_(self._weights, self._landing)
-        torch._foreach_copy_(self._before, self._landing)
-        self._pushed = []
-        pushes, self._pushes = self._pushes, 0
-        count_as_used(dict(self._used))
-        self.handed_out, self._pushed_examples = self._unpushed(), 0
-        self._landed(pushes)
+            torch._foreach_copy_(self._weights, push.landing)
+        torch._foreach_copy_(self._before, push.landing)
+        count_as_used(dict(push.used))
+        if self._last is not None:
+            self._last.number -= push.number
+            self._last.handed_out -= push.handed_out
+            if self._last.changes and push.changes:
+                self._last.changes = list(torch._foreach_sub(self._last.changes, push.changes))
+        self.handed_out = self._unpushed()
+        self._landed(push.number)
 
 
 def steps_of(policy: TrainingPolicy) -> type[QuotaSteps]:
@@ -358,7 +396,7 @@ class BackupSteps(QuotaSteps):
         return self.samples  # without those that were dropped
 
     def add(self, grads: Grads, samples: int) -> None:
-        if self._pushes:
+        if self._last is not None:
             self._drop(samples)
         else:
             super().add(grads, samples)
@@ -368,5 +406,5 @@ class BackupSteps(QuotaSteps):
         if self.made:
             self._take(self._report())
             self._start()
-        self._land()
+        self._land(self._last)
         self._ask()

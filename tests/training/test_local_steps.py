@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -13,8 +15,10 @@ import kvdist
 from kvdist.config.policies import policy_from
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
+from kvdist.protocol.messages import Due
 from kvdist.training.local_steps import DROPS, OuterSteps, split_evenly
 from kvdist.training.parameters import collect
+from kvdist.training.quota import steps_of
 from kvdist.training.trainer_config import require_policy
 from tests.cases import each
 
@@ -108,6 +112,74 @@ class Job:
         self.steps.passed += 1
         self.steps.handed_out = self.unpushed()
         self.steps.after_step()
+
+
+class QuotaJob(Job):
+    """The same under a quota of which each step is enough; a push is made as soon as the one before is answered."""
+
+    def __init__(self, policy):
+        super().__init__(kvdist.local_sgd(1))
+        self.versions, due = 0, Future()
+        due.set_result(Due(0, 0, False, 0))
+        calls = (self.push_all, lambda *_: due, Future.result, self.handed_out, self.landed)
+        self.steps = steps_of(policy)(policy, collect(self.weights, None), self.unpushed, *calls)
+
+    def push_all(self, grads, average, samples, out):
+        return self.push(grads, average, samples, out, range(3))
+
+    def landed(self, versions):
+        self.versions += versions
+
+    def answer_and_push(self, number, value):
+        self.answer(number, value)
+        deadline = time.monotonic() + 10
+        while len(self.pushes) < number + 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def step(self, examples, grad=0.0):
+        self.queue.handed += examples
+        self.handed_out[self.queue] = (1, self.queue.handed, "")
+        with self.steps.stepping():
+            self.steps.add([[torch.full((2,), grad)]] * 3, examples)
+            for weight in self.weights if not self.steps.sums_gradients else ():
+                weight.data.add_(1)
+            self.steps.passed += 1
+            self.steps.handed_out = self.unpushed()
+            self.steps.after_step()
+
+
+def given(push):
+    """The first number of a push."""
+    return None if push[4][0] is None else push[4][0][0].item()
+
+
+def test_where_an_exchange_takes_longer_than_a_step_a_worker_takes_the_newest_weights_that_are_here():
+    job, seen = QuotaJob(kvdist.quota(8)), []
+    with contextlib.closing(job.steps):
+        job.step(1, 0.5)
+        for number in range(4):
+            job.answer_and_push(number, 10.0 + number)  # in the middle of a step
+            seen.append(job.weights[0][0].item())
+            job.step(10 ** (number + 1), 1.5 + number)
+            assert job.weights[0][0] == 10.0 + number
+            assert job.versions == number + 1
+    assert seen == [0, 10, 11, 12], "steps are made with the weights with which they have begun"
+    pushes = [(push[1], given(push)) for push in job.pushes]
+    assert pushes == [(1, 0.5), (0, None), (10, 1.5), (100, 2.5), (1000, 3.5)]
+    assert job.queue.used == 111, "the push with the last 1000 is under way"
+    assert len({id(push[3]) for push in job.pushes}) == 2, "one more copy of the weights is enough"
+
+
+def test_local_steps_of_such_a_worker_are_each_in_one_push_and_kept_meanwhile():
+    job = QuotaJob(kvdist.quota(8, local_steps=True))
+    with contextlib.closing(job.steps):
+        job.step(1)
+        for number, expected in enumerate([11, 22, 32, 42]):  # one step meanwhile at first, and then two
+            job.answer_and_push(number, 10.0 * (number + 1))
+            job.step(1)
+            assert job.weights[0][0] == expected
+    assert [given(push) for push in job.pushes] == [-1, None, -1, -1, -1]
 
 
 def test_what_a_worker_leaves_with_is_what_it_has_pushed_and_each_push_says_its_own_examples():
