@@ -43,35 +43,48 @@ def measured(way: str, mbit: int, options: argparse.Namespace) -> list[dict[str,
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(len(hosts))]
 
 
-def page(found: dict[str, dict[int, float]], step_s: float) -> str:
+Found = dict[str, dict[str, list[float]]]
+"""Way → Mbit/s → the share of time computing, and the seconds of a step."""
+
+
+def page(found: Found) -> str:
     """A table of the shares, a row for each way."""
-    speeds = list(next(iter(found.values())))
+    speeds = speeds_of(found)
+    steps_ms = sorted(1e3 * step_s for row in found.values() for _, step_s in row.values())
     rows = [["policy, and how pushes:answers travel", *(f"{mbit} Mbit/s" for mbit in speeds)]]
     rows += [["---"] * len(rows[0])]
-    rows += [[f"`{way}`", *(f"{share:.0%}" for share in shares.values())] for way, shares in found.items()]
+    rows += [
+        [f"`{way}`", *(f"{row[mbit][0]:.0%}" if mbit in row else "" for mbit in speeds)] for way, row in found.items()
+    ]
     return "\n".join([
         "# Local steps on slow lines", "",
         f"Made by `python benchmarks/local_steps.py --write` on {machine()['processor']}. The share of time that two",
         "workers compute, which exchange a model of 30 million parameters every 100 steps. Two hosts are namespaces",
         "with a server and a worker each, and a line between them whose speed is limited. A step takes",
-        f"{step_s * 1e3:.0f} ms.", "",
+        f"{steps_ms[0]:.0f} to {steps_ms[-1]:.0f} ms.", "",
         *(f"| {' | '.join(row)} |" for row in rows), "",
     ])  # fmt: skip
 
 
-def draw(found: dict[str, dict[int, float]], path: Path) -> None:
+def speeds_of(found: Found) -> list[str]:
+    """The fastest line first."""
+    return sorted({mbit for row in found.values() for mbit in row}, key=int, reverse=True)
+
+
+def draw(found: Found, path: Path) -> None:
     """The shares as bars, a panel for each speed of the line."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    speeds = list(next(iter(found.values())))
+    speeds = speeds_of(found)
     figure, axes = plt.subplots(1, len(speeds), figsize=(4 * len(speeds), 2.6), sharey=True, squeeze=False)
     for axis, mbit in zip(axes[0], speeds, strict=True):
-        for place, shares in enumerate(found.values()):
-            axis.barh(place, 100 * shares[mbit], color=f"C{place}")
-            axis.text(2, place, f"{shares[mbit]:.0%}", va="center", color="white", fontweight="bold")
+        for place, row in enumerate(found.values()):
+            share, _ = row.get(mbit, (0.0, 0.0))
+            axis.barh(place, 100 * share, color=f"C{place}")
+            axis.text(2, place, f"{share:.0%}", va="center", fontweight="bold")
         axis.set(title=f"{mbit} Mbit/s", xlim=(0, 105), xlabel="% of the time computing")
     axes[0][0].set_yticks(range(len(found)), list(found))
     axes[0][0].invert_yaxis()
@@ -86,12 +99,12 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=WAYS)
     parser.add_argument("--unit", type=float, default=0.03, help="seconds of sleep in a step")
     parser.add_argument("--steps", type=int, default=100, help="of a period, as the policies say")
-    parser.add_argument("--write", action="store_true", help="keep a table and a picture in results/")
+    parser.add_argument("--write", action="store_true", help="add to results/local_steps.json, table and picture")
     options = parser.parse_args()
     end_on_terminate()
     print(f"{'share of time computing, by Mbit/s':36}", *(f"{one:>16}" for one in options.mbit))
-    found: dict[str, dict[int, float]] = {}
-    steps_s = []
+    kept = RESULTS.with_suffix(".json")
+    found: Found = json.loads(kept.read_text()) if options.write and kept.exists() else {}
     for way in options.ways:
         print(f"{way:36}", end="", flush=True)
         for mbit in options.mbit:
@@ -100,12 +113,12 @@ def main() -> None:
             except Absent as error:
                 raise SystemExit(f"SKIPPED: {error}") from error
             share, step_s = (statistics.mean(one[name] for one in workers) for name in ("share", "step_s"))
-            found.setdefault(way, {})[mbit] = share
-            steps_s.append(step_s)
+            found.setdefault(way, {})[str(mbit)] = [round(share, 4), round(step_s, 5)]
             print(f" {share:5.0%} of {step_s * 1e3:4.0f} ms", end="", flush=True)
         print()
     if options.write:
-        RESULTS.with_suffix(".md").write_text(page(found, statistics.median(steps_s)), encoding="utf-8")
+        kept.write_text(json.dumps(found, indent=1) + "\n")
+        RESULTS.with_suffix(".md").write_text(page(found), encoding="utf-8")
         draw(found, RESULTS.with_suffix(".png"))
 
 

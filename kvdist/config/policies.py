@@ -353,9 +353,9 @@ def quota(
     Workers add up the gradients of their micro-batches, or with `local_steps` make steps of their own optimizers. When
     all together have made `samples` examples, each pushes its mean at the end of its micro-batch, weighted by its
     examples. Meanwhile it goes on with the weights it has, and what it makes counts in the next version. So a gradient
-    is of weights one version old, or older by as many versions as are made during its micro-batch; and each version has
-    at least `samples` examples, and at most a micro-batch of each worker more. Every step says its examples,
-    ``trainer.step(samples=n)``; the data come from a `QueueSampler`.
+    is of weights that are at most one version old, and as many more as are made during its micro-batch; and each
+    version has at least `samples` examples, and at most a micro-batch of each worker more. Every step says its
+    examples, ``trainer.step(samples=n)``; the data come from a `QueueSampler`.
 
     Args:
         samples: examples of a version: the batch size that you would train with on one machine; of local steps 4 to 8

@@ -94,7 +94,7 @@ class Exchanges(abc.ABC):
         if self._before:
             torch._foreach_copy_(self._before, self._weights)
 
-    def _count_anew(self) -> None:
+    def _count_anew(self, handed_out: int = 0) -> None:
         self.passed = 0
         """Steps since the last exchange, those without gradients included."""
         self.made = 0
@@ -103,7 +103,7 @@ class Exchanges(abc.ABC):
         """Of how many examples they were, as far as that was said."""
         self.examples = 0
         """Of how many examples all of them were, as far as that is known."""
-        self.handed_out = 0
+        self.handed_out = handed_out
         """How many examples of a queue were handed out that are not used."""
 
     def stepping(self) -> contextlib.AbstractContextManager[None]:

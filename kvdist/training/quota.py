@@ -37,7 +37,8 @@ class Push:
     """One push, and what this worker had pushed by then since it took weights last.
 
     Attributes:
-        answer: done when its version is complete, and that version's weights are in `landing`.
+        answer: done when its version is complete, and that version's weights are in `landing`. None if it has failed
+            and that was raised.
         landing: where these come.
         number: 1, 2, …
         changes: by all these pushes, of local steps.
@@ -45,12 +46,20 @@ class Push:
         handed_out: how many those are, of a queue.
     """
 
-    answer: Future[Any]
+    answer: Future[Any] | None
     landing: list[torch.Tensor]
     number: int
     changes: list[torch.Tensor]
     used: HandedOut
     handed_out: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its version's weights are here."""
+        return self.answer is not None and self.answer.done() and self.answer.exception() is None
+
+
+NOTHING_PUSHED = Push(None, [], 0, [], {}, 0)
 
 
 class QuotaSteps(Exchanges):
@@ -99,6 +108,8 @@ class QuotaSteps(Exchanges):
         """The last push, until weights are taken that have it."""
         self._complete: Push | None = None
         """The one before, if weights that have that are here and are not taken yet."""
+        self._failure: Exception | None = None
+        """Of the pusher's thread; the next step raises it."""
         self._asked: Future[Due | None] | None = None
         """When the next push is due."""
         self._ready: HandedOut = {}
@@ -110,9 +121,9 @@ class QuotaSteps(Exchanges):
 
     def begin(self) -> None:
         with self._lock:
-            if self._last is not None:
+            if self._last is not None and self._last.answer is not None:
                 wait([self._last.answer])
-            self._last = self._complete = self._asked = None
+            self._last = self._complete = self._asked = self._failure = None
             self._ready = {}
             super().begin()
             self._sums = [None] * len(self._weights)
@@ -153,7 +164,7 @@ class QuotaSteps(Exchanges):
 
     def after_step(self) -> None:
         self._ready = dict(self._handed_out)
-        self._land(self._newest)
+        self._land(self._last if self._waits else self._newest)
         if not self._is_due and self._has_news:
             self._ask()
         if self._is_due and self._can_push:
@@ -238,12 +249,13 @@ class QuotaSteps(Exchanges):
     @property
     def _can_push(self) -> bool:
         """Whether the version of the last push is complete."""
-        return self._last is None or self._last.answer.done()
+        return self._last is None or self._last.answer is None or self._last.is_complete
 
     @property
     def _newest(self) -> Push | None:
-        """The last push whose version is complete and whose weights are not taken."""
-        return self._last if self._last is not None and self._last.answer.done() else self._complete
+        """The last push that is answered and whose weights are not taken."""
+        last = self._last
+        return last if last is not None and last.answer is not None and last.answer.done() else self._complete
 
     def _push_if_due(self) -> None:
         """Push what there is, unless a step is being made, which looks by itself."""
@@ -254,9 +266,7 @@ class QuotaSteps(Exchanges):
                 self._start()
                 self._ask()
         except Exception as error:  # noqa: BLE001  # the next step raises it
-            answer: Future[Any] = Future()
-            answer.set_exception(error)
-            self._last = Push(answer, [], 1, [], {}, 0)
+            self._failure = error
         finally:
             self._lock.release()
 
@@ -269,10 +279,11 @@ class QuotaSteps(Exchanges):
             everything: also what the policy would keep for the next version.
         """
         nothing: Grads = [None] * len(self._weights)
+        before = NOTHING_PUSHED if self._last is None else self._last
+        landing = self._place()  # before anything has changed: there may be no memory
         self._asked = None
-        before = Push(Future(), [], 0, [], {}, 0) if self._last is None else self._last
         if not (everything or self._is_ready):
-            self._send(nothing, True, 0, replace(before, number=before.number + 1))
+            self._send(nothing, True, 0, replace(before, number=before.number + 1, landing=landing))
             return
         samples = self._examples
         grads, changes = nothing, before.changes
@@ -285,32 +296,43 @@ class QuotaSteps(Exchanges):
             changes = self._changes()
             news = torch._foreach_sub(changes, before.changes) if before.changes else changes
             grads = [[change] for change in news]
-        push = Push(before.answer, [], before.number + 1, changes, self._ready, self.handed_out)
+        push = Push(None, landing, before.number + 1, changes, self._ready, self.handed_out)
         self._send(grads, "samples" if self.made else True, samples, push)
         self._sums = [None] * len(self._weights)
-        self._count_anew()
-        self.handed_out = push.handed_out
+        self._count_anew(push.handed_out)
+
+    def _place(self) -> list[torch.Tensor]:
+        """Where the weights of the next push come: not where some are that may still be taken."""
+        kept = self._last if self._last is not None and self._last.is_complete else self._complete
+        for landing in self._landings:
+            if kept is None or landing is not kept.landing:
+                return landing
+        self._landings.append([torch.empty_like(weight) for weight in self._weights])
+        return self._landings[-1]
 
     def _send(self, grads: Grads, average: Average, samples: int, push: Push) -> None:
-        if self._last is not None:
-            self._complete = self._last
-        busy = None if self._complete is None else self._complete.landing
-        push.landing = next((one for one in self._landings if one is not busy), [])
-        if not push.landing:
-            push.landing = [torch.empty_like(weight) for weight in self._weights]
-            self._landings.append(push.landing)
         push.answer = self._push(grads, average, samples, push.landing)
         push.answer.add_done_callback(self._look_soon)
+        if self._last is not None and self._last.is_complete:
+            self._complete = self._last
         self._last = push
 
     def _land(self, push: Push | None) -> None:
         """Take the weights of the last push, or of the one before; wait for them if they are not here."""
-        if push is None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        if push is None or push.answer is None:
             return
+        try:
+            self._take(push.answer)
+        except BaseException:
+            if push.answer.done():  # else the wait was interrupted, and a later step takes them
+                push.answer = None
+            raise
         if push is self._last:
             self._last = None
         self._complete = None
-        self._take(push.answer)
         if (self.passed or self._last is not None) and not self.sums_gradients:
             moved = torch._foreach_sub(push.landing, self._before)
             if push.changes:

@@ -119,13 +119,18 @@ class QuotaJob(Job):
 
     def __init__(self, policy):
         super().__init__(kvdist.local_sgd(1))
-        self.versions, due = 0, Future()
+        self.versions, due, self.interrupts = 0, Future(), False
         due.set_result(Due(0, 0, False, 0))
-        calls = (self.push_all, lambda *_: due, Future.result, self.handed_out, self.landed)
+        calls = (self.push_all, lambda *_: due, self.take, self.handed_out, self.landed)
         self.steps = steps_of(policy)(policy, collect(self.weights, None), self.unpushed, *calls)
 
     def push_all(self, grads, average, samples, out):
         return self.push(grads, average, samples, out, range(3))
+
+    def take(self, future):
+        if self.interrupts and not future.done():
+            raise KeyboardInterrupt
+        return future.result()
 
     def landed(self, versions):
         self.versions += versions
@@ -180,6 +185,41 @@ def test_local_steps_of_such_a_worker_are_each_in_one_push_and_kept_meanwhile():
             job.step(1)
             assert job.weights[0][0] == expected
     assert [given(push) for push in job.pushes] == [-1, None, -1, -1, -1]
+
+
+@each("local_steps", [False, True])
+def test_a_wait_for_new_weights_that_is_interrupted_forgets_nothing(local_steps):
+    job = QuotaJob(kvdist.quota(8, local_steps=local_steps, exact=True))
+    job.interrupts = True
+    with contextlib.closing(job.steps):
+        with pytest.raises(KeyboardInterrupt):
+            job.step(1, 0.5)
+        assert job.steps.left() == {job.queue: (1, 1, "")}, "it has left"
+        with pytest.raises(KeyboardInterrupt):
+            job.step(10, 1.5)
+        job.answer(0, 10.0)
+        with pytest.raises(KeyboardInterrupt):
+            job.step(100, 2.5)
+    assert job.versions == 1
+    assert job.weights[0][0] == (12 if local_steps else 10), "with the two steps meanwhile"
+    mean = (10 * 1.5 + 100 * 2.5) / 110
+    assert [given(push) for push in job.pushes] == ([-1, -2] if local_steps else [0.5, pytest.approx(mean)])
+
+
+@each("local_steps", [False, True])
+def test_a_push_that_fails_raises_once_and_counts_as_pushed(local_steps):
+    job = QuotaJob(kvdist.quota(8, local_steps=local_steps))
+    with contextlib.closing(job.steps):
+        job.step(1, 0.5)
+        job.pushes[0][2].set_exception(kvdist.KvdistError("refused"))
+        with pytest.raises(kvdist.KvdistError, match="refused"):
+            job.step(10, 1.5)
+        job.step(100, 2.5)
+        job.answer(1, 10.0)
+        job.step(1000, 3.5)
+    assert job.versions == 2
+    assert given(job.pushes[1]) == (-2 if local_steps else pytest.approx((10 * 1.5 + 100 * 2.5) / 110))
+    assert job.weights[0][0] == (11 if local_steps else 10)
 
 
 def test_what_a_worker_leaves_with_is_what_it_has_pushed_and_each_push_says_its_own_examples():
