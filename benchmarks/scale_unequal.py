@@ -57,10 +57,12 @@ BATCHES = {"quota": 1, "quota, local steps": 8}
 """Of each worker, on average, in a version."""
 AWAY_S = 60.0
 """Until a machine that died is replaced."""
-WARM_UP_S, HORIZON_S = 120.0, 1200.0
+WARM_UP_S = 120.0
+HORIZON_S = {"quota": 300.0, "quota, local steps": 1200.0}
+"""What is simulated behind that: some fifty versions of gradients, or 24 of local steps."""
 SHRINK = 1024
 CASES = [(workers, way, dying) for workers in (64, 256, 1000) for way in BATCHES for dying in (0.0, 0.01, 0.75)]
-"""Workers, policy, and the share that dies in an hour: of 0.75 a quarter, in the 20 minutes that are simulated."""
+"""Workers, policy, and the share that dies in an hour: of 0.75 a quarter in 20 minutes."""
 
 
 class Trainee(User):
@@ -152,7 +154,7 @@ class Job:
 
     def __init__(self, workers: int, way: str, spec: Spec, machines: Machines, costs: Costs) -> None:
         self.speeds = [1 - (1 - SLOWEST) * rank / (workers - 1) for rank in range(workers)]
-        self.quota = BATCHES[way] * BATCH * workers
+        self.quota, self.horizon_s = BATCHES[way] * BATCH * workers, HORIZON_S[way]
         shape = Shape(workers, max(2, workers // 125), mode="quota")
         self.network = Network(Clock(), costs, SHRINK)
         config = shrunk_config(shape, SHRINK)
@@ -203,9 +205,9 @@ class Job:
         while any(user.steps_done < 0 for user in self.users):
             assert clock.step()
         start = clock.now + WARM_UP_S
-        end = start + HORIZON_S
+        end = start + self.horizon_s
         chance = random.Random(1)
-        for _ in range(round(dying * HORIZON_S / 3600 * len(self.speeds))):
+        for _ in range(round(dying * self.horizon_s / 3600 * len(self.speeds))):
             rank = chance.randrange(len(self.speeds))
             clock.at(chance.uniform(start, end), partial(self.kill, rank))
         servers = [process for name, process in self.processes.items() if name.startswith("server")]
@@ -216,13 +218,13 @@ class Job:
                 busy = [server.busy_s for server in servers]
         assert busy is not None
         counted = sum(samples for user in self.users for at, samples in user.counted if start <= at < end)
-        most = sum(self.speeds) * BATCH / BATCH_S * HORIZON_S
+        most = sum(self.speeds) * BATCH / BATCH_S * self.horizon_s
         gone = sum(speed * (min(back, end) - at) for speed, at, back in self.away) * BATCH / BATCH_S
         versions = max(sum(start <= at < end for at, _ in user.counted) for user in self.users)
         return Goodput(
             len(self.speeds), "", dying, len(self.away), counted / most, counted / (most - gone),
-            HORIZON_S / max(1, versions),
-            max(server.busy_s - before for server, before in zip(servers, busy, strict=True)) / HORIZON_S,
+            self.horizon_s / max(1, versions),
+            max(server.busy_s - before for server, before in zip(servers, busy, strict=True)) / self.horizon_s,
             time.process_time() - began,
         )  # fmt: skip
 

@@ -154,7 +154,7 @@ class QuotaJob(Job):
             self.steps.after_step()
 
 
-def given(push):
+def first_of(push):
     """The first number of a push."""
     return None if push[4][0] is None else push[4][0][0].item()
 
@@ -170,7 +170,7 @@ def test_where_an_exchange_takes_longer_than_a_step_a_worker_takes_the_newest_we
             assert job.weights[0][0] == 10.0 + number
             assert job.versions == number + 1
     assert seen == [0, 10, 11, 12], "steps are made with the weights with which they have begun"
-    pushes = [(push[1], given(push)) for push in job.pushes]
+    pushes = [(push[1], first_of(push)) for push in job.pushes]
     assert pushes == [(1, 0.5), (0, None), (10, 1.5), (100, 2.5), (1000, 3.5)]
     assert job.queue.used == 111, "the push with the last 1000 is under way"
     assert len({id(push[3]) for push in job.pushes}) == 2, "one more copy of the weights is enough"
@@ -184,7 +184,24 @@ def test_local_steps_of_such_a_worker_are_each_in_one_push_and_kept_meanwhile():
             job.answer_and_push(number, 10.0 * (number + 1))
             job.step(1)
             assert job.weights[0][0] == expected
-    assert [given(push) for push in job.pushes] == [-1, None, -1, -1, -1]
+    assert [first_of(push) for push in job.pushes] == [-1, None, -1, -1, -1]
+
+
+@given(st.lists(st.booleans(), max_size=12))
+def test_whatever_is_answered_when_a_worker_has_the_newest_weights_and_its_steps_that_these_lack(answers):
+    job, steps, values = QuotaJob(kvdist.quota(8, local_steps=True)), 0, []
+    with contextlib.closing(job.steps):
+        for is_answer in (False, *answers):
+            if is_answer:
+                values.append(100.0 * (len(values) + 1))
+                job.answer_and_push(len(values) - 1, values[-1])
+                continue
+            job.step(10**steps)
+            steps += 1
+            present = [first_of(push) or 0 for push in job.pushes[: len(values)]]
+            assert job.weights[0][0] == (values[-1] if values else 0) + steps + sum(present)
+            assert job.queue.used == sum(push[1] for push in job.pushes[: len(values)])
+            assert job.versions == len(values)
 
 
 @each("local_steps", [False, True])
@@ -203,7 +220,7 @@ def test_a_wait_for_new_weights_that_is_interrupted_forgets_nothing(local_steps)
     assert job.versions == 1
     assert job.weights[0][0] == (12 if local_steps else 10), "with the two steps meanwhile"
     mean = (10 * 1.5 + 100 * 2.5) / 110
-    assert [given(push) for push in job.pushes] == ([-1, -2] if local_steps else [0.5, pytest.approx(mean)])
+    assert [first_of(push) for push in job.pushes] == ([-1, -2] if local_steps else [0.5, pytest.approx(mean)])
 
 
 @each("local_steps", [False, True])
@@ -218,7 +235,7 @@ def test_a_push_that_fails_raises_once_and_counts_as_pushed(local_steps):
         job.answer(1, 10.0)
         job.step(1000, 3.5)
     assert job.versions == 2
-    assert given(job.pushes[1]) == (-2 if local_steps else pytest.approx((10 * 1.5 + 100 * 2.5) / 110))
+    assert first_of(job.pushes[1]) == (-2 if local_steps else pytest.approx((10 * 1.5 + 100 * 2.5) / 110))
     assert job.weights[0][0] == (11 if local_steps else 10)
 
 
