@@ -117,14 +117,20 @@ def tuned(work: Work) -> dict[str, Any] | None:
 
 
 def neighbours(setting: str, method: str) -> list[str]:
-    """Changes that are one step of the grid away from the winner, and those that make a runner-up of it."""
+    """Changes that are one step of the grid away from the winner, and those that make a runner-up of it.
+
+    On a slow network also pushes of eight bits a number.
+    """
     found = json.loads(TUNED.read_text())[setting][method]
     winner = found["winner"]
     size = "quota" if winner["quota"] else "batch"
     steps = [{key: winner[key] * factor} for key in ("learning_rate", size) for factor in (0.5, 2)]
+    if winner["quota"] and SETTINGS[setting].exchange == 1.0:
+        steps.append({"bits": 8})
     others = [{key: one[key] for key in winner if one[key] != winner[key]} for one in found["neighbours"]]
+    whole = (size, "bits")
     told = [
-        "; ".join(f"{key}={json.dumps(int(value) if key == size else rounded(value))}" for key, value in one.items())
+        "; ".join(f"{key}={json.dumps(int(value) if key in whole else rounded(value))}" for key, value in one.items())
         for one in (*others[:RUNNERS_UP], *steps)
     ]
     return list(dict.fromkeys(told))
@@ -219,7 +225,8 @@ class Job:
         rate, momentum = self._config["outer"]
         outer = "" if (rate, momentum) == (1.0, 0.0) else f",{rate},{momentum}"
         local = ",local_steps" if self._work.method == "quota, local steps" else ""
-        return {"KVDIST_POLICY": f"quota:{self._config['quota']}{local}{outer}"}
+        bits = f",bits={self._config['bits']}" if "bits" in self._config else ""
+        return {"KVDIST_POLICY": f"quota:{self._config['quota']}{local}{outer}{bits}"}
 
     def _start(self, start: Start) -> None:
         self._started.append(
@@ -474,7 +481,8 @@ def report(runs: list[dict[str, Any]], neighbouring: list[dict[str, Any]]) -> st
     for setting, method, other, aim in AIMS:
         if (setting, method) in times and (setting, other) in times:
             told = beside(setting, method, other)
-            ours, theirs = (best.get((setting, one), times[setting, one]) for one in (method, other))
+            alike = {} if method == "dist" else best  # it has DDP's configuration
+            ours, theirs = (alike.get((setting, one), times[setting, one]) for one in (method, other))
             middle, low, high = ratio(ours, theirs, chance)
             verdicts = ["yes" if one <= aim else "no" for one in (float(told.split()[0]), round(middle, 2))]
             both = f"{middle:.2f} [{low:.2f}, {high:.2f}]"
