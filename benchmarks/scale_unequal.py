@@ -7,7 +7,8 @@
 kvdist's own machines on the modelled network of `scale.py`. Speeds fall evenly from 1 to a quarter. A batch of 32
 examples takes 4 s at speed 1, and a fifth more or less. With gradients a version is due after 32 examples for each
 worker, with local steps after eight times as many; a server counts them by reports, as in training. A machine that
-dies loses what it has made since its last push, and is replaced after a minute. What counts is the examples of complete
+dies loses what it has made since its last push, and is replaced after a minute. The launcher says at once that it was
+killed; a host that falls silent would hold up everybody for its patience. What counts is the examples of complete
 versions. Plain `dist`, and DDP, would go at the pace of the slowest: at 40 % of the sum of these speeds.
 """
 
@@ -139,6 +140,7 @@ class Goodput:
     workers: int
     way: str
     dying: float
+    minutes: float
     deaths: int
     of_all: float
     """Examples that counted, of what all machines would make alone if none died."""
@@ -222,7 +224,7 @@ class Job:
         gone = sum(speed * (min(back, end) - at) for speed, at, back in self.away) * BATCH / BATCH_S
         versions = max(sum(start <= at < end for at, _ in user.counted) for user in self.users)
         return Goodput(
-            len(self.speeds), "", dying, len(self.away), counted / most, counted / (most - gone),
+            len(self.speeds), "", dying, self.horizon_s / 60, len(self.away), counted / most, counted / (most - gone),
             self.horizon_s / max(1, versions),
             max(server.busy_s - before for server, before in zip(servers, busy, strict=True)) / self.horizon_s,
             time.process_time() - began,
@@ -239,12 +241,12 @@ def goodput(case: tuple[int, str, float]) -> Goodput:
         return replace(job.run(dying), way=way)
 
 
-COLUMNS = "workers, policy, dying an hour, deaths, of all speeds, of those there, version s, server busy"
+COLUMNS = "workers, policy, dying an hour, minutes, deaths, of all speeds, of those there, version s, server busy"
 
 
 def row(found: Goodput) -> str:
-    values = [str(found.workers), found.way, f"{found.dying:.0%}", str(found.deaths), f"{found.of_all:.1%}"]
-    values += [f"{found.of_present:.1%}", f"{found.version_s:.1f}", f"{found.server_busy:.1%}"]
+    values = [str(found.workers), found.way, f"{found.dying:.0%}", f"{found.minutes:g}", str(found.deaths)]
+    values += [f"{found.of_all:.1%}", f"{found.of_present:.1%}", f"{found.version_s:.1f}", f"{found.server_busy:.1%}"]
     return f"| {' | '.join(values)} |"
 
 

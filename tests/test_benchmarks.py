@@ -304,7 +304,7 @@ def test_unequal_workers_make_what_each_makes_alone_but_for_those_that_die(
     way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unequal, spec = load("scale_unequal"), load("workers.workload").Spec.parse("1x16384")
-    monkeypatch.setattr(unequal, "HORIZON_S", 600.0)
+    monkeypatch.setitem(unequal.HORIZON_S, way, 600.0)
 
     def made(dying: float) -> Any:
         return unequal.Job(6, way, spec, slow_machines(), small_costs()).run(dying)
@@ -321,9 +321,9 @@ def test_a_case_that_is_run_again_replaces_its_row_and_no_other(
     unequal = load("scale_unequal")
     monkeypatch.setattr(unequal, "RESULTS", tmp_path)
     for workers, of_all in ((1000, 0.5), (64, 0.75), (1000, 0.25)):
-        unequal.write(unequal.Goodput(workers, "quota", 0.01, 3, of_all, 1.0, 6.4, 0.1, 60.0))
+        unequal.write(unequal.Goodput(workers, "quota", 0.01, 5.0, 3, of_all, 1.0, 6.4, 0.1, 60.0))
     table = (tmp_path / "scale_unequal.md").read_text().splitlines()[-2:]
-    assert [row.split(" | ")[0:5:4] for row in table] == [["| 64", "75.0%"], ["| 1000", "25.0%"]]
+    assert [row.split(" | ")[0:6:5] for row in table] == [["| 64", "75.0%"], ["| 1000", "25.0%"]]
 
 
 def test_workers_on_hosts_with_servers_are_not_taken_as_one() -> None:

@@ -34,13 +34,13 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(slots=True)
 class Push:
-    """One push, and what this worker had pushed by then since it took weights last.
+    """One push, and with it all that this worker has made since it took weights last.
 
     Attributes:
         answer: done when its version is complete, and that version's weights are in `landing`. None if it has failed
             and that was raised.
         landing: where these come.
-        number: 1, 2, …
+        number: how many pushes these are.
         changes: by all these pushes, of local steps.
         used: the examples that they were of; see `count_as_used`.
         handed_out: how many those are, of a queue.
@@ -107,7 +107,7 @@ class QuotaSteps(Exchanges):
         self._last: Push | None = None
         """The last push, until weights are taken that have it."""
         self._complete: Push | None = None
-        """The one before, if weights that have that are here and are not taken yet."""
+        """The one before, if its version's weights are here and were not taken."""
         self._failure: Exception | None = None
         """Of the pusher's thread; the next step raises it."""
         self._asked: Future[Due | None] | None = None
@@ -248,7 +248,7 @@ class QuotaSteps(Exchanges):
 
     @property
     def _can_push(self) -> bool:
-        """Whether the version of the last push is complete."""
+        """Whether no push is under way, and none has failed of which nobody was told."""
         return self._last is None or self._last.answer is None or self._last.is_complete
 
     @property
@@ -273,7 +273,7 @@ class QuotaSteps(Exchanges):
     # With the lock held.
 
     def _start(self, *, everything: bool = False) -> None:
-        """Push what there is. The weights of the last push may not be taken yet: its version is complete.
+        """Push what there is. The version of the last push is complete, and perhaps its weights are not taken.
 
         Args:
             everything: also what the policy would keep for the next version.
@@ -297,12 +297,18 @@ class QuotaSteps(Exchanges):
             news = torch._foreach_sub(changes, before.changes) if before.changes else changes
             grads = [[change] for change in news]
         push = Push(None, landing, before.number + 1, changes, self._ready, self.handed_out)
-        self._send(grads, "samples" if self.made else True, samples, push)
+        try:
+            self._send(grads, "samples" if self.made else True, samples, push)
+        except BaseException:
+            for total in self._sums:
+                if total is not None:
+                    total.mul_(self.samples)  # it is in the next push
+            raise
         self._sums = [None] * len(self._weights)
         self._count_anew(push.handed_out)
 
     def _place(self) -> list[torch.Tensor]:
-        """Where the weights of the next push come: not where some are that may still be taken."""
+        """Memory for the weights of the next version, other than that of weights that are still to be taken."""
         kept = self._last if self._last is not None and self._last.is_complete else self._complete
         for landing in self._landings:
             if kept is None or landing is not kept.landing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import Future
+from unittest import mock
 
 import pytest
 import torch
@@ -237,6 +238,15 @@ def test_a_push_that_fails_raises_once_and_counts_as_pushed(local_steps):
     assert job.versions == 2
     assert first_of(job.pushes[1]) == (-2 if local_steps else pytest.approx((10 * 1.5 + 100 * 2.5) / 110))
     assert job.weights[0][0] == (11 if local_steps else 10)
+
+
+def test_what_a_push_could_not_send_is_in_the_next_one():
+    job = QuotaJob(kvdist.quota(8))
+    with contextlib.closing(job.steps):
+        with mock.patch.object(job.steps, "_push", side_effect=MemoryError), pytest.raises(MemoryError):
+            job.step(2, 1.0)
+        job.step(6, 3.0)
+    assert [(push[1], first_of(push)) for push in job.pushes] == [(8, 2.5)]
 
 
 def test_what_a_worker_leaves_with_is_what_it_has_pushed_and_each_push_says_its_own_examples():
