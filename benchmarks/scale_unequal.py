@@ -1,6 +1,6 @@
 """How much of the sum of their speeds up to 1,000 unequal machines make under a quota, by simulation, while some die.
 
-    python benchmarks/scale_unequal.py                      # some minutes; prints a table
+    python benchmarks/scale_unequal.py                      # hours; prints a table. A case of 1,000: 12 to 25 minutes
     python benchmarks/scale_unequal.py --write              # and keeps its rows in results/scale_unequal.md
     python benchmarks/scale_unequal.py --shape 256,quota,1
 

@@ -326,6 +326,19 @@ def test_a_case_that_is_run_again_replaces_its_row_and_no_other(
     assert [row.split(" | ")[0:6:5] for row in table] == [["| 64", "75.0%"], ["| 1000", "25.0%"]]
 
 
+def test_the_best_configuration_is_the_winner_or_a_neighbour_with_enough_seeds() -> None:
+    limping = load("limping")
+    winner = dict.fromkeys(range(3), 10.0)
+    few, enough = {0: 1.0, 1: 1.0}, dict.fromkeys(range(limping.BEST_SEEDS), 9.0)
+    assert limping.best_of({"": winner, "batch=8": few}) == [10.0] * 3
+    assert limping.best_of({"": winner, "batch=8": few, "batch=4": enough}) == [9.0] * limping.BEST_SEEDS
+
+
+def test_a_speed_at_which_a_way_was_not_measured_is_left_empty() -> None:
+    page = load("local_steps").page({"one": {"10": [0.5, 0.06], "50": [0.75, 0.05]}, "other": {"50": [1.0, 0.05]}})
+    assert page.splitlines()[-2:] == ["| `one` | 75% | 50% |", "| `other` | 100% |  |"]
+
+
 def test_workers_on_hosts_with_servers_are_not_taken_as_one() -> None:
     simulated = load("simulated")
     spec = load("models").parse_spec("3x1048576")
