@@ -244,10 +244,8 @@ def about_to_change(value: Any) -> Any:
     """The value without its history; autograd learns now that a tensor, which is contiguous, changes."""
     if not is_tensor(value):
         return value
-    tensor = value.detach()
-    # An operation on no elements at all: it writes nothing but advances the version counter that detach() shares.
-    tensor.view(-1)[:0].zero_()
-    return tensor
+    sys.modules["torch"].autograd.graph.increment_version(value)
+    return value.detach()
 
 
 def is_in_order(value: Any) -> bool:

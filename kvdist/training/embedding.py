@@ -35,6 +35,10 @@ class _Batch(NamedTuple):
     """Each of them once, ascending."""
     places: torch.Tensor
     """Where among those each id is; of the shape of `ids`."""
+    order: torch.Tensor
+    """Which ids of the flat batch are the first row, the second and so on; each row's in the order given."""
+    starts: torch.Tensor
+    """Where in `order` each row's begin."""
 
     @property
     def rows(self) -> Ids:
@@ -47,18 +51,19 @@ class _Lookup(torch.autograd.Function):
     """`torch.nn.functional.embedding`. Its own backward pass on a CPU takes longer for the same sums."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.count = len(rows)
-        return torch.nn.functional.embedding(places, rows)
+    def forward(ctx: Any, rows: torch.Tensor, batch: _Batch) -> torch.Tensor:
+        ctx.save_for_backward(batch.places, batch.order, batch.starts)
+        return torch.nn.functional.embedding(batch.places, rows)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (places,), grad = ctx.saved_tensors, gradients[0]
-        if not grad.is_cpu:  # there the order of the sums of `index_add_` is left to chance
-            return torch.ops.aten.embedding_dense_backward(grad, places, ctx.count, -1, False), None
-        width = grad.shape[-1]
-        return grad.new_zeros(ctx.count, width).index_add_(0, places.reshape(-1), grad.reshape(-1, width)), None
+        (places, order, starts), grad = ctx.saved_tensors, gradients[0]
+        flat = grad.reshape(-1, grad.shape[-1])
+        if not grad.is_cpu:  # it keeps the order of the sums there, too
+            return torch.ops.aten.embedding_dense_backward(grad, places, len(starts), -1, False), None
+        if grad.dtype is torch.float64:  # which torch has no vectorised sum of bags for
+            return grad.new_zeros(len(starts), grad.shape[-1]).index_add_(0, places.reshape(-1), flat), None
+        return torch.nn.functional.embedding_bag(order, flat, starts, mode="sum"), None
 
 
 class Embedding(torch.nn.Module):
@@ -169,7 +174,7 @@ class Embedding(torch.nn.Module):
             self._used.append((batch.rows, rows))
         if not rows.requires_grad:
             return torch.nn.functional.embedding(batch.places, rows)
-        looked_up: torch.Tensor = _Lookup.apply(rows, batch.places)  # type: ignore[no-untyped-call]
+        looked_up: torch.Tensor = _Lookup.apply(rows, batch)  # type: ignore[no-untyped-call]
         return looked_up
 
     def prefetch(self, ids: torch.Tensor) -> None:
@@ -251,8 +256,11 @@ class Embedding(torch.nn.Module):
             batch = self._coming[0]
             if batch.ids.device == ids.device and torch.equal(batch.ids, ids):
                 return batch
-        unique, places = torch.unique(ids, return_inverse=True)
-        return _Batch(ids, unique, places)
+        ascending, order = torch.sort(ids.reshape(-1), stable=True)
+        unique, numbers, counts = torch.unique_consecutive(ascending, return_inverse=True, return_counts=True)
+        places = torch.empty_like(numbers)
+        places[order] = numbers
+        return _Batch(ids, unique, places.view(ids.shape), order, counts.cumsum(0) - counts)
 
     def _rows(self, batch: _Batch) -> torch.Tensor:
         """The current values of the rows of a batch, in memory of their own."""

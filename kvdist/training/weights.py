@@ -12,7 +12,7 @@ from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import Device
 from kvdist.kvstore import values
 from kvdist.kvstore.local_values import Updaters
-from kvdist.kvstore.placement import Devices, OnDevice, as_host_bits
+from kvdist.kvstore.placement import Devices, OnDevice
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.training.parameters import Parameter
 
@@ -130,17 +130,17 @@ class LocalUpdate:
         values.require(key, grad, shape, dtype)
         updater, extent = updaters.of(key), Extent(key, shape)
         scales = [updater.optimizer.rescale_grad]
-        present, gradient = self.devices.read(weight, dtype), self.devices.read(grad, dtype)
-        if isinstance(present, OnDevice):
-            assert isinstance(gradient, OnDevice), "torch gives a gradient where its weight is"
-            # A non-contiguous weight was copied, and takes its new value from the copy.
-            target = self.devices.place(weight, dtype) or present
-            updater.update(key, present.array, [gradient.array], scales, dtype, target.array, extent=extent)
-            if target is present:
-                values.write_bits(weight, target.on_host(), dtype)
+        if self.devices.of(weight) is None:
+            bits = values.writable_bits(weight, dtype)
+            own = values.read_bits(weight).copy() if bits is None else bits
+            updater.update(key, own, [values.read_bits(grad)], scales, dtype, own, extent=extent)
+            if bits is None:
+                values.write_bits(weight, own, dtype)
             return
-        bits = values.writable_bits(weight, dtype)
-        own = present.copy() if bits is None else bits
-        updater.update(key, own, as_host_bits([gradient]), scales, dtype, own, extent=extent)
-        if bits is None:
-            values.write_bits(weight, own, dtype)
+        present, gradient = self.devices.read(weight, dtype), self.devices.read(grad, dtype)
+        assert isinstance(present, OnDevice) and isinstance(gradient, OnDevice), "a gradient lies where its weight does"
+        # A non-contiguous weight was copied, and takes its new value from the copy.
+        target = self.devices.place(weight, dtype) or present
+        updater.update(key, present.array, [gradient.array], scales, dtype, target.array, extent=extent)
+        if target is present:
+            values.write_bits(weight, target.on_host(), dtype)

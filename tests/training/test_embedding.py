@@ -29,9 +29,10 @@ def rows(store, *ids, key="embedding"):
     return store.row_sparse_pull(key, row_ids=list(ids)).values[:, 0].tolist()
 
 
-def test_a_layer_trains_as_the_one_of_torch_does(store):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_layer_trains_as_the_one_of_torch_does(store, dtype):
     store.set_optimizer("sgd", learning_rate=0.5)
-    ours = layer(store, initializer="normal(1,seed=4)")
+    ours = layer(store, initializer="normal(1,seed=4)", dtype=dtype)
     weight = torch.from_numpy(store.row_sparse_pull("embedding", row_ids=range(ROWS)).values.copy())
     theirs = nn.Embedding(ROWS, DIM, _weight=weight)
     optimizer = torch.optim.SGD(theirs.parameters(), 0.5)
@@ -48,6 +49,18 @@ def test_a_layer_trains_as_the_one_of_torch_does(store):
         assert torch.equal(*outputs)
     values = torch.from_numpy(store.row_sparse_pull("embedding", row_ids=range(ROWS)).values)
     torch.testing.assert_close(values, theirs.weight.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_gradients_of_ids_that_are_named_often_are_summed_in_their_order(store, dtype):
+    store.set_optimizer("sgd", learning_rate=1)
+    embedding = layer(store, dtype=dtype)
+    ids = torch.tensor([[7, 2, 7], [2, 7, 19]])
+    grad = torch.arange(ids.numel() * DIM).reshape(*ids.shape, DIM).to(dtype)
+    embedding(ids).backward(grad)
+    ((_, looked_up),) = embedding._used
+    expected = torch.zeros(ROWS, DIM, dtype=dtype).index_add_(0, ids.reshape(-1), grad.reshape(-1, DIM))
+    assert torch.equal(looked_up.grad, expected[[2, 7, 19]])
 
 
 def test_gradients_of_several_passes_are_summed(store):
