@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed import Work
 
-from kvdist.collective.channel import Begun, Channel
+from kvdist.collective.channel import Channel
 from kvdist.collective.operations import AllReduce, writing
 from kvdist.collective.reduction import Adasum, scale_
 
@@ -47,7 +48,7 @@ class AdasumOperation(AllReduce):
             raise NotImplementedError(f"Adasum needs a power of two of ranks, got {size}")
         super().__init__(name, tensors, outputs, Adasum, prescale, postscale)
 
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         with writing(self._outputs):
             for dtype in (torch.float32, torch.float64):
                 members = [i for i, tensor in enumerate(self._tensors) if _computed_in(tensor.dtype) is dtype]

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
@@ -32,20 +32,6 @@ SLOW_PEER_S = 7 * 24 * 3600.0
 """Gloo's own timeout: gloo notices a lost peer without it, and a slow one is waited for."""
 NCCL_S = 60.0
 """NCCL's timeout: NCCL does not notice a lost peer."""
-
-
-class Begun(Protocol):
-    """What has begun, as torch's `Work` shows it."""
-
-    def wait(self) -> object:
-        """Until it is done."""
-
-
-class _Done:
-    """An operation that was done when `begin` returned."""
-
-    def wait(self) -> None:
-        pass
 
 
 class Channel:
@@ -84,16 +70,26 @@ class Channel:
         """Whether to begin an operation may be to wait until the other ranks call it."""
         return self._memory is not None
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Begun:
-        """Begin to replace a contiguous tensor by the reduction of all ranks' tensors.
+    def all_reduce(self, tensors: Iterable[torch.Tensor], op: ReduceOp) -> list[Work]:
+        """Begin to replace each of these contiguous tensors by the reduction of all ranks' tensors.
 
-        Through shared memory it is done at once: later operations may wait for others as they begin.
+        What goes through shared memory is done when this returns: later operations may wait for others as they begin.
+        Each tensor is begun when it is there, so the next one may be made meanwhile.
         """
-        memory, is_sum = self._memory, op in (Sum, Average)
-        if memory is not None and is_sum and tensor.device.type == "cpu" and tensor.dtype in shared_memory.DTYPES:
-            memory.sum(tensor)
-            return _Done()
-        return self._of(tensor).allreduce(tensor, TORCH_OPS[op])  # type: ignore[no-any-return]
+        memory = self._memory if op in (Sum, Average) else None
+        if memory is None:
+            return [self._of(tensor).allreduce(tensor, TORCH_OPS[op]) for tensor in tensors]
+        works: list[Work] = []
+
+        def shared() -> Iterator[torch.Tensor]:
+            for tensor in tensors:
+                if tensor.device.type == "cpu" and tensor.dtype in shared_memory.DTYPES:
+                    yield tensor
+                else:
+                    works.append(self._of(tensor).allreduce(tensor, TORCH_OPS[op]))
+
+        memory.sum(shared())
+        return works
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Begin to write the ranks' equal-sized tensors one after another into `output`."""

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed import Work
 
 from kvdist.collective.api import (
     ProcessSet,
@@ -25,7 +26,7 @@ from kvdist.collective.api import (
     submit,
     synchronize,
 )
-from kvdist.collective.channel import Begun, Channel
+from kvdist.collective.channel import Channel
 from kvdist.collective.operations import AllGather, Operation, contiguous_values
 from kvdist.collective.reduction import Average
 from kvdist.collective.signature import Signature, kind_of
@@ -222,7 +223,7 @@ class _BroadcastBytes(Operation):
         self._root = root_in_group
         self.signature = Signature("broadcast_object", name, (), f"from rank {root}")
 
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         size = torch.tensor([0 if self._raw_bytes is None else self._raw_bytes.numel()])
         channel.broadcast(size, self._root).wait()
         if self._raw_bytes is None:

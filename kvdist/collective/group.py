@@ -25,8 +25,9 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch.distributed import Work
 
-from kvdist.collective.channel import Begun, Channel
+from kvdist.collective.channel import Channel
 from kvdist.collective.consistency import ConsistencyCheck
 from kvdist.collective.operations import Operation
 from kvdist.collective.signature import JOIN, JOIN_SIGNATURE
@@ -202,7 +203,7 @@ class Group:
         self._is_broken = False
         self._called = 0
         self._has_joined = False
-        self._begun: deque[tuple[PendingOperation, Sequence[Begun], int]] = deque()
+        self._begun: deque[tuple[PendingOperation, Sequence[Work], int]] = deque()
         self._thread = threading.Thread(target=self._run, name=f"kvdist-collective-{number}", daemon=True)
 
     def start(self) -> None:
@@ -389,7 +390,7 @@ class Group:
         except Exception as error:  # noqa: BLE001 (it resolves the future)
             self._resolve(called, None, self._explained(error, called))
 
-    def _finish(self, called: PendingOperation, works: Sequence[Begun], begun_ns: int) -> None:
+    def _finish(self, called: PendingOperation, works: Sequence[Work], begun_ns: int) -> None:
         try:
             with self._stream.entered(called.future):
                 for work in works:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch._utils import _unflatten_dense_tensors
+from torch.distributed import Work
 
-from kvdist.collective.channel import Begun, Channel
+from kvdist.collective.channel import Channel
 from kvdist.collective.reduction import Average, ReduceOp, Sum, check_reducible, scale_, settle_
 from kvdist.collective.signature import REFUSED, Signature, kind_of
 from kvdist.errors import CollectiveError
@@ -45,7 +46,7 @@ class Operation(abc.ABC):
         self.signature = Signature(kind_of(kind, len(tensors)), name, described, detail, device.type)
 
     @abc.abstractmethod
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         """Begin it, on the group's thread. May wait for what must be known first, such as sizes."""
 
     @abc.abstractmethod
@@ -253,19 +254,10 @@ class AllReduce(Operation):
         self._size = 1
         self._sign("allreduce", name, tensors, _scales(op, prescale, postscale, note))
 
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         self._size = channel.size
-        works = []
-        parts = partition(self._tensors)
-        shared = overlapping(self._outputs) if len(parts) > 1 else frozenset()
         with writing(self._outputs):
-            for part in parts:
-                dtype = WIDENED.get(self._outputs[part[0]].dtype)
-                buffer = FusionBuffer([self._outputs[i] for i in part], dtype, is_apart=part[0] in shared)
-                buffer.fill([self._tensors[i] for i in part], self._prescale)
-                self._buffers.append(buffer)
-                works.append(channel.all_reduce(buffer.values, self._op))
-        return works
+            return channel.all_reduce(self._filled(), self._op)
 
     def finish(self) -> list[torch.Tensor]:
         with writing(self._outputs):
@@ -273,6 +265,17 @@ class AllReduce(Operation):
                 settle_(buffer.values, self._op, self._size, self._postscale)
                 buffer.unpack()
         return self._outputs
+
+    def _filled(self) -> Iterator[torch.Tensor]:
+        """What travels, one after the other: large tensors, and buffers of small ones."""
+        parts = partition(self._tensors)
+        shared = overlapping(self._outputs) if len(parts) > 1 else frozenset()
+        for part in parts:
+            dtype = WIDENED.get(self._outputs[part[0]].dtype)
+            buffer = FusionBuffer([self._outputs[i] for i in part], dtype, is_apart=part[0] in shared)
+            buffer.fill([self._tensors[i] for i in part], self._prescale)
+            self._buffers.append(buffer)
+            yield buffer.values
 
 
 class AllGather(Operation):
@@ -292,7 +295,7 @@ class AllGather(Operation):
         self._gathered: list[tuple[torch.Tensor, list[int]]] = []
         self._sign(kind, name, tensors, detail, any_rows=True)
 
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         mine = torch.tensor([tensor.shape[0] for tensor in self._tensors], dtype=torch.int64)
         rows = torch.empty(channel.size * len(mine), dtype=torch.int64)
         if len(mine):
@@ -348,7 +351,7 @@ class Broadcast(Operation):
         self._root = root_in_group
         self._sign("broadcast", name, tensors, f"from rank {root}")
 
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         works = []
         with writing(self._outputs):
             for part in partition(self._tensors):
@@ -384,7 +387,7 @@ class AllToAll(Operation):
         detail = "equal parts" if splits is None else "given parts"
         self._sign("alltoall", name, [tensor], detail, any_rows=True)
 
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         ones = [1] * channel.size
         counts = torch.empty(channel.size, dtype=torch.int64)
         channel.all_to_all(counts, torch.tensor(self._sent, dtype=torch.int64), ones, ones).wait()
@@ -450,7 +453,7 @@ class ReduceScatter(Operation):
         self._size = 1
         self._sign("reducescatter", name, tensors, _scales(op, prescale, postscale))
 
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         self._size = channel.size
         works = []
         for tensor in self._tensors:
@@ -482,7 +485,7 @@ class BarrierOperation(Operation):
     def __init__(self) -> None:
         self.signature = Signature("barrier", "", ())
 
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         return [channel.barrier()]
 
     def finish(self) -> Any:
@@ -526,7 +529,7 @@ class MarkerOperation(Operation):
         self._action = action
         self._result: Any = None
 
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         self._result = self._action()
         return []
 

@@ -1,18 +1,18 @@
 """Sums of the ranks of one host, through memory that they share.
 
 Every rank has two slots in memory that all of them map, and a Unix socket to each other rank, over which a byte says
-what has been done. A tensor is summed chunk by chunk:
+what has been done. Tensors are summed chunk by chunk, where a chunk is as many stretches of them as fill a slot:
 
 1. A rank copies its part of a chunk into its slot, but for the stripe that it sums itself, and says so.
 2. When all have, it sums its stripe, in the order of the ranks, writes the result into the slots of all, and says so.
 3. When all have, it copies the other stripes from its own slot. The slot is free again.
 
 The next chunk is copied into the other slot before the second step, so a rank seldom waits. Of n bytes a rank of two
-reads and writes 4n in all, much of it in the cache. A small tensor is not cut: each rank sums all of it after step 1,
+reads and writes 4n in all, much of it in the cache. A small chunk is not cut: each rank sums all of it after step 1,
 with the same operations in the same order, so that all get the same bits either way.
 
 Where the ranks are on several hosts, those of each host do this among themselves, and between the second and the third
-step the first rank of each host has the sum over the hosts made, and gives it to the others of its own.
+step the first rank of each host has the sum over the hosts made in its slot, and copies it into those of the others.
 
 A rank that dies closes its sockets: the others of its host raise at once.
 """
@@ -52,6 +52,60 @@ _RANK = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("iII")
 
 
+class Chunk:
+    """What is summed at once: stretches of tensors, which lie one behind the other in a slot.
+
+    Args:
+        dtype: of their elements.
+
+    Attributes:
+        count: elements of all of them.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.count = 0
+        self._stretches: list[tuple[int, int, torch.Tensor]] = []
+        """Each with the elements between which it lies."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them."""
+        return self.count * self.dtype.itemsize
+
+    def take(self, values: torch.Tensor) -> int:
+        """Add as much of a flat tensor as there is room for; how many elements that is."""
+        start, size = self.count, SLOT_BYTES // self.dtype.itemsize
+        self.count = min(start + values.numel(), size)
+        taken = self.count - start
+        if taken:
+            self._stretches.append((start, self.count, values[:taken]))
+        return taken
+
+    def between(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor, slice]]:
+        """What lies between these elements, stretch by stretch, and where each is in a slot."""
+        for begin, end, stretch in self._stretches:
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                yield stretch[first - begin : last - begin], slice(first, last)
+
+
+def chunks_of(tensors: Iterable[torch.Tensor]) -> Iterator[Chunk]:
+    """The elements of contiguous tensors, of which none is empty, in their order; each chunk as soon as it is full."""
+    chunk = None
+    for tensor in tensors:
+        values = tensor.detach().view(-1)
+        if chunk is None or chunk.dtype is not values.dtype:
+            if chunk is not None:
+                yield chunk
+            chunk = Chunk(values.dtype)
+        while (values := values[chunk.take(values) :]).numel():
+            yield chunk
+            chunk = Chunk(values.dtype)
+    if chunk is not None:
+        yield chunk
+
+
 class SharedMemory:
     """The memory of some ranks of one host, of which this process is one.
 
@@ -84,22 +138,20 @@ class SharedMemory:
         """By rank, how many each other one has."""
         _open.add(self)
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Replace a contiguous tensor of the host by the sum of all ranks' tensors.
+    def sum(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Replace each of these contiguous tensors of the host by the sum of all ranks' tensors.
 
         Raises:
             RuntimeError: a rank is gone, or `abort` was called.
         """
-        values = tensor.detach().view(-1)
-        if values.numel() * values.element_size() <= SMALL_BYTES and self._join is None:
-            self._sum_small(values)
-            return
-        chunks = torch.split(values, SLOT_BYTES // values.element_size())
-        self._copy(chunks[0])
-        for chunk, following in zip(chunks, (*chunks[1:], None), strict=True):
-            if following is not None:
-                self._copy(following)
-            self._sum_stripe(chunk)
+        copied = None
+        for chunk in chunks_of(tensors):
+            self._copy(chunk)
+            if copied is not None:
+                self._sum(copied)
+            copied = chunk
+        if copied is not None:
+            self._sum(copied)
 
     def abort(self) -> None:
         """Let a `sum` that waits raise."""
@@ -114,65 +166,72 @@ class SharedMemory:
             for peer in self._peers.values():
                 peer.close()
 
-    def _copy(self, chunk: torch.Tensor, is_small: bool = False) -> None:
+    def _copy(self, chunk: Chunk) -> None:
         """Step 1 of a chunk, of a small one with its own stripe."""
         self._wait_for(_SUMMED, self._copied - 1)  # the chunk before the last, which was in this slot
         slot = self._slot(self._rank, self._copied, chunk)
-        for of, (start, stop) in enumerate(self._stripes(chunk)):
-            if of != self._rank or is_small:
-                copy(chunk[start:stop], slot[start:stop])
+        for of, ends in enumerate(self._stripes(chunk)):
+            if of != self._rank or self._is_small(chunk):
+                for stretch, place in chunk.between(*ends):
+                    copy(stretch, slot[place])
         self._copied += 1
         self._say(_COPIED)
 
-    def _sum_stripe(self, chunk: torch.Tensor) -> None:
+    def _sum(self, chunk: Chunk) -> None:
         """Steps 2 and 3."""
-        number, stripes = self._summed, self._stripes(chunk)
-        slots = [self._slot(of, number, chunk) for of in range(self._size)]
-        own = slice(*stripes[self._rank])
-        parts = [slot[own] for slot in slots]
-        parts[self._rank] = chunk[own]
-        self._wait_for(_COPIED, number + 1)
-        for part in parts[1:]:
-            add(parts[0], part, parts[0])
-        for part in parts[1:]:
-            copy(parts[0], part)
+        slots, stripes = [self._slot(of, self._summed, chunk) for of in range(self._size)], self._stripes(chunk)
         self._summed += 1
+        self._wait_for(_COPIED, self._summed)
+        if self._is_small(chunk):
+            for stretch, place in chunk.between(0, chunk.count):
+                add(slots[0][place], slots[1][place], stretch)
+                for slot in slots[2:]:
+                    add(stretch, slot[place], stretch)
+            self._say(_SUMMED)
+            return
+        for stretch, place in chunk.between(*stripes[self._rank]):
+            parts = [slot[place] for slot in slots]
+            parts[self._rank] = stretch
+            for part in parts[1:]:
+                add(parts[0], part, parts[0])
+            for part in parts[1:]:
+                copy(parts[0], part)
         self._say(_SUMMED)
         self._wait_for(_SUMMED, self._summed)
-        if self._join is not None and self._rank:
-            self._wait_for(_JOINED, self._summed, (0,))
-            copy(slots[self._rank], chunk)
-            return
-        for of, (start, stop) in enumerate(stripes):
-            if of != self._rank:
-                copy(slots[self._rank][start:stop], chunk[start:stop])
+        own, taken = slots[self._rank], [ends for of, ends in enumerate(stripes) if of != self._rank]
         if self._join is not None:
-            self._join(chunk)
-            for of in self._peers:
-                copy(chunk, slots[of])
-            self._say(_JOINED)
+            self._sum_over_hosts(chunk, slots, self._join)
+            taken = [(0, chunk.count)]
+        for ends in taken:
+            for stretch, place in chunk.between(*ends):
+                copy(own[place], stretch)
 
-    def _sum_small(self, values: torch.Tensor) -> None:
-        number = self._copied
-        self._copy(values, is_small=True)
-        parts = [self._slot(of, number, values) for of in range(self._size)]
-        self._wait_for(_COPIED, number + 1)
-        add(parts[0], parts[1], values)
-        for part in parts[2:]:
-            add(values, part, values)
-        self._summed += 1
-        self._say(_SUMMED)
+    def _sum_over_hosts(
+        self, chunk: Chunk, slots: Sequence[torch.Tensor], join: Callable[[torch.Tensor], None]
+    ) -> None:
+        """Between steps 2 and 3: replace what is in the slots, which for the first rank lacks its own stripe."""
+        if self._rank:
+            self._wait_for(_JOINED, self._summed, (0,))
+            return
+        for stretch, place in chunk.between(*self._stripes(chunk)[0]):
+            copy(stretch, slots[0][place])
+        join(slots[0])
+        for slot in slots[1:]:
+            copy(slots[0], slot)
+        self._say(_JOINED)
 
-    def _slot(self, rank: int, number: int, chunk: torch.Tensor) -> torch.Tensor:
+    def _slot(self, rank: int, number: int, chunk: Chunk) -> torch.Tensor:
         """The slot of a rank for this chunk, as long as the chunk and of its type."""
         start = SLOT_BYTES * (number % 2)
-        stretch = self._memory[rank][start : start + chunk.numel() * chunk.element_size()]
-        return stretch.view(chunk.dtype)
+        return self._memory[rank][start : start + chunk.nbytes].view(chunk.dtype)
 
-    def _stripes(self, chunk: torch.Tensor) -> list[tuple[int, int]]:
+    def _stripes(self, chunk: Chunk) -> list[tuple[int, int]]:
         """By rank, from where to where it sums."""
-        cuts = [chunk.numel() * of // self._size for of in range(self._size + 1)]
+        cuts = [chunk.count * of // self._size for of in range(self._size + 1)]
         return list(pairwise(cuts))
+
+    def _is_small(self, chunk: Chunk) -> bool:
+        return chunk.nbytes <= SMALL_BYTES and self._join is None
 
     def _say(self, what: bytes) -> None:
         for peer in self._peers.values():

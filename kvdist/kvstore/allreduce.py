@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
@@ -37,9 +38,6 @@ from kvdist.naming import NamedKey, who_says_what
 
 KEYS_NAMED_MAX = 8
 """Keys that are named where people read of a call; of more, the first and the last."""
-
-Begun = Any
-"""What the engine gives for a transfer that was begun."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +112,7 @@ class KeyAllReduce(Operation):
         self._inner = AllReduce("", [*inputs, self._counts], outputs, Sum, 1 / predivide, predivide, _keys_of(parts))
         self.signature = self._inner.signature
 
-    def begin(self, channel: Channel) -> Sequence[Begun]:
+    def begin(self, channel: Channel) -> Sequence[Work]:
         self._size = channel.size
         return self._inner.begin(channel)
 

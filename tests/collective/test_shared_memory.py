@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -39,9 +39,10 @@ class Places:
             raise OSError(24, "Too many open files")
         return create(*args)
 
-    def summed(self, sum_: Callable[..., None], memory: Any, tensor: torch.Tensor) -> None:
-        self.sums.append(tensor.numel())
-        sum_(memory, tensor)
+    def summed(self, sum_: Callable[..., None], memory: Any, tensors: Iterable[torch.Tensor]) -> None:
+        given = list(tensors)
+        self.sums += [tensor.numel() for tensor in given]
+        sum_(memory, given)
 
 
 @pytest.fixture
@@ -76,6 +77,37 @@ def test_sums_of_tensors_that_take_no_slot_one_and_several(size: int, places: Pl
     check_sums(size, torch.float32, counts)
 
     assert places.sums.count(3 * SLOT + 5) == size, "they went through shared memory"
+
+
+@pytest.mark.parametrize("places", ["aaaa", "abab"], indirect=True)
+def test_tensors_of_one_operation_share_chunks(places: Places) -> None:
+    third = SLOT // 3 + 7  # travels alone, and every fourth lies in two slots
+    counts = [third, third, SLOT, 5, third, third, third, 2 * SLOT - third, SMALL + 1, third, third]
+    dtypes = [torch.float32] * 9 + [torch.int32, torch.float64]
+
+    def given(rank: int) -> list[torch.Tensor]:
+        pairs = zip(counts, dtypes, strict=True)
+        return [((torch.arange(count) + 3 * i) % 11 + rank).to(dtype) for i, (count, dtype) in enumerate(pairs)]
+
+    def summed(rank: int) -> list[torch.Tensor]:
+        return hvd.grouped_allreduce(given(rank), op=hvd.Sum)
+
+    expected = [sum(of_ranks) for of_ranks in zip(*map(given, range(4)), strict=True)]
+    for found in returned(run_ranks(4, summed)):
+        assert all(map(torch.equal, found, expected))
+    assert third in places.sums
+
+
+def test_a_chunk_is_full_before_the_next_begins_and_has_one_type() -> None:
+    sizes = [3, SLOT - 3, SLOT + 1, 2 * SLOT, 1]
+    tensors = [torch.full((size,), float(i)) for i, size in enumerate(sizes)] + [torch.zeros(4, dtype=torch.int8)]
+
+    chunks = list(shared_memory.chunks_of(tensors))
+
+    assert [chunk.count for chunk in chunks] == [SLOT, SLOT, SLOT, SLOT, 2, 4]
+    stretches = [stretch for chunk in chunks for stretch, _ in chunk.between(0, chunk.count)]
+    assert torch.equal(torch.cat(stretches[:-1]), torch.cat(tensors[:-1]))
+    assert chunks[-1].dtype is torch.int8
 
 
 @pytest.mark.parametrize("dtype", sorted(shared_memory.DTYPES, key=str), ids=str)
@@ -241,7 +273,7 @@ def test_a_sum_whose_peer_is_gone_raises_and_names_it(count: int, end: str) -> N
 
     def wait() -> None:
         try:
-            mine.sum(torch.ones(count))
+            mine.sum([torch.ones(count)])
         except RuntimeError as error:
             failures.append(str(error))
 
@@ -265,7 +297,7 @@ def test_a_forked_child_does_not_keep_the_sockets_of_its_parent() -> None:
     mine.close()
     try:
         with pytest.raises(RuntimeError, match="rank 3 of the group"):
-            other.sum(torch.ones(10))
+            other.sum([torch.ones(10)])
     finally:
         os.write(write, b"x")
         os.waitpid(child, 0)
