@@ -38,7 +38,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 SLOT_BYTES = 2 << 20
-"""The most of a tensor that travels at once: what one core's cache holds."""
+"""The most that travels at once of the tensors of a call: what one core's cache holds."""
 SMALL_BYTES = 32 << 10
 """Up to here to wait a second time costs more than to sum all of it on every rank."""
 DTYPES = frozenset(
@@ -91,7 +91,7 @@ class Chunk:
 
 
 def chunks_of(tensors: Iterable[torch.Tensor]) -> Iterator[Chunk]:
-    """The elements of contiguous tensors, of which none is empty, in their order; each chunk as soon as it is full."""
+    """The elements of contiguous tensors, of which none is empty, in their order; all chunks but the last of a type are full."""
     chunk = None
     for tensor in tensors:
         values = tensor.detach().view(-1)
