@@ -91,7 +91,7 @@ class Chunk:
 
 
 def chunks_of(tensors: Iterable[torch.Tensor]) -> Iterator[Chunk]:
-    """The elements of contiguous tensors, none of them empty, in their order. All chunks of a type but the last are full."""
+    """The elements of contiguous tensors, none empty, in their order; all chunks of a type but the last are full."""
     chunk = None
     for tensor in tensors:
         values = tensor.detach().view(-1)
