@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
@@ -112,7 +111,7 @@ class KeyAllReduce(Operation):
         self._inner = AllReduce("", [*inputs, self._counts], outputs, Sum, 1 / predivide, predivide, _keys_of(parts))
         self.signature = self._inner.signature
 
-    def begin(self, channel: Channel) -> Sequence[Work]:
+    def begin(self, channel: Channel) -> Sequence[Any]:
         self._size = channel.size
         return self._inner.begin(channel)
 
