@@ -70,7 +70,7 @@ from kvdist.protocol.messages import CompressedPush, Due, DueWhen, JoinedPush, M
 from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
-from tests.core.leasing import LeasingUser, require_position, require_used_once
+from tests.core.leasing import LeasingUser, QuotaLeasingUser, require_position, require_used_once
 from tests.core.network import Network, Process, SimulatedTransport, Wall, Weather
 from tests.core.odd_choices import odd_choices
 from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk, content
@@ -423,7 +423,8 @@ def judging_quotas(cluster: Cluster) -> Iterator[None]:
     def judged(self: Quotas, due: Due) -> list[Effect]:
         oracle = cluster.oracle
         assert oracle is not None
-        if scenario.when == DueWhen.MADE and not due.together and due.step not in oracle.due:
+        is_judged = scenario.when == DueWhen.MADE and not scenario.examples  # those without data do not wait for more
+        if is_judged and not due.together and due.step not in oracle.due:
             made = oracle.made.get(due.step, {})
             there = sum(samples for member, samples in made.items() if self._peers.has(member))
             assert there >= scenario.quota, f"round {due.step} is due, and {there} of {made} are of workers there"
@@ -485,7 +486,7 @@ def _start(cluster: Cluster, name: str, role: Role, rank: int, life: int = 0) ->
     if role is Role.SCHEDULER:
         process.after_turn = partial(_note_losses, cluster, process)
     if role is Role.WORKER:
-        kind = LeasingUser if oracle.job.examples else User
+        kind = User if not oracle.job.examples else QuotaLeasingUser if oracle.job.quota else LeasingUser
         user = kind(rank, process.node, oracle.job, oracle, network.random, cluster.shelf, life)
         cluster.users[name] = user
         process.after_turn = lambda: _turned(cluster, user)
@@ -1230,8 +1231,24 @@ def _alone(name: str, scenario: Scenario) -> dict[str, Scenario]:
     }
 
 
+def _at_rest(name: str, scenario: Scenario) -> dict[str, Scenario]:
+    """What may happen while some workers rest."""
+    joins = {"again": (0.02, 0.4), "weather": Weather(delay_s=0.02), "saves": 0.0}
+    return {
+        f"{name} at rest": scenario,
+        f"{name} at rest in a storm": replace(scenario, weather=STORM, limits=STORM_LIMITS),
+        f"{name} at rest and dead workers": replace(scenario, victims=("worker-1", "worker-3"), fault_round=2),
+        f"{name} at rest and newcomers": replace(scenario, victims=("worker-1", "worker-3"), fault_round=2, **joins),
+        f"{name} at rest and a dead server": replace(
+            scenario, num_servers=3, replicas=1, victims=("server-0",), fault_round=2, spread_s=0.3, saves=0.0
+        ),
+    }
+
+
 LEASES = replace(GOING_ON, examples=85, victims=("worker-1", "worker-3"))
 LEASES_JOIN = replace(LEASES, again=(0.02, 0.4), spread_s=0.05, weather=Weather(delay_s=0.02))
+RESTING = replace(LEASES, quota=20, holds=False, victims=(), saves=0.5)
+"""Workers at their own pace; who has no data rests, and in the end all make exchanges."""
 LEASES_RETURN = replace(LEASES, spread_s=0.3, returns_s=0.6, weather=Weather(delay_s=0.01))
 
 PARTED = replace(
@@ -1579,6 +1596,10 @@ SCENARIOS: dict[str, Scenario] = {
     "leases in a storm": replace(LEASES, victims=("worker-1", "worker-2"), weather=STORM, limits=STORM_LIMITS),
     "leases of a zombie": replace(LEASES, victims=("worker-2",), pause_s=3.05, limits=IMPATIENT_OF_SILENCE),
     "leases async": replace(LEASES, mode="async", saves=0.0),
+    **_at_rest("quota", RESTING),
+    **_at_rest("exact quota", replace(RESTING, in_step=True)),
+    **_at_rest("backup", replace(RESTING, quota=1, when=DueWhen.SPARED)),
+    **_at_rest("quorum", replace(RESTING, quota=2, when=DueWhen.QUORUM)),
     "leases near the end": replace(LEASES, victims=("worker-0", "worker-1", "worker-2"), fault_round=14, spread_s=0.01),
     "leases on hosts": replace(LEASES, num_workers=6, hosts=2, local_reduce="on", victims=("worker-0", "worker-3")),
     "leases and a leaver": replace(LEASES, victims=("worker-2",), leaver=1, leaver_rounds=4),

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from kvdist.config.settings import Limits
+from kvdist.protocol.messages import DueWhen, Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +82,23 @@ def with_priority_slices(policy: Policy) -> Policy:
     if policy.has_own_pace:
         return policy
     return P3 if policy.is_lockstep else P3_ASYNC
+
+
+_DEEDS = {
+    DueWhen.MADE: "make their part of {} examples, or steps",
+    DueWhen.SPARED: "have gradients, all but {} of them",
+    DueWhen.QUORUM: "make their steps, {} of them at least",
+    DueWhen.LED: "be at most {} pushes behind",
+    DueWhen.DELAYED: "say how late a gradient is, of at most {} versions",
+}
+
+
+def deed_of(progress: Progress) -> str:
+    """What other workers have to do before the push that a worker reports progress for is due, for people."""
+    if progress.together:
+        deed = "make an exchange of all workers, as exchange(), save_checkpoint() or the end of the data does"
+    elif progress.now:
+        deed = "push what they have"
+    else:
+        deed = _DEEDS[DueWhen(progress.when)].format(progress.quota)
+    return f"{deed} (step {progress.step + 1})"

@@ -776,6 +776,8 @@ class Blocked(WireMessage):
     """The call that waits, for people, such as ``pull of key 'w'``; '' if this worker may go on."""
     requests: Requests
     """The open requests to the scheduler."""
+    awaits: Ranks
+    """The workers that a server awaits before the next push of this worker is due."""
     slice: FromMinusOne
     """For which slice the call waits, or -1."""
     firsts: Numbers

@@ -11,8 +11,18 @@ from typing import Any
 import numpy as np
 
 from kvdist.checkpoint.snapshot import Manifest
-from kvdist.core.worker.requests import EnterBarrier, Leave, Run, RunKind, TakePart, Transfer, make_plan
-from kvdist.protocol.messages import Lease, Leased, Used
+from kvdist.core.sharding import Slice
+from kvdist.core.worker.requests import (
+    EnterBarrier,
+    Leave,
+    ReportProgress,
+    Run,
+    RunKind,
+    TakePart,
+    Transfer,
+    make_plan,
+)
+from kvdist.protocol.messages import DueWhen, Lease, Leased, Progress, Used
 from tests.core.ledger import Books
 from tests.core.workload import KEYS, SERVER_DECIDES, STORE, Program, User, _payload, _sinks
 
@@ -146,6 +156,99 @@ class LeasingUser(User):
                 value[piece.start : piece.stop] += sum(map(len, self.oracle.books.rounds[piece.number]))
             values[key.name] = value
         return values
+
+
+@dataclass(eq=False)
+class QuotaLeasingUser(LeasingUser):
+    """Makes batches of leased examples at its own pace and pushes when a server says that it is time, as `QuotaSteps`.
+
+    It rests when there is nothing to lease. After the last example all make exchanges, and checkpoints of them.
+    """
+
+    _made: list[Place] = field(default_factory=list)
+    """What it has made since its last push."""
+    _pushed_last: list[Future[Any]] = field(default_factory=list)
+    """That push; it may be under way while the next examples are made, and not while this worker rests."""
+
+    def _look_on(self) -> Program:
+        yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+
+    def _go_on(self, begun: int) -> Program:
+        while (yield from self._get_more()):
+            yield from self._take_part()
+            self.round = self._pushes
+            self._made += [self._places.popleft() for _ in range(min(BATCH, len(self._places)))]
+            report = self._report()
+            yield [report] if self.job.when == DueWhen.SPARED else [self._read(["bias"], is_checked=False)[1]]
+            if report.done() and report.result() is not None:
+                yield from self._push_what_it_has(waits=self.job.in_step)
+        for _ in range(2):
+            yield from self._exchange(together=True)
+            if self.job.saves:
+                yield [self._ask(lambda number: Used(number, self._used, False))]
+                yield from self._save(self._machine.transfers.slices.rounds_of(self._piece.number))
+        yield self._landed
+        for statement in ("the end", "the very end"):
+            yield [self._ask(lambda number, said=statement: EnterBarrier(number, STORE, statement=said))]
+        yield from self._require(self._final(), "something is missing at the end")
+        self.reads += 1
+        self._let_go()
+        yield [self._ask(Leave)]
+
+    def _take_part(self) -> Program:
+        if self.life and self.since is None:
+            joined = self._ask(lambda number: TakePart(number, STORE))
+            yield [joined]
+            self.since = self._pushes = self._machine.transfers.slices.rounds_of(self._piece.number)
+            self._version = max(self._version, joined.result())
+
+    def _get_more(self) -> Any:
+        if self._places and self.random.random() < 0.6:
+            return True
+        leased = yield from self._lease(rests=False)
+        while not self._places:
+            yield from self._exchange(together=False)
+            if leased.is_over:
+                return False
+            leased = yield from self._lease(rests=True)
+            yield [self._read(list(self.infos), is_checked=False)[1]]
+        return True
+
+    def _exchange(self, together: bool) -> Program:
+        """Push all that was made; with the others, until all have come here."""
+        yield self._pushed_last
+        if not together and not self._made:
+            return  # else one that joins would have to be a member before it rests
+        yield from self._take_part()
+        while True:
+            report = self._report(now=not together, together=together)
+            yield [report]
+            yield from self._push_what_it_has(waits=True)
+            if not together or report.result().together:
+                return
+
+    def _push_what_it_has(self, waits: bool) -> Program:
+        self.trained[self._pushes], self._made = self._made, []
+        used = len(self.trained[self._pushes])
+        pushed = self._push(used)
+        pushed.add_done_callback(lambda done: self._land(done, used))
+        self._pushes += 1
+        self._version += 1
+        self._pushed_last = [pushed]
+        yield self._pushed_last if waits else []
+
+    def _land(self, pushed: Future[Any], used: int) -> None:
+        if pushed.exception() is None:
+            self._used += used
+
+    def _report(self, *, now: bool = False, together: bool = False) -> Future[Any]:
+        made = len(self._made) if self.job.when == DueWhen.MADE else int(bool(self._made))
+        progress = Progress(self._piece.number, 0, made, self.job.when, self.job.quota, now, together)
+        return self._ask(lambda number: ReportProgress(number, self._piece.server, progress))
+
+    @property
+    def _piece(self) -> Slice:
+        return self.infos["weight"].slices[0]
 
 
 def require_position(users: Sequence[LeasingUser], books: Books, examples: int, manifest: Manifest) -> None:

@@ -1,7 +1,7 @@
 """Deadlocks are found, all of them and no others: random programs on a simulated cluster, judged by a small model.
 
-A worker's program is a list of calls: it declares keys, pushes without waiting, pulls, meets at barriers, computes, and
-leaves. `ends` says whether all programs come to their ends. Where they do, no process may fail, however long somebody
+A worker's program is a list of calls: it declares keys, pushes without waiting, pulls, meets at barriers, computes,
+exchanges what it has made when all others do so too, and leaves. `ends` says whether all programs come to their ends. Where they do, no process may fail, however long somebody
 computes; where they do not, every worker that is left raises `DeadlockError`.
 """
 
@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from kvdist.core.worker.requests import (
     KeyInfo,
     Leave,
     Register,
+    ReportProgress,
     Run,
     RunKind,
     Transfer,
@@ -32,6 +34,7 @@ from kvdist.core.worker.requests import (
 from kvdist.dtypes import DType
 from kvdist.errors import DeadlockError
 from kvdist.nodes import Role
+from kvdist.protocol.messages import DueWhen, Progress
 from tests.core.network import Network, Process, Weather
 from tests.simulation import Cluster, Scenario, _node
 
@@ -44,6 +47,9 @@ SOON_S = 10.0
 """Simulated seconds within which a deadlock must be found, where nothing is lost."""
 SERVER_DECIDES = ((float("nan"),) * 3,)
 
+ENOUGH = 1000
+"""Examples that nobody makes."""
+
 Call = tuple[str, Any]
 
 
@@ -53,7 +59,7 @@ def programs(seed: int) -> list[list[Call]]:
     keys = ["a", "b", "c"][: draw.randint(1, 3)]
     shared: list[Call] = []
     for _ in range(draw.randint(2, 8)):
-        kinds = ["push", "push", "push", "pull", "pull", "barrier", "compute"]
+        kinds = ["push", "push", "push", "pull", "pull", "barrier", "compute", "meet"]
         kind = draw.choice(kinds)
         shared.append((kind, draw.uniform(0, 25) if kind == "compute" else draw.choice(keys)))
     made = []
@@ -65,8 +71,13 @@ def programs(seed: int) -> list[list[Call]]:
         if draw.random() < 0.3:
             del calls[draw.randrange(len(calls))]
         order = draw.sample(keys, len(keys)) if draw.random() < 0.2 else keys
-        made.append([*(("init", key) for key in order), *calls, ("leave", None)])
+        made.append([*(("init", key) for key in (*order, "x")), *chain.from_iterable(map(whole, calls)), ("leave", None)])
     return made
+
+
+def whole(call: Call) -> list[Call]:
+    """An exchange is a push that waits for all others to come to theirs, and the new weights; they have their own key."""
+    return [("meet", "x"), ("push", "x"), ("pull", "x")] if call[0] == "meet" else [call]
 
 
 def ends(programs: Sequence[Sequence[Call]]) -> bool:
@@ -87,14 +98,15 @@ def ends(programs: Sequence[Sequence[Call]]) -> bool:
             case "leave":
                 return all(pushed[other][one] >= count - 1 for other in live for one, count in pushed[rank].items())
             case _:
-                name = "barrier" if kind == "barrier" else f"init {key}"
+                name = kind if kind in ("barrier", "meet") else f"init {key}"
                 return all(arrived[other][name] >= arrived[rank][name] for other in live)
 
     def begin(rank: int) -> None:
         if at[rank] < len(programs[rank]):
             kind, key = programs[rank][at[rank]]
             pushed[rank][key] += kind == "push"
-            arrived[rank]["barrier" if kind == "barrier" else f"init {key}"] += kind in ("barrier", "init")
+            name = kind if kind in ("barrier", "meet") else f"init {key}"
+            arrived[rank][name] += kind in ("barrier", "meet", "init")
 
     for rank in range(len(programs)):
         begin(rank)
@@ -173,6 +185,10 @@ class User:
                 self._wait_for(lambda number: Transfer(number, RunKind.PULL, f"pull of {key}", runs))
             case "barrier":
                 self._wait_for(lambda number: EnterBarrier(number, 0))
+            case "meet":
+                piece = self._infos[key].slices[0]
+                progress = Progress(piece.number, 0, 0, DueWhen.MADE, ENOUGH, False, True)
+                self._wait_for(lambda number: ReportProgress(number, piece.server, progress))
             case "compute":
                 self._busy_until = self._network.now + key
                 assert self.process is not None

@@ -8,7 +8,7 @@ from kvdist.core.machine import Send
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.progress import Quotas
 from kvdist.nodes import Member, worker
-from kvdist.protocol.messages import Due, DueWhen, Progress
+from kvdist.protocol.messages import Due, DueWhen, Progress, Waiting
 
 WORKERS = [Member(worker(rank), 10 + rank) for rank in range(3)]
 
@@ -44,9 +44,39 @@ def test_a_push_is_due_when_all_together_have_made_enough(peers: Peers) -> None:
     assert due(quotas.heard(WORKERS[1], said(8), 0.0)) == everybody(0)
 
 
-def test_a_report_that_is_repeated_counts_once(peers: Peers) -> None:
+def awaited(effects: object) -> tuple[int, ...]:
+    """Who is awaited, as one worker is told."""
+    assert isinstance(effects, list)
+    (told,) = effects
+    assert isinstance(told, Send) and isinstance(told.message, Waiting)
+    return told.message.ranks
+
+
+def test_a_report_that_is_repeated_counts_once_and_hears_who_is_awaited(peers: Peers) -> None:
     quotas = Quotas(peers)
-    assert not any(quotas.heard(WORKERS[0], said(9), 0.0) for _ in range(5))
+    assert not quotas.heard(WORKERS[0], said(9), 0.0)
+    assert [awaited(quotas.heard(WORKERS[0], said(9), 0.0)) for _ in range(5)] == [(1, 2)] * 5
+
+
+@pytest.mark.parametrize("rests", [False, True])
+def test_who_waits_for_all_hears_who_has_not_come(peers: Peers, rests: bool) -> None:
+    quotas = Quotas(peers)
+    peers.rest({1} if rests else set())
+    assert not quotas.heard(WORKERS[0], said(1, together=True), 0.0)
+    assert awaited(quotas.heard(WORKERS[0], said(1, together=True), 0.0)) == ((2,) if rests else (1, 2))
+    if not rests:
+        assert not quotas.heard(WORKERS[2], said(0, together=True), 0.0)
+        assert awaited(quotas.heard(WORKERS[0], said(1, together=True), 0.0)) == (1,)
+
+
+def test_who_must_not_be_further_ahead_hears_who_is_behind(peers: Peers) -> None:
+    quotas = Quotas(peers)
+    for step in range(3):  # one more than the two that it may be ahead
+        assert due(quotas.heard(WORKERS[0], ready(step, when=DueWhen.LED, number=2), 0.0))
+    assert due(quotas.heard(WORKERS[1], ready(0, when=DueWhen.LED, number=2), 0.0))
+    assert due(quotas.heard(WORKERS[1], ready(1, when=DueWhen.LED, number=2), 0.0))
+    assert not quotas.heard(WORKERS[0], ready(3, when=DueWhen.LED, number=2), 0.0)
+    assert awaited(quotas.heard(WORKERS[0], ready(3, when=DueWhen.LED, number=2), 0.0)) == (2,)
 
 
 def test_what_was_made_before_the_last_push_does_not_count_for_the_next(peers: Peers) -> None:
@@ -117,7 +147,8 @@ def ready(step: int = 0, *, made: int = 1, when: DueWhen = DueWhen.SPARED, numbe
 
 def test_a_push_is_due_when_all_workers_but_the_spare_ones_have_something(peers: Peers) -> None:
     quotas = Quotas(peers)
-    assert not quotas.heard(WORKERS[0], ready(), 0.0) and not quotas.heard(WORKERS[0], ready(), 0.0)
+    assert not quotas.heard(WORKERS[0], ready(), 0.0)
+    assert awaited(quotas.heard(WORKERS[0], ready(), 0.0)) == (1, 2), "once more from the same worker is not enough"
     assert not quotas.heard(WORKERS[1], ready(made=0), 0.0)
     assert due(quotas.heard(WORKERS[2], ready(), 0.0)) == everybody(0)
     assert not quotas.heard(WORKERS[0], ready(1), 0.0), "the one that was spared has nothing for the next one yet"

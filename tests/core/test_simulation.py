@@ -222,7 +222,9 @@ FAULTS = {
         for policy in ("quota", "exact quota", "buffered", "backup", "quorum", "ssp", "delays")
         for what, faults in (
             ("in a storm", ("cut", "lost", "duplicated")),
+            ("at rest in a storm", ("cut", "lost", "duplicated")),
             ("and newcomers", ("crash", "started again", "joined")),
+            ("at rest and newcomers", ("crash", "started again", "joined")),
             ("and workers that are waited for", ("crash", "started again", "joined")),
             ("and a scheduler that returns", ("crash", "return")),
             ("goes back", ("crash", "started again", "went back")),

@@ -84,7 +84,7 @@ def messages() -> list[m.Message]:
         m.Goodbye(12, "boom"),
         m.Abort(m.ErrorCode.PEER_LOST, "worker-3", "node7", "killed by signal 9", -1, "worker-3 is gone"),
         m.Stop(),
-        m.Blocked(3, "pull of key 'w'", (7, 1 << 40), 12, u32(0, 12, 14), u32(1, 2, 0), u32(0, 3, 0)),
+        m.Blocked(3, "pull of key 'w'", (7, 1 << 40), (2,), 12, u32(0, 12, 14), u32(1, 2, 0), u32(0, 3, 0)),
         m.CheckBlocked(),
         m.Claim(13, 1, 2, "/data/run/step-5", ("weights",)),
         m.Claimed(13, "0123456789abcdef"),

@@ -88,7 +88,7 @@ def joined_pushes(draw: st.DrawFn, n: int) -> m.JoinedPush:
 def blocked(n: int) -> st.SearchStrategy[m.Blocked]:
     firsts = st.lists(U32, min_size=n, max_size=n, unique=True).map(lambda some: np.array(sorted(some), np.uint32))
     requests = st.lists(U64, max_size=5).map(tuple)
-    return st.builds(m.Blocked, U64, NAMES, requests, st.integers(-1, U32_MAX), firsts, numbers(n), numbers(n))
+    return st.builds(m.Blocked, U64, NAMES, requests, RANKS, st.integers(-1, U32_MAX), firsts, numbers(n), numbers(n))
 
 
 @st.composite

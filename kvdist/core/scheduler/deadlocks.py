@@ -2,7 +2,7 @@
 
 A worker that reports (`core.worker.pending`) waits with all its threads. It is in a deadlock if everything that it
 waits for needs another worker of the deadlock to act: to push a slice once more, to initialise a key, to arrive at a
-barrier. So from all that report, workers that can go on are removed until none can; the rest wait for ever.
+barrier. Before a push is due, any of the workers that a server awaits may suffice, so all of them have to be in it. So from all that report, workers that can go on are removed until none can; the rest wait for ever.
 
 One look is not enough. The same set with the same reports must be found again after `CONFIRM_S`, and then each of
 its members must confirm its report.
@@ -84,7 +84,7 @@ class Deadlocks:
             What there is to ask, and the sentence of a deadlock that is certain, or ''.
         """
         self._blocked = {rank: one for rank, one in self._blocked.items() if rank in live}
-        members = self._stuck(waits)
+        members = self._stuck(live, waits)
         found = {rank: one.said.number for rank, one in members.items()}
         if not found:
             self._found, self._unconfirmed, self.due = {}, None, NEVER
@@ -102,7 +102,7 @@ class Deadlocks:
             return [], ""
         return [], _sentence(members, waits, key_of)
 
-    def _stuck(self, waits: Waits) -> dict[int, _Blocked]:
+    def _stuck(self, live: Set[int], waits: Waits) -> dict[int, _Blocked]:
         members = dict(self._blocked)
         while members:
             bounds = np.unique(np.concatenate([one.said.firsts for one in members.values()]))
@@ -111,7 +111,7 @@ class Deadlocks:
             stuck = {
                 rank: one
                 for rank, one in members.items()
-                if _waits_for(rank, one.said, members.keys(), waits, bounds, fewest)
+                if _waits_for(rank, one.said, members.keys(), live, waits, bounds, fewest)
             }
             if len(stuck) == len(members):
                 return members
@@ -125,11 +125,14 @@ def _at(firsts: U32, column: U32, bounds: U32) -> U32:
     return np.concatenate([np.zeros(1, np.uint32), column])[places]
 
 
-def _waits_for(rank: int, said: Blocked, members: Set[int], waits: Waits, bounds: U32, fewest: U32) -> bool:
+def _waits_for(
+    rank: int, said: Blocked, members: Set[int], live: Set[int], waits: Waits, bounds: U32, fewest: U32
+) -> bool:
     """Whether everything that a worker waits for needs one of these to act first."""
+    reports_to = live.intersection(said.awaits)
     awaited = _at(said.firsts, said.awaited, bounds)
     waits_for_rounds = awaited > 0
-    if not (said.requests or waits_for_rounds.any()):
+    if not (said.requests or waits_for_rounds.any() or reports_to) or not reports_to <= members:
         return False
     if any(members.isdisjoint(waits.get((rank, request), ())) for request in said.requests):
         return False
@@ -165,7 +168,8 @@ def _awaited(rank: int, members: Mapping[int, _Blocked], waits: Waits) -> list[i
     """The members that the newest call of a worker waits for."""
     number, awaited = _slice(members[rank].said)
     if number < 0:
-        return sorted(members.keys() & waits[rank, members[rank].said.requests[-1]])
+        said = members[rank].said
+        return sorted(members.keys() & (waits[rank, said.requests[-1]] if said.requests else said.awaits))
     return [other for other, one in sorted(members.items()) if _pushes(one.said.pushed, one.said, number) < awaited]
 
 
@@ -173,7 +177,7 @@ def _slice(said: Blocked) -> tuple[int, int]:
     """The slice whose round a worker waits for, and how often all must have pushed it; -1 if it waits for no round."""
     if said.slice >= 0 and (awaited := _pushes(said.awaited, said, said.slice)):
         return said.slice, awaited
-    if said.requests:
+    if said.requests or not said.awaited.any():
         return -1, 0
     place = int(np.flatnonzero(said.awaited)[0])
     return int(said.firsts[place]), int(said.awaited[place])

@@ -5,7 +5,8 @@ One server counts for all: the one with the slice that the workers name, so no o
 worker, so all slices agree on what is in it, and what is lost, repeated or rolled back is treated as ever. Where each
 push is a version, `Turns` says when a worker may make it, and how late it is. Rules here:
 
-* Reports say how much there is since the last push, not how much more, so one that is repeated changes nothing.
+* Reports say how much there is since the last push, not how much more, so one that is repeated changes nothing. Its
+  worker waits, and hears who is awaited.
 * A worker that has pushed for the n-th time has heard that it was due. So a server that knows nothing, as it has the
   slices of a lost one, learns from the newest report of each worker what that one had said. Of a worker that has joined
   later, only from its second push on. How long workers come after a quorum, and who is how far ahead, it learns anew.
@@ -18,9 +19,10 @@ from collections import deque
 from collections.abc import Mapping, Set
 
 from kvdist.core.machine import NEVER, Effect, Send
+from kvdist.core.policy import deed_of
 from kvdist.core.server.peers import Peers
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Due, DueWhen, Progress
+from kvdist.protocol.messages import Due, DueWhen, Progress, Waiting
 
 GRACE = 1.5
 """A version waits so many times as long as workers have come after a quorum lately …"""
@@ -64,11 +66,23 @@ class Quotas:
         """A worker reports."""
         if message.when in (DueWhen.LED, DueWhen.DELAYED):
             return self._turns.setdefault(message.slice, Turns(self._peers)).heard(sender, message)
-        self._said.setdefault(message.slice, {})[sender] = message
-        due = self._due.get(message.slice)
+        said, due = self._said.setdefault(message.slice, {}), self._due.get(message.slice)
+        is_repeated, said[sender] = said.get(sender) == message, message
         if due is not None and message.step <= due.step:
             return [Send(sender, due)]
-        return self._look(message.slice, now)
+        effects = self._look(message.slice, now)
+        if effects or not is_repeated:
+            return effects
+        return [Send(sender, Waiting(deed_of(message), self._awaited_with(message, sender), 0.0))]
+
+    def _awaited_with(self, report: Progress, sender: Member) -> tuple[int, ...]:
+        """The ranks of the workers any of which may still do something for the push of a report to be due."""
+        reports = [(one.node.rank, other) for one, other in self._said[report.slice].items()]
+        said = {rank: other for rank, other in reports if other.step == report.step}
+        together = {rank for rank, other in said.items() if other.together}
+        ready = {rank for rank, other in said.items() if other.samples and other.when != DueWhen.MADE}
+        done = together if report.together else together | ready | {sender.node.rank}
+        return tuple(sorted(self._peers.awaited - done))
 
     def roster(self, now: float) -> list[Effect]:
         """Others are there, or rest."""
@@ -201,10 +215,16 @@ class Turns:
         last = self._answered.get(sender)
         if last is not None and message.step <= last.step:
             return [Send(sender, last)]
+        is_repeated = self._asked.get(sender) == message
         if sender not in self._asked:
             self._made[sender] = self._made.get(sender, 0) + (last is not None)
         self._asked[sender] = message
-        return self._look()
+        effects = self._look()
+        if effects or not is_repeated:
+            return effects
+        least = self._made[sender] - message.quota
+        behind = [one.node.rank for one in self._not_met if self._made.get(one, 0) < least]
+        return [Send(sender, Waiting(deed_of(message), tuple(behind), 0.0))]
 
     def roster(self) -> list[Effect]:
         """Others are there, or rest."""
@@ -230,8 +250,13 @@ class Turns:
 
     @property
     def _slowest(self) -> int:
-        there = [self._peers.workers[rank] for rank in self._peers.awaited if rank in self._peers.workers]
-        return min([self._made.get(one, 0) for one in there if one not in self._meeting], default=0)
+        return min([self._made.get(one, 0) for one in self._not_met], default=0)
+
+    @property
+    def _not_met(self) -> list[Member]:
+        """The workers that are awaited, and are not at a barrier."""
+        there = [self._peers.workers[rank] for rank in sorted(self._peers.awaited) if rank in self._peers.workers]
+        return [one for one in there if one not in self._meeting]
 
     def _enrol(self) -> None:
         awaited = [self._peers.workers[rank] for rank in self._peers.awaited if rank in self._peers.workers]

@@ -65,8 +65,11 @@ class Pending:
     """Whether it is late, and the scheduler was asked who is missing."""
     in_background: bool = False
     """Whether its user goes on meanwhile, so that other requests are explained first."""
-    of_workers: bool = False
-    """Whether it waits for what other workers do, and their user may go on meanwhile; then `label` says what."""
+    deed: str = ""
+    """What other workers have to do before a push is due, if the request asks when it is; its user may go on
+    meanwhile."""
+    awaits: tuple[int, ...] | None = None
+    """The ranks of those, as the server has said; None before it has."""
     is_held: bool = False
     """Whether this worker holds it back until it takes part, or until all have gone back to a snapshot."""
     asked_for: Message | None = None
@@ -97,15 +100,16 @@ class PendingRequests:
 
     @property
     def newest(self) -> Pending:
-        """The last call; there must be one."""
-        return next(reversed(self._all.values()))
+        """The last call, one with a `deed` only if there is no other; there must be one."""
+        calls = list(self._all.values())
+        return next((one for one in reversed(calls) if not one.deed), calls[-1])
 
     @property
     def oldest(self) -> Pending | None:
         """The request that has waited longest; one in the background only if there is no other."""
         found = None
         for pending in self._all.values():
-            if not (pending.in_background or pending.of_workers):
+            if not (pending.in_background or pending.deed):
                 return pending
             found = found or pending
         return found
@@ -425,7 +429,7 @@ class BlockedReports:
         self._threads = threads
         self._pending = pending
         self._transfers = transfers
-        self._said = Blocked(0, "", (), -1, NONE, NONE, NONE)
+        self._said = Blocked(0, "", (), (), -1, NONE, NONE, NONE)
 
     def look_later(self, now: float) -> None:
         """There is a request."""
@@ -451,7 +455,7 @@ class BlockedReports:
 
     def report(self, leaving: int | None, now: float) -> Blocked:
         """What this worker waits for now; the last report itself if that says the same."""
-        report = self._report(leaving, now) or Blocked(0, "", (), -1, NONE, NONE, NONE)
+        report = self._report(leaving, now) or Blocked(0, "", (), (), -1, NONE, NONE, NONE)
         if not _says_the_same(report, self._said):
             self._said = replace(report, number=self._said.number + 1)
         return self._said
@@ -468,13 +472,18 @@ class BlockedReports:
             return None
         pushed, awaited = rounds
         is_open = self._transfers.is_open
-        others = [one.request for one in self._pending if not is_open(one.request) and one.request != leaving]
+        reports = [one.awaits for one in self._pending if one.deed]
+        if None in reports:
+            return None
+        awaits = tuple(sorted({rank for ranks in reports for rank in ranks or ()}))
+        called = [one.request for one in self._pending if not one.deed]
+        others = [request for request in called if not is_open(request) and request != leaving]
         firsts = _stretches(pushed, awaited)
         if len(others) > REQUESTS_MAX or len(firsts) > STRETCHES_MAX:
             return None
         place, which = self._place(leaving, awaited)
         columns = [np.append(column, np.uint32(0))[firsts] for column in (pushed, awaited)]
-        return Blocked(0, place, tuple(others), which, firsts, *columns)
+        return Blocked(0, place, tuple(others), awaits, which, firsts, *columns)
 
     def _place(self, leaving: int | None, awaited: U32) -> tuple[str, int]:
         """The call that waits, and the first slice whose round it waits for; -1 if it waits for no round."""
@@ -487,7 +496,8 @@ class BlockedReports:
 
 def _says_the_same(one: Blocked, other: Blocked) -> bool:
     """Whether two reports differ in their numbers at most."""
-    if (one.place, one.requests, one.slice) != (other.place, other.requests, other.slice):
+    whats = [(report.place, report.requests, report.awaits, report.slice) for report in (one, other)]
+    if whats[0] != whats[1]:
         return False
     columns = ((one.firsts, other.firsts), (one.pushed, other.pushed), (one.awaited, other.awaited))
     return all(np.array_equal(own, others) for own, others in columns)

@@ -5,21 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kvdist.core.machine import CompleteRequest, Effect, Send
+from kvdist.core.policy import deed_of
 from kvdist.core.worker.pending import PendingRequests
-from kvdist.core.worker.requests import ReportProgress
+from kvdist.core.worker.requests import ReportProgress, label_of
 from kvdist.core.worker.transfers import Transfers
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Due, DueWhen, Progress
-
-_LABELS = {
-    DueWhen.MADE: "make their part of {} examples, or steps",
-    DueWhen.SPARED: "have gradients, all but {} of them",
-    DueWhen.QUORUM: "make their steps, {} of them at least",
-    DueWhen.LED: "be at most {} pushes behind",
-    DueWhen.DELAYED: "say how late a gradient is, of at most {} versions",
-}
-"""What workers wait for that the others do, by rule."""
-
+from kvdist.protocol.messages import Due, DueWhen, Waiting
 
 class ProgressReports:
     """The reports of one worker, and what servers have answered.
@@ -45,7 +36,7 @@ class ProgressReports:
         """Take a call of the user; the one before it is answered."""
         number = request.progress.slice
         effects = self._answer(number, None)
-        step = int(self._transfers.slices.pushed[number])
+        step = self._transfers.slices.rounds_of(number)
         progress = replace(request.progress, step=step)
         if progress.when == DueWhen.LED:
             progress = replace(progress, samples=self._meetings)
@@ -53,8 +44,20 @@ class ProgressReports:
         due = self._due.get(number)
         if due is not None and due.step >= step:
             return [*effects, CompleteRequest(request.request, due)]
-        self._pending.open(request.request, _label(request.progress), now).of_workers = True
-        return [*effects, Send(self._servers[request.server], request.progress)]
+        self._pending.open(request.request, label_of(request), now).deed = deed_of(progress)
+        return [*effects, Send(self._servers[request.server], progress)]
+
+    def ask_again(self) -> list[Effect]:
+        """The user waits: repeat each report that has no answer, so that the server says who is awaited."""
+        unanswered = [said for said in self._said.values() if self._pending.get(said.request) is not None]
+        return [Send(self._servers[said.server], said.progress) for said in unanswered]
+
+    def hinted(self, hint: Waiting) -> bool:
+        """Whether this says who is awaited before a push is due; then it is noted."""
+        about = [one for one in self._pending if one.deed == hint.deed]
+        for pending in about:
+            pending.awaits = hint.ranks
+        return bool(about)
 
     def due(self, message: Due) -> list[Effect]:
         """A server says that a push is due."""
@@ -88,10 +91,3 @@ class ProgressReports:
         pending = None if said is None else self._pending.get(said.request)
         return [] if pending is None else [self._pending.close(pending, due)]
 
-
-def _label(progress: Progress) -> str:
-    if progress.together:
-        return "make an exchange of all workers, as exchange(), save_checkpoint() or the end of the data does"
-    if progress.now:
-        return "push what they have"
-    return _LABELS[DueWhen(progress.when)].format(progress.quota)

@@ -611,8 +611,8 @@ def label_of(request: Request) -> str:
             return "loading of a checkpoint"
         case TakePart():
             return "taking part in a running job"
-        case ReportProgress():
-            return "report of progress"
+        case ReportProgress(progress=progress):
+            return "exchange() or save_checkpoint()" if progress.together else "trainer.step()"
         case ReportTimes():
             return "report of the times of steps"
         case Lease():

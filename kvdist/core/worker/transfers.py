@@ -246,6 +246,8 @@ class SliceTable:
         """The run of that push."""
         self._busy: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._lines: dict[int, deque[Run]] = {}
+        self.has_rested = False
+        """Whether this worker was left out of rounds because it had no data; see `rounds`."""
 
     def grow(self, size: int) -> None:
         """Have rows for slices 0 to `size - 1`. The table at least doubles when it grows."""
@@ -353,6 +355,30 @@ class SliceTable:
         for number, line in self._lines.items():
             counted[number] -= len(line)
         return counted.astype(np.uint32)
+
+    def rounds(self, counted: U32) -> tuple[U32, U32]:
+        """Pushes of this worker as rounds of all workers, which the workers can compare with each other.
+
+        They are the same numbers until a worker rests: rounds that the others close meanwhile have no push of it.
+
+        Args:
+            counted: (n,) as `counted_pushes` returns them.
+
+        Returns:
+            (n,) how many rounds of each slice are closed, as far as this worker has heard; and (n,) in how many it has
+            pushed, or was left out. 0 for slices without rounds.
+        """
+        closed = np.maximum(counted, self.versions) if self.has_rested else counted
+        pushed = self.pushed + (closed - counted)
+        return np.where(self.is_lockstep, closed, np.uint32(0)), np.where(self.is_lockstep, pushed, np.uint32(0))
+
+    def rounds_of(self, number: int) -> int:
+        """How many rounds come before the next push of one slice; without rounds, how many pushes."""
+        pushed = int(self.pushed[number])
+        if not (self.has_rested and self.is_lockstep[number]):
+            return pushed
+        under_way = int(self._busy[number]) + len(self._lines.get(number, ()))
+        return max(pushed, int(self.versions[number]) + under_way)
 
     @property
     def has_lines(self) -> bool:
@@ -650,8 +676,8 @@ class Transfers:
         """What the rounds wait for without which no answer can come; None if one can.
 
         Returns:
-            (n,) how often this worker has pushed each slice that has rounds, and (n,) how often every worker must have
-            pushed it before the next answer; 0 where no answer is awaited.
+            (n,) in how many rounds this worker has pushed each slice that has rounds, and (n,) in how many every worker
+            must have pushed it before the next answer; 0 where no answer is awaited. See `SliceTable.rounds`.
         """
         slices, counted = self.slices, self.slices.counted_pushes()
         for run in self._runs.values():
@@ -664,8 +690,8 @@ class Transfers:
                 return None
             if np.count_nonzero(waits & slices.is_lockstep[ids]) != run.left:
                 return None
-        pushed = np.where(slices.is_lockstep, slices.pushed, np.uint32(0))
-        return pushed, np.where(pushed > counted, counted + np.uint32(1), np.uint32(0))
+        closed, pushed = slices.rounds(counted)
+        return pushed, np.where(pushed > closed, closed + np.uint32(1), np.uint32(0))
 
     def first_awaited(self, request: int, awaited: U32) -> int:
         """The first slice of a request for whose round it waits; -1 if there is none."""

@@ -47,6 +47,7 @@ from kvdist.core.policy import POLICIES
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.pending import (
+    REPORT_AFTER_S,
     BarrierCalls,
     BlockedReports,
     CallAnswers,
@@ -163,6 +164,8 @@ class Worker(Machine):
         self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
         self.epoch = 0
         self.step = 0
+        self._stepped = 0
+        """The slice whose pushes that counts."""
         self.steps: dict[Member, int] = {}
         self.servers: dict[int, Member] = {}
         """The number of a server, as placement names it → the one that has its slices."""
@@ -345,6 +348,9 @@ class Worker(Machine):
         if now >= self._blocked.next_look:
             report = self._blocked.look(self._leave_in_line, now)
             effects += [Send(SCHEDULER_MEMBER, report)] if report else self._stalled(now)
+            since = self._threads.longest_wait_since()
+            if self._progress is not None and since is not None and now - since >= REPORT_AFTER_S:
+                effects += self._progress.ask_again()
         return effects + self._settle(now)
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
@@ -387,8 +393,8 @@ class Worker(Machine):
         if oldest is None:
             return None
         hint = self._saving.hint if oldest.in_background else self._hint
-        if hint is None and oldest.of_workers:
-            who, deed = "the other workers", oldest.label
+        if oldest.deed:
+            who, deed = ", ".join(map(self._named, oldest.awaits or ())) or "the other workers", oldest.deed
         elif hint is None and oldest.is_held:
             who, deed = self._holders()
         elif hint is None:
@@ -488,7 +494,7 @@ class Worker(Machine):
                 self._declared[request.request] = request
                 if POLICIES[request.mode].by_priority:
                     self.transfers.keep_little_flying()
-                return [self._pending.ask(request.request, replace(request.message, pushes=self.step))]
+                return [self._pending.ask(request.request, replace(request.message, pushes=self._place))]
             case Transfer():
                 return self._transfer(request, now)
             case UseKernels():
@@ -504,7 +510,7 @@ class Worker(Machine):
                 if self._newcomer is not None and self._newcomer.looks_on:
                     return [self._barriers.compare(request)]
                 meets = [] if self._progress is None else self._progress.meets()
-                return [*meets, *self._barriers.enter(request, self.step)]
+                return [*meets, *self._barriers.enter(request, self._place)]
             case ClaimFolder():
                 self._open(request, now)
                 return self._saving.claim(request)
@@ -513,7 +519,7 @@ class Worker(Machine):
                 there = {rank: member for rank, member in self.servers.items() if member in self._dialled}
                 if len(there) < len(self.servers) and not request.failure:
                     request = replace(request, failure="a server is lost, and not back yet: save again")
-                return self._saving.save(request, there, self.step)
+                return self._saving.save(request, there, self._place)
             case LoadStore():
                 self._open(request, now)
                 self._saving.load(request)
@@ -530,6 +536,7 @@ class Worker(Machine):
             from kvdist.core.worker.progress import ProgressReports  # a feature at a seam: loaded where it is used
 
             self._progress = ProgressReports(self._pending, self.transfers, self.servers)
+        self._blocked.look_later(now)
         return self._progress.report(request, now)
 
     def _report_times(self, request: ReportTimes) -> list[Effect]:
@@ -556,8 +563,18 @@ class Worker(Machine):
             return [self._close(pending)]
         self.transfers.start(request)
         if request.kind.pushes:
-            self.step = max(self.step, int(self.transfers.slices.pushed[request.runs[0].plan.ids[0]]))
+            number = int(request.runs[0].plan.ids[0])
+            pushed = int(self.transfers.slices.pushed[number])
+            if pushed >= self.step:
+                self.step, self._stepped = pushed, number
         return []
+
+    @property
+    def _place(self) -> int:
+        """Where this worker is in the program: after so many steps of all workers, its own and those while it rested."""
+        if not self.transfers.slices.has_rested:
+            return self.step
+        return max(self.step, self.transfers.slices.rounds_of(self._stepped))
 
     def _leave(self, request: Leave, now: float) -> list[Effect]:
         self._leaving = request
@@ -605,7 +622,7 @@ class Worker(Machine):
             rewinding.is_quiet = True
             effects.append(Send(SCHEDULER_MEMBER, Quiet(rewinding.number)))
         if self._saving.waiting:
-            effects += self._saving.settle(self.step)
+            effects += self._saving.settle(self._place)
         for rank, message, credit in self.transfers.take():
             leader = self._leader if rank == LEADER else None
             to = self.servers[rank] if leader is None else leader
@@ -672,6 +689,8 @@ class Worker(Machine):
                 self._barriers.begin_at(message.stores, message.barriers)
                 self._saving.begin_at(message.stores, message.saves, message.loads)
                 pending = self._pending.get(message.request)
+                if pending is not None and isinstance(pending.asked_for, Lease) and pending.asked_for.rests:
+                    self.transfers.slices.has_rested = True
                 return [] if pending is None else [self._close(pending, message)]
             case CheckBlocked():
                 return [Send(SCHEDULER_MEMBER, self._blocked.report(self._leave_in_line, now))]
@@ -948,7 +967,7 @@ class Worker(Machine):
         if not self.joining.complete:
             self.joining.hinted(hint.deed, now)
             return []
-        if self._saving.hinted(hint):
+        if self._saving.hinted(hint) or (self._progress is not None and self._progress.hinted(hint)):
             return []
         effects = self._barriers.hinted(hint, now)
         self._hint = None if effects else hint
