@@ -72,6 +72,10 @@ ONLY_IMPORTER = {
 }
 """Libraries that only these files of `kvdist` and the launcher may import."""
 
+UNSEEN_WAITS = {"concurrent.futures.as_completed", "concurrent.futures.wait"}
+MAY_WAIT_UNSEEN = {"kvdist/kvstore/allreduce.py", "kvdist/kvstore/collective.py", "kvdist/runtime/waits.py"}
+"""Who waits for ranks without servers, which have a search of their own for what stalls, and the list of waits itself."""
+
 ENVIRONMENT_READER = "kvdist/config/environment.py"
 
 IMPURE = {
@@ -240,6 +244,8 @@ def importer_faults(source: Source) -> list[str]:
             faults.append(f"{source.path}:{line}: only {' and '.join(sorted(ONLY_IMPORTER[top]))} may import {top}")
         if name.startswith("torch.distributed") and not source.module.startswith("kvdist.collective"):
             faults.append(f"{source.path}:{line}: only kvdist.collective may import torch.distributed")
+        if name in UNSEEN_WAITS and source.path not in MAY_WAIT_UNSEEN:
+            faults.append(f"{source.path}:{line}: a wait that nobody knows of; use kvdist.runtime.waits in place of {name}")
         if source.module.startswith("kvdist.core") and (top in IMPURE or name.startswith("numpy.random")):
             faults.append(f"{source.path}:{line}: the core is pure and may not import {name}")
     return faults
@@ -388,6 +394,7 @@ WRONG = [
     (importer_faults, BLOCK, "import time"),
     (importer_faults, BLOCK, "from threading import Lock"),
     (importer_faults, BLOCK, "from numpy import random"),
+    (importer_faults, TRAINER, "from concurrent.futures import Future, wait"),
     (importer_faults, TRAINER, "import torch.distributed"),
     (importer_faults, TRAINER, "from torch import distributed"),
     (by_name_faults, BLOCK, "__import__('zmq')"),

@@ -96,7 +96,7 @@ _DEEDS = {
 def deed_of(progress: Progress) -> str:
     """What other workers have to do before the push that a worker reports progress for is due, for people."""
     if progress.together:
-        deed = "make an exchange of all workers, as exchange(), save_checkpoint() or the end of the data does"
+        deed = "make an exchange of all workers"
     elif progress.now:
         deed = "push what they have"
     else:

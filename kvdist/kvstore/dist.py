@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -69,6 +68,7 @@ from kvdist.optimizer.states import SliceState
 from kvdist.protocol.arrays import ALIGNMENT_BYTES
 from kvdist.protocol.messages import Command, Configure, Due, DueWhen, OnLoss, Progress, StepTimes
 from kvdist.runtime.cluster import Cluster, Leasing
+from kvdist.runtime.waits import AwaitedLock
 
 if TYPE_CHECKING:
     from kvdist.kvstore.checkpoints import Checkpoint, ServerSaving
@@ -122,7 +122,7 @@ class DistBackend(Backend):
         self._rows = self.rows = RowTransfers(cluster, self.arrays)
         self._members = view.members
         """As the functions of `watch_members` know them."""
-        self._barrier_lock = threading.Lock()
+        self._barrier_lock = AwaitedLock()
         self._is_closed = False
         self._metrics = MetricsExchange(lambda: KVStore(DistBackend("dist", SYNC, cluster, kernels, None, True)))
         self._saving: ServerSaving | None = None

@@ -12,8 +12,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Container
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Container
+from concurrent.futures import Future, wait
 from concurrent.futures import thread as executors
 from types import FrameType
 from typing import Any, TypeVar
@@ -107,6 +107,39 @@ class AwaitedFuture(Future[Result]):
             return super().exception(timeout)
         with WaitingCall():
             return super().exception()
+
+
+def wait_for(futures: Collection[Future[Any]]) -> None:
+    """Wait until all of these are done, whatever becomes of them; that this thread waits is known."""
+    if not all(future.done() for future in futures):
+        with WaitingCall():
+            wait(futures)
+
+
+class AwaitedLock:
+    """A lock that is held while its thread waits for other workers; that others wait for the lock is known, too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def acquire(self, blocking: bool = True) -> bool:
+        """See `threading.Lock.acquire`."""
+        if self._lock.acquire(blocking=False):
+            return True
+        if not blocking:
+            return False
+        with WaitingCall():
+            return self._lock.acquire()
+
+    def release(self) -> None:
+        """See `threading.Lock.release`."""
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 class UnderWay:

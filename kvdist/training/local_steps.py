@@ -12,7 +12,7 @@ import contextlib
 import heapq
 import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ from kvdist.errors import ConfigError
 from kvdist.kvstore.backend import Average
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import create
+from kvdist.runtime.waits import wait_for
 from kvdist.training.data import HandedOut, count_as_used
 from kvdist.training.parameters import Grads, Parameter
 
@@ -259,7 +260,7 @@ class OuterSteps(Exchanges):
         super().begin()
 
     def settle(self) -> None:
-        wait([one.under_way for one in self._fragments if one.under_way is not None])
+        wait_for([one.under_way for one in self._fragments if one.under_way is not None])
 
     def left(self) -> HandedOut:
         for fragment in self._fragments:

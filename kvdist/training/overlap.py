@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ from kvdist.errors import ForkError
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.optimizer.base import LIVE, Optimizer
+from kvdist.runtime.waits import wait_for
 from kvdist.training.ballot import Ballot
 from kvdist.training.parameters import Parameter
 
@@ -135,7 +136,7 @@ class Overlap(GradientBuckets):
             # After an error too, no transfer out of gradients or into weights is in progress.
             under_way, self._under_way, self._watched = self._under_way, [], []
             self._left_out, self._had = frozenset(), set()
-            wait(under_way)
+            wait_for(under_way)
         for future in under_way:
             future.result()
         if changed:

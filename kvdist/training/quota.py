@@ -14,9 +14,8 @@ gradient is late has pushed nothing, and drops it.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,6 +24,7 @@ import torch
 from kvdist.config.policies import DAMPINGS, Backup, Buffered, LocalSteps, Quota, TrainingPolicy, updates_between
 from kvdist.kvstore.backend import Average
 from kvdist.protocol.messages import Due, DueWhen
+from kvdist.runtime.waits import AwaitedLock, wait_for
 from kvdist.training.data import HandedOut, count_as_used
 from kvdist.training.local_steps import LOG, Exchanges
 from kvdist.training.parameters import Grads, Parameter
@@ -101,7 +101,7 @@ class QuotaSteps(Exchanges):
         self._take = take
         self._handed_out = handed_out
         self._landed = landed
-        self._lock = threading.Lock()
+        self._lock = AwaitedLock()
         """Held while a step changes weights and sums, and while they are pushed."""
         self._pusher = ThreadPoolExecutor(1, "kvdist-quota")
         self._last: Push | None = None
@@ -122,7 +122,7 @@ class QuotaSteps(Exchanges):
     def begin(self) -> None:
         with self._lock:
             if self._last is not None and self._last.answer is not None:
-                wait([self._last.answer])
+                wait_for([self._last.answer])
             self._last = self._complete = self._asked = self._failure = None
             self._ready = {}
             super().begin()

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from kvdist import why
 from tests.integration.processes import Job
 
 SOON_S = 60.0
@@ -88,6 +89,46 @@ def test_workers_that_take_uneven_steps_and_then_meet_raise(job, script, call, p
     for line in deadlocked(job):
         assert "worker-0 waits for worker-1 to push key 'w' (step 3), in pull of key 'w'" in line
         assert re.search(rf"worker-1 waits for worker-0 in [^;]*{place}", line)
+
+
+EXCHANGE = (
+    START
+    + """
+    import torch
+    from kvdist import Trainer
+    weight = torch.nn.Parameter(torch.zeros(3))
+    trainer = Trainer([("w", weight)], "sgd", {"learning_rate": 0.1}, kvstore=store)
+    for _ in range(2):
+        weight.grad = torch.ones(3)
+        trainer.step(samples=2)
+    trainer.exchange()
+    trainer.exchange() if rank == 0 else store.barrier()
+    """
+)
+"""Worker 0 makes another exchange than the others do."""
+
+
+def test_an_exchange_that_the_others_do_not_make_raises(job, script):
+    launcher = job.launch(2, 1, script(EXCHANGE), options=["--policy", "quota:64"])
+    job.finish(SOON_S)
+    (line,) = {one[one.index("deadlock:") :] for one in launcher.lines_with("kvdist.errors.DeadlockError: ")}
+    assert "worker-0 waits for worker-1 in exchange() or save_checkpoint()" in line
+    assert "worker-1 waits for worker-0 in barrier" in line
+
+
+def test_who_waits_in_an_exchange_is_known_where_no_deadlock_is_looked_for(job, script, tmp_path):
+    # A thread of the script may act, so nobody may say that the job cannot go on.
+    thread = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
+    program = script(EXCHANGE.replace("import torch", f"import torch; {thread}", 1))
+    options = ["--policy", "quota:64", "--dump", str(tmp_path)]
+    launcher = job.launch(2, 1, program, options=options, KVDIST_STALL_SHUTDOWN_S="8", KVDIST_EXPLAIN_AFTER_S="4")
+    job.finish(SOON_S)
+    assert launcher.code != 0
+    assert launcher.lines_with("worker-0: waiting") and launcher.lines_with("for worker-1"), job.transcript()
+    told = why.explained(tmp_path)
+    assert re.search(r"orker-0.* wait(ed|ing) [\d.]+ s for worker-1.* to make an exchange of all workers", told), told
+    assert re.search(r"orker-1.* wait(ed|ing) [\d.]+ s for worker-0.* to reach barrier", told), told
+    assert "waited for nobody" not in told
 
 
 def test_a_close_that_waits_for_pushes_of_a_worker_that_waits_for_it_raises(job, script):

@@ -1,8 +1,9 @@
 """Deadlocks are found, all of them and no others: random programs on a simulated cluster, judged by a small model.
 
 A worker's program is a list of calls: it declares keys, pushes without waiting, pulls, meets at barriers, computes,
-exchanges what it has made when all others do so too, and leaves. `ends` says whether all programs come to their ends. Where they do, no process may fail, however long somebody
-computes; where they do not, every worker that is left raises `DeadlockError`.
+exchanges what it has made when all others do so too, and leaves. `ends` says whether all programs come to their ends.
+Where they do, no process may fail, however long somebody computes; where they do not, every worker that is left raises
+`DeadlockError`.
 """
 
 from __future__ import annotations
@@ -71,12 +72,13 @@ def programs(seed: int) -> list[list[Call]]:
         if draw.random() < 0.3:
             del calls[draw.randrange(len(calls))]
         order = draw.sample(keys, len(keys)) if draw.random() < 0.2 else keys
-        made.append([*(("init", key) for key in (*order, "x")), *chain.from_iterable(map(whole, calls)), ("leave", None)])
+        inits = [("init", key) for key in (*order, "x")]
+        made.append([*inits, *chain.from_iterable(map(whole, calls)), ("leave", None)])
     return made
 
 
 def whole(call: Call) -> list[Call]:
-    """An exchange is a push that waits for all others to come to theirs, and the new weights; they have their own key."""
+    """An exchange is a push that waits until all others come to theirs, and the new weights. It has its own key."""
     return [("meet", "x"), ("push", "x"), ("pull", "x")] if call[0] == "meet" else [call]
 
 

@@ -2,7 +2,8 @@
 
 A worker that reports (`core.worker.pending`) waits with all its threads. It is in a deadlock if everything that it
 waits for needs another worker of the deadlock to act: to push a slice once more, to initialise a key, to arrive at a
-barrier. Before a push is due, any of the workers that a server awaits may suffice, so all of them have to be in it. So from all that report, workers that can go on are removed until none can; the rest wait for ever.
+barrier. Where a push is not due yet, each of the workers that the server awaits may make it due, so all of them have
+to be in the deadlock. From all that report, workers that can go on are removed until none can; the rest wait for ever.
 
 One look is not enough. The same set with the same reports must be found again after `CONFIRM_S`, and then each of
 its members must confirm its report.
@@ -129,7 +130,7 @@ def _waits_for(
     rank: int, said: Blocked, members: Set[int], live: Set[int], waits: Waits, bounds: U32, fewest: U32
 ) -> bool:
     """Whether everything that a worker waits for needs one of these to act first."""
-    reports_to = live.intersection(said.awaits)
+    reports_to = live & set(said.awaits)
     awaited = _at(said.firsts, said.awaited, bounds)
     waits_for_rounds = awaited > 0
     if not (said.requests or waits_for_rounds.any() or reports_to) or not reports_to <= members:

@@ -12,6 +12,7 @@ from kvdist.core.worker.transfers import Transfers
 from kvdist.nodes import Member
 from kvdist.protocol.messages import Due, DueWhen, Waiting
 
+
 class ProgressReports:
     """The reports of one worker, and what servers have answered.
 

@@ -571,7 +571,7 @@ class Worker(Machine):
 
     @property
     def _place(self) -> int:
-        """Where this worker is in the program: after so many steps of all workers, its own and those while it rested."""
+        """Where this worker is in the program: how many steps it has made, and the others while it rested."""
         if not self.transfers.slices.has_rested:
             return self.step
         return max(self.step, self.transfers.slices.rounds_of(self._stepped))
