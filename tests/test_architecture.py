@@ -74,7 +74,7 @@ ONLY_IMPORTER = {
 
 UNSEEN_WAITS = {"concurrent.futures.as_completed", "concurrent.futures.wait"}
 MAY_WAIT_UNSEEN = {"kvdist/kvstore/allreduce.py", "kvdist/kvstore/collective.py", "kvdist/runtime/waits.py"}
-"""Who waits for ranks without servers, which have a search of their own for what stalls, and the list of waits itself."""
+"""Who waits for ranks without servers, which look for what stalls in another way, and the list of waits itself."""
 
 ENVIRONMENT_READER = "kvdist/config/environment.py"
 
@@ -245,7 +245,7 @@ def importer_faults(source: Source) -> list[str]:
         if name.startswith("torch.distributed") and not source.module.startswith("kvdist.collective"):
             faults.append(f"{source.path}:{line}: only kvdist.collective may import torch.distributed")
         if name in UNSEEN_WAITS and source.path not in MAY_WAIT_UNSEEN:
-            faults.append(f"{source.path}:{line}: a wait that nobody knows of; use kvdist.runtime.waits in place of {name}")
+            faults.append(f"{source.path}:{line}: a wait that is in no list; take kvdist.runtime.waits, not {name}")
         if source.module.startswith("kvdist.core") and (top in IMPURE or name.startswith("numpy.random")):
             faults.append(f"{source.path}:{line}: the core is pure and may not import {name}")
     return faults

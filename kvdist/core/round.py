@@ -134,8 +134,8 @@ class Round(Generic[C, P]):
     open_since: float = 0.0
     admission: Admission | None = None
     """None nearly always."""
-    later: frozenset[int] = frozenset()
-    """The ranks of the workers that have joined later."""
+    began: dict[int, int] = field(default_factory=dict)
+    """Rank of each worker that has joined later → where its counter began: so many pushes are those of others."""
 
     @property
     def is_quiet(self) -> bool:
@@ -234,8 +234,7 @@ class Round(Generic[C, P]):
         for rank in ranks:
             admission.since[rank] = NEVER if version is None else version
             if version is not None:
-                self.counted[rank] = version
-                self.later |= {rank}
+                self.counted[rank] = self.began[rank] = version
         self._tidy(admission)
 
     def leave_out(self, ranks: Sequence[int]) -> None:
@@ -248,7 +247,7 @@ class Round(Generic[C, P]):
         if self.admission is not None:
             self.admission.limit = None
             self._tidy(self.admission)
-        self.later |= frozenset(ranks)
+        self.began.update({rank: self.counted.get(rank, 0) for rank in ranks})
 
     def is_before(self, pull: PullRequest) -> bool:
         """Whether a pull wants the version before the present one: its worker has come back, and repeats that step."""
@@ -286,7 +285,8 @@ class Round(Generic[C, P]):
         self.pulls = [pull for pull in self.pulls if pull.member.node.rank not in gone]
 
     def drop(self, ranks: Set[int]) -> dict[int, int]:
-        """Drop what these lost workers have pushed and no version has. Returns rank → how many pushes versions have.
+        """Drop what these lost workers have pushed and no version has. Returns rank → how many of its pushes versions
+        have.
 
         Their counters go, too: they would be wrong for another process of that rank, and keep blocks from merging.
         """
@@ -296,7 +296,7 @@ class Round(Generic[C, P]):
             if self.admission is not None:
                 self.admission.since.pop(rank, None)
             self.examples.pop(rank, None)
-        return {rank: self.counted.pop(rank, 0) for rank in ranks}
+        return {rank: max(self.counted.pop(rank, 0) - self.began.pop(rank, 0), 0) for rank in ranks}
 
     def drop_open(self, ranks: Set[int]) -> None:
         """Drop what these lost workers have pushed and no version has: they come back, and push it again."""

@@ -1206,8 +1206,8 @@ class Standing:
     examples: UInt64
     since: FromMinusOne
     """The version from which on it takes part, `LATER` if that is not known yet; -1: it does."""
-    is_later: Boolean
-    """Whether it has joined later."""
+    began: FromMinusOne
+    """Where its counter began, if it has joined later, else -1."""
     refused: FromMinusOne
     """The counter of its last push, if that was refused for good, else -1; and why it was."""
     code: FromMinusOne

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from kvdist.checkpoint.snapshot import Manifest
+from kvdist.checkpoint.snapshot import EVERYTHING, WEIGHTS, Manifest
 from kvdist.core.sharding import Slice
 from kvdist.core.worker.requests import (
     EnterBarrier,
     Leave,
+    LoadStore,
     ReportProgress,
     Run,
     RunKind,
@@ -24,7 +25,8 @@ from kvdist.core.worker.requests import (
 )
 from kvdist.protocol.messages import DueWhen, Lease, Leased, Progress, Used
 from tests.core.ledger import Books
-from tests.core.workload import KEYS, SERVER_DECIDES, STORE, Program, User, _payload, _sinks
+from tests.core.shelf import FULL
+from tests.core.workload import KEYS, SERVER_DECIDES, STORE, Program, User, _landing, _payload, _sinks
 
 EPOCHS = 2
 BATCH = 3
@@ -162,7 +164,8 @@ class LeasingUser(User):
 class QuotaLeasingUser(LeasingUser):
     """Makes batches of leased examples at its own pace and pushes when a server says that it is time, as `QuotaSteps`.
 
-    It rests when there is nothing to lease. After the last example all make exchanges, and checkpoints of them.
+    It rests when there is nothing to lease. After the last example all make exchanges and checkpoints of them, average
+    a number, and load the last checkpoint.
     """
 
     _made: list[Place] = field(default_factory=list)
@@ -188,12 +191,23 @@ class QuotaLeasingUser(LeasingUser):
                 yield [self._ask(lambda number: Used(number, self._used, False))]
                 yield from self._save(self._machine.transfers.slices.rounds_of(self._piece.number))
         yield self._landed
-        for statement in ("the end", "the very end"):
-            yield [self._ask(lambda number, said=statement: EnterBarrier(number, STORE, statement=said))]
+        yield from self._average(0)
+        yield [self._ask(lambda number: EnterBarrier(number, STORE))]
         yield from self._require(self._final(), "something is missing at the end")
         self.reads += 1
+        yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+        if self.shelf.called_for():
+            yield from self._load(max(self.shelf.called_for()))
         self._let_go()
         yield [self._ask(Leave)]
+
+    def _load(self, folder: str) -> Program:
+        self.oracle.went_back = True
+        loading = self._ask(lambda number: LoadStore(number, STORE, folder, EVERYTHING))
+        yield [_landing(loading)]
+        assert loading.exception() is None or FULL in str(loading.exception()), loading.exception()
+        if loading.exception() is None:
+            yield from self._require(self.shelf.gathered(folder, WEIGHTS), "what was saved is not what was loaded")
 
     def _take_part(self) -> Program:
         if self.life and self.since is None:

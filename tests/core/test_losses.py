@@ -67,6 +67,30 @@ def test_what_is_not_counted_is_dropped_and_the_round_is_closed_by_the_others(wi
         assert set(block.round.counted) == {0, 2}, "blocks with other counters would not merge"
 
 
+@pytest.mark.parametrize("turns", [1, 3])
+def test_the_pushes_of_each_life_are_counted_from_its_own_beginning(wired: Wired, turns: int) -> None:
+    for _ in range(4):
+        for rank in (0, 1, 2):
+            wired.push(rank, {"w": [1, 1, 1], "b": [1]})
+        wired.settle()
+    wired.kill("worker-1")
+    wired.advance(10.0)
+    wired.come_back(1)
+    wired.declare(1, {"w": (3,), "b": (1,)})
+    wired.set_optimizer(1, "test")
+    wired.settle()
+    wired.take_part(1)
+    wired.settle()
+    for turn in range(turns + 1):
+        for rank in (0, 1, 2) if turn else (0, 2):  # it takes part after one more step of the others
+            wired.push(rank, {"w": [1, 1, 1], "b": [1]})
+        wired.settle()
+    wired.kill("worker-1")
+    wired.advance(10.0)
+    said = [report for report in wired.reports if "nothing of the next" in report]
+    assert [report.partition(": ")[2].split()[0] for report in said] == ["4", str(turns)]
+
+
 def test_what_is_counted_on_one_server_and_not_on_another_is_said_to_count_in_part() -> None:
     wired = going_on(2, 2, bigarray_bound=2)
     wired.pushpull(0, {"w": [1, 1, 1]})

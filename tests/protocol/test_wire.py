@@ -178,7 +178,7 @@ CONTRIBUTORS = st.lists(st.builds(m.Contributor, U32, U64, U32, U32), max_size=5
 CODES = st.sampled_from([-1, *map(int, m.ErrorCode)])
 FROM_MINUS_ONE = st.integers(-1, U32_MAX)
 STANDINGS = st.lists(
-    st.builds(m.Standing, U32, U32, U64, FROM_MINUS_ONE, st.booleans(), FROM_MINUS_ONE, CODES, NAMES), max_size=5
+    st.builds(m.Standing, U32, U32, U64, FROM_MINUS_ONE, FROM_MINUS_ONE, FROM_MINUS_ONE, CODES, NAMES), max_size=5
 ).map(tuple)
 SETTING = st.tuples(st.tuples(*[FINITE | st.just(math.nan)] * 2, st.just(1.0)))
 ROUND = (U32, CONTRIBUTORS, SETTING, CODES, NAMES, st.booleans(), st.booleans())
@@ -423,7 +423,7 @@ REFUSED_CHANGES = [
     ("Replicate", {"code": 99}, "unknown error 99"),
     ("ReplicateRows", {"ids": np.zeros(2, np.uint32)}, "2 tables, where one"),
     ("Fill", {"ids": np.array([4, 5], np.uint32)}, "pieces of several slices"),
-    ("Fill", {"standings": (m.Standing(0, 0, 0, -1, False, 3, 99, ""),)}, "unknown error 99"),
+    ("Fill", {"standings": (m.Standing(0, 0, 0, -1, -1, 3, 99, ""),)}, "unknown error 99"),
     ("Hello", {"host": "h" * 1025}, "longer than 1024"),
     ("Push", {"ids": np.zeros(3, np.int64)}, "array of uint32, found int64"),
     ("Push", {"flags": np.zeros(3, np.uint32)}, "array of uint8, found uint32"),

@@ -333,6 +333,7 @@ class Block:
             key=self.key_of(begin),
             slots={rank: replace(one, values=one.values[elements]) for rank, one in own.slots.items()},
             counted=dict(own.counted),
+            began=dict(own.began),
             examples=dict(own.examples),
             refused=dict(own.refused),
             pulls=list(own.pulls),
@@ -361,6 +362,7 @@ class Block:
             and not (self.joint or other.joint)
             and (self.store, self.dtype, self.pulled_as) == (other.store, other.dtype, other.pulled_as)
             and (mine.version, mine.counted, mine.examples) == (its.version, its.counted, its.examples)
+            and mine.began == its.began
             and mine.admission is its.admission is None
             and self.published is not None
             and other.published is not None
@@ -433,7 +435,7 @@ def apply_round(
     if spoken is None:
         return
     require_optimizer(first.key, first.round.policy, updater)
-    lr, wd = agreed_settings(first.key, spoken, first.round.later, first.round.policy)
+    lr, wd = agreed_settings(first.key, spoken, first.round.began.keys(), first.round.policy)
     optimizer = None if updater is None else updater.optimizer
     factors = [scales_of(own, every, optimizer) for own, every in zip(present, rounds, strict=True)]
     targets, pieces = [], []

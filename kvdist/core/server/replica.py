@@ -206,7 +206,7 @@ class ReplicatedDense(_Replicated, DenseShard):
         spoken = next(filter(None, present), None)
         if spoken is None:
             return []
-        lr, wd = agreed_settings(blocks[0].key, spoken, blocks[0].round.later, blocks[0].round.policy)
+        lr, wd = agreed_settings(blocks[0].key, spoken, blocks[0].round.began.keys(), blocks[0].round.policy)
         updater = self._updaters.get(blocks[0].store)
         optimizer = None if updater is None else updater.optimizer
         sums = []
@@ -870,7 +870,7 @@ def _merged(
     present = [one for one in contributions if not one.is_empty]
     if not present:
         return None
-    lr, wd = agreed_settings(table.round.key, present, table.round.later, table.round.policy)
+    lr, wd = agreed_settings(table.round.key, present, table.round.began.keys(), table.round.policy)
     scales = scales_of(present, contributions, optimizer)
     parts = [table._joined(one) for one in present]
     rows = table.rows
@@ -912,13 +912,13 @@ def _standings(round_: Round[Any, Any]) -> tuple[tuple[Standing, ...], int]:
     """What a round knows of each worker, and its limit or -1."""
     admission = round_.admission or Admission()
     limit = -1 if admission.limit is None else admission.limit
-    ranks = sorted({*round_.counted, *round_.examples, *round_.refused, *round_.later, *admission.since})
+    ranks = sorted({*round_.counted, *round_.examples, *round_.refused, *round_.began, *admission.since})
     found = []
     for rank in ranks:
         since = admission.since.get(rank, -1)
         refused, (code, reason) = round_.refused.get(rank, (-1, (-1, "")))
         before = (round_.counted.get(rank, 0), round_.examples.get(rank, 0), LATER if since == NEVER else int(since))
-        found.append(Standing(rank, *before, rank in round_.later, refused, code, reason))
+        found.append(Standing(rank, *before, round_.began.get(rank, -1), refused, code, reason))
     return tuple(found), limit
 
 
@@ -928,7 +928,7 @@ def _stand(round_: Round[Any, Any], message: Fill) -> None:
     round_.version = message.version
     round_.counted = {one.rank: one.counted for one in known}
     round_.examples = {one.rank: one.examples for one in known if one.examples}
-    round_.later = frozenset(one.rank for one in known if one.is_later)
+    round_.began = {one.rank: one.began for one in known if one.began >= 0}
     refused = [one for one in known if one.refused >= 0]
     round_.refused = {one.rank: (one.refused, (ErrorCode(one.code), one.reason)) for one in refused}
     since = {one.rank: NEVER if one.since == LATER else float(one.since) for one in known if one.since >= 0}

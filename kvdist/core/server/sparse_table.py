@@ -191,7 +191,7 @@ class SparseTable:
         present = [contribution for contribution in contributions if not contribution.is_empty]
         if not present:
             return
-        lr, wd = agreed_settings(key, present, self.round.later, self.round.policy)
+        lr, wd = agreed_settings(key, present, self.round.began.keys(), self.round.policy)
         scales = scales_of(present, contributions, optimizer)
         try:
             gradients = [self._joined(c) for c in present]
