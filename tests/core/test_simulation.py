@@ -1432,6 +1432,10 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(ReturnedScheduler, "_recall_agreements", lets_the_dead_decide)],
     ),
     "reports of progress are added up": ("quota", [(Quotas, "heard", adds_up_reports)]),
+    "who has rested counts its own pushes for rounds": (
+        "exact quota at rest",
+        [(SliceTable, "rounds_of", lambda self, number: int(self.pushed[number]))],
+    ),
     "who has the slices of a lost server hears of no progress": (
         "quota and a dead server",
         [(ProgressReports, "again", lambda self, number: [])],
