@@ -28,6 +28,7 @@ from kvdist.collective.api import (
 )
 from kvdist.collective.channel import Channel
 from kvdist.collective.operations import AllGather, Operation, contiguous_values
+from kvdist.collective.optimizer import require_torch_optimizer
 from kvdist.collective.reduction import Average
 from kvdist.collective.signature import Signature, kind_of
 from kvdist.errors import CollectiveError, ProtocolError
@@ -101,9 +102,11 @@ def broadcast_optimizer_state(
 
     Raises:
         CollectiveError: it failed.
-        TypeError: on the root, the state contains a value that cannot be sent; the message names it.
+        TypeError: the optimizer is not torch's; on the root also if the state contains a value that cannot be sent,
+            which the message names.
         ValueError: the root's optimizer has other parameter groups.
     """
+    require_torch_optimizer(optimizer, "broadcast_optimizer_state")
     group = group_of(process_set)
     is_root = group.ranks[group.rank] == root_rank
     is_new = not optimizer.state
