@@ -396,5 +396,5 @@ def _given(parameters: Sequence[torch.Tensor], groups: Sequence[Sequence[torch.T
     if len(taken) != len(set(taken)):
         raise ValueError("groups contains a parameter twice")
     rest = sorted(set(range(len(parameters))) - set(taken))
-    by_size = arrange([_sizes(parameters)[number] for number in rest], BUCKET_BYTES) if rest else []
+    by_size = arrange(_sizes([parameters[number] for number in rest]), BUCKET_BYTES) if rest else []
     return [group for group in members if group] + [[rest[i] for i in bucket.members] for bucket in by_size]
