@@ -317,7 +317,11 @@ class GradientReducer(GradientBuckets):
                 one.grad.data.copy_(result)
 
     def _agreed_sparse(self) -> frozenset[int]:
-        """Agree on the parameters that have a sparse gradient on any rank."""
+        """Agree on the parameters that have a sparse gradient on any rank.
+
+        Raises:
+            ValueError: there is one, and the operator cannot reduce it.
+        """
         flags = torch.tensor([int(_is_sparse(parameter.grad)) for parameter in self.parameters], dtype=torch.uint8)
         handle = submit(
             self._options.process_set,
@@ -325,7 +329,13 @@ class GradientReducer(GradientBuckets):
             "",
             lambda _: AllReduce("", [flags], [flags], Max, note="which gradients are sparse"),
         )
-        return frozenset(member for member, flag in enumerate(handle.result()[0].tolist()) if flag)
+        sparse = [member for member, flag in enumerate(handle.result()[0].tolist()) if flag]
+        if sparse and self._options.op not in (Average, Sum):
+            raise ValueError(
+                f"the gradient of {self._names[sparse[0]]} is sparse, and sparse gradients are reduced by Average or"
+                f" Sum, not {self._options.op.name}: set sparse_as_dense=True"
+            )
+        return frozenset(sparse)
 
     def _gather(self, member: int) -> Handle:
         parameter = self.parameters[member]

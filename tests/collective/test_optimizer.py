@@ -423,6 +423,19 @@ def test_sparse_gradients_are_gathered_and_equal_dense_ones():
         torch.testing.assert_close(one, first[0], rtol=1e-6, atol=1e-6)
 
 
+def test_sparse_gradients_that_cannot_be_reduced_are_refused_before_any_is():
+    def program(rank):
+        table, bias = nn.Embedding(4, 1, sparse=True), nn.Parameter(torch.zeros(1))
+        named = [("table", table.weight), ("bias", bias)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table.weight, bias], lr=1.0), named, op=hvd.Max)
+        (table(torch.tensor([rank])).sum() + bias * (rank + 1)).sum().backward()
+        with pytest.raises(ValueError, match="the gradient of table is sparse, and .* not Max: set sparse_as_dense"):
+            optimizer.step()
+        return bias.grad.item()
+
+    assert returned(run_ranks(2, program)) == [1.0, 2.0]
+
+
 class Slow(torch.optim.Optimizer):
     """A wrapper without torch's constructor."""
 
