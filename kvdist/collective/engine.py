@@ -205,7 +205,7 @@ class CollectiveEngine:
         control = open_control(self.world, store, self._address, settings, met)
         control.wait_for_all()
         if self.world.is_assumed:
-            self.world = placed(self.world, control.hosts)
+            self.world = placed(self.world, control.machines)
         # No earlier meeting has written under this prefix.
         return control, PrefixStore(control.token, store)
 

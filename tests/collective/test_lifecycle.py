@@ -151,7 +151,9 @@ def test_a_forked_child_knows_who_it_is_and_touches_nothing():
     ],
 )
 def test_ranks_whose_launcher_said_nothing_of_machines_know_their_places_once_they_have_met(monkeypatch, hosts, places):
-    monkeypatch.setattr("kvdist.collective.coordinator.AllConnected", lambda _: AllConnected(tuple(hosts)))
+    monkeypatch.setattr(
+        "kvdist.collective.coordinator.AllConnected", lambda names, _: AllConnected(names, tuple(hosts))
+    )
     store = HashStore()
 
     def program(rank):
@@ -268,7 +270,7 @@ def test_what_strangers_send_is_dropped(caplog):
                 stranger.sendall(data)
         transport = ZeroMQTransport(Limits(), judges_silence=False)
         route = transport.connect(endpoint)
-        for frame in (encode(RankHello("guess", 1, 2, "h", "1")), b"", b"\xff" * 99):
+        for frame in (encode(RankHello("guess", 1, 2, "h", "m", "1")), b"", b"\xff" * 99):
             transport.send(route, [frame])
         transport.recv(0.2)
         transport.close()
