@@ -139,7 +139,7 @@ def metric_average(
     Raises:
         CollectiveError: it failed.
     """
-    mine = torch.tensor(float(value), dtype=torch.float64)
+    mine = torch.tensor(float(value), dtype=torch.float64, device="cpu")
     return float(allreduce(mine, name=name, op=Average, process_set=process_set))
 
 
@@ -207,11 +207,12 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """
     group = group_of(process_set)
     given, failure = _encoded(obj)
+    size = torch.tensor([given.numel()], device="cpu")
     sizes, raw_bytes = submit(
         process_set,
         kind_of("allgather_object", 2),
         name,
-        lambda _: AllGather(name or "", [torch.tensor([given.numel()]), given], "allgather_object"),
+        lambda _: AllGather(name or "", [size, given], "allgather_object"),
     ).result()
     if failure is not None:
         raise failure
@@ -227,10 +228,10 @@ class _BroadcastBytes(Operation):
         self.signature = Signature("broadcast_object", name, (), f"from rank {root}")
 
     def begin(self, channel: Channel) -> Sequence[Work]:
-        size = torch.tensor([0 if self._raw_bytes is None else self._raw_bytes.numel()])
+        size = torch.tensor([0 if self._raw_bytes is None else self._raw_bytes.numel()], device="cpu")
         channel.broadcast(size, self._root).wait()
         if self._raw_bytes is None:
-            self._raw_bytes = torch.empty(int(size), dtype=torch.uint8)
+            self._raw_bytes = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         return [channel.broadcast(self._raw_bytes, self._root)]
 
     def finish(self) -> torch.Tensor | None:

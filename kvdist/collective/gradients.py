@@ -322,7 +322,8 @@ class GradientReducer(GradientBuckets):
         Raises:
             ValueError: there is one, and the operator cannot reduce it.
         """
-        flags = torch.tensor([int(_is_sparse(parameter.grad)) for parameter in self.parameters], dtype=torch.uint8)
+        found = [int(_is_sparse(parameter.grad)) for parameter in self.parameters]
+        flags = torch.tensor(found, dtype=torch.uint8, device="cpu")
         handle = submit(
             self._options.process_set,
             "allreduce",
@@ -342,7 +343,7 @@ class GradientReducer(GradientBuckets):
         grad = parameter.grad if parameter.requires_grad else None
         if grad is None:
             grad = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64),
+                torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
                 parameter.new_empty(0, *parameter.shape[1:]),
                 parameter.shape,
                 device=parameter.device,

@@ -185,9 +185,10 @@ class _Distributed(Distributed, torch.optim.Optimizer):
             self._before_update()
             if loss is None:
                 return None
-            value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+            is_tensor = isinstance(loss, torch.Tensor)
+            value = loss.detach() if is_tensor else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
             average = allreduce(value, op=Average, process_set=self._options.process_set)
-            return average if isinstance(loss, torch.Tensor) else average.item()
+            return average if is_tensor else average.item()
 
         return reduced
 

@@ -221,7 +221,7 @@ def alltoall(
 def _equal_parts(tensor: torch.Tensor, size: int) -> torch.Tensor | None:
     """Equal numbers of rows as splits, or None where there are none, which the operation refuses."""
     is_even = tensor.dim() > 0 and tensor.shape[0] % size == 0
-    return torch.full([size], tensor.shape[0] // size, dtype=torch.int32) if is_even else None
+    return torch.full([size], tensor.shape[0] // size, dtype=torch.int32, device="cpu") if is_even else None
 
 
 def reducescatter(
@@ -294,7 +294,7 @@ def join() -> Any:
     Returns:
         The rank that called it last, int32, the same on all ranks.
     """
-    return call(lambda _: [torch.tensor(collective.join(), dtype=torch.int32)], [], [tf.int32])[0]
+    return call(lambda _: [torch.tensor(collective.join(), dtype=torch.int32, device="cpu")], [], [tf.int32])[0]
 
 
 # Questions, answered when a graph is run.
