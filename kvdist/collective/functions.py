@@ -175,6 +175,7 @@ def broadcast_object(
     Raises:
         CollectiveError: it failed; on ranks other than the root also if the object cannot be sent.
         TypeError: on the root, the object contains a value of another type; the message names it.
+        ValueError: on the root, it contains text that is none, such as a name of a file with a lone surrogate.
     """
     group = group_of(process_set)
     is_root = group.ranks[group.rank] == root_rank
@@ -204,6 +205,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         CollectiveError: it failed, or another rank's object cannot be sent.
         TypeError: this rank's object contains a value of another type; the message names it.
+        ValueError: it contains text that is none, such as a name of a file with a lone surrogate.
     """
     group = group_of(process_set)
     given, failure = _encoded(obj)
@@ -265,7 +267,7 @@ def _translated(value: object) -> object | None:
         return None
     if value.layout != torch.strided or str(value.dtype) not in _DTYPES or value.is_meta:
         what = f"layout {value.layout} and dtype {value.dtype} on {value.device}"
-        raise TypeError(f"a tensor of {what} cannot be sent as an object")
+        raise TypeError(f"it is a tensor of {what}")
     # As bytes with one more dimension: NumPy does not have all dtypes.
     raw_bytes = contiguous_values(value.detach().cpu()).unsqueeze(-1).view(torch.uint8)
     return Leaf(str(value.dtype), raw_bytes.numpy())

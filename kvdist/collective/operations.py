@@ -391,8 +391,8 @@ class AllToAll(Operation):
     def begin(self, channel: Channel) -> Sequence[Work]:
         ones = [1] * channel.size
         counts = torch.empty(channel.size, dtype=torch.int64, device="cpu")
-        sent = torch.tensor(self._sent, dtype=torch.int64, device="cpu")
-        channel.all_to_all(counts, sent, ones, ones).wait()
+        own_counts = torch.tensor(self._sent, dtype=torch.int64, device="cpu")
+        channel.all_to_all(counts, own_counts, ones, ones).wait()
         self._received = counts.tolist()
         self._output = self._tensor.new_empty((sum(self._received), *self._tensor.shape[1:]))
         row_bytes = self._tensor[:1].element_size() * self._tensor.shape[1:].numel()
