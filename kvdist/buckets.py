@@ -32,6 +32,13 @@ alone, large enough that biases and norms travel with their layer. A bucket of a
 server."""
 
 
+REENTRANT = (
+    "If there was one pass, the parameter is used several times in a checkpoint with use_reentrant=True, which runs a"
+    " backward pass within the pass for each use: set use_reentrant=False"
+)
+"""What to do where the gradient of one pass comes in parts."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Bucket:
     """Parameters whose gradients travel together.
@@ -121,7 +128,7 @@ class GradientBuckets(abc.ABC):
             " no step() has taken since. With overlap=True each step sends the gradients of one backward pass: put all"
             " passes but the last before a step, and those whose gradients are not to be used, into `with"
             " trainer.no_sync():`. If a pass was abandoned, call step() before the next one, as the other workers do,"
-            " or they wait for this one's part"
+            f" or they wait for this one's part. {REENTRANT}, or overlap=False"
         )
 
     @property

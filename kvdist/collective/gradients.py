@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets, arrange
+from kvdist.buckets import BUCKET_BYTES, REENTRANT, Bucket, GradientBuckets, arrange
 from kvdist.collective.api import (
     Handle,
     ProcessSet,
@@ -230,7 +230,7 @@ class GradientReducer(GradientBuckets):
         return AssertionError(
             f"the gradient of {self._names[member]} was computed more than backward_passes_per_step ({self._passes})"
             " times before a call to step() or synchronize(). Increase backward_passes_per_step to add gradients up"
-            " locally"
+            f" locally. {REENTRANT}"
         )
 
     def finish(self) -> None:

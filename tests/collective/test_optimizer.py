@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import kvdist
 import kvdist.collective as hvd
@@ -141,6 +142,28 @@ def test_the_number_of_passes_may_change_and_too_many_are_an_error():
         return weight.item()
 
     assert returned(run_ranks(2, program)) == [3.0, 3.0]  # the gradient that came too late was added all the same
+
+
+def test_a_gradient_that_comes_in_parts_within_a_pass_is_refused_with_a_remedy_that_works():
+    def program(rank):
+        net = nn.Linear(2, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+
+        def step(use_reentrant):
+            x = torch.ones(1, 2, requires_grad=True)
+            for _ in range(2):
+                x = checkpoint(net, x, use_reentrant=use_reentrant)
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with pytest.raises(AssertionError, match="a checkpoint with use_reentrant=True.*: set use_reentrant=False"):
+            step(True)
+        optimizer.step()
+        optimizer.zero_grad()
+        step(False)
+
+    returned(run_ranks(2, program))
 
 
 # Parameters that not every rank uses.
