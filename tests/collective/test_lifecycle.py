@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 import kvdist.collective as hvd
 from kvdist.collective import basics, rendezvous
 from kvdist.collective.basics import current, using
-from kvdist.collective.channel import ConnectingGroup
+from kvdist.collective.channel import Channel, ConnectingGroup
 from kvdist.collective.consistency import CoordinatedCheck
 from kvdist.collective.engine import CollectiveEngine
 from kvdist.collective.rendezvous import forget_port, meet
@@ -191,6 +191,18 @@ def test_who_has_left_in_good_order_was_connected_to_all_and_fails_only_operatio
     group = SimpleNamespace(number=0, ranks=(0, 1), is_open=True, fail=lambda of, at=0: failed.append((at, of("x"))))
     member.enter(group)
     assert [at for at, _ in failed] == [0] and isinstance(failed[0][1], RankLostError)
+
+
+def test_a_process_that_ends_by_a_failure_gives_up_what_still_connects():
+    def program(rank):
+        opening = ConnectingGroup(7, (0, 1))
+        current()._control.check.enter(opening)
+        current().close("a mistake")
+        with pytest.raises(CollectiveError, match="this process ends: a mistake"):
+            opening.open(Channel(HashStore(), rank, 2, "127.0.0.1"))
+        return [thread.name for thread in threading.enumerate() if thread.name == "kvdist-opening"]
+
+    assert returned(run_ranks(2, program)) == [[], []]
 
 
 def test_the_ranks_that_have_not_come_are_named_on_those_that_have():
