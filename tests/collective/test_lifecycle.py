@@ -194,15 +194,20 @@ def test_who_has_left_in_good_order_was_connected_to_all_and_fails_only_operatio
 
 
 def test_a_process_that_ends_by_a_failure_gives_up_what_still_connects():
+    has_ended = threading.Event()
+
     def program(rank):
+        if rank:
+            return has_ended.wait(60)
         opening = ConnectingGroup(7, (0, 1))
         current()._control.check.enter(opening)
         current().close("a mistake")
+        has_ended.set()
         with pytest.raises(CollectiveError, match="this process ends: a mistake"):
             opening.open(Channel(HashStore(), rank, 2, "127.0.0.1"))
-        return [thread.name for thread in threading.enumerate() if thread.name == "kvdist-opening"]
+        return "kvdist-opening" not in [thread.name for thread in threading.enumerate()]
 
-    assert returned(run_ranks(2, program)) == [[], []]
+    assert returned(run_ranks(2, program)) == [True, True]
 
 
 def test_the_ranks_that_have_not_come_are_named_on_those_that_have():
