@@ -32,6 +32,13 @@ alone, large enough that biases and norms travel with their layer. A bucket of a
 server."""
 
 
+REENTRANT = (
+    "If there was one pass, the parameter is used several times in a checkpoint with use_reentrant=True, which runs a"
+    " backward pass within the pass for each use: set use_reentrant=False"
+)
+"""What to do where the gradient of one pass comes in parts."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Bucket:
     """Parameters whose gradients travel together.
@@ -52,11 +59,13 @@ def arrange(sizes_bytes: Sequence[int], bucket_bytes: int = BUCKET_BYTES) -> lis
     """
     buckets: list[Bucket] = []
     members: list[int] = []
+    size_bytes = 0
     for position in reversed(range(len(sizes_bytes))):
         members.append(position)
-        if position == 0 or sum(sizes_bytes[member] for member in members) >= bucket_bytes:
+        size_bytes += sizes_bytes[position]
+        if position == 0 or size_bytes >= bucket_bytes:
             buckets.append(Bucket(tuple(reversed(members)), len(buckets)))
-            members = []
+            members, size_bytes = [], 0
     return buckets
 
 
@@ -119,7 +128,7 @@ class GradientBuckets(abc.ABC):
             " no step() has taken since. With overlap=True each step sends the gradients of one backward pass: put all"
             " passes but the last before a step, and those whose gradients are not to be used, into `with"
             " trainer.no_sync():`. If a pass was abandoned, call step() before the next one, as the other workers do,"
-            " or they wait for this one's part"
+            f" or they wait for this one's part. {REENTRANT}, or overlap=False"
         )
 
     @property
@@ -156,6 +165,8 @@ class GradientBuckets(abc.ABC):
     def _begin_again(self) -> None:
         self._is_open = False
         self._started: set[Bucket] = set()
+        self._next = 0
+        """In order: the position of the first bucket that has not started."""
         self._missing = {
             bucket: {(member, device): self._passes for member in bucket.members for device in range(self._num_devices)}
             for bucket in self.buckets
@@ -184,12 +195,14 @@ class GradientBuckets(abc.ABC):
 
     def _start_full(self, bucket: Bucket) -> None:
         """Start a full bucket and full ones that waited for it, unless it has to wait itself."""
-        for one in self.buckets if self._in_order else [bucket]:
-            if one not in self._started:
-                if self._missing[one]:
-                    break
-                self.start(one)
-                self._started.add(one)
+        if not self._in_order:
+            self.start(bucket)
+            self._started.add(bucket)
+            return
+        while self._next < len(self.buckets) and not self._missing[self.buckets[self._next]]:
+            self.start(self.buckets[self._next])
+            self._started.add(self.buckets[self._next])
+            self._next += 1
 
 
 def _hook(owner: weakref.ref[GradientBuckets], member: int, device: int) -> Callable[[torch.Tensor], None]:

@@ -334,6 +334,29 @@ def handler_faults(source: Source) -> list[str]:
     return [f"{source.path}:{node.lineno}: a bare except" for node in bare]
 
 
+@cache
+def makers_of_tensors() -> frozenset[str]:
+    """The functions of torch whose tensors lie on the program's default device, unless they are told where."""
+    from torch.utils._device import _device_constructors
+
+    return frozenset(one.__name__ for one in _device_constructors())
+
+
+def device_faults(source: Source) -> list[str]:
+    """Tensors that would lie where the program has `torch.set_default_device` put its own."""
+    faults = [
+        f"{source.path}:{line}: {name} is called as an attribute of torch, where its device is seen"
+        for name, line in imported_names(source)
+        if name.startswith("torch.") and name.removeprefix("torch.") in makers_of_tensors()
+    ]
+    for node in ast.walk(source.tree):
+        name = dotted(node.func) if isinstance(node, ast.Call) else ""
+        made = name.startswith("torch.") and name.rpartition(".")[2] in makers_of_tensors()
+        if made and not any(keyword.arg == "device" for keyword in node.keywords):
+            faults.append(f"{source.path}:{node.lineno}: {name} without a device")
+    return faults
+
+
 def length_faults(source: Source) -> list[str]:
     """Functions over the limit, docstring left out."""
     faults = []
@@ -375,6 +398,7 @@ CHECKS = {
     "nothing runs what it was sent or ends its caller": (SOURCES, banned_faults),
     "nothing that waits reads the time of day": (SOURCES, clock_faults),
     "an exception has a type where it is caught": (SOURCES, handler_faults),
+    "a tensor is made on a device that is named": (LIBRARY, device_faults),
     "functions are short": (SOURCES, length_faults),
 }
 """What holds, the files that it holds for, and what finds its faults."""
@@ -421,6 +445,9 @@ WRONG = [
     (clock_faults, "kvdist.runtime.node", "from time import time_ns"),
     (clock_faults, "kvdist.runtime.node", "from datetime import datetime\nclock = datetime.now"),
     (handler_faults, BLOCK, "try:\n    f()\nexcept:\n    pass"),
+    (device_faults, TRAINER, "torch.zeros(3)"),
+    (device_faults, TRAINER, "torch.tensor([1], dtype=torch.int64).cumsum(0)"),
+    (device_faults, TRAINER, "from torch import zeros"),
     (length_faults, BLOCK, f"def f():\n{LONG_BODY}"),
 ]
 """A function that finds faults, the module of a file, and a text with one fault."""
@@ -434,6 +461,7 @@ RIGHT = [
     (banned_faults, "kvdist.__main__", "sys.exit(1)"),
     (banned_faults, BLOCK, "model.eval()\nsubprocess.run(['ls'], shell=False)"),
     (banned_faults, "launcher.kvdist_launch.serialization", "import cloudpickle"),
+    (device_faults, TRAINER, "torch.zeros(3, device='cpu')\ntorch.from_numpy(a)\ntorch.zeros_like(b)"),
     (length_faults, BLOCK, 'def f():\n    """' + "word\n" * 90 + '    """\n    return 1\n'),
 ]
 

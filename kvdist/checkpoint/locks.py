@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvdist.checkpoint.files import make_durable, make_folder, open_regular, read_regular
-from kvdist.config.addresses import host_name
+from kvdist.config.addresses import boot_id, host_name
 from kvdist.errors import CheckpointError
 
 LOG = logging.getLogger("kvdist")
@@ -244,7 +244,7 @@ def _is_left_over(path: Path, has_flock: bool, seen: _Seen) -> bool:
 
 def _is_gone(owner: dict[str, Any], has_flock: bool) -> bool:
     """Whether the process that a lock names has ended, as far as this host can know."""
-    ours, theirs, is_this_host = _boot(), owner.get("boot"), owner.get("host") == host_name()
+    ours, theirs, is_this_host = boot_id(), owner.get("boot"), owner.get("host") == host_name()
     if ours and theirs:  # else a kernel does not say which it is
         if ours != theirs:
             return is_this_host  # which was started again since
@@ -283,7 +283,7 @@ def _write(descriptor: int) -> None:
     content = {
         "format": FORMAT,
         "host": host_name(),
-        "boot": _boot(),
+        "boot": boot_id(),
         "pid": os.getpid(),
         "run": _run(),
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -302,13 +302,6 @@ def _content(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) and found.get("format") == FORMAT else {}
-
-
-def _boot() -> str:
-    """What tells this kernel from those of other hosts, and from itself before it was started again."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
 
 
 def _is_at(descriptor: int, path: Path) -> bool:

@@ -65,7 +65,7 @@ class AdasumOperation(AllReduce):
         for i, view in zip(members, views, strict=True):
             view.view(self._tensors[i].shape).copy_(self._tensors[i])
         scale_(flat, self._prescale)
-        ends = torch.tensor(sizes).cumsum(0).tolist()
+        ends = torch.tensor(sizes, device="cpu").cumsum(0).tolist()
         combine(flat, [(end - size, end) for size, end in zip(sizes, ends, strict=True)], channel)
         scale_(flat, self._postscale)
         for i, view in zip(members, views, strict=True):
@@ -113,7 +113,7 @@ def _exchange(given: torch.Tensor, partner: int, channel: Channel) -> torch.Tens
 
 def _dots(a: torch.Tensor, b: torch.Tensor, first: int, vectors: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Partial a·a, b·b and a·b of each vector, over its elements in these pieces, which begin at `first`."""
-    dots = torch.zeros(len(vectors), 3, dtype=torch.float64)
+    dots = torch.zeros(len(vectors), 3, dtype=torch.float64, device="cpu")
     for row, (begin, end) in _within(first, a.numel(), vectors):
         one, other = a[begin:end].double(), b[begin:end].double()
         dots[row] = torch.stack([one.dot(one), other.dot(other), one.dot(other)]).cpu()
@@ -122,7 +122,7 @@ def _dots(a: torch.Tensor, b: torch.Tensor, first: int, vectors: Sequence[tuple[
 
 def _over_block(dots: torch.Tensor, block: int, channel: Channel) -> torch.Tensor:
     """The sums over an aligned block of ranks, which hold pieces of the same two vectors, in rank order."""
-    of_ranks = torch.empty(channel.size, *dots.shape, dtype=dots.dtype)
+    of_ranks = torch.empty(channel.size, *dots.shape, dtype=dots.dtype, device="cpu")
     channel.all_gather(of_ranks.view(-1), dots.view(-1)).wait()
     begin = channel.rank // block * block
     return of_ranks[begin : begin + block].sum(0)

@@ -416,7 +416,7 @@ def sparse_allreduce_async(
         indices, values = results
         if reduced is Average:
             values = values / divisor if values.is_floating_point() else values.div(divisor, rounding_mode="trunc")
-        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+        return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, device=values.device, check_invariants=False)
 
     divisor = group_of(process_set).size
     return submit(process_set, kind_of(SPARSE_ALLREDUCE, 2), name, build, whole)
@@ -452,7 +452,7 @@ def grouped_allgather(
 
     def back(grads: TensorList) -> TensorList:
         # Only each rank knows its numbers of rows.
-        rows = torch.tensor([[tensor.shape[0] for tensor in tensors]])
+        rows = torch.tensor([[tensor.shape[0] for tensor in tensors]], device="cpu")
         of_ranks = synchronize(allgather_async(rows, None, process_set))
         averages = grouped_allreduce(grads, op=Average, process_set=process_set)
         begins = of_ranks[: group_of(process_set).rank].sum(0).tolist()

@@ -28,10 +28,50 @@ from kvdist.errors import CollectiveError
 GLOO_THREADS = 2
 """Operations of one group that gloo performs at the same time."""
 
+LOOK_AGAIN_S = 0.005
+"""How often a connecting rank looks for what another one says in the store."""
+GIVE_UP_S = 10.0
+"""How long an abandoned connection may take to end."""
 SLOW_PEER_S = 7 * 24 * 3600.0
 """Gloo's own timeout: gloo notices a lost peer without it, and a slow one is waited for."""
 NCCL_S = 60.0
 """NCCL's timeout: NCCL does not notice a lost peer."""
+
+
+class ConnectingStore(Store):
+    """A store whose waits for other ranks end when they are abandoned, in gloo's constructor too.
+
+    A thread that waited in C++ could not be ended, and would abort the process as the interpreter ends.
+
+    Args:
+        name: apart from those of the other uses of the same store.
+        store: the one that the ranks share.
+        abandoned: set when this rank gives up.
+    """
+
+    def __init__(self, name: str, store: Store, abandoned: threading.Event) -> None:
+        super().__init__()
+        self._store = PrefixStore(name, store)
+        self._abandoned = abandoned
+
+    def set(self, key: str, value: str) -> None:
+        """Say something to the other ranks."""
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for what a rank says."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until there are all of these keys; gloo's timeout is longer than any wait.
+
+        Raises:
+            CollectiveError: this rank has given up.
+        """
+        while not self._store.check(keys):
+            if self._abandoned.wait(LOOK_AGAIN_S):
+                raise CollectiveError("the connections to the other ranks were given up")
 
 
 class Channel:
@@ -51,19 +91,29 @@ class Channel:
         self._store = store
         self._address = address
         self._shares_memory = shares_memory
+        self._abandoned = threading.Event()
         self._memory: shared_memory.SharedMemory | None = None
         # Any: torch's annotations do not have the verbs of its groups.
         self._gloo: Any = None
         self._nccl: Any = None
 
     def open(self) -> None:
-        """Connect to the other ranks; blocks until all are connected, so none can leave while another connects."""
+        """Connect to the other ranks; blocks until all are connected, so none can leave while another connects.
+
+        Raises:
+            CollectiveError: `abandon` was called.
+            RuntimeError: torch cannot connect.
+        """
         self._gloo = self._connected("gloo", self.rank, self.size)
         if self.size > 1:
-            self._gloo.barrier().wait()
             host = shared_memory.host_of_this_process() if self._shares_memory else ""
-            store = PrefixStore("memory", self._store)
+            store = ConnectingStore("memory", self._store, self._abandoned)
             self._memory = shared_memory.connected(store, self.rank, self.size, host, self._sum_over_hosts)
+            self._gloo.barrier().wait()  # last: who leaves may take the store along
+
+    def abandon(self) -> None:
+        """End the waits of `open` for other ranks. Safe from any thread."""
+        self._abandoned.set()
 
     @property
     def waits_in_begin(self) -> bool:
@@ -134,7 +184,7 @@ class Channel:
         options._timeout = timedelta(seconds=SLOW_PEER_S)
         options._devices = [ProcessGroupGloo.create_device(self._address)]
         options._threads = GLOO_THREADS
-        return ProcessGroupGloo(PrefixStore(name, self._store), rank, size, options)
+        return ProcessGroupGloo(ConnectingStore(name, self._store, self._abandoned), rank, size, options)
 
     def _sum_over_hosts(self, ranks: list[int]) -> Callable[[torch.Tensor], None]:
         """Connect the first ranks of the hosts, of which this is one; what sums a tensor over them."""
@@ -164,8 +214,8 @@ class Channel:
 class ConnectingGroup:
     """A group whose ranks are still connecting.
 
-    Gloo waits for the address of each rank, for ever if one has died. So a daemon thread connects, and is abandoned
-    when the control channel reports a loss by `fail`.
+    Gloo waits for the address of each rank, for ever if one has died. So a thread connects, and gives up when the
+    control channel reports a loss by `fail`.
 
     Args:
         number: of the group.
@@ -194,8 +244,15 @@ class ConnectingGroup:
             CollectiveError: one of them is gone.
             RuntimeError: torch cannot connect.
         """
-        threading.Thread(target=self._run, args=(channel,), name="kvdist-opening", daemon=True).start()
-        self._opened.result()
+        thread = threading.Thread(target=self._run, args=(channel,), name="kvdist-opening", daemon=True)
+        thread.start()
+        try:
+            self._opened.result()
+        except BaseException:
+            channel.abandon()
+            # A rank that died after it had said its address keeps gloo for ever, where nothing wakes it any more.
+            thread.join(GIVE_UP_S)
+            raise
 
     def _run(self, channel: Channel) -> None:
         try:

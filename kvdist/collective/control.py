@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from kvdist.collective.consistency import CoordinatedCheck
 from kvdist.collective.coordinator import Answers, Coordinator, named
-from kvdist.config.addresses import host_name
+from kvdist.config.addresses import host_name, this_machine
 from kvdist.config.endpoints import is_loopback, tcp_endpoint
 from kvdist.config.environment import World
 from kvdist.config.settings import CollectiveSettings, Limits
@@ -114,7 +114,8 @@ class Control(abc.ABC):
     Attributes:
         check: the consistency check of this rank's groups.
         token: drawn by rank 0 for this meeting alone.
-        hosts: of all ranks, once all have connected.
+        hosts: of all ranks, once all have connected, for people.
+        machines: of all ranks, then, equal for those on one.
         is_alone: whether the connection to rank 0 has ended.
 
     Raises:
@@ -134,6 +135,7 @@ class Control(abc.ABC):
         self.check = CoordinatedCheck(world.rank, host_name(), self.transport.wake, self._say)
         self._has_begun = threading.Event()
         self.hosts: tuple[str, ...] = ()
+        self.machines: tuple[str, ...] = ()
         self._refusal = ""
         self._heard_farewell = False
         self._deadline: float | None = None
@@ -200,8 +202,8 @@ class Control(abc.ABC):
     def hear(self, message: Message) -> None:
         """Handle a message from rank 0."""
         match message:
-            case AllConnected(hosts=hosts):
-                self.hosts = hosts
+            case AllConnected(hosts=hosts, machines=machines):
+                self.hosts, self.machines = hosts, machines
                 self._has_begun.set()
             case Farewell():
                 self._heard_farewell = True
@@ -220,9 +222,9 @@ class Control(abc.ABC):
 
     def _run(self) -> None:
         try:
-            self.send(
-                RankHello(self.token, self.world.rank, self.world.size, host_name(), __version__), time.monotonic()
-            )
+            rank, size = self.world.rank, self.world.size
+            hello = RankHello(self.token, rank, size, host_name(), this_machine(), __version__)
+            self.send(hello, time.monotonic())
             while not self._may_end():
                 for event in self.transport.recv(TICK_S):
                     self.handle(event)

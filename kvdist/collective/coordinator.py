@@ -257,6 +257,7 @@ class Coordinator:
         self._stall_check_s = stall_check_s
         self._stall_shutdown_s = stall_shutdown_s
         self._hosts: dict[int, str] = {}
+        self._machines: dict[int, str] = {}
         self._left: set[int] = set()
         self._groups = {0: GroupProgress(0, tuple(range(size)))}
         self._signatures: dict[bytes, Signature] = {JOIN_SIGNATURE.digest: JOIN_SIGNATURE}
@@ -393,9 +394,11 @@ class Coordinator:
             raise ProtocolError(
                 f"rank {hello.rank} of {hello.size} is not expected (size {self._size}; missing: {self.missing})"
             )
-        self._hosts[rank] = hello.host
+        self._hosts[rank], self._machines[rank] = hello.host, hello.machine
         if not self.missing:
-            self._tell(range(self._size), AllConnected(tuple(self._hosts[rank] for rank in range(self._size))))
+            ranks = range(self._size)
+            places = [tuple(said[rank] for rank in ranks) for said in (self._hosts, self._machines)]
+            self._tell(ranks, AllConnected(*places))
 
     def _see_off(self, rank: int, bye: RankBye) -> None:
         self._tell([rank], Farewell())

@@ -162,9 +162,9 @@ class CollectiveEngine:
             action()
         self._closing.clear()
         groups = list(self._groups.values())
-        if failure:
-            for group in groups:
-                group.fail(lambda _: CollectiveError(f"this process ends: {failure}"))
+        if failure and self._control is not None:
+            # Also those that still connect.
+            self._control.check.fail(lambda _: CollectiveError(f"this process ends: {failure}"))
         # Before any wait: the others may wait for operations that are never called here, and this rank for them.
         called = {group.number: group.stop_calls() for group in groups}
         if self._control is not None and failure:
@@ -205,7 +205,7 @@ class CollectiveEngine:
         control = open_control(self.world, store, self._address, settings, met)
         control.wait_for_all()
         if self.world.is_assumed:
-            self.world = placed(self.world, control.hosts)
+            self.world = placed(self.world, control.machines)
         # No earlier meeting has written under this prefix.
         return control, PrefixStore(control.token, store)
 

@@ -28,6 +28,7 @@ from kvdist.collective.api import (
 )
 from kvdist.collective.channel import Channel
 from kvdist.collective.operations import AllGather, Operation, contiguous_values
+from kvdist.collective.optimizer import require_torch_optimizer
 from kvdist.collective.reduction import Average
 from kvdist.collective.signature import Signature, kind_of
 from kvdist.errors import CollectiveError, ProtocolError
@@ -101,9 +102,11 @@ def broadcast_optimizer_state(
 
     Raises:
         CollectiveError: it failed.
-        TypeError: on the root, the state contains a value that cannot be sent; the message names it.
+        TypeError: the optimizer is not torch's; on the root also if the state contains a value that cannot be sent,
+            which the message names.
         ValueError: the root's optimizer has other parameter groups.
     """
+    require_torch_optimizer(optimizer, "broadcast_optimizer_state")
     group = group_of(process_set)
     is_root = group.ranks[group.rank] == root_rank
     is_new = not optimizer.state
@@ -136,7 +139,7 @@ def metric_average(
     Raises:
         CollectiveError: it failed.
     """
-    mine = torch.tensor(float(value), dtype=torch.float64)
+    mine = torch.tensor(float(value), dtype=torch.float64, device="cpu")
     return float(allreduce(mine, name=name, op=Average, process_set=process_set))
 
 
@@ -172,6 +175,7 @@ def broadcast_object(
     Raises:
         CollectiveError: it failed; on ranks other than the root also if the object cannot be sent.
         TypeError: on the root, the object contains a value of another type; the message names it.
+        ValueError: on the root, it contains text that is none, such as a name of a file with a lone surrogate.
     """
     group = group_of(process_set)
     is_root = group.ranks[group.rank] == root_rank
@@ -201,14 +205,16 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises:
         CollectiveError: it failed, or another rank's object cannot be sent.
         TypeError: this rank's object contains a value of another type; the message names it.
+        ValueError: it contains text that is none, such as a name of a file with a lone surrogate.
     """
     group = group_of(process_set)
     given, failure = _encoded(obj)
+    size = torch.tensor([given.numel()], device="cpu")
     sizes, raw_bytes = submit(
         process_set,
         kind_of("allgather_object", 2),
         name,
-        lambda _: AllGather(name or "", [torch.tensor([given.numel()]), given], "allgather_object"),
+        lambda _: AllGather(name or "", [size, given], "allgather_object"),
     ).result()
     if failure is not None:
         raise failure
@@ -224,10 +230,10 @@ class _BroadcastBytes(Operation):
         self.signature = Signature("broadcast_object", name, (), f"from rank {root}")
 
     def begin(self, channel: Channel) -> Sequence[Work]:
-        size = torch.tensor([0 if self._raw_bytes is None else self._raw_bytes.numel()])
+        size = torch.tensor([0 if self._raw_bytes is None else self._raw_bytes.numel()], device="cpu")
         channel.broadcast(size, self._root).wait()
         if self._raw_bytes is None:
-            self._raw_bytes = torch.empty(int(size), dtype=torch.uint8)
+            self._raw_bytes = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         return [channel.broadcast(self._raw_bytes, self._root)]
 
     def finish(self) -> torch.Tensor | None:
@@ -261,7 +267,7 @@ def _translated(value: object) -> object | None:
         return None
     if value.layout != torch.strided or str(value.dtype) not in _DTYPES or value.is_meta:
         what = f"layout {value.layout} and dtype {value.dtype} on {value.device}"
-        raise TypeError(f"a tensor of {what} cannot be sent as an object")
+        raise TypeError(f"it is a tensor of {what}")
     # As bytes with one more dimension: NumPy does not have all dtypes.
     raw_bytes = contiguous_values(value.detach().cpu()).unsqueeze(-1).view(torch.uint8)
     return Leaf(str(value.dtype), raw_bytes.numpy())

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvdist.buckets import BUCKET_BYTES, Bucket, GradientBuckets, arrange
+from kvdist.buckets import BUCKET_BYTES, REENTRANT, Bucket, GradientBuckets, arrange
 from kvdist.collective.api import (
     Handle,
     ProcessSet,
@@ -230,7 +230,7 @@ class GradientReducer(GradientBuckets):
         return AssertionError(
             f"the gradient of {self._names[member]} was computed more than backward_passes_per_step ({self._passes})"
             " times before a call to step() or synchronize(). Increase backward_passes_per_step to add gradients up"
-            " locally"
+            f" locally. {REENTRANT}"
         )
 
     def finish(self) -> None:
@@ -317,22 +317,33 @@ class GradientReducer(GradientBuckets):
                 one.grad.data.copy_(result)
 
     def _agreed_sparse(self) -> frozenset[int]:
-        """Agree on the parameters that have a sparse gradient on any rank."""
-        flags = torch.tensor([int(_is_sparse(parameter.grad)) for parameter in self.parameters], dtype=torch.uint8)
+        """Agree on the parameters that have a sparse gradient on any rank.
+
+        Raises:
+            ValueError: there is one, and the operator cannot reduce it.
+        """
+        found = [int(_is_sparse(parameter.grad)) for parameter in self.parameters]
+        flags = torch.tensor(found, dtype=torch.uint8, device="cpu")
         handle = submit(
             self._options.process_set,
             "allreduce",
             "",
             lambda _: AllReduce("", [flags], [flags], Max, note="which gradients are sparse"),
         )
-        return frozenset(member for member, flag in enumerate(handle.result()[0].tolist()) if flag)
+        sparse = [member for member, flag in enumerate(handle.result()[0].tolist()) if flag]
+        if sparse and self._options.op not in (Average, Sum):
+            raise ValueError(
+                f"the gradient of {self._names[sparse[0]]} is sparse, and sparse gradients are reduced by Average or"
+                f" Sum, not {self._options.op.name}: set sparse_as_dense=True"
+            )
+        return frozenset(sparse)
 
     def _gather(self, member: int) -> Handle:
         parameter = self.parameters[member]
         grad = parameter.grad if parameter.requires_grad else None
         if grad is None:
             grad = torch.sparse_coo_tensor(
-                torch.empty(1, 0, dtype=torch.int64),
+                torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
                 parameter.new_empty(0, *parameter.shape[1:]),
                 parameter.shape,
                 device=parameter.device,
@@ -396,5 +407,5 @@ def _given(parameters: Sequence[torch.Tensor], groups: Sequence[Sequence[torch.T
     if len(taken) != len(set(taken)):
         raise ValueError("groups contains a parameter twice")
     rest = sorted(set(range(len(parameters))) - set(taken))
-    by_size = arrange([_sizes(parameters)[number] for number in rest], BUCKET_BYTES) if rest else []
+    by_size = arrange(_sizes([parameters[number] for number in rest]), BUCKET_BYTES) if rest else []
     return [group for group in members if group] + [[rest[i] for i in bucket.members] for bucket in by_size]

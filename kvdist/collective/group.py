@@ -40,7 +40,11 @@ _waiters: dict[threading.Thread, tuple[float, Future[Any]]] = {}
 
 
 class OperationFuture(Future[Any]):
-    """The future of an operation, which notes the threads that wait for it."""
+    """The future of an operation, which notes the threads that wait for it, and cannot be cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Any:
         """Wait for the result, or raise the error."""

@@ -146,7 +146,8 @@ class FusionBuffer:
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, without a copy."""
-    return tensor.view(-1).view(torch.uint8)
+    # Not view(-1), which keeps a stride of 0 where there is one element.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def describe(tensor: torch.Tensor, *, any_rows: bool = False) -> str:
@@ -296,8 +297,8 @@ class AllGather(Operation):
         self._sign(kind, name, tensors, detail, any_rows=True)
 
     def begin(self, channel: Channel) -> Sequence[Work]:
-        mine = torch.tensor([tensor.shape[0] for tensor in self._tensors], dtype=torch.int64)
-        rows = torch.empty(channel.size * len(mine), dtype=torch.int64)
+        mine = torch.tensor([tensor.shape[0] for tensor in self._tensors], dtype=torch.int64, device="cpu")
+        rows = torch.empty(channel.size * len(mine), dtype=torch.int64, device="cpu")
         if len(mine):
             channel.all_gather(rows, mine).wait()
         counts = rows.view(channel.size, len(mine)).T.tolist()
@@ -389,8 +390,9 @@ class AllToAll(Operation):
 
     def begin(self, channel: Channel) -> Sequence[Work]:
         ones = [1] * channel.size
-        counts = torch.empty(channel.size, dtype=torch.int64)
-        channel.all_to_all(counts, torch.tensor(self._sent, dtype=torch.int64), ones, ones).wait()
+        counts = torch.empty(channel.size, dtype=torch.int64, device="cpu")
+        own_counts = torch.tensor(self._sent, dtype=torch.int64, device="cpu")
+        channel.all_to_all(counts, own_counts, ones, ones).wait()
         self._received = counts.tolist()
         self._output = self._tensor.new_empty((sum(self._received), *self._tensor.shape[1:]))
         row_bytes = self._tensor[:1].element_size() * self._tensor.shape[1:].numel()
@@ -401,7 +403,7 @@ class AllToAll(Operation):
         return [channel.all_to_all(bytes_of(self._output), bytes_of(self._tensor)[: sum(sent)], received, sent)]
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._output, torch.tensor(self._received, dtype=torch.int32)
+        return self._output, torch.tensor(self._received, dtype=torch.int32, device="cpu")
 
 
 def splits_of(tensor: torch.Tensor, splits: torch.Tensor | None, size: int) -> list[int]:

@@ -8,9 +8,11 @@ rate schedulers, do not matter.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ class _Distributed(Distributed, torch.optim.Optimizer):
         self._is_synchronized_early = False
         if self._takes_part:  # other ranks step by their own gradients
             self._watch()
-            self.register_step_pre_hook(_before_step)
+            self.register_step_pre_hook(partial(_before_step, weakref.ref(self)))
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -183,9 +185,10 @@ class _Distributed(Distributed, torch.optim.Optimizer):
             self._before_update()
             if loss is None:
                 return None
-            value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss), dtype=torch.float64)
+            is_tensor = isinstance(loss, torch.Tensor)
+            value = loss.detach() if is_tensor else torch.tensor(float(loss), dtype=torch.float64, device="cpu")
             average = allreduce(value, op=Average, process_set=self._options.process_set)
-            return average if isinstance(loss, torch.Tensor) else average.item()
+            return average if is_tensor else average.item()
 
         return reduced
 
@@ -203,8 +206,9 @@ class _DistributedAdasum(_Distributed):
         self._options = options
         self._reducers = []
         self._should_synchronize = True
-        self.register_step_pre_hook(_before_local_step)
-        self.register_step_post_hook(_after_local_step)
+        me = weakref.ref(self)
+        self.register_step_pre_hook(lambda *_: _of(me)._remember())
+        self.register_step_post_hook(lambda *_: _of(me)._combine())
 
     def synchronize(self) -> None:
         """Do nothing: `step` combines its changes."""
@@ -264,22 +268,42 @@ def _checked_named(optimizer: torch.optim.Optimizer, given: Iterable[tuple[str, 
     return named
 
 
-def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
+def _of(me: weakref.ref[Any]) -> Any:
+    """The distributed optimizer of a hook, which is not the one that steps where it wraps another one."""
+    optimizer = me()
+    assert optimizer is not None, "its hooks are called after the optimizer is gone"
+    return optimizer
+
+
+def _before_step(me: weakref.ref[Any], _: Any, args: Any, kwargs: Any) -> Any:
     """A hook of `step`."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
-        optimizer._before_update()
+        _of(me)._before_update()
         return None
     rest = {name: value for name, value in kwargs.items() if name != "closure"}
-    return (args[0], optimizer._synchronizing(closure), *args[2:]), rest
+    return (args[0], _of(me)._synchronizing(closure), *args[2:]), rest
 
 
-def _before_local_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 (torch calls it so)
-    optimizer._remember()
+def require_torch_optimizer(optimizer: Any, function: str) -> None:
+    """Check the optimizer that a function of this package was given.
 
-
-def _after_local_step(optimizer: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG001 (torch calls it so)
-    optimizer._combine()
+    Raises:
+        TypeError: it is not torch's, or does not call torch's constructor, which makes the hooks of `step`.
+    """
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"{function} takes an optimizer of torch.optim, got {kind.__module__}.{kind.__qualname__}; kvdist's own"
+            " optimizers are for a Trainer or a DistributedTrainer"
+        )
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError as error:
+        raise TypeError(
+            f"{kind.__qualname__} does not call torch.optim.Optimizer.__init__, so it lacks the hooks that {function}"
+            f" needs: if it wraps another optimizer, give {function} that one, and wrap it afterwards"
+        ) from error
 
 
 def DistributedOptimizer(
@@ -328,8 +352,10 @@ def DistributedOptimizer(
 
     Raises:
         NotImplementedError: Adasum is asked for on a process set.
+        TypeError: the optimizer is not torch's, or has no hooks.
         ValueError: arguments are invalid or contradict each other.
     """
+    require_torch_optimizer(optimizer, "DistributedOptimizer")
     op = ReduceOp(op)
     if num_groups:
         warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=2)

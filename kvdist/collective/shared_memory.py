@@ -30,12 +30,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
+
+from kvdist.config.addresses import this_machine
 
 SLOT_BYTES = 2 << 20
 """The most that travels at once of the tensors of a call: what one core's cache holds."""
@@ -283,15 +284,8 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def host_of_this_process() -> str:
-    """Name the host: equal for processes that can share memory, of one running kernel, network namespace and user.
-
-    '' where the system lacks what is needed.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino} {os.geteuid()}"
-    except OSError:
-        return ""
+    """Name the host: equal for processes that can share memory, of one machine and user."""
+    return f"{this_machine()} {os.geteuid()}"
 
 
 def connected(

@@ -328,7 +328,7 @@ def placed(world: World, hosts: Sequence[Hashable]) -> World:
 
     Args:
         world: who this process is.
-        hosts: for each rank, what the ranks of its machine have in common and no others.
+        hosts: for each rank, what the ranks of its machine have in common and no others; see `this_machine`.
     """
     locals_of: dict[Hashable, list[int]] = {}
     for rank, host in enumerate(hosts):

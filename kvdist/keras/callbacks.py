@@ -57,7 +57,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self.model.optimizer = with_outermost_distributed(self.model.optimizer)
         if self.model.built and not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
-        ready = collective.allreduce(torch.tensor(int(self.model.built)), op=Min, name="models are built")
+        is_built = torch.tensor(int(self.model.built), device="cpu")
+        ready = collective.allreduce(is_built, op=Min, name="models are built")
         if ready.item():
             self._broadcast()
 

@@ -152,12 +152,16 @@ def _collective(name: str, number: int = 0, updates: bool = False, predivide: fl
         raise ImportError(
             f"the store {name!r} needs torch, which is not installed or too old: pip install 'kvdist[torch]'"
         ) from error
-    engine, store, leave = ENGINE.join()
     kernels, devices = choose(read_setting("KVDIST_KERNELS")), _devices(name)
-    return CollectiveBackend(
-        name, engine, leave, number=number, store=store, kernels=kernels, devices=devices,
-        updates=updates, predivide=predivide,
-    )  # fmt: skip
+    engine, store, leave = ENGINE.join()
+    try:
+        return CollectiveBackend(
+            name, engine, leave, number=number, store=store, kernels=kernels, devices=devices,
+            updates=updates, predivide=predivide,
+        )  # fmt: skip
+    except BaseException:
+        leave()  # such as a rank that is not in the group
+        raise
 
 
 def _hybrid() -> KVStore:

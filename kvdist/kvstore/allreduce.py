@@ -380,7 +380,7 @@ class Ranks:
 
     def _gathered(self, said: bytes) -> list[bytes]:
         """What each rank said."""
-        length = torch.tensor([len(said)], dtype=torch.int64)
+        length = torch.tensor([len(said)], dtype=torch.int64, device="cpu")
         text = torch.from_numpy(np.frombuffer(said, np.uint8).copy())
         lengths, texts = self.submit(AllGather("", [length, text])).result()
         parts = torch.split(texts, lengths.tolist())

@@ -449,8 +449,12 @@ class ReplicatedValues:
 
 
 def after(future: Future[Any], do: Callable[[], Any]) -> Future[Any]:
-    """A future of what `do` returns, called when another one is done: at once if it is, else on the engine's thread."""
+    """A future of what `do` returns, called when another one is done: at once if it is, else on the engine's thread.
+
+    It cannot be cancelled.
+    """
     result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()
 
     def call(_: Future[Any]) -> None:
         try:

@@ -12,7 +12,6 @@ ranks meet through their cluster; or neither, and the process is alone. Rules th
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import socket
 import threading
 from collections.abc import Callable, Iterable
@@ -24,7 +23,7 @@ import numpy as np
 from kvdist.collective import basics
 from kvdist.collective.engine import CollectiveEngine
 from kvdist.collective.process_sets import ProcessSet
-from kvdist.config.addresses import host_name, local_address_towards
+from kvdist.config.addresses import local_address_towards, this_machine
 from kvdist.config.endpoints import is_loopback
 from kvdist.config.environment import Meeting, World, cluster_from_env, has_servers_from_env, placed
 from kvdist.config.settings import ClusterConfig
@@ -146,10 +145,9 @@ def met_through(store: KVStore, config: ClusterConfig) -> World:
 
 def _hosts(store: KVStore) -> list[int]:
     """Of each worker a number of its machine."""
-    digest = hashlib.blake2b(host_name().encode(), digest_size=6).digest()
     places = np.zeros(store.num_workers, np.int64)
     store.init("machines", places)
-    places[store.rank] = int.from_bytes(digest, "little")
+    places[store.rank] = int(this_machine(), 16)
     store.pushpull("machines", places)
     return [int(one) for one in places]
 

@@ -125,7 +125,9 @@ class RowSparse:
 
         ids, rows = self.canonical()
         values = tensor_over(rows.reshape(len(ids), *self._shape[1:]), self._dtype)
-        tensor = torch.sparse_coo_tensor(torch.from_numpy(ids)[None], values, self._shape, check_invariants=False)
+        tensor = torch.sparse_coo_tensor(
+            torch.from_numpy(ids)[None], values, self._shape, device=values.device, check_invariants=False
+        )
         return tensor._coalesced_(True)
 
     @classmethod
@@ -139,7 +141,7 @@ class RowSparse:
         if kind is DType.BFLOAT16:
             import torch
 
-            return cls([], torch.empty((0, *checked[1:]), dtype=torch.bfloat16), checked)
+            return cls([], torch.empty((0, *checked[1:]), dtype=torch.bfloat16, device="cpu"), checked)
         return cls([], np.empty((0, *checked[1:]), kind.storage), checked)
 
     @classmethod

@@ -128,13 +128,18 @@ class ControlMessage:
 
 @dataclass(frozen=True, slots=True)
 class RankHello(ControlMessage):
-    """A rank has connected. `token` is what rank 0 left at the meeting point, which strangers have not read."""
+    """A rank has connected.
+
+    `token` is what rank 0 left at the meeting point, which strangers have not read. People read `host`, and `machine`
+    tells which ranks are on one.
+    """
 
     KIND = 1
     token: Text
     rank: UInt32
     size: UInt32
     host: Text
+    machine: Text
     version: Text
 
 
@@ -209,10 +214,11 @@ class RankWaits(ControlMessage):
 
 @dataclass(frozen=True, slots=True)
 class AllConnected(ControlMessage):
-    """All ranks are connected; their hosts."""
+    """All ranks are connected; their hosts and machines."""
 
     KIND = 16
     hosts: Texts
+    machines: Texts
 
 
 @dataclass(frozen=True, slots=True)

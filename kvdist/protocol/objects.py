@@ -83,7 +83,7 @@ def encode(value: object, translate: Callable[[object], object | None] = _nothin
 
     Raises:
         TypeError: something in it is of another type; the message says what, and where.
-        ValueError: it is nested too deeply, or contains itself.
+        ValueError: it is nested too deeply, or contains itself, or has characters that are not text.
     """
     leaves: list[Leaf] = []
     tree = msgpack.packb(_tree(value, (), translate, leaves), strict_types=True)
@@ -103,7 +103,7 @@ def _tree(value: Any, place: Place, translate: Callable[[object], object | None]
     """What msgpack takes for a value; arrays go to `leaves`."""
     kind = type(value)
     if kind in _PLAIN:
-        return value
+        return _sendable(value, place)
     if kind is int:
         return value if -(1 << 63) <= value < 1 << 64 else _big_integer(value, place)
     if len(place) >= DEPTH_MAX:
@@ -115,7 +115,13 @@ def _tree(value: Any, place: Place, translate: Callable[[object], object | None]
         return msgpack.ExtType(_SET, msgpack.packb([_key(item, place) for item in value], strict_types=True))
     if kind in (dict, OrderedDict):
         return {_key(key, place): _tree(item, (*place, key), translate, leaves) for key, item in value.items()}
-    leaf = _numpy_leaf(value, place) if isinstance(value, np.ndarray | np.generic) else translate(value)
+    if isinstance(value, np.ndarray | np.generic):
+        leaf: object | None = _numpy_leaf(value, place)
+    else:
+        try:
+            leaf = translate(value)
+        except (TypeError, ValueError, RuntimeError) as error:  # what torch says names no place
+            raise TypeError(f"{_shown(place)} cannot be sent: {error}") from error
     if leaf is None:
         raise TypeError(
             f"{_shown(place)} is a {_name(kind)}, which cannot be sent: only None, bool, int, float, str, bytes, list,"
@@ -129,7 +135,7 @@ def _tree(value: Any, place: Place, translate: Callable[[object], object | None]
 
 def _key(key: Any, place: Place) -> Any:
     if type(key) in _PLAIN:
-        return key
+        return _sendable(key, place)
     if type(key) is int and -(1 << 63) <= key < 1 << 64:
         return key
     if type(key) is tuple:
@@ -141,6 +147,23 @@ def _key(key: Any, place: Place) -> Any:
         f"{_shown(place)} has a key or member of type {_name(type(key))}; those that can be sent are None, bool, int of"
         " 64 bits, float, str, bytes, and tuples of them"
     )
+
+
+def _sendable(value: Any, place: Place) -> Any:
+    """The value, if it is not a text that has no bytes.
+
+    Raises:
+        ValueError: it is one; the message says where.
+    """
+    if type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(
+                f"{_shown(place)} has characters that are not text (lone surrogates): {value[:80]!r}. Names of files,"
+                " which can have such, are sent as bytes: os.fsencode(name)"
+            ) from None
+    return value
 
 
 def _big_integer(value: int, place: Place) -> msgpack.ExtType:

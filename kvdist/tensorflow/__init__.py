@@ -53,7 +53,7 @@ from kvdist.horovod import (
     sycl_built,
     without_elastic,
 )
-from kvdist.tensorflow import keras
+from kvdist.tensorflow import keras, util
 from kvdist.tensorflow.compression import Compression
 from kvdist.tensorflow.operations import (
     BroadcastGlobalVariablesHook,
@@ -84,6 +84,7 @@ from kvdist.tensorflow.optimizer import (
     PartialDistributedGradientTape,
 )
 from kvdist.tensorflow.sync_batch_norm import SyncBatchNormalization
+from kvdist.tensorflow.util import _executing_eagerly as _executing_eagerly
 
 if not _TYPE_CHECKING:
     __getattr__ = without_elastic(__name__)
@@ -150,4 +151,5 @@ __all__ = [
     "start_timeline",
     "stop_timeline",
     "sycl_built",
+    "util",
 ]

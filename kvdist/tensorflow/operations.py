@@ -98,8 +98,12 @@ def grouped_allreduce(
     chosen = op_of(average, op)
     dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
     slices = [tensor for tensor in tensors if isinstance(tensor, tf.IndexedSlices)]
-    if slices and (prescale_factor != 1.0 or postscale_factor != 1.0):
-        raise NotImplementedError("IndexedSlices are not scaled; convert them to a tensor, or leave the factors at 1.0")
+    if slices:
+        check_rows(chosen)
+        if prescale_factor != 1.0 or postscale_factor != 1.0:
+            raise NotImplementedError(
+                "IndexedSlices are not scaled; convert them to a tensor, or leave the factors at 1.0"
+            )
     results = iter(reduced(dense, name, chosen, compression, prescale_factor, postscale_factor, process_set))
     rows = iter(_summed_rows(slices, chosen, name, process_set))
     return [next(rows) if isinstance(tensor, tf.IndexedSlices) else next(results) for tensor in tensors]
@@ -108,7 +112,6 @@ def grouped_allreduce(
 def _summed_rows(slices: Sequence[Any], op: ReduceOp, name: str | None, process_set: ProcessSet) -> list[Any]:
     if not slices:
         return []
-    check_rows(op)
     parts = [tf.convert_to_tensor(part) for one in slices for part in (one.values, one.indices)]
     found = gathered(parts, name and f"rows of {name}", process_set)
     return joined_rows(slices, found, op, group_of(process_set).size)
@@ -218,7 +221,7 @@ def alltoall(
 def _equal_parts(tensor: torch.Tensor, size: int) -> torch.Tensor | None:
     """Equal numbers of rows as splits, or None where there are none, which the operation refuses."""
     is_even = tensor.dim() > 0 and tensor.shape[0] % size == 0
-    return torch.full([size], tensor.shape[0] // size, dtype=torch.int32) if is_even else None
+    return torch.full([size], tensor.shape[0] // size, dtype=torch.int32, device="cpu") if is_even else None
 
 
 def reducescatter(
@@ -291,7 +294,7 @@ def join() -> Any:
     Returns:
         The rank that called it last, int32, the same on all ranks.
     """
-    return call(lambda _: [torch.tensor(collective.join(), dtype=torch.int32)], [], [tf.int32])[0]
+    return call(lambda _: [torch.tensor(collective.join(), dtype=torch.int32, device="cpu")], [], [tf.int32])[0]
 
 
 # Questions, answered when a graph is run.

@@ -283,8 +283,12 @@ def DistributedGradientTape(
         scale_local_gradients: see `kvdist.keras.DistributedOptimizer`.
 
     Raises:
+        TypeError: it is no tape.
         ValueError: it is wrapped already, or the arguments contradict each other.
     """
+    if not isinstance(gradtape, tf.GradientTape):
+        kind = type(gradtape)
+        raise TypeError(f"DistributedGradientTape takes a tf.GradientTape, got {kind.__module__}.{kind.__qualname__}")
     check_groups(num_groups, groups)
     options = ReduceOptions(
         "tape",

@@ -259,12 +259,12 @@ class TorchOptimizer(torch.optim.Optimizer):
         rule = self._live.for_key(self._key_of[id(parameter)])
         own = (*rule.own_states, AVERAGE) if isinstance(rule, TorchRule) else names
         shape = parameter.replicas[0].shape
-        of_torch = {STEP: torch.tensor(float(state.count), dtype=torch.float64)}
+        of_torch = {STEP: torch.tensor(float(state.count), dtype=torch.float64, device="cpu")}
         for name, array in zip(names, state.arrays, strict=True):
             if name in own:
                 of_torch[name] = _shaped(array, shape)
         for name, number in zip(numbers, state.scalars, strict=True):
-            of_torch[name] = torch.tensor(number, dtype=torch.float64)
+            of_torch[name] = torch.tensor(number, dtype=torch.float64, device="cpu")
         if state.master is not None:
             of_torch[MASTER] = _shaped(state.master, shape)
         return of_torch
@@ -297,7 +297,7 @@ class TorchOptimizer(torch.optim.Optimizer):
                 f" {self._live.name} keeps {', '.join(expected)}: it is of another optimizer, or of another setting"
             )
         for name, own in expected.items():
-            given = torch.as_tensor(of_torch[name])
+            given = torch.as_tensor(of_torch[name], device="cpu")
             if given.shape != own.shape:
                 raise ValueError(
                     f"the state {name} of {parameter.name} has shape {tuple(given.shape)}, and here it has"

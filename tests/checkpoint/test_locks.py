@@ -94,7 +94,7 @@ def test_a_kernel_that_does_not_say_which_it_is_matches_no_other(tmp_path, monke
     ours, theirs = boots
     holder.kill()
     holder.wait(60)
-    monkeypatch.setattr(module, "_boot", lambda: ours)
+    monkeypatch.setattr(module, "boot_id", lambda: ours)
     path = tmp_path / "run" / NAME
     said = {**json.loads(path.read_text()), "boot": theirs}
     for other in ({"host": "d2"}, {"pid": os.getppid()}):

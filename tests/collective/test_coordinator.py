@@ -40,8 +40,9 @@ def came(size, **options):
     """A coordinator to whom all ranks have come, rank r from host h<r>."""
     made = Coordinator(size, **options)
     for rank in range(size):
-        answers = made.hear(rank, RankHello("t", rank, size, f"h{rank}", "1"), 0.0)
-    assert answers == [(rank, AllConnected(tuple(f"h{r}" for r in range(size)))) for rank in range(size)]
+        answers = made.hear(rank, RankHello("t", rank, size, f"h{rank}", f"m{rank}", "1"), 0.0)
+    hosts, machines = (tuple(f"{letter}{rank}" for rank in range(size)) for letter in "hm")
+    assert answers == [(rank, AllConnected(hosts, machines)) for rank in range(size)]
     return made
 
 
@@ -74,15 +75,18 @@ def callers(size, **options):
 
 def test_until_all_have_come_the_missing_are_known():
     coordinator = Coordinator(3)
-    coordinator.hear(1, RankHello("t", 1, 3, "h1", "1"), 0.0)
+    coordinator.hear(1, RankHello("t", 1, 3, "h1", "m1", "1"), 0.0)
     assert coordinator.missing == [0, 2]
     assert coordinator.tick(100.0) == []
 
 
-@each("hello", [RankHello("t", 1, 3, "h", "1"), RankHello("t", 5, 3, "h", "1"), RankHello("t", 0, 4, "h", "1")])
+@each(
+    "hello",
+    [RankHello("t", 1, 3, "h", "m", "1"), RankHello("t", 5, 3, "h", "m", "1"), RankHello("t", 0, 4, "h", "m", "1")],
+)
 def test_who_comes_twice_or_belongs_elsewhere_is_refused(hello):
     coordinator = Coordinator(3)
-    coordinator.hear(1, RankHello("t", 1, 3, "h1", "1"), 0.0)
+    coordinator.hear(1, RankHello("t", 1, 3, "h1", "m1", "1"), 0.0)
     with pytest.raises(ProtocolError):
         coordinator.hear(hello.rank, hello, 0.0)
     assert coordinator.missing == [0, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,40 @@ def test_a_small_dev_shm_as_containers_have_it_does_not_matter(job):
         job.start(f"rank {variables['RANK']}", inside, **variables)
     job.succeed()
     assert said(job) == {"True"}
+
+
+PLACES = """
+import socket
+import torch
+import kvdist.horovod as hvd
+hvd.init()
+total = hvd.allreduce(torch.ones(3), op=hvd.Sum)[0].item()
+print(f"{socket.gethostname()}: rank {hvd.rank()}, {hvd.local_rank()} of {hvd.local_size()} here,"
+      f" {hvd.cross_rank()} of {hvd.cross_size()} across: {total}", flush=True)
+hvd.shutdown()
+"""
+
+
+@pytest.mark.parametrize("has_servers", [False, True])
+def test_machines_with_equal_names_are_told_apart(job, has_servers):
+    with link() as hosts:
+        address = hosts[0].address
+        shared = {"DMLC_PS_ROOT_URI": address, "KVDIST_SECURITY": "none"}
+        if has_servers:
+            for role in ("scheduler", "server"):
+                variables = {**job.environment(role, 3, 1), **shared, "DMLC_NODE_HOST": address}
+                job.start(role, hosts[0].inside(sys.executable, "-m", "kvdist"), **variables)
+        for rank, variables in enumerate(ranks_of(3, address)):
+            host = hosts[rank // 2]
+            if has_servers:
+                variables = {**job.environment("worker", 3, 1), **shared, "KVDIST_RANK": str(rank)}
+                variables["DMLC_NODE_HOST"] = host.address
+            job.start(f"rank {rank}", host.inside(sys.executable, "-c", PLACES), **variables)
+        job.succeed()
+    text = "".join(process.text for process in job.processes.values())
+    places = sorted(re.findall(rf"{socket.gethostname()}: (rank .*)", text))
+    assert places == [
+        "rank 0, 0 of 2 here, 0 of 2 across: 3.0",
+        "rank 1, 1 of 2 here, 0 of 1 across: 3.0",
+        "rank 2, 0 of 1 here, 1 of 2 across: 3.0",
+    ]

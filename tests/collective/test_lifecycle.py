@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 import kvdist.collective as hvd
 from kvdist.collective import basics, rendezvous
 from kvdist.collective.basics import current, using
-from kvdist.collective.channel import ConnectingGroup
+from kvdist.collective.channel import Channel, ConnectingGroup
 from kvdist.collective.consistency import CoordinatedCheck
 from kvdist.collective.engine import CollectiveEngine
 from kvdist.collective.rendezvous import forget_port, meet
@@ -151,7 +151,9 @@ def test_a_forked_child_knows_who_it_is_and_touches_nothing():
     ],
 )
 def test_ranks_whose_launcher_said_nothing_of_machines_know_their_places_once_they_have_met(monkeypatch, hosts, places):
-    monkeypatch.setattr("kvdist.collective.coordinator.AllConnected", lambda _: AllConnected(tuple(hosts)))
+    monkeypatch.setattr(
+        "kvdist.collective.coordinator.AllConnected", lambda names, _: AllConnected(names, tuple(hosts))
+    )
     store = HashStore()
 
     def program(rank):
@@ -189,6 +191,23 @@ def test_who_has_left_in_good_order_was_connected_to_all_and_fails_only_operatio
     group = SimpleNamespace(number=0, ranks=(0, 1), is_open=True, fail=lambda of, at=0: failed.append((at, of("x"))))
     member.enter(group)
     assert [at for at, _ in failed] == [0] and isinstance(failed[0][1], RankLostError)
+
+
+def test_a_process_that_ends_by_a_failure_gives_up_what_still_connects():
+    has_ended = threading.Event()
+
+    def program(rank):
+        if rank:
+            return has_ended.wait(60)
+        opening = ConnectingGroup(7, (0, 1))
+        current()._control.check.enter(opening)
+        current().close("a mistake")
+        has_ended.set()
+        with pytest.raises(CollectiveError, match="this process ends: a mistake"):
+            opening.open(Channel(HashStore(), rank, 2, "127.0.0.1"))
+        return "kvdist-opening" not in [thread.name for thread in threading.enumerate()]
+
+    assert returned(run_ranks(2, program)) == [True, True]
 
 
 def test_the_ranks_that_have_not_come_are_named_on_those_that_have():
@@ -268,7 +287,7 @@ def test_what_strangers_send_is_dropped(caplog):
                 stranger.sendall(data)
         transport = ZeroMQTransport(Limits(), judges_silence=False)
         route = transport.connect(endpoint)
-        for frame in (encode(RankHello("guess", 1, 2, "h", "1")), b"", b"\xff" * 99):
+        for frame in (encode(RankHello("guess", 1, 2, "h", "m", "1")), b"", b"\xff" * 99):
             transport.send(route, [frame])
         transport.recv(0.2)
         transport.close()

@@ -8,6 +8,7 @@ import torch
 
 import kvdist.collective as hvd
 from kvdist.errors import CollectiveError
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 
 
@@ -78,10 +79,23 @@ def test_an_object_that_cannot_be_sent_raises_on_all_ranks_and_stops_nobody():
     assert "torch.sparse_coo" in first[2] and second[3] == [0, 1]
 
 
-def test_a_tensor_without_values_cannot_be_sent():
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@each(
+    "make_value, what, kind",
+    [
+        (lambda: torch.empty(3, device="meta"), "cannot be sent: .*on meta", TypeError),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "cannot be sent: ", TypeError),
+        (lambda: "name-\udcff.png", "has characters that are not text", ValueError),
+    ],
+)
+def test_what_cannot_be_sent_is_named_by_its_place_on_all_ranks(make_value, what, kind):
+    value = make_value()
+
     def program(rank):
-        with pytest.raises(TypeError if rank == 0 else CollectiveError, match="on meta cannot be sent"):
-            hvd.broadcast_object(torch.empty(3, device="meta") if rank == 0 else None)
+        with pytest.raises(kind if rank == 0 else CollectiveError, match=rf"obj\['files'\]\[1\] {what}"):
+            hvd.broadcast_object({"files": [0, value]} if rank == 0 else None)
+        with pytest.raises(kind if rank == 0 else CollectiveError, match=f"obj {what}"):
+            hvd.allgather_object(value if rank == 0 else None)
         return rank
 
     assert returned(run_ranks(2, program)) == [0, 1]

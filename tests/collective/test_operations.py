@@ -552,3 +552,11 @@ def test_what_is_refused_on_one_rank_raises_on_the_other_and_both_go_on(what):
 def test_rows_that_do_not_divide_need_splits():
     results = run_ranks(2, lambda _: hvd.alltoall(torch.ones(3)))
     assert all(isinstance(result, ValueError) and "3 rows" in str(result) for result in results)
+
+
+def test_a_single_element_may_have_any_stride():
+    def program(rank):
+        one = torch.full((1,), rank + 1.0).as_strided((1, 1), (1, 0))
+        return hvd.allgather(one).tolist(), hvd.broadcast(one, 1).tolist()
+
+    assert returned(run_ranks(2, program)) == [([[1.0], [2.0]], [[2.0]])] * 2

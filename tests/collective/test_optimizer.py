@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import kvdist
 import kvdist.collective as hvd
 from tests.cases import each
 from tests.collective.models import adam, alike, batch_of, loss_of, making, model_of, sgd, weights_of
@@ -139,6 +142,28 @@ def test_the_number_of_passes_may_change_and_too_many_are_an_error():
         return weight.item()
 
     assert returned(run_ranks(2, program)) == [3.0, 3.0]  # the gradient that came too late was added all the same
+
+
+def test_a_gradient_that_comes_in_parts_within_a_pass_is_refused_with_a_remedy_that_works():
+    def program(rank):
+        net = nn.Linear(2, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+
+        def step(use_reentrant):
+            x = torch.ones(1, 2, requires_grad=True)
+            for _ in range(2):
+                x = checkpoint(net, x, use_reentrant=use_reentrant)
+            x.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        with pytest.raises(AssertionError, match="a checkpoint with use_reentrant=True.*: set use_reentrant=False"):
+            step(True)
+        optimizer.step()
+        optimizer.zero_grad()
+        step(False)
+
+    returned(run_ranks(2, program))
 
 
 # Parameters that not every rank uses.
@@ -419,3 +444,74 @@ def test_sparse_gradients_are_gathered_and_equal_dense_ones():
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
         torch.testing.assert_close(one, first[0], rtol=1e-6, atol=1e-6)
+
+
+def test_sparse_gradients_that_cannot_be_reduced_are_refused_before_any_is():
+    def program(rank):
+        table, bias = nn.Embedding(4, 1, sparse=True), nn.Parameter(torch.zeros(1))
+        named = [("table", table.weight), ("bias", bias)]
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table.weight, bias], lr=1.0), named, op=hvd.Max)
+        (table(torch.tensor([rank])).sum() + bias * (rank + 1)).sum().backward()
+        with pytest.raises(ValueError, match="the gradient of table is sparse, and .* not Max: set sparse_as_dense"):
+            optimizer.step()
+        return bias.grad.item()
+
+    assert returned(run_ranks(2, program)) == [1.0, 2.0]
+
+
+class Slow(torch.optim.Optimizer):
+    """A wrapper without torch's constructor."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+class Sharing(Slow):
+    """A wrapper that has all attributes of the one that it wraps, and its hooks with them."""
+
+    def __init__(self, inner):
+        self.__dict__.update(inner.__dict__)
+        self.inner = inner
+
+
+@each("function", [hvd.DistributedOptimizer, hvd.broadcast_optimizer_state])
+@each(
+    "make, message",
+    [
+        (
+            lambda given: kvdist.optimizer.create("sgd"),
+            "takes an optimizer of torch.optim, got kvdist.optimizer.sgd.SGD",
+        ),
+        (lambda given: None, "takes an optimizer of torch.optim, got builtins.NoneType"),
+        (lambda given: Slow(sgd(given)), "Slow does not call torch.optim.Optimizer.__init__"),
+    ],
+)
+def test_what_is_no_whole_optimizer_of_torch_is_refused_by_its_name(function, make, message):
+    def program(rank):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            function(make([nn.Parameter(torch.ones(1))]))
+
+    returned(run_ranks(2, program))
+
+
+@each("wraps_last", [True, False])
+@each("op", [hvd.Average, hvd.Adasum])
+@each("wrapper", [Slow, Sharing])
+def test_a_wrapped_optimizer_trains(wraps_last, op, wrapper):
+    def program(rank):
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.5)
+        if wraps_last:
+            optimizer = wrapper(hvd.DistributedOptimizer(optimizer, op=op))
+        else:
+            optimizer = hvd.DistributedOptimizer(Sharing(optimizer), op=op)
+        (weight * (rank + 1)).sum().backward()
+        optimizer.step()
+        return weight.item()
+
+    expected = 1 - 0.5 * 1.5
+    for weight in returned(run_ranks(2, program)):
+        assert weight == pytest.approx(expected)

@@ -13,8 +13,15 @@ import kvdist.collective as hvd
 from kvdist import BarrierTimeout, InitMismatch, KeyNotInitialised, LazyRows, RowSparse, StoreClosed, kv
 from kvdist.checkpoint import folders
 from kvdist.collective.basics import current
-from kvdist.errors import CheckpointError, CollectiveError, CollectiveMismatch, RankLostError
-from kvdist.kvstore import collective, local
+from kvdist.errors import (
+    CheckpointError,
+    CollectiveError,
+    CollectiveMismatch,
+    ConfigError,
+    ProcessSetError,
+    RankLostError,
+)
+from kvdist.kvstore import collective, collective_store, local
 from kvdist.kvstore.registry import COLLECTIVE_NAMES
 from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
@@ -183,6 +190,32 @@ def test_many_calls_under_way_are_done_in_their_order():
     for pulled, reduced in returned(on_ranks(2, program)):
         assert pulled == [2 * (100.0 + key) for key in range(30)]
         assert reduced == [1.0] * 7
+
+
+def test_a_future_cannot_be_cancelled_and_its_answer_still_comes():
+    has_tried = threading.Event()
+
+    def program(store, rank):
+        store.init("a", full(1))
+        assert rank == 0 or has_tried.wait(60)
+        futures = [store.push_async("a", full(2)), store.pull_async("a"), store.pushpull_async("a", full(rank))]
+        if rank == 0:
+            assert not any(future.done() or future.cancel() for future in futures)
+            has_tried.set()
+        return [np.asarray(future.result(60)).tolist() for future in futures], store.pull("a").tolist()
+
+    for result in returned(on_ranks(2, program)):
+        assert result == ([None, full(4).tolist(), None], full(1).tolist())
+
+
+def test_a_store_that_is_refused_does_not_keep_the_engine(monkeypatch):
+    with pytest.raises(ProcessSetError):
+        collective_store("collective", number=7)
+    assert not hvd.is_initialized()
+    monkeypatch.setenv("KVDIST_KERNELS", "none such")
+    with pytest.raises(ConfigError, match="KVDIST_KERNELS"):
+        kv.create("collective")
+    assert not hvd.is_initialized()
 
 
 def test_halves_travel_where_that_is_asked_for_and_only_for_those_keys():

@@ -96,6 +96,19 @@ def test_a_rank_that_ends_for_the_loss_of_another_is_not_blamed_though_it_ends_f
     assert "worker-1 (pid " in err.splitlines()[-1]
 
 
+def test_a_rank_that_fails_as_soon_as_it_has_come_is_named_though_others_still_connect(launch):
+    script = """
+import kvdist.horovod as hvd
+hvd.init()
+if hvd.rank() == 0:
+    raise AttributeError("a mistake of rank 0")
+"""
+    code, _, err = launch("-n", "2", "-s", "0", "python", "-c", script).finish()
+    assert code == 1, err
+    assert "w0 │ AttributeError: a mistake of rank 0" in err
+    assert "worker-0 (pid " in err.splitlines()[-1]
+
+
 def test_a_job_is_started_again_with_a_socket_of_its_own(launch):
     script = MEET + "\nif rank == 1 and os.environ.get('KVDIST_RESTARTS') != '1': exit(3)"
     code, out, err = launch("-n", "2", "-s", "0", "--on-worker-exit", "restart:2", "python", "-c", script).finish()

@@ -39,13 +39,13 @@ from kvdist.protocol.collective import (
 from tests.cases import each
 
 EXAMPLES = [
-    RankHello("token", 3, 5, "höst", "1.0"),
+    RankHello("token", 3, 5, "höst", "0123456789ab", "1.0"),
     DefineOperation("allreduce", "grad.3", ("float32[17, 3]", "int8[]"), "Sum", "cuda"),
     CallReport(0, 2**40, 7, bytes(range(18))),
     OperationFailed(1, 9, True, "broke"),
     GroupMembers(4, (0, 2, 5)),
     RankBye("", ((0, 12), (3, 2**63))),
-    AllConnected(("a", "b")),
+    AllConnected(("a", "b"), ("m", "m")),
     Agreed(0, 1),
     Mismatch(1, 2, False, "text", 2**40),
     RankGone(2, "h", "cause", ((0, 1),)),

@@ -110,6 +110,20 @@ def test_anything_else_is_refused_by_its_type_and_place(value, sentence):
         encode(value)
 
 
+@each(
+    "value, place",
+    [
+        ({"a": ["b", "name-\udcff.png"]}, r"obj\['a'\]\[1\]"),
+        ({"a": {"\ud800": 1}}, r"obj\['a'\]"),
+        ([{("a", "\ud800")}], r"obj\[0\]\[1\]"),
+        ("\ud800", "obj"),
+    ],
+)
+def test_text_without_bytes_is_refused_by_its_place(value, place):
+    with pytest.raises(ValueError, match=f"^{place} has characters that are not text .*: '.*ud[8c].*os.fsencode"):
+        encode(value)
+
+
 def test_an_object_that_contains_itself_is_nested_too_deeply():
     endless = []
     endless.append(endless)

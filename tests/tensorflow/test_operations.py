@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import kvdist.tensorflow as hvd
 from kvdist.errors import CollectiveMismatch, ConfigError
+from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
 from tests.keras.models import of_keras
 
@@ -430,6 +431,26 @@ def test_rows_of_indexed_slices_are_gathered_and_averaged():
     assert returned(run_ranks(2, operate)) == [([0, 0, 1], [[4.0, 4.0], [2.0, 2.0], [0.0, 0.0]])] * 2
 
 
+@each(
+    "options, message",
+    [
+        ({"op": hvd.Min}, "Average or Sum, not Min"),
+        ({"op": hvd.Product}, "Average or Sum, not Product"),
+        ({"op": hvd.Adasum}, "Average or Sum, not Adasum"),
+        ({"prescale_factor": 2.0}, "not scaled"),
+    ],
+)
+def test_slices_that_cannot_be_reduced_are_refused_before_anything_is(options, message):
+    def operate(rank):
+        rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([rank]), tf.constant([2, 2]))
+        if rank == 0:  # alone: rank 1 would have to take part in what was begun
+            with pytest.raises(NotImplementedError, match=message):
+                hvd.grouped_allreduce([rows, tf.ones(3)], **options)
+        return lists([hvd.allreduce(tf.fill(2, rank + 1.0))])
+
+    assert returned(run_ranks(2, operate)) == [[[1.5, 1.5]]] * 2
+
+
 def test_rows_of_integers_are_divided_as_tensorflow_divides():
     def operate(rank):
         rows = tf.IndexedSlices(tf.constant([[3]]), tf.constant([rank]), tf.constant([2, 1]))
@@ -483,3 +504,9 @@ def test_an_error_reaches_the_program_eagerly_and_from_a_graph():
 def test_without_init_the_error_says_what_to_call():
     with pytest.raises(ConfigError, match="call init"):
         hvd.allreduce(tf.zeros(2))
+
+
+def test_horovods_private_question_how_ops_are_executed_has_an_answer_at_both_of_its_places():
+    with tf.Graph().as_default():
+        deferred = hvd._executing_eagerly(), hvd.util._executing_eagerly()
+    assert (deferred, hvd._executing_eagerly(), hvd.util._executing_eagerly()) == ((False, False), True, True)

@@ -270,6 +270,8 @@ def test_what_cannot_be_done_is_refused_with_a_reason():
         pass
     with pytest.raises(ValueError, match="already"):
         hvd.DistributedGradientTape(hvd.DistributedGradientTape(tape))
+    with pytest.raises(TypeError, match="takes a tf.GradientTape, got builtins.list"):
+        hvd.DistributedGradientTape([tape])
 
 
 def test_local_layers_keep_their_gradients_which_are_divided_by_the_number_of_ranks():

@@ -48,6 +48,16 @@ def backward(*terms):
     sum((one * factor).sum() for one, factor in terms).backward()
 
 
+class Counted(Bucket):
+    """A bucket that counts how often one is looked up."""
+
+    lookups = 0
+
+    def __hash__(self):
+        Counted.lookups += 1
+        return super().__hash__()
+
+
 # Layout.
 
 
@@ -304,3 +314,31 @@ def test_nothing_is_kept_alive_by_a_hook():
         assert not one._post_accumulate_grad_hooks
     finally:
         gc.enable()
+
+
+# Cost.
+
+
+def test_to_arrange_looks_at_each_size_once():
+    class Sizes(list):
+        looks = 0
+
+        def __getitem__(self, index):
+            self.looks += 1
+            return super().__getitem__(index)
+
+    sizes = Sizes([4] * 2000)
+    arrange(sizes)
+    assert sizes.looks <= 2 * len(sizes)
+
+
+@each("in_order", [False, True])
+def test_a_step_looks_at_each_bucket_a_few_times(in_order):
+    parameters = singles(*[1] * 200)
+    recorder = Recorder(
+        parameters, buckets=[Counted((one,), 199 - one) for one in range(199, -1, -1)], in_order=in_order
+    )
+    Counted.lookups = 0
+    backward(*((one, 1) for (one,) in parameters))
+    recorder.complete()
+    assert len(recorder.started) == 200 and Counted.lookups <= 10 * 200

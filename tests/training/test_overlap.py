@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from kvdist.errors import ForkError, PeerLostError
 from kvdist.kvstore.base import KVStore
@@ -397,3 +398,24 @@ def test_a_trainer_that_is_gone_sends_nothing():
     del trainer
     backward(weight)
     assert store.calls == []
+
+
+def twice(net, use_reentrant):
+    """One backward pass through a layer that is used twice, each time in a checkpoint."""
+    x = torch.ones(1, 2, requires_grad=True)
+    for _ in range(2):
+        x = checkpoint(net, x, use_reentrant=use_reentrant)
+    x.sum().backward()
+
+
+def test_a_gradient_that_comes_in_parts_within_a_pass_is_refused_with_remedies_that_work():
+    net = nn.Linear(2, 2)
+    trainer = started(net.named_parameters())
+    with pytest.raises(RuntimeError, match="use_reentrant=True.*set use_reentrant=False, or overlap=False"):
+        twice(net, True)
+    trainer.close()
+    for overlap, use_reentrant in ((True, False), (False, True)):
+        net = nn.Linear(2, 2)
+        trainer = started(net.named_parameters(), overlap=overlap)
+        twice(net, use_reentrant)
+        trainer.step()

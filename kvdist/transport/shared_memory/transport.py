@@ -29,8 +29,8 @@ import os
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from pathlib import Path
 
+from kvdist.config.addresses import this_machine
 from kvdist.errors import ProtocolError
 from kvdist.nodes import NodeId
 from kvdist.transport.base import Arrived, Buffer, Connected, Disconnected, Event, MemoryShared, Route, Transport
@@ -359,14 +359,10 @@ def _nbytes(frames: Sequence[Buffer]) -> int:
 
 
 def this_host() -> str:
-    """A digest of what two processes must share to open each other's memory: the boot, the pid namespace, the user.
-
-    And the network namespace, because one of its own is how a host within a host is made.
+    """A digest of what two processes must share to open each other's memory: the machine, the pid namespace, the user.
 
     Raises:
         OSError: ``/proc`` is not there.
     """
-    system = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net")]
-    seen = f"{system} {namespaces} {os.getuid()}"
+    seen = f"{this_machine()} {os.readlink('/proc/self/ns/pid')} {os.getuid()}"
     return hashlib.sha256(seen.encode()).hexdigest()[:16]
