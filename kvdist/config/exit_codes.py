@@ -5,8 +5,11 @@ By the code a supervisor (the launcher, Slurm, systemd) tells a lost peer from a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
@@ -25,6 +28,12 @@ FRAMES_OF_OURS_MAX = 3
 """How many frames of kvdist a traceback shows."""
 INNER_MODULES = ("concurrent", "contextlib")
 """Modules of Python whose frames count as ours where kvdist calls them."""
+
+
+LINGER_S = 10.0
+"""How long threads may keep a process from ending before it says so."""
+LINGERS = f"kvdist: the main thread ended {LINGER_S:g} s ago, and the process waits for "
+"""How it says so; the launcher understands that."""
 
 
 def shorten_tracebacks() -> _Hook:
@@ -103,6 +112,33 @@ def _cut(trace: TracebackType | None) -> None:
         else:
             shown = trace
         trace = trace.tb_next
+
+
+def tell_what_lingers() -> None:
+    """The process has left its job: say so if threads keep it from ending, where a launcher waits for that end."""
+    name = "kvdist-end"
+    if read_setting("KVDIST_LOCAL_RANK") is not None and all(one.name != name for one in threading.enumerate()):
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and takes no thread any more
+            threading.Thread(target=_tell_what_lingers, name=name, daemon=True).start()
+
+
+def _tell_what_lingers() -> None:
+    while not _is_ending():
+        time.sleep(1.0)
+    time.sleep(LINGER_S)
+    names = [one.name for one in threading.enumerate() if not (one.daemon or one is threading.main_thread())]
+    sys.stderr.write(f"{LINGERS}{', '.join(names)}; end it, join it before the end, or make it a daemon thread\n")
+    sys.stderr.flush()
+
+
+def _is_ending() -> bool:
+    """Whether the main thread does nothing but wait for the others."""
+    main = threading.main_thread()
+    frame = sys._current_frames().get(main.ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    is_waiting = frame is not None and frame.f_globals is vars(threading) and frame.f_code.co_name == "_shutdown"
+    return is_waiting or not main.is_alive()
 
 
 class _NotingExit:

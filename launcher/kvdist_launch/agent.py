@@ -37,7 +37,7 @@ from kvdist_launch.agent_protocol import (
 )
 from kvdist_launch.exits import ProcessExit
 from kvdist_launch.probe import HostProbe, facts_of_this_host
-from kvdist_launch.processes import INTERRUPTIONS, CommandError, LocalProcesses, SignalPipe
+from kvdist_launch.processes import BEAT_S, INTERRUPTIONS, CommandError, LocalProcesses, SignalPipe
 from kvdist_launch.root_socket import turn_away
 
 PATIENCES = 2
@@ -67,7 +67,7 @@ class Agent:
         self._alive: list[NodeId] = []
         self._listening: socket.socket | None = None
         self._call = bytearray()
-        self._heard_at = time.monotonic()
+        self._heard_at = self._beat_at = time.monotonic()
         self._patience_s = Limits.patience_s
         self._is_lost = False
         self._is_dismissed = False
@@ -80,7 +80,7 @@ class Agent:
             self._writer.send("greeting", **facts_of_this_host())
             try:
                 while not (self._is_dismissed or self._is_lost):
-                    self._turn(1.0)
+                    self._turn(BEAT_S)
                 if self._is_lost:
                     self._end_all()
                 else:
@@ -100,6 +100,9 @@ class Agent:
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
         self._writer.send("output", data, node=encode_node(node), stream=stream)
         self._processes.pause(self._writer.is_full)
+
+    def stopped(self, node: NodeId, pid: int) -> None:
+        self._writer.send("stopped", node=encode_node(node), pid=pid)
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         self._writer.send("output_ended", node=encode_node(node), stream=stream)
@@ -176,6 +179,9 @@ class Agent:
         for key, _ in self._selector.select(timeout_s):
             key.data()
         self._processes.pause(self._writer.is_full)
+        if time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + BEAT_S
+            self._processes.beat(self._beat_at)
         if time.monotonic() - self._heard_at > PATIENCES * self._patience_s:
             self._lose()
 

@@ -45,6 +45,9 @@ after its agent was killed has another one: the agent's watchdog must not end it
 OUT, ERR, RESULT = 0, 1, 2
 """The outputs of a process; the third one is that of a process that is called, see `plan.Process`."""
 
+BEAT_S = 1.0
+"""How often `HostProcesses.beat` is to be called."""
+
 READ_BYTES = 64 * 1024
 """Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
 
@@ -138,6 +141,9 @@ class ProcessListener(Protocol):
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
         """A process has printed, or written a piece of its result."""
 
+    def stopped(self, node: NodeId, pid: int) -> None:
+        """A signal has stopped a process, or one that it has started, of this process id; 0 is that it goes on."""
+
     def output_ended(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output."""
 
@@ -193,8 +199,9 @@ class HostProcesses(abc.ABC):
     def take_exits(self) -> None:
         """Look which processes have ended; to be called after SIGCHLD."""
 
-    def beat(self, now: float) -> None:  # noqa: B027  # only agents need it
-        """Send a sign of life to an agent, and see that it sends some; to be called every second."""
+    @abc.abstractmethod
+    def beat(self, now: float) -> None:
+        """Look who is stopped, or exchange signs of life with the agent that does; to be called every second."""
 
     def dismiss(self) -> None:  # noqa: B027  # only agents need it
         """All processes have ended: pass on what is still on its way."""
@@ -284,6 +291,12 @@ class ChildProcess:
         status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         return ProcessExit(self.node, self.pid, status, life=self.life)
 
+    def stopped(self) -> int:
+        """The process id of what a signal has stopped: itself, or on Linux what it runs, such as a shell; else 0."""
+        if os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
+            return self.pid
+        return _stopped_below(self.pid)
+
     def signal_group(self, number: int) -> None:
         """Send a signal to it and to whatever it has started in its group."""
         # Errors mean that the group has ended: macOS says "permission" of a group of zombies.
@@ -355,6 +368,7 @@ class LocalProcesses(HostProcesses):
         self._mark = os.urandom(8).hex()
         self._secret: SecretFile | None = None
         self._is_paused = False
+        self._stopped: dict[NodeId, int] = {}
 
     def start(
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
@@ -466,6 +480,15 @@ class LocalProcesses(HostProcesses):
                 self._read(node, stream)  # one read takes what a pipe holds
         self._listener.settled(exits)
 
+    def beat(self, now: float) -> None:
+        before, self._stopped = self._stopped, {}
+        for child in self._running:
+            pid = child.stopped()
+            if pid:
+                self._stopped[child.node] = pid
+            if pid != before.get(child.node, 0):
+                self._listener.stopped(child.node, pid)
+
     @property
     def is_silent(self) -> bool:
         return not self._open
@@ -507,6 +530,20 @@ class LocalProcesses(HostProcesses):
         if not self._is_paused:
             self._selector.unregister(pipe)
         self._listener.output_ended(node, stream)
+
+
+def _stopped_below(pid: int) -> int:
+    """The process id of a descendant, by main threads, that a signal has stopped; 0 if there is none."""
+    with contextlib.suppress(OSError):  # not Linux, or it has ended
+        with open(f"/proc/{pid}/task/{pid}/children", "rb") as listed:
+            children = [int(word) for word in listed.read().split()]
+        for child in children:
+            with contextlib.suppress(OSError), open(f"/proc/{child}/stat", "rb") as told:
+                if told.read().rpartition(b")")[2].split()[0] == b"T":
+                    return child
+            if found := _stopped_below(child):
+                return found
+    return 0
 
 
 def _post_exit(pid: int, exits: EventPipe) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,6 +102,25 @@ def test_servers_that_do_not_end_after_the_last_worker_are_terminated_and_named(
     code, _, err = job.finish()
     assert code == 0
     assert "server-0 did not end within 0.2 s of the last worker's end; terminating" in err
+
+
+STOPS = "import os, signal; os.environ['KVDIST_RANK'] == '1' and os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.usefixtures("launch_on")
+@pytest.mark.parametrize(
+    ("words", "place"), [(("-s", "1"), ""), (("-s", "0"), ""), (("-s", "1", "-H", "a", "--security", "none"), " on a")]
+)
+def test_a_worker_that_is_stopped_when_the_others_have_finished_is_told_of_and_killed(launch, words, place):
+    shell = ("sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, STOPS)
+    job = launch(*words, "-n", "2", "--grace", "0.2", *shell)
+    code, _, err = job.finish()
+    who = rf"worker-1{place} \(pid \d+\)"
+    assert re.search(rf"{who} has been stopped by a signal for 10 s; kill -CONT \d+ lets it go on", err), err
+    assert re.search(rf"the job waits for the end of {who}, and kills it in 0.2 s", err), err
+    assert code == 137 and re.search(rf"{who} was killed by signal 9 .*; the job had waited for its end alone", err), (
+        err
+    )
 
 
 def test_ctrl_c_reaches_the_workers_as_an_interrupt_they_can_handle(launch, is_gone):
