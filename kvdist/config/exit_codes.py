@@ -141,20 +141,38 @@ def _is_ending() -> bool:
     return is_waiting or not main.is_alive()
 
 
-class _NotingExit:
-    """A `sys.exit` that keeps its last status: a handler of `atexit` cannot see the `SystemExit`."""
+class _Exit(SystemExit):
+    """What `sys.exit` raises: keeps the status by which the interpreter ends, as `atexit` cannot see that.
 
-    status: Any = None
+    The program may catch it and look at it. Only where Python itself reads the status at the end no frame is left.
+    """
 
-    def __call__(self, status: Any = None, /) -> NoReturn:
-        self.status = status
-        raise SystemExit(status)
+    last: Any = None
+    """The status."""
+
+    @property
+    def code(self) -> Any:
+        status = _STATUS.__get__(self)
+        if sys._getframe().f_back is None:
+            _Exit.last = status
+        return status
+
+    @code.setter
+    def code(self, status: Any) -> None:
+        _STATUS.__set__(self, status)
+
+
+_STATUS: Any = SystemExit.__dict__["code"]
 
 
 def note_exits() -> None:
-    """Let `end_with` know the status that `sys.exit` gets."""
-    if not isinstance(sys.exit, _NotingExit):
-        sys.exit = _NotingExit()
+    """Let `end_with` know the status by which `sys.exit` ends the process."""
+    sys.exit = _exit
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    is_main = threading.current_thread() is threading.main_thread()
+    raise (_Exit if is_main else SystemExit)(status)  # another thread ends by the latter alone, in silence
 
 
 class _End:
@@ -170,11 +188,11 @@ class _End:
 def end_with(exit_code: int) -> None:
     """Replace the exit code of a process that would end with 0; called by a handler of `atexit`.
 
-    An uncaught exception keeps its code, and so does `sys.exit`, once `note_exits` was called. All other handlers are
-    called, and files closed: `sys` is what the interpreter clears last.
+    An uncaught exception keeps its code, and so does an uncaught `sys.exit`, once `note_exits` was called. All
+    other handlers are called, and files closed: `sys` is what the interpreter clears last.
     """
     if hasattr(sys, "last_value"):  # an uncaught exception
         return
-    status = sys.exit.status if isinstance(sys.exit, _NotingExit) else None
+    status = _Exit.last
     own = status & 0xFF if isinstance(status, int) else int(status is not None)
     setattr(sys, "_kvdist_end", _End(own or exit_code))  # noqa: B010 (types do not know the attribute)
