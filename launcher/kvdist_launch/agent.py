@@ -37,8 +37,9 @@ from kvdist_launch.agent_protocol import (
 )
 from kvdist_launch.exits import ProcessExit
 from kvdist_launch.probe import HostProbe, facts_of_this_host
-from kvdist_launch.processes import BEAT_S, INTERRUPTIONS, CommandError, LocalProcesses, SignalPipe
+from kvdist_launch.processes import BEAT_S, CommandError, LocalProcesses, SignalPipe
 from kvdist_launch.root_socket import turn_away
+from kvdist_launch.start import INTERRUPTIONS, inherit
 
 PATIENCES = 2
 """The launcher sends a frame every second; without one for this many times the patience it counts as lost."""
@@ -219,6 +220,7 @@ class Agent:
 
 def main() -> int:
     """Be the agent of this host. Returns the exit code."""
+    inherit("kvdist_launch.agent")
     os.write(1, GREETING + b"\n")
     try:
         return Agent(0, 1).run()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from kvdist.config.addresses import host_name
 from kvdist.config.exit_codes import EXIT_CONFIG
@@ -24,7 +24,7 @@ from kvdist_launch.options import asked, parse_options, split_command, target_of
 from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, Sink
 from kvdist_launch.plan import HostFacts, JobSpec, plan, preview, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
-from kvdist_launch.processes import CommandError, LocalProcesses
+from kvdist_launch.processes import CommandError, LocalProcesses, handling_interruptions
 from kvdist_launch.request import (
     ROLE_COMMAND,
     Request,
@@ -83,7 +83,8 @@ class _Launch:
         """Run the job, write the summary, and return the exit code."""
         if self._summary_path is not None:
             remove_summary(self._summary_path)
-        code, reason = self._run_or_explain()
+        with handling_interruptions(_interrupt):
+            code, reason = self._run_or_explain()
         if self._summary_path is not None:
             try:
                 fields = summary([one.job for one in self._attempts], code, time.monotonic(), reason)
@@ -125,10 +126,6 @@ class _Launch:
         except Interrupted as interruption:
             self._err.say(str(interruption))
             return SIGNAL_BASE + interruption.number, str(interruption)
-        except KeyboardInterrupt:
-            reason = "interrupted before anything was started"
-            self._err.say(reason)
-            return SIGNAL_BASE + signal.SIGINT, reason
         except ConfigError as error:
             self._err.say(f"error: {error}")
             return error.exit_code if isinstance(error, CommandError) else USAGE_ERROR, str(error)
@@ -152,18 +149,22 @@ class _Launch:
             supervisor = self._begin_attempt() if attempt else self._attempts[0]
             try:
                 code = _run_once(self._request, counted, hosts, launcher, supervisor)
-            except (ConfigError, Interrupted, KeyboardInterrupt) as error:
+            except (ConfigError, Interrupted) as error:
                 if not attempt:
                     raise
                 # The exit code and cause of the job stay those of the last attempt that ran.
                 last = last_concluded([one.job for one in self._attempts])
-                last.sentence += f"; it could not be started again: {str(error) or 'interrupted'}"
+                last.sentence += f"; it could not be started again: {error}"
                 self._err.say(last.sentence)
                 break
             if not _may_succeed_again(supervisor) or attempt == restarts:
                 break
             supervisor.say(f"starting the whole job again ({attempt + 1} of {restarts})")
         return code
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    raise Interrupted(number)
 
 
 def _run_once(

@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import IO, Protocol
@@ -29,14 +29,12 @@ from kvdist_launch.plan import Process
 from kvdist_launch.root_socket import VARIABLE as LISTEN_VARIABLE
 from kvdist_launch.security import VARIABLE as SECRET_VARIABLE
 from kvdist_launch.security import SecretFile
+from kvdist_launch.start import INTERRUPTIONS, is_ignored
 from kvdist_launch.watchdog import Watchdog
 
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 """The exit codes of a shell for a command that it does not find or cannot execute."""
-
-INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""Signals by which the user or the system asks a job to end."""
 
 MARK = "KVDIST_WATCHDOG"
 """The variable that all processes with one watchdog have, with a value of its own. A process that is started again
@@ -100,6 +98,17 @@ class EventPipe:
             return []
 
 
+@contextlib.contextmanager
+def handling_interruptions(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """While entered, call this where the user or the system asks for the end, unless the caller has that ignored."""
+    before = {number: signal.signal(number, handler) for number in INTERRUPTIONS if not is_ignored(number)}
+    try:
+        yield
+    finally:
+        for number, one in before.items():
+            signal.signal(number, one)
+
+
 class SignalPipe(EventPipe):
     """While entered, SIGCHLD and the interruptions do nothing but make `descriptor` readable.
 
@@ -116,8 +125,8 @@ class SignalPipe(EventPipe):
         super().__enter__()
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in (*INTERRUPTIONS, signal.SIGCHLD):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # Under nohup the job is meant to outlive its terminal.
+            if number in INTERRUPTIONS - {signal.SIGINT} and is_ignored(number):
+                continue  # Under nohup, for one, the job is meant to outlive its terminal.
             self._handlers_before[number] = signal.signal(number, _do_nothing)
         return self
 

@@ -22,7 +22,8 @@ from kvdist_launch.exits import ProcessExit, signal_name
 from kvdist_launch.job import INDENT, Action, GracePeriods, Job, Restart, Say, SendSignal
 from kvdist_launch.output import ERR, NEWS, OUT, JobOutput, LineSplitter, Sink, short_name
 from kvdist_launch.plan import Process
-from kvdist_launch.processes import BEAT_S, INTERRUPTIONS, RESULT, EventPipe, HostProcesses, SignalPipe
+from kvdist_launch.processes import BEAT_S, RESULT, EventPipe, HostProcesses, SignalPipe
+from kvdist_launch.start import INTERRUPTIONS
 
 if TYPE_CHECKING:
     from kvdist_launch.restarts import Restarts
@@ -171,8 +172,8 @@ class Supervisor:
                     host.hang_up()
                 for host in self._hosts:
                     host.release()
-        if not self._is_quiet:
-            self._conclude()
+            if not self._is_quiet:
+                self._conclude()
         return self.job.exit_code()
 
     @property
