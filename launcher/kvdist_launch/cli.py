@@ -69,7 +69,7 @@ class _Launch:
         clock = time.time if options.timestamps else None
         self._request = request
         self._launched = time.monotonic()
-        self._out, self._err = (_sink(number, os.environ, clock, request.program) for number in (1, 2))
+        self._out, self._err = _sinks(os.environ, clock, request.program)
         self._logs: LogFiles | None = None
         if request.output_folder:
             self._logs = LogFiles(Path(request.output_folder), self._err.say, options.num_workers)
@@ -199,8 +199,7 @@ def _run_elsewhere(options: argparse.Namespace, job: JobSpec, hosts: Sequence[Ho
     text = script_of(options, job, hosts, processes, launcher)
     if options.emit is None and options.launcher != "none" and not options.dry_run:
         run_script(options.launcher, text, os.environ)
-    _print(text)
-    return 0
+    return _print(text)
 
 
 def _run_here(
@@ -252,8 +251,7 @@ def _show(job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
         text += "\nAddresses, cores and variables of other hosts are found out when the job starts.\n"
         note = _left_out_note(job, launcher)
         text += f"{note}\n" if note else ""
-    _print(text)
-    return 0
+    return _print(text)
 
 
 def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
@@ -262,14 +260,21 @@ def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
     return f"not forwarded, as their names look secret (-x NAME forwards one): {', '.join(names)}" if names else ""
 
 
-def _print(text: str) -> None:
+def _print(text: str) -> int:
+    """Show a text that is all that was asked for. Returns the exit code."""
     lines = [line.encode(errors="surrogateescape") + b"\n" for line in text.removesuffix("\n").split("\n")]
-    _sink(1, os.environ).write_lines(b"", lines)
+    out, _ = _sinks(os.environ)
+    out.write_lines(b"", lines)
+    return int(out.has_failed)
 
 
-def _sink(
-    descriptor: int, environ: Mapping[str, str], clock: Callable[[], float] | None = None, program: str = PROGRAM
-) -> Sink:
+def _sinks(
+    environ: Mapping[str, str], clock: Callable[[], float] | None = None, program: str = PROGRAM
+) -> tuple[Sink, Sink]:
+    """Standard output and standard error."""
     # https://no-color.org: any value but an empty one asks for no colour.
-    is_terminal = os.isatty(descriptor) and environ.get("TERM") != "dumb"
-    return Sink(descriptor, is_terminal, not environ.get("NO_COLOR"), clock, program)
+    terminals = (os.isatty(descriptor) and environ.get("TERM") != "dumb" for descriptor in (1, 2))
+    colours = not environ.get("NO_COLOR")
+    out, err = (Sink(number, is_it, colours, clock, program) for number, is_it in enumerate(terminals, 1))
+    out.other, err.other = err, out
+    return out, err

@@ -1,4 +1,4 @@
-"""How the launcher begins: interrupted at any moment, and with what it has inherited."""
+"""How the launcher begins: interrupted at any moment, with what it has inherited, and with outputs that are full."""
 
 from __future__ import annotations
 
@@ -112,3 +112,17 @@ def test_a_folder_that_is_gone_is_said_in_one_sentence(env, tmp_path):
     launcher = as_child(env, "os.rmdir(os.getcwd())", *WORDS["kvdist-launch"], "true", cwd=str(folder))
     sentence = "kvdist-launch: error: the current folder was removed: change to another one\n"
     assert ends(launcher) == (2, "", sentence)
+
+
+@each("words, code", [(("echo", "hello"), 0), (("--dry-run", "echo", "hello"), 1)])
+def test_an_output_that_is_full_is_told_on_the_other_one(env, words, code):
+    argv = [*command("kvdist-launch"), *WORDS["kvdist-launch"], *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(argv, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+        told = (
+            "kvdist-launch: standard output cannot be written to (No space left on device); the rest of it is dropped"
+        )
+        assert done.returncode == code and done.stderr.splitlines().count(told) == 1, done.stderr
+        if code == 0:
+            done = subprocess.run(argv, env=env, stderr=full, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+            assert done.returncode == 0 and told.replace("output", "error") in done.stdout.splitlines()
