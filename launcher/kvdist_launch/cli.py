@@ -176,9 +176,9 @@ def _run_once(
 
 
 def _may_succeed_again(supervisor: Supervisor) -> bool:
-    """Whether the job failed in a way that may not happen again, and the user has not interrupted it since."""
+    """Whether the job failed before all was done, in a way that may not happen again, and was not interrupted since."""
     cause = supervisor.job.cause
-    if cause is None or supervisor.job.is_interrupted:
+    if cause is None or supervisor.job.is_interrupted or cause.node in supervisor.job.killed:
         return False
     return cause.node.role is Role.WORKER or cause.status != EXIT_CONFIG
 

@@ -156,6 +156,7 @@ class Job:
     Attributes:
         cause: the exit that failed the job; None while there is none.
         records: every process that was started.
+        killed: the workers that were killed, as the job waited for nothing but their end.
         sentence: how the attempt ended; empty until `conclude`.
         last_lines: the last lines of the process that failed the job; see `conclude`.
     """
@@ -209,8 +210,7 @@ class Job:
         self._is_end_told = False
         self._kill_at: float | None = None
         """When those are killed that alone keep the job from ending, and stand still."""
-        self._killed: list[NodeId] = []
-        """Those, once they were."""
+        self.killed: list[NodeId] = []
         self.launched = now if launched is None else launched
         self.cause: ProcessExit | None = None
         self._phase_until: float | None = None
@@ -332,6 +332,7 @@ class Job:
             del self._due[node]
         self._alive += nodes
         self._lives.update(nodes)
+        self.killed = [node for node in self.killed if node not in nodes]
         return [Restart(node, self._lives[node]) for node in nodes]
 
     def _tell_still(self, now: float) -> list[Action]:
@@ -361,11 +362,11 @@ class Job:
             text = f"the job waits for the end of {self._names(awaited)}"
             if all(node in self._still for node in awaited):
                 self._kill_at = now + self._grace.grace_s
-                text += f", and kills it in {self._grace.grace_s:g} s"
+                text += f", and kills {'it' if len(awaited) == 1 else 'them'} in {self._grace.grace_s:g} s"
             return [Say(text)]
         if self._kill_at is None or now < self._kill_at:
             return []
-        self._kill_at, self._killed = None, awaited
+        self._kill_at, self.killed = None, awaited
         return [SendSignal(node, signal.SIGKILL) for node in awaited]
 
     def _names(self, nodes: Iterable[NodeId]) -> str:
@@ -521,8 +522,8 @@ class Job:
 
     def _blame(self, one: ProcessExit, at: float) -> None:
         self.cause, self._cause_at = one, at
-        if one.node in self._killed:
-            self._why = "; the job had waited for its end alone"
+        if one.node in self.killed:
+            self._why = "; the job had waited for nothing but its end"
 
     def _fail(self, now: float) -> list[Action]:
         self._enter(Phase.FAILING, now + self._grace.grace_s)

@@ -597,7 +597,9 @@ def test_a_job_kills_after_the_grace_who_alone_keeps_it_from_ending_and_stands_s
     assert job.tick(117.0) == [SendSignal(worker(1), signal.SIGKILL)]
     end(job, 117.1, (worker(1), -9))
     assert job.is_over and job.exit_code() == 137
-    assert "killed by signal 9 (SIGKILL) after 17.1 s; the job had waited for its end alone; " in sentence(job, 118.0)
+    assert "killed by signal 9 (SIGKILL) after 17.1 s; the job had waited for nothing but its end; " in sentence(
+        job, 118.0
+    )
 
 
 def test_a_job_that_goes_on_ends_well_without_who_stood_still_at_its_end():
@@ -609,6 +611,17 @@ def test_a_job_that_goes_on_ends_well_without_who_stood_still_at_its_end():
     assert job.tick(115.5) == [SendSignal(worker(1), signal.SIGKILL)]
     end(job, 115.6, (worker(1), -9))
     assert (job.is_over, job.exit_code()) == (True, 0)
+
+
+def test_all_that_stand_still_are_killed_where_nobody_else_is_left():
+    nodes = [worker(0), worker(1), worker(2)]
+    job = of(Job(nodes, now=100.0, grace=GRACE), *((node, 42) for node in nodes))
+    for node in nodes[1:]:
+        job.stopped(node, 42, 100.5)
+    finish_one(job, 101.0)
+    told = "the job waits for the end of worker-1 (pid 42), worker-2 (pid 42), and kills them in 5 s"
+    assert job.tick(110.5)[-1] == Say(told)
+    assert signals(job.tick(115.5)) == dict.fromkeys(nodes[1:], signal.SIGKILL)
 
 
 def test_who_goes_on_in_the_grace_is_not_killed():
