@@ -302,8 +302,9 @@ class ChildProcess:
 
     def stopped(self) -> int:
         """The process id of what a signal has stopped: itself, or on Linux what it runs, such as a shell; else 0."""
-        if os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None:
-            return self.pid
+        result = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is not None:
+            return self.pid if result.si_code == os.CLD_STOPPED else 0
         return _stopped_below(self.pid)
 
     def signal_group(self, number: int) -> None:
