@@ -100,8 +100,9 @@ BANNED_CALLS = {
 BANNED_METHODS = {"recv_pyobj", "send_pyobj"}
 MAY_EXIT = {"kvdist/__main__.py", "launcher/kvdist_launch/__main__.py", "launcher/kvdist_launch/cli.py"}
 """Programs, not libraries: `sys.exit` is theirs to call."""
-MAY_EXIT_AT_THE_END = "kvdist/config/exit_codes.py"
-"""It calls `os._exit` when the interpreter ends anyway, which is the only way left to change the exit code."""
+MAY_EXIT_AT_ONCE = {"kvdist/config/exit_codes.py", "launcher/kvdist_launch/start.py"}
+"""They call `os._exit`: when the interpreter ends anyway, which is the only way left to change the exit code, and where
+nothing is done yet, while modules are imported, which an exception would disturb."""
 
 MAY_IMPORT_BY_NAME = {"kvdist/__init__.py", "kvdist/__main__.py"}
 """Who may import a module that is named by a string, where no reader of imports sees it: names of our own that are
@@ -304,7 +305,7 @@ def may_import(source: Source, name: str) -> bool:
 def may_call(source: Source, name: str) -> bool:
     """Whether this file is a program and the call its exit."""
     if name == "os._exit":
-        return source.path == MAY_EXIT_AT_THE_END
+        return source.path in MAY_EXIT_AT_ONCE
     return name == "sys.exit" and source.path in MAY_EXIT
 
 

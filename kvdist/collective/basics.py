@@ -22,7 +22,7 @@ from kvdist.config.environment import (
     horovod_without_effect,
     world_from_env,
 )
-from kvdist.config.exit_codes import shorten_tracebacks
+from kvdist.config.exit_codes import shorten_tracebacks, tell_what_lingers
 from kvdist.errors import CollectiveError
 from kvdist.runtime.process_name import name_process
 
@@ -102,6 +102,7 @@ def shutdown() -> None:
     names it.
     """
     _close(sys.exc_info()[1])
+    tell_what_lingers()
 
 
 def _close(error: BaseException | None) -> None:

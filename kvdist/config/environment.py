@@ -136,9 +136,13 @@ def checkpoint_root_from_env(environ: Variables | None = None) -> Path:
     """The folder below which this process writes and reads checkpoints that others name: by default its own.
 
     Raises:
-        ConfigError: it is not an absolute path.
+        ConfigError: it is not an absolute path; or it is not set, and the folder of this process was removed.
     """
-    return Path(read_setting("KVDIST_CHECKPOINT_ROOT", environ) or Path.cwd())
+    root = read_setting("KVDIST_CHECKPOINT_ROOT", environ)
+    try:
+        return Path(root or Path.cwd())
+    except FileNotFoundError:
+        raise ConfigError("the current folder was removed: change to another one") from None
 
 
 def without_effect(environ: Variables | None = None) -> list[str]:

@@ -5,8 +5,11 @@ By the code a supervisor (the launcher, Slurm, systemd) tells a lost peer from a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, NoReturn
@@ -25,6 +28,12 @@ FRAMES_OF_OURS_MAX = 3
 """How many frames of kvdist a traceback shows."""
 INNER_MODULES = ("concurrent", "contextlib")
 """Modules of Python whose frames count as ours where kvdist calls them."""
+
+
+LINGER_S = 10.0
+"""How long threads may keep a process from ending before it says so."""
+LINGERS = f"kvdist: the main thread ended {LINGER_S:g} s ago, and the process waits for "
+"""How it says so; the launcher understands that."""
 
 
 def shorten_tracebacks() -> _Hook:
@@ -105,20 +114,65 @@ def _cut(trace: TracebackType | None) -> None:
         trace = trace.tb_next
 
 
-class _NotingExit:
-    """A `sys.exit` that keeps its last status: a handler of `atexit` cannot see the `SystemExit`."""
+def tell_what_lingers() -> None:
+    """The process has left its job: say so if threads keep it from ending, where a launcher waits for that end."""
+    name = "kvdist-end"
+    if read_setting("KVDIST_LOCAL_RANK") is not None and all(one.name != name for one in threading.enumerate()):
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and takes no thread any more
+            threading.Thread(target=_tell_what_lingers, name=name, daemon=True).start()
 
-    status: Any = None
 
-    def __call__(self, status: Any = None, /) -> NoReturn:
-        self.status = status
-        raise SystemExit(status)
+def _tell_what_lingers() -> None:
+    while not _is_ending():
+        time.sleep(1.0)
+    time.sleep(LINGER_S)
+    names = [one.name for one in threading.enumerate() if not (one.daemon or one is threading.main_thread())]
+    sys.stderr.write(f"{LINGERS}{', '.join(names)}; end it, join it before the end, or make it a daemon thread\n")
+    sys.stderr.flush()
+
+
+def _is_ending() -> bool:
+    """Whether the main thread does nothing but wait for the others."""
+    main = threading.main_thread()
+    frame = sys._current_frames().get(main.ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    is_waiting = frame is not None and frame.f_globals is vars(threading) and frame.f_code.co_name == "_shutdown"
+    return is_waiting or not main.is_alive()
+
+
+class _Exit(SystemExit):
+    """What `sys.exit` raises: keeps the status by which the interpreter ends, as `atexit` cannot see that.
+
+    The program may catch it and look at it. Only where Python itself reads the status at the end no frame is left.
+    """
+
+    last: Any = None
+    """The status."""
+
+    @property
+    def code(self) -> Any:
+        status = _STATUS.__get__(self)
+        if sys._getframe().f_back is None:
+            _Exit.last = status
+        return status
+
+    @code.setter
+    def code(self, status: Any) -> None:
+        _STATUS.__set__(self, status)
+
+
+_STATUS: Any = SystemExit.__dict__["code"]
 
 
 def note_exits() -> None:
-    """Let `end_with` know the status that `sys.exit` gets."""
-    if not isinstance(sys.exit, _NotingExit):
-        sys.exit = _NotingExit()
+    """Let `end_with` know the status by which `sys.exit` ends the process."""
+    sys.exit = _exit
+
+
+def _exit(status: Any = None, /) -> NoReturn:
+    is_main = threading.current_thread() is threading.main_thread()
+    raise (_Exit if is_main else SystemExit)(status)  # another thread ends by the latter alone, in silence
 
 
 class _End:
@@ -134,11 +188,11 @@ class _End:
 def end_with(exit_code: int) -> None:
     """Replace the exit code of a process that would end with 0; called by a handler of `atexit`.
 
-    An uncaught exception keeps its code, and so does `sys.exit`, once `note_exits` was called. All other handlers are
-    called, and files closed: `sys` is what the interpreter clears last.
+    An uncaught exception keeps its code, and so does an uncaught `sys.exit`, once `note_exits` was called. All
+    other handlers are called, and files closed: `sys` is what the interpreter clears last.
     """
     if hasattr(sys, "last_value"):  # an uncaught exception
         return
-    status = sys.exit.status if isinstance(sys.exit, _NotingExit) else None
+    status = _Exit.last
     own = status & 0xFF if isinstance(status, int) else int(status is not None)
     setattr(sys, "_kvdist_end", _End(own or exit_code))  # noqa: B010 (types do not know the attribute)

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 from kvdist.config.addresses import host_name
 from kvdist.config.environment import cluster_from_env, embedded_cluster_from_env, read_setting, without_effect
+from kvdist.config.exit_codes import tell_what_lingers
 from kvdist.config.settings import ClusterConfig
 from kvdist.config.sockets import scheduler_endpoint
 from kvdist.core.commands import Handler
@@ -236,6 +237,8 @@ class Cluster:
         self._thread.join()
         # Or a process that goes on without its cluster would keep the servers' memory mapped, when nothing else does.
         self.memory.forget_shown()
+        if not (failure or ends):
+            tell_what_lingers()
         if endless is not None:
             raise endless
 

@@ -9,7 +9,9 @@ command starts in a few milliseconds.
 
 from __future__ import annotations
 
-from typing import Any
+TYPE_CHECKING = False  # as in `typing`, which takes longer to import than all that `start` needs
+if TYPE_CHECKING:
+    from typing import Any
 
 __all__ = ["JobFailure", "WorkerFailure", "run"]
 

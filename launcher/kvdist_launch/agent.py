@@ -37,8 +37,9 @@ from kvdist_launch.agent_protocol import (
 )
 from kvdist_launch.exits import ProcessExit
 from kvdist_launch.probe import HostProbe, facts_of_this_host
-from kvdist_launch.processes import INTERRUPTIONS, CommandError, LocalProcesses, SignalPipe
+from kvdist_launch.processes import BEAT_S, CommandError, LocalProcesses, SignalPipe
 from kvdist_launch.root_socket import turn_away
+from kvdist_launch.start import INTERRUPTIONS, inherit
 
 PATIENCES = 2
 """The launcher sends a frame every second; without one for this many times the patience it counts as lost."""
@@ -67,7 +68,7 @@ class Agent:
         self._alive: list[NodeId] = []
         self._listening: socket.socket | None = None
         self._call = bytearray()
-        self._heard_at = time.monotonic()
+        self._heard_at = self._beat_at = time.monotonic()
         self._patience_s = Limits.patience_s
         self._is_lost = False
         self._is_dismissed = False
@@ -80,7 +81,7 @@ class Agent:
             self._writer.send("greeting", **facts_of_this_host())
             try:
                 while not (self._is_dismissed or self._is_lost):
-                    self._turn(1.0)
+                    self._turn(BEAT_S)
                 if self._is_lost:
                     self._end_all()
                 else:
@@ -100,6 +101,9 @@ class Agent:
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
         self._writer.send("output", data, node=encode_node(node), stream=stream)
         self._processes.pause(self._writer.is_full)
+
+    def stopped(self, node: NodeId, pid: int) -> None:
+        self._writer.send("stopped", node=encode_node(node), pid=pid)
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         self._writer.send("output_ended", node=encode_node(node), stream=stream)
@@ -176,6 +180,9 @@ class Agent:
         for key, _ in self._selector.select(timeout_s):
             key.data()
         self._processes.pause(self._writer.is_full)
+        if time.monotonic() >= self._beat_at:
+            self._beat_at = time.monotonic() + BEAT_S
+            self._processes.beat(self._beat_at)
         if time.monotonic() - self._heard_at > PATIENCES * self._patience_s:
             self._lose()
 
@@ -213,6 +220,7 @@ class Agent:
 
 def main() -> int:
     """Be the agent of this host. Returns the exit code."""
+    inherit("kvdist_launch.agent")
     os.write(1, GREETING + b"\n")
     try:
         return Agent(0, 1).run()

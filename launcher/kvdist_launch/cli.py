@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from kvdist.config.addresses import host_name
 from kvdist.config.exit_codes import EXIT_CONFIG
@@ -24,7 +24,7 @@ from kvdist_launch.options import asked, parse_options, split_command, target_of
 from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, Sink
 from kvdist_launch.plan import HostFacts, JobSpec, plan, preview, thread_note, worker_lines
 from kvdist_launch.probe import usable_cores
-from kvdist_launch.processes import CommandError, LocalProcesses
+from kvdist_launch.processes import CommandError, LocalProcesses, handling_interruptions
 from kvdist_launch.request import (
     ROLE_COMMAND,
     Request,
@@ -69,7 +69,7 @@ class _Launch:
         clock = time.time if options.timestamps else None
         self._request = request
         self._launched = time.monotonic()
-        self._out, self._err = (_sink(number, os.environ, clock, request.program) for number in (1, 2))
+        self._out, self._err = _sinks(os.environ, clock, request.program)
         self._logs: LogFiles | None = None
         if request.output_folder:
             self._logs = LogFiles(Path(request.output_folder), self._err.say, options.num_workers)
@@ -83,7 +83,8 @@ class _Launch:
         """Run the job, write the summary, and return the exit code."""
         if self._summary_path is not None:
             remove_summary(self._summary_path)
-        code, reason = self._run_or_explain()
+        with handling_interruptions(_interrupt):
+            code, reason = self._run_or_explain()
         if self._summary_path is not None:
             try:
                 fields = summary([one.job for one in self._attempts], code, time.monotonic(), reason)
@@ -125,10 +126,6 @@ class _Launch:
         except Interrupted as interruption:
             self._err.say(str(interruption))
             return SIGNAL_BASE + interruption.number, str(interruption)
-        except KeyboardInterrupt:
-            reason = "interrupted before anything was started"
-            self._err.say(reason)
-            return SIGNAL_BASE + signal.SIGINT, reason
         except ConfigError as error:
             self._err.say(f"error: {error}")
             return error.exit_code if isinstance(error, CommandError) else USAGE_ERROR, str(error)
@@ -152,18 +149,22 @@ class _Launch:
             supervisor = self._begin_attempt() if attempt else self._attempts[0]
             try:
                 code = _run_once(self._request, counted, hosts, launcher, supervisor)
-            except (ConfigError, Interrupted, KeyboardInterrupt) as error:
+            except (ConfigError, Interrupted) as error:
                 if not attempt:
                     raise
                 # The exit code and cause of the job stay those of the last attempt that ran.
                 last = last_concluded([one.job for one in self._attempts])
-                last.sentence += f"; it could not be started again: {str(error) or 'interrupted'}"
+                last.sentence += f"; it could not be started again: {error}"
                 self._err.say(last.sentence)
                 break
             if not _may_succeed_again(supervisor) or attempt == restarts:
                 break
             supervisor.say(f"starting the whole job again ({attempt + 1} of {restarts})")
         return code
+
+
+def _interrupt(number: int, _: FrameType | None) -> None:
+    raise Interrupted(number)
 
 
 def _run_once(
@@ -175,9 +176,9 @@ def _run_once(
 
 
 def _may_succeed_again(supervisor: Supervisor) -> bool:
-    """Whether the job failed in a way that may not happen again, and the user has not interrupted it since."""
+    """Whether the job failed before all was done, in a way that may not happen again, and was not interrupted since."""
     cause = supervisor.job.cause
-    if cause is None or supervisor.job.is_interrupted:
+    if cause is None or supervisor.job.is_interrupted or cause.node in supervisor.job.killed:
         return False
     return cause.node.role is Role.WORKER or cause.status != EXIT_CONFIG
 
@@ -198,8 +199,7 @@ def _run_elsewhere(options: argparse.Namespace, job: JobSpec, hosts: Sequence[Ho
     text = script_of(options, job, hosts, processes, launcher)
     if options.emit is None and options.launcher != "none" and not options.dry_run:
         run_script(options.launcher, text, os.environ)
-    _print(text)
-    return 0
+    return _print(text)
 
 
 def _run_here(
@@ -251,8 +251,7 @@ def _show(job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
         text += "\nAddresses, cores and variables of other hosts are found out when the job starts.\n"
         note = _left_out_note(job, launcher)
         text += f"{note}\n" if note else ""
-    _print(text)
-    return 0
+    return _print(text)
 
 
 def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
@@ -261,14 +260,21 @@ def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
     return f"not forwarded, as their names look secret (-x NAME forwards one): {', '.join(names)}" if names else ""
 
 
-def _print(text: str) -> None:
+def _print(text: str) -> int:
+    """Show a text that is all that was asked for. Returns the exit code."""
     lines = [line.encode(errors="surrogateescape") + b"\n" for line in text.removesuffix("\n").split("\n")]
-    _sink(1, os.environ).write_lines(b"", lines)
+    out, _ = _sinks(os.environ)
+    out.write_lines(b"", lines)
+    return int(out.has_failed)
 
 
-def _sink(
-    descriptor: int, environ: Mapping[str, str], clock: Callable[[], float] | None = None, program: str = PROGRAM
-) -> Sink:
+def _sinks(
+    environ: Mapping[str, str], clock: Callable[[], float] | None = None, program: str = PROGRAM
+) -> tuple[Sink, Sink]:
+    """Standard output and standard error."""
     # https://no-color.org: any value but an empty one asks for no colour.
-    is_terminal = os.isatty(descriptor) and environ.get("TERM") != "dumb"
-    return Sink(descriptor, is_terminal, not environ.get("NO_COLOR"), clock, program)
+    terminals = (os.isatty(descriptor) and environ.get("TERM") != "dumb" for descriptor in (1, 2))
+    colours = not environ.get("NO_COLOR")
+    out, err = (Sink(number, is_it, colours, clock, program) for number, is_it in enumerate(terminals, 1))
+    out.other, err.other = err, out
+    return out, err

@@ -28,6 +28,7 @@ from kvdist_launch.options import OPTIONS
 from kvdist_launch.output import JobOutput, TextSink, text_table
 from kvdist_launch.probe import SERVE_S, TOKEN_BYTES, HostProbe, LinkSpeed
 from kvdist_launch.ssh import python_of_hosts, ssh_options
+from kvdist_launch.start import inherit
 from kvdist_launch.supervisor import Supervisor
 
 PROBLEM = 1
@@ -278,4 +279,5 @@ class _Machine:
 
 
 if __name__ == "__main__":
+    inherit("kvdist doctor")
     raise SystemExit(main())

@@ -98,8 +98,12 @@ class ProcessExit:
         return f"{'failed' if self.status else 'ended early'} with exit code {self.status}"
 
     def __str__(self) -> str:
-        who = f"{self.node} on {self.host} (pid {self.pid})" if self.host else f"{self.node} (pid {self.pid})"
-        return f"{who} {self.way}"
+        return f"{process_name(self.node, self.pid, self.host)} {self.way}"
+
+
+def process_name(node: NodeId, pid: int, host: str) -> str:
+    """``worker-1 on d2 (pid 42)``, without the host if there is only one machine."""
+    return f"{node} on {host} (pid {pid})" if host else f"{node} (pid {pid})"
 
 
 def signal_name(number: int) -> str:

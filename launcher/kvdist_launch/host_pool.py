@@ -43,9 +43,16 @@ from kvdist_launch.hosts import Host
 from kvdist_launch.output import LineSplitter, all_printable, printable, text_table
 from kvdist_launch.plan import Process
 from kvdist_launch.probe import HostProbe, facts_of_this_host
-from kvdist_launch.processes import NOT_EXECUTABLE, CommandError, HostProcesses, LocalProcesses, ProcessListener
+from kvdist_launch.processes import (
+    BEAT_S,
+    NOT_EXECUTABLE,
+    CommandError,
+    HostProcesses,
+    LocalProcesses,
+    ProcessListener,
+)
 from kvdist_launch.ssh import SshOptions, agent_command
-from kvdist_launch.supervisor import BEAT_S, Supervisor
+from kvdist_launch.supervisor import Supervisor
 
 NOISE_LINES_MAX = 20
 """Lines of ssh and of login scripts that are kept to explain a failure."""
@@ -250,6 +257,8 @@ class RemoteProcesses(HostProcesses):
                 self.facts = all_printable(fields)
             case "output":
                 self._listener.output(decode_node(fields["node"]), int(fields["stream"]), frame.payload)
+            case "stopped":
+                self._listener.stopped(decode_node(fields["node"]), int(fields["pid"]))
             case "output_ended":
                 self._listener.output_ended(decode_node(fields["node"]), int(fields["stream"]))
             case "ended":

@@ -18,6 +18,10 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
 - Where single processes are started again (``--restart N``), `Restarts` says whether and when. Each start is a life of
   its own, and the end of an earlier life changes nothing. Once the job fails, is interrupted, or was dissolved by the
   scheduler, nothing is started any more.
+- A process that a signal has stopped for 10 s is told of, in every phase. So are, after 10 s, workers for whose end the
+  job waits: when all have left the cluster, or in a job without servers when others have finished. They may have work
+  of their own, and are left alone; but if each of them is stopped, or has ended but for threads, they are killed after
+  the grace.
 - A first interruption sends SIGINT to the workers; servers live on so that workers can still save. What is left after
   the grace is terminated. A second interruption kills.
 
@@ -49,7 +53,7 @@ from typing import TYPE_CHECKING, Any
 from kvdist.errors import INCOMPLETE
 from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist.version import __version__
-from kvdist_launch.exits import SIGNAL_BASE, ProcessExit, signal_name
+from kvdist_launch.exits import SIGNAL_BASE, ProcessExit, process_name, signal_name
 
 if TYPE_CHECKING:
     from kvdist_launch.restarts import Restarts
@@ -59,6 +63,9 @@ TIMES_MAX = 4
 
 REPEAT_S = 0.25
 """Signals within this time are one request: `timeout`, hang-ups and wrappers that forward signals send two."""
+
+STILL_S = 10.0
+"""How long a process may stand still, or keep a job from ending, before it is told of."""
 
 INDENT = "    "
 
@@ -149,6 +156,7 @@ class Job:
     Attributes:
         cause: the exit that failed the job; None while there is none.
         records: every process that was started.
+        killed: the workers that were killed, as the job waited for nothing but their end.
         sentence: how the attempt ended; empty until `conclude`.
         last_lines: the last lines of the process that failed the job; see `conclude`.
     """
@@ -190,6 +198,19 @@ class Job:
         self._interruption: int | None = None
         self._interrupted_at = now
         self._cause_at = now
+        self._pids: dict[NodeId, int] = {}
+        self._has_finished = False
+        """Whether a worker has ended with 0."""
+        self._still: dict[NodeId, float] = {}
+        """Who stands still, or has ended but for threads, and since when."""
+        self._untold: dict[NodeId, str] = {}
+        """What is to be told of those, after `STILL_S`."""
+        self._changed_at = now
+        """The last end of a process, or change of who stands still."""
+        self._is_end_told = False
+        self._kill_at: float | None = None
+        """When those are killed that alone keep the job from ending, and stand still."""
+        self.killed: list[NodeId] = []
         self.launched = now if launched is None else launched
         self.cause: ProcessExit | None = None
         self._phase_until: float | None = None
@@ -201,7 +222,9 @@ class Job:
     @property
     def deadline(self) -> float | None:
         """When `tick` must be called next; None if only an event can change anything."""
-        return min((at for at in (self._phase_until, *self._due.values()) if at is not None), default=None)
+        told = (self._still[node] + STILL_S for node in self._untold)
+        times = (self._phase_until, *self._due.values(), *told, self._end_told_at(), self._kill_at)
+        return min((at for at in times if at is not None), default=None)
 
     @property
     def is_over(self) -> bool:
@@ -217,11 +240,36 @@ class Job:
         """Record processes that were started, each with its host (empty if there is only one machine)."""
         self.records += [ProcessRecord(node, host, now - self.launched) for node, host in processes]
 
+    def placed(self, pids: Iterable[tuple[NodeId, int]]) -> None:
+        """These processes run under these process ids."""
+        self._pids.update(pids)
+
+    def stopped(self, node: NodeId, pid: int, now: float) -> None:
+        """A signal has stopped a process, or the one of this process id that it has started; 0 is that it goes on."""
+        if node in self._alive:
+            self._forget_still(node, now)
+            if pid:
+                self._still[node] = now
+                self._untold[node] = f"has been stopped by a signal for {STILL_S:g} s; kill -CONT {pid} lets it go on"
+
+    def lingers(self, node: NodeId, now: float) -> None:
+        """A worker has said that it has ended but for threads, for as long as is told of."""
+        if node in self._alive:
+            self._forget_still(node, now)
+            self._still[node] = now - STILL_S
+
+    def _forget_still(self, node: NodeId, now: float) -> None:
+        self._still.pop(node, None)
+        self._untold.pop(node, None)
+        self._changed_at, self._is_end_told, self._kill_at = now, False, None
+
     def ended(self, exits: Iterable[ProcessExit], now: float) -> list[Action]:
         """Take note of processes that ended; those of one call count as having ended at the same moment."""
         batch = sorted((one for one in exits if one.life >= self._lives[one.node]), key=lambda one: one.doubt)
         for one in batch:
             self._alive.remove(one.node)
+            self._forget_still(one.node, now)
+            self._has_finished |= one.node.role is Role.WORKER and not one.is_failure
             for record in self._running(one.node):
                 record.exit, record.ended_s = one, now - self.launched
         told = [action for one in batch for action in self._judge(one, now)]
@@ -253,10 +301,10 @@ class Job:
     def interrupt(self, number: int, now: float) -> list[Action]:
         """The launcher got the signal `number`: ask the workers to end; a second time, kill everything."""
         if self._interruption is not None:
-            return self._kill() if now - self._interrupted_at >= REPEAT_S else []
+            return self._kill(now) if now - self._interrupted_at >= REPEAT_S else []
         self._interruption, self._interrupted_at = number, now
         if self._phase in (Phase.TERMINATING, Phase.KILLING):
-            return self._kill()
+            return self._kill(now)
         if self._phase is not Phase.RUNNING or not self._workers_alive():
             return self._terminate(now)
         self._enter(Phase.INTERRUPTED, now + self._grace.grace_s)
@@ -265,11 +313,14 @@ class Job:
 
     def tick(self, now: float) -> list[Action]:
         """Do what is due at `now`."""
-        again = self._start_due(now)
+        again = self._start_due(now) + self._tell_still(now) + self._await_end(now)
         if self._phase_until is None or now < self._phase_until:
             return again
+        if self._phase is Phase.KILLING:
+            self._enter(Phase.KILLING, None)
+            return [Say(f"{self._names(self._alive)} did not end within {STILL_S:g} s of SIGKILL; the system keeps it")]
         if self._phase is Phase.TERMINATING:
-            return self._kill()
+            return self._kill(now)
         if self._phase is Phase.RUNNING and self._early_server is not None:
             self._blame(*self._early_server)
             return self._terminate(now)
@@ -281,7 +332,46 @@ class Job:
             del self._due[node]
         self._alive += nodes
         self._lives.update(nodes)
+        self.killed = [node for node in self.killed if node not in nodes]
         return [Restart(node, self._lives[node]) for node in nodes]
+
+    def _tell_still(self, now: float) -> list[Action]:
+        due = [node for node in self._untold if self._still[node] + STILL_S <= now]
+        return [Say(f"{self._names([node])} {self._untold.pop(node)}") for node in due]
+
+    def _awaited(self) -> list[NodeId]:
+        """The workers for whose end the job waits: all have left it, or others have finished. None before that."""
+        if self._phase is not Phase.RUNNING or self._due:
+            return []
+        return self._workers_alive() if self._is_dissolved or self._has_finished else []
+
+    def _end_told_at(self) -> float | None:
+        """When to tell for whose end the job waits; None if that was told, or they still take part in it."""
+        awaited = self._awaited()
+        if not awaited or self._is_end_told:
+            return None
+        if all(node in self._still for node in awaited):
+            return max(self._still[node] for node in awaited) + STILL_S
+        return self._changed_at + STILL_S if self._is_dissolved or SCHEDULER not in self._nodes else None
+
+    def _await_end(self, now: float) -> list[Action]:
+        """Tell for whose end the job waits, and kill who will not end by itself."""
+        awaited, told_at = self._awaited(), self._end_told_at()
+        if told_at is not None and told_at <= now:
+            self._is_end_told = True
+            text = f"the job waits for the end of {self._names(awaited)}"
+            if all(node in self._still for node in awaited):
+                self._kill_at = now + self._grace.grace_s
+                text += f", and kills {'it' if len(awaited) == 1 else 'them'} in {self._grace.grace_s:g} s"
+            return [Say(text)]
+        if self._kill_at is None or now < self._kill_at:
+            return []
+        self._kill_at, self.killed = None, awaited
+        return [SendSignal(node, signal.SIGKILL) for node in awaited]
+
+    def _names(self, nodes: Iterable[NodeId]) -> str:
+        hosts = {record.node: record.host for record in self.records}
+        return ", ".join(process_name(node, self._pids.get(node, 0), hosts.get(node, "")) for node in nodes)
 
     def exit_code(self) -> int:
         """The launcher's exit code, once the job is over."""
@@ -432,6 +522,8 @@ class Job:
 
     def _blame(self, one: ProcessExit, at: float) -> None:
         self.cause, self._cause_at = one, at
+        if one.node in self.killed:
+            self._why = "; the job had waited for nothing but its end"
 
     def _fail(self, now: float) -> list[Action]:
         self._enter(Phase.FAILING, now + self._grace.grace_s)
@@ -459,8 +551,8 @@ class Job:
         self._enter(Phase.TERMINATING, now + self._grace.terminate_s)
         return self._signal_all(signal.SIGTERM, self._alive)
 
-    def _kill(self) -> list[Action]:
-        self._enter(Phase.KILLING, None)
+    def _kill(self, now: float) -> list[Action]:
+        self._enter(Phase.KILLING, now + STILL_S)
         return self._signal_all(signal.SIGKILL, self._alive)
 
     def _signal_all(self, number: int, nodes: Iterable[NodeId]) -> list[Action]:

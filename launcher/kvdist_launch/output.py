@@ -10,6 +10,7 @@ Text from other machines (ssh, login scripts, agents) is escaped and cut before 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -147,6 +148,10 @@ class Sink:
         colours: whether prefixes are coloured on a terminal.
         clock: seconds since the epoch, to begin each line with the time; None leaves the time out.
         program: the prefix of the launcher's own messages.
+
+    Attributes:
+        has_failed: whether some of it could not be written, other than for want of a reader.
+        other: the stream that tells of that; None if there is none.
     """
 
     def __init__(
@@ -163,6 +168,8 @@ class Sink:
         self._clock = clock
         self._own_prefix = f"{program}: ".encode()
         self._is_gone = False
+        self.has_failed = False
+        self.other: Sink | None = None
         self._waiting = bytearray()
         self._selector: selectors.BaseSelector | None = None
         self._is_expected = False
@@ -253,9 +260,13 @@ class Sink:
         except BlockingIOError:
             # Another program made our output non-blocking, which ends of one terminal share.
             os.set_blocking(self._descriptor, True)
-        except OSError:
+        except OSError as error:
             # The reader is gone (as in `| head`) or the disk is full. Hours of training are worth more than output.
             self._is_gone = True
+            self.has_failed = error.errno != errno.EPIPE
+            if self.has_failed and self.other is not None:
+                name = "standard output" if self._descriptor == 1 else "standard error"
+                self.other.say(f"{name} cannot be written to ({error.strerror}); the rest of it is dropped")
         return 0
 
     def _expect(self, wanted: bool) -> None:

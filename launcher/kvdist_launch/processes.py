@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import IO, Protocol
@@ -29,14 +29,12 @@ from kvdist_launch.plan import Process
 from kvdist_launch.root_socket import VARIABLE as LISTEN_VARIABLE
 from kvdist_launch.security import VARIABLE as SECRET_VARIABLE
 from kvdist_launch.security import SecretFile
+from kvdist_launch.start import INTERRUPTIONS, is_ignored
 from kvdist_launch.watchdog import Watchdog
 
 NOT_FOUND = 127
 NOT_EXECUTABLE = 126
 """The exit codes of a shell for a command that it does not find or cannot execute."""
-
-INTERRUPTIONS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
-"""Signals by which the user or the system asks a job to end."""
 
 MARK = "KVDIST_WATCHDOG"
 """The variable that all processes with one watchdog have, with a value of its own. A process that is started again
@@ -44,6 +42,9 @@ after its agent was killed has another one: the agent's watchdog must not end it
 
 OUT, ERR, RESULT = 0, 1, 2
 """The outputs of a process; the third one is that of a process that is called, see `plan.Process`."""
+
+BEAT_S = 1.0
+"""How often `HostProcesses.beat` is to be called."""
 
 READ_BYTES = 64 * 1024
 """Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
@@ -97,6 +98,17 @@ class EventPipe:
             return []
 
 
+@contextlib.contextmanager
+def handling_interruptions(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """While entered, call this where the user or the system asks for the end, unless the caller has that ignored."""
+    before = {number: signal.signal(number, handler) for number in INTERRUPTIONS if not is_ignored(number)}
+    try:
+        yield
+    finally:
+        for number, one in before.items():
+            signal.signal(number, one)
+
+
 class SignalPipe(EventPipe):
     """While entered, SIGCHLD and the interruptions do nothing but make `descriptor` readable.
 
@@ -113,8 +125,8 @@ class SignalPipe(EventPipe):
         super().__enter__()
         self._wakeup_before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in (*INTERRUPTIONS, signal.SIGCHLD):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                continue  # Under nohup the job is meant to outlive its terminal.
+            if number in INTERRUPTIONS - {signal.SIGINT} and is_ignored(number):
+                continue  # Under nohup, for one, the job is meant to outlive its terminal.
             self._handlers_before[number] = signal.signal(number, _do_nothing)
         return self
 
@@ -137,6 +149,9 @@ class ProcessListener(Protocol):
 
     def output(self, node: NodeId, stream: int, data: bytes) -> None:
         """A process has printed, or written a piece of its result."""
+
+    def stopped(self, node: NodeId, pid: int) -> None:
+        """A signal has stopped a process, or one that it has started, of this process id; 0 is that it goes on."""
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output."""
@@ -193,8 +208,9 @@ class HostProcesses(abc.ABC):
     def take_exits(self) -> None:
         """Look which processes have ended; to be called after SIGCHLD."""
 
-    def beat(self, now: float) -> None:  # noqa: B027  # only agents need it
-        """Send a sign of life to an agent, and see that it sends some; to be called every second."""
+    @abc.abstractmethod
+    def beat(self, now: float) -> None:
+        """Look who is stopped, or exchange signs of life with the agent that does; to be called every second."""
 
     def dismiss(self) -> None:  # noqa: B027  # only agents need it
         """All processes have ended: pass on what is still on its way."""
@@ -284,6 +300,13 @@ class ChildProcess:
         status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         return ProcessExit(self.node, self.pid, status, life=self.life)
 
+    def stopped(self) -> int:
+        """The process id of what a signal has stopped: itself, or on Linux what it runs, such as a shell; else 0."""
+        result = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is not None:
+            return self.pid if result.si_code == os.CLD_STOPPED else 0
+        return _stopped_below(self.pid)
+
     def signal_group(self, number: int) -> None:
         """Send a signal to it and to whatever it has started in its group."""
         # Errors mean that the group has ended: macOS says "permission" of a group of zombies.
@@ -355,6 +378,7 @@ class LocalProcesses(HostProcesses):
         self._mark = os.urandom(8).hex()
         self._secret: SecretFile | None = None
         self._is_paused = False
+        self._stopped: dict[NodeId, int] = {}
 
     def start(
         self, processes: Sequence[Process], listening: socket.socket | None = None, secret: bytes | None = None
@@ -466,6 +490,15 @@ class LocalProcesses(HostProcesses):
                 self._read(node, stream)  # one read takes what a pipe holds
         self._listener.settled(exits)
 
+    def beat(self, now: float) -> None:
+        before, self._stopped = self._stopped, {}
+        for child in self._running:
+            pid = child.stopped()
+            if pid:
+                self._stopped[child.node] = pid
+            if pid != before.get(child.node, 0):
+                self._listener.stopped(child.node, pid)
+
     @property
     def is_silent(self) -> bool:
         return not self._open
@@ -507,6 +540,20 @@ class LocalProcesses(HostProcesses):
         if not self._is_paused:
             self._selector.unregister(pipe)
         self._listener.output_ended(node, stream)
+
+
+def _stopped_below(pid: int) -> int:
+    """The process id of a descendant, by main threads, that a signal has stopped; 0 if there is none."""
+    with contextlib.suppress(OSError):  # not Linux, or it has ended
+        with open(f"/proc/{pid}/task/{pid}/children", "rb") as listed:
+            children = [int(word) for word in listed.read().split()]
+        for child in children:
+            with contextlib.suppress(OSError), open(f"/proc/{child}/stat", "rb") as told:
+                if told.read().rpartition(b")")[2].split()[0] == b"T":
+                    return child
+            if found := _stopped_below(child):
+                return found
+    return 0
 
 
 def _post_exit(pid: int, exits: EventPipe) -> None:

@@ -38,6 +38,7 @@ from kvdist_launch.options import (
     valued,
 )
 from kvdist_launch.request import Request
+from kvdist_launch.start import begin, end
 
 USAGE = "kvdist-run -np PROCESSES [-H HOST:SLOTS,...] [options] [--] COMMAND [ARGUMENT...]"
 
@@ -454,4 +455,5 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    begin(PROGRAM)
+    raise SystemExit(end(main()))

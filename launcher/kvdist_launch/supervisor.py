@@ -16,12 +16,14 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from kvdist.config.exit_codes import LINGERS
 from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist_launch.exits import ProcessExit, signal_name
 from kvdist_launch.job import INDENT, Action, GracePeriods, Job, Restart, Say, SendSignal
-from kvdist_launch.output import NEWS, OUT, JobOutput, LineSplitter, Sink, short_name
+from kvdist_launch.output import ERR, NEWS, OUT, JobOutput, LineSplitter, Sink, short_name
 from kvdist_launch.plan import Process
-from kvdist_launch.processes import INTERRUPTIONS, RESULT, EventPipe, HostProcesses, SignalPipe
+from kvdist_launch.processes import BEAT_S, RESULT, EventPipe, HostProcesses, SignalPipe
+from kvdist_launch.start import INTERRUPTIONS
 
 if TYPE_CHECKING:
     from kvdist_launch.restarts import Restarts
@@ -36,9 +38,6 @@ FAR_DRAIN_S = 3.0
 """The same if agents of other hosts drain first."""
 
 DEBUGGER_PROMPT = b"(Pdb) "
-
-BEAT_S = 1.0
-"""How often agents get a sign of life."""
 
 
 class Interrupted(Exception):
@@ -173,8 +172,8 @@ class Supervisor:
                     host.hang_up()
                 for host in self._hosts:
                     host.release()
-        if not self._is_quiet:
-            self._conclude()
+            if not self._is_quiet:
+                self._conclude()
         return self.job.exit_code()
 
     @property
@@ -206,7 +205,7 @@ class Supervisor:
         for warning in self._output.open(named, self._with_stdin):
             self.say(warning)
         self._is_running = True
-        self._beat_at = time.monotonic() if any(host.host for host in self._hosts) else math.inf
+        self._beat_at = time.monotonic()
 
     def __enter__(self) -> Supervisor:
         """Listen to signals from now on; `run` does so by itself, and may be called inside."""
@@ -252,6 +251,7 @@ class Supervisor:
     # As the listener of the processes.
 
     def started(self, host: str, pids: Sequence[tuple[NodeId, int]]) -> None:
+        self.job.placed(pids)
         if host:
             for node, pid in pids:
                 self._tell_scheduler(node, f"placed {node.role} {node.rank} {host} {pid}")
@@ -264,6 +264,8 @@ class Supervisor:
         self._output.feed(node, stream, data)
         if node == SCHEDULER and stream == OUT:
             self._take_news(data)
+        if stream == ERR and LINGERS.encode() in data:
+            self.job.lingers(node, time.monotonic())
         if DEBUGGER_PROMPT in data and node != self._with_stdin and not self._has_explained_stdin:
             self._has_explained_stdin = True
             self.say(
@@ -279,6 +281,9 @@ class Supervisor:
                 self.job.joined(node, life)
             else:
                 self._perform(self.job.given_up(node, life))
+
+    def stopped(self, node: NodeId, pid: int) -> None:
+        self.job.stopped(node, pid, time.monotonic())
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         if stream != RESULT:

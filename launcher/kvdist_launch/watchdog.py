@@ -4,8 +4,8 @@ A launcher that gets SIGKILL cannot clean up, and its workers may be computing o
 program reads lines from a pipe: ``group 4242`` is a process group that must not outlive the launcher, written as soon
 as it exists; ``gone 4242`` takes that back, as the number may become a stranger's; ``mark NAME=VALUE`` is in the
 environment of all processes of the job and of no others, and finds processes that were just being started or left their
-group; ``done`` as the last line means that the launcher ended in order. Without ``done``, the processes get a moment to
-end as the scheduler tells them, then SIGTERM, then SIGKILL.
+group. A launcher that ends in order kills the program. If the pipe ends before that, the processes get a moment to end
+as the scheduler tells them, then SIGTERM, then SIGKILL.
 
 The alternative, PR_SET_PDEATHSIG, needs code between fork and exec (slow, and unsafe beside threads), fires when the
 starting *thread* ends, and reaches no grandchildren. The program imports only modules that Python has loaded anyway.
@@ -23,8 +23,6 @@ GRACE_S = 2.0
 
 TERMINATE_S = 1.0
 """Between SIGTERM and SIGKILL."""
-
-DONE = b"done\n"
 
 
 class Watchdog:
@@ -52,8 +50,9 @@ class Watchdog:
         self._tell(f"mark {name}={value}")
 
     def dismiss(self) -> None:
-        """End the program: the job has ended in order."""
-        self._popen.communicate(DONE)
+        """End the program, also one that is stopped: the job has ended in order."""
+        self._popen.kill()
+        self._popen.communicate()
 
     def _tell(self, line: str) -> None:
         try:
@@ -64,14 +63,12 @@ class Watchdog:
 
 
 def main() -> int:
-    """Wait for the launcher's end. Returns 0 if it ended in order, else 1 after ending all that it named."""
+    """Wait for the launcher's end, and end all that it named. Returns 1."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     text = b""
     while data := os.read(0, 64):
         text += data
-    if text.endswith(DONE):
-        return 0
     # A last line without an end was cut off.
     lines = [line.split(b" ", 1) for line in text.splitlines(keepends=True) if line.endswith(b"\n")]
     groups: dict[int, None] = {}

@@ -1,6 +1,8 @@
-"""How workers end that have lost a peer."""
+"""How workers end that have lost a peer, and what becomes of those that do not end."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 
@@ -54,3 +56,38 @@ def test_a_worker_whose_callbacks_use_torch_while_it_ends_after_a_loss_ends_with
     assert worker.lines_with("a callback ran to its end") and worker.lines_with("a handler of the script ran")
     job.kill("worker-1")
     job.finish()
+
+
+DOES_NOT_END = """
+    import os, signal, sys, threading
+    from concurrent.futures import ThreadPoolExecutor
+
+    import numpy as np
+    from kvdist import kv
+
+    store = kv.create("dist")
+    store.set_optimizer("sgd", learning_rate=1.0)
+    store.init("w", np.zeros(2, np.float32))
+    store.pushpull("w", np.ones(2, np.float32))
+    store.close()
+    if store.rank == 1 and sys.argv[1] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif store.rank == 1 and sys.argv[1] == "a pool":
+        ThreadPoolExecutor().submit(threading.Event().wait)
+    elif store.rank == 1:
+        threading.Thread(target=threading.Event().wait).start()
+"""
+GOES_ON = ("--on-loss", "continue", "--restart", "3")
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "code"), [("stopped", GOES_ON, 0), ("a thread", (), 137), ("a pool", (), 137)]
+)
+def test_a_worker_that_does_not_end_after_its_goodbye_is_told_of_and_killed(job, script, how, options, code):
+    launcher = job.launch(2, 1, sys.executable, script(DOES_NOT_END), how, options=options)
+    assert job.finish() == {"launcher": code}, job.transcript()
+    why = "has been stopped by a signal for 10 s" if how == "stopped" else "the main thread ended 10 s ago"
+    assert launcher.lines_with(why), job.transcript()
+    (waits,) = launcher.lines_with(", and kills it in 5 s")
+    assert "the job waits for the end of worker-1 (pid " in waits
+    assert launcher.lines_with("was killed by signal 9 (SIGKILL)"), job.transcript()

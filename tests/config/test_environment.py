@@ -11,6 +11,7 @@ from kvdist.config.environment import (
     PORTS,
     Meeting,
     World,
+    checkpoint_root_from_env,
     hosts_of,
     placed,
     tasks_of,
@@ -270,3 +271,13 @@ def test_numbers_of_tasks_of_slurm_are_written_out():
     for text in ("", "2(x)", "2x3", "a", "1(x999999999)"):
         with pytest.raises(ConfigError, match="Slurm list of task counts"):
             tasks_of(text)
+
+
+def test_a_process_whose_folder_was_removed_needs_another_one_only_where_it_is_the_default(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert checkpoint_root_from_env({"KVDIST_CHECKPOINT_ROOT": str(tmp_path)}) == tmp_path
+    with pytest.raises(ConfigError, match="the current folder was removed: change to another one"):
+        checkpoint_root_from_env({})

@@ -1,4 +1,4 @@
-"""What is shown of an uncaught exception: all frames of the program, and few of kvdist."""
+"""How a process ends: what is shown of an uncaught exception, and the exit code."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from tests.cases import each
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,3 +94,40 @@ def test_an_exception_of_the_program_below_kvdist_shows_as_few_between_its_frame
 
 def test_an_exception_that_does_not_touch_kvdist_is_shown_in_full(script: Path) -> None:
     assert shown(script, "fails_alone") == shown(script, "fails_alone", options=["-X", "dev"])
+
+
+ENDS = """
+import atexit, contextlib, sys, threading
+from kvdist.config import exit_codes
+
+exit_codes.note_exits()
+atexit.register(exit_codes.end_with, 75)
+"""
+CAUGHT = """
+try:
+    sys.exit(3)
+except SystemExit as error:
+    assert error.code == 3
+"""
+
+
+@each(
+    "program, code",
+    [
+        ("", 75),
+        ("sys.exit(0)", 75),
+        (CAUGHT, 75),
+        ("with contextlib.suppress(SystemExit): sys.exit(3)", 75),
+        ("thread = threading.Thread(target=sys.exit, args=[3]); thread.start(); thread.join()", 75),
+        ("sys.exit(3)", 3),
+        ("sys.exit('a sentence')", 1),
+        ("sys.exit(256 + 7)", 7),
+        (f"{CAUGHT}    sys.exit(4)", 4),
+        (f"{CAUGHT}    error.code = 5; raise", 5),
+        ("raise ValueError", 1),
+    ],
+)
+def test_a_process_ends_with_another_code_than_0_only_where_python_ends_it_so(program, code):
+    done = subprocess.run([sys.executable, "-c", ENDS + program], capture_output=True, text=True, cwd=ROOT, timeout=100)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("\n") <= 1 or code == 1, done.stderr

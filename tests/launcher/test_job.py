@@ -10,7 +10,7 @@ import pytest
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
 from kvdist.errors import INCOMPLETE
-from kvdist.nodes import SCHEDULER, NodeId, server, worker
+from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
 from kvdist.version import __version__
 from kvdist_launch.exits import ProcessExit
 from kvdist_launch.job import GracePeriods, Job, Say, SendSignal, last_concluded, remove_summary, summary, write_summary
@@ -57,7 +57,6 @@ def test_what_remains_after_the_farewell_is_terminated_then_killed_and_the_job_s
     assert signals(sent) == {server(1): signal.SIGTERM}
     assert job.deadline == 108.0
     assert signals(job.tick(108.0)) == {server(1): signal.SIGKILL}
-    assert job.deadline is None
     end(job, 108.1, (server(1), -9))
     assert job.is_over
     assert job.exit_code() == 0
@@ -186,7 +185,7 @@ def test_a_cluster_dissolved_in_order_leaves_the_workers_time_to_finish():
     end(job, 101.0, (server(1), 0))
     end(job, 101.1, (server(0), 0))
     end(job, 101.2, (SCHEDULER, 0))
-    assert job.deadline is None
+    assert signals(job.tick(150.0)) == {}
     end(job, 160.0, (worker(0), 0))
     end(job, 170.0, (worker(1), 0))
     assert (job.is_over, job.exit_code()) == (True, 0)
@@ -532,3 +531,124 @@ def test_who_was_lost_after_others_had_finished_fails_a_job_that_the_scheduler_e
     end(job, 102.0, (worker(1), -signal.SIGKILL))
     end(job, 103.0, (SCHEDULER, EXIT_PEER_LOST), (server(0), EXIT_PEER_LOST), (server(1), EXIT_PEER_LOST))
     assert job.cause is not None and job.cause.node == worker(1) and job.exit_code() == 137
+
+
+# Who does not end.
+
+
+def of(job: Job, *pids: tuple[NodeId, int]) -> Job:
+    job.started([(node, "") for node, _ in pids], 100.0)
+    job.placed(pids)
+    return job
+
+
+@each(
+    "node, has_begun_to_end",
+    [*((node, False) for node in NODES), *((node, True) for node in NODES if node.role is not Role.WORKER)],
+)
+def test_who_stands_still_is_told_of_after_10_s_in_every_role_and_phase(node, has_begun_to_end):
+    job = of(Job(NODES, now=100.0, grace=GracePeriods(farewell_s=60.0)), (node, 42))
+    if has_begun_to_end:
+        end(job, 101.0, (worker(0), 0), (worker(1), 0))
+    job.stopped(node, 43, 101.0)
+    assert job.deadline == 111.0 and job.tick(110.9) == []
+    told = f"{node} (pid 42) has been stopped by a signal for 10 s; kill -CONT 43 lets it go on"
+    assert job.tick(111.0) == [Say(told)] and job.tick(112.0) == []
+
+
+def test_who_goes_on_within_10_s_is_not_told_of():
+    job = of(new_job(), (worker(1), 42))
+    job.stopped(worker(1), 42, 101.0)
+    job.stopped(worker(1), 0, 110.0)
+    assert job.deadline is None and job.tick(120.0) == []
+
+
+def dissolve(job: Job, now: float) -> None:
+    assert end(job, now, (worker(0), 0), (server(0), 0), (server(1), 0), (SCHEDULER, 0)) == []
+
+
+def finish_one(job: Job, now: float) -> None:
+    assert end(job, now, (worker(0), 0)) == []
+
+
+ENDINGS = [(NODES, dissolve), ([worker(0), worker(1)], finish_one)]
+"""A job whose servers and scheduler are gone, and one that never had any."""
+
+
+@each("nodes, finish", ENDINGS)
+def test_a_job_tells_for_whose_end_it_waits_and_kills_nobody_who_may_have_work(nodes, finish):
+    job = of(Job(nodes, now=100.0, grace=GRACE), *((node, 42) for node in nodes))
+    finish(job, 101.0)
+    assert job.deadline == 111.0
+    assert job.tick(111.0) == [Say("the job waits for the end of worker-1 (pid 42)")]
+    assert job.deadline is None and job.tick(9999.0) == []
+
+
+@each("lingers, nodes, finish", [(lingers, *ending) for lingers in (True, False) for ending in ENDINGS])
+def test_a_job_kills_after_the_grace_who_alone_keeps_it_from_ending_and_stands_still(lingers, nodes, finish):
+    job = of(Job(nodes, now=100.0, grace=GRACE), *((node, 42) for node in nodes))
+    finish(job, 101.0)
+    if lingers:
+        job.lingers(worker(1), 112.0)
+    else:
+        job.stopped(worker(1), 42, 102.0)
+    assert job.tick(112.0)[-1] == Say("the job waits for the end of worker-1 (pid 42), and kills it in 5 s")
+    assert job.deadline == 117.0 and job.tick(116.9) == []
+    assert job.tick(117.0) == [SendSignal(worker(1), signal.SIGKILL)]
+    end(job, 117.1, (worker(1), -9))
+    assert job.is_over and job.exit_code() == 137
+    assert "killed by signal 9 (SIGKILL) after 17.1 s; the job had waited for nothing but its end; " in sentence(
+        job, 118.0
+    )
+
+
+def test_a_job_that_goes_on_ends_well_without_who_stood_still_at_its_end():
+    job = surviving_job()
+    job.placed([(worker(1), 42)])
+    job.stopped(worker(1), 42, 100.5)
+    dissolve(job, 101.0)
+    assert job.tick(110.5)[-1] == Say("the job waits for the end of worker-1 (pid 42), and kills it in 5 s")
+    assert job.tick(115.5) == [SendSignal(worker(1), signal.SIGKILL)]
+    end(job, 115.6, (worker(1), -9))
+    assert (job.is_over, job.exit_code()) == (True, 0)
+
+
+def test_all_that_stand_still_are_killed_where_nobody_else_is_left():
+    nodes = [worker(0), worker(1), worker(2)]
+    job = of(Job(nodes, now=100.0, grace=GRACE), *((node, 42) for node in nodes))
+    for node in nodes[1:]:
+        job.stopped(node, 42, 100.5)
+    finish_one(job, 101.0)
+    told = "the job waits for the end of worker-1 (pid 42), worker-2 (pid 42), and kills them in 5 s"
+    assert job.tick(110.5)[-1] == Say(told)
+    assert signals(job.tick(115.5)) == dict.fromkeys(nodes[1:], signal.SIGKILL)
+
+
+def test_who_goes_on_in_the_grace_is_not_killed():
+    job = of(new_job(), (worker(1), 42))
+    job.stopped(worker(1), 42, 100.5)
+    dissolve(job, 101.0)
+    job.tick(110.5)
+    job.stopped(worker(1), 0, 112.0)
+    assert job.tick(115.5) == []
+
+
+def test_who_stands_still_while_another_works_is_not_killed():
+    nodes = [worker(0), worker(1), worker(2)]
+    job = of(Job(nodes, now=100.0, grace=GRACE), *((node, 42) for node in nodes))
+    job.stopped(worker(1), 42, 100.5)
+    job.ended([ProcessExit(worker(0), 42, 0)], 101.0)
+    told = [action.text for action in job.tick(130.0) if isinstance(action, Say)]
+    assert told[-1] == "the job waits for the end of worker-1 (pid 42), worker-2 (pid 42)" and job.tick(999.0) == []
+    job.ended([ProcessExit(worker(2), 42, 0)], 1000.0)
+    assert job.tick(1000.0) == [Say("the job waits for the end of worker-1 (pid 42), and kills it in 5 s")]
+    assert job.tick(1005.0) == [SendSignal(worker(1), signal.SIGKILL)]
+
+
+def test_who_does_not_even_end_when_killed_is_told_of():
+    job = of(new_job(), (worker(1), 42))
+    job.interrupt(signal.SIGINT, 101.0)
+    job.interrupt(signal.SIGINT, 102.0)
+    end(job, 102.1, *((node, -9) for node in NODES[:4]))
+    assert job.tick(112.0) == [Say("worker-1 (pid 42) did not end within 10 s of SIGKILL; the system keeps it")]
+    assert job.deadline is None

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
+import selectors
 import signal
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
+from kvdist.nodes import worker
+from kvdist_launch.environment import Environment
+from kvdist_launch.plan import Process
+from kvdist_launch.processes import LocalProcesses
 from tests.launcher.conftest import FAILS_WHEN_READY
 
 SAY_AND_SLEEP = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(60)"
@@ -101,6 +108,49 @@ def test_servers_that_do_not_end_after_the_last_worker_are_terminated_and_named(
     code, _, err = job.finish()
     assert code == 0
     assert "server-0 did not end within 0.2 s of the last worker's end; terminating" in err
+
+
+def test_a_process_that_has_ended_or_goes_on_is_not_taken_for_a_stopped_one():
+    listener = mock.Mock()
+    with selectors.DefaultSelector() as selector:
+        processes = LocalProcesses(selector, listener)
+        processes.start([Process(worker(0), 0, ("cat",), Environment(), is_told_of_endings=True)])
+        (((_, pid),),) = listener.started.call_args.args[1:]
+        processes.beat(0.0)
+        for number, pids in ((signal.SIGSTOP, [pid]), (signal.SIGCONT, [pid, 0])):
+            os.kill(pid, number)
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WCONTINUED | os.WNOWAIT)
+            processes.beat(1.0)
+            assert [call.args for call in listener.stopped.call_args_list] == [(worker(0), one) for one in pids]
+        os.kill(pid, signal.SIGTERM)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        processes.beat(2.0)
+        assert len(listener.stopped.call_args_list) == 2
+        processes.release()
+
+
+STOPS = "import os, signal; os.environ['KVDIST_RANK'] == '1' and os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.usefixtures("launch_on")
+@pytest.mark.parametrize(
+    ("words", "place"),
+    [
+        (("-s", "1"), ""),
+        (("-s", "0", "--on-worker-exit", "restart:1"), ""),
+        (("-s", "1", "-H", "a", "--security", "none"), " on a"),
+    ],
+)
+def test_a_worker_that_is_stopped_when_the_others_have_finished_is_told_of_and_killed(launch, words, place):
+    shell = ("sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, STOPS)
+    job = launch(*words, "-n", "2", "--grace", "0.2", *shell)
+    code, _, err = job.finish()
+    who = rf"worker-1{place} \(pid \d+\)"
+    assert re.search(rf"{who} has been stopped by a signal for 10 s; kill -CONT \d+ lets it go on", err), err
+    assert re.search(rf"the job waits for the end of {who}, and kills it in 0.2 s", err), err
+    assert code == 137 and re.search(
+        rf"{who} was killed by signal 9 .*; the job had waited for nothing but its end", err
+    ), err
 
 
 def test_ctrl_c_reaches_the_workers_as_an_interrupt_they_can_handle(launch, is_gone):
