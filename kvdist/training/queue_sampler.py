@@ -249,6 +249,15 @@ class QueueSampler(DrivenSampler):
     def __repr__(self) -> str:
         return str(self._plan)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises a `TypeError` once a trainer has iterated it: a copy would hand out the same examples again."""
+        if self._leasing is not None:
+            raise TypeError(
+                "a QueueSampler that a Trainer has iterated cannot be pickled or copied, as what it leases belongs to"
+                " this process: make another one; save_checkpoint keeps the position in the data"
+            )
+        return super().__reduce_ex__(protocol)
+
     def __iter__(self) -> Iterator[int]:
         if not self._is_driven:
             raise RuntimeError(

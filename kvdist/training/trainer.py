@@ -63,6 +63,7 @@ from kvdist.training.trainer_config import (
     fit,
     group_entries,
     make_optimizer,
+    note_taken,
     policy_of,
     refuse_overflow,
     refuse_overlap_of_snapshots,
@@ -205,6 +206,7 @@ class Trainer:
         if given is not None or has_numbers:
             self._torch_optimizer = self._shown_as_torch(given)
             self._sync_hyperparameters()
+        note_taken(self._optimizer)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises a `TypeError`: a trainer cannot be pickled or copied."""
@@ -930,8 +932,8 @@ class Trainer:
                     self._note_weights()
                 self._count_step(self._between)
         elif self._update_on_kvstore:
-            self._optimizer.rescale_grad = self._scale / divisor
-            self._update_there(grads, average, said)
+            with self._rescaled(divisor):
+                self._update_there(grads, average, said)
         else:
             # Each worker divides before the sum: others may give other sizes, or skip this step.
             divide(grads, divisor)
@@ -1169,15 +1171,24 @@ class Trainer:
     def _update_here(self, divisor: float, given: list[bool], samples: int) -> None:
         self._sync_hyperparameters()
         members = [one for one, is_given in zip(self._trained, given, strict=True) if is_given]
-        self._optimizer.rescale_grad = self._scale / divisor
-        if self._clip_norm is not None:
-            self._clip([parameter for _, parameter in members], self._clip_norm)
-        self._local.apply(members)
+        with self._rescaled(divisor):
+            if self._clip_norm is not None:
+                self._clip([parameter for _, parameter in members], self._clip_norm)
+            self._local.apply(members)
         for _, parameter in self._trained:
             parameter.drop_filled()
         self._updates += self._between is None
         self._samples += samples
         self._watch.note_grads()
+
+    @contextlib.contextmanager
+    def _rescaled(self, divisor: float) -> Iterator[None]:
+        """Divide gradients within it; the optimizer is the user's, and a copy of it must not keep the divisor."""
+        self._optimizer.rescale_grad = self._scale / divisor
+        try:
+            yield
+        finally:
+            self._optimizer.rescale_grad = self._scale
 
     def _clip(self, parameters: Sequence[Parameter], clip_norm: float) -> None:
         """Scale ``grad`` to what the rule applies, and clip it; all replicas of a parameter have the same gradient."""

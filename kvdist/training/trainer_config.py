@@ -15,6 +15,7 @@ Where the update happens (MXNet's table, corrected):
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -122,6 +123,15 @@ _WHY_NOT = {
 }
 
 
+_TAKEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The optimizers that trainers have."""
+
+
+def note_taken(optimizer: Optimizer) -> None:
+    """Let no other Trainer be made with this optimizer."""
+    _TAKEN.add(optimizer)
+
+
 def make_optimizer(
     optimizer: Any, optimizer_params: Mapping[str, Any] | None, average_half_life: float | None = None
 ) -> Optimizer:
@@ -132,9 +142,14 @@ def make_optimizer(
         average_half_life: likewise; None leaves what the optimizer has.
 
     Raises:
-        TypeError, ValueError: it is unknown, or its hyper-parameters are invalid.
+        TypeError, ValueError: it is unknown, or its hyper-parameters are invalid; or another Trainer has it.
     """
     made = _made(optimizer, optimizer_params)
+    if made in _TAKEN:
+        raise ValueError(
+            f"this optimizer ({made.name}) belongs to another Trainer, which writes the multipliers of its parameters"
+            " and the size of its batches into it: make an optimizer for each Trainer"
+        )
     if average_half_life is not None:
         made.change_here("average_half_life", average_half_life)
     return made

@@ -1,13 +1,18 @@
 """The trainer against torch's own optimizers, and what it asks of a store."""
 
+import copy
+import io
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from kvdist import QueueSampler, kv
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
-from kvdist.optimizer import create
+from kvdist.optimizer import Adam, create
 from kvdist.training import trainer as trainer_module
 from kvdist.training import trainer_config
 from kvdist.training.trainer import Trainer
@@ -504,3 +509,44 @@ def test_where_workers_update_each_divides_its_gradients_before_they_are_summed(
         trainer.step(batch_size)
         assert_all([weight.grad], 1 / batch_size)
         assert_all([weight], expected)
+
+
+def through_file(value):
+    file = io.BytesIO()
+    torch.save({"one": value}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)["one"]
+
+
+@each("copied", [copy.copy, copy.deepcopy, pickle.dumps, through_file])
+def test_what_belongs_to_a_trainer_is_not_copied(copied):
+    net = torch.nn.Linear(2, 1)
+    given = torch.optim.Adam(net.parameters(), lr=0.1)
+    trainer = Trainer(net.parameters(), given, kvstore=None)
+    sampler = QueueSampler(8)
+    assert len(copied(given.param_groups))  # what a user saves by itself is the user's
+    for inputs in trainer.batches(torch.utils.data.DataLoader(range(8), 4, sampler=sampler)):
+        net(inputs.float().reshape(2, 2)).sum().backward()
+        trainer.step()
+        net.zero_grad()
+    refused = [trainer, given, trainer.as_torch_optimizer(), sampler]
+    for one in refused:
+        with pytest.raises(TypeError, match="copied"):
+            copied(one)
+    copied(net)
+    copied(trainer.as_torch_optimizer().state_dict())
+
+
+def test_an_optimizer_of_ours_keeps_nothing_of_the_batch_and_has_one_trainer():
+    given = Adam(learning_rate=0.1, rescale_grad=0.5)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    trainer = Trainer([parameter], given, kvstore=kv.create("device"))
+    parameter.sum().backward()
+    trainer.step(32)
+    assert copy.deepcopy(given).rescale_grad == 0.5
+    for kvstore in (None, "device"):
+        with pytest.raises(ValueError, match="belongs to another Trainer"):
+            Trainer([torch.nn.Parameter(torch.ones(2))], given, kvstore=kvstore)
+    with pytest.raises(ValueError, match="no parameters to train"):
+        Trainer([], other := Adam(learning_rate=0.1))
+    Trainer([parameter], other, kvstore=None)  # which no trainer has got
