@@ -51,6 +51,7 @@ from kvdist.checkpoint.snapshot import (
     directory_of,
 )
 from kvdist.config import exit_codes
+from kvdist.config.paths import expanded
 from kvdist.core.server.block_state import COUNTS, MASTER, NUMBERS, TOTALS, state_dtype
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.worker.requests import (
@@ -235,9 +236,9 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     """The same place for every process, wherever it was started.
 
     Raises:
-        ValueError: it is too long for a message, or no text.
+        ValueError: it is too long for a message, or no text, or begins with a ``~`` that stands for nothing.
     """
-    found = Path(os.path.abspath(os.fsdecode(path)))
+    found = Path(os.path.abspath(expanded(path)))
     if "\0" in str(found):
         raise ValueError(f"the folder {str(path)[:80]!r} has a character that no path can have")
     try:

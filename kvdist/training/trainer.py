@@ -37,7 +37,7 @@ from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import Average
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.checkpoints import Checkpoint, own_steps
+from kvdist.kvstore.checkpoints import Checkpoint, absolute, own_steps
 from kvdist.kvstore.dist import DistBackend
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.naming import NamedKey
@@ -193,10 +193,7 @@ class Trainer:
         """Of the trained parameters, until the first step has a place for them."""
         self._torch_optimizer: TorchOptimizer | None = None
         self._training_state: TrainingState | None = None
-        self._local = LocalUpdate(self._optimizer, self._parameters)
-        self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
-        self._untrained = [one for one in self._parameters if not one.trained]
-        self._watch = Watch([parameter for _, parameter in self._trained])
+        self._assign_keys()
         self._summed: list[bool] | None = None
         """For which trained parameters the last `allreduce_grads` found a gradient anywhere, until they are updated."""
         self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **multipliers(self._parameters, "lr_mult")})
@@ -207,6 +204,13 @@ class Trainer:
             self._torch_optimizer = self._shown_as_torch(given)
             self._sync_hyperparameters()
         note_taken(self._optimizer)
+
+    def _assign_keys(self) -> None:
+        """Let the place of each parameter be its key."""
+        self._local = LocalUpdate(self._optimizer, self._parameters)
+        self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
+        self._untrained = [one for one in self._parameters if not one.trained]
+        self._watch = Watch([parameter for _, parameter in self._trained])
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises a `TypeError`: a trainer cannot be pickled or copied."""
@@ -536,8 +540,9 @@ class Trainer:
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Load the optimizer's state from `save_states`; see `KVStore.load_optimizer_states`."""
         self._state("load_states").load_states(fname)
-        self._go_on_from(updates_in(Path(fname)))
-        self._samples = samples_in(Path(fname))
+        folder = absolute(fname)
+        self._go_on_from(updates_in(folder))
+        self._samples = samples_in(folder)
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], step: int, *, state: Any = None, keep: int | None = None
