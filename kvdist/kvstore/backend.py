@@ -239,12 +239,14 @@ class LoadJob:
         directory: where checkpoints lie, or one that has states only.
         step: which; None for the newest.
         values, states: what is restored. Without `values` the directory is the checkpoint itself.
+        names: key → what it is called now, where a key is but a place.
     """
 
     directory: str | os.PathLike[str]
     step: int | None = None
     values: bool = True
     states: bool = True
+    names: Mapping[Key, str] | None = None
 
 
 class Backend(abc.ABC):

@@ -648,8 +648,12 @@ class KVStore(KVStoreBase):
         Raises:
             CheckpointError: there is none, it is damaged, cut off or of a newer version, or it does not fit the store.
         """
+        return self._load(LoadJob(directory, step, states=states))
+
+    def _load(self, job: LoadJob) -> Checkpoint:
+        """See `load_checkpoint`."""
         self._begin()
-        checkpoint: Checkpoint = self._backend.load(LoadJob(directory, step, states=states))
+        checkpoint: Checkpoint = self._backend.load(job)
         return checkpoint
 
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:

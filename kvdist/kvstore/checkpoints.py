@@ -15,6 +15,7 @@ import json
 import logging
 import operator
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
@@ -355,15 +356,29 @@ def found_checkpoint(job: LoadJob, rank: int) -> Checkpoint:
     """What a call to load finds.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: there is no such checkpoint, or it is damaged, or its keys have each other's names.
         ValueError: the step is not a count.
     """
     if not job.values:
         return Checkpoint(absolute(job.directory), 0)
     folder = folders.find(absolute(job.directory), None if job.step is None else as_step(job.step))
     manifest = read_manifest(folder)
-    states = {one: content.state for one, content in read_workers(folder, manifest).items()}
+    workers = read_workers(folder, manifest)
+    if job.names is not None and 0 in workers:
+        _require_same_order(folder, workers[0].names, job.names)
+    states = {one: content.state for one, content in workers.items()}
     return Checkpoint(folder, manifest.step, states.get(rank), states, manifest.exact, manifest.data)
+
+
+def _require_same_order(folder: Path, saved: Names, present: Names) -> None:
+    """Refuse a checkpoint whose keys are places in a list that had the same names in another order."""
+    differing = [key for key in present if saved.get(key) != present[key]]
+    if differing and Counter(saved.values()) == Counter(present.values()):
+        key = differing[0]
+        raise CheckpointError(
+            f"{folder} was saved with the parameters in another order: it has {saved.get(key)!r} in the place of"
+            f" {present[key]!r}. Give them in the same order in every run, as net.named_parameters() does"
+        )
 
 
 def own_steps(folder: Path) -> int | None:

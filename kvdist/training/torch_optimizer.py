@@ -120,6 +120,16 @@ class TorchOptimizer(torch.optim.Optimizer):
         if given is not None:
             self._take_over(given)
 
+    def rekey(self, key_of: Mapping[int, int]) -> None:
+        """Follow the trainer's parameters, which have other keys now.
+
+        Args:
+            key_of: the new keys by the old ones.
+        """
+        self._key_of = {id(parameter): key for key, parameter in enumerate(self._parameters)}
+        self._keys = [[key_of[key] for key in keys] for keys in self._keys]
+        self._told = None
+
     def _own_groups(self) -> list[dict[str, Any]]:
         """Groups with the parameters and the present numbers."""
         members = [[replica for key in keys for replica in self._parameters[key].replicas] for keys in self._keys]

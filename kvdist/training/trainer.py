@@ -10,7 +10,8 @@
   change, so a backward pass through the old weights raises.
 * Where possible, errors in this worker's part of a step are raised before anything of it is sent.
 * All parameters travel in one list call, in the order given, so the first layers, which the next forward pass needs
-  first, come first. Keys are positions: 0, 1, 2, ….
+  first, come first. Keys are positions: 0, 1, 2, …; where parameters have names, those of rank 0, which the first step
+  asks for, so that a name is the same parameter on all workers.
 * Where workers update, all must update the same parameters by the same numbers. One more key tells: see
   `kvdist.training.ballot`. A parameter without a gradient on any worker stays as it is everywhere.
 """
@@ -52,7 +53,18 @@ from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_non
 from kvdist.training.join import Join, NextStep
 from kvdist.training.local_steps import Exchanges, OuterSteps, outer_optimizer
 from kvdist.training.overlap import Overlap, weakly
-from kvdist.training.parameters import Grads, Parameter, collect, divide, multipliers, named_keys, require_shapes, scale
+from kvdist.training.parameters import (
+    Grads,
+    Parameter,
+    collect,
+    divide,
+    identities,
+    multipliers,
+    named_keys,
+    reordered,
+    require_shapes,
+    scale,
+)
 from kvdist.training.torch_optimizer import TorchOptimizer
 from kvdist.training.trainer_config import (
     ASYNCHRONOUS,
@@ -63,6 +75,7 @@ from kvdist.training.trainer_config import (
     fit,
     group_entries,
     make_optimizer,
+    model_statement,
     note_taken,
     policy_of,
     refuse_overflow,
@@ -94,7 +107,8 @@ class Trainer:
         params: ``net.parameters()``, ``net.named_parameters()``, a dict of name to parameter (in the order of sorted
             names), or torch's parameter groups ``{'params': …, 'lr_mult': …, 'wd_mult': …}``. With several devices each
             parameter is a list of its replicas, one per device, as in ``zip(net0.parameters(), net1.parameters())``.
-            Duplicates count once. Parameters with ``requires_grad=False`` at this time are not trained, only made equal
+            Duplicates count once. Workers match parameters by their names, and without names by their places, so a set
+            needs names. Parameters with ``requires_grad=False`` at this time are not trained, only made equal
             to rank 0's.
         optimizer: a name such as ``'adam'`` or ``'torch.adamw'``, an `Optimizer` of kvdist, or one of ``torch.optim``
             with the same parameters, whose groups and schedulers then act here: call `step` in place of its own.
@@ -211,6 +225,37 @@ class Trainer:
         self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
         self._untrained = [one for one in self._parameters if not one.trained]
         self._watch = Watch([parameter for _, parameter in self._trained])
+
+    def _match_names(self, store: KVStore) -> str:
+        """Let parameters with names have the keys that they have on worker 0, whatever the order in which they came.
+
+        Returns:
+            What has been agreed on so far, for `statement`; '' if there are no names, and places count.
+
+        Raises:
+            InitMismatch: another worker has other parameters.
+        """
+        known_by = identities(self._parameters)
+        if known_by is None or (store.num_workers == 1 and store.on_loss == "fail"):
+            return ""
+        store.agree(model_statement(self._parameters, known_by))
+        (others,) = store.from_rank_0([known_by])
+        order = reordered(known_by, others)
+        if order == sorted(order):
+            return "by their names, "
+        key_of = {place: key for key, place in enumerate(order)}
+        states = {id(one): state for (_, one), state in zip(self._trained, self._loaded_states, strict=True)}
+        self._parameters[:] = [self._parameters[place] for place in order]
+        for table in (self._optimizer.lr_mult, self._optimizer.wd_mult):
+            factors = {key_of.get(key, key): factor for key, factor in table.items()}
+            table.clear()
+            table.update(factors)
+        self._assign_keys()
+        self._loaded_states = [states[id(one)] for _, one in self._trained]
+        if self._torch_optimizer is not None:
+            self._torch_optimizer.rekey(key_of)
+            self._sync_hyperparameters()
+        return "by their names, "
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises a `TypeError`: a trainer cannot be pickled or copied."""
@@ -811,6 +856,7 @@ class Trainer:
             self._loaded_states = ()
 
     def _begin_with(self, store: KVStoreBase) -> None:
+        agreed = self._match_names(store) if isinstance(store, KVStore) else ""
         policy = policy_of(store)
         local_steps = updates_between(policy)
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
@@ -824,7 +870,8 @@ class Trainer:
             self._optimizer.change_here("average_half_life", None)
         words = "" if policy is None else f", policy {policy}"
         used.agree(
-            statement(
+            agreed
+            + statement(
                 self._parameters,
                 self._optimizer if here or local_steps else None,
                 self._clip_norm,

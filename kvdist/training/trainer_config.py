@@ -14,13 +14,16 @@ Where the update happens (MXNet's table, corrected):
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvdist.config.environment import cluster_from_env, read_setting
 from kvdist.config.policies import COMPRESSIONS, Backup, LocalSteps, Pace, Quota, TrainingPolicy, updates_between
@@ -322,6 +325,21 @@ def decide_update_on_kvstore(
         has_sparse_grads=any(one.has_sparse_grad for one in parameters),
         clips=clips,
     )
+
+
+def model_statement(parameters: Sequence[Parameter], known_by: NDArray[np.uint8]) -> str:
+    """Return what all workers must agree on of parameters with names, before their order is known.
+
+    Args:
+        parameters: all of the trainer's.
+        known_by: their `identities`; they are numbered here in the order of their names.
+    """
+    order = sorted(range(len(parameters)), key=lambda place: parameters[place].name)
+    trained = ranges([number for number, place in enumerate(order) if parameters[place].trained])
+    digest = hashlib.blake2b(known_by[order].tobytes(), digest_size=8).hexdigest()
+    first, last = (parameters[place].name for place in (order[0], order[-1]))
+    numbers = f"{len(parameters)} parameters, trained are {trained}"
+    return f"{numbers}, names {digest} of {first!r} to {last!r}, numbered in the order of their names"
 
 
 def statement(

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from kvdist import QueueSampler, kv
+from kvdist.errors import InitMismatch
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
 from kvdist.optimizer import Adam, create
 from kvdist.training import trainer as trainer_module
 from kvdist.training import trainer_config
+from kvdist.training.parameters import collect, identities, reordered
 from kvdist.training.trainer import Trainer
 from tests.cases import each
 
@@ -550,3 +552,21 @@ def test_an_optimizer_of_ours_keeps_nothing_of_the_batch_and_has_one_trainer():
     with pytest.raises(ValueError, match="no parameters to train"):
         Trainer([], other := Adam(learning_rate=0.1))
     Trainer([parameter], other, kvstore=None)  # which no trainer has got
+
+
+@each("given", [lambda one: {one}, lambda one: frozenset([one]), lambda one: [{"params": {one}}]])
+def test_a_set_of_parameters_needs_names_as_it_has_no_order(given):
+    with pytest.raises(TypeError, match=r"in a set, whose order differs .*net\.named_parameters\(\)"):
+        Trainer(given(parameter()), "sgd", kvstore=None)
+    Trainer(given(("w", parameter())), "sgd", kvstore=None)
+
+
+def test_of_equal_names_the_places_count():
+    def known_by(*names):
+        given = [parameter() if name is None else (name, parameter()) for name in names]
+        return identities(collect(given))
+
+    assert known_by(None, None) is None
+    assert reordered(known_by("w", "b", "w", None), known_by("b", "w", "w", None)) == [1, 0, 2, 3]
+    with pytest.raises(InitMismatch, match="other names than those of worker 0"):
+        reordered(known_by("w", "b"), known_by("w", "c"))
