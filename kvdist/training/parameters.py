@@ -74,6 +74,11 @@ class Parameter:
         self._filled.clear()
 
     @property
+    def has_grad(self) -> bool:
+        """Whether a device has a gradient."""
+        return any(replica.grad is not None for replica in self.replicas)
+
+    @property
     def has_sparse_grad(self) -> bool:
         """Whether a device has a sparse gradient."""
         return any(replica.grad is not None and replica.grad.is_sparse for replica in self.replicas)

@@ -90,6 +90,7 @@ from kvdist.training.trainer_config import (
     require_policy,
     require_samples,
     require_survivable,
+    require_unused,
     statement,
 )
 from kvdist.training.training_state import TrainingState
@@ -148,7 +149,7 @@ class Trainer:
         ConfigError: ``KVDIST_KERNELS`` is ``numba``, which cannot be imported, and the worker is to update.
     """
 
-    _has_warned = False
+    _has_warned = _has_warned_of_grads = False
 
     def __init__(
         self,
@@ -180,7 +181,8 @@ class Trainer:
         self._exchange: Exchange | None = None  # there is one when there is a store
         self._update_on_kvstore = False
         self._between: Exchanges | None = None  # there is one where not every step is an exchange
-        self._started = self._closed = self._shows_averages = False
+        self._started = self._closed = self._shows_averages = self._has_chosen = self._has_keys = False
+        self._watcher = weakly(self._rolled_back)
         self._overlaps, self._shares = overlap, share_weights
         self._shared: SharedWeights | None = None
         self._join: Join | None = None  # there is one within `join`
@@ -473,6 +475,7 @@ class Trainer:
             refuse_updated_there("update")
         self._require_nothing_sent("update", "allreduce_grads(average=True)")
         grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+        self._warn_without(any(grads))
         examples, sent = self._fresh, self._overlap or (None if self._summed is None else self._exchange)
         summed, self._summed = self._summed or [True] * len(grads), None
         given = [grad is not None and is_summed for grad, is_summed in zip(grads, summed, strict=True)]
@@ -674,16 +677,20 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        if self._overlap is not None:
-            self._overlap.remove_hooks()
-        if self._between is not None:
-            self._between.close()
+        self._release()
         try:
             if isinstance(self._kvstore, KVStore) and self._kvstore is not self._kvstore_wanted:
                 self._kvstore.close()
         finally:
             if self._training_state is not None:
                 self._training_state.close()
+
+    def _release(self) -> None:
+        """Let go of the parameters, and end what runs beside the steps."""
+        if self._overlap is not None:
+            self._overlap.remove_hooks()
+        if self._between is not None:
+            self._between.close()
 
     @property
     def kvstore(self) -> KVStoreBase | None:
@@ -827,8 +834,28 @@ class Trainer:
         if isinstance(self._optimizer, TorchRule):
             self._sync_hyperparameters()  # until the store has them, all may change
         require_shapes(self._parameters)
-        compresses = self._compression_params is not None
-        store = choose_store(self._kvstore_wanted, self._num_devices, create_store, compresses)
+        if not self._has_chosen:  # once, as others count the stores that are made
+            compresses = self._compression_params is not None
+            self._kvstore = choose_store(self._kvstore_wanted, self._num_devices, create_store, compresses)
+            self._has_chosen = True
+        half_life = self._optimizer.average_half_life
+        try:
+            self._start_with(self._kvstore)
+            self._started = True
+            if any(state is not None for state in self._loaded_states):
+                self._replace_states(self._loaded_states)
+        except BaseException:  # as before, so that the next call may try again
+            self._started = False
+            self._release()
+            self._exchange = self._between = self._shared = self._overlap = None
+            self._update_on_kvstore = False
+            self._optimizer.change_here("average_half_life", half_life)
+            raise
+        self._loaded_states = ()
+        if any(isinstance(one, SplitSampler) for one in self._handed_out):  # before this the store had but a name
+            self._warn_of_parts()
+
+    def _start_with(self, store: KVStoreBase | None) -> None:
         if store is not None:
             policy = policy_of(store)
             if policy is not None:
@@ -847,23 +874,18 @@ class Trainer:
             require_averages(store, self._update_on_kvstore)
         if store is not None:
             self._begin_with(store)
-        self._kvstore = store
-        self._started = True
-        if any(isinstance(one, SplitSampler) for one in self._handed_out):  # before this the store had but a name
-            self._warn_of_parts()
-        if any(state is not None for state in self._loaded_states):
-            self._replace_states(self._loaded_states)
-            self._loaded_states = ()
 
     def _begin_with(self, store: KVStoreBase) -> None:
         agreed = self._match_names(store) if isinstance(store, KVStore) else ""
         policy = policy_of(store)
         local_steps = updates_between(policy)
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
+        if isinstance(store, KVStore) and not self._has_keys:
+            require_unused(store)
         used = fit(store, self._parameters, needs_more, compression_of(policy, self._compression_params), here)
         refuse_overlap_of_snapshots(store, self._overlaps)
-        if isinstance(store, KVStore):
-            store._backend.rollback_watchers.insert(0, weakly(self._rolled_back))
+        if isinstance(store, KVStore) and self._watcher not in store._backend.rollback_watchers:
+            store._backend.rollback_watchers.insert(0, self._watcher)
         outer = outer_optimizer(policy) if policy is not None and local_steps else None
         if outer is not None:  # then the weights of the servers are averaged, not those here
             outer.change_here("average_half_life", self._optimizer.average_half_life)
@@ -888,6 +910,7 @@ class Trainer:
         self._exchange = Exchange(used, self._parameters, self._trained, self._shared)
         if policy is not None:
             self._between = self._exchange.between = self._exchanges_by(policy, self._exchange)
+        self._has_keys = True  # or some, if this fails
         self._exchange.broadcast()
         self._note_weights()
         ballot = None if self._update_on_kvstore else self._exchange.open_ballot(self._optimizer)
@@ -958,10 +981,12 @@ class Trainer:
         self._sync_hyperparameters()
         refuse_untrained(self._untrained)
         if self._overlap is not None:
+            self._warn_without(any(one.has_grad for _, one in self._trained))
             self._finish_overlap(self._overlap, divisor, on_stale)
             return
         self._require_weights_unchanged()
         grads = self._watch.grads(on_stale)
+        self._warn_without(any(grads))
         self._require_finite(grads)
         if self._between is not None:
             samples = self._known_samples(self._between, samples)
@@ -1051,6 +1076,20 @@ class Trainer:
             "SplitSampler gives each worker an equal part of the data, and %s workers do not wait for each other, so"
             " fast ones come to the end of theirs first: QueueSampler(len(data)) lets each take as much as it can",
             where,
+        )
+
+    def _warn_without(self, has_grads: bool) -> None:
+        """Say once that a step has no gradient at all here; other workers may have some."""
+        if self._has_warned_of_grads or has_grads:
+            return
+        self._has_warned_of_grads = True
+        LOG.warning(
+            "a step without a gradient for any of the %d trained parameters of this Trainer (%s, ...): this worker adds"
+            " nothing to it, and if no other one does, the weights stay as they are. Parameters that were replaced"
+            " since the Trainer was made are not trained by it (load_state_dict(assign=True), weight_norm, a new"
+            " layer): make the Trainer after that. A worker without examples calls skip_step()",
+            len(self._trained),
+            self._trained[0][1].label,
         )
 
     def _known_samples(self, between: Exchanges, samples: int | None) -> int | None:

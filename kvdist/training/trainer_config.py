@@ -377,7 +377,7 @@ def fit(
         updates_here: whether each worker updates, so the store only sums.
 
     Raises:
-        ValueError: the store cannot do what is requested, or another trainer uses it.
+        ValueError: the store cannot do what is requested.
     """
     if not isinstance(store, KVStore):
         if needs_more or compression_params is not None:
@@ -386,7 +386,6 @@ def fit(
                 " leave them out"
             )
         return Adapted(store)
-    require_unused(store)
     store.expect_rows([key for key, parameter in enumerate(parameters) if parameter.has_sparse_grad])
     if updates_here:
         store.leave_unkept(range(len(parameters) + 1))  # the last key is the ballot's

@@ -570,3 +570,83 @@ def test_of_equal_names_the_places_count():
     assert reordered(known_by("w", "b", "w", None), known_by("b", "w", "w", None)) == [1, 0, 2, 3]
     with pytest.raises(InitMismatch, match="other names than those of worker 0"):
         reordered(known_by("w", "b"), known_by("w", "c"))
+
+
+@each("kvstore", [None, "device", "dist"])
+@each("options", [{}, {"update_on_kvstore": False}, {"overlap": True}])
+@each("late", [False, True])
+def test_a_step_without_any_gradient_is_told_once(caplog, kvstore, options, late):
+    if kvstore != "dist" and options:
+        kvstore = "device"
+    caplog.clear()
+    net = torch.nn.Linear(2, 1)
+    trainer = Trainer(net.named_parameters(), "sgd", {"learning_rate": 0.1}, kvstore=kvstore, **options)
+    for step in range(4):
+        if step == 2 * late:
+            net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+            assert "without a gradient" not in caplog.text
+        for one in trainer._parameters:
+            one.replicas[0].grad = None
+        net.zero_grad()
+        net(torch.ones(4, 2)).sum().backward()
+        trainer.step()
+    trainer.close()
+    assert (
+        caplog.text.count("a step without a gradient for any of the 2 trained parameters of this Trainer ('weight'")
+        == 1
+    )
+    trainer = Trainer([parameter()], "sgd", kvstore=kvstore)
+    trainer.skip_step()
+    trainer.close()
+    assert caplog.text.count("a step without a gradient") == 1
+
+
+class Unsteady(Cluster):
+    """A store whose workers agree, and which takes values, from the second time on."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails = [*fails]
+
+    def agree(self, statement):
+        self._fail("agree")
+
+    def broadcast(self, key, value, out, priority=0):
+        super().broadcast(key, value, out, priority)
+        self._fail("broadcast")
+
+    def replace_optimizer_states(self, keys, states):
+        self._fail("states")
+        super().replace_optimizer_states(keys, states)
+
+    def _fail(self, what):
+        if what in self.fails:
+            self.fails.remove(what)
+            raise InitMismatch(what)
+
+
+def test_a_first_step_that_fails_can_be_tried_again(monkeypatch):
+    stores = []
+    monkeypatch.setattr(trainer_module, "create_store", lambda name: stores.append(Unsteady(fails)) or stores[-1])
+    weight = parameter(1.0)
+    saved = Trainer([weight], "sgd", {"learning_rate": 1.0, "momentum": 0.5}, kvstore=None)
+    backward([weight])
+    saved.step()
+    state = saved.as_torch_optimizer().state_dict()
+    for overlap in (False, True):
+        fails = ["agree", "broadcast", "states"]
+        weight = parameter(1.0)
+        numbers = {"learning_rate": 1.0, "momentum": 0.5}
+        trainer = Trainer([weight], "sgd", numbers, kvstore="dist", overlap=overlap, average_half_life=None)
+        trainer.as_torch_optimizer().load_state_dict(state)
+        for expected in ("agree", "broadcast", "states"):
+            with pytest.raises(InitMismatch, match=expected):
+                trainer.broadcast_parameters()
+        backward([weight])
+        trainer.step()
+        assert_all([weight], 1.0 - 1.5)  # the loaded momentum of 1 counts
+        store = stores[-1]
+        assert len(store._backend.rollback_watchers) == 1
+        trainer.close()
+        assert store._closed
+    assert len(stores) == 2, "one for each trainer"
