@@ -446,6 +446,12 @@ class Backend(abc.ABC):
         """The ranks of the workers that are there, in order."""
         return tuple(range(self.num_workers))
 
+    @property
+    def leasing_side(self) -> Any:
+        """The `DistBackend` whose scheduler leases examples, and has the place in the data in each checkpoint of this
+        store; None where a process that trains alone says its `position`."""
+        return None
+
     def take_part(self) -> int:
         """Let others wait from now on for the pushes of this process, which has joined a running job.
 

@@ -302,6 +302,10 @@ class DistBackend(Backend):
 
     # Files.
 
+    @property
+    def leasing_side(self) -> DistBackend:
+        return self
+
     def lease(self, make: Callable[[int, int], Request]) -> Any:
         """Ask the scheduler for examples, or tell it of them.
 

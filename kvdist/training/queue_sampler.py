@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from kvdist.core.scheduler.leases import LeaseHolder, Plan, Queue, Range, position_of, restored
 from kvdist.core.worker.requests import Request
 from kvdist.errors import ConfigError, KvdistError
-from kvdist.kvstore.backend import Backend
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.dist import DistBackend
 from kvdist.protocol.messages import Lease, Used
@@ -465,8 +464,9 @@ def leasing_of(trainer: Trainer) -> Leasing:
     Raises:
         ConfigError: no scheduler can lease them, or a worker that has rested could not get the weights of the others.
     """
-    store, backend = trainer.kvstore, _backend_of(trainer)
-    if isinstance(backend, DistBackend) and trainer._update_on_kvstore:
+    store = trainer.kvstore
+    backend = store._backend.leasing_side if isinstance(store, KVStore) and trainer._update_on_kvstore else None
+    if isinstance(backend, DistBackend):
         shared = backend.leasing if isinstance(backend.leasing, SharedQueue) else SharedQueue(backend.lease)
         shared.ask, backend.leasing = backend.lease, shared
         if trainer._position is not None:
@@ -483,11 +483,6 @@ def leasing_of(trainer: Trainer) -> Leasing:
         own.restore(trainer._position)
     trainer._state("batches").tell_position(own.position)
     return own
-
-
-def _backend_of(trainer: Trainer) -> Backend | None:
-    store = trainer.kvstore
-    return store._backend if isinstance(store, KVStore) else None
 
 
 def order_of(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
