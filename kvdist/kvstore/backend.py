@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvdist.kvstore.compression import StoreCompression
 
 Average: TypeAlias = bool | Literal["samples"]
-"""Whether a sum is divided: by the number of workers that contributed, or by that of all their samples."""
+"""Whether a sum is divided: by the number of all workers, or by that of all their samples; see `KVStore.push`."""
 SAMPLES_MAX = (1 << 32) - 1
 """A message has four bytes for it."""
 

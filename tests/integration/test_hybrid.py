@@ -19,3 +19,12 @@ def test_who_watches_the_members_of_a_hybrid_store_hears_that_one_has_left(job):
     launcher = job.launch(2, 1, "hybrid_members.py")
     job.succeed()
     assert launcher.lines_with("heard [((0, 1), (0,))] members (0,)"), job.transcript()
+
+
+def test_an_average_divides_by_the_number_of_all_workers_on_every_store(job):
+    launcher = job.launch(3, 1, "divisor.py", KVDIST_POLICY="diloco:100")
+    job.succeed()
+    for kind in ("dist", "collective", "hybrid"):
+        assert len(launcher.lines_with(f"│ {kind} [2.0, 2.0] 2.0")) == 3, job.transcript()
+    told = launcher.lines_with("and the store 'collective' has none: it exchanges in each step")
+    assert len(told) == 3, "the job has a policy, which is for the stores on servers"
