@@ -74,6 +74,11 @@ class Parameter:
         self._filled.clear()
 
     @property
+    def carried(self) -> list[torch.Tensor]:
+        """What travels: the replicas, or their bytes where they are not trained and of a type that no key has."""
+        return self.replicas if self.trained or self.is_lazy else [_carried(replica) for replica in self.replicas]
+
+    @property
     def has_grad(self) -> bool:
         """Whether a device has a gradient."""
         return any(replica.grad is not None for replica in self.replicas)
@@ -250,7 +255,23 @@ def _check_replicas(name: str, replicas: list[Any]) -> None:
                 f"the replicas of {name} differ: {tuple(replicas[0].shape)} {replicas[0].dtype} on the first device,"
                 f" {tuple(replica.shape)} {replica.dtype} on another"
             )
-        values.describe(replica)
+        try:
+            values.describe(replica if replica.requires_grad else _carried(replica))
+        except TypeError as error:
+            advice = (
+                "train a real parameter, and compute with torch.view_as_complex(parameter); or take"
+                " kvdist.horovod.DistributedOptimizer"
+                if replica.is_complex()
+                else "convert it before the Trainer is made"
+            )
+            raise TypeError(f"{name} cannot be a parameter of a Trainer: {error}. Remedy: {advice}") from None
+
+
+def _carried(replica: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes, which show its memory, if it is of a type that no key has."""
+    if values.is_key_type(replica) or not replica.is_contiguous():
+        return replica
+    return replica.detach().view(-1).view(torch.uint8)
 
 
 Grads: TypeAlias = Sequence["list[Tensor] | None"]

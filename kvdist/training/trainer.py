@@ -1353,7 +1353,7 @@ class Exchange:
         """Copy rank 0's weights to all workers."""
         if self._shared is not None:
             self._shared.own()
-        replicas = [parameter.replicas for parameter in self._parameters]
+        replicas = [parameter.carried for parameter in self._parameters]
         self._store.broadcast(named_keys(self._parameters), [one[0] for one in replicas], out=replicas)
         if self.between is not None:
             self.between.begin()
@@ -1363,7 +1363,7 @@ class Exchange:
         if self._shared is not None:
             self._shared.own()
         assert isinstance(self._store, KVStore)
-        self._store.pull(list(range(len(self._parameters))), out=[one.replicas for one in self._parameters])
+        self._store.pull(list(range(len(self._parameters))), out=[one.carried for one in self._parameters])
         if self.between is not None:
             self.between.begin()
 

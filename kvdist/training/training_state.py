@@ -140,8 +140,9 @@ class TrainingState:
     def _held(self) -> list[HeldArray]:
         held = []
         for key, parameter in enumerate(self._parameters):
-            shape, dtype = values.describe(parameter.replicas[0])
-            held.append(HeldArray(key, shape, dtype, values.read_bits(parameter.replicas[0]), self._samples))
+            given = parameter.carried[0]
+            shape, dtype = values.describe(given)
+            held.append(HeldArray(key, shape, dtype, values.read_bits(given), self._samples))
         return held
 
     def _load_here(self, job: LoadJob) -> Checkpoint:
@@ -149,7 +150,7 @@ class TrainingState:
         self._local.spread()
         for parameter, bits in zip(self._parameters, values_read, strict=True):
             if bits is not None:
-                for replica in parameter.replicas:
+                for replica in parameter.carried:
                     values.write_bits(replica, bits, values.describe(replica)[1])
         return checkpoint
 

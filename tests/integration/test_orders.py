@@ -43,6 +43,13 @@ def test_a_checkpoint_in_another_order_is_refused(job, tmp_path):
     assert len(refused) == 4, job.transcript()
 
 
+def test_what_is_not_trained_comes_from_rank_0_whatever_its_type(job, tmp_path):
+    launcher = job.launch(2, 1, "orders.py", "carried", str(tmp_path), KVDIST_CHECKPOINT_ROOT=str(tmp_path))
+    job.succeed()
+    expected = [[True, False], [300, 300], [400, 400], [1.5 + 1.5j, 3 - 1.5j], True]
+    assert len(launcher.lines_with(f"carried {expected}")) == 4, job.transcript()
+
+
 def test_workers_whose_parameters_have_other_names_or_none_are_refused(job):
     launcher = job.launch(2, 1, "orders.py", "names")
     job.succeed()

@@ -650,3 +650,9 @@ def test_a_first_step_that_fails_can_be_tried_again(monkeypatch):
         trainer.close()
         assert store._closed
     assert len(stores) == 2, "one for each trainer"
+
+
+def test_a_parameter_of_a_type_that_is_not_trained_is_refused_by_its_name():
+    for given in (torch.tensor([1 + 0j]), torch.zeros(2).to(torch.float8_e4m3fn)):
+        with pytest.raises(TypeError, match=r"^layer\.w cannot be a parameter of a Trainer: .*\. Remedy: "):
+            Trainer([("layer.w", nn.Parameter(given))], "sgd", kvstore="device")

@@ -100,6 +100,35 @@ def checkpoints():
                     print("refused:", error, flush=True)
 
 
+def carried():
+    """What is not trained comes from rank 0, whatever its type; buffers are matched by their names."""
+    with kv.create("dist") as store:
+        for update_on_kvstore in (True, False):
+            net = torch.nn.Linear(2, 1)
+            flags = torch.tensor([True, False]) if store.rank == 0 else torch.tensor([False, False])
+            net.flags = torch.nn.Parameter(flags, requires_grad=False)
+            buffers = {
+                "seen": torch.full((2,), 300 + store.rank, dtype=torch.int16),
+                "left": torch.full((2,), 400 + store.rank, dtype=torch.int16),
+                "wave": torch.tensor([1 + 1j, 2 - 1j]) * (1 + store.rank),
+                "bits": torch.tensor(store.rank == 0),
+            }
+            for name in sorted(buffers, reverse=bool(store.rank)):
+                net.register_buffer(name, buffers[name])
+            with kv.create("dist") as own:
+                options = {"kvstore": own, "update_on_kvstore": update_on_kvstore}
+                trainer = Trainer(net.named_parameters(), "sgd", {"learning_rate": 1.0}, **options)
+                net(torch.ones(1, 2)).sum().backward()
+                trainer.step()
+                folder = f"{sys.argv[2]}/{update_on_kvstore}"
+                trainer.save_checkpoint(folder, 1).result()
+                net.flags.logical_not_()
+                trainer.load_checkpoint(folder)
+                kvdist.sync_buffers(net, own)
+            found = [net.flags.tolist(), net.seen.tolist(), net.left.tolist(), net.wave.tolist(), net.bits.item()]
+            print("carried", found, flush=True)
+
+
 def names():
     """Other names, and none, are refused."""
     for mine in ({"a": 1.0, "b": 2.0}, {"a": 1.0, "x": 2.0}):
