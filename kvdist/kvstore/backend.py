@@ -415,9 +415,9 @@ class Backend(abc.ABC):
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
         """Give the optimizer these states in place of its own."""
 
-    def totals(self, key: Key) -> tuple[int, int] | None:
-        """Of how many examples the value of a key is made, all workers' together, and of how many updates: 0 where each
-        worker has its own. None where no server counts them."""
+    def totals(self, keys: Sequence[Key]) -> tuple[int, int] | None:
+        """Of how many examples the values of keys are made, all workers' together, and of how many updates: 0 where
+        each worker has its own; of the key that has most. None where no server counts them."""
         return None
 
     @abc.abstractmethod

@@ -973,11 +973,11 @@ def pull_states(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> lis
     return states
 
 
-def pull_totals(ask: Ask, info: KeyInfo) -> tuple[int, int]:
-    """Of how many examples a key is made, and of how many updates: the slice that has most."""
-    found = np.empty((len(info.slices), 2))
-    _move_states(ask, RunKind.PULL_STATE, [info], [(0, TOTALS, found)])
-    samples, updates = found.max(axis=0).tolist()
+def pull_totals(ask: Ask, infos: Sequence[KeyInfo]) -> tuple[int, int]:
+    """Of how many examples keys are made, and of how many updates: the slice that has most."""
+    found = [np.empty((len(info.slices), 2)) for info in infos]
+    _move_states(ask, RunKind.PULL_STATE, infos, [(i, TOTALS, own) for i, own in enumerate(found)])
+    samples, updates = np.concatenate(found).max(axis=0).tolist()
     return int(samples), int(updates)
 
 

@@ -185,9 +185,9 @@ class HybridBackend(Backend):
         for side, chosen in self.arrays.positions(keys):
             side.replace_states([keys[i] for i in chosen], [states[i] for i in chosen])
 
-    def totals(self, key: Key) -> tuple[int, int] | None:
-        ((side, _),) = self.arrays.positions([key])
-        return side.totals(key)
+    def totals(self, keys: Sequence[Key]) -> tuple[int, int] | None:
+        (side, chosen), *_ = self.arrays.positions(keys)
+        return side.totals([keys[position] for position in chosen])
 
     def save(self, job: SaveJob) -> Future[Path]:
         self._workers.position, self._workers.samples = self.position, self.samples

@@ -762,13 +762,19 @@ class Trainer:
         found, is_answered = None, False
         while not is_answered:
             with contextlib.suppress(RolledBackError):  # ask again: the store has the weights of a snapshot now
-                found, is_answered = store._backend.totals(self._trained[0][0]), True
+                found, is_answered = store._backend.totals(self._counted_keys), True
         if found is None and store.num_workers > 1:
             raise NotImplementedError(
                 f"samples_seen: the workers of the store {store.type!r} hold the optimizer together, and none knows of"
                 " how many examples the steps of the others are; give update_on_kvstore=False"
             )
         return self._samples if found is None else found[0]
+
+    @property
+    def _counted_keys(self) -> list[int]:
+        """Of these servers say how many examples are in them: of one parameter for each part that is exchanged."""
+        places = [0] if self._between is None else self._between.counted
+        return [self._trained[place][0] for place in places]
 
     @property
     def samples_dropped(self) -> int:
@@ -1171,7 +1177,7 @@ class Trainer:
             self._exchange.fetch()
             self._note_weights()
             assert isinstance(self._kvstore, KVStore)
-            totals = self._kvstore._backend.totals(self._trained[0][0]) if self._trained else None
+            totals = self._kvstore._backend.totals(self._counted_keys) if self._trained else None
             if totals is not None and (self._between is None or not self._between.counts_steps):
                 self._updates = max(self._updates, totals[1])  # whoever made the last of them may be lost
 
