@@ -36,6 +36,7 @@ from kvdist.config.addresses import local_address_towards, own_addresses_of
 from kvdist.config.endpoints import split_endpoint, tcp_endpoint
 from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, read_setting
 from kvdist.config.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
+from kvdist.config.paths import expanded
 from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
 from kvdist.config.sockets import SCHEME, private_folder, scheduler_endpoint
 from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
@@ -145,19 +146,20 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_command(commands)
     estimate.add_command(commands)
     why = commands.add_parser("why", help="say from the dumps of a job why it failed, and who waited for whom")
-    why.add_argument("folder", type=Path, metavar="FOLDER", help="what kvdist-launch --dump or KVDIST_DUMP named")
+    why.add_argument("folder", metavar="FOLDER", help="what kvdist-launch --dump or KVDIST_DUMP named")
     why.add_argument("--replay", action="store_true", help="tell new machines all that the dumps say, and compare")
     why.set_defaults(command=_why)
     config = commands.add_parser("config", help="show every setting with its value in this environment")
-    config.add_argument("--update", type=Path, metavar="FILE", help="write the tables of settings into FILE instead")
+    config.add_argument("--update", metavar="FILE", help="write the tables of settings into FILE instead")
     config.set_defaults(command=_show_config)
     return parser
 
 
 def _show_config(options: argparse.Namespace) -> tuple[str, int]:
     if options.update is not None:
-        options.update.write_text(with_tables(options.update.read_text("utf-8")), "utf-8")
-        return f"{options.update}: its tables are those of kvdist {__version__}", 0
+        document = Path(expanded(options.update))
+        document.write_text(with_tables(document.read_text("utf-8")), "utf-8")
+        return f"{document}: its tables are those of kvdist {__version__}", 0
     width = max(map(len, SETTINGS))
     rows = [(name, row, read_setting(name)) for name, row in SETTINGS.items()]
     lines = [
@@ -169,7 +171,8 @@ def _show_config(options: argparse.Namespace) -> tuple[str, int]:
 def _why(options: argparse.Namespace) -> tuple[str, int]:
     from kvdist.why import compared, explained  # a feature at a seam: loaded where it is used
 
-    return compared(options.folder) if options.replay else (explained(options.folder), 0)
+    folder = Path(expanded(options.folder))
+    return compared(folder) if options.replay else (explained(folder), 0)
 
 
 def _modules(variable: str, option: str, names: Sequence[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ LISTED_MAX = 3
 """Keys that a message lists."""
 LISTED_WORKERS_MAX = 8
 """Workers that a message lists."""
-MODEL = re.compile(r"\d+ parameters, trained are [-\d, ]*")
+MODEL = re.compile(r"\d+ parameters, trained are [-\d, ]*(names [0-9a-f]+)?")
 """How the statement of a Trainer begins."""
 
 

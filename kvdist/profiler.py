@@ -20,6 +20,7 @@ import json
 import logging
 import os
 
+from kvdist.config.paths import expanded
 from kvdist.errors import KvdistError
 from kvdist.protocol.messages import Command
 from kvdist.runtime.cluster import PROCESS_CLUSTER
@@ -76,7 +77,7 @@ def set_config(
             f"set_config has no option {', '.join(sorted(unknown))}; it takes filename, max_events, dump_period,"
             f" profile_process, and, without effect, {', '.join(sorted(OF_THE_MIRRORED))}"
         )
-    name = os.fspath(filename) if isinstance(filename, os.PathLike) else filename
+    name = expanded(filename) if isinstance(filename, str | os.PathLike) else filename
     settings = TraceSettings(name, max_events, dump_period)
     if profile_process == "server":
         require_plain(name)

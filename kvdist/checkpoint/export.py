@@ -27,6 +27,7 @@ from kvdist.checkpoint.format import (
 )
 from kvdist.checkpoint.shards import Shards
 from kvdist.checkpoint.snapshot import WEIGHTS, Bits, Manifest, SavedKey
+from kvdist.config.paths import expanded
 from kvdist.dtypes import DType, from_name
 from kvdist.errors import CheckpointError, ConfigError
 from kvdist.kernels.quantization import from_float32
@@ -196,25 +197,26 @@ Command = Callable[[argparse.Namespace], tuple[str, int]]
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the commands to those of a parser: `command` of its result is the `Command`."""
     one = commands.add_parser("export", help="write the weights of a checkpoint into one safetensors file")
-    one.add_argument("checkpoint", type=Path, metavar="CKPT", help="a folder of checkpoints, or of one step")
-    one.add_argument("out", type=Path, metavar="OUT", help="the file to write, such as model.safetensors")
+    one.add_argument("checkpoint", metavar="CKPT", help="a folder of checkpoints, or of one step")
+    one.add_argument("out", metavar="OUT", help="the file to write, such as model.safetensors")
     one.add_argument("--step", type=int, metavar="N", help="its step; the newest if it is not given")
     one.add_argument("--average", action="store_true", help="write the averages of the weights, if they were kept")
     one.add_argument("--force", action="store_true", help="replace OUT if it is there")
     one.set_defaults(command=_export)
     some = commands.add_parser("checkpoints", help="list the checkpoints in a folder")
-    some.add_argument("directory", type=Path, metavar="DIR", help="a folder of checkpoints, or of one step")
+    some.add_argument("directory", metavar="DIR", help="a folder of checkpoints, or of one step")
     some.add_argument("--verify", action="store_true", help="read all of them, and compare checksums and runs")
     some.set_defaults(command=_list)
 
 
 def _export(options: argparse.Namespace) -> tuple[str, int]:
-    done = export(options.checkpoint, options.out, options.step, overwrite=options.force, average=options.average)
-    return f"{options.out}: {done.arrays} arrays of {done.folder}, step {done.step}, {_size_text(done.nbytes)}", 0
+    source, out = Path(expanded(options.checkpoint)), Path(expanded(options.out))
+    done = export(source, out, options.step, overwrite=options.force, average=options.average)
+    return f"{out}: {done.arrays} arrays of {done.folder}, step {done.step}, {_size_text(done.nbytes)}", 0
 
 
 def _list(options: argparse.Namespace) -> tuple[str, int]:
-    directory: Path = options.directory
+    directory = Path(expanded(options.directory))
     with explained(f"{directory} could not be searched for checkpoints"):
         is_one = (directory / NAME).exists()
         folders = [directory] if is_one else [folder_of(directory, step) for step in all_steps(directory)]

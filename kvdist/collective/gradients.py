@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -186,7 +187,7 @@ class GradientReducer(GradientBuckets):
     """Reduces the gradients of parameters over the ranks, once a step.
 
     Args:
-        names: of the parameters, for messages.
+        names: of the parameters, which ranks compare.
         parameters: that require gradients, in the same order on all ranks.
         options: how they are reduced.
         is_eager: whether buckets start during the backward pass.
@@ -278,8 +279,11 @@ class GradientReducer(GradientBuckets):
             self._under_way.append((self._reduce([one.compressed for one in sent], self._note(sent)), sent))
 
     def _note(self, sent: Sequence[_Sent]) -> str:
-        first, last = self._names[sent[0].member], self._names[sent[-1].member]
-        return f"gradient of {first}" if len(sent) == 1 else f"gradients of {first} to {last}"
+        names = [self._names[one.member] for one in sent]
+        if len(names) < 3:
+            return f"gradient{'s' * (len(names) - 1)} of {' to '.join(names)}"
+        order = zlib.crc32("\0".join(names).encode("utf-8", "surrogatepass"))  # compared, as tensors are by place
+        return f"gradients of {names[0]} to {names[-1]}, in the order {order:08x}"
 
     def _reduce(self, tensors: list[torch.Tensor], note: str) -> Handle:
         options = self._options

@@ -334,7 +334,7 @@ def DistributedOptimizer(
 
     Args:
         optimizer: an optimizer of torch. It is changed in place: its class becomes one of the same name.
-        named_parameters: ``model.named_parameters()``, for messages.
+        named_parameters: ``model.named_parameters()``, which ranks compare.
         compression: of gradients on their way, such as `Compression.fp16`.
         backward_passes_per_step: passes whose gradients add up, undivided, before they are reduced.
         op: Average, Sum, Min, Max or Product; or Adasum, which combines the changes of the optimizer's own steps.

@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+from kvdist.config.paths import expanded
 from kvdist.runtime.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable
 
 LOG = logging.getLogger("kvdist")
@@ -60,7 +61,7 @@ class FileTimeline(Timeline):
     """
 
     def __init__(self, path: str, rank: int, marks_cycles: bool = False) -> None:
-        self.path = _of_rank(Path(path).absolute(), rank)
+        self.path = _of_rank(Path(expanded(path)).absolute(), rank)
         require_writable(self.path)
         self._process = f"rank {rank}"
         self._about = {"start_time_since_epoch_in_micros": time.time_ns() // 1000}

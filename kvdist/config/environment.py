@@ -12,23 +12,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvdist.config.addresses import address_of_interface
 from kvdist.config.endpoints import expand_ranges, is_loopback
+from kvdist.config.paths import expanded
 from kvdist.config.settings import (
     CLUSTER_VARIABLES,
     HOROVOD_LOG_LEVELS,
     HOROVOD_WITHOUT_EFFECT,
+    PATHS,
     SETTINGS,
     TWINS,
     WITHOUT_EFFECT,
     ClusterConfig,
     CollectiveSettings,
     Limits,
+    Setting,
     Variables,
     check_security,
     collective_settings_of,
@@ -51,7 +54,8 @@ def read_setting(variable: str, environ: Variables | None = None) -> Any:
     Raises:
         ConfigError: the value is not valid.
     """
-    return SETTINGS[variable].read(_variables(environ))
+    row = SETTINGS[variable]
+    return row.read(_with_paths(_variables(environ), [row]))
 
 
 def limits_from_env(environ: Variables | None = None) -> Limits:
@@ -70,7 +74,7 @@ def cluster_from_env(environ: Variables | None = None) -> ClusterConfig | None:
         ConfigError: some but not all of the needed variables are set, a value is not valid, or another launcher
             (torchrun, mpirun, srun) started several tasks without a cluster for them.
     """
-    env = _without_horovod(_variables(environ))
+    env = _with_paths(_without_horovod(_variables(environ)))
     given = {name: text for name in CLUSTER_VARIABLES if (text := SETTINGS[name].text(env)[0])}
     if given in ({}, {"KVDIST_ROLE": "worker"}):
         _refuse_other_launchers(_variables(environ))
@@ -119,7 +123,7 @@ def collective_settings_from_env(environ: Variables | None = None) -> Collective
     Raises:
         ConfigError: a value is not valid.
     """
-    return collective_settings_of(_variables(environ))
+    return collective_settings_of(_with_paths(_variables(environ)))
 
 
 def has_servers_from_env(environ: Variables | None = None) -> bool:
@@ -176,6 +180,22 @@ def horovod_log_level(environ: Variables | None = None) -> str | None:
 
 def _variables(environ: Variables | None) -> Variables:
     return os.environ if environ is None else environ
+
+
+def _with_paths(env: Variables, rows: Iterable[Setting] = SETTINGS.values()) -> Variables:
+    """The same, with the paths in these settings expanded.
+
+    Raises:
+        ConfigError: one begins with a ``~`` or a ``$NAME`` that stands for nothing.
+    """
+    found = {}
+    for text, name in [row.text(env) for row in rows if row.kind in PATHS]:
+        try:
+            found[name] = expanded(text)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    found.pop("", None)  # of those that are not set
+    return {**env, **found} if found else env
 
 
 def _without_horovod(env: Variables) -> Variables:

@@ -116,8 +116,11 @@ MODULES = Kind(
     _modules,
     ",".join,
 )
+PATH = Kind("a path", str)
 ABSOLUTE_PATH = Kind("the absolute path of a folder", lambda text: _require(text, lambda path: path.startswith("/")))
 TIMELINE = Kind("a file", lambda text: "" if text.upper() == "DYNAMIC" else text)
+PATHS = (PATH, ABSOLUTE_PATH, TIMELINE)
+"""Kinds whose texts `kvdist.config.environment` expands, as in ``~/runs``."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             twin="DMLC_INTERFACE",
         ),
         Setting(
-            "KVDIST_SECRET_FILE", TEXT, None,
+            "KVDIST_SECRET_FILE", PATH, None,
             "a file with the secret of the job, at least 32 random bytes, the same for all processes",
             "Every connection is encrypted, and only processes with the secret are accepted. Every process needs its"
             " `KVDIST_RANK` then ([security.md](security.md))",
@@ -369,7 +372,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             shown_default="60 with `KVDIST_ON_LOSS=continue`, else 0",
         ),
         Setting(
-            "KVDIST_SNAPSHOTS", TEXT, None,
+            "KVDIST_SNAPSHOTS", PATH, None,
             "a folder, for this job alone, into which servers write snapshots while training goes on",
             "When a server is lost and started again, all go back to the newest one, or of a `dist_async` store that"
             " server alone; without it the loss of a server ends the job. Needs `KVDIST_ON_LOSS=continue`, and every"
@@ -432,17 +435,17 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "`1`: workers and servers [trace themselves](#traces) from their start", twin="MXNET_PROFILER_AUTOSTART",
         ),
         Setting(
-            "KVDIST_PROFILE_DIR", TEXT, None, "the directory for traces whose names have none",
+            "KVDIST_PROFILE_DIR", PATH, None, "the directory for traces whose names have none",
             "A server writes them nowhere else", shown_default="where the process was started",
         ),
         Setting(
-            "KVDIST_LEDGER", TEXT, None,
+            "KVDIST_LEDGER", PATH, None,
             "a folder into which each server writes what became of every push",
             "For debugging: a line for each block and round. `kvdist ledger DIR --worker 3 --push 312` reads it"
             " ([reliability.md](reliability.md#the-ledger))",
         ),
         Setting(
-            "KVDIST_DUMP", TEXT, None,
+            "KVDIST_DUMP", PATH, None,
             "a folder for dumps: what each process heard and answered last, written when the job fails or waits long;"
             " `kvdist why FOLDER` reads them",
             "No values and no secrets are in a dump. `kvdist-launch --dump DIR` does the same. Where hosts share no"

@@ -284,6 +284,11 @@ class Round(Generic[C, P]):
         """These workers wait for nothing any more. What they have pushed still counts."""
         self.pulls = [pull for pull in self.pulls if pull.member.node.rank not in gone]
 
+    def credit(self, rank: int, examples: int) -> None:
+        """Count for a lost worker the examples that other slices have of it and this one has not."""
+        if self.samples:
+            self.samples += max(0, examples - self.examples.get(rank, 0))
+
     def drop(self, ranks: Set[int]) -> dict[int, int]:
         """Drop what these lost workers have pushed and no version has. Returns rank → how many of its pushes versions
         have.

@@ -101,8 +101,10 @@ def _chosen_policy(name: str, given: str | TrainingPolicy | None) -> TrainingPol
     wanted = policy_from(given) if isinstance(given, str) else given or read_setting("KVDIST_POLICY")
     if wanted is None or (name in DIST_NAMES and (wanted.pace is Pace.ALONE or DIST_NAMES[name].is_lockstep)):
         return wanted
-    if given is None and name in LOCAL_NAMES:
-        return None  # such as one for metrics, in a job whose other stores are on servers
+    if given is None and name not in DIST_NAMES:
+        if name not in LOCAL_NAMES:  # those may be for metrics
+            LOG.warning("KVDIST_POLICY is %s, and the store %r has none: it exchanges in each step", wanted, name)
+        return None  # a store beside those on servers, for which the job has one
     kind = "all" if wanted.pace is Pace.ALONE else "synchronous"
     origin = "policy" if given is not None else "KVDIST_POLICY (kvdist-launch --policy)"
     raise ConfigError(f"{origin} is {wanted}, which is for {kind} stores on servers: use 'dist', not {name!r}")

@@ -4,7 +4,7 @@ Invariants:
 
 * All keys of one call are one operation, so there is one round for all of them.
 * With them travels, for each key, how many ranks have a value for it, and how many of those want an average: a result
-  is an average if all ranks that have a value want one. An average divides by the number of all ranks.
+  is an average if all ranks that have a value want one. An average divides by the number of all workers.
 * A sum is made where its result goes: in place it costs no pass beside those of the engine and, for an average, one.
 * Arguments are not written, unless the result goes there.
 """

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from kvdist.kvstore.compression import StoreCompression
 
 Average: TypeAlias = bool | Literal["samples"]
-"""Whether a sum is divided: by the number of workers that contributed, or by that of all their samples."""
+"""Whether a sum is divided: by the number of all workers, or by that of all their samples; see `KVStore.push`."""
 SAMPLES_MAX = (1 << 32) - 1
 """A message has four bytes for it."""
 
@@ -239,12 +239,14 @@ class LoadJob:
         directory: where checkpoints lie, or one that has states only.
         step: which; None for the newest.
         values, states: what is restored. Without `values` the directory is the checkpoint itself.
+        names: key → what it is called now, where a key is but a place.
     """
 
     directory: str | os.PathLike[str]
     step: int | None = None
     values: bool = True
     states: bool = True
+    names: Mapping[Key, str] | None = None
 
 
 class Backend(abc.ABC):
@@ -413,9 +415,9 @@ class Backend(abc.ABC):
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
         """Give the optimizer these states in place of its own."""
 
-    def totals(self, key: Key) -> tuple[int, int] | None:
-        """Of how many examples the value of a key is made, all workers' together, and of how many updates: 0 where each
-        worker has its own. None where no server counts them."""
+    def totals(self, keys: Sequence[Key]) -> tuple[int, int] | None:
+        """Of how many examples the values of keys are made, all workers' together, and of how many updates: 0 where
+        each worker has its own; of the key that has most. None where no server counts them."""
         return None
 
     @abc.abstractmethod
@@ -443,6 +445,12 @@ class Backend(abc.ABC):
     def members(self) -> tuple[int, ...]:
         """The ranks of the workers that are there, in order."""
         return tuple(range(self.num_workers))
+
+    @property
+    def leasing_side(self) -> Any:
+        """The `DistBackend` whose scheduler leases examples, and has the place in the data in each checkpoint of this
+        store; None where a process that trains alone says its `position`."""
+        return None
 
     def take_part(self) -> int:
         """Let others wait from now on for the pushes of this process, which has joined a running job.

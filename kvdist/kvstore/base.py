@@ -214,8 +214,9 @@ class KVStore(KVStoreBase):
             key: one key or a list.
             value: as described for the module; ``None`` for a key without a gradient on this worker.
             priority: higher goes first.
-            average: divide the sum by the number of workers that contributed (not by the devices). Integers are cut
-                toward zero; with servers several workers average floats only. ``'samples'``: the values are means over
+            average: divide the sum by the number of all workers, those that push ``None`` included, and not by the
+                devices; each push of ``dist_async`` is an update of its own, and divided by 1. Integers are cut toward
+                zero; with servers several workers average floats only. ``'samples'``: the values are means over
                 `samples` examples, and the result is the mean over the examples of all workers; then all must say so.
                 For ``dist`` stores, and for local ones, where it changes nothing.
             samples: how many examples the values are of, told to the servers; 0 if it is not known.
@@ -648,8 +649,12 @@ class KVStore(KVStoreBase):
         Raises:
             CheckpointError: there is none, it is damaged, cut off or of a newer version, or it does not fit the store.
         """
+        return self._load(LoadJob(directory, step, states=states))
+
+    def _load(self, job: LoadJob) -> Checkpoint:
+        """See `load_checkpoint`."""
         self._begin()
-        checkpoint: Checkpoint = self._backend.load(LoadJob(directory, step, states=states))
+        checkpoint: Checkpoint = self._backend.load(job)
         return checkpoint
 
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:

@@ -15,6 +15,7 @@ import json
 import logging
 import operator
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
@@ -51,6 +52,7 @@ from kvdist.checkpoint.snapshot import (
     directory_of,
 )
 from kvdist.config import exit_codes
+from kvdist.config.paths import expanded
 from kvdist.core.server.block_state import COUNTS, MASTER, NUMBERS, TOTALS, state_dtype
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.worker.requests import (
@@ -235,9 +237,9 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     """The same place for every process, wherever it was started.
 
     Raises:
-        ValueError: it is too long for a message, or no text.
+        ValueError: it is too long for a message, or no text, or begins with a ``~`` that stands for nothing.
     """
-    found = Path(os.path.abspath(os.fsdecode(path)))
+    found = Path(os.path.abspath(expanded(path)))
     if "\0" in str(found):
         raise ValueError(f"the folder {str(path)[:80]!r} has a character that no path can have")
     try:
@@ -354,15 +356,29 @@ def found_checkpoint(job: LoadJob, rank: int) -> Checkpoint:
     """What a call to load finds.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: there is no such checkpoint, or it is damaged, or its keys have each other's names.
         ValueError: the step is not a count.
     """
     if not job.values:
         return Checkpoint(absolute(job.directory), 0)
     folder = folders.find(absolute(job.directory), None if job.step is None else as_step(job.step))
     manifest = read_manifest(folder)
-    states = {one: content.state for one, content in read_workers(folder, manifest).items()}
+    workers = read_workers(folder, manifest)
+    if job.names is not None and 0 in workers:
+        _require_same_order(folder, workers[0].names, job.names)
+    states = {one: content.state for one, content in workers.items()}
     return Checkpoint(folder, manifest.step, states.get(rank), states, manifest.exact, manifest.data)
+
+
+def _require_same_order(folder: Path, saved: Names, present: Names) -> None:
+    """Refuse a checkpoint whose keys are places in a list that had the same names in another order."""
+    differing = [key for key in present if saved.get(key) != present[key]]
+    if differing and Counter(saved.values()) == Counter(present.values()):
+        key = differing[0]
+        raise CheckpointError(
+            f"{folder} was saved with the parameters in another order: it has {saved.get(key)!r} in the place of"
+            f" {present[key]!r}. Give them in the same order in every run, as net.named_parameters() does"
+        )
 
 
 def own_steps(folder: Path) -> int | None:
@@ -957,11 +973,11 @@ def pull_states(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> lis
     return states
 
 
-def pull_totals(ask: Ask, info: KeyInfo) -> tuple[int, int]:
-    """Of how many examples a key is made, and of how many updates: the slice that has most."""
-    found = np.empty((len(info.slices), 2))
-    _move_states(ask, RunKind.PULL_STATE, [info], [(0, TOTALS, found)])
-    samples, updates = found.max(axis=0).tolist()
+def pull_totals(ask: Ask, infos: Sequence[KeyInfo]) -> tuple[int, int]:
+    """Of how many examples keys are made, and of how many updates: the slice that has most."""
+    found = [np.empty((len(info.slices), 2)) for info in infos]
+    _move_states(ask, RunKind.PULL_STATE, infos, [(i, TOTALS, own) for i, own in enumerate(found)])
+    samples, updates = np.concatenate(found).max(axis=0).tolist()
     return int(samples), int(updates)
 
 

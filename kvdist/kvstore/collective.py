@@ -197,9 +197,11 @@ class CollectiveBackend(Backend):
             from kvdist.kvstore.checkpoints import WorkerSaving
 
             self._saving = WorkerSaving(self._ranks, self._held, lambda: self._local.arrays.updaters)
+            self._saving.position = lambda: self.position()
         return self._saving
 
     def _held(self) -> list[Held]:
+        self._local.samples = self.samples
         with self.arrays.lock:
             return self._local.held()
 

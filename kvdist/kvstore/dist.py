@@ -302,6 +302,10 @@ class DistBackend(Backend):
 
     # Files.
 
+    @property
+    def leasing_side(self) -> DistBackend:
+        return self
+
     def lease(self, make: Callable[[int, int], Request]) -> Any:
         """Ask the scheduler for examples, or tell it of them.
 
@@ -379,10 +383,10 @@ class DistBackend(Backend):
                 values.write_bits(array, bits, dtype)
         return None
 
-    def totals(self, key: Key) -> tuple[int, int]:
+    def totals(self, keys: Sequence[Key]) -> tuple[int, int]:
         from kvdist.kvstore.checkpoints import pull_totals
 
-        return pull_totals(self.arrays.ask, self.keys[key])
+        return pull_totals(self.arrays.ask, [self.keys[key] for key in keys])
 
     def load(self, job: LoadJob) -> Checkpoint:
         if not job.values:

@@ -62,6 +62,7 @@ class HybridBackend(Backend):
         self._workers = workers
         self.errors = workers.errors = servers.errors
         self.keys, self.rows = servers.keys, servers.rows
+        self.watchers, self.rollback_watchers = servers.watchers, servers.rollback_watchers
         self.arrays: Sides = Sides(servers, workers)
         self._on_servers = self.arrays.on_servers
         self._known: set[Key] = set()
@@ -76,6 +77,15 @@ class HybridBackend(Backend):
 
     def num_dead_nodes(self) -> int:
         return max(self._servers.num_dead_nodes(), self._workers.num_dead_nodes())
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return self._servers.members
+
+    @property
+    def leasing_side(self) -> DistBackend | None:
+        """The servers, if they alone have the keys of one worker; else what that keeps has its place in the data."""
+        return self._servers if self.num_workers == 1 and self._known <= self._on_servers else None
 
     def check(self) -> None:
         self._servers.check()
@@ -175,11 +185,12 @@ class HybridBackend(Backend):
         for side, chosen in self.arrays.positions(keys):
             side.replace_states([keys[i] for i in chosen], [states[i] for i in chosen])
 
-    def totals(self, key: Key) -> tuple[int, int] | None:
-        ((side, _),) = self.arrays.positions([key])
-        return side.totals(key)
+    def totals(self, keys: Sequence[Key]) -> tuple[int, int] | None:
+        (side, chosen), *_ = self.arrays.positions(keys)
+        return side.totals([keys[position] for position in chosen])
 
     def save(self, job: SaveJob) -> Future[Path]:
+        self._workers.position, self._workers.samples = self.position, self.samples
         (first, folder), *others = self._folders(job.directory, "-workers" if job.states_only else "/workers")
         if not job.states_only and others:
             # Before the workers write what would stay if it were refused.
@@ -197,7 +208,8 @@ class HybridBackend(Backend):
         # The newest step is the last one that both sides have complete: servers come last in saving, and first here.
         found = first.load(replace(job, directory=folder))
         for side, beside in others:
-            side.load(replace(job, directory=beside, step=found.step if job.values else None))
+            there = side.load(replace(job, directory=beside, step=found.step if job.values else None))
+            found = replace(found, data=there.data)  # the servers have that of queues of other stores
         return found
 
     def _folders(self, given: str | os.PathLike[str], suffix: str) -> list[tuple[Side, Path]]:

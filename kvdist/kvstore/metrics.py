@@ -57,7 +57,7 @@ class MetricsExchange:
         results, share = [values.zeros_like(array) for array in arrays], np.zeros(1)
         store.init([*keys, _SHARE], [*arrays, share])
         given = [array if counts else None for array in arrays]
-        # A worker without a value counts in the divisor of an average, so the share of those with one is averaged too.
+        # An average divides by the number of all workers, so the share of those with a value is averaged too.
         store.pushpull([*keys, _SHARE], [*given, np.full(1, float(counts))], out=[*results, share], average=True)
         for result in results:
             if share[0] == 0:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
-from kvdist.kvstore.values import as_dtype, is_tensor, narrowed, tensor_memory, tensor_over, widened
+from kvdist.kvstore.values import as_dtype, is_tensor, narrowed, require_whole, tensor_memory, tensor_over, widened
 from kvdist.optimizer.initializer import Initializer, initializer_from
 
 Array = NDArray[Any]
@@ -290,6 +290,7 @@ def _with_repeated(rows: Array, values: Array, order: Array, starts: Array, coun
 def _checked_indices(indices: Any) -> Array:
     if isinstance(indices, (list, tuple)) and not indices:
         return np.zeros(0, np.int64)
+    require_whole(indices)
     if is_tensor(indices):
         indices = indices.detach().cpu().numpy()
     given = np.asarray(indices)
@@ -305,6 +306,7 @@ def _checked_indices(indices: Any) -> Array:
 
 def _checked_values(values: Any) -> tuple[Any, DType]:
     """The values in host memory in C order, and their type."""
+    require_whole(values)
     if is_tensor(values):
         if str(values.layout) != "torch.strided":
             raise TypeError(f"values must be dense, not {_told(values)}: RowSparse.from_torch takes sparse tensors")

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdist.dtypes import DType, from_name
+from kvdist.errors import first_line
 from kvdist.kernels.quantization import from_float32
 from kvdist.naming import NamedKey, name_of
 
@@ -89,7 +90,7 @@ def describe(value: Any) -> tuple[Shape, DType]:
     """Shape and element type of a NumPy array (a scalar has no dimensions), a torch tensor or an array on a GPU.
 
     Raises:
-        TypeError: it is neither, it is sparse, or its element type is not one that a key may have.
+        TypeError: it is neither, it is sparse, or not whole, or its element type is not one that a key may have.
     """
     if not isinstance(value, _NUMPY) and is_tensor(value):
         torch = sys.modules["torch"]
@@ -98,15 +99,46 @@ def describe(value: Any) -> tuple[Shape, DType]:
         dtype = _torch_dtypes(torch).get(value.dtype)
         if dtype is None:
             raise TypeError(f"tensors of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
-        return tuple(value.shape), dtype
+        if value.is_meta or value.is_nested:
+            require_whole(value)
+        try:
+            return tuple(value.shape), dtype
+        except RuntimeError:
+            require_whole(value)
+            raise
     if not isinstance(value, _NUMPY) and not _is_gpu_array(value):
         raise TypeError(
             f"a value must be a NumPy array or a torch tensor, not {type(value).__name__}; numpy.asarray makes an array"
         )
+    if type(value) is not np.ndarray:
+        require_whole(value)
     dtype = _BY_NUMPY.get(value.dtype) or _BY_NUMPY.get(np.dtype(value.dtype).newbyteorder("<"))
     if dtype is None:
         raise TypeError(f"arrays of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
     return tuple(value.shape), dtype
+
+
+def is_key_type(tensor: Any) -> bool:
+    """Whether a tensor is of an element type that a key may have."""
+    return tensor.dtype in _torch_dtypes(sys.modules["torch"])
+
+
+def require_whole(value: Any) -> None:
+    """Refuse a tensor or array of which some elements are not there.
+
+    Raises:
+        TypeError: it is on the device ``meta``, nested, masked, or of a lazy module without a shape.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError("a masked array would lose its mask: fill it, as by value.filled(0)")
+    if getattr(value, "is_meta", False):
+        raise TypeError("a tensor on the device 'meta' has no values: load or initialise it, behind to_empty()")
+    if getattr(value, "is_nested", False):
+        raise TypeError("nested tensors are not supported; use .to_padded_tensor(0.0), or a key for each part")
+    try:
+        getattr(value, "shape", None)
+    except RuntimeError as error:
+        raise TypeError(f"a tensor without a shape: {first_line(error)}") from None
 
 
 def first_shape(key: Key, arrays: Sequence[Any]) -> tuple[Shape, DType]:
@@ -395,6 +427,7 @@ def as_averaged(value: Any) -> Any:
     """
     if isinstance(value, numbers.Number | np.generic) and not isinstance(value, complex | np.complexfloating):
         return np.array(value, np.float64)
+    require_whole(value)
     if isinstance(value, np.ndarray):
         return value.astype(np.float64) if value.dtype.kind in "biu" else _described(value).copy()
     if is_tensor(value):

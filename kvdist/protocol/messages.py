@@ -145,7 +145,7 @@ class Flag(enum.IntFlag):
     WEIGHTED = 2
     """A mean over its samples: multiply it by their number, and divide the sum by that of the whole round."""
     AVERAGE = 4
-    """Divide the sum by the number of contributions."""
+    """Divide the sum by the number of contributions, empty ones included."""
     HOLD = 8
     """The value that answers is read where it lies, until the next one of this slice has been received."""
     CARRIED = 16

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from kvdist.config.paths import expanded
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import LatePush, StoredHolder
 from kvdist.naming import name_of
@@ -167,7 +168,7 @@ def _fate(folder: Path, rank: int, incarnation: int, push: int, who: str) -> str
 def add_command(commands: Any) -> None:
     """Add ``kvdist ledger`` to the commands of the command line."""
     parser = commands.add_parser("ledger", help="say what became of a push, by the ledgers that KVDIST_LEDGER wrote")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the ledgers")
+    parser.add_argument("folder", metavar="DIR", help="the folder of the ledgers")
     parser.add_argument("--worker", type=int, required=True, metavar="RANK", help="whose push")
     parser.add_argument("--push", type=int, required=True, metavar="N", help="its number, from 1")
     parser.set_defaults(command=_answer)
@@ -175,7 +176,7 @@ def add_command(commands: Any) -> None:
 
 def _answer(options: argparse.Namespace) -> tuple[str, int]:
     try:
-        return fate(options.folder, options.worker, options.push), 0
+        return fate(Path(expanded(options.folder)), options.worker, options.push), 0
     except FileNotFoundError as error:
         return str(error), 1
 

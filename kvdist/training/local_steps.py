@@ -78,6 +78,8 @@ class Exchanges(abc.ABC):
     """For messages."""
     given = 0
     """Of how many examples all steps were."""
+    counted: Sequence[int] = (0,)
+    """A parameter of each part that is exchanged by itself: the first of them that has a batch counts it as used."""
     _drops = 0
 
     def __init__(self, parameters: Sequence[Parameter], unpushed: Callable[[], int]) -> None:
@@ -234,6 +236,7 @@ class OuterSteps(Exchanges):
         self._handed_out = handed_out
         sizes = [parameter.replicas[0].nbytes for parameter in parameters]
         self._fragments = [Fragment(places) for places in split_evenly(sizes, policy.fragments)]
+        self.counted = [one.places[0] for one in self._fragments]
         self._times = [policy.every * number // policy.fragments for number in range(1, policy.fragments + 1)]
         """At which step of a period each is pushed."""
         self._step = self._next = 0

@@ -4,18 +4,24 @@ Invariants:
 
 * Invalid parameters are refused when the trainer is made, by name and with a remedy.
 * A lazy parameter (`torch.nn.LazyLinear`) has no shape before a forward pass; it is checked when training begins.
+* What is the same parameter on all workers is told by its name, or without names by its place.
 * A parameter is one tensor, or a list of replicas, one per device; every parameter has the same number of replicas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from kvdist.errors import InitMismatch
 from kvdist.kvstore import values
 from kvdist.naming import NamedKey
 
@@ -66,6 +72,16 @@ class Parameter:
         for replica in self._filled:
             replica.grad = None
         self._filled.clear()
+
+    @property
+    def carried(self) -> list[torch.Tensor]:
+        """What travels: the replicas, or their bytes where they are not trained and of a type that no key has."""
+        return self.replicas if self.trained or self.is_lazy else [_carried(replica) for replica in self.replicas]
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether a device has a gradient."""
+        return any(replica.grad is not None for replica in self.replicas)
 
     @property
     def has_sparse_grad(self) -> bool:
@@ -135,6 +151,34 @@ def named_keys(parameters: Sequence[Parameter]) -> list[NamedKey]:
     return [NamedKey(key, parameter.label) for key, parameter in enumerate(parameters)]
 
 
+def identities(parameters: Sequence[Parameter]) -> NDArray[np.uint8] | None:
+    """(parameters, 16): what each is known by on all workers, its name; None if none has a name.
+
+    Of equal names each has a number besides, and one without a name has its place.
+    """
+    if not any(one.is_named for one in parameters):
+        return None
+    seen: Counter[str] = Counter()
+    digests = []
+    for place, one in enumerate(parameters):
+        known_by = f"{one.name}\0{seen[one.name]}" if one.is_named else f"\0{place}"
+        seen[one.name] += 1
+        digests.append(hashlib.blake2b(known_by.encode("utf-8", "surrogatepass"), digest_size=16).digest())
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+
+
+def reordered(own: NDArray[np.uint8], others: NDArray[np.uint8]) -> list[int]:
+    """The places of these `identities` in the order of others, which are the same ones.
+
+    Raises:
+        InitMismatch: they are not.
+    """
+    places = {one.tobytes(): place for place, one in enumerate(own)}
+    if places.keys() != {one.tobytes() for one in others}:
+        raise InitMismatch("the parameters of this worker have other names than those of worker 0: start both alike")
+    return [places[one.tobytes()] for one in others]
+
+
 def multipliers(parameters: Sequence[Parameter], entry: str) -> dict[int, float]:
     """Key → the ``lr_mult`` or ``wd_mult`` of its group."""
     return {key: one.group[entry] for key, one in enumerate(parameters) if entry in one.group}
@@ -154,16 +198,16 @@ def _groups(params: Iterable[Any], entries: Collection[str]) -> Iterator[Paramet
         return
     items = list(params)
     if not any(isinstance(item, Mapping) for item in items):
-        yield from _named(items, {}, 0)
+        yield from _named(items, {}, 0, has_order=not isinstance(params, Set))
         return
     first = 0
     for item in items:
         if not isinstance(item, Mapping):
             raise TypeError(f"params mixes groups and parameters: {type(item).__name__} stands beside a group (a dict)")
         _check_group(item, entries)
-        members = item["params"]
-        members = [members] if values.is_tensor(members) else list(members)
-        yield from _named(members, item, first)
+        given = item["params"]
+        members = [given] if values.is_tensor(given) else list(given)
+        yield from _named(members, item, first, has_order=not isinstance(given, Set))
         first += len(members)
 
 
@@ -177,11 +221,18 @@ def _check_group(group: Mapping[str, Any], entries: Collection[str]) -> None:
         raise ValueError("a parameter group needs 'params', the list of its parameters")
 
 
-def _named(items: Iterable[Any], group: Mapping[str, Any], first: int) -> Iterator[Parameter]:
+def _named(
+    items: Iterable[Any], group: Mapping[str, Any], first: int, *, has_order: bool = True
+) -> Iterator[Parameter]:
     for position, item in enumerate(items, first):
         name, is_named = f"parameter {position}", False
         if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
             (name, item), is_named = item, True
+        elif not has_order:
+            raise TypeError(
+                "parameters without names are in a set, whose order differs from worker to worker and from run to run:"
+                " give a list, or pairs of name and parameter, such as net.named_parameters()"
+            )
         replicas = list(item) if isinstance(item, (list, tuple)) else [item]
         _check_replicas(name, replicas)
         yield Parameter(name, is_named, replicas, replicas[0].requires_grad, group)
@@ -204,7 +255,23 @@ def _check_replicas(name: str, replicas: list[Any]) -> None:
                 f"the replicas of {name} differ: {tuple(replicas[0].shape)} {replicas[0].dtype} on the first device,"
                 f" {tuple(replica.shape)} {replica.dtype} on another"
             )
-        values.describe(replica)
+        try:
+            values.describe(replica if replica.requires_grad else _carried(replica))
+        except TypeError as error:
+            advice = (
+                "train a real parameter, and compute with torch.view_as_complex(parameter); or take"
+                " kvdist.horovod.DistributedOptimizer"
+                if replica.is_complex()
+                else "convert it before the Trainer is made"
+            )
+            raise TypeError(f"{name} cannot be a parameter of a Trainer: {error}. Remedy: {advice}") from None
+
+
+def _carried(replica: torch.Tensor) -> torch.Tensor:
+    """The tensor, or its bytes, which show its memory, if it is of a type that no key has."""
+    if values.is_key_type(replica) or not replica.is_contiguous():
+        return replica
+    return replica.detach().view(-1).view(torch.uint8)
 
 
 Grads: TypeAlias = Sequence["list[Tensor] | None"]

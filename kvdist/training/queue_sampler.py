@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from kvdist.core.scheduler.leases import LeaseHolder, Plan, Queue, Range, position_of, restored
 from kvdist.core.worker.requests import Request
 from kvdist.errors import ConfigError, KvdistError
-from kvdist.kvstore.backend import Backend
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.dist import DistBackend
 from kvdist.protocol.messages import Lease, Used
@@ -249,6 +248,15 @@ class QueueSampler(DrivenSampler):
     def __repr__(self) -> str:
         return str(self._plan)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises a `TypeError` once a trainer has iterated it: a copy would hand out the same examples again."""
+        if self._leasing is not None:
+            raise TypeError(
+                "a QueueSampler that a Trainer has iterated cannot be pickled or copied, as what it leases belongs to"
+                " this process: make another one; save_checkpoint keeps the position in the data"
+            )
+        return super().__reduce_ex__(protocol)
+
     def __iter__(self) -> Iterator[int]:
         if not self._is_driven:
             raise RuntimeError(
@@ -456,8 +464,9 @@ def leasing_of(trainer: Trainer) -> Leasing:
     Raises:
         ConfigError: no scheduler can lease them, or a worker that has rested could not get the weights of the others.
     """
-    store, backend = trainer.kvstore, _backend_of(trainer)
-    if isinstance(backend, DistBackend) and trainer._update_on_kvstore:
+    store = trainer.kvstore
+    backend = store._backend.leasing_side if isinstance(store, KVStore) and trainer._update_on_kvstore else None
+    if isinstance(backend, DistBackend):
         shared = backend.leasing if isinstance(backend.leasing, SharedQueue) else SharedQueue(backend.lease)
         shared.ask, backend.leasing = backend.lease, shared
         if trainer._position is not None:
@@ -474,11 +483,6 @@ def leasing_of(trainer: Trainer) -> Leasing:
         own.restore(trainer._position)
     trainer._state("batches").tell_position(own.position)
     return own
-
-
-def _backend_of(trainer: Trainer) -> Backend | None:
-    store = trainer.kvstore
-    return store._backend if isinstance(store, KVStore) else None
 
 
 def order_of(length: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from kvdist.errors import DeviceError, first_line
 from kvdist.kvstore.base import KVStore
+from kvdist.kvstore.values import is_key_type
 
 if TYPE_CHECKING:
     import torch
@@ -170,10 +171,10 @@ def _check(net: torch.nn.Module) -> None:
 def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None, *, samples: int | None = None) -> None:
     """Make the buffers of a network the same on all workers and devices, in place; every worker calls it.
 
-    Buffers of floating types, such as a running mean, become the mean over the workers; integers and booleans, such as
-    a count of batches, become rank 0's. Of `Replicas` they are first the mean over this worker's devices, and the first
-    device's. Call it before an evaluation, or before saving the ``state_dict``. The keys and the optimizer of the store
-    are not touched.
+    Buffers of floating and complex types, such as a running mean, become the mean over the workers; integers and
+    booleans, such as a count of batches, and others that no store sums become rank 0's. Of `Replicas` they are first
+    the mean over this worker's devices, and the first device's. Buffers are matched by their names. Call it before an
+    evaluation, or before saving the ``state_dict``. The keys and the optimizer of the store are not touched.
 
     Args:
         net: the network, on each worker with the same buffers; or its replicas.
@@ -196,8 +197,9 @@ def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None, *, samp
     nets = list(net) if isinstance(net, Replicas) else [net]
     if not isinstance(store, KVStore) and not (store is None and isinstance(net, Replicas)):
         raise TypeError(f"sync_buffers needs a store of kvdist, such as kv.create('dist'), not {type(store).__name__}")
-    replicas = list(zip(*([buffer.detach() for buffer in one.buffers()] for one in nets), strict=True))
-    floating = [one for one in replicas if one[0].is_floating_point()]
+    named = [sorted(one.named_buffers(), key=operator.itemgetter(0)) for one in nets]
+    replicas = list(zip(*([_as_real(buffer.detach()) for _, buffer in one] for one in named), strict=True))
+    floating = [one for one in replicas if _is_averaged(one[0])]
     share, counts = 1.0, True
     if store is not None and samples is not None and floating:
         mean = store.average(float(samples), counts=samples > 0)  # over those with examples; NaN: there are none
@@ -208,11 +210,23 @@ def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None, *, samp
         if samples is not None:
             flat = flat.to(torch.promote_types(dtype, torch.float32)) * share
         _scatter(flat if store is None else store.average(flat, counts=counts), members)
-    others = [one for one in replicas if not one[0].is_floating_point()]
-    plain = [one[0].cpu().to(torch.uint8) if one[0].dtype == torch.bool else one[0].cpu() for one in others]
-    for one, value in zip(others, plain if store is None else store.from_rank_0(plain), strict=True):
+    others = [one for one in replicas if not _is_averaged(one[0])]
+    plain = [one[0].cpu().contiguous() for one in others]
+    sent = [value if is_key_type(value) else value.reshape(-1).view(torch.uint8) for value in plain]
+    for one, value in zip(others, sent if store is None else store.from_rank_0(sent), strict=True):
         for buffer in one:
-            buffer.copy_(value)
+            buffer.copy_(value.view(buffer.dtype).view(buffer.shape))
+
+
+def _is_averaged(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and is_key_type(buffer)
+
+
+def _as_real(buffer: torch.Tensor) -> torch.Tensor:
+    """The buffer, or its real and imaginary parts, which show its memory."""
+    import torch
+
+    return torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
 def _mean_over_devices(members: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:

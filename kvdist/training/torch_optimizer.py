@@ -120,6 +120,16 @@ class TorchOptimizer(torch.optim.Optimizer):
         if given is not None:
             self._take_over(given)
 
+    def rekey(self, key_of: Mapping[int, int]) -> None:
+        """Follow the trainer's parameters, which have other keys now.
+
+        Args:
+            key_of: the new keys by the old ones.
+        """
+        self._key_of = {id(parameter): key for key, parameter in enumerate(self._parameters)}
+        self._keys = [[key_of[key] for key in keys] for keys in self._keys]
+        self._told = None
+
     def _own_groups(self) -> list[dict[str, Any]]:
         """Groups with the parameters and the present numbers."""
         members = [[replica for key in keys for replica in self._parameters[key].replicas] for keys in self._keys]
@@ -145,10 +155,15 @@ class TorchOptimizer(torch.optim.Optimizer):
             self._replace(self._from_torch(state))
             given.state.clear()
         given.register_step_pre_hook(_refuse_step)
+        vars(given)["__getstate__"] = _refuse_copy  # a copy would have neither these hooks nor the state
         given.register_state_dict_pre_hook(lambda _: _refuse_own("state_dict", "as_torch_optimizer().state_dict()"))
         given.register_load_state_dict_pre_hook(
             lambda *_: _refuse_own("load_state_dict", "as_torch_optimizer().load_state_dict(state)")
         )
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raises a `TypeError`: the optimizer cannot be pickled or copied."""
+        _refuse_copy()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse further groups: a trainer's parameters are fixed when it is made.
@@ -470,6 +485,13 @@ def _refuse_hooks(given: torch.optim.Optimizer) -> None:
                 f"the optimizer has a hook of its step(), {getattr(hook, '__qualname__', hook)}, which a Trainer never"
                 " calls: register it on trainer.as_torch_optimizer(), and call its step()"
             )
+
+
+def _refuse_copy() -> NoReturn:
+    raise TypeError(
+        "an optimizer whose steps a Trainer makes cannot be pickled or copied, as the Trainer has its state: save"
+        " trainer.as_torch_optimizer().state_dict() instead"
+    )
 
 
 def _refuse_step(*_: object) -> NoReturn:

@@ -10,7 +10,8 @@
   change, so a backward pass through the old weights raises.
 * Where possible, errors in this worker's part of a step are raised before anything of it is sent.
 * All parameters travel in one list call, in the order given, so the first layers, which the next forward pass needs
-  first, come first. Keys are positions: 0, 1, 2, ….
+  first, come first. Keys are positions: 0, 1, 2, …; where parameters have names, those of rank 0, which the first step
+  asks for, so that a name is the same parameter on all workers.
 * Where workers update, all must update the same parameters by the same numbers. One more key tells: see
   `kvdist.training.ballot`. A parameter without a gradient on any worker stays as it is everywhere.
 """
@@ -37,7 +38,7 @@ from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import Average
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.checkpoints import Checkpoint, own_steps
+from kvdist.kvstore.checkpoints import Checkpoint, absolute, own_steps
 from kvdist.kvstore.dist import DistBackend
 from kvdist.kvstore.registry import DIST_NAMES
 from kvdist.naming import NamedKey
@@ -52,7 +53,18 @@ from kvdist.training.grad_checks import Stale, Watch, refuse_changed, refuse_non
 from kvdist.training.join import Join, NextStep
 from kvdist.training.local_steps import Exchanges, OuterSteps, outer_optimizer
 from kvdist.training.overlap import Overlap, weakly
-from kvdist.training.parameters import Grads, Parameter, collect, divide, multipliers, named_keys, require_shapes, scale
+from kvdist.training.parameters import (
+    Grads,
+    Parameter,
+    collect,
+    divide,
+    identities,
+    multipliers,
+    named_keys,
+    reordered,
+    require_shapes,
+    scale,
+)
 from kvdist.training.torch_optimizer import TorchOptimizer
 from kvdist.training.trainer_config import (
     ASYNCHRONOUS,
@@ -63,6 +75,8 @@ from kvdist.training.trainer_config import (
     fit,
     group_entries,
     make_optimizer,
+    model_statement,
+    note_taken,
     policy_of,
     refuse_overflow,
     refuse_overlap_of_snapshots,
@@ -76,6 +90,7 @@ from kvdist.training.trainer_config import (
     require_policy,
     require_samples,
     require_survivable,
+    require_unused,
     statement,
 )
 from kvdist.training.training_state import TrainingState
@@ -93,7 +108,8 @@ class Trainer:
         params: ``net.parameters()``, ``net.named_parameters()``, a dict of name to parameter (in the order of sorted
             names), or torch's parameter groups ``{'params': …, 'lr_mult': …, 'wd_mult': …}``. With several devices each
             parameter is a list of its replicas, one per device, as in ``zip(net0.parameters(), net1.parameters())``.
-            Duplicates count once. Parameters with ``requires_grad=False`` at this time are not trained, only made equal
+            Duplicates count once. Workers match parameters by their names, and without names by their places, so a set
+            needs names. Parameters with ``requires_grad=False`` at this time are not trained, only made equal
             to rank 0's.
         optimizer: a name such as ``'adam'`` or ``'torch.adamw'``, an `Optimizer` of kvdist, or one of ``torch.optim``
             with the same parameters, whose groups and schedulers then act here: call `step` in place of its own.
@@ -133,7 +149,7 @@ class Trainer:
         ConfigError: ``KVDIST_KERNELS`` is ``numba``, which cannot be imported, and the worker is to update.
     """
 
-    _has_warned = False
+    _has_warned = _has_warned_of_grads = False
 
     def __init__(
         self,
@@ -165,7 +181,8 @@ class Trainer:
         self._exchange: Exchange | None = None  # there is one when there is a store
         self._update_on_kvstore = False
         self._between: Exchanges | None = None  # there is one where not every step is an exchange
-        self._started = self._closed = self._shows_averages = False
+        self._started = self._closed = self._shows_averages = self._has_chosen = self._has_keys = False
+        self._watcher = weakly(self._rolled_back)
         self._overlaps, self._shares = overlap, share_weights
         self._shared: SharedWeights | None = None
         self._join: Join | None = None  # there is one within `join`
@@ -192,10 +209,7 @@ class Trainer:
         """Of the trained parameters, until the first step has a place for them."""
         self._torch_optimizer: TorchOptimizer | None = None
         self._training_state: TrainingState | None = None
-        self._local = LocalUpdate(self._optimizer, self._parameters)
-        self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
-        self._untrained = [one for one in self._parameters if not one.trained]
-        self._watch = Watch([parameter for _, parameter in self._trained])
+        self._assign_keys()
         self._summed: list[bool] | None = None
         """For which trained parameters the last `allreduce_grads` found a gradient anywhere, until they are updated."""
         self._optimizer.set_lr_mult({**self._optimizer.lr_mult, **multipliers(self._parameters, "lr_mult")})
@@ -205,6 +219,45 @@ class Trainer:
         if given is not None or has_numbers:
             self._torch_optimizer = self._shown_as_torch(given)
             self._sync_hyperparameters()
+        note_taken(self._optimizer)
+
+    def _assign_keys(self) -> None:
+        """Let the place of each parameter be its key."""
+        self._local = LocalUpdate(self._optimizer, self._parameters)
+        self._trained = [(key, one) for key, one in enumerate(self._parameters) if one.trained]
+        self._untrained = [one for one in self._parameters if not one.trained]
+        self._watch = Watch([parameter for _, parameter in self._trained])
+
+    def _match_names(self, store: KVStore) -> str:
+        """Let parameters with names have the keys that they have on worker 0, whatever the order in which they came.
+
+        Returns:
+            What has been agreed on so far, for `statement`; '' if there are no names, and places count.
+
+        Raises:
+            InitMismatch: another worker has other parameters.
+        """
+        known_by = identities(self._parameters)
+        if known_by is None or (store.num_workers == 1 and store.on_loss == "fail"):
+            return ""
+        store.agree(model_statement(self._parameters, known_by))
+        (others,) = store.from_rank_0([known_by])
+        order = reordered(known_by, others)
+        if order == sorted(order):
+            return "by their names, "
+        key_of = {place: key for key, place in enumerate(order)}
+        states = {id(one): state for (_, one), state in zip(self._trained, self._loaded_states, strict=True)}
+        self._parameters[:] = [self._parameters[place] for place in order]
+        for table in (self._optimizer.lr_mult, self._optimizer.wd_mult):
+            factors = {key_of.get(key, key): factor for key, factor in table.items()}
+            table.clear()
+            table.update(factors)
+        self._assign_keys()
+        self._loaded_states = [states[id(one)] for _, one in self._trained]
+        if self._torch_optimizer is not None:
+            self._torch_optimizer.rekey(key_of)
+            self._sync_hyperparameters()
+        return "by their names, "
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Raises a `TypeError`: a trainer cannot be pickled or copied."""
@@ -422,6 +475,7 @@ class Trainer:
             refuse_updated_there("update")
         self._require_nothing_sent("update", "allreduce_grads(average=True)")
         grads = self._watch.grads(Stale.LEAVE_OUT if ignore_stale_grad else Stale.REFUSE)
+        self._warn_without(any(grads))
         examples, sent = self._fresh, self._overlap or (None if self._summed is None else self._exchange)
         summed, self._summed = self._summed or [True] * len(grads), None
         given = [grad is not None and is_summed for grad, is_summed in zip(grads, summed, strict=True)]
@@ -534,8 +588,9 @@ class Trainer:
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """Load the optimizer's state from `save_states`; see `KVStore.load_optimizer_states`."""
         self._state("load_states").load_states(fname)
-        self._go_on_from(updates_in(Path(fname)))
-        self._samples = samples_in(Path(fname))
+        folder = absolute(fname)
+        self._go_on_from(updates_in(folder))
+        self._samples = samples_in(folder)
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], step: int, *, state: Any = None, keep: int | None = None
@@ -622,16 +677,20 @@ class Trainer:
         if self._closed:
             return
         self._closed = True
-        if self._overlap is not None:
-            self._overlap.remove_hooks()
-        if self._between is not None:
-            self._between.close()
+        self._release()
         try:
             if isinstance(self._kvstore, KVStore) and self._kvstore is not self._kvstore_wanted:
                 self._kvstore.close()
         finally:
             if self._training_state is not None:
                 self._training_state.close()
+
+    def _release(self) -> None:
+        """Let go of the parameters, and end what runs beside the steps."""
+        if self._overlap is not None:
+            self._overlap.remove_hooks()
+        if self._between is not None:
+            self._between.close()
 
     @property
     def kvstore(self) -> KVStoreBase | None:
@@ -703,13 +762,19 @@ class Trainer:
         found, is_answered = None, False
         while not is_answered:
             with contextlib.suppress(RolledBackError):  # ask again: the store has the weights of a snapshot now
-                found, is_answered = store._backend.totals(self._trained[0][0]), True
+                found, is_answered = store._backend.totals(self._counted_keys), True
         if found is None and store.num_workers > 1:
             raise NotImplementedError(
                 f"samples_seen: the workers of the store {store.type!r} hold the optimizer together, and none knows of"
                 " how many examples the steps of the others are; give update_on_kvstore=False"
             )
         return self._samples if found is None else found[0]
+
+    @property
+    def _counted_keys(self) -> list[int]:
+        """Of these servers say how many examples are in them: of one parameter for each part that is exchanged."""
+        places = [0] if self._between is None else self._between.counted
+        return [self._trained[place][0] for place in places]
 
     @property
     def samples_dropped(self) -> int:
@@ -775,8 +840,28 @@ class Trainer:
         if isinstance(self._optimizer, TorchRule):
             self._sync_hyperparameters()  # until the store has them, all may change
         require_shapes(self._parameters)
-        compresses = self._compression_params is not None
-        store = choose_store(self._kvstore_wanted, self._num_devices, create_store, compresses)
+        if not self._has_chosen:  # once, as others count the stores that are made
+            compresses = self._compression_params is not None
+            self._kvstore = choose_store(self._kvstore_wanted, self._num_devices, create_store, compresses)
+            self._has_chosen = True
+        half_life = self._optimizer.average_half_life
+        try:
+            self._start_with(self._kvstore)
+            self._started = True
+            if any(state is not None for state in self._loaded_states):
+                self._replace_states(self._loaded_states)
+        except BaseException:  # as before, so that the next call may try again
+            self._started = False
+            self._release()
+            self._exchange = self._between = self._shared = self._overlap = None
+            self._update_on_kvstore = False
+            self._optimizer.change_here("average_half_life", half_life)
+            raise
+        self._loaded_states = ()
+        if any(isinstance(one, SplitSampler) for one in self._handed_out):  # before this the store had but a name
+            self._warn_of_parts()
+
+    def _start_with(self, store: KVStoreBase | None) -> None:
         if store is not None:
             policy = policy_of(store)
             if policy is not None:
@@ -795,29 +880,26 @@ class Trainer:
             require_averages(store, self._update_on_kvstore)
         if store is not None:
             self._begin_with(store)
-        self._kvstore = store
-        self._started = True
-        if any(isinstance(one, SplitSampler) for one in self._handed_out):  # before this the store had but a name
-            self._warn_of_parts()
-        if any(state is not None for state in self._loaded_states):
-            self._replace_states(self._loaded_states)
-            self._loaded_states = ()
 
     def _begin_with(self, store: KVStoreBase) -> None:
+        agreed = self._match_names(store) if isinstance(store, KVStore) else ""
         policy = policy_of(store)
         local_steps = updates_between(policy)
         needs_more, here = self._overlaps or self._shares, not self._update_on_kvstore
+        if isinstance(store, KVStore) and not self._has_keys:
+            require_unused(store)
         used = fit(store, self._parameters, needs_more, compression_of(policy, self._compression_params), here)
         refuse_overlap_of_snapshots(store, self._overlaps)
-        if isinstance(store, KVStore):
-            store._backend.rollback_watchers.insert(0, weakly(self._rolled_back))
+        if isinstance(store, KVStore) and self._watcher not in store._backend.rollback_watchers:
+            store._backend.rollback_watchers.insert(0, self._watcher)
         outer = outer_optimizer(policy) if policy is not None and local_steps else None
         if outer is not None:  # then the weights of the servers are averaged, not those here
             outer.change_here("average_half_life", self._optimizer.average_half_life)
             self._optimizer.change_here("average_half_life", None)
         words = "" if policy is None else f", policy {policy}"
         used.agree(
-            statement(
+            agreed
+            + statement(
                 self._parameters,
                 self._optimizer if here or local_steps else None,
                 self._clip_norm,
@@ -834,6 +916,7 @@ class Trainer:
         self._exchange = Exchange(used, self._parameters, self._trained, self._shared)
         if policy is not None:
             self._between = self._exchange.between = self._exchanges_by(policy, self._exchange)
+        self._has_keys = True  # or some, if this fails
         self._exchange.broadcast()
         self._note_weights()
         ballot = None if self._update_on_kvstore else self._exchange.open_ballot(self._optimizer)
@@ -904,10 +987,12 @@ class Trainer:
         self._sync_hyperparameters()
         refuse_untrained(self._untrained)
         if self._overlap is not None:
+            self._warn_without(any(one.has_grad for _, one in self._trained))
             self._finish_overlap(self._overlap, divisor, on_stale)
             return
         self._require_weights_unchanged()
         grads = self._watch.grads(on_stale)
+        self._warn_without(any(grads))
         self._require_finite(grads)
         if self._between is not None:
             samples = self._known_samples(self._between, samples)
@@ -930,8 +1015,8 @@ class Trainer:
                     self._note_weights()
                 self._count_step(self._between)
         elif self._update_on_kvstore:
-            self._optimizer.rescale_grad = self._scale / divisor
-            self._update_there(grads, average, said)
+            with self._rescaled(divisor):
+                self._update_there(grads, average, said)
         else:
             # Each worker divides before the sum: others may give other sizes, or skip this step.
             divide(grads, divisor)
@@ -997,6 +1082,20 @@ class Trainer:
             "SplitSampler gives each worker an equal part of the data, and %s workers do not wait for each other, so"
             " fast ones come to the end of theirs first: QueueSampler(len(data)) lets each take as much as it can",
             where,
+        )
+
+    def _warn_without(self, has_grads: bool) -> None:
+        """Say once that a step has no gradient at all here; other workers may have some."""
+        if self._has_warned_of_grads or has_grads:
+            return
+        self._has_warned_of_grads = True
+        LOG.warning(
+            "a step without a gradient for any of the %d trained parameters of this Trainer (%s, ...): this worker adds"
+            " nothing to it, and if no other one does, the weights stay as they are. Parameters that were replaced"
+            " since the Trainer was made are not trained by it (load_state_dict(assign=True), weight_norm, a new"
+            " layer): make the Trainer after that. A worker without examples calls skip_step()",
+            len(self._trained),
+            self._trained[0][1].label,
         )
 
     def _known_samples(self, between: Exchanges, samples: int | None) -> int | None:
@@ -1078,7 +1177,7 @@ class Trainer:
             self._exchange.fetch()
             self._note_weights()
             assert isinstance(self._kvstore, KVStore)
-            totals = self._kvstore._backend.totals(self._trained[0][0]) if self._trained else None
+            totals = self._kvstore._backend.totals(self._counted_keys) if self._trained else None
             if totals is not None and (self._between is None or not self._between.counts_steps):
                 self._updates = max(self._updates, totals[1])  # whoever made the last of them may be lost
 
@@ -1169,15 +1268,24 @@ class Trainer:
     def _update_here(self, divisor: float, given: list[bool], samples: int) -> None:
         self._sync_hyperparameters()
         members = [one for one, is_given in zip(self._trained, given, strict=True) if is_given]
-        self._optimizer.rescale_grad = self._scale / divisor
-        if self._clip_norm is not None:
-            self._clip([parameter for _, parameter in members], self._clip_norm)
-        self._local.apply(members)
+        with self._rescaled(divisor):
+            if self._clip_norm is not None:
+                self._clip([parameter for _, parameter in members], self._clip_norm)
+            self._local.apply(members)
         for _, parameter in self._trained:
             parameter.drop_filled()
         self._updates += self._between is None
         self._samples += samples
         self._watch.note_grads()
+
+    @contextlib.contextmanager
+    def _rescaled(self, divisor: float) -> Iterator[None]:
+        """Divide gradients within it; the optimizer is the user's, and a copy of it must not keep the divisor."""
+        self._optimizer.rescale_grad = self._scale / divisor
+        try:
+            yield
+        finally:
+            self._optimizer.rescale_grad = self._scale
 
     def _clip(self, parameters: Sequence[Parameter], clip_norm: float) -> None:
         """Scale ``grad`` to what the rule applies, and clip it; all replicas of a parameter have the same gradient."""
@@ -1251,7 +1359,7 @@ class Exchange:
         """Copy rank 0's weights to all workers."""
         if self._shared is not None:
             self._shared.own()
-        replicas = [parameter.replicas for parameter in self._parameters]
+        replicas = [parameter.carried for parameter in self._parameters]
         self._store.broadcast(named_keys(self._parameters), [one[0] for one in replicas], out=replicas)
         if self.between is not None:
             self.between.begin()
@@ -1261,7 +1369,7 @@ class Exchange:
         if self._shared is not None:
             self._shared.own()
         assert isinstance(self._store, KVStore)
-        self._store.pull(list(range(len(self._parameters))), out=[one.replicas for one in self._parameters])
+        self._store.pull(list(range(len(self._parameters))), out=[one.carried for one in self._parameters])
         if self.between is not None:
             self.between.begin()
 

@@ -14,12 +14,16 @@ Where the update happens (MXNet's table, corrected):
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvdist.config.environment import cluster_from_env, read_setting
 from kvdist.config.policies import COMPRESSIONS, Backup, LocalSteps, Pace, Quota, TrainingPolicy, updates_between
@@ -122,6 +126,15 @@ _WHY_NOT = {
 }
 
 
+_TAKEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""The optimizers that trainers have."""
+
+
+def note_taken(optimizer: Optimizer) -> None:
+    """Let no other Trainer be made with this optimizer."""
+    _TAKEN.add(optimizer)
+
+
 def make_optimizer(
     optimizer: Any, optimizer_params: Mapping[str, Any] | None, average_half_life: float | None = None
 ) -> Optimizer:
@@ -132,9 +145,14 @@ def make_optimizer(
         average_half_life: likewise; None leaves what the optimizer has.
 
     Raises:
-        TypeError, ValueError: it is unknown, or its hyper-parameters are invalid.
+        TypeError, ValueError: it is unknown, or its hyper-parameters are invalid; or another Trainer has it.
     """
     made = _made(optimizer, optimizer_params)
+    if made in _TAKEN:
+        raise ValueError(
+            f"this optimizer ({made.name}) belongs to another Trainer, which writes the multipliers of its parameters"
+            " and the size of its batches into it: make an optimizer for each Trainer"
+        )
     if average_half_life is not None:
         made.change_here("average_half_life", average_half_life)
     return made
@@ -309,6 +327,21 @@ def decide_update_on_kvstore(
     )
 
 
+def model_statement(parameters: Sequence[Parameter], known_by: NDArray[np.uint8]) -> str:
+    """Return what all workers must agree on of parameters with names, before their order is known.
+
+    Args:
+        parameters: all of the trainer's.
+        known_by: their `identities`; they are numbered here in the order of their names.
+    """
+    order = sorted(range(len(parameters)), key=lambda place: parameters[place].name)
+    trained = ranges([number for number, place in enumerate(order) if parameters[place].trained])
+    digest = hashlib.blake2b(known_by[order].tobytes(), digest_size=8).hexdigest()
+    first, last = (parameters[place].name for place in (order[0], order[-1]))
+    numbers = f"{len(parameters)} parameters, trained are {trained}"
+    return f"{numbers}, names {digest} of {first!r} to {last!r}, numbered in the order of their names"
+
+
 def statement(
     parameters: Sequence[Parameter], updates_here: Optimizer | None, clip_norm: float | None = None, loaded: str = ""
 ) -> str:
@@ -344,7 +377,7 @@ def fit(
         updates_here: whether each worker updates, so the store only sums.
 
     Raises:
-        ValueError: the store cannot do what is requested, or another trainer uses it.
+        ValueError: the store cannot do what is requested.
     """
     if not isinstance(store, KVStore):
         if needs_more or compression_params is not None:
@@ -353,7 +386,6 @@ def fit(
                 " leave them out"
             )
         return Adapted(store)
-    require_unused(store)
     store.expect_rows([key for key, parameter in enumerate(parameters) if parameter.has_sparse_grad])
     if updates_here:
         store.leave_unkept(range(len(parameters) + 1))  # the last key is the ballot's

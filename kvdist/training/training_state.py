@@ -92,8 +92,7 @@ class TrainingState:
         self, directory: str | os.PathLike[str], step: int, state: Any, keep: int | None, steps: int
     ) -> Future[Path]:
         """See `Trainer.save_checkpoint`; where workers make steps of their own, this one has made `steps`."""
-        names: dict[int | str, str] = {key: parameter.name for key, parameter in enumerate(self._parameters)}
-        job = SaveJob(directory, step, state, keep, names)
+        job = SaveJob(directory, step, state, keep, self._names)
         if self._updating is None:
             return self._workers.save(job)
         if self._steps_here:
@@ -122,9 +121,8 @@ class TrainingState:
 
     def load_checkpoint(self, directory: str | os.PathLike[str], step: int | None, with_states: bool) -> Checkpoint:
         """See `Trainer.load_checkpoint`. Where the store updates, the weights are still to be pulled."""
-        if self._updating is not None:
-            return self._updating.load_checkpoint(directory, step, states=with_states)
-        return self._load_here(LoadJob(directory, step, states=with_states))
+        job = LoadJob(directory, step, states=with_states, names=self._names)
+        return self._load_here(job) if self._updating is None else self._updating._load(job)
 
     def load_own(self, folder: Path) -> None:
         """Take over the states of this worker's own optimizer from a checkpoint, if it has them.
@@ -135,11 +133,16 @@ class TrainingState:
         self._workers.load_own(folder)
         self._local.spread()
 
+    @property
+    def _names(self) -> dict[int | str, str]:
+        return {key: parameter.name for key, parameter in enumerate(self._parameters)}
+
     def _held(self) -> list[HeldArray]:
         held = []
         for key, parameter in enumerate(self._parameters):
-            shape, dtype = values.describe(parameter.replicas[0])
-            held.append(HeldArray(key, shape, dtype, values.read_bits(parameter.replicas[0]), self._samples))
+            given = parameter.carried[0]
+            shape, dtype = values.describe(given)
+            held.append(HeldArray(key, shape, dtype, values.read_bits(given), self._samples))
         return held
 
     def _load_here(self, job: LoadJob) -> Checkpoint:
@@ -147,7 +150,7 @@ class TrainingState:
         self._local.spread()
         for parameter, bits in zip(self._parameters, values_read, strict=True):
             if bits is not None:
-                for replica in parameter.replicas:
+                for replica in parameter.carried:
                     values.write_bits(replica, bits, values.describe(replica)[1])
         return checkpoint
 

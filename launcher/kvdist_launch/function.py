@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvdist.config.paths import expanded
 from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError, DeadlineExceeded, KvdistError
 from kvdist.nodes import NodeId, Role
@@ -239,7 +240,7 @@ def _run_calls(
     is_main = threading.current_thread() is threading.main_thread()
     events = SignalPipe() if is_main else EventPipe()
     out, err = TextSink(sys.stdout), TextSink(sys.stderr)
-    logs = None if output_folder is None else LogFiles(Path(output_folder), err.say, len(calls))
+    logs = None if output_folder is None else LogFiles(Path(expanded(output_folder)), err.say, len(calls))
     grace = GracePeriods(grace_s=GRACE_S)
     supervisor = Supervisor(
         JobOutput(out, err, logs=logs),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvdist.config.endpoints import expand_ranges
+from kvdist.config.paths import expanded
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
@@ -93,11 +94,11 @@ def read_hosts(text: str) -> list[Host]:
     Raises:
         ConfigError: the file cannot be read, or the hosts are not valid; the message says where and what to write.
     """
-    path = Path(text)
+    path = Path(expanded(text))
     if path.is_dir():
         raise ConfigError(f"-H {text} is a directory; name a hostfile in it, or a list such as -H a:2,b:2")
     if path.is_file():
-        return read_hostfile(text)
+        return parse_hostfile(_read(path), text)
     if "/" in text or text.lower() in _FILE_NAMES or path.suffix.lower() in _FILE_SUFFIXES:
         raise ConfigError(
             f"-H {_shown(text)}: there is no such file, and it does not look like a list of hosts either. Write the"

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from kvdist.config.paths import expanded
 from kvdist.config.policies import policy_from
 from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError
@@ -271,6 +272,14 @@ def to_line(text: str) -> str:
     return text
 
 
+def to_path(text: str) -> str:
+    """A path, expanded."""
+    try:
+        return expanded(to_line(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _policy(text: str) -> str:
     try:
         return str(policy_from(text) or text)  # sync is none
@@ -345,7 +354,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--env",), repeated(str, "NAME=VALUE", "set a variable for every process")),
         (("--env-server",), repeated(str, "NAME=VALUE", "set a variable for the servers")),
         (("--env-worker",), repeated(str, "NAME=VALUE", "set a variable for the workers")),
-        (("--env-file",), repeated(to_line, "FILE", "set the variables of a file of lines NAME=VALUE")),
+        (("--env-file",), repeated(to_path, "FILE", "set the variables of a file of lines NAME=VALUE")),
     )),
     ("network and security", (
         (("--security",), _choice(("curve", "none"), SETTINGS["KVDIST_SECURITY"].help() + " (default: curve)")),
@@ -353,14 +362,14 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--interface",), valued(to_interface, "NAME|CIDR", SETTINGS["KVDIST_INTERFACE"].help())),
     )),
     ("output", (
-        (("--log-dir",), valued(to_line, "DIR", "also write the output of each process to a file in DIR")),
-        (("--dump",), valued(to_line, "DIR", "where every process writes what it heard and answered last if the job"
+        (("--log-dir",), valued(to_path, "DIR", "also write the output of each process to a file in DIR")),
+        (("--dump",), valued(to_path, "DIR", "where every process writes what it heard and answered last if the job"
          " fails or waits long; `kvdist why DIR` explains it")),
         (("--filter",), valued(_filters, "NAMES", "show only the output of these processes, as in"
          " w0,s*,worker-[0-3]")),
         (("--verbose",), flag("say where each worker runs, and which kernels the servers use")),
         (("--timestamps",), flag("begin each line with the time")),
-        (("--json-summary",), valued(to_line, "FILE", "write how the job ended to FILE")),
+        (("--json-summary",), valued(to_path, "FILE", "write how the job ended to FILE")),
         (("--stdin",), valued(_worker, "WORKER", "give this terminal's input to a worker, as in w0, for a debugger; its"
          " output is shown as it comes, without prefixes")),
         (("--dry-run",), flag("only show what would run where; values that look secret are hidden")),
@@ -373,7 +382,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--restart",), valued(_number_of_restarts, "N", "start a worker that is lost again, on another host if its"
          " own is gone, or with --on-loss continue a scheduler that is killed, each at most N times; with --on-loss"
          " wait|continue")),
-        (("--snapshots",), valued(_word, "DIR", SETTINGS["KVDIST_SNAPSHOTS"].help())),
+        (("--snapshots",), valued(to_path, "DIR", SETTINGS["KVDIST_SNAPSHOTS"].help())),
         (("--max-workers",), valued(int, "N", SETTINGS["KVDIST_MAX_WORKERS"].help() + "; see docs/launching.md")),
         (("--min-workers",), valued(int, "N", SETTINGS["KVDIST_MIN_WORKERS"].help() + "; see docs/reliability.md")),
         (("--policy",), valued(_policy, "NAME", SETTINGS["KVDIST_POLICY"].help())),

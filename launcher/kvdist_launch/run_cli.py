@@ -33,7 +33,7 @@ from kvdist_launch.options import (
     repeated,
     split_words,
     to_interface,
-    to_line,
+    to_path,
     to_seconds,
     valued,
 )
@@ -216,7 +216,7 @@ def parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str], list[str
 def _with_config_file(own: list[str], parser: argparse.ArgumentParser) -> list[str]:
     """The options of a configuration file, then those of the command line, which win."""
     reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    reader.add_argument("--config-file")
+    reader.add_argument("--config-file", type=to_path)
     path = reader.parse_known_args(own)[0].config_file
     if path is None:
         return own
@@ -255,21 +255,21 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("-np", "--num-proc"), valued(_at_least_one, "PROCESSES", "number of processes")),
         (("-H", "--hosts"), valued(str, "HOST:SLOTS,...", "hosts, and how many processes each takes (default:"
          " localhost, as many as -np)")),
-        (("-hostfile", "--hostfile"), valued(to_line, "FILE", "a file of lines HOST slots=N")),
+        (("-hostfile", "--hostfile"), valued(to_path, "FILE", "a file of lines HOST slots=N")),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_START_TIMEOUT_S"].help())),
         (("--gloo-timeout-seconds",), valued(to_seconds, "SECONDS", "the same, where --start-timeout is not given")),
         (("--tcp",), flag("let NCCL use TCP only, as gloo does (NCCL_IB_DISABLE=1)")),
         (("-x",), repeated(str, "NAME[=VALUE]", "pass a variable of this environment on to other machines, or set it")),
-        (("--config-file",), valued(to_line, "FILE", "Horovod's YAML file of options; those written here win")),
+        (("--config-file",), valued(to_path, "FILE", "Horovod's YAML file of options; those written here win")),
         (("--network-interfaces", "--network-interface"), valued(_network, "NAME", "the network interface of all"
          " hosts")),
     )),
     ("ssh", (
         (("-p", "--ssh-port"), valued(_port, "PORT", "the port of ssh on all hosts")),
-        (("-i", "--ssh-identity-file"), valued(to_line, "FILE", "the private key for ssh")),
+        (("-i", "--ssh-identity-file"), valued(to_path, "FILE", "the private key for ssh")),
     )),
     ("output", (
-        (("--output-filename",), valued(to_line, "DIR", "also write what each process prints to DIR/rank.N/stdout and"
+        (("--output-filename",), valued(to_path, "DIR", "also write what each process prints to DIR/rank.N/stdout and"
          " DIR/rank.N/stderr")),
         (("--verbose",), flag("say where each process runs")),
         (("--log-level",), valued(_log_level, "LEVEL", "from which level the processes log: "
@@ -277,7 +277,7 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("-prefix-timestamp", "--prefix-output-with-timestamp"), flag("begin each line with the time")),
     )),
     ("timeline and stalls", (
-        (("--timeline-filename",), valued(to_line, "FILE", SETTINGS["KVDIST_TIMELINE"].help())),
+        (("--timeline-filename",), valued(to_path, "FILE", SETTINGS["KVDIST_TIMELINE"].help())),
         (("--timeline-mark-cycles",), flag("also mark the cycles of the communication in it")),
         (("--no-timeline-mark-cycles",), {"action": "store_false", "dest": "timeline_mark_cycles",
          "help": argparse.SUPPRESS}),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import kvdist.collective as hvd
-from kvdist.errors import ConfigError
+from kvdist.errors import CollectiveMismatch, ConfigError
 from tests.cases import each
 from tests.collective.models import adam, alike, batch_of, loss_of, model_of, sgd, weights_of
 from tests.collective.ranks import returned, run_ranks
@@ -184,3 +184,16 @@ def test_without_init_the_first_step_says_what_to_call():
     model(torch.ones(2)).sum().backward()
     with pytest.raises(ConfigError, match=r"call init\(\) first"):
         optimizer.step()
+
+
+@each("order", [[1, 0], [0, 2, 1, 3], [3, 1, 2, 0]])
+def test_ranks_that_list_their_named_parameters_in_another_order_are_told(order):
+    def program(rank):
+        named = [(f"layer{number}", nn.Parameter(torch.full((2,), float(number)))) for number in sorted(order)]
+        named = [named[place] for place in order] if rank else named
+        optimizer = hvd.DistributedOptimizer(sgd([parameter for _, parameter in named]), named_parameters=named)
+        sum(parameter.sum() for _, parameter in named).backward()
+        optimizer.step()
+
+    for error in run_ranks(2, program):
+        assert isinstance(error, CollectiveMismatch) and "gradients of layer" in str(error)

@@ -188,3 +188,15 @@ def test_the_example_uses_each_example_once(job):
     assert launcher.code == 0, job.transcript()
     used = [int(line.split("used ")[1].split()[0]) for line in launcher.lines_with(" examples, version ")]
     assert len(used) == 3 and sum(used) == 2700
+
+
+@pytest.mark.parametrize(("servers", "deaths"), [(2, ["1:24"]), (2, ["1:28"]), (1, ["1:24", "2:28"])])
+def test_an_example_counts_once_in_samples_seen_with_the_first_fragment_that_has_it(job, servers, deaths):
+    options = ["--on-loss", "continue", "--restart", "1", "--policy", "diloco:10,fragments=2"]
+    launcher = job.launch(3, servers, "fragments.py", *deaths, options=options)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    for death in deaths:
+        assert launcher.lines_with(f"worker-{death[0]} was started 2 times; it was killed by signal 9"), "it happened"
+    said = {line.rpartition(" ")[2] for line in launcher.lines_with("samples_seen ")}
+    assert said == {"1200"}, job.transcript()

@@ -162,6 +162,15 @@ def test_sync_goes_with_every_store_as_it_is_no_policy(name):
     kv.create(name, policy="sync").close()
 
 
+@each("name", ["local", "device", "collective"])
+def test_a_policy_of_the_job_is_for_its_stores_on_servers_and_one_of_a_call_for_that_store(monkeypatch, name):
+    monkeypatch.setenv("KVDIST_POLICY", "local_sgd:3")
+    with kv.create(name) as store:
+        assert store._backend.policy is None
+    with pytest.raises(ConfigError, match=rf"policy is quota:64, which is for synchronous stores .* not '{name}'"):
+        kv.create(name, policy="quota:64")
+
+
 @each("text", ["sync:5", "sync,exact", "in_sync", ""])
 def test_what_is_no_policy_is_refused_with_those_there_are(monkeypatch, text):
     with pytest.raises(ValueError, match=f"there is no policy {text!r}: write sync, local_sgd:STEPS"):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvdist import RowSparse, kv
 from kvdist.dtypes import DType
 from kvdist.kvstore import values
 from tests.cases import each
@@ -275,3 +276,39 @@ def test_a_numpy_scalar_is_read_like_an_array_without_dimensions_and_cannot_be_w
     assert values.read_bits(value).tolist() == [1.5]
     with pytest.raises(ValueError, match="cannot be written into"):
         values.require_writable("w", value, (), DType.FLOAT32)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@each("kind", ["dist", "device", "local", "collective"])
+@each(
+    "make, said",
+    [
+        (lambda: torch.ones(2, device="meta"), "a tensor on the device 'meta' has no values"),
+        (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested tensors are not supported"),
+        (lambda: np.ma.masked_array(np.ones(2, np.float32), [False, True]), "a masked array would lose its mask"),
+        (lambda: torch.nn.parameter.UninitializedParameter(), "a tensor without a shape: Can't access the shape"),
+        (lambda: torch.ones(2, dtype=torch.complex64), "tensors of dtype torch.complex64 are not supported"),
+        (lambda: np.array(["a"]), "arrays of dtype <U1 are not supported"),
+    ],
+)
+def test_a_value_whose_elements_are_not_all_there_is_refused_by_its_key(kind, make, said):
+    with kv.create(kind) as store:
+        store.init("w", torch.ones(2))
+        for call in (
+            lambda value: store.init("w2", value),
+            lambda value: store.push("w", value),
+            lambda value: store.pull("w", out=value),
+            lambda value: store.pushpull("w", value),
+            lambda value: store.broadcast("w", value, out=torch.ones(2)),
+        ):
+            with pytest.raises(TypeError, match=f"key 'w2?': {said}"):
+                call(make())
+        with pytest.raises(TypeError, match=said):
+            store.average(make())
+
+
+def test_rows_and_their_ids_have_no_mask():
+    rows, ids = np.ma.masked_array(np.ones((1, 2), np.float32), True), np.ma.masked_array([0], True)
+    for given in ((ids, rows.filled(0)), ([0], rows)):
+        with pytest.raises(TypeError, match="a masked array would lose its mask"):
+            RowSparse(*given)

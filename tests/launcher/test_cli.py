@@ -97,6 +97,7 @@ from tests.ports import held_port
         (["-n", "1", "-H", "d1", "--launcher", "local", "true"], 2, "on this machine only, and -H names d1"),
         (["-n", "2", "-H", "localhost:1", "true"], 2, "-n asks for 2 workers, but the hosts have 1 slots"),
         (["-n", "1", "--log-dir", "/dev/null/logs", "true"], 2, "log files cannot be written to /dev/null/logs"),
+        (["-n", "1", "-H", "~no-such-user/x", "true"], 2, "begins with '~no-such-user', which stands for no folder"),
         (["-n", "1", "-x", "NO_SUCH_VARIABLE_HERE", "true"], 2, "no such variable is set here"),
         (["-n", "1", "-x", "KVDIST_RANK=1", "true"], 2, "KVDIST_RANK is set by the launcher"),
         (["-n", "1", "--env-file", "/nonexistent", "true"], 2, "--env-file /nonexistent cannot be read"),
@@ -119,6 +120,10 @@ def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, 
     [
         (["-n", "1", "--grace", "-1", "true"], "'-1' is not a number of seconds; write a number of at least 0"),
         (["-n", "two", "true"], "invalid int value: 'two'"),
+        *(
+            (["-n", "1", option, "~no-such-user/x", "true"], "begins with '~no-such-user', which stands for no folder")
+            for option in ("--log-dir", "--json-summary", "--dump", "--env-file", "--snapshots")
+        ),
         (["-n", "1", "--policy", "fast", "true"], "--policy: there is no policy 'fast': write sync, local_sgd:STEPS"),
         (["-n", "1", "--policy", "quota:0", "true"], "the policy 'quota:0' is not possible: a quota of 0 examples"),
     ],

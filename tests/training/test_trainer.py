@@ -1,15 +1,22 @@
 """The trainer against torch's own optimizers, and what it asks of a store."""
 
+import copy
+import io
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from kvdist import QueueSampler, kv
+from kvdist.errors import InitMismatch
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
-from kvdist.optimizer import create
+from kvdist.optimizer import Adam, create
 from kvdist.training import trainer as trainer_module
 from kvdist.training import trainer_config
+from kvdist.training.parameters import collect, identities, reordered
 from kvdist.training.trainer import Trainer
 from tests.cases import each
 
@@ -504,3 +511,148 @@ def test_where_workers_update_each_divides_its_gradients_before_they_are_summed(
         trainer.step(batch_size)
         assert_all([weight.grad], 1 / batch_size)
         assert_all([weight], expected)
+
+
+def through_file(value):
+    file = io.BytesIO()
+    torch.save({"one": value}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)["one"]
+
+
+@each("copied", [copy.copy, copy.deepcopy, pickle.dumps, through_file])
+def test_what_belongs_to_a_trainer_is_not_copied(copied):
+    net = torch.nn.Linear(2, 1)
+    given = torch.optim.Adam(net.parameters(), lr=0.1)
+    trainer = Trainer(net.parameters(), given, kvstore=None)
+    sampler = QueueSampler(8)
+    assert len(copied(given.param_groups))  # what a user saves by itself is the user's
+    for inputs in trainer.batches(torch.utils.data.DataLoader(range(8), 4, sampler=sampler)):
+        net(inputs.float().reshape(2, 2)).sum().backward()
+        trainer.step()
+        net.zero_grad()
+    refused = [trainer, given, trainer.as_torch_optimizer(), sampler]
+    for one in refused:
+        with pytest.raises(TypeError, match="copied"):
+            copied(one)
+    copied(net)
+    copied(trainer.as_torch_optimizer().state_dict())
+
+
+def test_an_optimizer_of_ours_keeps_nothing_of_the_batch_and_has_one_trainer():
+    given = Adam(learning_rate=0.1, rescale_grad=0.5)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    trainer = Trainer([parameter], given, kvstore=kv.create("device"))
+    parameter.sum().backward()
+    trainer.step(32)
+    assert copy.deepcopy(given).rescale_grad == 0.5
+    for kvstore in (None, "device"):
+        with pytest.raises(ValueError, match="belongs to another Trainer"):
+            Trainer([torch.nn.Parameter(torch.ones(2))], given, kvstore=kvstore)
+    with pytest.raises(ValueError, match="no parameters to train"):
+        Trainer([], other := Adam(learning_rate=0.1))
+    Trainer([parameter], other, kvstore=None)  # which no trainer has got
+
+
+@each("given", [lambda one: {one}, lambda one: frozenset([one]), lambda one: [{"params": {one}}]])
+def test_a_set_of_parameters_needs_names_as_it_has_no_order(given):
+    with pytest.raises(TypeError, match=r"in a set, whose order differs .*net\.named_parameters\(\)"):
+        Trainer(given(parameter()), "sgd", kvstore=None)
+    Trainer(given(("w", parameter())), "sgd", kvstore=None)
+
+
+def test_of_equal_names_the_places_count():
+    def known_by(*names):
+        given = [parameter() if name is None else (name, parameter()) for name in names]
+        return identities(collect(given))
+
+    assert known_by(None, None) is None
+    assert reordered(known_by("w", "b", "w", None), known_by("b", "w", "w", None)) == [1, 0, 2, 3]
+    with pytest.raises(InitMismatch, match="other names than those of worker 0"):
+        reordered(known_by("w", "b"), known_by("w", "c"))
+
+
+@each("kvstore", [None, "device", "dist"])
+@each("options", [{}, {"update_on_kvstore": False}, {"overlap": True}])
+@each("late", [False, True])
+def test_a_step_without_any_gradient_is_told_once(caplog, kvstore, options, late):
+    if kvstore != "dist" and options:
+        kvstore = "device"
+    caplog.clear()
+    net = torch.nn.Linear(2, 1)
+    trainer = Trainer(net.named_parameters(), "sgd", {"learning_rate": 0.1}, kvstore=kvstore, **options)
+    for step in range(4):
+        if step == 2 * late:
+            net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
+            assert "without a gradient" not in caplog.text
+        for one in trainer._parameters:
+            one.replicas[0].grad = None
+        net.zero_grad()
+        net(torch.ones(4, 2)).sum().backward()
+        trainer.step()
+    trainer.close()
+    assert (
+        caplog.text.count("a step without a gradient for any of the 2 trained parameters of this Trainer ('weight'")
+        == 1
+    )
+    trainer = Trainer([parameter()], "sgd", kvstore=kvstore)
+    trainer.skip_step()
+    trainer.close()
+    assert caplog.text.count("a step without a gradient") == 1
+
+
+class Unsteady(Cluster):
+    """A store whose workers agree, and which takes values, from the second time on."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.fails = [*fails]
+
+    def agree(self, statement):
+        self._fail("agree")
+
+    def broadcast(self, key, value, out, priority=0):
+        super().broadcast(key, value, out, priority)
+        self._fail("broadcast")
+
+    def replace_optimizer_states(self, keys, states):
+        self._fail("states")
+        super().replace_optimizer_states(keys, states)
+
+    def _fail(self, what):
+        if what in self.fails:
+            self.fails.remove(what)
+            raise InitMismatch(what)
+
+
+def test_a_first_step_that_fails_can_be_tried_again(monkeypatch):
+    stores = []
+    monkeypatch.setattr(trainer_module, "create_store", lambda name: stores.append(Unsteady(fails)) or stores[-1])
+    weight = parameter(1.0)
+    saved = Trainer([weight], "sgd", {"learning_rate": 1.0, "momentum": 0.5}, kvstore=None)
+    backward([weight])
+    saved.step()
+    state = saved.as_torch_optimizer().state_dict()
+    for overlap in (False, True):
+        fails = ["agree", "broadcast", "states"]
+        weight = parameter(1.0)
+        numbers = {"learning_rate": 1.0, "momentum": 0.5}
+        trainer = Trainer([weight], "sgd", numbers, kvstore="dist", overlap=overlap, average_half_life=None)
+        trainer.as_torch_optimizer().load_state_dict(state)
+        for expected in ("agree", "broadcast", "states"):
+            with pytest.raises(InitMismatch, match=expected):
+                trainer.broadcast_parameters()
+        backward([weight])
+        trainer.step()
+        assert_all([weight], 1.0 - 1.5)  # the loaded momentum of 1 counts
+        store = stores[-1]
+        assert len(store._backend.rollback_watchers) == 1
+        trainer.close()
+        assert store._closed
+    assert len(stores) == 2, "one for each trainer"
+
+
+def test_a_parameter_of_a_type_that_is_not_trained_is_refused_by_its_name():
+    for given in (torch.tensor([1 + 0j]), torch.zeros(2).to(torch.float8_e4m3fn)):
+        with pytest.raises(TypeError, match=r"^layer\.w cannot be a parameter of a Trainer: .*\. Remedy: "):
+            Trainer([("layer.w", nn.Parameter(given))], "sgd", kvstore="device")

@@ -232,10 +232,13 @@ class Shard(abc.ABC, Generic[H]):
         counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
         examples: dict[tuple[int, int], int] = {}
         for holder in self:
-            is_used = bool(holder.round.version or holder.round.slots)
             for rank in lost.keys() & holder.round.examples.keys():
                 place = (rank, holder.store)
                 examples[place] = max(examples.get(place, 0), holder.round.examples[rank])
+        for holder in self:
+            is_used = bool(holder.round.version or holder.round.slots)
+            for rank in lost:  # what is in some of the slices counts, and no push of it follows to the others
+                holder.round.credit(rank, examples.get((rank, holder.store), 0))
             for rank, pushes in holder.drop(lost.keys()).items():
                 if is_used:
                     counted.setdefault((rank, holder.store), []).append((pushes, len(holder.ids)))
