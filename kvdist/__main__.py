@@ -36,6 +36,7 @@ from kvdist.config.addresses import local_address_towards, own_addresses_of
 from kvdist.config.endpoints import split_endpoint, tcp_endpoint
 from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, read_setting
 from kvdist.config.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
+from kvdist.config.programs import module_words
 from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
 from kvdist.config.sockets import SCHEME, private_folder, scheduler_endpoint
 from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words and words[0] in LAUNCHER_COMMANDS:
         # The launcher knows hosts, and nothing here knows the launcher: it takes this process's place.
-        os.execv(sys.executable, [sys.executable, "-m", f"kvdist_launch.{words[0]}", *words[1:]])
+        os.execv(sys.executable, [sys.executable, *module_words(f"kvdist_launch.{words[0]}"), *words[1:]])
     options = _parser().parse_args(words)
     logging.getLogger("kvdist.kernels").setLevel(logging.INFO if options.verbose else logging.WARNING)
     try:
@@ -201,6 +202,8 @@ def import_server_modules(names: Sequence[str]) -> None:
 
 
 def _import(kind: str, names: Sequence[str], known: Callable[[], object], advice: str) -> None:
+    if names and "" not in sys.path:
+        sys.path.append("")  # behind everything, so that no file there is taken for a module of others
     for name in dict.fromkeys(names):
         before = None if name in sys.modules else known()  # one named before it may have imported it
         try:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from kvdist.config.addresses import local_address_towards
 from kvdist.config.exit_codes import EXIT_PEER_LOST
+from kvdist.config.programs import LEAVE_FOLDER
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.environment import ON_LOSS, OTHER_NAME, OWNED_VARIABLES, RESTARTS, Environment
@@ -368,8 +369,9 @@ RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 FAILURES_FIELD = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
 SECRET_FOLDER = "/run/kvdist"
 
-WAIT_FOR_NAME = """\
-import socket, sys, time
+WAIT_FOR_NAME = f"""\
+{LEAVE_FOLDER}
+import socket, time
 for _ in range(300):
     try:
         socket.getaddrinfo(sys.argv[1], None)
