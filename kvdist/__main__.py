@@ -34,9 +34,9 @@ from kvdist.checkpoint.export import add_commands
 from kvdist.checkpoint.locks import release_when_terminated
 from kvdist.config.addresses import local_address_towards, own_addresses_of
 from kvdist.config.endpoints import split_endpoint, tcp_endpoint
-from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, read_setting
+from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, keep_descriptor, read_setting
 from kvdist.config.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
-from kvdist.config.programs import module_words
+from kvdist.config.processes import module_words
 from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
 from kvdist.config.sockets import SCHEME, private_folder, scheduler_endpoint
 from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
@@ -220,6 +220,7 @@ def _import(kind: str, names: Sequence[str], known: Callable[[], object], advice
 def _scheduler(config: ClusterConfig) -> Node:
     config.require_private(config.root_host)
     if config.listen_fd is not None:
+        keep_descriptor(config.listen_fd)
         _check_listening(config, config.listen_fd)
     transport = open_sockets(config)
     if config.listen_fd is not None:

@@ -19,7 +19,7 @@ from itertools import permutations
 from typing import Any
 
 from kvdist.config.addresses import address_of_interface
-from kvdist.config.programs import module_words
+from kvdist.config.processes import module_words
 from kvdist.errors import ConfigError
 from kvdist_launch.agent_protocol import REPLIES
 from kvdist_launch.host_pool import HostConnection, HostPool, RemoteProcesses, judge, table

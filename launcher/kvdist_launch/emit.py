@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from kvdist.config.addresses import local_address_towards
 from kvdist.config.exit_codes import EXIT_PEER_LOST
-from kvdist.config.programs import LEAVE_FOLDER
+from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.environment import ON_LOSS, OTHER_NAME, OWNED_VARIABLES, RESTARTS, Environment

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvdist.config.environment import TAKEN
 from kvdist.config.settings import CLUSTER_VARIABLES, TWINS
 from kvdist.errors import ConfigError
 
@@ -42,6 +43,7 @@ OWNED_VARIABLES = frozenset(
         "KVDIST_JOB",
         "KVDIST_SUPERVISED",
         "KVDIST_LISTEN_FD",
+        TAKEN,
         *SECURITY_VARIABLES,
         RESTARTS,
     ]

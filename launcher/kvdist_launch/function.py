@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvdist.config.programs import module_words
+from kvdist.config.processes import module_words
 from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError, DeadlineExceeded, KvdistError
 from kvdist.nodes import NodeId, Role

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdist.config.addresses import address_of_interface
-from kvdist.config.programs import module_words
+from kvdist.config.processes import module_words
 from kvdist.config.sockets import raise_open_files_limit
 from kvdist.errors import ConfigError
 from kvdist.version import __version__

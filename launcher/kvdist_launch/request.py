@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvdist.config.environment import limits_from_env
-from kvdist.config.programs import module_words
+from kvdist.config.processes import module_words
 from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError
 from kvdist_launch.environment import (

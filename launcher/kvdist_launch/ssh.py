@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from kvdist.config.programs import module_words
+from kvdist.config.processes import module_words
 from kvdist.config.settings import Limits
 from kvdist.errors import ConfigError
 from kvdist_launch.hosts import Host

@@ -25,6 +25,7 @@ from kvdist.collective.consistency import CoordinatedCheck
 from kvdist.collective.engine import CollectiveEngine
 from kvdist.collective.rendezvous import forget_port, meet
 from kvdist.config.environment import Meeting, World
+from kvdist.config.processes import this_process
 from kvdist.config.settings import CollectiveSettings, Limits
 from kvdist.errors import CollectiveError, CollectiveMismatch, ConfigError, ForkError, RankLostError
 from kvdist.kvstore import engine_lifecycle
@@ -319,9 +320,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+PID, BEGIN, NAMESPACE = this_process().split(".")
+
+
 @pytest.mark.parametrize(
     "left",
-    ["", "x", "1 2", f"99 {2**22 - 1} 5", f"99 {os.getpid()} 5"],
+    ["", "x", "1 2", f"99 {2**22 - 1}.{BEGIN}.{NAMESPACE}", f"99 {PID}.5.{NAMESPACE}"],
     ids=["nothing", "a word", "too little", "of nobody", "of another begin"],
 )
 def test_a_port_that_a_dead_process_has_left_is_passed_over(folder, left):

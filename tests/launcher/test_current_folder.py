@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.config.programs import LEAVE_FOLDER, module_words
+from kvdist.config.processes import LEAVE_FOLDER, module_words
 from kvdist_launch.emit import WAIT_FOR_NAME
 from kvdist_launch.ssh import far_command
 

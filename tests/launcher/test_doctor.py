@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import kvdist.__main__
-from kvdist.config.programs import module_words
+from kvdist.config.processes import module_words
 from kvdist_launch.doctor import LinkTable, main
 from kvdist_launch.probe import LinkSpeed
 

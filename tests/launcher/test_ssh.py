@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 
-from kvdist.config.programs import module_words
+from kvdist.config.processes import module_words
 from kvdist_launch.hosts import Host
 from kvdist_launch.options import parse_options
 from kvdist_launch.ssh import (
