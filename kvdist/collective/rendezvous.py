@@ -25,7 +25,7 @@ from kvdist.config.endpoints import is_loopback, tcp_endpoint
 from kvdist.config.environment import Meeting, World, keep_descriptor
 from kvdist.config.processes import may_run, this_process
 from kvdist.config.settings import CollectiveSettings
-from kvdist.config.sockets import private_folder, require_private_folder
+from kvdist.config.sockets import WITHOUT_MEETING, private_folder, require_private_folder
 from kvdist.errors import CollectiveError, ConfigError, first_line
 from kvdist.transport.endpoints import endpoint_of_listener
 
@@ -194,7 +194,7 @@ def _port_file(meeting: Meeting) -> Path:
     Raises:
         ConfigError: the folder cannot be made.
     """
-    require_private_folder()
+    require_private_folder(WITHOUT_MEETING)
     job = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in meeting.job)
     return Path(private_folder()) / f"{PORT_FILES}{job}"
 

@@ -315,7 +315,7 @@ def test_rank_0_listens_within_the_range_of_ports(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "require_private_folder", lambda: None)
+    monkeypatch.setattr(rendezvous, "require_private_folder", lambda _: None)
     monkeypatch.setattr(rendezvous, "private_folder", lambda: str(tmp_path))
     return tmp_path
 
