@@ -165,7 +165,10 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         match = re.fullmatch(rf"({NAME})[=:](.*)", text, re.DOTALL)
         if match is None:
-            raise ConfigError(f"{text!r} does not set a variable; write NAME=VALUE, as in --env LOG_LEVEL=debug")
+            raise ConfigError(
+                f"{text!r} does not set a variable; write NAME=VALUE, as in --env LOG_LEVEL=debug, or -x NAME for the"
+                " value that it has here"
+            )
         name, value = match.groups()
         variables[_not_owned(name)] = _checked(name, value)
     return variables
