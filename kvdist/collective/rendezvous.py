@@ -89,8 +89,10 @@ def meet(world: World, timeout_s: float) -> PrefixStore:
         shared = _open(meeting, host, port, is_master, timeout_s, deadline)
     except (RuntimeError, OSError) as error:
         what = "cannot listen at" if is_master else f"has found no rank 0 within {timeout_s:g} s at"
+        is_chosen = is_master and meeting.host and meeting.listen_fd is None
+        advice = " (set MASTER_ADDR and MASTER_PORT of all ranks to another port)" if is_chosen else ""
         raise CollectiveError(
-            f"rank {world.rank} on {host_name()} {what} {host}:{port}: {first_line(error)}"
+            f"rank {world.rank} on {host_name()} {what} {host}:{port}: {first_line(error)}{advice}"
         ) from error
     leave_port(world, shared)
     return shared

@@ -366,6 +366,13 @@ def test_ports_that_killed_processes_have_left_are_removed_by_a_later_job(folder
     forget_port(world)
 
 
+def test_a_port_that_another_program_has_is_named_with_what_to_set():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        world = World(0, 2, 0, 2, meeting=Meeting("127.0.0.1", taken.getsockname()[1]))
+        with pytest.raises(CollectiveError, match="rank 0 on .* cannot listen at .*set MASTER_ADDR and MASTER_PORT"):
+            meet(world, 10.0)
+
+
 @each("listens", [False, True])
 def test_a_place_where_nobody_listens_or_another_program_does_is_named_in_time(listens):
     with held_port() as port, socket.create_server(("127.0.0.1", port)) if listens else nullcontext():
