@@ -643,7 +643,7 @@ def trainer_by_name() -> None:
     rank = mx.kv.create("dist_sync").rank
     for name in ("horovod", "byteps"):
         own = parameter("w", (3,))
-        own.set_data(mx.nd.full((3,), 7 + rank))
+        own.initialize(mx.init.Constant(7 + rank), force_reinit=True)
         trainer = gluon.Trainer([own], "sgd", {"learning_rate": 1.0}, kvstore=name)
         backward([own], rank + 1)
         trainer.step(1)
