@@ -88,17 +88,20 @@ def require_private_folder(otherwise: str = WITH_SERVERS) -> None:
             f"the folder {folder} for the sockets of this machine cannot be made ({error.strerror}): make it possible,"
             f" {otherwise}"
         ) from error
+    cure = "remove it"
     if not stat.S_ISDIR(found.st_mode):
         problem = "is not a folder"
     elif found.st_uid != os.geteuid():
         problem = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+        cure = "have that user remove it"
     elif stat.S_IMODE(found.st_mode) & 0o077:
         problem = f"can be entered by others (mode {stat.S_IMODE(found.st_mode):04o}, expected 0700)"
     elif parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
-        problem = "can be renamed by others, as the folder around it has no sticky bit (chmod +t)"
+        problem = "can be renamed by others, as the folder around it has no sticky bit"
+        cure = f"chmod +t {os.path.dirname(folder)}"
     else:
         return
-    raise ConfigError(f"{folder}, where the sockets of this machine lie, {problem}: remove it, {otherwise}")
+    raise ConfigError(f"{folder}, where the sockets of this machine lie, {problem}: {cure}, {otherwise}")
 
 
 def is_bound(endpoint: str) -> bool:
