@@ -424,18 +424,18 @@ def in_one_call(step, store_of):
 
 
 def made_by_name(create):
-    """MXNet's choice of a store for a name, which takes one with one device and no ``dist`` in its name for none."""
+    """MXNet's choice of a store, which takes a name without ``dist`` for none where there is one device."""
 
     @functools.wraps(create)
     def wrapped(kvstore, *args):
-        is_ours = isinstance(kvstore, str) and kvstore.lower() in NAMES_OF_SUMS
+        is_ours = isinstance(kvstore, str) and kvstore.lower() in (*NAMES, *NAMES_OF_SUMS)
         return create(mx.kv.create(kvstore) if is_ours else kvstore, *args)
 
     return wrapped
 
 
 def with_first_weights(initialize):
-    """Module's first use of a store, which gives weights that the workers update nobody else's first values."""
+    """Module's first use of a store, after which weights that the workers update are those of rank 0 on all of them."""
 
     @functools.wraps(initialize)
     def wrapped(kvstore, param_arrays, arg_params, param_names, update_on_kvstore):
@@ -468,9 +468,10 @@ for name in OF_PROFILER:
     setattr(mx.profiler, name, for_servers_too(getattr(mx.profiler, name), getattr(profiler, name)))
 trainer = mx.gluon.Trainer
 trainer._allreduce_grads = in_one_call(trainer._allreduce_grads, lambda own: own._kvstore)
-for user in (mx.model, mx.gluon.trainer, *([mx.module.module] if hasattr(mx, "module") else [])):  # gone from MXNet 2
+for user in (mx.model, mx.gluon.trainer):
     user._create_kvstore = made_by_name(user._create_kvstore)
-if hasattr(mx, "module"):
+if hasattr(mx, "module"):  # gone from MXNet 2
+    mx.module.module._create_kvstore = mx.model._create_kvstore
     for user in (mx.module.module, mx.model):
         user._initialize_kvstore = with_first_weights(user._initialize_kvstore)
         user._update_params_on_kvstore = in_one_call(user._update_params_on_kvstore, lambda *own: own[2])
