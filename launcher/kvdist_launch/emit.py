@@ -270,6 +270,7 @@ address=$(getent ahosts "$first" | awk 'NR == 1 {{ print $1 }}')
 case $address in
 127.* | ::1 | "") [ "$SLURM_JOB_NUM_NODES" = 1 ] || address=$(hostname -I | awk '{{ print $1 }}') ;;
 esac
+port=$((20000 + SLURM_JOB_ID % 10000))
 secret={secret}
 
 # Starts one step; its tasks read the script on standard input, after a line that is known only here.
@@ -278,7 +279,7 @@ step() {{
     < <(printf 'address=%s port=%s secret=%s\\n' "$address" "$port" "$secret" && cat)
 }}
 
-# A port that is free on the first node. --label puts the number of the task before it.
+# That port may be another job's, or program's: one that is free there. --label puts the number of the task before it.
 port=$(step {options} <<'{word}'
 {find_port}
 {word}
@@ -290,7 +291,7 @@ FIND_PORT = f"""\
 {LEAVE_FOLDER}
 import random, socket
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
-for port in random.sample(range(20000, 30000), 100):
+for port in (int(sys.argv[2]), *random.sample(range(20000, 30000), 100)):
     try:
         socket.create_server((sys.argv[1], port), family=family).close()
     except OSError as error:
@@ -301,7 +302,7 @@ for port in random.sample(range(20000, 30000), 100):
 else:
     sys.exit(f"kvdist: no port of {{sys.argv[1]}} is free for the scheduler: {{why}}")
 """
-"""Run on the node of the scheduler: a port made of the number of the job may be that of another job, or program."""
+"""Run on the node of the scheduler, with its address and the port to prefer."""
 
 MAKE_SECRET = "$(head -c 32 /dev/urandom | base64 | tr -d '\\n')"
 
@@ -363,7 +364,7 @@ def sbatch(roles: Sequence[RoleSpec], word: str, is_secret: bool, restarts: int 
         on_loss=on_loss,
         options=OPTIONS[Role.SCHEDULER],
         word=word,
-        find_port=f'exec {shlex.join([roles[0].argv[0], "-c", FIND_PORT])} "$address" </dev/null',
+        find_port=f'exec {shlex.join([roles[0].argv[0], "-c", FIND_PORT])} "$address" "$port" </dev/null',
     )
     for spec in roles:
         options = OPTIONS[spec.role].format(count=spec.count)

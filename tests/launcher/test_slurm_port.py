@@ -40,7 +40,8 @@ def slurm(tmp_path: Path, env: dict[str, str]) -> dict[str, str]:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(stat.S_IRWXU)
-    allocation = {"SLURM_JOB_ID": str(free_port()), "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
+    port = next(port for port in iter(free_port, None) if port < 30000)  # the last digits of which are those of a job
+    allocation = {"SLURM_JOB_ID": str(port), "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1"}
     return {**env, **allocation, "PATH": f"{tmp_path}:{env['PATH']}"}
 
 
@@ -59,5 +60,5 @@ def test_a_job_runs_where_another_has_the_port_that_its_number_would_give(slurm,
 
 
 def test_a_node_without_a_free_port_is_named():
-    done = subprocess.run([sys.executable, "-c", FIND_PORT, "192.0.2.1"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", FIND_PORT, "192.0.2.1", "20000"], capture_output=True, text=True)
     assert done.returncode == 1 and "kvdist: no port of 192.0.2.1 is free for the scheduler: " in done.stderr

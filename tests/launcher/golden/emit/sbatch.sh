@@ -10,6 +10,7 @@ address=$(getent ahosts "$first" | awk 'NR == 1 { print $1 }')
 case $address in
 127.* | ::1 | "") [ "$SLURM_JOB_NUM_NODES" = 1 ] || address=$(hostname -I | awk '{ print $1 }') ;;
 esac
+port=$((20000 + SLURM_JOB_ID % 10000))
 secret=$(head -c 32 /dev/urandom | base64 | tr -d '\n')
 
 # Starts one step; its tasks read the script on standard input, after a line that is known only here.
@@ -18,12 +19,12 @@ step() {
     < <(printf 'address=%s port=%s secret=%s\n' "$address" "$port" "$secret" && cat)
 }
 
-# A port that is free on the first node. --label puts the number of the task before it.
+# That port may be another job's, or program's: one that is free there. --label puts the number of the task before it.
 port=$(step --nodes=1 --nodelist="$first" --ntasks=1 <<'KVDIST_0123456789abcdef'
 exec /venv/bin/python -c 'import sys; sys.path[:] = filter(None, sys.path)
 import random, socket
 family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
-for port in random.sample(range(20000, 30000), 100):
+for port in (int(sys.argv[2]), *random.sample(range(20000, 30000), 100)):
     try:
         socket.create_server((sys.argv[1], port), family=family).close()
     except OSError as error:
@@ -33,7 +34,7 @@ for port in random.sample(range(20000, 30000), 100):
         break
 else:
     sys.exit(f"kvdist: no port of {sys.argv[1]} is free for the scheduler: {why}")
-' "$address" </dev/null
+' "$address" "$port" </dev/null
 KVDIST_0123456789abcdef
 ) || exit
 port=${port##* }
