@@ -96,7 +96,7 @@ types: $(VENV)/.installed-dev
 
 # Its notices about later major versions of mkdocs are not warnings of this site.
 docs: $(VENV)/.installed-dev
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The two that need root for their namespaces skip that part aloud without it.
 bench: $(VENV)/.installed-bench

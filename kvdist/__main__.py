@@ -34,9 +34,10 @@ from kvdist.checkpoint.export import add_commands
 from kvdist.checkpoint.locks import release_when_terminated
 from kvdist.config.addresses import local_address_towards, own_addresses_of
 from kvdist.config.endpoints import split_endpoint, tcp_endpoint
-from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, read_setting
+from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, keep_descriptor, read_setting
 from kvdist.config.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
 from kvdist.config.paths import expanded
+from kvdist.config.processes import module_words
 from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
 from kvdist.config.sockets import SCHEME, private_folder, scheduler_endpoint
 from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     if words and words[0] in LAUNCHER_COMMANDS:
         # The launcher knows hosts, and nothing here knows the launcher: it takes this process's place.
-        os.execv(sys.executable, [sys.executable, "-m", f"kvdist_launch.{words[0]}", *words[1:]])
+        os.execv(sys.executable, [sys.executable, *module_words(f"kvdist_launch.{words[0]}"), *words[1:]])
     options = _parser().parse_args(words)
     logging.getLogger("kvdist.kernels").setLevel(logging.INFO if options.verbose else logging.WARNING)
     try:
@@ -204,6 +205,8 @@ def import_server_modules(names: Sequence[str]) -> None:
 
 
 def _import(kind: str, names: Sequence[str], known: Callable[[], object], advice: str) -> None:
+    if names and "" not in sys.path:
+        sys.path.append("")  # behind everything, so that no file there is taken for a module of others
     for name in dict.fromkeys(names):
         before = None if name in sys.modules else known()  # one named before it may have imported it
         try:
@@ -220,6 +223,7 @@ def _import(kind: str, names: Sequence[str], known: Callable[[], object], advice
 def _scheduler(config: ClusterConfig) -> Node:
     config.require_private(config.root_host)
     if config.listen_fd is not None:
+        keep_descriptor(config.listen_fd)
         _check_listening(config, config.listen_fd)
     transport = open_sockets(config)
     if config.listen_fd is not None:

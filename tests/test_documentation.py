@@ -29,8 +29,8 @@ PROSE = [README, *sorted((ROOT / "docs").glob("*.md"))]
 
 FOLDERS = (ROOT, ROOT / "kvdist", ROOT / "launcher", ROOT / "launcher" / "kvdist_launch")
 """Where a file may lie that a document names by a path."""
-OF_USERS = {"train.py", "sums.py", "my_rules.py", "job.sh"}
-"""Files that a reader makes."""
+OF_USERS = {"keras_mnist.py", "queue.py", "train.py", "sums.py", "my_rules.py", "job.sh"}
+"""Files that a reader makes, or has from others."""
 OF_LIBRARIES = {"torch", "numpy", "trainer", "net", "store", "kv"}
 """What dotted names in the documents begin with that are not modules of this project."""
 

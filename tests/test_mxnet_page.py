@@ -529,10 +529,11 @@ SHOWN: dict[str, tuple[Shown, ...]] = {
     ),
 }
 """Rows that are kept or mended: names of tests, wherever they stand, and what no other test shows."""
+PRINTS = "--launcher none prints what to start on each host"
 LAUNCHER = {
-    "`--launcher sge`, `yarn`": [(["--launcher", "sge"], "choice: 'sge'"), (["--launcher", "yarn"], "choice: 'yarn'")],
-    "`--p3`": [(["--p3"], "unknown option --p3")],
-    "`--env NAME`": [(["--env", "LR"], "'LR' does not set a variable; write NAME=VALUE")],
+    "`--launcher sge`, `yarn`": [(["--launcher", "sge"], PRINTS), (["--launcher", "yarn"], PRINTS)],
+    "`--p3`": [(["--p3"], "unknown option --p3; -x DMLC_PS_VAN_TYPE=p3, or kv.create('p3')")],
+    "`--env NAME`": [(["--env", "LR"], "'LR' does not set a variable; write NAME=VALUE"), (["--env", "LR"], "-x NAME")],
 }
 SILENT = {
     *(

@@ -19,7 +19,6 @@ import json
 import os
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import mxnet as mx
 import numpy as np
@@ -232,7 +231,7 @@ class KVDist(mx.kv.KVStore):
         else:
             self._move(chosen, self._compression)
         self._optimizer, self._translated = optimizer, chosen
-        self._updater = SimpleNamespace(optimizer=optimizer)
+        self._updater = Updater(self, optimizer)
 
     def _move(self, optimizer, compression) -> None:
         """Take the values to another store of kvdist, of which each has one optimizer and one compression for its life.
@@ -335,6 +334,33 @@ class KVDist(mx.kv.KVStore):
             raise ValueError("this store has no optimizer, so there are no states: call set_optimizer first")
 
 
+class Updater:
+    """What MXNet calls the updater of a store.
+
+    Args:
+        store: its servers update.
+        optimizer: the one of the script.
+    """
+
+    def __init__(self, store: KVDist, optimizer) -> None:
+        self.optimizer = optimizer
+        self._store = store
+
+    @property
+    def states(self) -> dict:
+        """A copy of what the servers remember of each dense key, as kvdist's optimizers have it.
+
+        An array, or a tuple where there are several; None where there is none. Other workers need not ask, but no push
+        of this one may be under way.
+        """
+        keys = [key for key in self._store._dtypes if key not in self._store._tables]
+        found = {}
+        for key, state in zip(keys, self._store._store.optimizer_states(keys) if keys else (), strict=True):
+            arrays = tuple(mx.nd.array(one, dtype=one.dtype) for one in state.arrays) if state else ()
+            found[key] = arrays if len(arrays) > 1 else (*arrays, None)[0]
+        return found
+
+
 class Sums(KVDist):
     """A store that sums and does not update, under MXNet's names of those on Horovod and BytePS."""
 
@@ -397,6 +423,32 @@ def in_one_call(step, store_of):
     return wrapped
 
 
+def made_by_name(create):
+    """MXNet's choice of a store, which takes a name without ``dist`` for none where there is one device."""
+
+    @functools.wraps(create)
+    def wrapped(kvstore, *args):
+        is_ours = isinstance(kvstore, str) and kvstore.lower() in (*NAMES, *NAMES_OF_SUMS)
+        return create(mx.kv.create(kvstore) if is_ours else kvstore, *args)
+
+    return wrapped
+
+
+def with_first_weights(initialize):
+    """Module's first use of a store, after which weights that the workers update are those of rank 0 on all of them."""
+
+    @functools.wraps(initialize)
+    def wrapped(kvstore, param_arrays, arg_params, param_names, update_on_kvstore):
+        initialize(kvstore, param_arrays, arg_params, param_names, update_on_kvstore)
+        if update_on_kvstore or not isinstance(kvstore, KVDist):
+            return
+        for name, arrays in zip(param_names, param_arrays, strict=True):
+            if not is_sparse(arrays[0]):
+                kvstore.pull(name, arrays)
+
+    return wrapped
+
+
 def for_servers_too(theirs, ours):
     """A function of MXNet's profiler that with ``profile_process='server'`` is kvdist's."""
 
@@ -416,6 +468,10 @@ for name in OF_PROFILER:
     setattr(mx.profiler, name, for_servers_too(getattr(mx.profiler, name), getattr(profiler, name)))
 trainer = mx.gluon.Trainer
 trainer._allreduce_grads = in_one_call(trainer._allreduce_grads, lambda own: own._kvstore)
+for user in (mx.model, mx.gluon.trainer):
+    user._create_kvstore = made_by_name(user._create_kvstore)
 if hasattr(mx, "module"):  # gone from MXNet 2
+    mx.module.module._create_kvstore = mx.model._create_kvstore
     for user in (mx.module.module, mx.model):
+        user._initialize_kvstore = with_first_weights(user._initialize_kvstore)
         user._update_params_on_kvstore = in_one_call(user._update_params_on_kvstore, lambda *own: own[2])

@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 
 from kvdist.checkpoint.files import make_durable, make_folder, open_regular, read_regular
 from kvdist.config.addresses import boot_id, host_name
+from kvdist.config.processes import may_run, this_process
 from kvdist.errors import CheckpointError
 
 LOG = logging.getLogger("kvdist")
@@ -251,20 +252,17 @@ def _is_gone(owner: dict[str, Any], has_flock: bool) -> bool:
         if has_flock:
             return True
     # Another container of this kernel may count processes anew, but has another name.
-    return is_this_host and not _is_alive(owner.get("pid"))
+    return is_this_host and not _may_run(owner.get("process"))
 
 
-def _is_alive(pid: Any) -> bool:
-    """Whether a process of this host has this id and is not this one."""
-    if pid == os.getpid():
+def _may_run(process: object) -> bool:
+    """Whether the process of this host that has left its word may run, and is not this one."""
+    if process == this_process():
         return False  # this one knows its locks
     try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError, TypeError, ValueError):
-        pass  # it is another user's, or the file does not say
-    return True
+        return may_run(str(process))
+    except ValueError:
+        return True  # the file does not say
 
 
 def _refusal(path: Path, owner: dict[str, Any]) -> str:
@@ -284,7 +282,8 @@ def _write(descriptor: int) -> None:
         "format": FORMAT,
         "host": host_name(),
         "boot": boot_id(),
-        "pid": os.getpid(),
+        "pid": os.getpid(),  # for people
+        "process": this_process(),
         "run": _run(),
         "since": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

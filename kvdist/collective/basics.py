@@ -6,6 +6,7 @@ import atexit
 import logging
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -20,6 +21,9 @@ from kvdist.config.environment import (
     collective_settings_from_env,
     horovod_log_level,
     horovod_without_effect,
+    place_of_rank,
+    require_own_place,
+    take_place,
     world_from_env,
 )
 from kvdist.config.exit_codes import shorten_tracebacks, tell_what_lingers
@@ -42,11 +46,12 @@ class _MeetingPoint:
 
     def find(self, world: World, timeout_s: float) -> Store:
         """Return the store that all ranks share."""
-        if world not in self._stores:
-            self._stores[world] = meet(world, timeout_s)
-            return self._stores[world]
-        leave_port(world, self._stores[world])
-        return meet_again(world, self._stores[world], timeout_s)
+        again = replace(world, meeting=replace(world.meeting, listen_fd=None))  # it is taken by then
+        if again not in self._stores:
+            self._stores[again] = meet(world, timeout_s)
+            return self._stores[again]
+        leave_port(world, self._stores[again])
+        return meet_again(world, self._stores[again], timeout_s)
 
 
 _meeting = _MeetingPoint()
@@ -69,11 +74,16 @@ def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | I
     level = horovod_log_level()
     shorten_tracebacks()
     found = world_from_env() if world is None else world
+    place = place_of_rank() if world is None else ""
+    if place:
+        require_own_place(place)
     try:
         engine = CollectiveEngine(found, _meeting.met, _meeting.find, collective_settings_from_env())
     finally:
         forget_port(found)
     of_process.append(engine)
+    if place:
+        take_place(f"worker-{found.rank}", place)
     _heed_horovods_variables(found.rank, level)
     if found.size > 1:
         name_process(f"worker-{found.rank}")

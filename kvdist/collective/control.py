@@ -24,7 +24,7 @@ from kvdist.config.addresses import host_name, this_machine
 from kvdist.config.endpoints import is_loopback, tcp_endpoint
 from kvdist.config.environment import World
 from kvdist.config.settings import CollectiveSettings, Limits
-from kvdist.config.sockets import further_endpoint, require_private_folder
+from kvdist.config.sockets import WITHOUT_SERVERS, further_endpoint, require_private_folder
 from kvdist.errors import CollectiveError, ConfigError, ProtocolError
 from kvdist.nodes import worker
 from kvdist.protocol.collective import (
@@ -77,7 +77,7 @@ def listen(transport: ZeroMQTransport, address: str, settings: CollectiveSetting
         ConfigError: this machine does not have the address, or every port of the range is taken.
     """
     if is_loopback(address) and settings.security is None:
-        require_private_folder()
+        require_private_folder(WITHOUT_SERVERS)
         return transport.bind(further_endpoint(0))
     if settings.port_range is None:
         return transport.bind(tcp_endpoint(address, 0))

@@ -21,11 +21,13 @@ from pathlib import Path
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from kvdist.config.addresses import address_of_interface, host_name, own_addresses
-from kvdist.config.endpoints import is_loopback
-from kvdist.config.environment import Meeting, World
+from kvdist.config.endpoints import is_loopback, tcp_endpoint
+from kvdist.config.environment import Meeting, World, keep_descriptor
+from kvdist.config.processes import may_run, this_process
 from kvdist.config.settings import CollectiveSettings
-from kvdist.config.sockets import private_folder, require_private_folder
-from kvdist.errors import CollectiveError, first_line
+from kvdist.config.sockets import WITHOUT_MEETING, private_folder, require_private_folder
+from kvdist.errors import CollectiveError, ConfigError, first_line
+from kvdist.transport.endpoints import endpoint_of_listener
 
 LOOPBACK = "127.0.0.1"
 
@@ -72,7 +74,8 @@ def meet(world: World, timeout_s: float) -> PrefixStore:
 
     Raises:
         CollectiveError: rank 0 is not there in time, or its port is taken.
-        ConfigError: the folder for port files cannot be made, or other users can enter it.
+        ConfigError: the folder for port files cannot be made, or other users can enter it, or the inherited descriptor
+            is another one here.
     """
     meeting, deadline = world.meeting, time.monotonic() + timeout_s
     is_master = world.rank == 0 and not meeting.is_served
@@ -80,15 +83,29 @@ def meet(world: World, timeout_s: float) -> PrefixStore:
     if not host:
         host = LOOPBACK
         port = 0 if is_master else _left_port(_port_file(meeting), timeout_s)
+    if is_master and meeting.listen_fd is not None:
+        _take_listening(meeting.listen_fd, tcp_endpoint(host, port))
     try:
         shared = _open(meeting, host, port, is_master, timeout_s, deadline)
     except (RuntimeError, OSError) as error:
         what = "cannot listen at" if is_master else f"has found no rank 0 within {timeout_s:g} s at"
+        is_chosen = is_master and meeting.host and meeting.listen_fd is None
+        advice = " (set MASTER_ADDR and MASTER_PORT of all ranks to another port)" if is_chosen else ""
         raise CollectiveError(
-            f"rank {world.rank} on {host_name()} {what} {host}:{port}: {first_line(error)}"
+            f"rank {world.rank} on {host_name()} {what} {host}:{port}: {first_line(error)}{advice}"
         ) from error
     leave_port(world, shared)
     return shared
+
+
+def _take_listening(descriptor: int, expected: str) -> None:
+    keep_descriptor(descriptor)
+    endpoint = endpoint_of_listener(descriptor)
+    if endpoint.rpartition(":")[2] != expected.rpartition(":")[2]:
+        raise ConfigError(
+            f"KVDIST_LISTEN_FD is {descriptor}, a socket that listens at {endpoint}, but all ranks dial {expected}: the"
+            " program that starts this process must let it inherit that socket under this number"
+        )
 
 
 def meet_again(world: World, store: PrefixStore, timeout_s: float) -> PrefixStore:
@@ -179,7 +196,7 @@ def _port_file(meeting: Meeting) -> Path:
     Raises:
         ConfigError: the folder cannot be made.
     """
-    require_private_folder()
+    require_private_folder(WITHOUT_MEETING)
     job = "".join(letter if letter.isalnum() or letter in "-._" else "_" for letter in meeting.job)
     return Path(private_folder()) / f"{PORT_FILES}{job}"
 
@@ -199,13 +216,13 @@ def forget_port(world: World) -> None:
     if _leaves_port(world):
         path = _port_file(world.meeting)
         with contextlib.suppress(OSError):
-            if path.read_text().split()[1:] == [str(os.getpid()), _begin_of(os.getpid())]:
+            if path.read_text().split()[1:] == [this_process()]:
                 path.unlink()
 
 
 def _write_port(path: Path, port: int) -> None:
     written = path.with_name(f"{path.name}.{os.getpid()}")
-    written.write_text(f"{port} {os.getpid()} {_begin_of(os.getpid())}")
+    written.write_text(f"{port} {this_process()}")
     written.replace(path)
     _sweep(path.parent)
 
@@ -218,23 +235,13 @@ def _sweep(folder: Path) -> None:
                 path.unlink()
 
 
-def _begin_of(pid: int) -> str:
-    """The start time of a process, which tells it from a later one with its number; '-' where it is unknown."""
-    try:
-        # After the process name, which may contain spaces and parentheses.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return "-"
-
-
 def _left_port(path: Path, timeout_s: float) -> int:
     """Wait for a port file of a live process and return its port."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):
-            port, pid, begin = path.read_text().split()
-            os.kill(int(pid), 0)
-            if begin == _begin_of(int(pid)):
+            port, process = path.read_text().split()
+            if may_run(process):
                 return int(port)
         time.sleep(LOOK_AGAIN_S)
     raise CollectiveError(

@@ -10,8 +10,10 @@ corrects them once the ranks have met and know each other's hosts.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import Any
 from kvdist.config.addresses import address_of_interface
 from kvdist.config.endpoints import expand_ranges, is_loopback
 from kvdist.config.paths import expanded
+from kvdist.config.processes import this_process
 from kvdist.config.settings import (
     CLUSTER_VARIABLES,
     HOROVOD_LOG_LEVELS,
@@ -176,6 +179,65 @@ def horovod_log_level(environ: Variables | None = None) -> str | None:
     if text.lower() not in HOROVOD_LOG_LEVELS:
         raise ConfigError(f"HOROVOD_LOG_LEVEL is {text!r}; it must be one of: {', '.join(HOROVOD_LOG_LEVELS)}")
     return HOROVOD_LOG_LEVELS[text.lower()]
+
+
+# The place of this process in its job. Children inherit the variables that describe it, and cannot have it too.
+
+TAKEN = "KVDIST_TAKEN_BY"
+"""Set by a process that has taken its place, for its children: its word, its name, and the place."""
+
+
+def require_own_place(place: str) -> None:
+    """Refuse a place that this process has inherited from one that has taken it.
+
+    Args:
+        place: of this process, as `take_place` is given it.
+
+    Raises:
+        ConfigError: this process is a child of the one that has the place.
+    """
+    word, _, rest = os.environ.get(TAKEN, "").partition(" ")
+    name, _, taken = rest.partition(" ")
+    if taken != place or word == this_process():
+        return
+    by = ", started by multiprocessing," if _is_of_multiprocessing() else ""
+    raise ConfigError(
+        f"this process ({os.getpid()}) is a child of {name} (process {word.partition('.')[0]}){by} and cannot have its"
+        " place in the job, whose variables it has inherited. A script that starts processes by spawn or forkserver,"
+        " as a DataLoader can, is run again by each of them: put what it does below `if __name__ == \"__main__\":`."
+        " Another program must be started without the variables that describe this job"
+    )
+
+
+def _is_of_multiprocessing() -> bool:
+    process = sys.modules.get("multiprocessing.process")  # which is there, then
+    if process is None:
+        return False
+    return process.parent_process() is not None or getattr(process.current_process(), "_inheriting", False)
+
+
+def take_place(name: str, place: str) -> None:
+    """Tell children of this process that their place is taken.
+
+    Args:
+        name: what people call this process.
+        place: what no other process has at the same time, by the variables of this one.
+    """
+    os.environ[TAKEN] = f"{this_process()} {name} {place}"
+
+
+def place_of_rank() -> str:
+    """The place of this process in a job without servers; '' for one that is alone."""
+    world = world_of(with_twins(os.environ))  # a child has another parent
+    where = world.meeting
+    return f"rank {world.rank} of {world.size} at {where.host}:{where.port} in {where.job}" if world.size > 1 else ""
+
+
+def keep_descriptor(descriptor: int) -> None:
+    """Keep an inherited descriptor, which has been read, from children, where its number may be another file."""
+    os.environ.pop("KVDIST_LISTEN_FD", None)
+    with contextlib.suppress(OSError, OverflowError):  # who listens at it says what is wrong with it
+        os.set_inheritable(descriptor, False)
 
 
 def _variables(environ: Variables | None) -> Variables:

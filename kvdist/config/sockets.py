@@ -55,14 +55,30 @@ def port_of_local(endpoint: str) -> int | None:
     return int(port) if port.isdigit() and endpoint == local_endpoint(int(port)) and head else None
 
 
-def require_private_folder() -> None:
+WITH_SERVERS = (
+    "or let the job use TCP: KVDIST_SECURITY=curve encrypts it (processes that no launcher starts need"
+    " KVDIST_SECRET_FILE and KVDIST_RANK too), KVDIST_SECURITY=none does not"
+)
+WITHOUT_SERVERS = (
+    "or set KVDIST_SECURITY=none for all ranks, which then use TCP ports that every user of this machine can reach"
+)
+WITHOUT_MEETING = (
+    "or set MASTER_ADDR=127.0.0.1, MASTER_PORT to a free port and KVDIST_SECURITY=none for all ranks, which then use"
+    " TCP ports that every user of this machine can reach"
+)
+"""What a job does without the folder."""
+
+
+def require_private_folder(otherwise: str = WITH_SERVERS) -> None:
     """Make the folder, or check its owner and mode.
+
+    Args:
+        otherwise: what to do instead, for the sentence.
 
     Raises:
         ConfigError: it cannot be made, or other users could reach its files.
     """
     folder = private_folder()
-    advice = "or encrypt the job (kvdist-launch --security curve, KVDIST_SECRET_FILE), which then uses TCP"
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(folder, 0o700)
@@ -70,19 +86,22 @@ def require_private_folder() -> None:
     except OSError as error:
         raise ConfigError(
             f"the folder {folder} for the sockets of this machine cannot be made ({error.strerror}): make it possible,"
-            f" {advice}"
+            f" {otherwise}"
         ) from error
+    cure = "remove it"
     if not stat.S_ISDIR(found.st_mode):
         problem = "is not a folder"
     elif found.st_uid != os.geteuid():
         problem = f"belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}"
+        cure = "have that user remove it"
     elif stat.S_IMODE(found.st_mode) & 0o077:
         problem = f"can be entered by others (mode {stat.S_IMODE(found.st_mode):04o}, expected 0700)"
     elif parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
-        problem = "can be renamed by others, as the folder around it has no sticky bit (chmod +t)"
+        problem = "can be renamed by others, as the folder around it has no sticky bit"
+        cure = f"chmod +t {os.path.dirname(folder)}"
     else:
         return
-    raise ConfigError(f"{folder}, where the sockets of this machine lie, {problem}: remove it, {advice}")
+    raise ConfigError(f"{folder}, where the sockets of this machine lie, {problem}: {cure}, {otherwise}")
 
 
 def is_bound(endpoint: str) -> bool:

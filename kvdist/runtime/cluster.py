@@ -21,7 +21,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvdist.config.addresses import host_name
-from kvdist.config.environment import cluster_from_env, embedded_cluster_from_env, read_setting, without_effect
+from kvdist.config.environment import (
+    cluster_from_env,
+    embedded_cluster_from_env,
+    read_setting,
+    require_own_place,
+    take_place,
+    without_effect,
+)
 from kvdist.config.exit_codes import tell_what_lingers
 from kvdist.config.settings import ClusterConfig
 from kvdist.config.sockets import scheduler_endpoint
@@ -284,10 +291,15 @@ class ProcessCluster:
                         "this process has left the cluster and cannot join it again; keep one store open until the end"
                     )
             config = cluster_from_env()
+            place = "" if config is None else f"{config.rank} at {config.root_host}:{config.root_port} in {config.job}"
+            if config is not None and (config.rank is not None or config.on_loss == "fail"):  # else it may be one more
+                require_own_place(place)
             cluster = _embedded() if config is None else _joined(config)
             prepare(cluster.node)
             cluster.start()
             self._present = cluster
+            if place:
+                take_place(f"{Role.WORKER}-{cluster.rank}", place)
             for sentence in without_effect() if cluster.rank == 0 else ():
                 LOG.warning(sentence)
             return cluster

@@ -1,6 +1,6 @@
 """The far side of an ssh pipe: starts and watches the processes of its host as the launcher says.
 
-``python -m kvdist_launch.agent`` is started by ssh. Its standard input and output are the pipe, see `agent_protocol`.
+It is started by ssh, see `ssh.far_command`. Its standard input and output are the pipe, see `agent_protocol`.
 Rules:
 
 * It ends every process of its host when the pipe ends, when the launcher has been silent for too long (a network that

@@ -19,6 +19,7 @@ from itertools import permutations
 from typing import Any
 
 from kvdist.config.addresses import address_of_interface
+from kvdist.config.processes import module_words
 from kvdist.errors import ConfigError
 from kvdist_launch.agent_protocol import REPLIES
 from kvdist_launch.host_pool import HostConnection, HostPool, RemoteProcesses, judge, table
@@ -153,7 +154,7 @@ def _modes(options: argparse.Namespace, pool: HostPool, links: LinkTable) -> str
     lines = [str(links.slowest_of(name, speeds)) for name in speeds]
     words = ["--parameters", options.parameters, "--step", options.step, "--speeds", *speeds.values()]
     words += ["--names", *speeds, "--mb-per-s", *lines]
-    argv = [sys.executable, "-m", "kvdist", "estimate", *words]
+    argv = [sys.executable, *module_words("kvdist"), "estimate", *words]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=ESTIMATE_S)
     if done.returncode:
         raise ConfigError((done.stderr or done.stdout).strip().rpartition("error: ")[2])

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from kvdist.config.addresses import local_address_towards
 from kvdist.config.exit_codes import EXIT_PEER_LOST
+from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 from kvdist_launch.environment import ON_LOSS, OTHER_NAME, OWNED_VARIABLES, RESTARTS, Environment
@@ -277,7 +278,31 @@ step() {{
   exec srun --overlap {on_loss} --label "$@" /bin/sh -s \\
     < <(printf 'address=%s port=%s secret=%s\\n' "$address" "$port" "$secret" && cat)
 }}
+
+# That port may be another job's, or program's: one that is free there. --label puts the number of the task before it.
+port=$(step {options} <<'{word}'
+{find_port}
+{word}
+) || exit
+port=${{port##* }}
 """
+
+FIND_PORT = f"""\
+{LEAVE_FOLDER}
+import random, socket
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+for port in (int(sys.argv[2]), *random.sample(range(20000, 30000), 100)):
+    try:
+        socket.create_server((sys.argv[1], port), family=family).close()
+    except OSError as error:
+        why = error
+    else:
+        print(port)
+        break
+else:
+    sys.exit(f"kvdist: no port of {{sys.argv[1]}} is free for the scheduler: {{why}}")
+"""
+"""Run on the node of the scheduler, with its address and the port to prefer."""
 
 MAKE_SECRET = "$(head -c 32 /dev/urandom | base64 | tr -d '\\n')"
 
@@ -333,7 +358,14 @@ def sbatch(roles: Sequence[RoleSpec], word: str, is_secret: bool, restarts: int 
     """
     on_loss = "--kill-on-bad-exit=0 --no-kill" if goes_on(roles[0].environment) else "--kill-on-bad-exit=1"
     tasks = sum(spec.count for spec in roles)
-    text = SLURM_HEAD.format(tasks=tasks, secret=MAKE_SECRET if is_secret else "", on_loss=on_loss)
+    text = SLURM_HEAD.format(
+        tasks=tasks,
+        secret=MAKE_SECRET if is_secret else "",
+        on_loss=on_loss,
+        options=OPTIONS[Role.SCHEDULER],
+        word=word,
+        find_port=f'exec {shlex.join([roles[0].argv[0], "-c", FIND_PORT])} "$address" "$port" </dev/null',
+    )
     for spec in roles:
         options = OPTIONS[spec.role].format(count=spec.count)
         lines = [
@@ -368,8 +400,9 @@ RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 FAILURES_FIELD = "metadata.annotations['batch.kubernetes.io/job-index-failure-count']"
 SECRET_FOLDER = "/run/kvdist"
 
-WAIT_FOR_NAME = """\
-import socket, sys, time
+WAIT_FOR_NAME = f"""\
+{LEAVE_FOLDER}
+import socket, time
 for _ in range(300):
     try:
         socket.getaddrinfo(sys.argv[1], None)

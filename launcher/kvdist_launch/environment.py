@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvdist.config.environment import TAKEN
 from kvdist.config.settings import CLUSTER_VARIABLES, TWINS
 from kvdist.errors import ConfigError
 
@@ -42,6 +43,7 @@ OWNED_VARIABLES = frozenset(
         "KVDIST_JOB",
         "KVDIST_SUPERVISED",
         "KVDIST_LISTEN_FD",
+        TAKEN,
         *SECURITY_VARIABLES,
         RESTARTS,
     ]
@@ -163,7 +165,10 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
     for text in texts:
         match = re.fullmatch(rf"({NAME})[=:](.*)", text, re.DOTALL)
         if match is None:
-            raise ConfigError(f"{text!r} does not set a variable; write NAME=VALUE, as in --env LOG_LEVEL=debug")
+            raise ConfigError(
+                f"{text!r} does not set a variable; write NAME=VALUE, as in --env LOG_LEVEL=debug, or -x NAME for the"
+                " value that it has here"
+            )
         name, value = match.groups()
         variables[_not_owned(name)] = _checked(name, value)
     return variables

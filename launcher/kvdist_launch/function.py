@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdist.config.paths import expanded
+from kvdist.config.processes import module_words
 from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError, DeadlineExceeded, KvdistError
 from kvdist.nodes import NodeId, Role
@@ -217,7 +218,7 @@ class _Wanted:
 
     @property
     def command(self) -> tuple[str, ...]:
-        return (self.executable or PYTHON, "-m", "kvdist_launch.worker_main")
+        return (self.executable or PYTHON, *module_words("kvdist_launch.worker_main"))
 
 
 def _refuse_elastic(**given: object) -> None:

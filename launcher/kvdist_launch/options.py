@@ -87,6 +87,7 @@ class _Parser(argparse.ArgumentParser):
         if unknown:
             near = self._near(unknown)
             advice = f"did you mean {' or '.join(near)}?" if near else "--help lists all"
+            advice = OF_MXNET.get((self.prog, unknown), advice)
             self.exit(2, f"{self.prog}: error: unknown option {unknown}; {advice}\n")
         return super().parse_args(words, namespace)
 
@@ -118,6 +119,19 @@ class _Parser(argparse.ArgumentParser):
         longer = [one for one in candidates if one.startswith(unknown)]
         found = get_close_matches(unknown, longer or candidates, 2, 0 if longer else 0.75)
         return list(dict.fromkeys(candidates[one] for one in found if candidates[one]))
+
+
+OF_MXNET = {("kvdist-launch", "--p3"): "-x DMLC_PS_VAN_TYPE=p3, or kv.create('p3'), gives priority slices"}
+"""Options of MXNet's launcher that are not offered, by program: what to do instead."""
+
+
+def _launcher(text: str) -> str:
+    if text in ("sge", "yarn"):
+        raise argparse.ArgumentTypeError(
+            f"invalid choice: {text!r}, which MXNet's launcher has and this one has not; --launcher none prints what to"
+            " start on each host"
+        )
+    return text
 
 
 def _accepts(action: argparse.Action, text: str) -> bool:
@@ -333,8 +347,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
     )),
     ("hosts", (
         (("-H", "--hostfile"), valued(str, "HOSTS", "a hostfile, or a list HOST:SLOTS,... (default: this machine)")),
-        (("--launcher",), _choice(LAUNCHERS, "how to start processes (default: local, with -H ssh); none only prints"
-         " the commands")),
+        (("--launcher",), {"type": _launcher, **_choice(LAUNCHERS, "how to start processes (default: local, with -H"
+         " ssh); none only prints the commands")}),
         (("--scheduler-on",), valued(_word, "HOST", "the host of the scheduler (default: the launching machine)")),
         (("--sync-dst-dir",), valued(_remote_folder, "DIR", "copy the current folder to DIR on every host, and run"
          " there")),

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdist.config.addresses import address_of_interface
+from kvdist.config.processes import module_words
 from kvdist.config.sockets import raise_open_files_limit
 from kvdist.errors import ConfigError
 from kvdist.version import __version__
@@ -295,7 +296,7 @@ def _measure(stream: socket.socket, token: bytes) -> LinkSpeed:
 
 def measure_compute() -> dict[str, Any]:
     """How fast this host multiplies matrices: ``gflops``, or a ``problem``. In a process of its own, with NumPy."""
-    argv = [sys.executable, "-m", "kvdist", "estimate", "--measure"]
+    argv = [sys.executable, *module_words("kvdist"), "estimate", "--measure"]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=SERVE_S, check=True)
         return {"gflops": float(done.stdout)}

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvdist.config.environment import limits_from_env
+from kvdist.config.processes import module_words
 from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError
 from kvdist_launch.environment import (
@@ -90,7 +91,7 @@ def _require_program(program: str, path: str | None) -> None:
     raise CommandError(f"the command {program!r} does not exist: {where}", NOT_FOUND)
 
 
-ROLE_COMMAND = (PYTHON, "-m", "kvdist")
+ROLE_COMMAND = (PYTHON, *module_words("kvdist"))
 """What schedulers and servers run."""
 
 UNBOUND = 1

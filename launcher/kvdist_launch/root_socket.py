@@ -99,6 +99,7 @@ def _listen_at_file(ports: Sequence[int]) -> socket.socket:
                 raise ConfigError(f"this job cannot listen at {local_endpoint(port)}: {error.strerror}") from error
     raise ConfigError(
         "every local port that was tried belongs to another job of yours: end some, or widen --port-range"
+        " (KVDIST_PORT_RANGE)"
     )
 
 

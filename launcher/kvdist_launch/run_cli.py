@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.config.settings import HOROVOD_LOG_LEVELS, SETTINGS
 from kvdist.errors import ConfigError
 from kvdist_launch.cli import USAGE_ERROR, launch
@@ -168,7 +169,7 @@ class ShowBuild(argparse.Action):
 
 def _torch_backends() -> dict[str, bool]:
     """Which backends torch has; asked in a process of its own, as the launcher does not import torch."""
-    asked = "import torch.distributed as d; print(d.is_nccl_available(), d.is_gloo_available())"
+    asked = f"{LEAVE_FOLDER}; import torch.distributed as d; print(d.is_nccl_available(), d.is_gloo_available())"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True)
     nccl, _, gloo = done.stdout.strip().partition(" ")
     return {"NCCL": nccl == "True", "Gloo": gloo == "True"}

@@ -84,8 +84,8 @@ def security_of(
     if not has_servers and (path or word == CURVE):
         raise ConfigError(
             f"{VARIABLE if path else f'{SECURITY}={CURVE}'} asks for encryption, and what the workers of a job without"
-            " servers send to each other is not encrypted, as torch.distributed cannot do that: unset it, or start"
-            " servers (-s)"
+            " servers send to each other is not encrypted, as torch.distributed cannot do that: unset it, or have"
+            " servers (kvdist-launch -s 1, servers=1 of kvdist_launch.run)"
         )
     if path and makes_secret:
         raise ConfigError(f"{makes_secret} makes a secret of its own, and cannot take {VARIABLE} ({path!r}): unset it")

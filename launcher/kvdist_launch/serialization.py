@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,14 +29,16 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
     Args:
         is_here: whether it is for this machine, so that ``sys.path`` there is to be the same as here; on others what
-            is here is added at the end of theirs.
+            is here is added at the end of theirs, but the current folder in front where it is so here.
 
     Raises:
         SerializationError: a part of it cannot be sent.
         ConfigError: cloudpickle is not installed.
     """
     cloudpickle = _cloudpickle()
-    head = json.dumps({"path": sys.path, "is_here": is_here}).encode() + b"\n"
+    # The current folder may be another one there, as where it is copied to.
+    path = sys.path if is_here else ["" if one == os.getcwd() else one for one in sys.path]
+    head = json.dumps({"path": path, "is_here": is_here}).encode() + b"\n"
     try:
         return head + bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs))))
     except Exception as error:  # objects choose what they raise when they refuse
@@ -52,8 +55,9 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
     """
     head, _, body = data.partition(b"\n")
     told = json.loads(head)
-    own = [] if told["is_here"] else sys.path
-    sys.path[:] = [*own, *(one for one in told["path"] if one not in own)]
+    theirs = told["path"]
+    in_front = [one for one in theirs[:1] if not one]
+    sys.path[:] = theirs if told["is_here"] else dict.fromkeys([*in_front, *sys.path, *theirs])
     try:
         fn, args, kwargs = _cloudpickle().loads(body)
     except Exception as error:  # whatever is imported on the way may raise anything

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from kvdist.config.processes import module_words
 from kvdist.config.settings import Limits
 from kvdist.errors import ConfigError
 from kvdist_launch.hosts import Host
@@ -70,7 +71,7 @@ def python_of_hosts(options: argparse.Namespace) -> str:
 
 def far_command(python: str, activate: str) -> str:
     """The command for the user's shell on the far side, whichever shell that is."""
-    agent = shlex.join([python, "-m", "kvdist_launch.agent"])
+    agent = shlex.join([python, *module_words("kvdist_launch.agent")])
     if not activate:
         return agent
     # What activation prints must not mix with the agent's frames. The line is a word of its own, so that a comment in

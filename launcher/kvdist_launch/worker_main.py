@@ -1,4 +1,4 @@
-"""A worker that calls one function; started as ``python -m kvdist_launch.worker_main OUT`` by `kvdist_launch.run`.
+"""A worker that calls one function; started with the argument OUT by `kvdist_launch.run`.
 
 The call comes by standard input. OUT is the descriptor of a pipe that only the two processes have; by it goes the
 result, or what was raised: a head of one line of JSON, then the result's bytes.
@@ -25,6 +25,7 @@ def main(arguments: list[str]) -> int:
     os.set_inheritable(outward, False)
     # An exception ends a worker as it ends a script; other hooks (a store has one) still run.
     sys.excepthook = _Reporter(outward)
+    sys.path.append("")  # for what the function imports, once all of ours is here
     fn, args, kwargs = unpack_call(sys.stdin.buffer.read())
     try:
         result = pack_result(_call(fn, args, kwargs))

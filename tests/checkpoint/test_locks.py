@@ -15,6 +15,7 @@ import pytest
 
 from kvdist.checkpoint import locks as module
 from kvdist.checkpoint.locks import NAME, Locks, require_run
+from kvdist.config.processes import this_process
 from kvdist.errors import CheckpointError
 
 HOLDER = """
@@ -89,6 +90,11 @@ def test_a_lock_of_a_host_that_was_started_anew_is_left_over(tmp_path, holder):
     locks.close()
 
 
+def elsewhere(word):
+    """The word of a process of another container, which counts processes anew."""
+    return f"{word.rpartition('.')[0]}.1"
+
+
 @pytest.mark.parametrize("boots", [("", ""), ("", "a"), ("a", "")])
 def test_a_kernel_that_does_not_say_which_it_is_matches_no_other(tmp_path, monkeypatch, holder, boots):
     ours, theirs = boots
@@ -97,11 +103,32 @@ def test_a_kernel_that_does_not_say_which_it_is_matches_no_other(tmp_path, monke
     monkeypatch.setattr(module, "boot_id", lambda: ours)
     path = tmp_path / "run" / NAME
     said = {**json.loads(path.read_text()), "boot": theirs}
-    for other in ({"host": "d2"}, {"pid": os.getppid()}):
+    for other in ({"host": "d2"}, {"process": elsewhere(said["process"])}, {"process": None}):
         path.write_text(json.dumps({**said, **other}))
         with pytest.raises(CheckpointError, match="another job saves into"):
             Locks().take(tmp_path / "run")
     path.write_text(json.dumps(said))
+    locks = Locks()
+    locks.take(tmp_path / "run")
+    locks.close()
+
+
+def test_without_flock_a_number_says_nothing_of_who_had_it_before(tmp_path, monkeypatch, holder):
+    def flock(*_):
+        raise OSError(ENOLCK, os.strerror(ENOLCK))
+
+    holder.kill()
+    holder.wait(60)
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    path = tmp_path / "run" / NAME
+    said = json.loads(path.read_text())
+    pid, begin, namespace = this_process().split(".")
+    own_number_elsewhere = {"pid": int(pid), "process": elsewhere(this_process())}
+    path.write_text(json.dumps({**said, **own_number_elsewhere}))
+    with pytest.raises(CheckpointError, match="another job saves into"):
+        Locks().take(tmp_path / "run")
+    number_of_this_process = {"pid": int(pid), "process": f"{pid}.{int(begin) - 1}.{namespace}"}
+    path.write_text(json.dumps({**said, **number_of_this_process}))
     locks = Locks()
     locks.take(tmp_path / "run")
     locks.close()

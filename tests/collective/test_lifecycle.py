@@ -25,6 +25,7 @@ from kvdist.collective.consistency import CoordinatedCheck
 from kvdist.collective.engine import CollectiveEngine
 from kvdist.collective.rendezvous import forget_port, meet
 from kvdist.config.environment import Meeting, World
+from kvdist.config.processes import this_process
 from kvdist.config.settings import CollectiveSettings, Limits
 from kvdist.errors import CollectiveError, CollectiveMismatch, ConfigError, ForkError, RankLostError
 from kvdist.kvstore import engine_lifecycle
@@ -333,14 +334,17 @@ def test_rank_0_listens_within_the_range_of_ports(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(rendezvous, "require_private_folder", lambda: None)
+    monkeypatch.setattr(rendezvous, "require_private_folder", lambda _: None)
     monkeypatch.setattr(rendezvous, "private_folder", lambda: str(tmp_path))
     return tmp_path
 
 
+PID, BEGIN, NAMESPACE = this_process().split(".")
+
+
 @pytest.mark.parametrize(
     "left",
-    ["", "x", "1 2", f"99 {2**22 - 1} 5", f"99 {os.getpid()} 5"],
+    ["", "x", "1 2", f"99 {2**22 - 1}.{BEGIN}.{NAMESPACE}", f"99 {PID}.5.{NAMESPACE}"],
     ids=["nothing", "a word", "too little", "of nobody", "of another begin"],
 )
 def test_a_port_that_a_dead_process_has_left_is_passed_over(folder, left):
@@ -379,6 +383,13 @@ def test_ports_that_killed_processes_have_left_are_removed_by_a_later_job(folder
     meet(world, 60.0)
     assert {path.name for path in folder.iterdir()} == {"rank0-begins", "rank0-job", "a socket"}
     forget_port(world)
+
+
+def test_a_port_that_another_program_has_is_named_with_what_to_set():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        world = World(0, 2, 0, 2, meeting=Meeting("127.0.0.1", taken.getsockname()[1]))
+        with pytest.raises(CollectiveError, match="rank 0 on .* cannot listen at .*set MASTER_ADDR and MASTER_PORT"):
+            meet(world, 10.0)
 
 
 @each("listens", [False, True])

@@ -79,6 +79,26 @@ def test_a_folder_that_others_could_reach_is_refused(folder, tmp_path):
             require_private_folder()
 
 
+@each(
+    "fault, cure",
+    [
+        ("mkdir -m 750 sockets", "rmdir sockets"),
+        ("touch sockets", "rm sockets"),
+        ("mkdir -m 700 sockets; chmod 777 .", "{said}"),
+    ],
+)
+def test_what_is_advised_of_a_folder_that_others_could_reach_works(folder, fault, cure):
+    around = os.path.dirname(folder)
+    subprocess.run(["sh", "-c", fault], cwd=around, check=True)
+    with pytest.raises(ConfigError, match=rf"{folder}, where the sockets of this machine lie, .*: ") as caught:
+        require_private_folder()
+    said = str(caught.value).partition(", or let")[0].rpartition(": ")[2]
+    assert said == ("remove it" if cure.startswith("rm") else f"chmod +t {around}")
+    subprocess.run(["sh", "-c", cure.format(said=said)], cwd=around, check=True)
+    require_private_folder()
+    subprocess.run(["sh", "-c", "rmdir sockets; chmod 700 ."], cwd=around, check=True)
+
+
 def test_names_are_short_enough_and_tell_the_port(folder):
     require_private_folder()
     assert port_of_local(local_endpoint(9191)) == 9191

@@ -63,11 +63,11 @@ NIGHTLY = {
     "values": "init dense devices asynchronous other_optimizers names sums wrong_calls",
     "rows": "rows rows_without_any big_rows rows_of_lists rows_by_optimizers",
     "compression": "two_bit two_bit_random one_bit compressed_later compressed_trainer",
-    "trainers": "gluon_step trainer_types against_local",
+    "trainers": "gluon_step trainer_types against_local trainer_by_name updater_states",
 }
 ONLY_IN_1 = {
     "sparse trainers": "gluon_sparse_step trainer_reset sparse_fit",
-    "module": "module_fit",
+    "module": "module_fit first_weights",
 }
 """MXNet 2 has no Module, and no row_sparse parameters in Gluon."""
 

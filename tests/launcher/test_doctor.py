@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import kvdist.__main__
+from kvdist.config.processes import module_words
 from kvdist_launch.doctor import LinkTable, main
 from kvdist_launch.probe import LinkSpeed
 
@@ -39,7 +40,7 @@ def test_kvdist_hands_the_launchers_command_over(monkeypatch):
     monkeypatch.setattr("os.execv", execv)
     with pytest.raises(SystemExit):
         kvdist.__main__.main(["doctor", "-H", "a b"])
-    assert called == [(sys.executable, [sys.executable, "-m", "kvdist_launch.doctor", "-H", "a b"])]
+    assert called == [(sys.executable, [sys.executable, *module_words("kvdist_launch.doctor"), "-H", "a b"])]
 
 
 def test_the_help_of_kvdist_names_it_and_it_has_its_own():

@@ -247,6 +247,17 @@ def test_a_worker_elsewhere_looks_for_modules_in_its_own_path_first(monkeypatch)
     assert sys.path == ["/both", "/there", "/launching"]
 
 
+@each("front, rest", [(True, []), (False, [""])])
+def test_the_current_folder_stands_where_it_does_here_though_it_is_another_one_there(monkeypatch, front, rest):
+    here = os.getcwd()
+    monkeypatch.setattr(sys, "path", [here, "/launching"] if front else ["/scripts", here, "/launching"])
+    data = pack_call(print, (), {}, is_here=False)
+    monkeypatch.setattr(sys, "path", ["/there", ""])
+    unpack_call(data)
+    others = ["/there", *rest, *([] if front else ["/scripts"]), "/launching"]
+    assert sys.path == (["", *others] if front else others)
+
+
 def test_without_cloudpickle_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvdist\[notebook\]'"):

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 
+from kvdist.config.processes import module_words
 from kvdist_launch.hosts import Host
 from kvdist_launch.options import parse_options
 from kvdist_launch.ssh import (
@@ -18,10 +19,12 @@ from kvdist_launch.ssh import (
 )
 from tests.cases import each
 
+AGENT = module_words("kvdist_launch.agent")
+
 
 def test_ssh_never_asks_and_the_host_stands_behind_the_options():
     words = agent_command(Host("d1", port=2222, user="ann"), "/opt/my env/bin/python", SshOptions())
-    assert words[0] == "ssh" and words[-3:] == ["--", "d1", "'/opt/my env/bin/python' -m kvdist_launch.agent"]
+    assert words[0] == "ssh" and words[-3:] == ["--", "d1", shlex.join(["/opt/my env/bin/python", *AGENT])]
     assert {"BatchMode=yes", "StrictHostKeyChecking=yes"} < set(words)
     assert words[words.index("-p") + 1] == "2222" and words[words.index("-l") + 1] == "ann"
 
@@ -35,7 +38,7 @@ def test_activation_prints_nothing_into_the_protocol_and_its_variables_stay():
     command = far_command("echo", "echo noise; export FOUND=1; printf '%s' \"it's\" >&2")
     assert shlex.split(command)[:2] == ["bash", "-c"]
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
-    assert done.stdout == "-m kvdist_launch.agent\n"
+    assert done.stdout == f"{' '.join(AGENT)}\n"
     assert done.stderr == "noise\nit's"
 
 
@@ -44,7 +47,7 @@ def test_a_line_of_activation_may_hold_whatever_bash_takes(line):
     command = far_command("echo", line)
     assert "\n" not in command, "csh takes no line end between quotes"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
-    assert (done.stdout, done.stderr) == ("-m kvdist_launch.agent\n", "")
+    assert (done.stdout, done.stderr) == (f"{' '.join(AGENT)}\n", "")
 
 
 def test_an_activation_chooses_the_interpreter_unless_one_is_named():

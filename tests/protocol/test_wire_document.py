@@ -97,6 +97,16 @@ def test_a_row_says_who_sends_to_whom_and_which_messages_answer(row):
     assert set(answers) <= {other["message"] for other in ROWS}
 
 
+CODES = {"error": m.ErrorCode, "on-loss": m.OnLoss, "due-when": m.DueWhen}
+
+
+def test_the_table_of_types_has_every_code_of_those_that_are_codes():
+    told = {row["type"].strip("`"): row["must be"] for row in table("type")}
+    assert {name for name, text in told.items() if re.match(r"\d+ [a-z]", text)} == CODES.keys()
+    for name, codes in CODES.items():
+        assert told[name] == ", ".join(f"{one.value} {one.name.lower().replace('_', ' ')}" for one in codes)
+
+
 def test_the_table_of_limits_is_what_the_code_obeys():
     assert {row["limit"]: int(row["value"]) for row in table("limit")} == dataclasses.asdict(DEFAULT)
 

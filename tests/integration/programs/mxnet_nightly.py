@@ -610,6 +610,62 @@ def module_fit() -> None:
         expect(feed.arg_params[name], value, 1e-6)
 
 
+def is_common(value) -> None:
+    """Compare an array with those of the other workers."""
+    store = mx.kv.create("dist_sync")
+    summed = value.copy()
+    store.init("common", mx.nd.zeros(value.shape))
+    store.push("common", value)
+    store.pull("common", summed)
+    expect(summed, value.asnumpy() * store.num_workers, 1e-6)
+
+
+def first_weights() -> None:
+    """Weights that the workers of Module update begin with those of rank 0, whoever makes the store."""
+    os.environ["MXNET_UPDATE_ON_KVSTORE"] = "0"
+    rank = mx.kv.create("dist_sync").rank
+    for name in ("horovod", "byteps", "BytePS", "dist_sync"):
+        for kvstore in (name, mx.kv.create(name)):
+            np.random.seed(rank)
+            mx.random.seed(rank)
+            x = np.random.randn(64, 3).astype("float32")
+            layer = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=1, name="fc")
+            output = mx.sym.LinearRegressionOutput(layer, mx.sym.var("y"))
+            module = mx.mod.Module(output, label_names=["y"])
+            data = mx.io.NDArrayIter(x, x.sum(1), 16, label_name="y")
+            module.fit(data, kvstore=kvstore, optimizer="sgd", num_epoch=1, initializer=mx.init.Xavier())
+            is_common(module.get_params()[0]["fc_weight"])
+    del os.environ["MXNET_UPDATE_ON_KVSTORE"]
+
+
+def trainer_by_name() -> None:
+    """A Trainer with one device that is given the name of a store that sums has that store, and rank 0's weights."""
+    rank = mx.kv.create("dist_sync").rank
+    for name in ("horovod", "byteps"):
+        own = parameter("w", (3,))
+        own.initialize(mx.init.Constant(7 + rank), force_reinit=True)
+        trainer = gluon.Trainer([own], "sgd", {"learning_rate": 1.0}, kvstore=name)
+        backward([own], rank + 1)
+        trainer.step(1)
+        assert trainer._kvstore.type == name
+        expect(own.data(), 7 - total(trainer._kvstore))
+
+
+def updater_states() -> None:
+    """The updater of a store has the states of the servers, an array for each."""
+    for name, numbers, count in (("sgd", {}, 0), ("sgd", {"momentum": 0.9}, 1), ("adam", {}, 2)):
+        own = parameter("w", (3,))
+        trainer = gluon.Trainer([own], name, {"learning_rate": 0.5, **numbers}, kvstore=made())
+        for step in range(3):
+            backward([own], 1.0)
+            trainer.step(1)
+            (state,) = trainer._kvstore._updater.states.values()
+            arrays = state if isinstance(state, tuple) else () if state is None else (state,)
+            assert len(arrays) == count and all(one.shape == (3,) for one in arrays), (name, step, state)
+            assert all(np.abs(one.asnumpy()).min() > 0 for one in arrays), (name, step, state)
+        assert trainer._kvstore._updater.optimizer is trainer._optimizer
+
+
 def sparse_fit() -> None:
     """Gluon with an embedding of sparse gradients, lazily updated: as alone on the batches of all workers."""
     for name, numbers in (("sgd", {"momentum": 0.9, "wd": 0.01}), ("adam", {"wd": 0.01})):

@@ -19,9 +19,29 @@ step() {
     < <(printf 'address=%s port=%s secret=%s\n' "$address" "$port" "$secret" && cat)
 }
 
+# That port may be another job's, or program's: one that is free there. --label puts the number of the task before it.
+port=$(step --nodes=1 --nodelist="$first" --ntasks=1 <<'KVDIST_0123456789abcdef'
+exec /venv/bin/python -c 'import sys; sys.path[:] = filter(None, sys.path)
+import random, socket
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+for port in (int(sys.argv[2]), *random.sample(range(20000, 30000), 100)):
+    try:
+        socket.create_server((sys.argv[1], port), family=family).close()
+    except OSError as error:
+        why = error
+    else:
+        print(port)
+        break
+else:
+    sys.exit(f"kvdist: no port of {sys.argv[1]} is free for the scheduler: {why}")
+' "$address" "$port" </dev/null
+KVDIST_0123456789abcdef
+) || exit
+port=${port##* }
+
 step --nodes=1 --nodelist="$first" --ntasks=1 <<'KVDIST_0123456789abcdef' &
 {
-unset KVDIST_BIGARRAY_BOUND KVDIST_LISTEN_FD KVDIST_NUM_SERVER KVDIST_NUM_WORKER KVDIST_RESTARTS KVDIST_ROLE KVDIST_ROOT_PORT KVDIST_ROOT_URI KVDIST_SECURITY KVDIST_SUPERVISED
+unset KVDIST_BIGARRAY_BOUND KVDIST_LISTEN_FD KVDIST_NUM_SERVER KVDIST_NUM_WORKER KVDIST_RESTARTS KVDIST_ROLE KVDIST_ROOT_PORT KVDIST_ROOT_URI KVDIST_SECURITY KVDIST_SUPERVISED KVDIST_TAKEN_BY
 [ "${OPENBLAS_NUM_THREADS+set}" ] || export OPENBLAS_NUM_THREADS=1
 [ "${PYTHONUNBUFFERED+set}" ] || export PYTHONUNBUFFERED=1
 export PATH=/venv/bin"${PATH:+:$PATH}"
@@ -52,7 +72,7 @@ scheduler=$!
 
 step --distribution=cyclic --ntasks=1 <<'KVDIST_0123456789abcdef' &
 {
-unset KVDIST_LISTEN_FD KVDIST_NUM_SERVER KVDIST_NUM_WORKER KVDIST_RESTARTS KVDIST_ROLE KVDIST_ROOT_PORT KVDIST_ROOT_URI KVDIST_SECURITY KVDIST_SUPERVISED
+unset KVDIST_LISTEN_FD KVDIST_NUM_SERVER KVDIST_NUM_WORKER KVDIST_RESTARTS KVDIST_ROLE KVDIST_ROOT_PORT KVDIST_ROOT_URI KVDIST_SECURITY KVDIST_SUPERVISED KVDIST_TAKEN_BY
 [ "${OPENBLAS_NUM_THREADS+set}" ] || export OPENBLAS_NUM_THREADS=1
 [ "${PYTHONUNBUFFERED+set}" ] || export PYTHONUNBUFFERED=1
 export PATH=/venv/bin"${PATH:+:$PATH}"
@@ -84,7 +104,7 @@ servers=$!
 
 step --distribution=cyclic --ntasks=2 <<'KVDIST_0123456789abcdef' &
 {
-unset KVDIST_BIGARRAY_BOUND KVDIST_LISTEN_FD KVDIST_NUM_SERVER KVDIST_NUM_WORKER KVDIST_RESTARTS KVDIST_ROLE KVDIST_ROOT_PORT KVDIST_ROOT_URI KVDIST_SECURITY KVDIST_SUPERVISED
+unset KVDIST_BIGARRAY_BOUND KVDIST_LISTEN_FD KVDIST_NUM_SERVER KVDIST_NUM_WORKER KVDIST_RESTARTS KVDIST_ROLE KVDIST_ROOT_PORT KVDIST_ROOT_URI KVDIST_SECURITY KVDIST_SUPERVISED KVDIST_TAKEN_BY
 [ "${PYTHONUNBUFFERED+set}" ] || export PYTHONUNBUFFERED=1
 export PATH=/venv/bin"${PATH:+:$PATH}"
 export PYTHONPATH='/li b'"${PYTHONPATH:+:$PYTHONPATH}"

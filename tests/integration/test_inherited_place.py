@@ -1,0 +1,112 @@
+"""Children inherit the variables by which a process is in a job: they do not take its place, nor its descriptors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cases import each
+
+TIMEOUT_S = 200
+
+STORE = ("kvdist_launch", "-n", "1", "-s", "1"), "from kvdist import kv; store = kv.create('dist')"
+RANK = ("kvdist_launch.run_cli", "-np", "2"), "import kvdist.horovod as hvd; hvd.init()"
+MULTIPROCESSING = """
+import multiprocessing
+child = multiprocessing.get_context({method!r}).Process(target=print, args=("the child ran",))
+child.start()
+child.join()
+raise SystemExit(child.exitcode)
+"""
+SUBPROCESS = """
+import subprocess, sys
+raise SystemExit(subprocess.run([sys.executable, *sys.argv]).returncode)
+"""
+STARTS = {
+    "spawn": MULTIPROCESSING.format(method="spawn"),
+    "forkserver": MULTIPROCESSING.format(method="forkserver"),
+    "subprocess": SUBPROCESS,
+}
+
+
+def run(launcher: tuple[str, ...], script: Path, text: str) -> subprocess.CompletedProcess[str]:
+    script.write_text(text)
+    argv = [sys.executable, "-m", *launcher, sys.executable, str(script)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+@each("begin, how", [(begin, how) for begin in (STORE, RANK) for how in STARTS])
+def test_a_child_in_the_place_of_its_parent_is_told_so_and_of_the_guard(tmp_path, begin, how):
+    launcher, first = begin
+    done = run(launcher, tmp_path / "train.py", first + STARTS[how])
+    by = "" if how == "subprocess" else ", started by multiprocessing,"
+    assert done.returncode == 1 and "the child ran" not in done.stdout
+    told = [line for line in done.stderr.splitlines() if "kvdist.errors." in line]
+    assert told and f"is a child of worker-{told[0].partition('w')[2][0]} (process " in told[0], done.stderr
+    assert f"){by} and cannot have its place" in told[0] and 'if __name__ == "__main__":' in told[0], done.stderr
+
+
+@each("begin", [STORE, RANK])
+def test_with_the_guard_children_run(tmp_path, begin):
+    launcher, first = begin
+    guarded = MULTIPROCESSING.format(method="spawn").strip().replace("\n", "\n    ")
+    done = run(launcher, tmp_path / "train.py", f"if __name__ == '__main__':\n    {first}\n    {guarded}\n")
+    assert done.returncode == 0 and "the child ran" in done.stdout, done.stderr
+
+
+NESTED = """
+import subprocess, sys
+store.close()
+inner = [sys.executable, "-m", "kvdist_launch", "-n", "1", "-s", "1", sys.executable, "-c", sys.argv[0] and INNER]
+raise SystemExit(subprocess.run(inner).returncode)
+"""
+
+
+def test_a_worker_starts_a_job_of_its_own(tmp_path):
+    launcher, first = STORE
+    text = f"INNER = {first + '; print(1 + store.rank, store.num_workers)'!r}\n{first}{NESTED}"
+    done = run(launcher, tmp_path / "train.py", text)
+    assert done.returncode == 0 and "1 1" in done.stdout, done.stderr
+
+
+DESCRIPTOR = """
+import os, subprocess, sys
+before = os.environ.get("KVDIST_LISTEN_FD")
+import kvdist.horovod as hvd
+hvd.init()
+seen = subprocess.run([sys.executable, "-c", "import os; print(os.environ.get('KVDIST_LISTEN_FD'))"],
+                      capture_output=True, text=True).stdout.strip()
+print("rank", hvd.rank(), before is not None, seen, before and os.get_inheritable(int(before)))
+hvd.shutdown()
+hvd.init()
+hvd.barrier()
+"""
+
+
+def test_the_descriptor_that_rank_0_has_inherited_is_not_left_to_children(tmp_path):
+    done = run(RANK[0], tmp_path / "train.py", DESCRIPTOR)
+    told = sorted(line.partition("│ ")[2] for line in done.stdout.splitlines())
+    assert (done.returncode, told) == (0, ["rank 0 True None False", "rank 1 False None None"]), done.stderr
+
+
+def test_a_number_that_is_another_descriptor_here_is_named(tmp_path):
+    (tmp_path / "inner.py").write_text(RANK[1])
+    wrapper = f"import subprocess, sys\nsubprocess.run([sys.executable, {str(tmp_path / 'inner.py')!r}], check=True)\n"
+    done = run(RANK[0], tmp_path / "wrapper.py", wrapper)
+    assert done.returncode == 1
+    assert "kvdist.errors.ConfigError: KVDIST_LISTEN_FD is " in done.stderr and "inherit" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_child_with_a_place_of_its_own_takes_it(monkeypatch, rank):
+    from kvdist.config.environment import require_own_place, take_place
+
+    monkeypatch.setenv("KVDIST_TAKEN_BY", "")
+    take_place("worker-0", "0 at here")
+    require_own_place("0 at here")
+    script = f"from kvdist.config.environment import require_own_place as own; own('{rank} at here')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, "is a child of worker-0" in done.stderr) == ((1, True) if rank == "0" else (0, False))
