@@ -162,6 +162,8 @@ class Scheduler(Machine):
         """Store → how many of its barriers all workers have passed."""
         self._commands: list[Agreement[str]] = []
         """Until every server has run them."""
+        self._at_work: set[Member] = set()
+        """The workers that have made a step."""
         self._heard: dict[Member, float] = {}
         """Member → when it last said anything."""
         self._started_at = now
@@ -203,7 +205,19 @@ class Scheduler(Machine):
         """React to a message of a server or a worker."""
         self._now = now
         effects = self._handle(sender, message, now)
-        return effects if self.newcomers is None else effects + self.newcomers.advance()
+        if self.newcomers is None:
+            return effects
+        return effects + self.newcomers.advance() + self._begins_work(sender)
+
+    def _begins_work(self, member: Member) -> list[Effect]:
+        """The launcher hears of a worker's first step: only a life that had none may end so again and again."""
+        is_there = self.config.supervised and self.membership.workers.get(member.node) == member
+        if not is_there or member in self._at_work:
+            return []
+        if self.steps.get(member, 0) <= self.membership.since.get(member, 0):
+            return []
+        self._at_work.add(member)
+        return [TellLauncher(f"at work worker {member.node.rank} life {self.membership.lives[member]}")]
 
     def again(self, sender: Member, message: Message) -> list[Effect]:
         """Handle a message that had to wait."""
@@ -767,6 +781,8 @@ class Scheduler(Machine):
         own = (self.on_loss, self.config.away_s, self.config.replicas)
         welcome = Welcome(member.node.rank, member.incarnation, *own)
         effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
+        if self.config.supervised:
+            effects.append(TellLauncher(f"at work server {member.node.rank} life {message.life}"))
         if self.leases is not None:
             effects.append(Send(member, self.leases.rest(0)))
         self.losses.spare(member)
