@@ -359,6 +359,13 @@ def require_refused(wired: Wired, request: int, *words: str) -> None:
     assert all(barrier in wired.completed for barrier in barriers)
 
 
+def test_who_comes_back_hears_of_the_cluster_as_soon_as_all_servers_have_heard_of_it() -> None:
+    wired = going_on(num_servers=2)
+    wired.kill("worker-1")
+    wired.come_back(1, seconds=0.0)
+    assert wired.workers[1].joining.complete, "no acknowledgement waits for another message"
+
+
 @each(
     "shapes, dtype, mode, said",
     [
