@@ -76,21 +76,21 @@ class Life:
     """What one process of a rank noted.
 
     Attributes:
-        began, imported, loaded: when its first line ran, and when its own imports and its data were there.
-        joined, batch: when it had its store, and its first batch.
+        began, imported: when its first line ran, and when its own imports were done.
         steps: when each of its steps was counted, and of how many examples.
         reached: the number of its last step, where steps are made again after a restart.
+        loaded, joined, batch: when it had its data, its store, and its first batch.
     """
 
     rank: int
     life: int
     began: float = 0.0
     imported: float = 0.0
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    reached: int = 0
     loaded: float = 0.0
     joined: float = 0.0
     batch: float = 0.0
-    steps: list[tuple[float, int]] = field(default_factory=list)
-    reached: int = 0
 
 
 @dataclass
