@@ -2,11 +2,12 @@
 
     python benchmarks/faults.py --repeats 20
     python benchmarks/faults.py --repeats 20 --kind server --snapshots   # without copies: all go back to a snapshot
+    python benchmarks/faults.py --repeats 20 --kind kill --kind stop --patience 2 --workers 3
 
 Jobs of small steps. A fault strikes each worker once, but worker 0, which observes: how long until the first round that
 the others close without the victim, and until the first counted push of its replacement, without what the script's own
-imports take. Up to two rounds that end after a fault may still have the victim's pushes, so the third is taken. A job
-has each rank struck once only, since the launcher waits before it starts one that dies again at once.
+imports take; and how long each part of that was. Up to two rounds that end after a fault may still have the victim's
+pushes, so the third is taken. A job has each rank struck once only, so that all had the same time to come back.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cluster import end_on_terminate
-from storm import SHARES, WORDS, WORKER_KINDS, Fault, Job, survives
+from storm import SHARES, WORDS, WORKER_KINDS, Fault, Job, Life, survives
 
 VICTIM_ROUNDS = 2
 WITHIN_S = 60.0
@@ -30,13 +31,13 @@ MINUTES = 600.0
 Found = TypeVar("Found")
 
 
-def strike(job: Job, kind: str, chance: random.Random) -> tuple[float, float | None]:
-    """One fault: seconds until the next round was closed, and until its replacement's first counted push."""
+def strike(job: Job, kind: str, chance: random.Random) -> tuple[float, dict[str, float]]:
+    """One fault: seconds until the next round was closed, and of each part until its replacement's first push."""
     job.wait_for_steps()
     spared = ["worker-0", *(fault.victim for fault in job.faults)]
     fault = wait_for(job, lambda: job.strike(kind, chance, spared), f"there is no {kind}")
     closed_s = wait_for(job, lambda: next_round(job, fault), f"no round after {fault}") - fault.at
-    return closed_s, replaced_s(job, fault) if kind in WORKER_KINDS else None
+    return closed_s, parts_s(job, fault) if kind in WORKER_KINDS else {}
 
 
 def next_round(job: Job, fault: Fault) -> float | None:
@@ -46,16 +47,21 @@ def next_round(job: Job, fault: Fault) -> float | None:
     return later[VICTIM_ROUNDS] if len(later) > VICTIM_ROUNDS else None
 
 
-def replaced_s(job: Job, fault: Fault) -> float:
-    """Until the replacement's first counted push, without its imports."""
+def parts_s(job: Job, fault: Fault) -> dict[str, float]:
+    """How long each part took until the replacement's first counted push, without its imports."""
 
-    def found() -> float | None:
-        for one in job.lives():
-            if f"worker-{one.rank}" == fault.victim and one.life > fault.life and one.steps:
-                return one.steps[0][0] - (one.imported - one.began)
-        return None
+    def found() -> Life | None:
+        later = [one for one in job.lives() if f"worker-{one.rank}" == fault.victim and one.life > fault.life]
+        return next((one for one in later if one.steps), None)
 
-    return wait_for(job, found, f"no replacement after {fault}") - fault.at
+    one = wait_for(job, found, f"no replacement after {fault}")
+    return {
+        "until it was started": one.began - fault.at,
+        "its data": one.loaded - one.imported,
+        "its store": one.joined - one.loaded,
+        "its first batch": one.batch - one.joined,
+        "its first step": one.steps[0][0] - one.batch,
+    }
 
 
 def wait_for(job: Job, found: Callable[[], Found | None], otherwise: str) -> Found:
@@ -84,9 +90,12 @@ def measure(options: argparse.Namespace, kind: str) -> None:
             outcomes += [strike(job, kind, chance) for _ in range(min(each, options.repeats - len(outcomes)))]
     who = "worker" if kind in WORKER_KINDS else kind
     print(f"{who} {WORDS[kind]}, {options.repeats} times, patience {options.patience:g} s:")
-    print(f"  first round closed by the others: {told([closed_s for closed_s, _ in outcomes])}")
-    if back := [back_s for _, back_s in outcomes if back_s is not None]:
-        print(f"  its replacement's first counted push, without the script's imports: {told(back)}", flush=True)
+    print(f"  first round closed by the others: {told([closed_s for closed_s, _ in outcomes])}", flush=True)
+    if back := [parts for _, parts in outcomes if parts]:
+        alone = told([sum(parts.values()) for parts in back])
+        print(f"  its replacement's first counted push, without the script's imports: {alone}")
+        medians = [f"{part} {statistics.median([parts[part] for parts in back]):.3f} s" for part in back[0]]
+        print(f"    of that (medians): {', '.join(medians)}", flush=True)
 
 
 def main() -> None:

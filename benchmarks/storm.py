@@ -2,6 +2,9 @@
 
     python benchmarks/storm.py                              # 16 workers, 4 servers, half an hour, 125 faults an hour
     python benchmarks/storm.py --minutes 2 --workers 6 --servers 2 --faults-per-hour 300
+    # a kill every 10 s, of each of three ranks about every 30 s:
+    python benchmarks/storm.py --minutes 5 --workers 3 --servers 2 --faults-per-hour 360 --kind kill --period 0.05 \\
+        --patience 2
     python benchmarks/storm.py --peer torchrun              # the same on DDP, which starts again from checkpoints
 
 Servers keep copies of each other's slices (`--replicas 1`), and are killed, too, one when all slices have a copy again;
@@ -76,6 +79,7 @@ class Life:
         began, imported: when its first line ran, and when its own imports were done.
         steps: when each of its steps was counted, and of how many examples.
         reached: the number of its last step, where steps are made again after a restart.
+        loaded, joined, batch: when it had its data, its store, and its first batch.
     """
 
     rank: int
@@ -84,6 +88,9 @@ class Life:
     imported: float = 0.0
     steps: list[tuple[float, int]] = field(default_factory=list)
     reached: int = 0
+    loaded: float = 0.0
+    joined: float = 0.0
+    batch: float = 0.0
 
 
 @dataclass
@@ -262,7 +269,7 @@ class Job:
                 if what == "step":
                     one.steps.append((float(at), int(rest[0])))
                     one.reached = int(rest[1]) if rest[1:] else 0
-                elif what in ("began", "imported"):
+                elif what in ("began", "imported", "loaded", "joined", "batch"):
                     setattr(one, what, float(at))
             found.append(one)
         return found

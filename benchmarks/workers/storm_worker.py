@@ -51,6 +51,7 @@ def main() -> None:
     servers = int(os.environ["DMLC_NUM_SERVER"])
     counters = nn.Parameter(torch.zeros(servers, count))  # cut into as many slices
     through_the_relay()
+    loaded = time.monotonic()
     life = os.environ.get("KVDIST_RESTARTS", "0")
     with (
         kv.create(sys.argv[5]) as store,
@@ -58,11 +59,15 @@ def main() -> None:
     ):
         print("began", BEGAN, file=log)
         print("imported", IMPORTED, file=log)
+        print("loaded", loaded, file=log)
+        print("joined", time.monotonic(), file=log)
         parameters = [*net.parameters(), counters]
         trainer = Trainer(parameters, "sgd", {"learning_rate": 1.0}, kvstore=store)
         sampler = QueueSampler(count, epochs=epochs, seed=seed)
         data = TensorDataset(torch.arange(count), train_images, train_labels)
-        for numbers, inputs, targets in trainer.batches(DataLoader(data, BATCH, sampler=sampler)):
+        for step, (numbers, inputs, targets) in enumerate(trainer.batches(DataLoader(data, BATCH, sampler=sampler))):
+            if step == 0:
+                print("batch", time.monotonic(), file=log)
             due = time.monotonic() + period_s
             loss = cross_entropy(net(inputs), targets) * (LEARNING_RATE / len(store.members))
             (loss + counters[:, numbers].sum()).backward()

@@ -62,7 +62,7 @@ def open_sockets(config: ClusterConfig) -> ZeroMQTransport:
     Raises:
         ConfigError: the secret cannot be used, or there is no place for sockets of one machine.
     """
-    from kvdist.transport.zeromq import ZeroMQTransport
+    from kvdist.transport.zeromq import JUDGED_PROBE_S_MAX, VERDICT_PROBE_S, ZeroMQTransport
 
     if config.is_local:
         require_private_folder()
@@ -73,7 +73,11 @@ def open_sockets(config: ClusterConfig) -> ZeroMQTransport:
             scheduler_endpoint(config),
         )
     return ZeroMQTransport(
-        config.limits, credentials_of(config), config.io_threads, config.num_workers + config.num_servers
+        config.limits,
+        credentials_of(config),
+        config.io_threads,
+        config.num_workers + config.num_servers,
+        probe_s=VERDICT_PROBE_S if config.role is Role.SCHEDULER else JUDGED_PROBE_S_MAX,
     )
 
 

@@ -62,8 +62,9 @@ LOOKS_PER_SILENCE, SILENCE_LOOK_S_MIN, SILENCE_LOOK_S_MAX = 8, 0.01, 1.0
 """How often silent connections are looked for: per allowed silence, and at the least; and once more when one has been
 silent for so long."""
 
-JUDGED_PROBE_S_MAX = 0.5
-"""How often libzmq probes at the least where it judges silence itself."""
+JUDGED_PROBE_S_MAX, VERDICT_PROBE_S = 0.5, 0.1
+"""How often libzmq probes at the least where it judges silence itself; and in the scheduler, whose verdict counts: the
+patience begins with the first probe that is not answered."""
 
 LOOK_MS = 100
 """How often connections are looked at that have sent nothing yet, and how long a refused one stays to hear why."""
@@ -179,6 +180,7 @@ class ZeroMQTransport(Transport):
         peers_max: how many processes may dial this one.
         judges_silence: whether a peer that sends nothing is lost. If not, a peer is lost only when its machine does not
             acknowledge what it is sent; a process that stands still is not.
+        probe_s: how often libzmq probes at the least where it judges silence itself.
     """
 
     def __init__(
@@ -188,8 +190,10 @@ class ZeroMQTransport(Transport):
         io_threads: int = 1,
         peers_max: int = 0,
         judges_silence: bool = True,
+        probe_s: float = JUDGED_PROBE_S_MAX,
     ) -> None:
         self.limits = limits
+        self._probe_s = min(limits.heartbeat_s, probe_s)
         self._judges_silence = judges_silence
         self._silence_look_s = min(SILENCE_LOOK_S_MAX, limits.silence_s / LOOKS_PER_SILENCE)
         self._silence_look_at = 0.0
@@ -436,8 +440,7 @@ class ZeroMQTransport(Transport):
         made = self._context.socket(kind)
         patience_ms = round(limits.patience_s * 1000)
         libzmq_judges = self._judges_silence and not (CAN_JUDGE and endpoint.startswith("tcp://"))
-        # It counts from its probe on, and with the grace that is less than a second after the patience.
-        probe_s = min(limits.heartbeat_s, JUDGED_PROBE_S_MAX) if libzmq_judges else limits.heartbeat_s
+        probe_s = self._probe_s if libzmq_judges else limits.heartbeat_s
         options = {
             zmq.LINGER: 0,
             zmq.SNDHWM: 0,

@@ -185,6 +185,8 @@ class Job:
         """How often each was started again."""
         self._joined: dict[NodeId, int] = {}
         """Of those that were started again: the life that has joined the others."""
+        self._at_work: dict[NodeId, int] = {}
+        """The life of each that was at work last."""
         self._late: list[NodeId] = []
         """Who had not joined them when they had finished."""
         self._is_dissolved = False
@@ -289,6 +291,10 @@ class Job:
     def joined(self, node: NodeId, life: int) -> None:
         """A process that was started again takes part."""
         self._joined[node] = life
+
+    def at_work(self, node: NodeId, life: int) -> None:
+        """A worker has made a step in this life, or a server has joined; so is the scheduler that says so."""
+        self._at_work |= {node: life, SCHEDULER: self._lives[SCHEDULER]}
 
     def given_up(self, node: NodeId, life: int) -> list[Action]:
         """The others go on without a process that may still be there, stopped or cut off: it must not go on either."""
@@ -472,7 +478,9 @@ class Job:
             return [Say(f"{one}; it is not started again, as all workers have finished")]
         if self._phase is not Phase.RUNNING:
             return None
-        verdict = self._restarts.judge(one, self._lived_s(one)) if self._restarts and not self._is_dissolved else None
+        verdict = None
+        if self._restarts and not self._is_dissolved:
+            verdict = self._restarts.judge(one, self._lived_s(one), self._at_work.get(one.node) == one.life)
         if verdict is not None and verdict.ends_job:
             self._why = f"; {verdict.text}"
             return None

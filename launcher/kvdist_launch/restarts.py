@@ -8,8 +8,12 @@ Rules:
   processes that lived for less than a minute the same last line on standard error, if any, and exit code. A mistake of
   the program would take one worker after the other, so this ends the job. A signal is no mistake of the program, also
   where a shell between says so by its exit code.
-- The first start comes at once, the next ones after 1, 2, 4 and more seconds, at most 30. A process that has lived
-  for a minute begins anew.
+- A start comes at once after a life that was at work, if a signal, a lost host or a lost peer ended it: nothing says
+  that the next one ends so, too. At work is a worker that has made a step, a server that has joined the others again,
+  and the scheduler when it knows of either.
+- What may repeat by itself is started at once the first time, then after 1, 2, 4 and more seconds, at most 30: a life
+  that ends before it was at work, or by an exception or exit code of its own. One of a minute begins anew.
+- After a lost peer it is a second at the least, see `CONSEQUENCE_DELAY_S`.
 - Each process is started again at most N times.
 """
 
@@ -77,12 +81,13 @@ class Restarts:
         """Whether this process may be started again."""
         return node.role in self._roles
 
-    def judge(self, one: ProcessExit, lived_s: float) -> Verdict | None:
+    def judge(self, one: ProcessExit, lived_s: float, was_at_work: bool = False) -> Verdict | None:
         """What follows this failure; None if it is one that no start would mend.
 
         Args:
             one: how the process ended.
             lived_s: seconds since its start.
+            was_at_work: whether it had made a step, or what counts as one for its role.
         """
         is_worker = one.node.role is Role.WORKER
         if one.node.role not in self._roles or not (is_worker or (one.status < 0 and not one.lost)):
@@ -97,13 +102,13 @@ class Restarts:
         if self._count[one.node] >= self._limit:
             return Verdict(f"it is not started again, as it has been {_times(self._limit)} (--restart {self._limit})")
         self._count[one.node] += 1
-        delay_s = self._delay_s(one, lived_s)
+        delay_s = self._delay_s(one, lived_s, may_repeat=bool(words) or not was_at_work)
         when = f" in {delay_s:g} s" if delay_s else ""
         return Verdict(f"starting it again{when} ({self._count[one.node]} of {self._limit})", delay_s)
 
-    def _delay_s(self, one: ProcessExit, lived_s: float) -> float:
-        row = self._in_a_row[one.node] = 0 if lived_s >= HEALTHY_S else self._in_a_row[one.node]
-        self._in_a_row[one.node] += 1
+    def _delay_s(self, one: ProcessExit, lived_s: float, may_repeat: bool) -> float:
+        row = self._in_a_row[one.node] if may_repeat and lived_s < HEALTHY_S else 0
+        self._in_a_row[one.node] = row + may_repeat
         delay_s = min(2.0 ** (row - 1), DELAY_MAX_S) if row else 0.0
         return max(delay_s, CONSEQUENCE_DELAY_S) if one.is_consequence else delay_s
 

@@ -279,6 +279,8 @@ class Supervisor:
             node, life = NodeId(Role(found[2].decode()), int(found[3])), int(found[4])
             if found[1] == b"joined":
                 self.job.joined(node, life)
+            elif found[1] == b"at work":
+                self.job.at_work(node, life)
             else:
                 self._perform(self.job.given_up(node, life))
 

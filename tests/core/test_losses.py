@@ -257,6 +257,31 @@ def test_the_launcher_is_told_of_workers_that_may_still_run() -> None:
     assert "scheduler" not in wired.stopped
 
 
+def test_the_launcher_is_told_once_of_each_life_that_it_has_made_a_step() -> None:
+    wired = going_on()
+    wired.scheduler.config = replace(wired.scheduler.config, supervised=True)
+    wired.advance(5.0)
+    assert wired.told == []
+    for _ in range(2):
+        for rank in (0, 1, 2):
+            wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]})
+        wired.advance(5.0)
+    assert sorted(wired.told) == [f"at work worker {rank} life 0" for rank in (0, 1, 2)]
+    wired.told.clear()
+    wired.kill("worker-1")
+    wired.come_back(1)
+    life = wired.scheduler.membership.lives[wired.member("worker-1")]
+    assert wired.told == [f"joined worker 1 life {life}"]
+    wired.declare(1, {"w": (3,), "b": (1,)})
+    wired.take_part(1)
+    wired.advance(5.0)
+    assert len(wired.told) == 1, "the steps of the others are not its own"
+    for rank in (0, 1, 2):
+        wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]})
+    wired.advance(5.0)
+    assert wired.told[1:] == [f"at work worker 1 life {life}"]
+
+
 def test_losses_right_after_each_other_share_a_roster() -> None:
     wired = going_on(5)
     before = wired.scheduler.membership.epoch
@@ -356,6 +381,13 @@ def require_refused(wired: Wired, request: int, *words: str) -> None:
     barriers = [wired.barrier(rank) for rank in (0, 2)]
     wired.settle()
     assert all(barrier in wired.completed for barrier in barriers)
+
+
+def test_who_comes_back_hears_of_the_cluster_as_soon_as_all_servers_have_heard_of_it() -> None:
+    wired = going_on(num_servers=2)
+    wired.kill("worker-1")
+    wired.come_back(1, seconds=0.0)
+    assert wired.workers[1].joining.complete, "no acknowledgement waits for another message"
 
 
 @each(

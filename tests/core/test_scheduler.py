@@ -410,6 +410,41 @@ def test_where_the_others_go_on_a_silent_worker_is_given_up_less_than_a_second_a
     assert silent in scheduler.membership.lost and wired.stopped.keys() <= {"worker-1"}
 
 
+@each("patience_s", [1.0, 2.0, 10.0])
+@each("on_loss, share, grace_s", [("continue", 1.2, 0.0), ("continue", 0.8, 0.4), ("fail", 1.2, 0.4)])
+def test_a_worker_of_this_host_that_has_said_nothing_for_the_patience_is_given_up_at_once_if_the_others_go_on(
+    patience_s: float, on_loss: str, share: float, grace_s: float
+) -> None:
+    wired = Wired(3, 1, Limits(patience_s=patience_s), on_loss=on_loss)
+    wired.advance(patience_s)
+    silent = wired.member("worker-1")
+    wired.stopped["worker-1"] = None
+    wired.advance(share * patience_s)
+    wired.observe("scheduler", PeerDisconnected(silent, "closed"))
+    wired.advance(max(0.0, grace_s - 0.05))
+    assert _is_told_lost(wired) == (grace_s == 0.0)
+    wired.advance(0.1)
+    assert _is_told_lost(wired)
+
+
+def _is_told_lost(wired: Wired) -> bool:
+    told = "worker-1 (host host-1, pid 101) was lost"
+    return any(told in text for text in (*wired.reports, str(wired.stopped.get("worker-0"))))
+
+
+def test_a_scheduler_that_stood_still_gives_nobody_up_before_they_could_come_back() -> None:
+    wired = Wired(3, 1, Limits(patience_s=2.0), on_loss="continue")
+    wired.advance(5.0)
+    wired.now += 3.0
+    for rank in (0, 1, 2):
+        wired.observe("scheduler", PeerDisconnected(wired.member(f"worker-{rank}"), "closed"))
+    wired.advance(0.3)
+    for rank in (0, 1, 2):
+        wired.observe("scheduler", PeerConnected(wired.member(f"worker-{rank}")))
+    wired.advance(5.0)
+    assert not wired.scheduler.membership.lost and wired.stopped == {}
+
+
 def test_a_connection_that_comes_back_in_time_is_forgiven() -> None:
     wired = Wired(2, 1)
     wired.observe("scheduler", PeerDisconnected(wired.member("worker-1"), "connection reset"))

@@ -68,6 +68,16 @@ def test_who_comes_back_when_the_others_have_finished_is_ended_and_the_job_has_s
     assert launcher.lines_with("2 workers and 2 servers finished in"), job.transcript()
 
 
+def test_who_is_killed_again_and_again_after_its_first_step_is_started_again_at_once(job, tmp_path):
+    options = ["--on-loss", "continue", "--restart", "9", "--log-dir", str(tmp_path)]
+    launcher = job.launch(2, 1, "survival.py", "at_work", str(tmp_path), options=options)
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    for life in range(1, 5):
+        assert launcher.lines_with(f"killed by signal 9 (SIGKILL); starting it again ({life} of 9)"), job.transcript()
+    assert not [line for line in launcher.lines_with("at work worker 1") if "│" in line], "for the launcher"
+
+
 def test_with_too_few_workers_training_waits_until_enough_are_back(job, tmp_path):
     options = ["--on-loss", "continue", "--restart", "1", "--min-workers", "2"]
     launcher = job.launch(2, 2, "survival.py", "too_few", str(tmp_path), options=options)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -74,6 +75,35 @@ def test_starts_come_later_each_time_and_a_minute_of_health_is_a_new_beginning()
     assert [restarts.judge(ended(), lived_s).delay_s for lived_s in (HEALTHY_S, 1.0)] == [0, 1]
     assert restarts.judge(ended(worker(0)), 1.0).delay_s == 0, "each has delays of its own"
     assert Restarts(1).judge(ended(status=EXIT_PEER_LOST), 1.0).delay_s == 1, "it may be a consequence"
+
+
+@each(
+    "one, delays_s",
+    [
+        (ended(), [0] * 8),
+        (ended(status=128 + 9), [0] * 8),
+        (ended(status=255, lost="no answer"), [0] * 8),
+        (ended(status=1, line=FENCED), [0] * 8),
+        (ended(status=EXIT_PEER_LOST), [1] * 8),
+        (ended(server(0)), [0] * 8),
+        (ended(SCHEDULER), [0] * 8),
+        (ended(status=3), [0, 1, 2, 4, 8, 16, 30, 30]),
+        (ended(status=1, line=b"ValueError: {}"), [0, 1, 2, 4, 8, 16, 30, 30]),
+    ],
+)
+def test_a_life_that_was_at_work_delays_the_next_one_only_if_it_ended_by_itself(one, delays_s):
+    restarts = Restarts(99, set(Role))
+    lines = [one.last_error_line.replace(b"{}", b"%d" % number) or b"%d" % number for number in range(len(delays_s))]
+    verdicts = [restarts.judge(replace(one, last_error_line=line), 9.0, True) for line in lines]
+    assert [verdict.delay_s for verdict in verdicts] == delays_s
+
+
+def test_kills_before_the_first_step_delay_the_next_start_until_a_life_has_made_one():
+    restarts = Restarts(99)
+    assert [restarts.judge(ended(), 9.0, was).delay_s for was in (False, False, False, True, False, False)] == [
+        *(0, 1, 2),
+        *(0, 0, 1),
+    ]
 
 
 def test_each_process_is_started_again_so_often_and_no_more():
@@ -152,6 +182,28 @@ def test_many_ends_of_one_kind_are_counted():
     assert job.conclude(500.0)[0] == (
         "worker-1 was started 7 times; it was killed by signal 9 (SIGKILL) 6 times, the last time after 360.0 s"
     )
+
+
+@each(
+    "who, told, delay_s",
+    [
+        (worker(1), (worker(1), 2), 0),
+        (worker(1), (worker(1), 1), 1),
+        (server(0), (server(0), 2), 0),
+        (SCHEDULER, (worker(1), 0), 0),
+        (SCHEDULER, None, 1),
+    ],
+)
+def test_who_was_at_work_in_this_life_is_started_again_at_once(who, told, delay_s):
+    job, now = new_job(limit=99, roles=set(Role)), 100.0
+    for life in (0, 1):
+        now += HEALTHY_S
+        job.ended([ended(who, life=life)], now)
+        again(job, who, now)
+    if told is not None:
+        job.at_work(*told)
+    job.ended([ended(who, life=2)], now + 1)
+    again(job, who, now + 1 + delay_s)
 
 
 def test_what_is_said_of_an_earlier_life_changes_nothing():

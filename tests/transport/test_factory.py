@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import zmq
 
-from kvdist.config.settings import ClusterConfig
+from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, Role, server, worker
 from kvdist.transport.endpoints import AddressInUse, bind_error, owner_of_port
@@ -119,3 +121,12 @@ def test_the_process_that_holds_a_port_is_named():
         assert owner_of_port(port).startswith(f"process {os.getpid()} (")
         assert f"in use by process {os.getpid()} (" in str(bind_error(f"tcp://127.0.0.1:{port}", errno.EADDRINUSE, ""))
     assert owner_of_port(port) == ""
+
+
+@each("role, patience_s, probe_s", [(Role.SCHEDULER, 10.0, 0.1), (Role.SERVER, 10.0, 0.5), (Role.SERVER, 1.0, 0.125)])
+def test_within_a_host_the_scheduler_probes_more_often_as_its_verdict_counts(role, patience_s, probe_s):
+    config = replace(CONFIG, role=role, rank=0, limits=Limits(patience_s=patience_s))
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(open_sockets(config)) as transport:
+        transport.bind(f"ipc://{folder}/socket")
+        (link,) = transport._links
+        assert link.socket.get(zmq.HEARTBEAT_IVL) == probe_s * 1000

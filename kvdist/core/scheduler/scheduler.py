@@ -162,6 +162,8 @@ class Scheduler(Machine):
         """Store → how many of its barriers all workers have passed."""
         self._commands: list[Agreement[str]] = []
         """Until every server has run them."""
+        self._at_work: set[Member] = set()
+        """The workers that have made a step."""
         self._heard: dict[Member, float] = {}
         """Member → when it last said anything."""
         self._started_at = now
@@ -179,6 +181,8 @@ class Scheduler(Machine):
         self._stopped = False
         self._now = now
         """When the last message or event came."""
+        self._awake_since = now
+        """Since when something has come at least every few heartbeats, so that this process has not stood still."""
 
     @property
     def deadline(self) -> float:
@@ -201,9 +205,26 @@ class Scheduler(Machine):
 
     def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
         """React to a message of a server or a worker."""
-        self._now = now
+        self._take_time(now)
         effects = self._handle(sender, message, now)
-        return effects if self.newcomers is None else effects + self.newcomers.advance()
+        if self.newcomers is None:
+            return effects
+        return effects + self.newcomers.advance() + self._begins_work(sender)
+
+    def _begins_work(self, member: Member) -> list[Effect]:
+        """The launcher hears of a worker's first step: only a life that had none may end so again and again."""
+        is_there = self.config.supervised and self.membership.workers.get(member.node) == member
+        if not is_there or member in self._at_work:
+            return []
+        if self.steps.get(member, 0) <= self.membership.since.get(member, 0):
+            return []
+        self._at_work.add(member)
+        return [TellLauncher(f"at work worker {member.node.rank} life {self.membership.lives[member]}")]
+
+    def _take_time(self, now: float) -> None:
+        if now - self._now > self.limits.quiet_s:
+            self._awake_since = now
+        self._now = now
 
     def again(self, sender: Member, message: Message) -> list[Effect]:
         """Handle a message that had to wait."""
@@ -280,15 +301,17 @@ class Scheduler(Machine):
 
     def observe(self, event: Event, now: float) -> list[Effect]:
         """React to connections and to what the launcher saw."""
-        self._now = now
+        self._take_time(now)
         match event:
             case PeerDisconnected(member) if member in self._ending:
                 return []
             case PeerDisconnected(member, reason, after_silence):
                 # libzmq does not say whether it was itself that closed a silent connection within a host.
-                is_silent = after_silence or now - self._heard.get(member, now) > self.limits.quiet_s
+                heard = self._heard.get(member, now)
+                is_silent = after_silence or now - heard > self.limits.quiet_s
                 is_judged = self.membership.is_complete or not is_silent
-                due = now + self._grace_s(after_silence) if is_judged else NEVER
+                grace_s = self._grace_s(after_silence, silent_s=now - max(heard, self._awake_since))
+                due = now + grace_s if is_judged else NEVER
                 self.membership.suspect(member, due, reason, is_silent)
             case PeerConnected(member):
                 self.membership.trust(member)
@@ -309,7 +332,7 @@ class Scheduler(Machine):
 
     def tick(self, now: float) -> list[Effect]:
         """Judge the suspects, hint at who is awaited, enforce deadlines."""
-        self._now = now
+        self._take_time(now)
         lost = self.membership.take_lost(now)
         if lost is not None:
             member, why = lost
@@ -406,8 +429,12 @@ class Scheduler(Machine):
             effects += self._incomplete_for_ever()
         return effects
 
-    def _grace_s(self, after_silence: bool) -> float:
-        return self.limits.reconnect_grace_s(after_silence, self.on_loss is not OnLoss.FAIL)
+    def _grace_s(self, after_silence: bool, silent_s: float = 0.0) -> float:
+        """How long a broken connection may be away, of a peer that had been silent for so long while we were awake."""
+        goes_on = self.on_loss is not OnLoss.FAIL
+        if goes_on and not after_silence and silent_s >= self.limits.patience_s:
+            return 0.0  # of this host, where libzmq has waited for the whole patience
+        return self.limits.reconnect_grace_s(after_silence, goes_on)
 
     def _hello_late(self, newcomers: Newcomers, sender: Member, message: Hello, now: float) -> list[Effect]:
         if sender.node.role is not Role.WORKER:
@@ -767,6 +794,8 @@ class Scheduler(Machine):
         own = (self.on_loss, self.config.away_s, self.config.replicas)
         welcome = Welcome(member.node.rank, member.incarnation, *own)
         effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
+        if self.config.supervised:
+            effects.append(TellLauncher(f"at work server {member.node.rank} life {message.life}"))
         if self.leases is not None:
             effects.append(Send(member, self.leases.rest(0)))
         self.losses.spare(member)

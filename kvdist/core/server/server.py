@@ -47,6 +47,7 @@ from kvdist.optimizer.updater import Arithmetic, Updater
 from kvdist.protocol.messages import (
     LATER,
     Abort,
+    Ack,
     Alive,
     Assign,
     CompressedPush,
@@ -457,7 +458,9 @@ class Server(Machine):
         # One that is cut off from the scheduler may wait here for values.
         effects += [Send(member, Rejected(_given_up(member))) for member in lost.values()]
         effects += [] if self._quotas is None else self._quotas.roster(now)
-        return [*effects, *self._ended(message.ended)]
+        effects += self._ended(message.ended)
+        # A newcomer waits until all servers know of it, so that is not left to a message that may come by.
+        return [*effects, Send(SCHEDULER_MEMBER, Ack(wanted=False))] if message.newcomers else effects
 
     def _rest(self, message: Rest, now: float) -> list[Effect]:
         """Go on without the workers that have no data; what waited only for them goes on."""

@@ -416,6 +416,24 @@ def comes_late(back):
     store.close()
 
 
+def at_work(logs):
+    """Worker 1 is killed in each of four lives, when the launcher has heard that it has made a step."""
+    life = int(os.environ.get("KVDIST_RESTARTS", "0"))
+    store, log = kv.create("dist"), Path(logs) / "scheduler.log"
+    store.set_optimizer("sgd", learning_rate=1.0)
+    store.init("w", np.zeros(3))
+    heard = f"at work worker {store.rank} life {life}\n"
+    while life < 4 and not (store.rank == 1 and heard in log.read_text()):
+        if (Path(logs) / "over").exists():
+            break
+        store.pushpull("w", np.ones(3))
+        time.sleep(0.01)
+    if life < 4 and store.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (Path(logs) / "over").touch()
+    store.close()
+
+
 def too_few(folder):
     """Worker 1 is killed; worker 0 makes no more steps than one or two before it is back, and they end together."""
     import torch
