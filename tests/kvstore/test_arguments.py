@@ -117,15 +117,11 @@ def matrix(shape: tuple[int, ...]) -> Any:
         return np.matrix(filled(shape))
 
 
-def masked(shape: tuple[int, ...]) -> Any:
-    return np.ma.masked_array(filled(shape))
-
-
 def tensor(shape: tuple[int, ...]) -> Any:
     return torch.from_numpy(filled(shape))
 
 
-@each("form", [fortran, unaligned, strided, big_endian, matrix, masked, tensor])
+@each("form", [fortran, unaligned, strided, big_endian, matrix, tensor])
 def test_other_forms_of_arrays_take_the_long_way_and_give_the_same(form: Any) -> None:
     keys, array = table(), form((2, 3))
     assert not is_plain(keys, [2], [array])

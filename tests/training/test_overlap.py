@@ -352,7 +352,7 @@ def test_an_error_in_step_waits_for_what_is_under_way(monkeypatch):
     pending = store.instead["push"] = Future()
     backward(late)
     store.instead["push"] = OSError("gone")
-    monkeypatch.setattr("kvdist.training.overlap.wait", waited.append)
+    monkeypatch.setattr("kvdist.training.overlap.wait_for", waited.append)
     with pytest.raises(OSError, match="gone"):
         trainer.step()
     assert waited == [[pending]]
