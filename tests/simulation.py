@@ -21,7 +21,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -245,6 +245,8 @@ class Cluster:
     missed_slices: Counter[tuple[int, int]] = field(default_factory=Counter)
     """(whose transfers, slice) → the same, added up."""
     term: int = 1
+    look: Callable[[Cluster], None] | None = None
+    """Called whenever a worker has come to its next round."""
 
 
 class SimulationError(AssertionError):
@@ -339,12 +341,15 @@ def counting(used: Counter[str]) -> Iterator[None]:
         yield
 
 
-def run(seed: int, scenario: Scenario, dumps: Path | None = None) -> Result:
+def run(
+    seed: int, scenario: Scenario, dumps: Path | None = None, look: Callable[[Cluster], None] | None = None
+) -> Result:
     """Simulate one cluster to its end.
 
     Args:
         seed: what everything follows from.
         scenario: what is simulated.
+        look: called whenever a worker has come to its next round.
         dumps: where processes that fail write their dumps; and all that machines were told is told again to new ones,
             which must answer the same.
 
@@ -352,7 +357,7 @@ def run(seed: int, scenario: Scenario, dumps: Path | None = None) -> Result:
         SimulationError: an invariant broke, a value was wrong, a request or a process did not end.
     """
     network = Network(seed, scenario.weather)
-    cluster = Cluster(scenario, seed, network, dumps=dumps)
+    cluster = Cluster(scenario, seed, network, dumps=dumps, look=look)
     try:
         with (
             small_messages(),
@@ -687,8 +692,10 @@ def _may_be_torn(cluster: Cluster, folder: str) -> bool:
 
 def _turned(cluster: Cluster, user: User) -> None:
     """A worker's node has turned: let its user go on, and strike when it is time."""
-    before = user.rollbacks
+    before, round_before = user.rollbacks, user.round
     user.advance()
+    if cluster.look is not None and user.round > round_before:
+        cluster.look(cluster)
     network, scenario = cluster.network, cluster.scenario
     if user.rollbacks > before and cluster.oracle is not None:  # what has left does not make its last pushes again
         cluster.oracle.lost |= {one.rank for one in cluster.users.values() if one.has_left}

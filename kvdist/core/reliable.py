@@ -37,21 +37,8 @@ from kvdist.core.machine import (
 )
 from kvdist.errors import FencedError
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
-from kvdist.protocol.messages import (
-    Ack,
-    CompressedPush,
-    InitValues,
-    JoinedPush,
-    Message,
-    Packet,
-    Push,
-    Rejected,
-    ReplaceState,
-    ReplaceValues,
-    Replicate,
-    Stamp,
-    Values,
-)
+from kvdist.protocol.arrays import Arrays, Coded
+from kvdist.protocol.messages import Ack, Message, Packet, Rejected, Stamp
 
 ACK_DELAY_S = 0.02
 """An acknowledgement waits this long for a message to ride on."""
@@ -443,8 +430,7 @@ def _unreachable(link: PeerLink) -> Unreachable:
     )
 
 
-_WITH_PAYLOAD = (Push, CompressedPush, JoinedPush, Values, InitValues, ReplaceValues, ReplaceState, Replicate)
-
-
 def _payload_bytes(message: Message) -> int:
-    return message.arrays.nbytes if isinstance(message, _WITH_PAYLOAD) else 0
+    """The bytes of its payload frames, which every kind that has any declares as its `arrays`."""
+    arrays: Arrays | Coded | None = getattr(message, "arrays", None)
+    return 0 if arrays is None else arrays.nbytes

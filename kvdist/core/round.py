@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -131,6 +131,8 @@ class Round(Generic[C, P]):
     """Worker rank → the counter of its last push, if that was refused for good. A worker that repeats the push is told
     again: the first answer may have gone to a neighbour that left before it had passed it on."""
     pulls: list[P] = field(default_factory=list)
+    _unsatisfied: int = field(default=0, init=False)
+    """The first so many pulls were looked at since anything was counted, and wait."""
     open_since: float = 0.0
     admission: Admission | None = None
     """None nearly always."""
@@ -199,6 +201,7 @@ class Round(Generic[C, P]):
         """
         contributions = [self.slots.pop(rank) for rank in ranks or self.policy.chosen(self.ready())]
         self.version += 1
+        self._unsatisfied = 0
         for contribution in contributions:
             self.counted[contribution.member.node.rank] = contribution.step + 1
             if contribution.samples:
@@ -227,10 +230,11 @@ class Round(Generic[C, P]):
             admission.limit = self.version + more
         return max(admission.limit - more, 0)
 
-    def admit(self, ranks: Iterable[int], version: int | None) -> None:
+    def admit(self, ranks: Collection[int], version: int | None) -> None:
         """Let workers take part from a version on; None for not yet, and the next call says when."""
         admission = self.admission = self.admission or Admission()
         admission.limit = None
+        self._unsatisfied = 0
         for rank in ranks:
             admission.since[rank] = NEVER if version is None else version
             if version is not None:
@@ -271,9 +275,12 @@ class Round(Generic[C, P]):
 
     def take_satisfied(self) -> list[P]:
         """The pulls that the present state answers; they are removed."""
-        ready = [pull for pull in self.pulls if self.satisfies(pull)]
+        ready, waiting = list[P](), list[P]()
+        for pull in self.pulls[self._unsatisfied :]:
+            (ready if self.satisfies(pull) else waiting).append(pull)
         if ready:
-            self.pulls = [pull for pull in self.pulls if not self.satisfies(pull)]
+            self.pulls[self._unsatisfied :] = waiting
+        self._unsatisfied = len(self.pulls)
         return ready
 
     def satisfies(self, pull: P) -> bool:
@@ -283,6 +290,7 @@ class Round(Generic[C, P]):
     def forget(self, gone: Set[int]) -> None:
         """These workers wait for nothing any more. What they have pushed still counts."""
         self.pulls = [pull for pull in self.pulls if pull.member.node.rank not in gone]
+        self._unsatisfied = 0
 
     def credit(self, rank: int, examples: int) -> None:
         """Count for a lost worker the examples that other slices have of it and this one has not."""
@@ -314,11 +322,13 @@ class Round(Generic[C, P]):
         self.counted = {rank: pushes for rank, (pushes, _) in counted.items()}
         self.examples = {rank: examples for rank, (_, examples) in counted.items() if examples}
         self.slots, self.refused, self.pulls, self.admission = {}, {}, [], None
+        self._unsatisfied = 0
 
     def resume(self, rank: int, pushes: int, examples: int) -> None:
         """Count a worker's pushes from here on: those before were counted, and are lost if the value has them not."""
         if rank not in self.slots:
             self.counted[rank] = max(self.counted.get(rank, 0), pushes)
+            self._unsatisfied = 0
             if examples:
                 self.examples[rank] = max(self.examples.get(rank, 0), examples)
 

@@ -45,6 +45,7 @@ from kvdist.protocol.wire_types import (
     SliceArrays,
     U8s,
     U32s,
+    U64s,
     UInt32,
     UInt64,
     bits,
@@ -1107,7 +1108,7 @@ class Resume(WireMessage):
     KIND = 116
     ids: Numbers
     steps: Numbers
-    examples: Numbers
+    examples: U64s
 
 
 @dataclass(frozen=True, slots=True)

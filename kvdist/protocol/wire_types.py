@@ -25,7 +25,7 @@ from kvdist.dtypes import DType
 from kvdist.errors import ProtocolError
 from kvdist.naming import NamedKey
 from kvdist.nodes import Member, NodeId, Role
-from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Coded, Payload, as_octets, check_coded, pad_sizes
+from kvdist.protocol.arrays import ITEMSIZES, U8, U32, U64, Arrays, Coded, Payload, as_octets, check_coded, pad_sizes
 from kvdist.protocol.limits import DEFAULT, WireLimits
 
 ROLES = (Role.SCHEDULER, Role.SERVER, Role.WORKER)
@@ -433,32 +433,30 @@ Givers = Annotated[
 # Columns about slices: arrays with one item per slice.
 
 
-def _pack_u32(values: Any) -> bytes:
-    if values.dtype != _U32:
-        raise TypeError(f"expected an array of uint32, found {values.dtype}")
-    data: bytes = values.tobytes()
-    return data
+def _packer(dtype: np.dtype[Any]) -> Callable[[Any], bytes]:
+    def pack(values: Any) -> bytes:
+        if values.dtype != dtype:
+            raise TypeError(f"expected an array of {dtype}, found {values.dtype}")
+        data: bytes = values.tobytes()
+        return data
+
+    return pack
 
 
-def _pack_u8(values: Any) -> bytes:
-    if values.dtype != _U8:
-        raise TypeError(f"expected an array of uint8, found {values.dtype}")
-    data: bytes = values.tobytes()
-    return data
+def _reader(dtype: np.dtype[Any]) -> Callable[[Source], Any]:
+    width = dtype.itemsize
+
+    def read(source: Source) -> Any:
+        data = source.reader.unpack()
+        if type(data) is not bytes or len(data) % width:
+            raise ProtocolError(f"expected a run of bytes that holds numbers of {width} bytes")
+        return np.frombuffer(data, dtype)
+
+    return read
 
 
-def _read_u32(source: Source) -> Any:
-    data = source.reader.unpack()
-    if type(data) is not bytes or len(data) % 4:
-        raise ProtocolError("expected a run of bytes that holds numbers of four bytes")
-    return np.frombuffer(data, _U32)
-
-
-def _read_u8(source: Source) -> Any:
-    data = source.reader.unpack()
-    if type(data) is not bytes:
-        raise ProtocolError("expected a run of bytes")
-    return np.frombuffer(data, _U8)
+_pack_u8, _pack_u32, _pack_u64 = _packer(_U8), _packer(_U32), _packer(_U64)
+_read_u8, _read_u32, _read_u64 = _reader(_U8), _reader(_U32), _reader(_U64)
 
 
 def bits(known: int) -> WireType:
@@ -512,6 +510,7 @@ def _check_settings(values: tuple[tuple[float, float, float], ...], limits: Wire
 U32s = Annotated[U32, WireType("u32s", _read_u32, _pack_u32, "slices")]
 U8s = Annotated[U8, WireType("u8s", _read_u8, _pack_u8, "slices")]
 Numbers = Annotated[U32, WireType("numbers", _read_u32, _pack_u32, "numbers")]
+U64s = Annotated[U64, WireType("u64s", _read_u64, _pack_u64, "numbers")]
 Settings = Annotated[
     tuple[tuple[float, float, float], ...], WireType("settings", _read_settings, _pack_settings, check=_check_settings)
 ]

@@ -4,8 +4,9 @@ One more key of the same exchange, so it costs no message. Invariants:
 
 * For each parameter it has whether a worker had a gradient, as all must update the same parameters.
 * It has whether a worker averages, sums or weighs by samples, as all with gradients must do the same where no server
-  divides; and the samples, whose sum divides then.
-* It has of how many examples each worker's gradients are, as far as that is known.
+  divides.
+* It has of how many examples each worker's gradients are, as far as that is known: in digits, since float32 keeps whole
+  numbers apart only up to 2**24, which a step of tokens passes. Their sum divides gradients that are weighted.
 * Every worker writes what its optimizer's numbers are into a place of its own, and all see alike whether they differ:
   then each would make another step, and the weights would drift apart.
 """
@@ -28,6 +29,10 @@ DIGESTS = 1 << 20
 CONVENTIONS = 3
 """Averages, sums, and gradients that are weighted by their samples."""
 
+DIGIT, DIGITS = 1 << 8, 4
+"""A number of examples, up to `SAMPLES_MAX`, is that many digits of this base. The sum of a digit over some thousand
+workers is exact, also divided by their number."""
+
 
 class Ballot:
     """The ballots of a trainer.
@@ -47,22 +52,26 @@ class Ballot:
         self._num_workers = num_workers
         self._names = [name for name in numbers_of(type(optimizer)) if name != "rescale_grad"]
 
-    def cast(self, had: Sequence[bool], average: bool, samples: int = 0, examples: int = 0) -> NDArray[np.float32]:
+    def cast(
+        self, had: Sequence[bool], average: bool, is_weighted: bool = False, examples: int = 0
+    ) -> NDArray[np.float32]:
         """Return this worker's ballot.
 
         Args:
             had: for each trained parameter whether there is a gradient here.
             average: whether this worker averages. Without any gradient, as in a skipped step, it accepts everything.
-            samples: what its gradients were multiplied by; 0 if they are not weighted.
+            is_weighted: whether its gradients were multiplied by `examples`; then it neither averages nor sums.
             examples: of how many they are; 0 if that is not known.
         """
         own = np.zeros((self._num_workers, 3), np.float32)
         own[self._rank] = self._digest(), self._optimizer.learning_rate, 1.0
-        convention = [any(had) and average, any(had) and not average and not samples, any(had) * samples]
-        return np.array([*had, *convention, any(had) * examples, *own.ravel()], np.float32)
+        takes_part = any(had)
+        convention = [average, not average and not is_weighted, is_weighted]
+        digits = [examples // DIGIT**place % DIGIT for place in range(DIGITS)]
+        return np.array([*had, *(takes_part * number for number in (*convention, *digits)), *own.ravel()], np.float32)
 
     def read(self, result: NDArray[np.float32]) -> tuple[list[bool], NDArray[np.float32]]:
-        """For each trained parameter whether any worker had a gradient; how many average and sum, and all samples.
+        """For each trained parameter whether any worker had a gradient; and how many average, sum and weigh.
 
         Args:
             result: all workers' ballots, summed or averaged.
@@ -71,11 +80,17 @@ class Ballot:
 
     def examples(self, result: NDArray[np.float32]) -> int:
         """Of how many examples the gradients of all workers are."""
+        begin = self._parameters + CONVENTIONS
+        sums = result[begin : begin + DIGITS].astype(np.float64) / self.share(result)
+        return sum(round(digit) * DIGIT**place for place, digit in enumerate(sums.tolist()))
+
+    def share(self, result: NDArray[np.float32]) -> float:
+        """What part of the sums of all workers the result is: 1, or that of one worker if it is an average."""
         # Those that had gradients were all averaged or all summed; one that skips the step is averaged, and says 0.
-        return round(float(result[self._parameters + CONVENTIONS] / self._said(result)[:, 2].max()))
+        return float(self._said(result)[:, 2].max())
 
     def _said(self, result: NDArray[np.float32]) -> NDArray[np.float32]:
-        return result[self._parameters + CONVENTIONS + 1 :].reshape(-1, 3)
+        return result[self._parameters + CONVENTIONS + DIGITS :].reshape(-1, 3)
 
     def require_equal_numbers(self, result: NDArray[np.float32]) -> None:
         """Compare the workers' optimizers; without any gradient nothing is updated, and they may differ.

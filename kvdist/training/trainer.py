@@ -1460,21 +1460,21 @@ class Exchange:
         if is_weighted:
             refuse_overflow(grads)
             divide(grads, 1 / samples)
-        vote = self._ballot.cast(here, average and not is_weighted, samples if is_weighted else 0, samples)
+        vote = self._ballot.cast(here, average and not is_weighted, is_weighted, samples)
         self._sum(range(len(grads)), grads, average, (self._ballot.key, torch.from_numpy(vote)))
-        given, (averaging, summing, total) = self._ballot.read(vote)
+        given, (averaging, summing, weighing) = self._ballot.read(vote)
         for (_, parameter), is_given in zip(self._trained, given, strict=True):
             if not is_given:
                 parameter.drop_filled()
         self._ballot.require_equal_numbers(vote)
         self.examples = self._ballot.examples(vote)
-        if total:
+        if weighing:
             if averaging or summing:
                 raise ValueError(
                     "some workers called step(samples=n), which weighs their gradients, and others step() or"
                     " step(batch_size): call the same on all workers"
                 )
-            scale([parameter for _, parameter in self._trained], 1 / float(total))
+            scale([parameter for _, parameter in self._trained], 1 / (self.examples * self._ballot.share(vote)))
         if averaging and summing and isinstance(self._store, KVStore) and self._store.type not in DIST_NAMES:
             raise ValueError(
                 "some workers called step(), which averages over the workers, and others step(batch_size), which sums:"

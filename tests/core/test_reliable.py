@@ -23,8 +23,11 @@ from kvdist.core.machine import (
 )
 from kvdist.core.reliable import ACK_DELAY_S, ANSWER_S_MAX, RETRY_MAX_S, RETRY_S, SLOWEST_BYTES_PER_S, Reliable
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
+from kvdist.protocol import wire
 from kvdist.protocol.arrays import Arrays
 from kvdist.protocol.messages import Ack, Alive, Done, InitValues, Message, Packet, Rejected, Stamp
+from tests.cases import each
+from tests.protocol.conftest import messages
 
 JOB = 7
 ANN, BOB = Member(worker(0), 1), Member(server(0), 2)
@@ -181,6 +184,17 @@ def test_what_is_large_has_longer_to_arrive_so_that_a_slow_line_does_not_carry_i
     pair.from_ann.perform(lambda: [Send(BOB, large)] * 20, 11.0)
     assert pair.from_ann.deadline == 11.0 + RETRY_S + ANSWER_S_MAX, "whatever is lost is said again within minutes"
     pair.from_ann.validate()
+
+
+@each("name", sorted(form.message.__name__ for form in wire.KINDS.values() if form.has_payload))
+def test_the_payload_of_each_kind_that_has_one_gives_the_peer_longer_to_answer(name: str) -> None:
+    pair = Pair()
+    (message,) = [one for one in messages() if type(one).__name__ == name]
+    (said,) = packets(pair.from_ann.perform(lambda: [Send(BOB, message)], 0.0))
+    payload_bytes = sum(len(frame) for frame in wire.encode(said)[2:])
+    assert payload_bytes and pair.from_ann.deadline == RETRY_S + payload_bytes / SLOWEST_BYTES_PER_S
+    pair.bob_hears(said)
+    assert pair.from_bob.links[ANN].owed_bytes == payload_bytes, "so many are acknowledged at once when they are many"
 
 
 def test_a_mended_connection_repeats_everything_and_asks_for_the_same(pair: Pair) -> None:

@@ -964,7 +964,7 @@ def wakes_into_checkpoints(self: Checkpoints) -> bool:
 def forgets_what_is_held(self: Leases, version: int) -> None:
     """Only what is free is left when a snapshot begins."""
     ORIGINAL_SNAPSHOT_BEGINS(self, version)
-    for holder in self._then.values():
+    for holder in (self._then or {}).values():
         holder.ranges.clear()
 
 

@@ -118,7 +118,7 @@ def messages() -> list[m.Message]:
         m.Rewind(2, 40, "server-1 was lost"),
         m.Quiet(2),
         m.Rewound(2, u32(3, 4), u32(40, 0), u32(12, 0)),
-        m.Resume(u32(3, 4), u32(13, 0), u32(416, 0)),
+        m.Resume(u32(3, 4), u32(13, 0), np.array([1 << 40, 0], np.uint64)),
         m.Missed(2, 0, 1),
         m.RollBack(21, 2, u32(3, 4), u32(40, 0)),
         m.Replicate(u32(0, 11), 7, (m.Contributor(2, 1 << 63, 6, 32), m.Contributor(3, 9, 6, 0)), ((0.5, NAN, 1.0),),

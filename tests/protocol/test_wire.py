@@ -46,6 +46,10 @@ def numbers(n: int) -> st.SearchStrategy[Any]:
     return st.lists(U32, min_size=n, max_size=n).map(lambda values: np.array(values, np.uint32))
 
 
+def wide_numbers(n: int) -> st.SearchStrategy[Any]:
+    return st.lists(U64, min_size=n, max_size=n).map(lambda values: np.array(values, np.uint64))
+
+
 def octets(n: int, high: int) -> st.SearchStrategy[Any]:
     return st.lists(st.integers(0, high), min_size=n, max_size=n).map(lambda values: np.array(values, np.uint8))
 
@@ -285,7 +289,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Rewind: st.builds(m.Rewind, U32, U32, NAMES),
     m.Quiet: st.builds(m.Quiet, U32),
     m.Rewound: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Rewound, U32, numbers(n), numbers(n), numbers(n))),
-    m.Resume: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Resume, numbers(n), numbers(n), numbers(n))),
+    m.Resume: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Resume, numbers(n), numbers(n), wide_numbers(n))),
     m.Missed: st.builds(m.Missed, U32, U32, U32),
     m.RollBack: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.RollBack, U64, U32, numbers(n), numbers(n))),
     m.Command: st.builds(m.Command, U64, U32, NAMES),

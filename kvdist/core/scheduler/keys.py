@@ -2,7 +2,7 @@
 
 A key goes through three states: *declared* by some workers, *agreed* when every live worker has declared it alike,
 *placed* when every server knows of it. A worker's request for a list of keys is answered when its last key is placed.
-There are many keys and few ways in which workers have declared them, so keys share the sets of those who have.
+There are many keys and many workers, so a key has a bit of an integer for each worker that has declared it.
 
 The first worker that sets an optimizer decides for the store; the others have to set the same.
 """
@@ -10,9 +10,12 @@ The first worker that sets an optimizer decides for the store; the others have t
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right, insort_right
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import groupby
+from operator import attrgetter, or_
 
 from kvdist.checkpoint.snapshot import SavedKey
 from kvdist.core.agreement import Agreement, MemberWait, Questions
@@ -79,8 +82,8 @@ class DeclaredKey:
     """The dtype in which its values come back."""
     form: str
     """What its rows begin as, if it is a table of rows."""
-    declared: frozenset[int] = frozenset()
-    """The ranks that have declared it, or need not: one of few sets that all keys share."""
+    declared: int = 0
+    """A bit for each rank that has declared it, or need not."""
     spared: frozenset[Member] = frozenset()
     """Members that need not, because they have joined later in the program: its rounds do not wait for them yet."""
     home: int = -1
@@ -90,7 +93,7 @@ class DeclaredKey:
     placed: bool = False
     conflict: str = ""
     """The error that every worker gets once they have disagreed."""
-    waiters: tuple[KeyRequest, ...] = ()
+    waiters: list[KeyRequest] = field(default_factory=list)
 
     @property
     def said(self) -> Declared:
@@ -99,7 +102,8 @@ class DeclaredKey:
 
     def dispute(self, otherwise: Mapping[int, Declared]) -> str:
         """What workers have declared that do not agree, for people; `otherwise` has what differs from the first one."""
-        groups = minority_first((rank, otherwise.get(rank, self.said)) for rank in self.declared)
+        ranks = [rank for rank in range(self.declared.bit_length()) if self.declared >> rank & 1]
+        groups = minority_first((rank, otherwise.get(rank, self.said)) for rank in ranks)
         shapes, dtypes, _, forms = (len(set(column)) > 1 for column in zip(*(said for _, said in groups), strict=True))
         if not (shapes or dtypes or forms):
             said = ", but as ".join(f"{DType(said[2]).label} to {who}" for who, said in groups)
@@ -145,15 +149,18 @@ class StoreKeys:
     """The worker that used the store first."""
     slice_bytes: int
     entries: dict[int | str, DeclaredKey] = field(default_factory=dict)
-    requests: list[KeyRequest] = field(default_factory=list)
+    requests: dict[KeyRequest, None] = field(default_factory=dict)
+    """Those without an answer, in their order."""
     due: float = NEVER
     """When `settle_disputes` waits for no further worker."""
     _disputed: dict[int | str, dict[int, Declared]] = field(default_factory=dict)
     """Key → what was declared otherwise than by the first worker, by rank."""
     _unplaced: dict[int | str, DeclaredKey] = field(default_factory=dict)
     """The entries for which no place was sought yet."""
-    _declarers: dict[tuple[frozenset[int], int], frozenset[int]] = field(default_factory=dict)
-    """Ranks and one more → all of them."""
+    changes: int = 0
+    """How often keys have got their places or an error."""
+    _ready: list[KeyRequest] = field(default_factory=list)
+    """The requests all of whose keys are placed."""
 
     def declare(self, sender: Member, message: Declare, now: float, spared: Collection[Member] = ()) -> str:
         """Note that a worker is about to initialise keys.
@@ -168,7 +175,7 @@ class StoreKeys:
             '', or why it cannot. Other requests that wait for such a key fail, too: see `take_conflicts`.
         """
         conflict, rank, entries = "", sender.node.rank, []
-        before = after = frozenset[int]()
+        declared = _bits((rank, *(other.node.rank for other in spared)))
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
             entry = self.entries.get(key)
@@ -184,12 +191,7 @@ class StoreKeys:
             if message.mode != self.mode:
                 entry.conflict = self._other_type(sender, message)
             conflict = conflict or entry.conflict
-            if entry.declared is not before or not after:  # nearly all keys have the same
-                before = entry.declared
-                after = self._with(before, rank)
-                for other in spared:
-                    after = self._with(after, other.node.rank)
-            entry.declared = after
+            entry.declared |= declared
             if spared and not entry.placed:
                 entry.spared |= frozenset(spared)
             entries.append(entry)
@@ -216,9 +218,12 @@ class StoreKeys:
             " create its stores in the same order and with the same types"
         )
 
-    def settle_disputes(self, live: set[int], now: float) -> bool:
+    def settle_disputes(self, live: Set[int], now: float) -> bool:
         """Give up keys that workers have declared differently, once all have, or `DISPUTE_S` later; whether any was."""
-        given_up = [key for key in self._disputed if now >= self.due or live <= self.entries[key].declared]
+        if not self._disputed:
+            return False
+        awaited = _bits(live)
+        given_up = [key for key in self._disputed if now >= self.due or not awaited & ~self.entries[key].declared]
         for key in given_up:
             entry, otherwise = self.entries[key], self._disputed.pop(key)
             entry.conflict = entry.conflict or entry.dispute(otherwise)
@@ -226,39 +231,36 @@ class StoreKeys:
             self.due = NEVER
         return bool(given_up)
 
-    def _with(self, ranks: frozenset[int], rank: int) -> frozenset[int]:
-        found = self._declarers.get((ranks, rank))
-        if found is None:
-            found = self._declarers[ranks, rank] = ranks | {rank}
-        return found
-
     def _enter(self, request: KeyRequest, entries: Sequence[DeclaredKey]) -> None:
-        ones = (request,)
         for entry in entries:
             if not entry.placed:
-                entry.waiters = entry.waiters + ones if entry.waiters else ones
+                entry.waiters.append(request)
                 request.missing += 1
-        self.requests.append(request)
+        self.requests[request] = None
+        if not request.missing:
+            self._ready.append(request)
 
     def spare(self, members: Collection[Member]) -> None:
         """Place the keys that are being declared without these."""
+        spared = _bits(member.node.rank for member in members)
         for entry in self._unplaced.values():
             entry.spared |= frozenset(members)
-            for member in members:
-                entry.declared = self._with(entry.declared, member.node.rank)
+            entry.declared |= spared
 
     def take_conflicts(self) -> list[tuple[KeyRequest, str]]:
         """The requests that wait for a key about which workers disagree, each once; they are removed."""
-        failed: dict[int, tuple[KeyRequest, str]] = {}
+        self.changes += 1
+        failed: dict[KeyRequest, str] = {}
         for entry in self.entries.values():
             if entry.conflict:
                 for request in entry.waiters:
-                    failed.setdefault(id(request), (request, entry.conflict))
-                entry.waiters = ()
-        self.requests = [request for request in self.requests if id(request) not in failed]
-        return list(failed.values())
+                    failed.setdefault(request, entry.conflict)
+                entry.waiters = []
+        for request in failed:
+            self.requests.pop(request, None)
+        return list(failed.items())
 
-    def take_agreed(self, live: set[int], keys: Iterable[int | str] | None = None) -> list[DeclaredKey]:
+    def take_agreed(self, live: Set[int], keys: Iterable[int | str] | None = None) -> list[DeclaredKey]:
         """The keys that every live worker has declared and that have no place yet, in their order.
 
         Args:
@@ -267,25 +269,32 @@ class StoreKeys:
         """
         unplaced = self._unplaced
         entries = unplaced.values() if keys is None else [unplaced[key] for key in keys if key in unplaced]
-        complete = {ranks for ranks in {entry.declared for entry in entries} if live <= ranks}
-        disputed = self._disputed
-        agreed = [one for one in entries if one.declared in complete and not one.conflict and one.key not in disputed]
+        complete = [entry for entry in entries if entry.declared.bit_count() >= len(live)]  # all others lack some
+        if not complete:
+            return []
+        awaited, disputed = _bits(live), self._disputed
+        complete = [entry for entry in complete if not awaited & ~entry.declared]
+        agreed = [one for one in complete if not one.conflict and one.key not in disputed]
         for entry in agreed:
             del self._unplaced[entry.key]
         return agreed
 
     def mark_placed(self, entries: Iterable[DeclaredKey]) -> None:
         """Every server knows of these keys now."""
+        self.changes += 1
         for entry in entries:
             entry.placed = True
             for request in entry.waiters:
                 request.missing -= 1
-            entry.waiters = ()
+                if not request.missing:
+                    self._ready.append(request)
+            entry.waiters = []
 
     def take_answers(self) -> list[Effect]:
         """The answers to the requests all of whose keys are placed; they are removed."""
-        ready = [request for request in self.requests if request.missing == 0]
-        self.requests = [request for request in self.requests if request.missing]
+        ready, self._ready = [request for request in self._ready if request in self.requests], []
+        for request in ready:
+            del self.requests[request]
         return [Send(request.member, self._answer(request)) for request in ready]
 
     def _answer(self, request: KeyRequest) -> Placed:
@@ -300,14 +309,18 @@ class StoreKeys:
         """Whether rounds of a key have begun without this member."""
         return member in entry.spared and POLICIES[self.mode].is_lockstep
 
-    def waits(self, live: set[int]) -> Iterator[MemberWait]:
+    def waits(self, live: Set[int]) -> Iterator[MemberWait]:
         """All that wait for keys, and for whose declarations."""
+        awaited = _bits(live)
         found: dict[tuple[int | str, ...], tuple[tuple[NodeId, ...], int | str]] = {}
         for request in self.requests:
             if request.keys not in found:  # most workers ask for the same keys
                 entries = [entry for key in request.keys if not (entry := self.entries[key]).placed]
-                missing = {rank for declared in {entry.declared for entry in entries} for rank in live - declared}
-                found[request.keys] = (tuple(map(worker, sorted(missing))), entries[0].key)
+                missing = 0
+                for entry in entries:
+                    missing |= awaited & ~entry.declared
+                ranks = [rank for rank in sorted(live) if missing >> rank & 1]
+                found[request.keys] = (tuple(map(worker, ranks)), entries[0].key)
             nodes, key = found[request.keys]
             subject, deed = f"the declaration of {name_of(key)}", f"initialise {name_of(key)}"
             yield MemberWait(request.member, request.request, request.since, nodes, subject, deed)
@@ -328,6 +341,8 @@ class Keys:
         self._membership = membership
         self._placer = placer
         self._questions = questions
+        self._by_slice: list[DeclaredKey] = []
+        """All keys that have slices, by the numbers of these."""
 
     def declare(self, sender: Member, message: Declare, now: float) -> list[Effect]:
         """A worker is about to initialise keys."""
@@ -384,6 +399,7 @@ class Keys:
         placement = self._placer.place(keys, shapes, itemsizes, keep, forms, store.slice_bytes)
         for entry, first, home in zip(entries, placement.first_slices, placement.homes, strict=True):
             entry.first_slice, entry.home = first, home
+        self._enter_slices(entries)
         return self._assign(store, entries, placement)
 
     def _assign(self, store: StoreKeys, entries: list[DeclaredKey], placement: Placement) -> list[Effect]:
@@ -453,7 +469,7 @@ class Keys:
             message.store, StoreKeys(message.store, message.mode, first, placement.slice_bytes)
         )
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
-        everybody = frozenset(_ranks(self._membership.workers))
+        everybody = _bits(_ranks(self._membership.workers))
         spared = frozenset(one for node, one in self._membership.there.items() if node.rank in message.later)
         entries = []
         for i, (key, shape, dtype, pulled_as, form) in enumerate(zip(*columns, strict=True)):
@@ -464,6 +480,7 @@ class Keys:
             where = (entry.home, entry.first_slice, store.slice_bytes)
             self._placer.recall(key, shape, DType(dtype).itemsize, form, *where)
         store.entries.update((entry.key, entry) for entry in entries)
+        self._enter_slices(entries)
         return [] if is_told else self._assign(store, entries, placement)
 
     def recall_optimizer(self, message: SetOptimizer, first: Member, now: float) -> list[Effect]:
@@ -479,12 +496,16 @@ class Keys:
         store = self.stores.get(message.store)
         return "" if store is None else store.misfit(sender, message)
 
-    def unplaced(self, message: Declare) -> int | str | None:
-        """The first key of a declaration that has neither its place nor an error; None if there is none."""
-        store = self.stores.get(message.store)
-        entries = {} if store is None else store.entries
-        found = ((key, entries.get(key)) for key in message.keys)
-        return next((key for key, one in found if one is None or not (one.placed or one.conflict)), None)
+    def is_settled(self, store: int, key: int | str) -> bool:
+        """Whether a key has its place, or an error."""
+        keys = self.stores.get(store)
+        entry = None if keys is None else keys.entries.get(key)
+        return entry is not None and (entry.placed or bool(entry.conflict))
+
+    @property
+    def changes(self) -> int:
+        """How often keys have got their places or an error, or a store its optimizer."""
+        return len(self.optimizers) + sum(store.changes for store in self.stores.values())
 
     def spare(self, members: Collection[Member]) -> None:
         """Place what is being declared without these workers, which join now."""
@@ -506,10 +527,12 @@ class Keys:
         entry = self._entry_of(number)
         return entry.init_rank if entry.placed else None
 
+    def _enter_slices(self, entries: Iterable[DeclaredKey]) -> None:
+        for entry in entries:
+            insort_right(self._by_slice, entry, key=_first_slice)
+
     def _entry_of(self, number: int) -> DeclaredKey:
-        entries = [entry for store in self.stores.values() for entry in store.entries.values()]
-        before = [entry for entry in entries if 0 <= entry.first_slice <= number]
-        return max(before, key=lambda entry: entry.first_slice)
+        return self._by_slice[bisect_right(self._by_slice, number, key=_first_slice) - 1]
 
     def configure(self, sender: Member, message: Configure, now: float) -> list[Effect]:
         """A worker chooses an optimizer."""
@@ -578,6 +601,14 @@ class Keys:
 
 def _ranks(nodes: Iterable[NodeId]) -> set[int]:
     return {node.rank for node in nodes}
+
+
+def _bits(ranks: Iterable[int]) -> int:
+    """An integer with a bit for each of these ranks."""
+    return reduce(or_, (1 << rank for rank in ranks), 0)
+
+
+_first_slice: Callable[[DeclaredKey], int] = attrgetter("first_slice")
 
 
 def _refuse(store: StoreKeys, code: ErrorCode) -> list[Effect]:

@@ -255,8 +255,9 @@ class Leases:
         """Lost worker → the last roster that did not say so."""
         self._marked: dict[Place, Marked] = {}
         """By checkpoint under way."""
-        self._then: dict[Member, LeaseHolder] = {}
-        """What each worker had not used when the last snapshot began, or was given later and has not given back."""
+        self._then: dict[Member, LeaseHolder] | None = None
+        """What each worker had not used when the present snapshot began, or was given later and has not given back; or
+        None while servers take none."""
         self._then_at = 0
         """The version of that snapshot."""
         self._then_number = -1
@@ -358,7 +359,8 @@ class Leases:
     def _give(self, sender: Member, message: Lease) -> Range | None:
         taken = self._queue.lease(max(1, message.batch), message.wanted, len(self._membership.there))
         if taken is not None:
-            self._note_given(sender, taken)
+            if self._then is not None:
+                self._note_given(self._then, sender, taken)
             holder = self._holders[sender]
             holder.ranges.append(taken)
             holder.request, holder.has_rested = message.request, sender.node in self._membership.resting
@@ -377,7 +379,7 @@ class Leases:
 
     def _give_back(self, member: Member, holder: LeaseHolder) -> None:
         self._queue.give_back(holder.ranges)
-        then = self._then.get(member)
+        then = None if self._then is None else self._then.get(member)
         if then is not None:
             then.ranges, _ = split(then.ranges, then.left - holder.left)
 
@@ -526,15 +528,15 @@ class Leases:
         self._then = {one: replace(holder, ranges=[*holder.ranges]) for one, holder in self._holders.items()}
         self._then_at, self._then_number = version, -1 if self._is_over else self._number
 
-    def _note_given(self, member: Member, given: Range) -> None:
+    def _note_given(self, then: dict[Member, LeaseHolder], member: Member, given: Range) -> None:
         """A worker that takes part only after the snapshot uses nothing for it."""
-        if member not in self._then:
+        if member not in then:
             is_later = self._membership.since.get(member, -1) >= self._then_at
-            self._then[member] = LeaseHolder(0, ALL if is_later else self._holders[member].used)
-        self._then[member].ranges.append(given)
+            then[member] = LeaseHolder(0, ALL if is_later else self._holders[member].used)
+        then[member].ranges.append(given)
 
     def position_at(self, trained: Mapping[int, int]) -> dict[str, Any] | None:
-        """Where the snapshot that began last is in the data.
+        """Where the present snapshot is in the data. Servers have taken it, so what is leased from now on is not noted.
 
         Args:
             trained: incarnation → how many examples there are in it of that worker. Of lost ones that are not named
@@ -543,13 +545,14 @@ class Leases:
         Raises:
             ValueError: a pass came to its end, and another has begun.
         """
+        noted, self._then = self._then or {}, None
         if self._plan is None:
             return None
         if self._then_number not in (-1, self._number):
             raise ValueError("another pass through the data has begun meanwhile")
-        for member, then in self._then.items():
+        for member, then in noted.items():
             then.use(trained.get(member.incarnation, ALL if member in self._membership.lost else 0))
-        left = [one for then in self._then.values() for one in then.ranges]
+        left = [one for then in noted.values() for one in then.ranges]
         return position_of(self._number, self._plan, [*self._queue.free, *left])
 
     def go_back(self, position: Mapping[str, Any] | None) -> None:
@@ -560,8 +563,8 @@ class Leases:
         else:
             self._number, self._plan, self._queue, self._is_over = -1, None, Queue(), False
             self._holders.clear()
-        self._version = 0
-        for one in (self._unsettled, self._waiting, self._marked, self._then):
+        self._version, self._then = 0, None
+        for one in (self._unsettled, self._waiting, self._marked):
             one.clear()
         for node in list(self._membership.resting):
             self._membership.wake(node)

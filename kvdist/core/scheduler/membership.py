@@ -66,6 +66,8 @@ class Membership:
         """Both; only to be read."""
         self.away: dict[NodeId, Member] = {}
         """Lost workers for whose return all wait, until a process of their rank comes."""
+        self.changes = 0
+        """How often a worker has come, has left, or is awaited from then on or no more."""
         self.quorum = (self.workers, self.away)
         """Whose word the workers' agreements need."""
         self.servers: dict[NodeId, Member] = {}
@@ -134,12 +136,14 @@ class Membership:
             self._uncopied |= dict.fromkeys((node.rank, self._rank_beside(node, -1)), self.epoch + 1)
         workers = self.newcomers if is_late else self.workers
         (workers if role is Role.WORKER else self.servers)[node] = member
+        self.changes += 1
         return member
 
     def make_member(self, member: Member, since: int) -> None:
         """A cut lets rounds wait for a newcomer."""
         self.workers[member.node] = self.newcomers.pop(member.node)
         self.since[member] = since
+        self.changes += 1
 
     def go_back(self, version: int) -> None:
         """All workers stand after so many pushes now, whenever they have joined."""
@@ -243,6 +247,7 @@ class Membership:
     def leave(self, node: NodeId) -> None:
         """A worker has said goodbye, or a server has ended after it was told to. Its rank stays its own."""
         self.left.add(node)
+        self.changes += 1
         for live in (self.servers, self.workers, self.resting, self.newcomers):
             member = live.pop(node, None)
             if member is not None:
@@ -254,6 +259,7 @@ class Membership:
         member = self.workers.pop(node, None)
         if member is not None:
             self.resting[node] = member
+            self.changes += 1
         return member is not None
 
     def wake(self, node: NodeId) -> None:
@@ -261,6 +267,7 @@ class Membership:
         member = self.resting.pop(node, None)
         if member is not None:
             self.workers[node] = member
+            self.changes += 1
 
     def lose(self, member: Member, cause: str, has_ended: bool) -> None:
         """Give up a worker that is there, or a server that may be lost; it may go on, unless it has ended."""

@@ -71,6 +71,17 @@ Call = Barrier | Load | Claim
 """What all workers do as often, and count."""
 
 
+@dataclass(slots=True, eq=False)
+class WaitingCall:
+    """What a newcomer says, and cannot be answered before another worker has said the same."""
+
+    sender: Member
+    message: Declare | Configure | Call
+    since: float
+    settled: int = 0
+    """How many of the keys of a declaration have their places, or an error, from its first one on."""
+
+
 class NewcomerScheduler(Protocol):
     """What the scheduler does for newcomers."""
 
@@ -84,6 +95,10 @@ class NewcomerScheduler(Protocol):
     @property
     def idle(self) -> int:
         """How many newcomers find no data to train on."""
+
+    @property
+    def calls(self) -> int:
+        """How many barriers, checkpoints and loads there have been, those included that are under way."""
 
     def announce(self) -> list[Effect]:
         """Tell all who is there."""
@@ -134,10 +149,9 @@ class Newcomers:
         """Server → how far its slices are."""
         self._is_finding = self._must_find_again = False
         """Whether servers are asked how far they are; and whether they must be asked once more."""
-        self._waiting: list[tuple[Member, Message]] = []
-        """What cannot be answered before another worker has said the same."""
-        self._waiting_since: dict[tuple[Member, int], float] = {}
-        """(who declares keys or chooses an optimizer, request) → since when it waits so."""
+        self._waiting: list[WaitingCall] = []
+        self._looked_at: tuple[int, ...] = ()
+        """What all that waits depended on when it was looked at: see `_state`."""
         self._models: dict[int, str] = {}
         """Store → what all workers have said of the model of their Trainers."""
         self._aligned: set[tuple[Member, type[Message], int]] = set()
@@ -208,7 +222,7 @@ class Newcomers:
         self.introductions.pop(member, None)
         self._joined.pop(member, None)
         self._line = [one for one in self._line if one != member]
-        self._waiting = [one for one in self._waiting if one[0] != member]
+        self._waiting = [one for one in self._waiting if one.sender != member]
         self._aligned = {place for place in self._aligned if place[0] != member}
 
     def end(self) -> list[Effect]:
@@ -246,35 +260,50 @@ class Newcomers:
                 reason = f"{sender} says: {said}; the workers that it joins have said: {agreed}. {REFUSED}"
                 return [Send(sender, Failed(request, ErrorCode.INIT_MISMATCH, reason))]
             case Declare(request):
-                waits = bool(self._membership.there) and self._keys.unplaced(message) is not None
-                has_waited = (sender, request) in self._waiting_since
-                reason = "" if waits and has_waited else self._keys.misfit(sender, message)
+                reason = self._keys.misfit(sender, message)
                 if reason:
                     return [Send(sender, Failed(request, ErrorCode.INIT_MISMATCH, reason))]
-                return self._wait(sender, message) if waits else None
-            case Configure() if self._membership.there and message.store not in self._keys.optimizers:
-                return self._wait(sender, message)
+            case Configure():
+                pass
             case _:
                 return None
-
-    def _wait(self, sender: Member, message: Declare | Configure) -> list[Effect]:
-        self._waiting.append((sender, message))
-        self._waiting_since.setdefault((sender, message.request), self._scheduler.now)
+        waiting = WaitingCall(sender, message, self._scheduler.now)
+        if self._may_go_on(waiting):
+            return None
+        self._waiting.append(waiting)
         return []
+
+    def _may_go_on(self, waiting: WaitingCall) -> bool:
+        """Whether it is worth handling what has waited."""
+        message = waiting.message
+        if not self._membership.there:
+            return True
+        if isinstance(message, Declare):
+            return self._unsettled_key(waiting, message) is None
+        return not isinstance(message, Configure) or message.store in self._keys.optimizers
+
+    def _unsettled_key(self, waiting: WaitingCall, message: Declare) -> int | str | None:
+        """The first key of a declaration that has neither its place nor an error; None if there is none."""
+        while waiting.settled < len(message.keys):
+            key = message.keys[waiting.settled]
+            if not self._keys.is_settled(message.store, key):
+                return key
+            waiting.settled += 1
+        return None
 
     def waits(self) -> Iterator[MemberWait]:
         """The newcomers that wait for what no other worker has declared or chosen yet; all while they are too few."""
         workers = tuple(sorted(self._membership.there, key=lambda node: node.rank))
-        for sender, message in self._waiting:
-            if isinstance(message, Declare) and (key := self._keys.unplaced(message)) is not None:
+        for one in self._waiting:
+            sender, message = one.sender, one.message
+            if isinstance(message, Declare) and (key := self._unsettled_key(one, message)) is not None:
                 subject, deed = f"the declaration of {name_of(key)}", f"initialise {name_of(key)}"
             elif isinstance(message, Configure):
                 subject, deed = f"the optimizer of store {message.store}", "call set_optimizer"
             else:
                 continue
-            since = self._waiting_since[sender, message.request]
             deed += f", as only {sender} has, which joins them: if it runs another program, start it with theirs"
-            yield MemberWait(sender, message.request, since, workers, subject, deed)
+            yield MemberWait(sender, message.request, one.since, workers, subject, deed)
         if self._held_since is None:
             return
         there, least = self._ready_ones, self._scheduler.config.min_workers or 0
@@ -291,18 +320,22 @@ class Newcomers:
             self._models[store] = model
 
     def advance(self) -> list[Effect]:
-        """Handle again what had to wait, as long as some of it gets on."""
+        """Handle again what had to wait, as long as anything that it depends on changes. Called after every message."""
         effects: list[Effect] = []
-        before = -1
-        while self._waiting and len(self._waiting) != before:
+        while self._waiting and (state := self._state) != self._looked_at:
+            self._looked_at = state
             waiting, self._waiting = self._waiting, []
-            before = len(waiting)
-            for sender, message in waiting:
-                effects += self._scheduler.again(sender, message)
-        if self._waiting_since:
-            there = {(sender, getattr(message, "request", 0)) for sender, message in self._waiting}
-            self._waiting_since = {call: since for call, since in self._waiting_since.items() if call in there}
+            for one in waiting:
+                if self._may_go_on(one):
+                    effects += self._scheduler.again(one.sender, one.message)
+                else:
+                    self._waiting.append(one)
         return effects
+
+    @property
+    def _state(self) -> tuple[int, ...]:
+        """What decides whether anything that waits can go on, as numbers of which one differs whenever that does."""
+        return self._membership.changes, self._keys.changes, self._scheduler.calls, len(self._aligned)
 
     # Becoming a member.
 
@@ -447,7 +480,7 @@ class Newcomers:
         if message.counter == LATER:
             numbers = [number for number, one in opened.items() if sender not in one.spared]
             if not numbers and any(self._knows(other, place) for other in self._membership.workers.values()):
-                self._waiting.append((sender, message))
+                self._waiting.append(WaitingCall(sender, message, self._scheduler.now))
                 return None
             return min(numbers, default=max([count, *(number + 1 for number in opened)]))
         self._aligned.add(place)

@@ -33,6 +33,7 @@ from kvdist.protocol.messages import (
     Lease,
     Load,
     Message,
+    Peer,
     Reregister,
     Rest,
     Save,
@@ -51,6 +52,14 @@ class Memories:
     """What others remember of an earlier scheduler."""
 
     registered: dict[Member, Reregister] = field(default_factory=dict)
+    peers: dict[Member, Peer] = field(default_factory=dict)
+    """All processes that anybody knows."""
+    members: dict[NodeId, Member] = field(default_factory=dict)
+    """The newest of each rank."""
+    left: set[Member] = field(default_factory=set)
+    """Those of them that have left, as anybody knows."""
+    lost: set[Member] = field(default_factory=set)
+    """Those that were given up."""
     assigned: dict[tuple[int, int], dict[Member, Assign]] = field(default_factory=dict)
     """(store, first slice) → by server what it was told."""
     optimizers: dict[int, SetOptimizer] = field(default_factory=dict)
@@ -68,28 +77,29 @@ class Memories:
     """What has come and is to be handled when everything is known."""
     asked_again: set[Call] = field(default_factory=set)
 
-    def known(self) -> tuple[set[Member], set[Member]]:
-        """Those that have left, and those that were given up, as anybody knows."""
-        messages = self.registered.values()
-        left = {peer.member for message in messages for peer in message.left}
-        return left, {peer.member for message in messages for peer in message.lost}
-
-    def members(self) -> dict[NodeId, Member]:
-        """The newest process of each rank that anybody knows."""
-        lines = (peer.member for message in self.registered.values() for peer in message.peers)
-        return {member.node: member for member in sorted(lines, key=lambda one: one.incarnation)}
+    def register(self, sender: Member, message: Reregister) -> None:
+        """Take what a process says of itself and of the others."""
+        self.registered[sender] = message
+        for peer in message.peers:
+            member = peer.member
+            self.peers[member] = peer
+            known = self.members.setdefault(member.node, member)
+            if known.incarnation < member.incarnation:
+                self.members[member.node] = member
+        self.left.update(peer.member for peer in message.left)
+        self.lost.update(peer.member for peer in message.lost)
 
     def missing(self) -> list[Member]:
         """The members that should register and have not."""
-        left, lost = self.known()
-        away = [one for one in self.members().values() if one not in self.registered and one not in left | lost]
+        known = self.registered.keys() | self.left | self.lost
+        away = [one for one in self.members.values() if one not in known]
         return sorted(away, key=lambda one: (one.node.role is Role.WORKER, one.node.rank))
 
     def end_of(self, member: Member) -> ChildEnded | None:
         """What the launcher says of the end of this process, or of a later one of its rank; None if nothing."""
         ended = self.ended.get(member.node)
-        lives = {peer.life for message in self.registered.values() for peer in message.peers if peer.member == member}
-        return ended if ended is not None and max(lives, default=0) <= ended.life else None
+        life = self.peers[member].life if member in self.peers else 0
+        return ended if ended is not None and life <= ended.life else None
 
     def awaited(self) -> list[Member]:
         """The members that may still register."""
@@ -108,7 +118,7 @@ class Memories:
 
     def joined(self) -> tuple[dict[Member, int], set[Member], dict[Member, int]]:
         """Members that have joined later and their versions; newcomers; and those members that not all servers know."""
-        members, said = self.members(), dict[Member, list[int]]()
+        members, said = self.members, dict[Member, list[int]]()
         for message in self.registered.values():
             for rank, version in zip(message.joined, message.since, strict=False):
                 said.setdefault(members[worker(rank)], []).append(version)
@@ -176,7 +186,7 @@ class ReturnedScheduler(Scheduler):
             case Copied():
                 memories.copied.append(message)
             case Reregister():
-                memories.registered[sender] = message
+                memories.register(sender, message)
                 return self._begin_if_known(now)
             case _:
                 if isinstance(message, Barrier | Save | Load):
@@ -216,8 +226,7 @@ class ReturnedScheduler(Scheduler):
 
     @staticmethod
     def _awaited(memories: Memories) -> str:
-        peers = {peer.member: peer for message in memories.registered.values() for peer in message.peers}
-        lines = [peers[member] for member in memories.awaited()]
+        lines = [memories.peers[member] for member in memories.awaited()]
         return ", ".join(f"{one.member} (pid {one.pid} on {one.host})" for one in lines) or "the members"
 
     def _begin_if_known(self, now: float) -> list[Effect]:
@@ -279,11 +288,10 @@ class ReturnedScheduler(Scheduler):
             self._returns[last.node] = (now + return_s, lambda: self._abort(str(last), "", cause, None, sentence))
 
     def _recall_members(self, memories: Memories) -> None:
-        lines = {peer.member: peer for message in memories.registered.values() for peer in message.peers}
         newest = max(memories.registered.values(), key=lambda message: message.epoch)
         since, newcomers, _ = memories.joined()
-        known = memories.known()
-        self.membership.recall(lines.values(), *known, newest.epoch, since, newcomers, newest.owners)
+        peers, left, lost = memories.peers.values(), memories.left, memories.lost
+        self.membership.recall(peers, left, lost, newest.epoch, since, newcomers, newest.owners)
         self.losses.lost_before = frozenset(self.membership.lost)
         rosters = {message.epoch: message for message in memories.registered.values()}
         for message in memories.copied:

@@ -357,10 +357,20 @@ class Rollback:
             return []
         folder = f"{self._folder}/step-{version}"
         self._making = Snapshot(store, version, folder, self._keys.saved(store), now, gone=self._gone)
-        if self.leases is not None and not self.is_partial:
-            self.leases.snapshot_begins(version)
+        self._note_leases(self._making)
         message = TakeSnapshot(store, version, folder, self._run)
         return [Send(server, message) for server in self._membership.servers.values()]
+
+    def has_leases(self, leases: Leases) -> None:
+        """Workers lease examples from now on, perhaps while servers take a snapshot."""
+        self.leases = leases
+        leases.in_snapshot = self.examples_of
+        if self._making is not None and not self._making.is_written:
+            self._note_leases(self._making)
+
+    def _note_leases(self, making: Snapshot) -> None:
+        if self.leases is not None and not self.is_partial:
+            self.leases.snapshot_begins(making.version)
 
     def taken(self, sender: Member, message: SnapshotTaken) -> list[Effect]:
         """A server has written its part, or could not."""

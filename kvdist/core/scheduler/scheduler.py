@@ -900,8 +900,7 @@ class Scheduler(Machine):
             )
             self.leases = self.checkpoints.data = self.losses.leases = leases
             if self.rollback is not None:
-                self.rollback.leases = leases
-                leases.in_snapshot = self.rollback.examples_of
+                self.rollback.has_leases(leases)
         return self.leases
 
     def _with_verdicts(self) -> Verdicts:
@@ -920,6 +919,12 @@ class Scheduler(Machine):
     def idle(self) -> int:
         """How many newcomers find no data to train on."""
         return 0 if self.leases is None else self.leases.idle
+
+    @property
+    def calls(self) -> int:
+        """How many barriers, checkpoints and loads there have been, those included that are under way."""
+        made = self.checkpoints
+        return len(self._barriers) + sum(map(sum, (self._passed.values(), made.saves.values(), made.loads.values())))
 
     def _numbers(self, member: Member | None) -> Sequence[Sequence[int]]:
         """Stores, and of each how many barriers, checkpoints and loads have come to their ends.

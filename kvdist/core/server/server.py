@@ -484,8 +484,11 @@ class Server(Machine):
                 holder.round.drop_open(lost.keys())
             return dict.fromkeys(lost, ())
         self.snapshots.unmark(lost.keys())
-        fates = [fate for shard in self._shards for fate in shard.drop(lost)]
-        return {rank: tuple(fate for fate in fates if fate.rank == rank) for rank in lost}
+        fates: dict[int, tuple[Fate, ...]] = dict.fromkeys(lost, ())
+        for shard in self._shards:
+            for fate in shard.drop(lost):
+                fates[fate.rank] += (fate,)
+        return fates
 
     def _hold(self, message: FindCut) -> CutFound:
         """Say how far the slices are, and let them make one version more at most; none, where others wait anyway."""
@@ -507,9 +510,13 @@ class Server(Machine):
 
     def _counters(self, ranks: Iterable[int], found: Sequence[tuple[int, int, int, int]]) -> list[Effect]:
         """Tell workers that came later where their counters begin: see `Shard.admit`."""
+        rows: dict[int, list[list[int]]] = {rank: [] for rank in ranks}
+        for rank, *row in found:
+            if rank in rows:
+                rows[rank].append(row)
         effects: list[Effect] = []
-        for rank in ranks:
-            mine = np.array([row for of, *row in found if of == rank], np.uint32).reshape(-1, 3)
+        for rank, own in rows.items():
+            mine = np.array(own, np.uint32).reshape(-1, 3)
             effects.append(Send(self.peers.workers[rank], Counters(*(column.copy() for column in mine.T))))
         return effects
 

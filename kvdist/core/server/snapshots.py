@@ -185,7 +185,7 @@ class Snapshots:
             snapshot.marked.add(rank)
             _require_alike(snapshot, self._awaited(snapshot))
         self.ready[snapshot] = None
-        self.look(found)
+        self.look(found, rank)
 
     def take_at(self, message: TakeSnapshot, versions: Mapping[int, int]) -> None:
         """Take each of these slices at this version, and write them.
@@ -212,10 +212,12 @@ class Snapshots:
         self.ready.clear()
         self.taken.clear()
 
-    def look(self, numbers: Sequence[int]) -> None:
+    def look(self, numbers: Sequence[int], marked_by: int | None = None) -> None:
         """Take those of these slices whose moment this is, for every checkpoint that awaits them.
 
-        Called when their counters have changed.
+        Args:
+            numbers: slices whose counters have changed, or that a worker has marked.
+            marked_by: its rank. What others have marked was looked at when they did.
         """
         due: dict[tuple[int, int], list[int]] = {}
         snapshots: dict[int, ServerSnapshot] = {}
@@ -227,7 +229,11 @@ class Snapshots:
                 if snapshot.at is not None:
                     is_due = round_.version >= snapshot.at[number]
                 else:
-                    is_due = _is_due(round_, marks, self._awaited(snapshot), is_exact)
+                    looked_at = marks
+                    if is_exact and marked_by is not None:
+                        looked_at = {rank: marks[rank] for rank in marks.keys() & {marked_by}}
+                    workers = self._peers.awaited if is_exact else self._awaited(snapshot)
+                    is_due = _is_due(round_, looked_at, workers, is_exact)
                 if not holder.has_value or not is_due:
                     continue
                 late = [rank for rank, step in marks.items() if is_exact and round_.counted.get(rank, 0) != step]
@@ -395,10 +401,10 @@ class Snapshots:
         for number in numbers:
             if holder.round.policy.is_lockstep:
                 snapshot.versions[number] = holder.round.version
-            if snapshot.at is not None:
-                self._note_trained(snapshot, holder.round.examples)
             del snapshot.marks[number]
             self._stop_awaiting(number, snapshot)
+        if snapshot.at is not None:
+            self._note_trained(snapshot, holder.round.examples)
         self.ready[snapshot] = None
 
     def _counted(self, round_: Round[Any, Any]) -> CountedPushes:

@@ -36,7 +36,7 @@ from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member
-from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Bits, Coded, Payload, stretches, views
+from kvdist.protocol.arrays import ITEMSIZES, U8, U32, U64, Arrays, Bits, Coded, Payload, stretches, views
 from kvdist.protocol.messages import (
     CompressedPush,
     Counted,
@@ -226,7 +226,7 @@ class SliceTable:
     def __init__(self) -> None:
         self.pushed: U32 = np.zeros(0, np.uint32)
         """Pushes submitted by the user's thread so far."""
-        self.examples: U32 = np.zeros(0, np.uint32)
+        self.examples: U64 = np.zeros(0, np.uint64)
         """How many examples they sum, of those that say it."""
         self.lost_from: U32 = np.zeros(0, np.uint32)
         self.lost_to: U32 = np.zeros(0, np.uint32)
@@ -296,7 +296,7 @@ class SliceTable:
         run.steps = self.pushed[ids]
         self.pushed[ids] += 1
         if run.samples:
-            self.examples[ids] += np.uint32(run.samples)
+            self.examples[ids] += np.uint64(run.samples)
         busy = self._busy[ids]
         self._busy[ids] = True
         if not busy.any():
@@ -535,7 +535,7 @@ class Transfers:
         for run in [run for run in self._runs.values() if run.plan.server == server]:
             run.versions = np.minimum(run.versions, slices.versions[run.plan.ids])
             if run.samples and run.kind.pushes:
-                examples[run.plan.ids] -= np.uint32(run.samples) * (counted[run.plan.ids] <= run.steps)
+                examples[run.plan.ids] -= np.uint64(run.samples) * (counted[run.plan.ids] <= run.steps)
         self.add_server(server, is_near)
         self.send_again(server, is_near)
         return Resume(ids, counted[ids], examples[ids]), missed
