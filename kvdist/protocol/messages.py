@@ -1395,6 +1395,19 @@ class Due(WireMessage):
     """How many pushes of others were let through since this worker's last one, where each is a version; else 0."""
 
 
+@dataclass(frozen=True, slots=True)
+class NotDue(WireMessage):
+    """Server → worker: the next push of this slice is not due yet. The answer to a `Progress` that is repeated."""
+
+    KIND = 96
+    SEQUENCED = False
+    slice: UInt32
+    step: UInt32
+    """As the worker has said."""
+    ranks: Ranks
+    """The workers any of which may still do something for it to be due."""
+
+
 Message = (
     Hello | Welcome | Rejected | Roster | Settled | Reregister | Declare | Placed | Assign | Configure | SetOptimizer
     | Done | Failed | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused
@@ -1405,7 +1418,7 @@ Message = (
     | Ready | FindCut | CutFound | Cut | Counters | Numbered
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound | Resume | Missed
     | Command | Perform
-    | Lease | Leased | Rest | Used | Progress | Due
+    | Lease | Leased | Rest | Used | Progress | Due | NotDue
     | Replicate | ReplicateRows | Replicated | Fill | Copied
 )  # fmt: skip
 

@@ -21,7 +21,9 @@ import kvdist
 from kvdist import QueueSampler, RowSparse, Trainer, kv
 from kvdist.kvstore.base import KVStore
 from kvdist.runtime import waits
+from kvdist.training.embedding import Embedding
 from tests.acceptance.together import Together, folder
+from tests.cases import each
 
 two = Together(2, 1, KVDIST_CHECKPOINT_ROOT="/")
 PATIENCE_S = 60.0
@@ -67,18 +69,24 @@ def updating(call: Callable[[KVStore, str], Any], saves: bool = False) -> Callab
     return prepare
 
 
-def rows(store: KVStore) -> Call:
-    store.init("rows", RowSparse(np.zeros(0, np.int64), np.zeros((0, 4), np.float32), (10, 4)))
+def rows(call: Callable[[KVStore], Any]) -> Callable[[KVStore], Call]:
+    """A call of a store that has a table to which this worker pushes before."""
 
-    def call() -> None:
-        store.push("rows", RowSparse(np.array([store.rank]), np.ones((1, 4), np.float32), (10, 4)))
-        store.row_sparse_pull("rows", row_ids=np.arange(2))
+    def prepare(store: KVStore) -> Call:
+        store.init("rows", RowSparse(np.zeros(0, np.int64), np.zeros((0, 4), np.float32), (10, 4)))
+        pushed = RowSparse(np.array([store.rank]), np.ones((1, 4), np.float32), (10, 4))
+        return lambda: [store.push("rows", pushed), call(store)]
 
-    return call
+    return prepare
 
 
-def trained(call: Callable[[Trainer, Call], Any], before: int = 0, **options: Any) -> Callable[[KVStore], Call]:
-    """A call of a trainer that has begun, and made some steps; it is given another one."""
+def trained(
+    call: Callable[[Trainer, Call], Any],
+    before: int = 0,
+    first: Callable[[Trainer, Call], Any] | None = None,
+    **options: Any,
+) -> Callable[[KVStore], Call]:
+    """A call of a trainer that has begun, made some steps, and then perhaps another call; it is given another step."""
 
     def prepare(store: KVStore) -> Call:
         weight = nn.Parameter(torch.zeros(4))
@@ -93,6 +101,8 @@ def trained(call: Callable[[Trainer, Call], Any], before: int = 0, **options: An
         trainer.broadcast_parameters()
         for _ in range(before):
             step()
+        if first is not None:
+            first(trainer, step)
         return lambda: call(trainer, step)
 
     return prepare
@@ -143,59 +153,114 @@ def saved(trainer: Trainer, step: Call) -> None:
     trainer.save_checkpoint(own_folder(trainer.kvstore) / "run", 1).result()
 
 
+def resumed(trainer: Trainer, step: Call) -> None:
+    trainer.load_checkpoint(own_folder(trainer.kvstore) / "run")
+
+
+def kept(trainer: Trainer, step: Call) -> None:
+    trainer.save_states(own_folder(trainer.kvstore) / "states")
+
+
+def given_back(trainer: Trainer, step: Call) -> None:
+    trainer.load_states(own_folder(trainer.kvstore) / "states")
+
+
+def summed(store: KVStore) -> Call:
+    weight = nn.Parameter(torch.zeros(4))
+    trainer = Trainer([("w", weight)], "sgd", {"learning_rate": 0.1}, kvstore=store, update_on_kvstore=False)
+    trainer.broadcast_parameters()
+    weight.sum().backward()
+
+    def call() -> None:
+        trainer.allreduce_grads()
+        trainer.update(1)
+
+    return call
+
+
+def embedded(store: KVStore) -> Call:
+    store.set_optimizer("sgd", learning_rate=0.1)
+    layer = Embedding(10, 4, store)
+
+    def call() -> None:
+        layer(torch.tensor([store.rank, 5])).sum().backward()
+        layer.step()
+        layer(torch.tensor([5]))
+
+    return call
+
+
 CALLS: dict[str, tuple[Any, Callable[[KVStore], Call]]] = {
-    "init": (None, bare(lambda store: store.init("w", ones()))),
-    "agree": (None, bare(lambda store: store.agree("the same"))),
-    "barrier": (None, bare(lambda store: store.barrier())),
-    "average": (None, bare(lambda store: store.average(1.0))),
-    "from_rank_0": (None, bare(lambda store: store.from_rank_0([ones()]))),
-    "pull": (None, keyed(lambda store: [store.push("w", ones()), store.pull("w")])),
-    "pull_async": (None, keyed(lambda store: [store.push("w", ones()), store.pull_async("w").result()])),
-    "push_async": (None, keyed(lambda store: store.push_async("w", ones()).result())),
-    "pushpull": (None, keyed(lambda store: store.pushpull("w", ones()))),
-    "pushpull_async": (None, keyed(lambda store: store.pushpull_async("w", ones()).exception())),
-    "broadcast": (None, bare(lambda store: store.broadcast("b", ones(), ones()))),
-    "row_sparse_pull": (None, rows),
-    "save_checkpoint": (None, updating(lambda store, path: store.save_checkpoint(path, 1).result())),
-    "load_checkpoint": (None, updating(lambda store, path: store.load_checkpoint(path), saves=True)),
-    "save_optimizer_states": (None, updating(lambda store, path: store.save_optimizer_states(path))),
-    "step": (None, trained(lambda trainer, step: step())),
-    "step with overlap": (None, trained(lambda trainer, step: step(), before=1, overlap=True)),
-    "step within join": (None, trained(joined)),
-    "broadcast_parameters": (None, trained(lambda trainer, step: trainer.broadcast_parameters())),
-    "save_checkpoint of a trainer": (None, trained(saved, before=1)),
-    "batches": (None, queued),
-    "exchange of local steps": (kvdist.local_sgd(3), trained(exchanged)),
-    "exchange of fragments": (kvdist.diloco(2, fragments=1), trained(exchanged)),
-    "exchange under a quota": (kvdist.quota(64), trained(exchanged)),
-    "step under an exact quota": (kvdist.quota(8, exact=True), trained(exact)),
-    "ssp": (kvdist.ssp(1), trained(ahead)),
+    "KVStore.init": (None, bare(lambda store: store.init("w", ones()))),
+    "KVStore.agree": (None, bare(lambda store: store.agree("the same"))),
+    "KVStore.barrier": (None, bare(lambda store: store.barrier())),
+    "KVStore.average": (None, bare(lambda store: store.average(1.0))),
+    "KVStore.from_rank_0": (None, bare(lambda store: store.from_rank_0([ones()]))),
+    "KVStore.pull": (None, keyed(lambda store: [store.push("w", ones()), store.pull("w")])),
+    "KVStore.pull_async": (None, keyed(lambda store: [store.push("w", ones()), store.pull_async("w").result()])),
+    "KVStore.push_async": (None, keyed(lambda store: store.push_async("w", ones()).result())),
+    "KVStore.pushpull": (None, keyed(lambda store: store.pushpull("w", ones()))),
+    "KVStore.pushpull_async": (None, keyed(lambda store: store.pushpull_async("w", ones()).exception())),
+    "KVStore.pushpull_clipped": (None, updating(lambda store, path: store.pushpull_clipped("w", ones(), 1.0))),
+    "KVStore.pushpull_shared": (None, keyed(lambda store: store.pushpull_shared("w", ones(), ones()))),
+    "KVStore.broadcast": (None, bare(lambda store: store.broadcast("b", ones(), ones()))),
+    "KVStore.row_sparse_pull": (None, rows(lambda store: store.row_sparse_pull("rows", row_ids=np.arange(2)))),
+    "KVStore.row_sparse_pull_async": (
+        None,
+        rows(lambda store: store.row_sparse_pull_async("rows", row_ids=np.arange(2)).result()),
+    ),
+    "KVStore.save_checkpoint": (None, updating(lambda store, path: store.save_checkpoint(path, 1).result())),
+    "KVStore.load_checkpoint": (None, updating(lambda store, path: store.load_checkpoint(path), saves=True)),
+    "KVStore.save_optimizer_states": (None, updating(lambda store, path: store.save_optimizer_states(path))),
+    "KVStore.load_optimizer_states": (
+        None,
+        updating(lambda store, path: store.load_optimizer_states(f"{path}/step-1"), saves=True),
+    ),
+    "Trainer.step": (None, trained(lambda trainer, step: step())),
+    "Trainer.step with overlap": (None, trained(lambda trainer, step: step(), before=1, overlap=True)),
+    "Trainer.join": (None, trained(joined)),
+    "Trainer.broadcast_parameters": (None, trained(lambda trainer, step: trainer.broadcast_parameters())),
+    "Trainer.allreduce_grads": (None, summed),
+    "Trainer.save_checkpoint": (None, trained(saved, before=1)),
+    "Trainer.load_checkpoint": (None, trained(resumed, before=1, first=saved)),
+    "Trainer.save_states": (None, trained(kept, before=1)),
+    "Trainer.load_states": (None, trained(given_back, before=1, first=kept)),
+    "Trainer.batches": (None, queued),
+    "Trainer.exchange of local steps": (kvdist.local_sgd(3), trained(exchanged)),
+    "Trainer.exchange of fragments": (kvdist.diloco(2, fragments=1), trained(exchanged)),
+    "Trainer.exchange under a quota": (kvdist.quota(64), trained(exchanged)),
+    "Trainer.step under an exact quota": (kvdist.quota(8, exact=True), trained(exact)),
+    "Trainer.step under ssp": (kvdist.ssp(1), trained(ahead)),
+    "Embedding.forward": (None, embedded),
 }
-
 STAY = {
-    "close": "only of the last store of a process, see test_waits",
-    "set_optimizer": "one worker's word is enough",
-    **dict.fromkeys(("empty", "is_capable", "num_dead_nodes", "set_gradient_compression"), "asks nobody"),
-    **dict.fromkeys(("on_membership_change", "on_rollback", "set_updater"), "notes a function"),
-    **dict.fromkeys(("expect_rows", "leave_uncompressed", "leave_unkept"), "notes keys"),
-    **dict.fromkeys(("optimizer_states", "send_command_to_servers"), "servers answer at once"),
-    **dict.fromkeys(("push",), "returns before; that it waits for room is in test_waits"),
+    "KVStore": {
+        "close": "only of the last store of a process, see test_waits",
+        "set_optimizer": "one worker's word is enough",
+        "replace_optimizer_states": "returns at once, or waits for servers",
+        "push": "returns before; that it waits for room is in test_waits",
+        **dict.fromkeys(("empty", "is_capable", "num_dead_nodes", "set_gradient_compression"), "asks nobody"),
+        **dict.fromkeys(("on_membership_change", "on_rollback", "set_updater"), "notes a function"),
+        **dict.fromkeys(("expect_rows", "leave_uncompressed", "leave_unkept"), "notes keys"),
+        **dict.fromkeys(("optimizer_states", "send_command_to_servers"), "servers answer at once"),
+    },
+    "Trainer": {
+        "averaged_weights": "servers answer at once, as the last step has its answer",
+        "close": "of its store, see above",
+        "update": "works on this worker alone",
+        **dict.fromkeys(("advise_batch_size", "as_torch_optimizer", "no_sync", "skip_step"), "asks nobody"),
+        "set_learning_rate": "travels with the next push",
+    },
+    "Embedding": {"extra_repr": "asks nobody", "prefetch": "returns before", "step": "is in the row of forward"},
 }
-"""Calls of a store that wait for no other worker, and why."""
-LIKE = {
-    "load_optimizer_states": "load_checkpoint",
-    "pushpull_clipped": "pushpull",
-    "pushpull_shared": "pushpull",
-    "replace_optimizer_states": "barrier",
-    "row_sparse_pull_async": "row_sparse_pull",
-}
-"""Calls that wait as others do, in the same lines."""
+"""Calls that wait for no other worker, and why."""
 
 
-def test_no_call_of_a_store_is_left_out() -> None:
-    public = {name for name in vars(KVStore) if not name.startswith("_") and callable(getattr(KVStore, name))}
-    assert public == {name for name in CALLS if name in public} | STAY.keys() | LIKE.keys()
-    assert {*LIKE.values()} <= CALLS.keys()
+@each("kind", [KVStore, Trainer, Embedding])
+def test_no_call_is_left_out(kind: type) -> None:
+    public = {name for name, value in vars(kind).items() if not name.startswith("_") and callable(value)}
+    waiting = {word.split()[0].partition(".")[2] for word in CALLS if word.startswith(f"{kind.__name__}.")}
+    assert public == waiting | STAY[kind.__name__].keys()
 
 
 @two.each(*CALLS)

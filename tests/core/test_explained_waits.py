@@ -9,8 +9,9 @@ import pytest
 
 from kvdist.checkpoint.snapshot import LockFolder, ReadManifest, ReadShards, WriteManifest, WriteShard
 from kvdist.config.settings import Limits
-from kvdist.core.worker.requests import AcceptRollback, Leave
+from kvdist.core.worker.requests import AcceptRollback, Leave, ReportProgress
 from kvdist.errors import DeadlineExceeded, RolledBackError
+from kvdist.protocol.messages import DueWhen, Progress
 from tests.core.wired import OpenWork, Wired
 
 STALL_S = 40.0
@@ -358,3 +359,23 @@ def test_a_key_that_a_newcomer_does_not_declare_is_waited_for_by_its_name() -> N
     said = [line for line in wired.log if "Waiting(deed=\"push key 'b'" in line]
     assert said and all("ranks=(2,)" in line for line in said), wired.log
     assert not wired.completed.keys() & set(requests) and not wired.failed
+
+
+def test_a_worker_that_waits_for_pushes_of_two_trainers_hears_of_each_whom_it_waits_for() -> None:
+    wired = Wired(3, 1)
+    wired.initialise({"w": [0.0], "b": [0.0]})
+    wired.workers[0].watch(WaitingThread(wired.now))
+
+    def exchange(rank: int, key: str) -> None:
+        piece = wired.infos[key].slices[0]
+        progress = Progress(piece.number, 0, 0, DueWhen.MADE, 100, False, True)
+        wired.ask(rank, lambda number: ReportProgress(number, piece.server, progress))
+
+    for rank, key in ((0, "w"), (0, "b"), (1, "w"), (2, "b")):
+        exchange(rank, key)
+    wired.settle()
+    assert [pending.awaits for pending in wired.workers[0]._pending] == [None, None]
+    wired.advance(5.0)
+    assert [pending.awaits for pending in wired.workers[0]._pending] == [(2,), (1,)]
+    text = str(wired.workers[0].explain(wired.now))
+    assert "for worker-2 (host-2) to make an exchange of all workers (step 1), in exchange()" in text

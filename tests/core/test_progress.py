@@ -8,7 +8,7 @@ from kvdist.core.machine import Send
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.progress import Quotas
 from kvdist.nodes import Member, worker
-from kvdist.protocol.messages import Due, DueWhen, Progress, Waiting
+from kvdist.protocol.messages import Due, DueWhen, NotDue, Progress
 
 WORKERS = [Member(worker(rank), 10 + rank) for rank in range(3)]
 
@@ -48,7 +48,7 @@ def awaited(effects: object) -> tuple[int, ...]:
     """Who is awaited, as one worker is told."""
     assert isinstance(effects, list)
     (told,) = effects
-    assert isinstance(told, Send) and isinstance(told.message, Waiting)
+    assert isinstance(told, Send) and isinstance(told.message, NotDue)
     return told.message.ranks
 
 

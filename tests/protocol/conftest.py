@@ -112,6 +112,7 @@ def messages() -> list[m.Message]:
         m.Used(20, 1 << 33, True),
         m.Progress(3, 40, 1 << 33, m.DueWhen.QUORUM, 512, False, True),
         m.Due(3, 40, True, 1 << 33),
+        m.NotDue(3, 40, (1, 2)),
         m.TakeSnapshot(1, 40, "/data/run/step-40", "0123456789abcdef"),
         m.SnapshotTaken("/data/run/step-40", m.SavedFile("", 0, ""), "the disk is full", u32(3, 4), u32(40, 0),
                         (m.Trained(1 << 63, 1 << 33),)),

@@ -197,6 +197,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
         m.Progress, U32, U32, U64, st.sampled_from([int(one) for one in m.DueWhen]), U64, st.booleans(), st.booleans()
     ),
     m.Due: st.builds(m.Due, U32, U32, st.booleans(), U64),
+    m.NotDue: st.builds(m.NotDue, U32, U32, RANKS),
     m.Leased: (LENGTHS | st.just(0)).flatmap(
         lambda n: st.builds(m.Leased, U64, U32, U64, U64, st.booleans(), U64, *[numbers(n)] * 4)
     ),

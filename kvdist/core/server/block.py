@@ -362,7 +362,6 @@ class Block:
             and not (self.joint or other.joint)
             and (self.store, self.dtype, self.pulled_as) == (other.store, other.dtype, other.pulled_as)
             and (mine.version, mine.counted, mine.examples) == (its.version, its.counted, its.examples)
-            and mine.began == its.began
             and mine.admission is its.admission is None
             and self.published is not None
             and other.published is not None
@@ -382,6 +381,8 @@ class Block:
         whole = cls(first.store, ids, extents, pool, replace(first.round), first.kernels, first.pulled_as)
         whole.merged_at, longest = first.version, max(block.wait for block in blocks)
         whole.wait = min(max(2 * longest, ROUNDS_WORTH_IT), MERGE_AFTER_MAX)
+        began = [item for block in blocks for item in block.round.began.items()]
+        whole.round.began = {rank: min(first for one, first in began if one == rank) for rank, _ in began}
         # A push of a lost worker may be in some of them alone: it counts as done, as its data do.
         whole.round.samples = max(block.round.samples for block in blocks)
         whole.samples_before = max(block.samples_before for block in blocks)

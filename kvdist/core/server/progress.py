@@ -19,10 +19,9 @@ from collections import deque
 from collections.abc import Mapping, Set
 
 from kvdist.core.machine import NEVER, Effect, Send
-from kvdist.core.policy import deed_of
 from kvdist.core.server.peers import Peers
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Due, DueWhen, Progress, Waiting
+from kvdist.protocol.messages import Due, DueWhen, NotDue, Progress
 
 GRACE = 1.5
 """A version waits so many times as long as workers have come after a quorum lately …"""
@@ -73,7 +72,7 @@ class Quotas:
         effects = self._look(message.slice, now)
         if effects or not is_repeated:
             return effects
-        return [Send(sender, Waiting(deed_of(message), self._awaited_with(message, sender), 0.0))]
+        return [Send(sender, NotDue(message.slice, message.step, self._awaited_with(message, sender)))]
 
     def _awaited_with(self, report: Progress, sender: Member) -> tuple[int, ...]:
         """The ranks of the workers any of which may still do something for the push of a report to be due."""
@@ -224,7 +223,7 @@ class Turns:
             return effects
         least = self._made[sender] - message.quota
         behind = [one.node.rank for one in self._not_met if self._made.get(one, 0) < least]
-        return [Send(sender, Waiting(deed_of(message), tuple(behind), 0.0))]
+        return [Send(sender, NotDue(message.slice, message.step, tuple(behind)))]
 
     def roster(self) -> list[Effect]:
         """Others are there, or rest."""

@@ -10,7 +10,7 @@ from kvdist.core.worker.pending import PendingRequests
 from kvdist.core.worker.requests import ReportProgress, label_of
 from kvdist.core.worker.transfers import Transfers
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Due, DueWhen, Waiting
+from kvdist.protocol.messages import Due, DueWhen, NotDue
 
 
 class ProgressReports:
@@ -53,12 +53,12 @@ class ProgressReports:
         unanswered = [said for said in self._said.values() if self._pending.get(said.request) is not None]
         return [Send(self._servers[said.server], said.progress) for said in unanswered]
 
-    def hinted(self, hint: Waiting) -> bool:
-        """Whether this says who is awaited before a push is due; then it is noted."""
-        about = [one for one in self._pending if one.deed == hint.deed]
-        for pending in about:
-            pending.awaits = hint.ranks
-        return bool(about)
+    def not_due(self, message: NotDue) -> None:
+        """A server says who is awaited before a push is due."""
+        said = self._said.get(message.slice)
+        pending = None if said is None else self._pending.get(said.request)
+        if said is not None and pending is not None and said.progress.step == message.step:
+            pending.awaits = message.ranks
 
     def due(self, message: Due) -> list[Effect]:
         """A server says that a push is due."""

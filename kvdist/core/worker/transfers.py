@@ -374,6 +374,8 @@ class SliceTable:
 
     def rounds_of(self, number: int) -> int:
         """How many rounds come before the next push of one slice; without rounds, how many pushes."""
+        if number >= len(self.pushed):
+            return 0  # no key is declared
         pushed = int(self.pushed[number])
         if not (self.has_rested and self.is_lockstep[number]):
             return pushed

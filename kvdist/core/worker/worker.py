@@ -111,6 +111,7 @@ from kvdist.protocol.messages import (
     Load,
     Message,
     Missed,
+    NotDue,
     Numbered,
     OnLoss,
     Peer,
@@ -281,6 +282,8 @@ class Worker(Machine):
                 effects = self._rewound(sender, message, now)
             case Due() if self._progress is not None:
                 effects = self._progress.due(message)
+            case NotDue() if self._progress is not None:
+                self._progress.not_due(message)
             case Counters() if self._newcomer is not None:
                 effects = self._counters(self._newcomer, sender, message, now)
             case _ if sender.node.role is Role.WORKER and self.aggregation is not None:
@@ -967,7 +970,7 @@ class Worker(Machine):
         if not self.joining.complete:
             self.joining.hinted(hint.deed, now)
             return []
-        if self._saving.hinted(hint) or (self._progress is not None and self._progress.hinted(hint)):
+        if self._saving.hinted(hint):
             return []
         effects = self._barriers.hinted(hint, now)
         self._hint = None if effects else hint
