@@ -6,7 +6,8 @@ ends. Rules that hold here:
 * Its owner has it locked with ``flock``, which the kernel releases when the process ends, however it ends. A lock of
   this host that no process holds is left over from a process that was killed, and is taken over.
 * What the file says is for other hosts, whose kernels may not know of it, and for people. It alone counts on a file
-  system that has no ``flock``: a lock is left over there if it is of this host and its process is gone.
+  system that has no ``flock``: a lock is left over there if it is of this kernel and its process is gone. The name of a
+  host does not tell there: cloned machines have the same.
 """
 
 from __future__ import annotations
@@ -246,6 +247,8 @@ def _is_left_over(path: Path, has_flock: bool, seen: _Seen) -> bool:
 def _is_gone(owner: dict[str, Any], has_flock: bool) -> bool:
     """Whether the process that a lock names has ended, as far as this host can know."""
     ours, theirs, is_this_host = boot_id(), owner.get("boot"), owner.get("host") == host_name()
+    if not has_flock and (not ours or ours != theirs):
+        return False  # a clone of this host may have it
     if ours and theirs:  # else a kernel does not say which it is
         if ours != theirs:
             return is_this_host  # which was started again since
@@ -274,6 +277,8 @@ def _refusal(path: Path, owner: dict[str, Any]) -> str:
 
 def _described(owner: dict[str, Any]) -> str:
     pid, host, since, run = (str(owner.get(name))[:80] for name in ("pid", "host", "since", "run"))
+    if owner.get("host") == host_name() and owner.get("boot") != boot_id():
+        host += " (before it was started again, or another host of that name)"
     return f"process {pid} on host {host}, since {since}, run {run}"
 
 

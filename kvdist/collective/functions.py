@@ -30,7 +30,7 @@ from kvdist.collective.channel import Channel
 from kvdist.collective.operations import AllGather, Operation, contiguous_values
 from kvdist.collective.optimizer import require_torch_optimizer
 from kvdist.collective.reduction import Average
-from kvdist.collective.signature import Signature, kind_of
+from kvdist.collective.signature import Signature, kind_of, span
 from kvdist.errors import CollectiveError, ProtocolError
 from kvdist.protocol.objects import Leaf, decode, encode
 
@@ -41,8 +41,8 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: Pr
     """Replace parameters by those of one rank.
 
     Args:
-        params: ``model.state_dict()``, sent in the order of its names; ``model.named_parameters()`` or a list of
-            tensors, sent in its own order. Entries that are None are skipped.
+        params: ``model.state_dict()`` or ``model.named_parameters()``, in whatever order: ranks match them by their
+            names; or a list of tensors, which they match by their places. Entries that are None are skipped.
         root_rank: the global rank whose parameters they are.
         process_set: the ranks that take part.
 
@@ -65,7 +65,7 @@ def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: Pr
 
 
 def _label_of(named: list[tuple[str, Any]]) -> str:
-    return f"{named[0][0]} to {named[-1][0]}" if named[0][0] else "parameters"
+    return span([str(name) for name, _ in named]) if named[-1][0] else "parameters"
 
 
 def broadcast_each(
@@ -77,9 +77,9 @@ def broadcast_each(
 
 
 def _named(params: Parameters) -> list[tuple[str, Any]]:
-    if isinstance(params, Mapping):
-        return sorted(params.items())
-    return [pair if isinstance(pair, tuple) else ("", pair) for pair in params]
+    items = params.items() if isinstance(params, Mapping) else params
+    named = [pair if isinstance(pair, tuple) else ("", pair) for pair in items]
+    return sorted(named, key=lambda pair: str(pair[0]))  # those without names stay in their order
 
 
 def broadcast_optimizer_state(
@@ -95,7 +95,8 @@ def broadcast_optimizer_state(
     are zeros afterwards where the optimizer had no state.
 
     Args:
-        optimizer: of the same class and parameters on all ranks.
+        optimizer: of the same class and parameters on all ranks. In each group ranks match parameters that it knows by
+            names (``SGD(model.named_parameters())``) by these, others by their places.
         root_rank: the global rank whose state it is.
         model: tells which gradients of SGD are sparse zeros: those of its ``Embedding(sparse=True)``.
         process_set: the ranks that take part.
@@ -112,9 +113,26 @@ def broadcast_optimizer_state(
     is_new = not optimizer.state
     state = broadcast_object(optimizer.state_dict() if is_root else None, root_rank, "optimizer state", process_set)
     if not is_root:
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(_in_order_of(optimizer, state))
     if is_new:
         _zero_gradients(optimizer, model)
+
+
+def _in_order_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of another rank's optimizer, in place, with the parameters of each group in the order of this one's."""
+    for number, (own, other) in enumerate(zip(optimizer.param_groups, state["param_groups"], strict=False)):
+        names, others = own.get("param_names"), other.get("param_names")  # from torch 2.6 on
+        if names is None or others is None or names == others:
+            continue
+        if sorted(names) != sorted(others):
+            here, there = (sorted(set(one) - set(rest))[:3] for one, rest in ((names, others), (others, names)))
+            raise ValueError(
+                f"group {number} of the optimizer has other parameters here than on the root: here alone are {here},"
+                f" there alone {there}; give the optimizers of all ranks the same parameters in the same groups"
+            )
+        place_of = dict(zip(others, other["params"], strict=True))
+        other.update(params=[place_of[name] for name in names], param_names=list(names))
+    return state
 
 
 def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +29,7 @@ from kvdist.collective.api import (
 )
 from kvdist.collective.operations import AllReduce
 from kvdist.collective.reduction import Adasum, Average, Compression, Max, NoneCompressor, ReduceOp, Sum
-from kvdist.collective.signature import kind_of
+from kvdist.collective.signature import kind_of, span
 
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
@@ -280,10 +279,7 @@ class GradientReducer(GradientBuckets):
 
     def _note(self, sent: Sequence[_Sent]) -> str:
         names = [self._names[one.member] for one in sent]
-        if len(names) < 3:
-            return f"gradient{'s' * (len(names) - 1)} of {' to '.join(names)}"
-        order = zlib.crc32("\0".join(names).encode("utf-8", "surrogatepass"))  # compared, as tensors are by place
-        return f"gradients of {names[0]} to {names[-1]}, in the order {order:08x}"
+        return f"gradient{'s' * (len(names) > 1)} of {span(names)}"  # compared, as tensors are by place
 
     def _reduce(self, tensors: list[torch.Tensor], note: str) -> Handle:
         options = self._options

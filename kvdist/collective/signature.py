@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,6 +29,14 @@ ALWAYS_AGREED = (JOIN, ADD_SET, REMOVE_SET)
 def kind_of(kind: str, count: int) -> str:
     """The kind of an operation on a number of tensors."""
     return kind if count == 1 else f"grouped {kind}"
+
+
+def span(names: Sequence[str]) -> str:
+    """The first and the last of some names, and what differs where others are between, or the same in another order."""
+    if len(names) < 3:
+        return " to ".join(names)
+    order = zlib.crc32("\0".join(names).encode("utf-8", "surrogatepass"))
+    return f"{names[0]} to {names[-1]}, in the order {order:08x}"
 
 
 @dataclass(frozen=True)

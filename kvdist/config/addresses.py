@@ -37,12 +37,12 @@ def this_machine() -> str:
     """Twelve hexadecimal digits that processes have in common if they are on one machine, and only then.
 
     They stand for the running kernel and the network namespace, because one of its own is how a machine within a
-    machine is made. A name does not tell: cloned machines have the same. It counts where the system has no ``/proc``.
+    machine is made. A name does not tell: cloned machines have the same. It counts in place of what is unknown.
     """
-    try:
-        seen = f"{boot_id()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        seen = host_name()
+    namespace = ""
+    with contextlib.suppress(OSError):
+        namespace = str(os.stat("/proc/self/ns/net").st_ino)
+    seen = f"{boot_id() or host_name()} {namespace or host_name()}"
     return hashlib.blake2b(seen.encode(), digest_size=6).hexdigest()
 
 

@@ -40,13 +40,14 @@ def may_run(word: str) -> bool:
     pid, begin, namespace = word.split(".")
     if namespace != _namespace() or begin == UNKNOWN:
         return True
-    return _begin_of(int(pid)) == begin
+    now = _begin_of(int(pid))
+    return now == begin or (now == UNKNOWN and _is_there(int(pid)))
 
 
 UNKNOWN = "-"
 """In place of what the system does not tell."""
 ENDED = ("Z", "X")
-"""The states of a process that has ended and whose parent has not heard so."""
+"""The states of a process that has ended and whose parent has not heard so; the first is in place of its begin."""
 
 
 def _begin_of(pid: int) -> str:
@@ -54,8 +55,19 @@ def _begin_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         # After the process name, which may contain spaces and parentheses.
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
-        return UNKNOWN if fields[0] in ENDED else fields[19]
+        return ENDED[0] if fields[0] in ENDED else fields[19]
     return UNKNOWN
+
+
+def _is_there(pid: int) -> bool:
+    """Whether a process has this number, also where ``/proc`` does not show those of others (``hidepid``)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 def _namespace() -> str:

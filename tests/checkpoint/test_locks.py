@@ -161,6 +161,22 @@ def test_without_flock_what_the_file_says_counts(tmp_path, monkeypatch, holder, 
     assert not path.exists() and not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("boots", [("a", "b"), ("", "b"), ("a", ""), ("", "")])
+def test_without_flock_a_clone_with_the_same_name_keeps_its_lock(tmp_path, monkeypatch, holder, boots):
+    ours, theirs = boots
+    holder.kill()
+    holder.wait(60)  # as seen from here: the clone has a process of that number, which lives
+    monkeypatch.setattr(module, "_flocked", lambda *_: False)
+    monkeypatch.setattr(module, "boot_id", lambda: ours)
+    path = tmp_path / "run" / NAME
+    said = {**json.loads(path.read_text()), "boot": theirs}
+    path.write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=f"saves into .* If it does not run any more, remove {path}") as refusal:
+        Locks().take(tmp_path / "run")
+    assert ("another host of that name" in str(refusal.value)) is (ours != theirs)
+    assert json.loads(path.read_text()) == said
+
+
 def test_another_error_of_flock_is_one(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(5, "Input/output error")

@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 import kvdist.collective as hvd
+from kvdist.errors import CollectiveMismatch
 from tests.cases import each
 from tests.collective.ranks import returned, run_ranks
+
+KNOWS_NAMES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 6)
 
 
 def model_of(rank):
@@ -49,6 +52,27 @@ def test_parameters_may_be_given_in_every_way_that_models_give_them():
 
     assert returned(run_ranks(2, program)) == [([0.5, 0.5], [0.0, 0.0])] * 2
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
+
+
+@each("given", [list, iter, dict])
+@each("order", ["acbd", "dcba", "bcda"])
+def test_named_parameters_are_those_of_the_same_name_on_the_root(given, order):
+    def program(rank):
+        mine = [(name, torch.full((2,), ord(name) + 100.0 * rank)) for name in (order if rank else "abcd")]
+        hvd.broadcast_parameters(given(mine))
+        return {name: chr(int(tensor[0])) for name, tensor in mine}
+
+    assert returned(run_ranks(2, program)) == [{name: name for name in "abcd"}] * 2
+
+
+@each("given", [list, dict])
+@each("names", ["axcd", "abc", "xbcd", "abxx"])
+def test_ranks_whose_parameters_have_other_names_are_told(given, names):
+    def program(rank):
+        hvd.broadcast_parameters(given([(name, torch.zeros(2)) for name in (names if rank else "abcd")]))
+
+    for error in run_ranks(2, program):
+        assert isinstance(error, CollectiveMismatch) and "broadcast 'a to d, in the order " in str(error)
 
 
 def test_what_is_no_tensor_is_refused_by_its_name():
@@ -142,6 +166,37 @@ def test_an_optimizer_without_state_gets_the_options_of_the_root_all_the_same():
         ]
 
     assert returned(run_ranks(2, program)) == [[(0.2, 0.9, True, 0), (2.0, 0.9, True, 0.5)]] * 2
+
+
+def named_sgd(groups):
+    """SGD of parameters with names; the momentum of each, and its gradient, are the code of its name."""
+    named = {name: nn.Parameter(torch.zeros(2)) for name in groups.replace(" ", "")}
+    members = [{"params": [(name, named[name]) for name in names]} for names in groups.split()]
+    for name, parameter in named.items():
+        parameter.grad = torch.full((2,), float(ord(name)))
+    return torch.optim.SGD(members, lr=0.1, momentum=0.9), named
+
+
+@pytest.mark.skipif(not KNOWS_NAMES, reason="optimizers of this torch know no names of parameters")
+@each("groups", ["ab cd", "ba cd", "ba dc"])
+def test_the_state_of_a_parameter_is_that_of_the_one_of_its_name(groups):
+    def program(rank):
+        optimizer, named = named_sgd(groups if rank else "ab cd")
+        if rank == 0:
+            optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer)
+        momenta = {name: chr(int(optimizer.state[one]["momentum_buffer"][0])) for name, one in named.items()}
+        return momenta, " ".join("".join(group["param_names"]) for group in optimizer.param_groups)
+
+    names = {name: name for name in "abcd"}
+    assert returned(run_ranks(2, program)) == [(names, "ab cd"), (names, groups)]
+
+
+@pytest.mark.skipif(not KNOWS_NAMES, reason="optimizers of this torch know no names of parameters")
+@each("groups", ["cd ab", "ax cd", "ac bd"])
+def test_an_optimizer_whose_parameters_have_other_names_is_refused(groups):
+    _, error = run_ranks(2, lambda rank: hvd.broadcast_optimizer_state(named_sgd(groups if rank else "ab cd")[0]))
+    assert isinstance(error, ValueError) and "group 0 of the optimizer has other parameters" in str(error)
 
 
 def test_gradients_are_zeros_afterwards_where_the_optimizer_was_new():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 
 import pytest
@@ -14,6 +15,7 @@ from kvdist.config.addresses import (
     local_address_towards,
     own_addresses,
     own_addresses_of,
+    this_machine,
 )
 from kvdist.config.endpoints import split_endpoint
 from kvdist.errors import ConfigError
@@ -86,6 +88,25 @@ def test_a_network_of_everything_does_not_mean_a_machine_that_has_only_loopback_
 
 def test_this_machine_has_a_loopback_address():
     assert "lo 127.0.0.1" in map(str, own_addresses())
+
+
+@each("unknown", [["/proc/sys/kernel/random/boot_id"], ["/proc/self/ns/net"], ["/proc"]])
+def test_machines_that_do_not_tell_their_kernel_or_namespace_are_told_apart_by_their_names(monkeypatch, unknown):
+    def refusing(function):
+        def call(path, *rest, **words):
+            if str(path).startswith(tuple(unknown)):
+                raise FileNotFoundError(path)
+            return function(path, *rest, **words)
+
+        return call
+
+    monkeypatch.setattr(os, "stat", refusing(os.stat))
+    monkeypatch.setattr(addresses.Path, "read_text", refusing(addresses.Path.read_text))
+    seen = []
+    for name in ("d1", "d2", "d1"):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        seen.append(this_machine())
+    assert seen[0] == seen[2] != seen[1]
 
 
 def resolving(monkeypatch, *found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -35,6 +36,39 @@ def test_of_a_process_that_cannot_be_seen_from_here_nothing_is_known():
     pid, begin, namespace = this_process().split(".")
     assert may_run(f"{pid}.{int(begin) - 1}.{int(namespace) - 1}"), "another container counts anew"
     assert may_run(f"{pid}.-.{namespace}"), "its system did not say"
+
+
+HIDDEN = """
+import subprocess, sys
+say, look = ([sys.executable, "-c", program] for program in sys.argv[1:])
+# Of the new namespace of processes alone.
+subprocess.run(["mount", "-t", "proc", "-o", "hidepid=2", "proc", "/proc"], check=True)
+print("mounted", flush=True)
+with subprocess.Popen(say, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:
+    word = one.stdout.readline()
+    subprocess.run(look, input=word, check=True)
+    one.kill()
+subprocess.run(look, input=word, check=True)
+"""
+LOOK = """
+import os, sys
+from kvdist.config.processes import may_run
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+word = sys.stdin.readline().strip()
+print(os.path.exists(f"/proc/{word.partition('.')[0]}"), may_run(word))
+"""
+
+
+def test_a_process_that_proc_hides_from_this_user_may_run_until_it_has_ended():
+    if not shutil.which("unshare"):
+        pytest.skip("makes no namespaces")
+    words = ["unshare", "--mount", "--pid", "--fork", sys.executable, "-c", HIDDEN, SAY, LOOK]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if not done.stdout:
+        pytest.skip(f"cannot mount a /proc that hides processes: {done.stderr}")
+    assert done.stdout.split("\n") == ["mounted", "False True", "False False", ""], done.stderr
 
 
 @each("word", ["", "None", "1", "1.2", "x.2.3"])
