@@ -439,14 +439,41 @@ def with_first_weights(initialize):
 
     @functools.wraps(initialize)
     def wrapped(kvstore, param_arrays, arg_params, param_names, update_on_kvstore):
+        is_ours = isinstance(kvstore, KVDist) and not update_on_kvstore
+        if is_ours:
+            require_dense("weights", param_names, param_arrays)
         initialize(kvstore, param_arrays, arg_params, param_names, update_on_kvstore)
-        if update_on_kvstore or not isinstance(kvstore, KVDist):
-            return
-        for name, arrays in zip(param_names, param_arrays, strict=True):
-            if not is_sparse(arrays[0]):
+        if is_ours:
+            for name, arrays in zip(param_names, param_arrays, strict=True):
                 kvstore.pull(name, arrays)
 
     return wrapped
+
+
+def of_dense_gradients(update):
+    """Module's step where the workers update: it leaves gradients of rows to each worker, so these are refused."""
+
+    @functools.wraps(update)
+    def wrapped(param_arrays, grad_arrays, updater, num_device, kvstore=None, param_names=None):
+        if isinstance(kvstore, KVDist):
+            require_dense("gradients", param_names, grad_arrays)
+        update(param_arrays, grad_arrays, updater, num_device, kvstore, param_names)
+
+    return wrapped
+
+
+def require_dense(what, names, values) -> None:
+    """Refuse parameters whose weights or gradients are row_sparse, where the workers of Module update.
+
+    Raises:
+        MXNetError: names the first of them.
+    """
+    for name, arrays in zip(names, values, strict=True):
+        if arrays[0] is not None and is_sparse(arrays[0]):
+            raise MXNetError(
+                f"the {what} of {name!r} are row_sparse, and Module would leave them to each worker where the workers"
+                " update: let the servers update (dist_sync without MXNET_UPDATE_ON_KVSTORE=0), or make them dense"
+            )
 
 
 def for_servers_too(theirs, ours):
@@ -474,4 +501,5 @@ if hasattr(mx, "module"):  # gone from MXNet 2
     mx.module.module._create_kvstore = mx.model._create_kvstore
     for user in (mx.module.module, mx.model):
         user._initialize_kvstore = with_first_weights(user._initialize_kvstore)
+        user._update_params = of_dense_gradients(user._update_params)
         user._update_params_on_kvstore = in_one_call(user._update_params_on_kvstore, lambda *own: own[2])

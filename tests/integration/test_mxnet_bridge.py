@@ -67,7 +67,7 @@ NIGHTLY = {
 }
 ONLY_IN_1 = {
     "sparse trainers": "gluon_sparse_step trainer_reset sparse_fit",
-    "module": "module_fit first_weights",
+    "module": "module_fit first_weights sparse_module",
 }
 """MXNet 2 has no Module, and no row_sparse parameters in Gluon."""
 

@@ -638,6 +638,35 @@ def first_weights() -> None:
     del os.environ["MXNET_UPDATE_ON_KVSTORE"]
 
 
+def sparse_module() -> None:
+    """Module is refused weights and gradients of rows where the workers update, as it would not sum them."""
+    os.environ["MXNET_UPDATE_ON_KVSTORE"] = "0"
+    weight = mx.sym.var("table_weight", stype="row_sparse", shape=(9, 2))
+    looked_up = mx.sym.Embedding(mx.sym.var("data"), input_dim=9, output_dim=2, sparse_grad=True, name="embedding")
+    for layer, of in (
+        (mx.sym.sparse.dot(mx.sym.var("data", stype="csr"), weight), "table_weight"),
+        (mx.sym.mean(looked_up, axis=1), "embedding_weight"),
+    ):
+        module = mx.mod.Module(mx.sym.LinearRegressionOutput(layer, mx.sym.var("y")), label_names=["y"])
+        x, y = np.random.randint(9, size=(8, 9)).astype("float32"), np.ones((8, 2), "float32")
+        x = mx.nd.array(x).tostype("csr") if of == "table_weight" else x
+        data = mx.io.NDArrayIter(x, y, 4, label_name="y", last_batch_handle="discard")
+        for name in ("horovod", "dist_sync"):
+            module.bind(data.provide_data, data.provide_label, force_rebind=True)
+            module.init_params(force_init=True)
+
+            said = ""
+            try:
+                module.init_optimizer(name, force_init=True)
+                data.reset()
+                module.forward_backward(next(data))
+                module.update()
+            except mx.MXNetError as error:
+                said = str(error)
+            assert of in said and "MXNET_UPDATE_ON_KVSTORE" in said, (name, of, said)
+    del os.environ["MXNET_UPDATE_ON_KVSTORE"]
+
+
 def trainer_by_name() -> None:
     """A Trainer with one device that is given the name of a store that sums has that store, and rank 0's weights."""
     rank = mx.kv.create("dist_sync").rank
