@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -198,8 +199,12 @@ def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None, *, samp
     if not isinstance(store, KVStore) and not (store is None and isinstance(net, Replicas)):
         raise TypeError(f"sync_buffers needs a store of kvdist, such as kv.create('dist'), not {type(store).__name__}")
     named = [sorted(one.named_buffers(), key=operator.itemgetter(0)) for one in nets]
+    said = "; ".join(f"{name} of {buffer.dtype}, {tuple(buffer.shape)}" for name, buffer in named[0])
     replicas = list(zip(*([_as_real(buffer.detach()) for _, buffer in one] for one in named), strict=True))
     floating = [one for one in replicas if _is_averaged(one[0])]
+    if store is not None:  # in every call, as others may be at a later one: a worker that has joined, say
+        digest = hashlib.blake2b(said.encode(), digest_size=8).hexdigest()  # as a statement that is long is cut
+        store.agree(f"{len(named[0])} buffers, {digest}: {said}")
     share, counts = 1.0, True
     if store is not None and samples is not None and floating:
         mean = store.average(float(samples), counts=samples > 0)  # over those with examples; NaN: there are none
