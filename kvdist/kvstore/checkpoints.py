@@ -237,7 +237,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     """The same place for every process, wherever it was started.
 
     Raises:
-        ValueError: it is too long for a message, or no text, or begins with a ``~`` that stands for nothing.
+        ValueError: it is too long for a message, or no text, or has a ``~`` or ``$NAME`` that stands for nothing.
     """
     found = Path(os.path.abspath(expanded(path)))
     if "\0" in str(found):
