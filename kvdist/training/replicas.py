@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from kvdist.errors import DeviceError, first_line
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.values import is_key_type
+from kvdist.kvstore.values import is_key_type, require_plain
 
 if TYPE_CHECKING:
     import torch
@@ -199,6 +200,11 @@ def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None, *, samp
     if not isinstance(store, KVStore) and not (store is None and isinstance(net, Replicas)):
         raise TypeError(f"sync_buffers needs a store of kvdist, such as kv.create('dist'), not {type(store).__name__}")
     named = [sorted(one.named_buffers(), key=operator.itemgetter(0)) for one in nets]
+    for name, buffer in itertools.chain.from_iterable(named):
+        try:
+            require_plain(buffer)
+        except TypeError as error:
+            raise TypeError(f"the buffer {name} cannot be made the same on all workers: {error}") from None
     said = "; ".join(f"{name} of {buffer.dtype}, {tuple(buffer.shape)}" for name, buffer in named[0])
     replicas = list(zip(*([_as_real(buffer.detach()) for _, buffer in one] for one in named), strict=True))
     floating = [one for one in replicas if _is_averaged(one[0])]

@@ -703,3 +703,20 @@ def test_a_parameter_of_a_type_that_is_not_trained_is_refused_by_its_name():
     for given in (torch.tensor([1 + 0j]), torch.zeros(2).to(torch.float8_e4m3fn)):
         with pytest.raises(TypeError, match=r"^layer\.w cannot be a parameter of a Trainer: .*\. Remedy: "):
             Trainer([("layer.w", nn.Parameter(given))], "sgd", kvstore="device")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@each(
+    "make, words",
+    [
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), r"\.resolve_conj\(\)"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, r"\.resolve_neg\(\)"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"\.dequantize\(\)"),
+        (lambda: torch.ones(2, 2, dtype=torch.complex64).to_sparse(), r"\.to_dense\(\)"),
+        (lambda: torch.ones(2, 3, dtype=torch.bool).t(), r"lie in one piece .*\.contiguous\(\)"),
+    ],
+)
+def test_a_frozen_parameter_whose_memory_is_not_its_elements_is_refused_by_its_name(make, words):
+    given = [("w", nn.Parameter(torch.ones(2))), ("layer.mask", nn.Parameter(make(), requires_grad=False))]
+    with pytest.raises(TypeError, match=rf"^layer\.mask cannot be a parameter .*{words}.*convert it before"):
+        Trainer(given, "sgd", kvstore="device")
