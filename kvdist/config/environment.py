@@ -248,7 +248,7 @@ def _with_paths(env: Variables, rows: Iterable[Setting] = SETTINGS.values()) -> 
     """The same, with the paths in these settings expanded.
 
     Raises:
-        ConfigError: one begins with a ``~`` or a ``$NAME`` that stands for nothing.
+        ConfigError: one has a ``~`` or a ``$NAME`` that stands for nothing.
     """
     found = {}
     for text, name in [row.text(env) for row in rows if row.kind in PATHS]:

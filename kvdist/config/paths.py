@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 
 from kvdist.errors import ConfigError
+
+_NAME = re.compile(r"\$(\w+|\{[^}]*\})", re.ASCII)
+"""What `os.path.expandvars` takes for the name of a variable."""
 
 
 def expanded(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
@@ -13,11 +17,18 @@ def expanded(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
     Folders are made on the way, so a path that is taken as it stands would make a folder of that name.
 
     Raises:
-        ConfigError: it begins with one that stands for nothing here.
+        ConfigError: one of them stands for nothing here.
     """
     given = os.fsdecode(path)
-    found = os.path.expanduser(os.path.expandvars(given))
-    if found.startswith(("~", "$")):
+    found = os.path.expandvars(given)
+    unset = _NAME.search(found)
+    if unset is not None:
+        raise ConfigError(
+            f"the path {given[:80]!r} has {unset[0][:80]!r} in it, and no environment variable of that name is set"
+            " here: set it, or name the folder in full"
+        )
+    found = os.path.expanduser(found)
+    if found.startswith("~"):
         raise ConfigError(
             f"the path {given[:80]!r} begins with {found.partition('/')[0][:80]!r}, which stands for no folder here:"
             f" name the folder in full, or write {'./' + given[:80]!r} if it is called so"

@@ -237,7 +237,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
     """The same place for every process, wherever it was started.
 
     Raises:
-        ValueError: it is too long for a message, or no text, or begins with a ``~`` that stands for nothing.
+        ValueError: it is too long for a message, or no text, or has a ``~`` or ``$NAME`` that stands for nothing.
     """
     found = Path(os.path.abspath(expanded(path)))
     if "\0" in str(found):
@@ -347,7 +347,7 @@ def destination(job: SaveJob, rank: int) -> Destination:
         TypeError, ValueError: an argument of the call is wrong.
     """
     if job.states_only:
-        return Destination(absolute(job.directory), (STATES,))
+        return Destination(absolute(job.directory), (STATES,), content=worker_content(None, job.names, rank))
     folder, keep = checkpoint_folder(job.directory, job.step), as_keep(job.keep)
     return Destination(folder, EVERYTHING, as_step(job.step), keep, worker_content(job.state, job.names, rank))
 
@@ -359,9 +359,11 @@ def found_checkpoint(job: LoadJob, rank: int) -> Checkpoint:
         CheckpointError: there is no such checkpoint, or it is damaged, or its keys have each other's names.
         ValueError: the step is not a count.
     """
-    if not job.values:
-        return Checkpoint(absolute(job.directory), 0)
-    folder = folders.find(absolute(job.directory), None if job.step is None else as_step(job.step))
+    folder = absolute(job.directory)
+    if job.values:
+        folder = folders.find(folder, None if job.step is None else as_step(job.step))
+    elif job.names is None:
+        return Checkpoint(folder, 0)
     manifest = read_manifest(folder)
     workers = read_workers(folder, manifest)
     if job.names is not None and 0 in workers:

@@ -12,7 +12,6 @@ thread, in the order of the calls. Invariants:
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -359,7 +358,7 @@ class ReplicatedValues:
 
     def update_by(self, optimizer: Optimizer) -> None:
         """From now on sums are gradients."""
-        own = copy.copy(optimizer)
+        own = optimizer.twin()
         with self.lock:
             self._local.set_optimizer(own)
         self.optimizer, self._own, self._has_updater = optimizer, own, True

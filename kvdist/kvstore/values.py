@@ -95,7 +95,7 @@ def describe(value: Any) -> tuple[Shape, DType]:
     if not isinstance(value, _NUMPY) and is_tensor(value):
         torch = sys.modules["torch"]
         if value.layout is not torch.strided:
-            raise TypeError(f"tensors of layout {value.layout} are not supported; use .to_dense()")
+            require_plain(value)
         dtype = _torch_dtypes(torch).get(value.dtype)
         if dtype is None:
             raise TypeError(f"tensors of dtype {value.dtype} are not supported; use one of {_SUPPORTED}")
@@ -121,6 +121,23 @@ def describe(value: Any) -> tuple[Shape, DType]:
 def is_key_type(tensor: Any) -> bool:
     """Whether a tensor is of an element type that a key may have."""
     return tensor.dtype in _torch_dtypes(sys.modules["torch"])
+
+
+def require_plain(tensor: Any) -> None:
+    """Refuse a torch tensor whose memory does not have its elements, one behind the other.
+
+    Raises:
+        TypeError: it is sparse, quantized, or a lazy conjugate or negative of other elements; or as in `require_whole`.
+    """
+    require_whole(tensor)
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise TypeError(f"tensors of layout {tensor.layout} are not supported; use .to_dense()")
+    if tensor.is_quantized:
+        raise TypeError(f"quantized tensors ({tensor.dtype}) are not supported; use .dequantize()")
+    if tensor.is_conj() or tensor.is_neg():
+        raise TypeError(
+            "it shows the conjugate or negative of the elements in its memory; use .resolve_conj().resolve_neg()"
+        )
 
 
 def require_whole(value: Any) -> None:

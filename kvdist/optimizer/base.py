@@ -110,6 +110,8 @@ class Optimizer(ABC):
     def __post_init__(self) -> None:
         self.lr_mult: dict[Any, float] = {}
         self.wd_mult: dict[Any, float] = {}
+        self._as_made: dict[str, Any] | None = None
+        """What a `Trainer` that has this optimizer may write over, as it was before; None without one."""
         if self.lr_scheduler is not None:
             # Identity tells a rate that was given from the class's own, even if they are equal.
             if self.learning_rate is default_of(type(self), "learning_rate"):
@@ -248,6 +250,40 @@ class Optimizer(ABC):
             ValueError: the number is out of its range.
         """
         object.__setattr__(self, field, self._in_schema(numbers_of(type(self))[field], field, value))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles have: nothing that a `Trainer` has written, but rate and decay, which users set."""
+        state = vars(self) | (self._as_made or {}) | {"_as_made": None}
+        return state | {name: dict(state[name]) for name in _MULTIPLIERS}
+
+    def take(self, as_made: Mapping[str, Any], average_half_life: float | None) -> None:
+        """Belong to a `Trainer`.
+
+        Args:
+            as_made: what `__getstate__` gave before the trainer changed anything.
+            average_half_life: replaces the optimizer's, unless it is None.
+
+        Raises:
+            ValueError: the half life is out of its range.
+        """
+        if average_half_life is not None:
+            self.change_here("average_half_life", average_half_life)
+        self._as_made = {name: value for name, value in as_made.items() if name not in ("learning_rate", "wd")}
+
+    def release(self) -> None:
+        """Belong to nobody again, and be what a copy would be."""
+        vars(self).update(self.__getstate__())
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a `Trainer` has it."""
+        return self._as_made is not None
+
+    def twin(self) -> Optimizer:
+        """Another one with all that this one has now, for a store that is to see changes later."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
 
     def set_lr_mult(self, multipliers: Mapping[Any, float]) -> None:
         """Replace the table of factors {key: number} on the learning rate; keys not in it have 1."""

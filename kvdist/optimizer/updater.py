@@ -133,9 +133,6 @@ class Updater:
         self._kernels = kernels
         self._states: dict[Hashable, SliceState] = {}
         self._scratch: dict[np.dtype[Any], tuple[Array, ...]] = {}
-        half_life = optimizer.average_half_life
-        self._pull = None if half_life is None else -math.expm1(-math.log(2) / half_life)
-        """What part of the way to the new weight an average moves; None for no average."""
 
     @property
     def states(self) -> Mapping[Hashable, SliceState]:
@@ -323,9 +320,11 @@ class Updater:
         if not self._update_fused(update, dtype):
             self._update_chunks(update, dtype)
         state, step = update.state, update.step
-        if self._pull is not None:
+        half_life = self.optimizer.average_half_life
+        if half_life is not None:
+            pull = -math.expm1(-math.log(2) / half_life)  # what part of the way to the new weight the average moves
             weight = update.piece.out if state.master is None else state.master
-            self._move_average(state.arrays[-1], weight, dtype, self._pull)
+            self._move_average(state.arrays[-1], weight, dtype, pull)
         state.count, state.scalars = step.count, step.scalars
         self._states[update.piece.index] = state
 
@@ -397,7 +396,7 @@ class Updater:
 
     def _of_rule(self, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
         """Those of the arrays of a state which the rule knows."""
-        return arrays if self._pull is None else arrays[:-1]
+        return arrays if self.optimizer.average_half_life is None else arrays[:-1]
 
     def _chunks(self, update: _PieceUpdate, dtype: DType) -> Iterator[_Chunk]:
         """The piece in parts that fit into the cache, each with its gradient, summed and clipped."""

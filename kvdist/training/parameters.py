@@ -256,21 +256,28 @@ def _check_replicas(name: str, replicas: list[Any]) -> None:
                 f" {tuple(replica.shape)} {replica.dtype} on another"
             )
         try:
+            values.require_plain(replica)
             values.describe(replica if replica.requires_grad else _carried(replica))
         except TypeError as error:
             advice = (
                 "train a real parameter, and compute with torch.view_as_complex(parameter); or take"
                 " kvdist.horovod.DistributedOptimizer"
-                if replica.is_complex()
+                if replica.is_complex() and replica.requires_grad
                 else "convert it before the Trainer is made"
             )
             raise TypeError(f"{name} cannot be a parameter of a Trainer: {error}. Remedy: {advice}") from None
 
 
 def _carried(replica: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its bytes, which show its memory, if it is of a type that no key has."""
-    if values.is_key_type(replica) or not replica.is_contiguous():
+    """The tensor, or its bytes, which show its memory, if it is of a type that no key has.
+
+    Raises:
+        TypeError: it is of such a type, and its memory is not in one piece.
+    """
+    if values.is_key_type(replica):
         return replica
+    if not replica.is_contiguous():
+        raise TypeError(f"of dtype {replica.dtype} it must lie in one piece of memory; use .contiguous()")
     return replica.detach().view(-1).view(torch.uint8)
 
 

@@ -12,6 +12,8 @@ Invariants:
 from __future__ import annotations
 
 import copy
+import hashlib
+import itertools
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from kvdist.errors import DeviceError, first_line
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.values import is_key_type
+from kvdist.kvstore.values import is_key_type, require_plain
 
 if TYPE_CHECKING:
     import torch
@@ -198,8 +200,17 @@ def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None, *, samp
     if not isinstance(store, KVStore) and not (store is None and isinstance(net, Replicas)):
         raise TypeError(f"sync_buffers needs a store of kvdist, such as kv.create('dist'), not {type(store).__name__}")
     named = [sorted(one.named_buffers(), key=operator.itemgetter(0)) for one in nets]
+    for name, buffer in itertools.chain.from_iterable(named):
+        try:
+            require_plain(buffer)
+        except TypeError as error:
+            raise TypeError(f"the buffer {name} cannot be made the same on all workers: {error}") from None
+    said = "; ".join(f"{name} of {buffer.dtype}, {tuple(buffer.shape)}" for name, buffer in named[0])
     replicas = list(zip(*([_as_real(buffer.detach()) for _, buffer in one] for one in named), strict=True))
     floating = [one for one in replicas if _is_averaged(one[0])]
+    if store is not None:  # in every call, as others may be at a later one: a worker that has joined, say
+        digest = hashlib.blake2b(said.encode(), digest_size=8).hexdigest()  # as a statement that is long is cut
+        store.agree(f"{len(named[0])} buffers, {digest}: {said}")
     share, counts = 1.0, True
     if store is not None and samples is not None and floating:
         mean = store.average(float(samples), counts=samples > 0)  # over those with examples; NaN: there are none

@@ -76,7 +76,6 @@ from kvdist.training.trainer_config import (
     group_entries,
     make_optimizer,
     model_statement,
-    note_taken,
     policy_of,
     refuse_overflow,
     refuse_overlap_of_snapshots,
@@ -165,7 +164,8 @@ class Trainer:
         clip_norm: float | None = None,
         average_half_life: float | None = None,
     ) -> None:
-        self._optimizer = make_optimizer(optimizer, optimizer_params, average_half_life)
+        self._optimizer = make_optimizer(optimizer, optimizer_params)
+        as_made = self._optimizer.__getstate__()
         self._parameters = collect(params, group_entries(optimizer, self._optimizer))
         self._num_devices = len(self._parameters[0].replicas)
         self._scale = self._optimizer.rescale_grad
@@ -219,7 +219,7 @@ class Trainer:
         if given is not None or has_numbers:
             self._torch_optimizer = self._shown_as_torch(given)
             self._sync_hyperparameters()
-        note_taken(self._optimizer)
+        self._optimizer.take(as_made, average_half_life)
 
     def _assign_keys(self) -> None:
         """Let the place of each parameter be its key."""
@@ -668,8 +668,8 @@ class Trainer:
         """Release the parameters, and close the store if it was given by name; a second call does nothing.
 
         Call it after a step. Backward passes then send nothing, and `step` raises. It is needed only with
-        ``overlap=True`` before another trainer gets the same parameters, and before another job saves into the same
-        folder while this process lives.
+        ``overlap=True`` before another trainer gets the same parameters, before another one gets the same `Optimizer`
+        of kvdist, which is then as before, and before another job saves into the same folder while this process lives.
 
         Raises:
             CheckpointError: the last checkpoint has failed and its future was not read.
@@ -682,8 +682,16 @@ class Trainer:
             if isinstance(self._kvstore, KVStore) and self._kvstore is not self._kvstore_wanted:
                 self._kvstore.close()
         finally:
+            self._release_optimizer()
             if self._training_state is not None:
                 self._training_state.close()
+
+    def _release_optimizer(self) -> None:
+        """Let another trainer have the optimizer, unless a store that stays open has it with this one's rule."""
+        store, rule = self._kvstore, self._optimizer.rule()
+        is_held = isinstance(store, KVStore) and not store._closed and store._backend.optimizer is self._optimizer
+        if not is_held or copy.copy(self._optimizer).rule() == rule:
+            self._optimizer.release()
 
     def _release(self) -> None:
         """Let go of the parameters, and end what runs beside the steps."""
@@ -908,7 +916,7 @@ class Trainer:
             + words
         )
         # With overlap the hyper-parameters of a step are fixed when it begins, so the store has a copy of its own.
-        sent = copy.copy(self._optimizer) if self._overlaps else self._optimizer
+        sent = self._optimizer.twin() if self._overlaps else self._optimizer
         if self._update_on_kvstore:
             used.set_optimizer(sent if outer is None else outer)
         if self._shares and self._update_on_kvstore:

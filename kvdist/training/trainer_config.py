@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -126,35 +125,21 @@ _WHY_NOT = {
 }
 
 
-_TAKEN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers that trainers have."""
-
-
-def note_taken(optimizer: Optimizer) -> None:
-    """Let no other Trainer be made with this optimizer."""
-    _TAKEN.add(optimizer)
-
-
-def make_optimizer(
-    optimizer: Any, optimizer_params: Mapping[str, Any] | None, average_half_life: float | None = None
-) -> Optimizer:
+def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
     """Resolve the optimizer by name or instance; the rule of an optimizer of torch.
 
     Args:
         optimizer, optimizer_params: the Trainer's arguments.
-        average_half_life: likewise; None leaves what the optimizer has.
 
     Raises:
         TypeError, ValueError: it is unknown, or its hyper-parameters are invalid; or another Trainer has it.
     """
     made = _made(optimizer, optimizer_params)
-    if made in _TAKEN:
+    if made.is_taken:
         raise ValueError(
             f"this optimizer ({made.name}) belongs to another Trainer, which writes the multipliers of its parameters"
-            " and the size of its batches into it: make an optimizer for each Trainer"
+            " and the size of its batches into it: make an optimizer for each Trainer, or close() the other one before"
         )
-    if average_half_life is not None:
-        made.change_here("average_half_life", average_half_life)
     return made
 
 

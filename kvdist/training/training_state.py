@@ -58,17 +58,19 @@ class TrainingState:
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.save_states`."""
+        job = SaveJob(fname, names=self._names, states_only=True)
         if self._updating is not None:
-            self._updating.save_optimizer_states(fname)
+            self._updating._backend.wait(self._updating._save(job))
         else:
-            self._workers.save(SaveJob(fname, states_only=True))
+            self._workers.save(job)
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
         """See `Trainer.load_states`."""
+        job = LoadJob(fname, values=False, names=self._names)
         if self._updating is not None:
-            self._updating.load_optimizer_states(fname)
+            self._updating._load(job)
         else:
-            self._load_here(LoadJob(fname, values=False))
+            self._load_here(job)
 
     def states(self, keys: Sequence[int]) -> list[SliceState | None]:
         """The optimizer's state of each key; not a collective call."""

@@ -1,4 +1,4 @@
-"""What stands at the beginning of a path of a user's, and that every way in expands it."""
+"""What stands in a path of a user's for something else, and that every way in expands it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def home(tmp_path, monkeypatch):
         ("$HOME/run1", "{home}/run1"),
         ("${HOME}/$RUNS/1", "{home}/runs/1"),
         ("./~/run1", "./~/run1"),
-        ("run~1/$NOWHERE", "run~1/$NOWHERE"),
+        ("run~1/a$/$", "run~1/a$/$"),
         ("run1", "run1"),
         ("/a/b", "/a/b"),
     ],
@@ -50,10 +50,23 @@ def test_a_path_is_expanded_as_a_shell_does_it(home, given, expected):
     assert expanded(given) == expected.format(home=home)
 
 
-@each("given", ["~no-such-user/run1", "$NOWHERE/run1", "${NOWHERE}"])
-def test_what_stands_for_nothing_is_refused(home, given):
-    with pytest.raises(ConfigError, match=r"begins with .*, which stands for no folder here.*'\./"):
-        expanded(given)
+def test_a_home_of_nobody_is_refused(home):
+    with pytest.raises(ConfigError, match=r"begins with '~no-such-user', which stands for no folder here.*'\./~no"):
+        expanded("~no-such-user/run1")
+
+
+@each("name", ["$NOWHERE", "${NOWHERE}"])
+@each("given", ["{}/run1", "run/{}", "/run/x-{}.d/1", "~/{}", "$RUNS/{}"])
+def test_a_variable_that_is_not_set_is_refused_wherever_it_stands(home, name, given):
+    path = given.replace("{}", name)
+    with pytest.raises(ConfigError) as refused:
+        expanded(path)
+    assert f"the path {path!r} has {name!r} in it, and no environment variable of that name" in str(refused.value)
+    with kv.create("local") as store:
+        store.init("w", np.ones(3, np.float32))
+        with pytest.raises(ConfigError, match="NOWHERE"):
+            store.save_checkpoint(path, 1)
+    assert os.listdir() == os.listdir(home) == []
 
 
 def test_every_setting_that_is_a_path_is_expanded(home):

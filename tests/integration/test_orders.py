@@ -50,6 +50,14 @@ def test_what_is_not_trained_comes_from_rank_0_whatever_its_type(job, tmp_path):
     assert len(launcher.lines_with(f"carried {expected}")) == 4, job.transcript()
 
 
+def test_workers_whose_buffers_differ_are_refused(job):
+    launcher = job.launch(2, 1, "orders.py", "buffers")
+    job.succeed()
+    for what in ("name", "late name", "shape", "type", "none"):
+        for kind in ("dist", "collective"):
+            assert len(launcher.lines_with(f"refused: {what} {kind}")) == 2, job.transcript()
+
+
 def test_workers_whose_parameters_have_other_names_or_none_are_refused(job):
     launcher = job.launch(2, 1, "orders.py", "names")
     job.succeed()

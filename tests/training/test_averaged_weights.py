@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvdist import ConfigError, Trainer, diloco, kv, quota
+from kvdist import ConfigError, Trainer, diloco, kv, local_sgd, quota
 from tests.cases import each
 
 HALF_LIFE = 3.0
@@ -77,14 +77,24 @@ def test_one_of_torchs_own_optimizers_is_averaged_too():
             assert_close(net.parameters(), averaged.module.parameters())
 
 
-def test_under_a_policy_of_local_steps_it_is_of_the_weights_that_are_exchanged():
-    net = network()
+@each("policy", [diloco(2), local_sgd(2)])
+@each("optimizer", [SGD, {"learning_rate": 0.1}])
+@each("whose", ["trainer", "optimizer"])
+def test_under_a_policy_of_local_steps_it_is_of_the_exchanged_weights_and_training_is_as_without(
+    policy, optimizer, whose
+):
+    net, plain = network(), network()
     averaged = averaged_by_torch(net)
-    with kv.create("dist", policy=diloco(2)) as store:
-        trainer = Trainer(net.parameters(), "sgd", SGD, kvstore=store, average_half_life=HALF_LIFE)
+    given = ("sgd", {**optimizer, "average_half_life": HALF_LIFE}) if whose == "optimizer" else ("sgd", optimizer)
+    half_life = HALF_LIFE if whose == "trainer" else None
+    with kv.create("dist", policy=policy) as store, kv.create("dist", policy=policy) as other:
+        trainer = Trainer(net.parameters(), *given, kvstore=store, average_half_life=half_life)
+        without = Trainer(plain.parameters(), "sgd", optimizer, kvstore=other)
         for step in range(6):
-            backward(net, step)
-            trainer.step()
+            for one, its in ((net, trainer), (plain, without)):
+                backward(one, step)
+                its.step()
+            assert all(map(torch.equal, net.parameters(), plain.parameters()))
             if step % 2:
                 averaged.update_parameters(net)
         with trainer.averaged_weights():

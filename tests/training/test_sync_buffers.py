@@ -47,3 +47,21 @@ def test_another_kind_of_store_is_refused():
 def test_samples_that_are_no_number_of_examples_are_refused_before_anything_is_changed(samples, error, said):
     with kv.create("local") as store, pytest.raises(error, match=said):
         sync_buffers(network(), store, samples=samples)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@each(
+    "make, words",
+    [
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), r"\.resolve_conj\(\)"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"\.dequantize\(\)"),
+        (lambda: torch.eye(2).to_sparse(), r"\.to_dense\(\)"),
+        (lambda: torch.ones(2, device="meta"), "to_empty"),
+        (lambda: torch.nn.UninitializedBuffer(), "without a shape"),
+    ],
+)
+def test_a_buffer_whose_memory_is_not_its_elements_is_refused_by_its_name(make, words):
+    net = network()
+    net[1].register_buffer("mask", make())
+    with kv.create("local") as store, pytest.raises(TypeError, match=rf"^the buffer 1\.mask cannot .*{words}"):
+        sync_buffers(net, store)

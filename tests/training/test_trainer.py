@@ -554,6 +554,53 @@ def test_an_optimizer_of_ours_keeps_nothing_of_the_batch_and_has_one_trainer():
     Trainer([parameter], other, kvstore=None)  # which no trainer has got
 
 
+@each("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])  # noqa: S301
+@each("options", [{}, {"overlap": True}, {"update_on_kvstore": False}, {"policy": "ssp:1"}])
+def test_a_copy_of_an_optimizer_has_nothing_of_its_trainer_nor_has_one_whose_trainer_was_closed(copied, options):
+    given = create("torch.sgd", lr=1.0, momentum=0.5)
+    given.set_wd_mult({"mine": 2.0})
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    groups = [{"params": [parameters[0]], "lr": 0.5}, {"params": [parameters[1]], "momentum": 0.25}]
+    policy = options.get("policy")
+    with kv.create("dist", policy=policy) as store:
+        rest = {} if policy else options
+        trainer = Trainer(groups, given, kvstore=store, average_half_life=3.0, **rest)
+        sum(one.sum() for one in parameters).backward()
+        if "overlap" in options:
+            trainer.step()
+        elif "update_on_kvstore" not in options:
+            trainer.step(32)
+
+        def require_as_made(one):
+            assert (one.rescale_grad, one.lr_mult, one.wd_mult) == (1.0, {}, {"mine": 2.0})
+            assert (one.average_half_life, one.groups, one.momentum) == (None, "", 0.5)
+
+        other = copied(given)
+        require_as_made(other)
+        other.set_lr_mult({0: 7.0})
+        assert given.lr_mult.get(0) != 7.0
+        weight = torch.nn.Parameter(torch.zeros(2))
+        second = Trainer([weight], copied(given), kvstore=None)
+        weight.sum().backward()
+        second.step()
+        assert weight[0].item() == -given.learning_rate
+    trainer.close()
+    require_as_made(given)
+    Trainer([weight], given, kvstore=None)
+
+
+def test_an_optimizer_of_a_store_that_stays_open_keeps_the_rule_that_its_trainer_gave_it():
+    given, weight = Adam(learning_rate=0.1), torch.nn.Parameter(torch.zeros(2))
+    with kv.create("dist") as store:
+        trainer = Trainer([weight], given, kvstore=store, average_half_life=3.0)
+        weight.sum().backward()
+        trainer.step()
+        trainer.close()
+        assert not torch.equal(store.pull(0, average=True), weight)
+        with pytest.raises(ValueError, match="belongs to another Trainer"):
+            Trainer([weight], given, kvstore=None)
+
+
 @each("given", [lambda one: {one}, lambda one: frozenset([one]), lambda one: [{"params": {one}}]])
 def test_a_set_of_parameters_needs_names_as_it_has_no_order(given):
     with pytest.raises(TypeError, match=r"in a set, whose order differs .*net\.named_parameters\(\)"):
@@ -656,3 +703,20 @@ def test_a_parameter_of_a_type_that_is_not_trained_is_refused_by_its_name():
     for given in (torch.tensor([1 + 0j]), torch.zeros(2).to(torch.float8_e4m3fn)):
         with pytest.raises(TypeError, match=r"^layer\.w cannot be a parameter of a Trainer: .*\. Remedy: "):
             Trainer([("layer.w", nn.Parameter(given))], "sgd", kvstore="device")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+@each(
+    "make, words",
+    [
+        (lambda: torch.ones(2, dtype=torch.complex64).conj(), r"\.resolve_conj\(\)"),
+        (lambda: torch.ones(2, dtype=torch.complex64).conj().imag, r"\.resolve_neg\(\)"),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), r"\.dequantize\(\)"),
+        (lambda: torch.ones(2, 2, dtype=torch.complex64).to_sparse(), r"\.to_dense\(\)"),
+        (lambda: torch.ones(2, 3, dtype=torch.bool).t(), r"lie in one piece .*\.contiguous\(\)"),
+    ],
+)
+def test_a_frozen_parameter_whose_memory_is_not_its_elements_is_refused_by_its_name(make, words):
+    given = [("w", nn.Parameter(torch.ones(2))), ("layer.mask", nn.Parameter(make(), requires_grad=False))]
+    with pytest.raises(TypeError, match=rf"^layer\.mask cannot be a parameter .*{words}.*convert it before"):
+        Trainer(given, "sgd", kvstore="device")

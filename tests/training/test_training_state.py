@@ -106,6 +106,42 @@ def test_states_alone_leave_the_weights_as_they_are(tmp_path, where):
     trainer.close()
 
 
+def test_states_alone_in_another_order_are_refused_and_those_without_names_taken(tmp_path, where):
+    def trained(names, grads=(0.0, 0.0)):
+        parameters = {name: torch.nn.Parameter(torch.zeros(2)) for name in names}
+        trainer = Trainer(parameters.items(), "sgd", {"learning_rate": 1.0, "momentum": 0.5}, **where)
+        for parameter, grad in zip(parameters.values(), grads, strict=True):
+            parameter.grad = torch.full((2,), grad)
+        trainer.step()
+        return trainer
+
+    def momenta(trainer):
+        states = trainer.as_torch_optimizer().state_dict()["state"]
+        return [abs(states[place]["momentum_buffer"][0].item()) for place in (0, 1)]
+
+    trainer = trained("ab", [1.0, 8.0])
+    trainer.save_states(tmp_path / "states")
+    trainer.close()
+    trainer = trained("ba")
+    with pytest.raises(CheckpointError, match="another order: it has 'a' in the place of 'b'"):
+        trainer.load_states(tmp_path / "states")
+    assert momenta(trainer) == [0.0, 0.0]
+    trainer.close()
+    trainer = trained("ab")
+    trainer.load_states(tmp_path / "states")
+    assert momenta(trainer) == [1.0, 8.0]
+    trainer.close()
+    with kv.create("local") as store:  # writes no names, as earlier versions did
+        store.init([0, 1], [torch.zeros(2)] * 2)
+        store.set_optimizer(trainer.optimizer)
+        store.load_optimizer_states(tmp_path / "states")
+        store.save_optimizer_states(tmp_path / "nameless")
+    trainer = trained("xy")
+    trainer.load_states(tmp_path / "nameless")
+    assert momenta(trainer) == [1.0, 8.0]
+    trainer.close()
+
+
 def test_every_device_gets_the_states(tmp_path):
     here = {"kvstore": "device", "update_on_kvstore": False}
     trainer, replicas = made(devices=2, **here)

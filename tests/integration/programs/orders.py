@@ -129,6 +129,34 @@ def carried():
             print("carried", found, flush=True)
 
 
+def buffers():
+    """Networks whose buffers have other names, shapes or types, or that have none, are refused; nothing is changed."""
+    differing = {
+        "name": {"a": torch.tensor([1.0]), "m": torch.tensor([11.0])},
+        "late name": {**{f"b{i:04}": torch.zeros(1) for i in range(2000)}, "z": torch.tensor([0.0])},
+        "shape": {"m": torch.tensor([1.0, 11.0]), "z": torch.zeros(0)},
+        "type": {"m": torch.tensor([11.0], dtype=torch.float64), "z": torch.tensor([0.0])},
+        "none": {},
+    }
+    for kind in ("dist", "collective"):
+        for what, others in differing.items():
+            with kv.create(kind) as store:
+                mine = others
+                if store.rank == 0:
+                    mine = {"m": torch.tensor([10.0]), "z": torch.tensor([0.0])}
+                    if what == "late name":
+                        mine = {**others, "y": torch.tensor([0.0])}
+                        del mine["z"]
+                net = torch.nn.Module()
+                for name, buffer in mine.items():
+                    net.register_buffer(name, buffer.clone())
+                try:
+                    kvdist.sync_buffers(net, store)
+                except kvdist.InitMismatch:
+                    assert all(torch.equal(found, mine[name]) for name, found in net.named_buffers())
+                    print("refused:", what, kind, flush=True)
+
+
 def names():
     """Other names, and none, are refused."""
     for mine in ({"a": 1.0, "b": 2.0}, {"a": 1.0, "x": 2.0}):
