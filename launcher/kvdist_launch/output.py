@@ -53,8 +53,9 @@ COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 COLOUR_OF_OTHERS = 90
 """Scheduler and servers are grey: they print rarely, and users look for workers."""
 
-NEWS = re.compile(rb"(given up|joined|at work) (worker|server) ([0-9]+) life ([0-9]+)\n")
-"""What the scheduler tells the launcher of a process that may still run, or that was started again, or is at work."""
+NEWS = re.compile(rb"(given up|joined|at work|leaves) (worker|server) ([0-9]+) life ([0-9]+)\n")
+"""What the scheduler tells the launcher of a process that may still run, or that was started again, is at work, or
+says goodbye as its interpreter ends."""
 
 LOSS = re.compile(rb"kvdist: \S+ (\(.*\) )?was lost[,:] |" + NEWS.pattern)
 """What the scheduler and the servers print of a lost peer. It is not shown: they all do, and the launcher names it."""

@@ -281,6 +281,8 @@ class Supervisor:
                 self.job.joined(node, life)
             elif found[1] == b"at work":
                 self.job.at_work(node, life)
+            elif found[1] == b"leaves":
+                self.job.leaves(node, life, time.monotonic())
             else:
                 self._perform(self.job.given_up(node, life))
 

@@ -136,14 +136,13 @@ STOPS = "import os, signal; os.environ['KVDIST_RANK'] == '1' and os.kill(os.getp
 @pytest.mark.parametrize(
     ("words", "place"),
     [
-        (("-s", "1"), ""),
-        (("-s", "0", "--on-worker-exit", "restart:1"), ""),
-        (("-s", "1", "-H", "a", "--security", "none"), " on a"),
+        (("--on-worker-exit", "restart:1"), ""),
+        (("-H", "a", "--security", "none"), " on a"),
     ],
 )
 def test_a_worker_that_is_stopped_when_the_others_have_finished_is_told_of_and_killed(launch, words, place):
     shell = ("sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, STOPS)
-    job = launch(*words, "-n", "2", "--grace", "0.2", *shell)
+    job = launch(*words, "-n", "2", "-s", "0", "--grace", "0.2", *shell)
     code, _, err = job.finish()
     who = rf"worker-1{place} \(pid \d+\)"
     assert re.search(rf"{who} has been stopped by a signal for 10 s; kill -CONT \d+ lets it go on", err), err

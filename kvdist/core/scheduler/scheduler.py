@@ -588,7 +588,7 @@ class Scheduler(Machine):
         if message.ends and self.config.supervised and self.on_loss is OnLoss.WAIT:
             self._ending.add(sender)  # and the launcher says how: others must not go on without one that comes back
             self.membership.trust(sender)
-            return effects
+            return [*effects, TellLauncher(f"leaves worker {sender.node.rank} life {self.membership.lives[sender]}")]
         return effects + self._left(sender, now)
 
     def _left(self, sender: Member, now: float) -> list[Effect]:
