@@ -249,7 +249,7 @@ class Job:
         self._pids.update(pids)
 
     def stopped(self, node: NodeId, pid: int, now: float) -> None:
-        """A signal has stopped a process, or the one of this process id that it has started; 0 is that it goes on."""
+        """A signal has stopped a process, or the one of this process id that it waits for; 0 is that it goes on."""
         if node in self._alive:
             self._forget_still(node, now)
             if pid:

@@ -49,6 +49,9 @@ BEAT_S = 1.0
 READ_BYTES = 64 * 1024
 """Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
 
+SHELLS = frozenset({b"ash", b"bash", b"busybox", b"dash", b"ksh", b"sh", b"zsh"})
+"""Programs that do nothing while the only process that they have started runs."""
+
 SignalHandler = Callable[[int, FrameType | None], object] | int | None
 
 
@@ -151,7 +154,7 @@ class ProcessListener(Protocol):
         """A process has printed, or written a piece of its result."""
 
     def stopped(self, node: NodeId, pid: int) -> None:
-        """A signal has stopped a process, or one that it has started, of this process id; 0 is that it goes on."""
+        """A signal has stopped a process, or the one of this process id that it waits for; 0 is that it goes on."""
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output."""
@@ -301,7 +304,7 @@ class ChildProcess:
         return ProcessExit(self.node, self.pid, status, life=self.life)
 
     def stopped(self) -> int:
-        """The process id of what a signal has stopped: itself, or on Linux what it runs, such as a shell; else 0."""
+        """The process id of what a signal has stopped: itself, or on Linux, if it is a shell, what it waits for."""
         result = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is not None:
             return self.pid if result.si_code == os.CLD_STOPPED else 0
@@ -543,17 +546,21 @@ class LocalProcesses(HostProcesses):
 
 
 def _stopped_below(pid: int) -> int:
-    """The process id of a descendant, by main threads, that a signal has stopped; 0 if there is none."""
-    with contextlib.suppress(OSError):  # not Linux, or it has ended
+    """The process id of what a signal has stopped below this shell, which only waits for it; 0 if there is none."""
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or it has ended, or has not one child
+        name, state = _told(pid)
         with open(f"/proc/{pid}/task/{pid}/children", "rb") as listed:
-            children = [int(word) for word in listed.read().split()]
-        for child in children:
-            with contextlib.suppress(OSError), open(f"/proc/{child}/stat", "rb") as told:
-                if told.read().rpartition(b")")[2].split()[0] == b"T":
-                    return child
-            if found := _stopped_below(child):
-                return found
+            (child,) = map(int, listed.read().split())
+        if name in SHELLS and state == b"S":
+            return child if _told(child)[1] == b"T" else _stopped_below(child)
     return 0
+
+
+def _told(pid: int) -> tuple[bytes, bytes]:
+    """The name of a process, and its state as the system's letter."""
+    with open(f"/proc/{pid}/stat", "rb") as told:
+        name, _, rest = told.read().partition(b"(")[2].rpartition(b")")
+    return name, rest.split()[0]
 
 
 def _post_exit(pid: int, exits: EventPipe) -> None:
