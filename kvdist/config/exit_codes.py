@@ -127,8 +127,10 @@ def _tell_what_lingers() -> None:
         time.sleep(1.0)
     time.sleep(LINGER_S)
     names = [one.name for one in threading.enumerate() if not (one.daemon or one is threading.main_thread())]
-    sys.stderr.write(f"{LINGERS}{', '.join(names)}; end it, join it before the end, or make it a daemon thread\n")
-    sys.stderr.flush()
+    if names and _is_ending():  # else it has gone on, with handlers of atexit
+        text = f"{LINGERS}{', '.join(names)}; end it, join it before the end, or make it a daemon thread\n"
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="replace"))  # `sys.stderr` may be another file, or None
 
 
 def _is_ending() -> bool:

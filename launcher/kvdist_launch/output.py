@@ -461,12 +461,14 @@ class JobOutput:
         for number, sink in enumerate(self.sinks):
             self._streams[node, number] = _OutputStream(sink, sink.prefix(node, host), is_shown, is_raw)
 
-    def feed(self, node: NodeId, stream: int, data: bytes) -> None:
-        """A process has printed."""
+    def feed(self, node: NodeId, stream: int, data: bytes) -> list[bytes]:
+        """A process has printed. Returns the lines that this completes."""
         found = self._streams[node, stream]
         if found.is_raw:
             found.sink.write_raw(data)
-        self._take(node, stream, found.splitter.feed(data))
+        lines = found.splitter.feed(data)
+        self._take(node, stream, lines)
+        return lines
 
     def finish(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output; an unfinished line is shown too."""
