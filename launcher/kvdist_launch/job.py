@@ -312,6 +312,8 @@ class Job:
 
     def interrupt(self, number: int, now: float) -> list[Action]:
         """The launcher got the signal `number`: ask the workers to end; a second time, kill everything."""
+        if self.is_over and self.cause is None:
+            return []  # it has its outcome
         if self._interruption is not None:
             return self._kill(now) if now - self._interrupted_at >= REPEAT_S else []
         self._interruption, self._interrupted_at = number, now

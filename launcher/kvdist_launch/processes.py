@@ -29,7 +29,7 @@ from kvdist_launch.plan import Process
 from kvdist_launch.root_socket import VARIABLE as LISTEN_VARIABLE
 from kvdist_launch.security import VARIABLE as SECRET_VARIABLE
 from kvdist_launch.security import SecretFile
-from kvdist_launch.start import INTERRUPTIONS, is_ignored
+from kvdist_launch.start import INTERRUPTIONS, Beginning, is_ignored
 from kvdist_launch.watchdog import Watchdog
 
 NOT_FOUND = 127
@@ -103,13 +103,16 @@ class EventPipe:
 
 @contextlib.contextmanager
 def handling_interruptions(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """While entered, call this where the user or the system asks for the end, unless the caller has that ignored."""
+    """While entered, call this where the user or the system asks for the end, unless the caller has that ignored.
+
+    A command has only to end then, and ignores them.
+    """
     before = {number: signal.signal(number, handler) for number in INTERRUPTIONS if not is_ignored(number)}
     try:
         yield
     finally:
         for number, one in before.items():
-            signal.signal(number, one)
+            signal.signal(number, signal.SIG_IGN if isinstance(one, Beginning) else one)
 
 
 class SignalPipe(EventPipe):

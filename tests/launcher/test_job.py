@@ -247,6 +247,13 @@ def test_signals_in_quick_succession_are_one_interruption():
     assert job.interrupt(signal.SIGTERM, 110.1) == []
 
 
+def test_an_interruption_after_the_end_of_all_processes_changes_nothing():
+    job = new_job()
+    end(job, 110.0, *((node, 0) for node in NODES))
+    assert job.is_over and job.interrupt(signal.SIGTERM, 110.1) == []
+    assert job.exit_code() == 0 and not job.is_interrupted
+
+
 def test_an_interruption_after_a_failure_shortens_the_grace_and_keeps_the_cause():
     job = new_job()
     end(job, 110.0, (worker(1), 3))
