@@ -163,7 +163,7 @@ class Scheduler(Machine):
         self._commands: list[Agreement[str]] = []
         """Until every server has run them."""
         self._at_work: set[Member] = set()
-        """The workers that have made a step."""
+        """The workers that are there and have made a step."""
         self._heard: dict[Member, float] = {}
         """Member → when it last said anything."""
         self._started_at = now
@@ -594,6 +594,7 @@ class Scheduler(Machine):
     def _left(self, sender: Member, now: float) -> list[Effect]:
         """A worker is gone for good."""
         self.membership.leave(sender.node)
+        self._at_work.discard(sender)
         effects: list[Effect] = []
         if self.newcomers is not None:
             self.newcomers.forget(sender)
@@ -691,6 +692,7 @@ class Scheduler(Machine):
         """
         if member in self.membership.lost:
             return []  # launcher, connection and process itself may all report one death
+        self._at_work.discard(member)
         peer = self.membership.peers.get(member.node)
         host = peer.host if peer else ""
         step = self.steps.get(member) if member.node.role is Role.WORKER else None
