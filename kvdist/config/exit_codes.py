@@ -190,8 +190,9 @@ class _End:
 def end_with(exit_code: int) -> None:
     """Replace the exit code of a process that would end with 0; called by a handler of `atexit`.
 
-    An uncaught exception keeps its code, and so does an uncaught `sys.exit`, once `note_exits` was called. All
-    other handlers are called, and files closed: `sys` is what the interpreter clears last.
+    An uncaught exception keeps its code, and so does an uncaught `sys.exit`, once `note_exits` was called. Python tells
+    nothing of ``raise SystemExit(3)`` and of the builtin ``exit(3)``, whose codes are replaced. All other handlers are
+    called, and files closed: `sys` is what the interpreter clears last.
     """
     if hasattr(sys, "last_value"):  # an uncaught exception
         return
