@@ -202,7 +202,7 @@ def _run_elsewhere(options: argparse.Namespace, job: JobSpec, hosts: Sequence[Ho
     text = script_of(options, job, hosts, processes, launcher)
     if options.emit is None and options.launcher != "none" and not options.dry_run:
         run_script(options.launcher, text, os.environ)
-    return _print(text)
+    return show(text)
 
 
 def _run_here(
@@ -254,7 +254,7 @@ def _show(job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
         text += "\nAddresses, cores and variables of other hosts are found out when the job starts.\n"
         note = _left_out_note(job, launcher)
         text += f"{note}\n" if note else ""
-    return _print(text)
+    return show(text)
 
 
 def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
@@ -263,10 +263,10 @@ def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
     return f"not forwarded, as their names look secret (-x NAME forwards one): {', '.join(names)}" if names else ""
 
 
-def _print(text: str) -> int:
+def show(text: str, program: str = PROGRAM) -> int:
     """Show a text that is all that was asked for. Returns the exit code."""
     lines = [line.encode(errors="surrogateescape") + b"\n" for line in text.removesuffix("\n").split("\n")]
-    out, _ = _sinks(os.environ)
+    out, _ = _sinks(os.environ, program=program)
     out.write_lines(b"", lines)
     return int(out.has_failed)
 

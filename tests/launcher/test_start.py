@@ -130,6 +130,18 @@ def test_a_folder_that_is_gone_is_said_in_one_sentence(env, tmp_path):
     assert ends(launcher) == (2, "", sentence)
 
 
+def test_what_was_asked_for_and_cannot_be_written_is_told_in_one_sentence(env):
+    for argv, program in (
+        ([*command("kvdist-run"), "--check-build"], "kvdist-run"),
+        ([sys.executable, "-m", "kvdist", "config"], "kvdist"),
+    ):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(argv, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+        (told,) = done.stderr.splitlines()
+        why = f"{program}: standard output cannot be written to (No space left on device)"
+        assert done.returncode == 1 and told.startswith(why), done.stderr
+
+
 @each("words, code", [(("echo", "hello"), 0), (("--dry-run", "echo", "hello"), 1)])
 def test_an_output_that_is_full_is_told_on_the_other_one(env, words, code):
     argv = [*command("kvdist-launch"), *WORDS["kvdist-launch"], *words]
