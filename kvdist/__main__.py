@@ -81,8 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command is not None:
             text, code = options.command(options)
-            print(text)
-            return int(code)
+            return int(code) if _is_shown(text) else 1
         modules = _modules("KVDIST_SERVER_MODULE", "--server-module", options.server_module)
         for_optimizers = _modules("KVDIST_OPTIMIZER_MODULE", "--optimizer-module", options.optimizer_module)
         import_server_modules(modules)
@@ -358,6 +357,17 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return "unknown"
+
+
+def _is_shown(text: str) -> bool:
+    """Print a text that was asked for. Returns whether it could be written; standard error says why not."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter tries again at its end
+        print(f"kvdist: standard output cannot be written to ({error.strerror})", file=sys.stderr, flush=True)
+        return False
+    return True
 
 
 def _told(error: Exception, code: int) -> int:

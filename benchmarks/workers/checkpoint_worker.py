@@ -17,6 +17,7 @@ from workload import parse_arguments
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from checkpoint import SAVES
+
 from kvdist import kv
 
 

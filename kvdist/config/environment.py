@@ -200,7 +200,7 @@ def require_own_place(place: str) -> None:
     name, _, taken = rest.partition(" ")
     if taken != place or word == this_process():
         return
-    by = ", started by multiprocessing," if _is_of_multiprocessing() else ""
+    by = ", started by multiprocessing," if is_of_multiprocessing() else ""
     raise ConfigError(
         f"this process ({os.getpid()}) is a child of {name} (process {word.partition('.')[0]}){by} and cannot have its"
         " place in the job, whose variables it has inherited. A script that starts processes by spawn or forkserver,"
@@ -209,7 +209,8 @@ def require_own_place(place: str) -> None:
     )
 
 
-def _is_of_multiprocessing() -> bool:
+def is_of_multiprocessing() -> bool:
+    """Whether multiprocessing has started this process."""
     process = sys.modules.get("multiprocessing.process")  # which is there, then
     if process is None:
         return False

@@ -127,8 +127,10 @@ def _tell_what_lingers() -> None:
         time.sleep(1.0)
     time.sleep(LINGER_S)
     names = [one.name for one in threading.enumerate() if not (one.daemon or one is threading.main_thread())]
-    sys.stderr.write(f"{LINGERS}{', '.join(names)}; end it, join it before the end, or make it a daemon thread\n")
-    sys.stderr.flush()
+    if names and _is_ending():  # else it has gone on, with handlers of atexit
+        text = f"{LINGERS}{', '.join(names)}; end it, join it before the end, or make it a daemon thread\n"
+        with contextlib.suppress(OSError):
+            os.write(2, text.encode(errors="replace"))  # `sys.stderr` may be another file, or None
 
 
 def _is_ending() -> bool:
@@ -188,8 +190,9 @@ class _End:
 def end_with(exit_code: int) -> None:
     """Replace the exit code of a process that would end with 0; called by a handler of `atexit`.
 
-    An uncaught exception keeps its code, and so does an uncaught `sys.exit`, once `note_exits` was called. All
-    other handlers are called, and files closed: `sys` is what the interpreter clears last.
+    An uncaught exception keeps its code, and so does an uncaught `sys.exit`, once `note_exits` was called. Python tells
+    nothing of ``raise SystemExit(3)`` and of the builtin ``exit(3)``, whose codes are replaced. All other handlers are
+    called, and files closed: `sys` is what the interpreter clears last.
     """
     if hasattr(sys, "last_value"):  # an uncaught exception
         return

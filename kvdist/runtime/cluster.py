@@ -24,6 +24,7 @@ from kvdist.config.addresses import host_name
 from kvdist.config.environment import (
     cluster_from_env,
     embedded_cluster_from_env,
+    is_of_multiprocessing,
     read_setting,
     require_own_place,
     take_place,
@@ -292,7 +293,8 @@ class ProcessCluster:
                     )
             config = cluster_from_env()
             place = "" if config is None else f"{config.rank} at {config.root_host}:{config.root_port} in {config.job}"
-            if config is not None and (config.rank is not None or config.on_loss == "fail"):  # else it may be one more
+            may_be_one_more = config is not None and config.rank is None and config.on_loss != "fail"
+            if config is not None and (is_of_multiprocessing() or not may_be_one_more):
                 require_own_place(place)
             cluster = _embedded() if config is None else _joined(config)
             prepare(cluster.node)

@@ -76,6 +76,7 @@ class _Launch:
         elif options.log_dir:
             self._logs = LogFiles(Path(options.log_dir), self._err.say)
         self._summary_path = Path(options.json_summary) if options.json_summary and not options.dry_run else None
+        self._is_interrupted = False
         self._attempts: list[Supervisor] = []
         self._begin_attempt()
 
@@ -83,7 +84,7 @@ class _Launch:
         """Run the job, write the summary, and return the exit code."""
         if self._summary_path is not None:
             remove_summary(self._summary_path)
-        with handling_interruptions(_interrupt):
+        with handling_interruptions(self._interrupt):
             code, reason = self._run_or_explain()
         if self._summary_path is not None:
             try:
@@ -92,6 +93,12 @@ class _Launch:
             except OSError as error:
                 self._err.say(f"--json-summary {self._summary_path} cannot be written: {error.strerror}")
         return code
+
+    def _interrupt(self, number: int, _: FrameType | None) -> None:
+        """End what has not begun. A job that is over keeps its outcome, and is not started again."""
+        self._is_interrupted = True
+        if not self._attempts[-1].job.sentence:
+            raise Interrupted(number)
 
     def _begin_attempt(self) -> Supervisor:
         options = self._request.options
@@ -157,14 +164,10 @@ class _Launch:
                 last.sentence += f"; it could not be started again: {error}"
                 self._err.say(last.sentence)
                 break
-            if not _may_succeed_again(supervisor) or attempt == restarts:
+            if not _may_succeed_again(supervisor) or attempt == restarts or self._is_interrupted:
                 break
             supervisor.say(f"starting the whole job again ({attempt + 1} of {restarts})")
         return code
-
-
-def _interrupt(number: int, _: FrameType | None) -> None:
-    raise Interrupted(number)
 
 
 def _run_once(
@@ -199,7 +202,7 @@ def _run_elsewhere(options: argparse.Namespace, job: JobSpec, hosts: Sequence[Ho
     text = script_of(options, job, hosts, processes, launcher)
     if options.emit is None and options.launcher != "none" and not options.dry_run:
         run_script(options.launcher, text, os.environ)
-    return _print(text)
+    return show(text)
 
 
 def _run_here(
@@ -251,7 +254,7 @@ def _show(job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
         text += "\nAddresses, cores and variables of other hosts are found out when the job starts.\n"
         note = _left_out_note(job, launcher)
         text += f"{note}\n" if note else ""
-    return _print(text)
+    return show(text)
 
 
 def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
@@ -260,10 +263,10 @@ def _left_out_note(job: JobSpec, launcher: HostFacts) -> str:
     return f"not forwarded, as their names look secret (-x NAME forwards one): {', '.join(names)}" if names else ""
 
 
-def _print(text: str) -> int:
+def show(text: str, program: str = PROGRAM) -> int:
     """Show a text that is all that was asked for. Returns the exit code."""
     lines = [line.encode(errors="surrogateescape") + b"\n" for line in text.removesuffix("\n").split("\n")]
-    out, _ = _sinks(os.environ)
+    out, _ = _sinks(os.environ, program=program)
     out.write_lines(b"", lines)
     return int(out.has_failed)
 

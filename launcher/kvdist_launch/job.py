@@ -19,9 +19,9 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
   its own, and the end of an earlier life changes nothing. Once the job fails, is interrupted, or was dissolved by the
   scheduler, nothing is started any more.
 - A process that a signal has stopped for 10 s is told of, in every phase. So are, after 10 s, workers for whose end the
-  job waits: when all have left the cluster, or in a job without servers when others have finished. They may have work
-  of their own, and are left alone; but if each of them is stopped, or has ended but for threads, they are killed after
-  the grace.
+  job waits: when all have left the cluster, or have said goodbye and are awaited by the others (``--on-loss wait``), or
+  in a job without servers when others have finished. They may have work of their own, and are left alone; but if each
+  of them is stopped, or has ended but for threads, they are killed after the grace.
 - A first interruption sends SIGINT to the workers; servers live on so that workers can still save. What is left after
   the grace is terminated. A second interruption kills.
 
@@ -187,6 +187,8 @@ class Job:
         """Of those that were started again: the life that has joined the others."""
         self._at_work: dict[NodeId, int] = {}
         """The life of each that was at work last."""
+        self._leaving: dict[NodeId, int] = {}
+        """The life of each in which it said goodbye, while the others wait for how it ends."""
         self._late: list[NodeId] = []
         """Who had not joined them when they had finished."""
         self._is_dissolved = False
@@ -247,7 +249,7 @@ class Job:
         self._pids.update(pids)
 
     def stopped(self, node: NodeId, pid: int, now: float) -> None:
-        """A signal has stopped a process, or the one of this process id that it has started; 0 is that it goes on."""
+        """A signal has stopped a process, or the one of this process id that it waits for; 0 is that it goes on."""
         if node in self._alive:
             self._forget_still(node, now)
             if pid:
@@ -296,6 +298,10 @@ class Job:
         """A worker has made a step in this life, or a server has joined; so is the scheduler that says so."""
         self._at_work |= {node: life, SCHEDULER: self._lives[SCHEDULER]}
 
+    def leaves(self, node: NodeId, life: int, now: float) -> None:
+        """A worker says goodbye in its end, and all wait for the exit code of this life."""
+        self._leaving[node], self._changed_at, self._is_end_told = life, now, False
+
     def given_up(self, node: NodeId, life: int) -> list[Action]:
         """The others go on without a process that may still be there, stopped or cut off: it must not go on either."""
         if self._phase is not Phase.RUNNING or node not in self._alive or self._lives[node] != life:
@@ -306,6 +312,8 @@ class Job:
 
     def interrupt(self, number: int, now: float) -> list[Action]:
         """The launcher got the signal `number`: ask the workers to end; a second time, kill everything."""
+        if self.is_over and self.cause is None:
+            return []  # it has its outcome
         if self._interruption is not None:
             return self._kill(now) if now - self._interrupted_at >= REPEAT_S else []
         self._interruption, self._interrupted_at = number, now
@@ -346,10 +354,12 @@ class Job:
         return [Say(f"{self._names([node])} {self._untold.pop(node)}") for node in due]
 
     def _awaited(self) -> list[NodeId]:
-        """The workers for whose end the job waits: all have left it, or others have finished. None before that."""
+        """The workers for whose end the job waits: all have left it, or without a scheduler others have finished."""
         if self._phase is not Phase.RUNNING or self._due:
             return []
-        return self._workers_alive() if self._is_dissolved or self._has_finished else []
+        alive = self._workers_alive()
+        has_left = all(self._leaving.get(node) == self._lives[node] for node in alive)
+        return alive if has_left or self._is_dissolved or (self._has_finished and SCHEDULER not in self._nodes) else []
 
     def _end_told_at(self) -> float | None:
         """When to tell for whose end the job waits; None if that was told, or they still take part in it."""
@@ -358,7 +368,7 @@ class Job:
             return None
         if all(node in self._still for node in awaited):
             return max(self._still[node] for node in awaited) + STILL_S
-        return self._changed_at + STILL_S if self._is_dissolved or SCHEDULER not in self._nodes else None
+        return self._changed_at + STILL_S
 
     def _await_end(self, now: float) -> list[Action]:
         """Tell for whose end the job waits, and kill who will not end by itself."""

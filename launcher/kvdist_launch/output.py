@@ -53,8 +53,9 @@ COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 COLOUR_OF_OTHERS = 90
 """Scheduler and servers are grey: they print rarely, and users look for workers."""
 
-NEWS = re.compile(rb"(given up|joined|at work) (worker|server) ([0-9]+) life ([0-9]+)\n")
-"""What the scheduler tells the launcher of a process that may still run, or that was started again, or is at work."""
+NEWS = re.compile(rb"(given up|joined|at work|leaves) (worker|server) ([0-9]+) life ([0-9]+)\n")
+"""What the scheduler tells the launcher of a process that may still run, or that was started again, is at work, or
+says goodbye as its interpreter ends."""
 
 LOSS = re.compile(rb"kvdist: \S+ (\(.*\) )?was lost[,:] |" + NEWS.pattern)
 """What the scheduler and the servers print of a lost peer. It is not shown: they all do, and the launcher names it."""
@@ -460,12 +461,14 @@ class JobOutput:
         for number, sink in enumerate(self.sinks):
             self._streams[node, number] = _OutputStream(sink, sink.prefix(node, host), is_shown, is_raw)
 
-    def feed(self, node: NodeId, stream: int, data: bytes) -> None:
-        """A process has printed."""
+    def feed(self, node: NodeId, stream: int, data: bytes) -> list[bytes]:
+        """A process has printed. Returns the lines that this completes."""
         found = self._streams[node, stream]
         if found.is_raw:
             found.sink.write_raw(data)
-        self._take(node, stream, found.splitter.feed(data))
+        lines = found.splitter.feed(data)
+        self._take(node, stream, lines)
+        return lines
 
     def finish(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output; an unfinished line is shown too."""

@@ -29,7 +29,7 @@ from kvdist_launch.plan import Process
 from kvdist_launch.root_socket import VARIABLE as LISTEN_VARIABLE
 from kvdist_launch.security import VARIABLE as SECRET_VARIABLE
 from kvdist_launch.security import SecretFile
-from kvdist_launch.start import INTERRUPTIONS, is_ignored
+from kvdist_launch.start import INTERRUPTIONS, Beginning, is_ignored
 from kvdist_launch.watchdog import Watchdog
 
 NOT_FOUND = 127
@@ -48,6 +48,9 @@ BEAT_S = 1.0
 
 READ_BYTES = 64 * 1024
 """Taken from a process's output at a time, so that one that prints much does not keep the others waiting."""
+
+SHELLS = frozenset({b"ash", b"bash", b"busybox", b"dash", b"ksh", b"sh", b"zsh"})
+"""Programs that do nothing while the only process that they have started runs."""
 
 SignalHandler = Callable[[int, FrameType | None], object] | int | None
 
@@ -100,13 +103,16 @@ class EventPipe:
 
 @contextlib.contextmanager
 def handling_interruptions(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """While entered, call this where the user or the system asks for the end, unless the caller has that ignored."""
+    """While entered, call this where the user or the system asks for the end, unless the caller has that ignored.
+
+    A command has only to end then, and ignores them.
+    """
     before = {number: signal.signal(number, handler) for number in INTERRUPTIONS if not is_ignored(number)}
     try:
         yield
     finally:
         for number, one in before.items():
-            signal.signal(number, one)
+            signal.signal(number, signal.SIG_IGN if isinstance(one, Beginning) else one)
 
 
 class SignalPipe(EventPipe):
@@ -151,7 +157,7 @@ class ProcessListener(Protocol):
         """A process has printed, or written a piece of its result."""
 
     def stopped(self, node: NodeId, pid: int) -> None:
-        """A signal has stopped a process, or one that it has started, of this process id; 0 is that it goes on."""
+        """A signal has stopped a process, or the one of this process id that it waits for; 0 is that it goes on."""
 
     def output_ended(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output."""
@@ -301,7 +307,7 @@ class ChildProcess:
         return ProcessExit(self.node, self.pid, status, life=self.life)
 
     def stopped(self) -> int:
-        """The process id of what a signal has stopped: itself, or on Linux what it runs, such as a shell; else 0."""
+        """The process id of what a signal has stopped: itself, or on Linux, if it is a shell, what it waits for."""
         result = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if result is not None:
             return self.pid if result.si_code == os.CLD_STOPPED else 0
@@ -543,17 +549,21 @@ class LocalProcesses(HostProcesses):
 
 
 def _stopped_below(pid: int) -> int:
-    """The process id of a descendant, by main threads, that a signal has stopped; 0 if there is none."""
-    with contextlib.suppress(OSError):  # not Linux, or it has ended
+    """The process id of what a signal has stopped below this shell, which only waits for it; 0 if there is none."""
+    with contextlib.suppress(OSError, ValueError):  # not Linux, or it has ended, or has not one child
+        name, state = _told(pid)
         with open(f"/proc/{pid}/task/{pid}/children", "rb") as listed:
-            children = [int(word) for word in listed.read().split()]
-        for child in children:
-            with contextlib.suppress(OSError), open(f"/proc/{child}/stat", "rb") as told:
-                if told.read().rpartition(b")")[2].split()[0] == b"T":
-                    return child
-            if found := _stopped_below(child):
-                return found
+            (child,) = map(int, listed.read().split())
+        if name in SHELLS and state == b"S":
+            return child if _told(child)[1] == b"T" else _stopped_below(child)
     return 0
+
+
+def _told(pid: int) -> tuple[bytes, bytes]:
+    """The name of a process, and its state as the system's letter."""
+    with open(f"/proc/{pid}/stat", "rb") as told:
+        name, _, rest = told.read().partition(b"(")[2].rpartition(b")")
+    return name, rest.split()[0]
 
 
 def _post_exit(pid: int, exits: EventPipe) -> None:

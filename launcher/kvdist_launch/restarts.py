@@ -20,6 +20,7 @@ Rules:
 from __future__ import annotations
 
 import re
+import signal
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -115,13 +116,15 @@ class Restarts:
 
 def _own_words(one: ProcessExit, lived_s: float) -> str:
     """Why it ended, where that is its own doing; empty if it is not, or not known."""
-    if not 0 < one.status <= SIGNAL_BASE or one.lost or one.is_consequence:
+    if one.status <= 0 or one.lost or one.is_consequence:
         return ""
     line = TORCH_PREFIX.sub("", one.last_error_line.decode(errors="replace").strip())[:SENTENCE_MAX]
     if line.startswith(FENCED):
         return ""  # the others gave it up, whatever it did
     if EXCEPTION.fullmatch(line):
         return line
+    if SIGNAL_BASE < one.status < SIGNAL_BASE + signal.NSIG:
+        return ""  # a shell's word for a signal
     return (line or f"exit code {one.status}") if lived_s < HEALTHY_S else ""
 
 

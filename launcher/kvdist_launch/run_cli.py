@@ -20,7 +20,7 @@ from typing import Any
 from kvdist.config.processes import LEAVE_FOLDER
 from kvdist.config.settings import HOROVOD_LOG_LEVELS, SETTINGS
 from kvdist.errors import ConfigError
-from kvdist_launch.cli import USAGE_ERROR, launch
+from kvdist_launch.cli import USAGE_ERROR, launch, show
 from kvdist_launch.environment import parse_exports
 from kvdist_launch.hosts import Host, parse_host_list, read_hostfile
 from kvdist_launch.options import (
@@ -163,8 +163,7 @@ class ShowBuild(argparse.Action):
         lines += [_box(title, find_spec(module) is not None) for title, module in frameworks]
         lines += ["", "Available Controllers:", _box("MPI", False), _box("Gloo", operations["Gloo"])]
         lines += ["", "Available Tensor Operations:", *(_box(name, there) for name, there in operations.items())]
-        print("\n".join(lines))
-        parser.exit()
+        parser.exit(show("\n".join(lines), PROGRAM))
 
 
 def _torch_backends() -> dict[str, bool]:

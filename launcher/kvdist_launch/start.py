@@ -1,8 +1,9 @@
 """How the launcher's commands begin, before they import what takes time, and how they end.
 
 What a process inherits (descriptors, signals, the umask, the folder) is looked at here, once, and put right for itself
-and for all that it starts; what its caller has chosen to ignore stays ignored. Until anything has been started, a
-signal ends the process at once, with the exit code that a job would have.
+and for all that it starts; what its caller has chosen to ignore stays ignored. A SIGINT
+is not: a shell ignores it for what it starts in the background. Until anything has been started, a signal ends the
+process at once, with the exit code that a job would have.
 """
 
 from __future__ import annotations
@@ -24,6 +25,19 @@ def is_ignored(number: int) -> bool:
     return signal.getsignal(number) == signal.SIG_IGN
 
 
+class Beginning:
+    """Handles signals while a command, called `program` for people, has started nothing."""
+
+    def __init__(self, program: str) -> None:
+        self._program = program
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        try:
+            os.write(2, f"{self._program}: interrupted before anything was started\n".encode())
+        finally:
+            os._exit(128 + number)
+
+
 def begin(program: str) -> None:
     """Begin a command: put right what it has inherited, and let signals end it while nothing has been started.
 
@@ -33,16 +47,9 @@ def begin(program: str) -> None:
     Raises:
         SystemExit: its folder is gone.
     """
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        try:
-            os.write(2, f"{program}: interrupted before anything was started\n".encode())
-        finally:
-            os._exit(128 + number)
-
     for number in INTERRUPTIONS:
         if not is_ignored(number):
-            signal.signal(number, interrupt)
+            signal.signal(number, Beginning(program))
     inherit(program)
 
 

@@ -261,10 +261,10 @@ class Supervisor:
             if self._calls is not None:
                 self._calls.received(node, data)
             return
-        self._output.feed(node, stream, data)
+        lines = self._output.feed(node, stream, data)
         if node == SCHEDULER and stream == OUT:
             self._take_news(data)
-        if stream == ERR and LINGERS.encode() in data:
+        if stream == ERR and any(LINGERS.encode() in line for line in lines):
             self.job.lingers(node, time.monotonic())
         if DEBUGGER_PROMPT in data and node != self._with_stdin and not self._has_explained_stdin:
             self._has_explained_stdin = True
@@ -281,6 +281,8 @@ class Supervisor:
                 self.job.joined(node, life)
             elif found[1] == b"at work":
                 self.job.at_work(node, life)
+            elif found[1] == b"leaves":
+                self.job.leaves(node, life, time.monotonic())
             else:
                 self._perform(self.job.given_up(node, life))
 

@@ -131,3 +131,42 @@ def test_a_process_ends_with_another_code_than_0_only_where_python_ends_it_so(pr
     done = subprocess.run([sys.executable, "-c", ENDS + program], capture_output=True, text=True, cwd=ROOT, timeout=100)
     assert done.returncode == code, done.stderr
     assert done.stderr.count("\n") <= 1 or code == 1, done.stderr
+
+
+LINGERS = """
+import atexit, sys, threading
+from kvdist.config import exit_codes
+
+sys.stderr = None
+looked, goes_on = threading.Event(), threading.Event()
+
+class Time:
+    def sleep(duration_s):
+        if duration_s == exit_codes.LINGER_S:
+            looked.set()
+            goes_on.wait()
+
+def work():
+    goes_on.set()
+    told.join()
+    print("worked", flush=True)
+
+exit_codes.time = Time
+exit_codes.tell_what_lingers()
+(told,) = (one for one in threading.enumerate() if one.name == "kvdist-end")
+"""
+WAITS = """
+threading.Thread(target=work, name="reader").start()
+"""
+WORKS = """
+atexit.register(work)
+threading.Thread(target=looked.wait, name="reader").start()
+"""
+
+
+@each("program, told", [(WAITS, ["reader"]), (WORKS, [])])
+def test_the_threads_that_keep_a_process_are_told_of_on_its_standard_error_and_not_work_after_them(program, told):
+    argv, variables = [sys.executable, "-c", LINGERS + program], {**os.environ, "KVDIST_LOCAL_RANK": "0"}
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=100)
+    assert re.findall(r"^kvdist: .* the process waits for (.*); end it, .*\n", done.stderr) == told, done.stderr
+    assert (done.stderr != "") == bool(told) and done.stdout == "worked\n"

@@ -280,6 +280,9 @@ def test_the_launcher_is_told_once_of_each_life_that_it_has_made_a_step() -> Non
         wired.pushpull(rank, {"w": [1, 1, 1], "b": [1]})
     wired.advance(5.0)
     assert wired.told[1:] == [f"at work worker 1 life {life}"]
+    assert wired.scheduler._at_work == {wired.member(f"worker-{rank}") for rank in (0, 1, 2)}, (
+        "earlier lives are forgotten"
+    )
 
 
 def test_losses_right_after_each_other_share_a_roster() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from kvdist.core.machine import PeerDisconnected
+from kvdist.core.machine import PeerDisconnected, TellLauncher
 from kvdist.errors import ConfigError, FencedError, PeerLostError
 from kvdist.optimizer.registry import create
-from kvdist.protocol.messages import Configure, Lease
+from kvdist.protocol.messages import Configure, Goodbye, Lease
 from tests.cases import each
 from tests.core.wired import Wired
 
@@ -214,3 +216,11 @@ def test_leases_of_data_are_refused(wired: Wired) -> None:
     wired.settle()
     error = wired.failed[request]
     assert isinstance(error, ConfigError) and "KVDIST_ON_LOSS is 'wait'" in str(error)
+
+
+def test_the_launcher_is_told_whose_exit_code_is_waited_for_after_its_goodbye(wired: Wired) -> None:
+    wired.scheduler.config = replace(wired.scheduler.config, supervised=True)
+    member = wired.member("worker-1")
+    effects = wired.scheduler.handle(member, Goodbye(99, "", True), wired.now)
+    assert TellLauncher("leaves worker 1 life 0") in effects
+    assert wired.scheduler.membership.workers[member.node] == member

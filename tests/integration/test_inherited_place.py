@@ -49,6 +49,15 @@ def test_a_child_in_the_place_of_its_parent_is_told_so_and_of_the_guard(tmp_path
     assert f"){by} and cannot have its place" in told[0] and 'if __name__ == "__main__":' in told[0], done.stderr
 
 
+@each("policy", ["continue", "wait"])
+def test_a_child_of_a_worker_without_a_rank_is_not_one_more(tmp_path, policy):
+    launcher, first = STORE
+    unranked = f"import os; os.environ.pop('KVDIST_RANK', None)\n{first}"
+    done = run((*launcher, "--on-loss", policy), tmp_path / "train.py", unranked + STARTS["spawn"])
+    assert "is a child of worker-0 (process " in done.stderr and "the child ran" not in done.stdout, done.stderr
+    assert 'if __name__ == "__main__":' in done.stderr
+
+
 @each("begin", [STORE, RANK])
 def test_with_the_guard_children_run(tmp_path, begin):
     launcher, first = begin

@@ -247,6 +247,13 @@ def test_signals_in_quick_succession_are_one_interruption():
     assert job.interrupt(signal.SIGTERM, 110.1) == []
 
 
+def test_an_interruption_after_the_end_of_all_processes_changes_nothing():
+    job = new_job()
+    end(job, 110.0, *((node, 0) for node in NODES))
+    assert job.is_over and job.interrupt(signal.SIGTERM, 110.1) == []
+    assert job.exit_code() == 0 and not job.is_interrupted
+
+
 def test_an_interruption_after_a_failure_shortens_the_grace_and_keeps_the_cause():
     job = new_job()
     end(job, 110.0, (worker(1), 3))
@@ -643,6 +650,26 @@ def test_who_stands_still_while_another_works_is_not_killed():
     job.ended([ProcessExit(worker(2), 42, 0)], 1000.0)
     assert job.tick(1000.0) == [Say("the job waits for the end of worker-1 (pid 42), and kills it in 5 s")]
     assert job.tick(1005.0) == [SendSignal(worker(1), signal.SIGKILL)]
+
+
+def test_who_stands_still_in_a_cluster_that_others_have_left_is_not_killed():
+    job = of(surviving_job(), (worker(1), 42))
+    job.stopped(worker(1), 42, 100.5)
+    assert end(job, 101.0, (worker(0), 0)) == []
+    assert [action.text.partition(" for ")[0] for action in job.tick(110.5)] == [
+        "worker-1 (pid 42) has been stopped by a signal"
+    ]
+    assert job.deadline is None and job.tick(9999.0) == [], "the scheduler gives it up, after the patience"
+
+
+@each("life, is_killed", [(0, True), (1, False)])
+def test_who_stands_still_in_its_end_is_killed_where_others_wait_for_its_exit_code(life, is_killed):
+    job = of(surviving_job(), (worker(1), 42))
+    job.leaves(worker(1), life, 100.5)
+    job.stopped(worker(1), 42, 100.6)
+    assert end(job, 101.0, (worker(0), 0)) == []
+    job.tick(111.0)
+    assert job.tick(116.0) == ([SendSignal(worker(1), signal.SIGKILL)] if is_killed else []), "of another life"
 
 
 def test_who_does_not_even_end_when_killed_is_told_of():

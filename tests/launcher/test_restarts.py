@@ -42,6 +42,9 @@ def ended(node=worker(1), status=KILLED, line=b"", life=0, lost=""):  # noqa: B0
         (ended(status=3, line=b"step 9\n"), ended(worker(0), 4, b"step 9\n"), False),
         (ended(line=b"step 9\n"), ended(worker(0), line=b"step 9\n"), False),
         (ended(status=128 + 9, line=b"step 9\n"), ended(worker(0), 128 + 9, b"step 9\n"), False),
+        (ended(status=128 + 9, line=b"ValueError: x\n"), ended(status=128 + 9, line=b"ValueError: x\n"), True),
+        (ended(status=200), ended(status=200), True),
+        (ended(status=255, line=b"step 9\n"), ended(worker(0), 255, b"step 9\n"), True),
         (ended(status=3), ended(status=4), False),
         (ended(status=3), ended(status=KILLED), False),
     ],
@@ -89,6 +92,8 @@ def test_starts_come_later_each_time_and_a_minute_of_health_is_a_new_beginning()
         (ended(SCHEDULER), [0] * 8),
         (ended(status=3), [0, 1, 2, 4, 8, 16, 30, 30]),
         (ended(status=1, line=b"ValueError: {}"), [0, 1, 2, 4, 8, 16, 30, 30]),
+        (ended(status=200, line=b"ValueError: {}"), [0, 1, 2, 4, 8, 16, 30, 30]),
+        (ended(status=255), [0, 1, 2, 4, 8, 16, 30, 30]),
     ],
 )
 def test_a_life_that_was_at_work_delays_the_next_one_only_if_it_ended_by_itself(one, delays_s):

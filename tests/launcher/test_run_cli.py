@@ -252,11 +252,11 @@ def test_who_asks_for_encryption_between_machines_is_refused(capfd, monkeypatch)
 
 @pytest.mark.slow_cases("--check-build")
 @pytest.mark.parametrize("name", ["-cb", "--check-build"])
-def test_it_is_shown_what_can_be_trained_with(capsys, name):
+def test_it_is_shown_what_can_be_trained_with(capfd, name):
     with pytest.raises(SystemExit) as caught:
         main([name])
     assert caught.value.code == 0
-    shown = capsys.readouterr().out
+    shown = capfd.readouterr().out
     assert "Available Frameworks:\n" in shown and "] PyTorch\n" in shown
     assert "    [X] Gloo\n" in shown.partition("Operations:")[2]
 

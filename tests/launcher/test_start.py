@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -40,6 +41,21 @@ def test_a_signal_ends_a_launcher_that_still_imports_with_its_exit_code(env, nam
         said = launcher.stderr.read()
         assert launcher.wait(TIMEOUT_S) == 128 + number, said
     assert f"{name}: interrupted" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_end_of_a_job_changes_neither_its_exit_code_nor_its_summary(env, tmp_path, number):
+    os.mkfifo(tmp_path / "summary")
+    argv = [*command("kvdist-launch"), *WORDS["kvdist-launch"], "--json-summary", str(tmp_path / "summary"), "true"]
+    with subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stderr is not None
+        assert any("1 worker finished" in line for line in launcher.stderr), "it waits for a reader of the summary"
+        launcher.send_signal(number)
+        reader = os.open(tmp_path / "summary", os.O_RDONLY | os.O_NONBLOCK)
+        assert launcher.wait(TIMEOUT_S) == 0, launcher.stderr.read()
+        told = json.loads(os.read(reader, 1 << 16))
+        os.close(reader)
+    assert (told["exit_code"], told["outcome"]) == (0, "finished")
 
 
 def as_child(env: dict[str, str], before: str, *words: str, **options: str) -> subprocess.Popen[str]:
@@ -112,6 +128,18 @@ def test_a_folder_that_is_gone_is_said_in_one_sentence(env, tmp_path):
     launcher = as_child(env, "os.rmdir(os.getcwd())", *WORDS["kvdist-launch"], "true", cwd=str(folder))
     sentence = "kvdist-launch: error: the current folder was removed: change to another one\n"
     assert ends(launcher) == (2, "", sentence)
+
+
+def test_what_was_asked_for_and_cannot_be_written_is_told_in_one_sentence(env):
+    for argv, program in (
+        ([*command("kvdist-run"), "--check-build"], "kvdist-run"),
+        ([sys.executable, "-m", "kvdist", "config"], "kvdist"),
+    ):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(argv, env=env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=TIMEOUT_S)
+        (told,) = done.stderr.splitlines()
+        why = f"{program}: standard output cannot be written to (No space left on device)"
+        assert done.returncode == 1 and told.startswith(why), done.stderr
 
 
 @each("words, code", [(("echo", "hello"), 0), (("--dry-run", "echo", "hello"), 1)])

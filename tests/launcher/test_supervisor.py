@@ -8,6 +8,8 @@ import selectors
 import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -129,6 +131,45 @@ def test_a_process_that_has_ended_or_goes_on_is_not_taken_for_a_stopped_one():
         processes.release()
 
 
+@pytest.mark.parametrize(
+    ("argv", "is_told"),
+    [
+        (("sh", "-c", "sleep 60; true"), True),
+        (("sh", "-c", "sh -c 'sleep 60; true'; true"), True),
+        (("sh", "-c", "tail -f /dev/null & sleep 60; true"), False),
+        ((sys.executable, "-c", "import subprocess; subprocess.Popen(['sleep', '60']); input()"), False),
+        (("sh", "-c", f"{sys.executable} -c \"import os; os.system('exec sleep 60')\"; true"), False),
+    ],
+)
+def test_a_stopped_process_stands_for_the_shell_that_waits_for_it_and_for_nobody_who_may_work(argv, is_told):
+    listener = mock.Mock()
+    with selectors.DefaultSelector() as selector:
+        processes = LocalProcesses(selector, listener)
+        try:
+            processes.start([Process(worker(0), 0, argv, Environment(), is_told_of_endings=True)])
+            (((_, pid),),) = listener.started.call_args.args[1:]
+            below = sleeping_below(pid)
+            os.kill(below, signal.SIGSTOP)
+            while Path(f"/proc/{below}/stat").read_text().split()[2] != "T":
+                time.sleep(0.01)
+            processes.beat(1.0)
+            assert [call.args for call in listener.stopped.call_args_list] == ([(worker(0), below)] if is_told else [])
+        finally:
+            processes.release()
+
+
+def sleeping_below(pid):
+    """The process id of the ``sleep`` that is the youngest descendant of a process, when it has begun."""
+    for _ in range(3000):
+        below = pid
+        while children := Path(f"/proc/{below}/task/{below}/children").read_text().split():
+            below = int(children[-1])
+        if Path(f"/proc/{below}/comm").read_text() == "sleep\n":
+            return below
+        time.sleep(0.01)
+    raise AssertionError("it has started no sleep")
+
+
 STOPS = "import os, signal; os.environ['KVDIST_RANK'] == '1' and os.kill(os.getpid(), signal.SIGSTOP)"
 
 
@@ -136,14 +177,13 @@ STOPS = "import os, signal; os.environ['KVDIST_RANK'] == '1' and os.kill(os.getp
 @pytest.mark.parametrize(
     ("words", "place"),
     [
-        (("-s", "1"), ""),
-        (("-s", "0", "--on-worker-exit", "restart:1"), ""),
-        (("-s", "1", "-H", "a", "--security", "none"), " on a"),
+        (("--on-worker-exit", "restart:1"), ""),
+        (("-H", "a", "--security", "none"), " on a"),
     ],
 )
 def test_a_worker_that_is_stopped_when_the_others_have_finished_is_told_of_and_killed(launch, words, place):
     shell = ("sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, STOPS)
-    job = launch(*words, "-n", "2", "--grace", "0.2", *shell)
+    job = launch(*words, "-n", "2", "-s", "0", "--grace", "0.2", *shell)
     code, _, err = job.finish()
     who = rf"worker-1{place} \(pid \d+\)"
     assert re.search(rf"{who} has been stopped by a signal for 10 s; kill -CONT \d+ lets it go on", err), err

@@ -163,7 +163,7 @@ class Scheduler(Machine):
         self._commands: list[Agreement[str]] = []
         """Until every server has run them."""
         self._at_work: set[Member] = set()
-        """The workers that have made a step."""
+        """The workers that are there and have made a step."""
         self._heard: dict[Member, float] = {}
         """Member → when it last said anything."""
         self._started_at = now
@@ -588,12 +588,13 @@ class Scheduler(Machine):
         if message.ends and self.config.supervised and self.on_loss is OnLoss.WAIT:
             self._ending.add(sender)  # and the launcher says how: others must not go on without one that comes back
             self.membership.trust(sender)
-            return effects
+            return [*effects, TellLauncher(f"leaves worker {sender.node.rank} life {self.membership.lives[sender]}")]
         return effects + self._left(sender, now)
 
     def _left(self, sender: Member, now: float) -> list[Effect]:
         """A worker is gone for good."""
         self.membership.leave(sender.node)
+        self._at_work.discard(sender)
         effects: list[Effect] = []
         if self.newcomers is not None:
             self.newcomers.forget(sender)
@@ -691,6 +692,7 @@ class Scheduler(Machine):
         """
         if member in self.membership.lost:
             return []  # launcher, connection and process itself may all report one death
+        self._at_work.discard(member)
         peer = self.membership.peers.get(member.node)
         host = peer.host if peer else ""
         step = self.steps.get(member) if member.node.role is Role.WORKER else None
