@@ -411,11 +411,20 @@ def test_where_the_others_go_on_a_silent_worker_is_given_up_less_than_a_second_a
 
 
 @each("patience_s", [1.0, 2.0, 10.0])
-@each("on_loss, share, grace_s", [("continue", 1.2, 0.0), ("continue", 0.8, 0.4), ("fail", 1.2, 0.4)])
+@each(
+    "on_loss, share, root_host, grace_s",
+    [
+        ("continue", 1.2, "127.0.0.1", 0.0),
+        ("continue", 0.8, "127.0.0.1", 0.4),
+        ("continue", 1.2, "host-s", 0.4),  # over a network, which may have broken the connection
+        ("fail", 1.2, "127.0.0.1", 0.4),
+    ],
+)
 def test_a_worker_of_this_host_that_has_said_nothing_for_the_patience_is_given_up_at_once_if_the_others_go_on(
-    patience_s: float, on_loss: str, share: float, grace_s: float
+    patience_s: float, on_loss: str, share: float, root_host: str, grace_s: float
 ) -> None:
     wired = Wired(3, 1, Limits(patience_s=patience_s), on_loss=on_loss)
+    wired.scheduler.config = replace(wired.scheduler.config, root_host=root_host)
     wired.advance(patience_s)
     silent = wired.member("worker-1")
     wired.stopped["worker-1"] = None

@@ -432,8 +432,9 @@ class Scheduler(Machine):
     def _grace_s(self, after_silence: bool, silent_s: float = 0.0) -> float:
         """How long a broken connection may be away, of a peer that had been silent for so long while we were awake."""
         goes_on = self.on_loss is not OnLoss.FAIL
-        if goes_on and not after_silence and silent_s >= self.limits.patience_s:
-            return 0.0  # of this host, where libzmq has waited for the whole patience
+        is_on_host = self.config.is_local  # where libzmq has waited for the whole patience, and no network can break
+        if goes_on and is_on_host and not after_silence and silent_s >= self.limits.patience_s:
+            return 0.0
         return self.limits.reconnect_grace_s(after_silence, goes_on)
 
     def _hello_late(self, newcomers: Newcomers, sender: Member, message: Hello, now: float) -> list[Effect]:
