@@ -66,7 +66,7 @@ def test_a_killed_worker_is_named_with_who_waited_for_it(job, tmp_path_factory):
     os.mkfifo(fifo)
     options = ["--grace", "30", "--dump", str(folder)]
     job.launch(2, 1, "why.py", "stands still", str(fifo), options=options, **PROMPT)
-    job.line("launcher", "for worker-1")  # by then the others' pushes have come
+    job.line("launcher", "to push key 'w' (step 6)")  # by then the others' pushes have come
     job.kill("worker-1")
     job.finish()
     text = why(folder)
