@@ -10,10 +10,10 @@ import kvdist.collective as hvd
 
 
 def main() -> int:
+    is_root = "KVDIST_LISTEN_FD" in os.environ  # `init` takes it
     hvd.init()
     total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum).item()
     here = f"{hvd.local_rank()} of {hvd.local_size()} here, {hvd.cross_rank()} of {hvd.cross_size()} across"
-    is_root = "KVDIST_LISTEN_FD" in os.environ
     print(f"rank {hvd.rank()} of {hvd.size()}, {here}: {total:g}{', inherited' if is_root else ''}", flush=True)
     if sys.argv[1] == "fail" and hvd.rank() == 1:
         return 9
