@@ -164,6 +164,7 @@ class _Exit(SystemExit):
         _STATUS.__set__(self, status)
 
 
+_Exit.__name__, _Exit.__qualname__, _Exit.__module__ = "SystemExit", "SystemExit", "builtins"  # as people read it
 _STATUS: Any = SystemExit.__dict__["code"]
 
 

@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from kvdist.config import exit_codes
 from tests.cases import each
 
 ROOT = Path(__file__).parents[2]
@@ -170,3 +172,12 @@ def test_the_threads_that_keep_a_process_are_told_of_on_its_standard_error_and_n
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, env=variables, timeout=100)
     assert re.findall(r"^kvdist: .* the process waits for (.*); end it, .*\n", done.stderr) == told, done.stderr
     assert (done.stderr != "") == bool(told) and done.stdout == "worked\n"
+
+
+def test_what_sys_exit_raises_reads_as_pythons_own(monkeypatch):
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    exit_codes.note_exits()
+    with pytest.raises(SystemExit) as found:
+        sys.exit(3)
+    assert traceback.format_exception_only(found.value) == ["SystemExit: 3\n"]
+    assert type(found.value).__name__ == "SystemExit"
