@@ -292,10 +292,10 @@ class Round(Generic[C, P]):
         self.pulls = [pull for pull in self.pulls if pull.member.node.rank not in gone]
         self._unsatisfied = 0
 
-    def credit(self, rank: int, examples: int) -> None:
-        """Count for a lost worker the examples that other slices have of it and this one has not."""
+    def credit(self, examples: int) -> None:
+        """Count so many examples of a lost worker that other slices have and this one has not."""
         if self.samples:
-            self.samples += max(0, examples - self.examples.get(rank, 0))
+            self.samples += examples
 
     def drop(self, ranks: Set[int]) -> dict[int, int]:
         """Drop what these lost workers have pushed and no version has. Returns rank → how many of its pushes versions

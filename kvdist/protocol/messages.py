@@ -271,7 +271,9 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Settled(WireMessage):
-    """Server → scheduler: this roster is applied, and nothing more of the workers that it gives up will be counted."""
+    """Server → scheduler: this roster is applied, and nothing more of the workers that it gives up will be counted.
+
+    Scheduler → server: all servers have said so, and this is counted over all of them."""
 
     KIND = 5
     epoch: UInt32

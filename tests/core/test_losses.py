@@ -145,6 +145,26 @@ def test_the_last_worker_ends_the_job_even_if_others_have_finished() -> None:
 
 
 @each("replicas", [0, 1])
+def test_examples_of_lost_workers_count_in_all_slices_if_in_any_of_any_server(replicas: int) -> None:
+    wired = Wired(3, 2, on_loss="continue", replicas=replicas)
+    wired.initialise({"w": [0.0], "b": [0.0]}, mode="async")
+    for rank in range(3):
+        wired.set_optimizer(rank, "test")
+    wired.settle()
+    for rank in range(3):
+        wired.push(rank, {"w": [1], "b": [1]}, samples=4)
+    assert wired.infos["w"].slices[0].server != wired.infos["b"].slices[0].server
+    for rank, key in ((1, "w"), (2, "b")):  # what these push to the other key never arrives
+        wired.push(rank, {key: [1]}, samples=4)
+        wired.settle()
+        wired.kill(f"worker-{rank}")
+        wired.advance(10.0)
+    machines = [*wired.servers, *(server.copy for server in wired.servers if replicas)]
+    seen = {block.key: block.round.samples for machine in machines for block in machine.dense}
+    assert seen == {"w": 20, "b": 20}
+
+
+@each("replicas", [0, 1])
 def test_where_a_server_may_die_a_worker_leaves_when_its_pushes_are_counted(replicas: int) -> None:
     wired = going_on(2)
     wired.workers[0]._replicas = replicas

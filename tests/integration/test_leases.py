@@ -190,7 +190,10 @@ def test_the_example_uses_each_example_once(job):
     assert len(used) == 3 and sum(used) == 2700
 
 
-@pytest.mark.parametrize(("servers", "deaths"), [(2, ["1:24"]), (2, ["1:28"]), (1, ["1:24", "2:28"])])
+@pytest.mark.parametrize(
+    ("servers", "deaths"),
+    [(2, ["1:24"]), (2, ["1:28"]), (1, ["1:24", "2:28"]), (2, ["1:24", "2:28"]), (2, ["1:28", "2:24"])],
+)
 def test_an_example_counts_once_in_samples_seen_with_the_first_fragment_that_has_it(job, servers, deaths):
     options = ["--on-loss", "continue", "--restart", "1", "--policy", "diloco:10,fragments=2"]
     launcher = job.launch(3, servers, "fragments.py", *deaths, options=options)

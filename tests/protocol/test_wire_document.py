@@ -29,6 +29,7 @@ RECEIVERS = {
     "worker",
     "server",
     "scheduler",
+    "server, scheduler",
     "any",
     "its sender",
     "server, worker",

@@ -6,7 +6,8 @@ Rules that hold here:
   are there, or may come back in time. That of a server does, unless another one has a copy of all that it has.
 * The same failure said by two processes ends the job: a mistake of the program would take one worker after the other.
 * Every server says once, for each roster that gives somebody up, how many pushes of theirs it has counted in its
-  slices. That never becomes untrue, as it counts nothing of them any more.
+  slices. That never becomes untrue, as it counts nothing of them any more. The scheduler says to all servers what all
+  of them have said, as an example that counts in some slices counts as seen in all.
 * Only the worker that was told to give a key its first value has it. If that is lost before, the job ends.
 """
 
@@ -16,7 +17,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvdist.core.machine import NEVER, Effect, Log
+import numpy as np
+
+from kvdist.core.machine import NEVER, Effect, Log, Send
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.nodes import Member, Role, worker
@@ -157,6 +160,9 @@ class Losses:
             effects.append(Log(f"of the workers that were lost before, these pushes count: {', '.join(before)}"))
         if self.leases is not None:
             effects += self.leases.settled(epoch, fates)
+        if any(fate.examples for fate in fates):
+            said = Settled(epoch, tuple(fates), np.zeros(0, np.uint32))
+            effects += [Send(server, said) for server in self._membership.servers.values()]
         return effects
 
 

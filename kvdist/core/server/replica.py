@@ -98,7 +98,7 @@ from kvdist.protocol.messages import (
 
 GIVEN = (InitValues, ReplaceValues, ReplaceState, InitRows)
 """What workers give that no round makes."""
-SAID = (Assign, SetOptimizer, Roster, Cut, FindCut, Rest)
+SAID = (Assign, SetOptimizer, Roster, Cut, FindCut, Rest, Settled)
 """What the scheduler says of slices and of those who push to them. It says the same to all servers."""
 NOBODY = Member(worker(0), 0)
 """No process has this incarnation, so it gets no replies."""
@@ -170,6 +170,7 @@ class ReplicatedDense(_Replicated, DenseShard):
     def absorb(self, other: DenseShard) -> None:
         """Take a copy over, with its states."""
         self._restored |= {block.store: other._restored.get(block.store, 0) for block in other}
+        self._credited = other._credited | self._credited
         for block in other:
             self.alone.update(dict.fromkeys(block.ids.tolist()))
             self.blocks.add(block)
@@ -284,6 +285,7 @@ class ReplicatedSparse(_Replicated, SparseShard):
     def absorb(self, other: SparseShard) -> None:
         """Take a copy over."""
         self._restored |= {table.store: other._restored.get(table.store, 0) for table in other}
+        self._credited = other._credited | self._credited
         self.alone.update(dict.fromkeys(other.all))
         self.all.update(other.all)
 
@@ -806,7 +808,7 @@ def _short_of_memory(what_for: str) -> list[Effect]:
 
 
 def _said(message: Message) -> Said:
-    return type(message), message.epoch if isinstance(message, Roster) else getattr(message, "request", 0)
+    return type(message), message.epoch if isinstance(message, Roster | Settled) else getattr(message, "request", 0)
 
 
 def _is_for_workers(effect: Effect) -> bool:

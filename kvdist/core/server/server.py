@@ -378,6 +378,9 @@ class Server(Machine):
                 pass  # a hint for members that join; the scheduler prints it too
             case Rest():
                 return self._rest(message, now)
+            case Settled():
+                for shard in self._shards:
+                    shard.credit(message.fates)
             case Stop():
                 self._stopping = True
                 return [Halt()]

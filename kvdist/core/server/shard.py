@@ -139,6 +139,8 @@ class Shard(abc.ABC, Generic[H]):
         self._restored: dict[int, int] = {}
         """Store → how many updates more its weights have had than there were rounds: those before a checkpoint that was
         loaded, less the rounds that were made of nothing."""
+        self._credited: dict[tuple[int, int], int] = {}
+        """(incarnation of a lost worker, store) → of how many of its examples the slices are taken to be made."""
         self.peers = replies.peers
         self._to = replies.to
         self._traffic = replies.traffic
@@ -238,13 +240,24 @@ class Shard(abc.ABC, Generic[H]):
         for holder in self:
             is_used = bool(holder.round.version or holder.round.slots)
             for rank in lost:  # what is in some of the slices counts, and no push of it follows to the others
-                holder.round.credit(rank, examples.get((rank, holder.store), 0))
+                holder.round.credit(examples.get((rank, holder.store), 0) - holder.round.examples.get(rank, 0))
             for rank, pushes in holder.drop(lost.keys()).items():
                 if is_used:
                     counted.setdefault((rank, holder.store), []).append((pushes, len(holder.ids)))
+                    self._credited[lost[rank].incarnation, holder.store] = examples.get((rank, holder.store), 0)
             if self.ledger is not None:
                 self.ledger.dropped(holder, lost)
         return [_fate(lost[place[0]], place[1], found, examples.get(place, 0)) for place, found in counted.items()]
+
+    def credit(self, fates: Iterable[Fate]) -> None:
+        """Count the examples of lost workers that slices elsewhere have, and those here have not."""
+        for fate in fates:
+            place = (fate.incarnation, fate.store)
+            more = fate.examples - self._credited.get(place, fate.examples)
+            if more > 0:
+                self._credited[place] = fate.examples
+                for holder in self._of(fate.store):
+                    holder.round.credit(more)
 
     def hold(self, more: int) -> list[int]:
         """Make so many more versions of each slice at most, until `admit`; returns those at which that was promised."""
