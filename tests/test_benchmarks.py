@@ -376,6 +376,15 @@ def test_the_table_of_the_readme_is_what_the_committed_run_says() -> None:
     assert text.count("| one step | kvdist |") == 1
 
 
+def test_the_tables_of_the_measured_pages_are_those_of_the_committed_results() -> None:
+    measured = load("measured")
+    pages = {path: path.read_text("utf-8") for path in measured.PAGES.glob("*.md")}
+    assert {path.name: measured.with_tables(text) == text for path, text in pages.items()} == dict.fromkeys(
+        (path.name for path in pages), True
+    )
+    assert sum(len(measured.PLACE.findall(text)) for text in pages.values()) > 10
+
+
 def stormy() -> Any:
     """Two workers that step each second; the second one is killed after three, and back four seconds later."""
     storm = load("storm")

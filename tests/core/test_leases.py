@@ -43,6 +43,11 @@ def refusal(wired: Wired, request: int) -> str:
     return str(error)
 
 
+def test_nothing_is_leased_where_the_others_wait_for_a_lost_worker() -> None:
+    wired = Wired(2, 1, on_loss="wait")
+    assert "use a SplitSampler, or continue" in refusal(wired, lease(wired, 0))
+
+
 def test_ranges_are_whole_batches_and_shrink_towards_the_end_of_an_epoch() -> None:
     queue = Queue.of(Plan(1000, 2, True, 0))
     sizes = []
