@@ -35,6 +35,8 @@ OF_LIBRARIES = {"torch", "numpy", "trainer", "net", "store", "kv"}
 """What dotted names in the documents begin with that are not modules of this project."""
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOB = "https://github.com/kvdist/kvdist/blob/main/"
+"""What the README's links into this repository begin with: a package index shows that page without the files."""
 CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\b(?:KVDIST|DMLC|MXNET)_[A-Z][A-Z0-9_]*\b")
@@ -80,10 +82,10 @@ def section(path: Path, heading: str) -> str:
 
 def dead_links(path: Path) -> Iterator[str]:
     for target in LINK.findall(without_fences(path)):
-        if "://" in target:
+        if "://" in target and not target.startswith(BLOB):
             continue
         file, _, anchor = target.partition("#")
-        leads_to = path.parent / file if file else path
+        leads_to = ROOT / file.removeprefix(BLOB) if target.startswith(BLOB) else path.parent / file if file else path
         if not leads_to.exists():
             yield target
         elif anchor and anchor not in anchors(leads_to):
@@ -135,8 +137,15 @@ def test_every_relative_link_leads_to_a_file_and_a_heading() -> None:
 
 def test_a_link_to_nowhere_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Here\n[a](page.md#here) [b](gone.md) [c](#there) [d](https://example.org/x)\n", "utf-8")
-    assert list(dead_links(page)) == ["gone.md", "#there (no such heading)"]
+    links = f"[a](page.md#here) [b](gone.md) [c](#there) [d](https://example.org/x) [e]({BLOB}LICENSE) [f]({BLOB}gone.md)"
+    page.write_text(f"# Here\n{links}\n", "utf-8")
+    assert list(dead_links(page)) == ["gone.md", "#there (no such heading)", f"{BLOB}gone.md"]
+
+
+def test_the_links_of_the_readme_work_where_the_repository_is_not() -> None:
+    targets = LINK.findall(without_fences(README))
+    assert len(targets) > 20
+    assert [target for target in targets if not target.startswith(BLOB)] == []
 
 
 def test_every_file_that_is_named_exists() -> None:
