@@ -1,9 +1,8 @@
 """What `make docs` does besides mkdocs: pages that lie outside docs/, links into the source, and the reference's names.
 
-The README's links are absolute, because a package index shows that page too; those into this repository become links
-of the site. A link to a file that is not on the site becomes its text, and an absolute one stays; a link to a file that
-does not exist fails the build. In the reference ``<!-- exports: MODULE -->`` stands for every public name of a module.
-Every public name must be in the reference and have a docstring.
+A link to a file that is not on the site becomes its text; one to a file that does not exist fails the build. In the
+reference ``<!-- exports: MODULE -->`` stands for every public name of a module. Every public name must be in the
+reference and have a docstring.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-
-BLOB = "https://github.com/kvdist/kvdist/blob/main/"
-"""What an absolute link to a file of this repository begins with."""
 
 ELSEWHERE = {
     "README.md": "index.md",
@@ -69,17 +65,14 @@ def _relinked(text: str, source: str, uri: str) -> str:
     def relink(match: re.Match[str]) -> str:
         image, shown, target = match.groups()
         file, mark, anchor = target.partition("#")
-        is_absolute = file.startswith(BLOB)
-        if not file or ("://" in target and not is_absolute):
+        if "://" in target or not file:
             return match[0]
-        path = file.removeprefix(BLOB)
-        if not is_absolute:
-            path = posixpath.normpath(posixpath.join(posixpath.dirname(source), file))
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), file))
         if not (ROOT / path).exists():
             raise PluginError(f"{source}: the link to {target} leads to no file")
         goal = ELSEWHERE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
         if not goal:
-            return match[0] if is_absolute else shown
+            return shown
         return f"{image}[{shown}]({posixpath.relpath(goal, posixpath.dirname(uri) or '.')}{mark}{anchor})"
 
     return LINK.sub(relink, text)
