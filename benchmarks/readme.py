@@ -22,7 +22,7 @@ STEPS = [
     ("the same, against Horovod 0.28.1 (gloo)", "headline", "small", "kvdist", "horovod"),
     ("25 arrays of 4 kB, against DDP (gloo)", "small_models", "bytes-1024", "kvdist", "ddp"),
     ("a perceptron of 10 million weights, against DDP (gloo)", "headline", "mlp", "kvdist", "ddp"),
-    ("25 arrays of 4 MB between two hosts at 1 Gbit/s, against the line", "headline", "line", "kvdist", "bound"),
+    ("25 arrays of 4 MB between two hosts at 1 Gbit/s, against the line's limit", "headline", "line", "kvdist", "bound"),
 ]
 """Sentence, file of results, contest, our system, the peer."""
 
