@@ -319,7 +319,7 @@ def test_the_quickstart_prints_a_loss_of_both_workers_in_each_epoch(tmp_path: Pa
     quickstart = section(README, "Quickstart: 60 seconds")
     ((_, script),) = [block for block in FENCE.findall(quickstart) if block[0] == "python"]
     (command,) = re.findall(r"^\$ kvdist-launch (.+)$", quickstart, re.MULTILINE)
-    shown = re.findall(r"^(w\d) │ (epoch \d+), .*loss [\d.]+$", quickstart, re.MULTILINE)
+    shown = re.findall(r"^(w\d) │ (epoch \d+): loss [\d.]+$", quickstart, re.MULTILINE)
     (tmp_path / "train.py").write_text(script, "utf-8")
     words = [sys.executable if word == "python" else word for word in command.split()]
     argv = [sys.executable, "-m", "kvdist_launch", *words]
@@ -327,7 +327,7 @@ def test_the_quickstart_prints_a_loss_of_both_workers_in_each_epoch(tmp_path: Pa
         argv, cwd=tmp_path, env=plain_environment(), capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr
-    printed = re.findall(r"^(w\d) │ (epoch \d+), .*loss [\d.]+$", done.stdout, re.MULTILINE)
+    printed = re.findall(r"^(w\d) │ (epoch \d+): loss [\d.]+$", done.stdout, re.MULTILINE)
     assert sorted(printed) == sorted(shown) and {worker for worker, _ in printed} == {"w0", "w1"}
 
 
