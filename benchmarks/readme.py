@@ -21,7 +21,13 @@ STEPS = [
     ("the same, against Horovod 0.28.1 (gloo)", "headline", "small", "kvdist", "horovod"),
     ("25 arrays of 4 kB, against DDP (gloo)", "small_models", "bytes-1024", "kvdist", "ddp"),
     ("a perceptron of 10 million weights, against DDP (gloo)", "headline", "mlp", "kvdist", "ddp"),
-    ("25 arrays of 4 MB between two hosts at 1 Gbit/s, against the least that the line allows", "headline", "line", "kvdist", "bound"),
+    (
+        "25 arrays of 4 MB between two hosts at 1 Gbit/s, against the least that the line allows",
+        "headline",
+        "line",
+        "kvdist",
+        "bound",
+    ),
 ]
 """Sentence, file of results, contest, our system, the peer."""
 
@@ -57,7 +63,10 @@ def unequal() -> str:
     for run in read("limping")["runs"]:
         if not run.get("examples") and not run.get("changes"):
             seconds[run["setting"], run["method"]].append(run["seconds"])
-    lines = ["| speeds of the machines | DDP | DDP on its best machines | kvdist | DDP ÷ kvdist |", "|---|---|---|---|---|"]
+    lines = [
+        "| speeds of the machines | DDP | DDP on its best machines | kvdist | DDP ÷ kvdist |",
+        "|---|---|---|---|---|",
+    ]
     for sentence, setting in MACHINES:
         ddp, subset, ours = (
             statistics.median(seconds[setting, method]) if seconds[setting, method] else None

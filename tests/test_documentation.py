@@ -137,7 +137,9 @@ def test_every_relative_link_leads_to_a_file_and_a_heading() -> None:
 
 def test_a_link_to_nowhere_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    links = f"[a](page.md#here) [b](gone.md) [c](#there) [d](https://example.org/x) [e]({BLOB}LICENSE) [f]({BLOB}gone.md)"
+    links = (
+        f"[a](page.md#here) [b](gone.md) [c](#there) [d](https://example.org/x) [e]({BLOB}LICENSE) [f]({BLOB}gone.md)"
+    )
     page.write_text(f"# Here\n{links}\n", "utf-8")
     assert list(dead_links(page)) == ["gone.md", "#there (no such heading)", f"{BLOB}gone.md"]
 
