@@ -36,6 +36,8 @@ OF_LIBRARIES = {"torch", "numpy", "trainer", "net", "store", "kv"}
 """What dotted names in the documents begin with that are not modules of this project."""
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOB = "https://github.com/kvdist/kvdist/blob/main/"
+"""What the README's links into this repository begin with: a package index shows that page without the files."""
 CODE = re.compile(r"`([^`\n]+)`")
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 VARIABLE = re.compile(r"\b(?:KVDIST|DMLC|MXNET)_[A-Z][A-Z0-9_]*\b")
@@ -81,10 +83,10 @@ def section(path: Path, heading: str) -> str:
 
 def dead_links(path: Path) -> Iterator[str]:
     for target in LINK.findall(without_fences(path)):
-        if "://" in target:
+        if "://" in target and not target.startswith(BLOB):
             continue
         file, _, anchor = target.partition("#")
-        leads_to = path.parent / file if file else path
+        leads_to = ROOT / file.removeprefix(BLOB) if target.startswith(BLOB) else path.parent / file if file else path
         if not leads_to.exists():
             yield target
         elif anchor and anchor not in anchors(leads_to):
@@ -136,8 +138,17 @@ def test_every_relative_link_leads_to_a_file_and_a_heading() -> None:
 
 def test_a_link_to_nowhere_is_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Here\n[a](page.md#here) [b](gone.md) [c](#there) [d](https://example.org/x)\n", "utf-8")
-    assert list(dead_links(page)) == ["gone.md", "#there (no such heading)"]
+    links = (
+        f"[a](page.md#here) [b](gone.md) [c](#there) [d](https://example.org/x) [e]({BLOB}LICENSE) [f]({BLOB}gone.md)"
+    )
+    page.write_text(f"# Here\n{links}\n", "utf-8")
+    assert list(dead_links(page)) == ["gone.md", "#there (no such heading)", f"{BLOB}gone.md"]
+
+
+def test_the_links_of_the_readme_work_where_the_repository_is_not() -> None:
+    targets = LINK.findall(without_fences(README))
+    assert len(targets) > 20
+    assert [target for target in targets if not target.startswith(BLOB)] == []
 
 
 def test_every_file_that_is_named_exists() -> None:
@@ -304,6 +315,23 @@ def test_each_python_example_runs_alone_in_the_embedded_cluster(
         is_alone = 'create("dist' in body and "kvdist_launch" not in body
         expected = ["kv.create('dist') found no cluster in the"] * is_alone
         assert [line.partition(" environment")[0] for line in said.splitlines()[:1]] == expected
+
+
+def test_the_quickstart_prints_a_loss_of_both_workers_in_each_epoch(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    quickstart = section(README, "Quickstart: 60 seconds")
+    ((_, script),) = [block for block in FENCE.findall(quickstart) if block[0] == "python"]
+    (command,) = re.findall(r"^\$ kvdist-launch (.+)$", quickstart, re.MULTILINE)
+    shown = re.findall(r"^(w\d) │ (epoch \d+): loss [\d.]+$", quickstart, re.MULTILINE)
+    (tmp_path / "train.py").write_text(script, "utf-8")
+    words = [sys.executable if word == "python" else word for word in command.split()]
+    argv = [sys.executable, "-m", "kvdist_launch", *words]
+    done = subprocess.run(
+        argv, cwd=tmp_path, env=plain_environment(), capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr
+    printed = re.findall(r"^(w\d) │ (epoch \d+): loss [\d.]+$", done.stdout, re.MULTILINE)
+    assert sorted(printed) == sorted(shown) and {worker for worker, _ in printed} == {"w0", "w1"}
 
 
 def shell_words(body: str) -> Iterator[tuple[dict[str, str], list[str]]]:
