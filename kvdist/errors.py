@@ -151,6 +151,11 @@ def first_line(error: BaseException) -> str:
 
 INCOMPLETE = "the others cannot go on, as the cluster was not complete yet"
 """What a scheduler says of a loss before all were there, and the launcher after it."""
+NO_COPY = (
+    "no other process has its weights. --replicas 1 (KVDIST_REPLICAS) lets another server keep a copy and go on; with"
+    " --snapshots DIR (KVDIST_SNAPSHOTS) and --restart N all go back to the newest snapshot"
+)
+"""What a scheduler and the launcher say of a lost server where the job could have gone on with a copy."""
 EXITED = "exited with code "
 """Begins the cause of an end that an exit code tells."""
 

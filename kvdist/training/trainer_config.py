@@ -134,6 +134,17 @@ def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -
     Raises:
         TypeError, ValueError: it is unknown, or its hyper-parameters are invalid; or another Trainer has it.
     """
+    if optimizer_params is not None and not isinstance(optimizer_params, Mapping):
+        kind = f"{optimizer_params!r}" if isinstance(optimizer_params, str) else type(optimizer_params).__name__
+        raise TypeError(
+            f"the third argument, optimizer_params, is the hyper-parameters of an optimizer's name, such as"
+            f" {{'learning_rate': 0.1}}, and not {kind}; "
+            + (
+                "the store has the name kvstore: write Trainer(params, optimizer, kvstore=…)"
+                if isinstance(optimizer_params, str | KVStoreBase)
+                else "give a dict, or nothing"
+            )
+        )
     made = _made(optimizer, optimizer_params)
     if made.is_taken:
         raise ValueError(

@@ -7,8 +7,9 @@ import signal
 from dataclasses import dataclass
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
-from kvdist.errors import PeerLostError, RankLostError
+from kvdist.errors import DeadlockError, PeerLostError, RankLostError
 from kvdist.nodes import NodeId, Role
+from kvdist_launch.output import TEXT_MAX, printable
 
 PEER_LOST_TRACEBACK = re.compile(
     rb"(?:\[rank[0-9]+\]: )?(?:%s):"
@@ -17,8 +18,22 @@ PEER_LOST_TRACEBACK = re.compile(
 """How the last line of a traceback begins if a worker did not catch the error; torch.distributed puts the rank before
 it. Most such workers end with EXIT_PEER_LOST, but a program may have a hook of its own for uncaught exceptions."""
 
+TORCH_PREFIX = re.compile(r"^\[rank[0-9]+\]: ")
+"""What torch.distributed writes before the lines of a traceback."""
+
+EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Warning)(: .*)?")
+"""The end of a traceback, and not what a program has written last before it ended in another way."""
+
+ROLE_PREFIX = "kvdist: "
+"""What a scheduler or a server writes before the reason why it ends."""
+
+DEADLOCK = re.compile(rf"(?:{ROLE_PREFIX}|{DeadlockError.__module__}\.{DeadlockError.__qualname__}: )deadlock: (.+)")
+
 HOST_LOST = 255
 """The exit code of ssh after a lost connection, and of a job that loses a host."""
+
+DEADLOCK_MAX = 4 * TEXT_MAX
+"""Characters of a deadlock's sentence, which names eight workers and ends with what to do."""
 
 SENTENCE_MAX = 300
 """Characters of another process's last line that are repeated."""
@@ -63,6 +78,23 @@ class ProcessExit:
         """Which peer a consequence lost and why: its last line, in the words of the scheduler."""
         line = self.last_error_line.decode(errors="replace") if self.is_consequence else ""
         return line.partition(": ")[2].strip()[:SENTENCE_MAX]
+
+    @property
+    def error(self) -> str:
+        """Why it failed, in the words of the exception that ended it; empty if its last line is none."""
+        line = TORCH_PREFIX.sub("", self.last_error_line.decode(errors="replace").strip())
+        if self.status <= 0 or self.lost or self.is_consequence:
+            return ""
+        if self.node.role is not Role.WORKER:
+            return printable(line.removeprefix(ROLE_PREFIX)) if line.startswith(ROLE_PREFIX) else ""
+        return printable(line) if EXCEPTION.fullmatch(line) else ""
+
+    @property
+    def deadlock(self) -> str:
+        """Who waits for whom, if the job ended by a deadlock: all its processes say the same."""
+        line = TORCH_PREFIX.sub("", self.last_error_line.decode(errors="replace").strip())
+        found = DEADLOCK.fullmatch(line) if self.status == 1 else None
+        return "" if found is None else printable(found[1], DEADLOCK_MAX)
 
     @property
     def doubt(self) -> int:

@@ -349,6 +349,7 @@ class Supervisor:
         wait_s = until_beat_s if timeout_s is None else min(timeout_s, until_beat_s)
         for key, _ in self.selector.select(None if wait_s == math.inf else wait_s):
             key.data()
+        self._output.tick()
         is_full = self._output.is_full
         for host in self._hosts:
             host.pause(is_full)
