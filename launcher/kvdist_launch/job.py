@@ -452,9 +452,9 @@ class Job:
             return f": {self._deadlock}"
         error = self.cause.error
         if error and error not in self._why:
-            workers = [one for one in self._nodes if one.role is Role.WORKER]
             alike = [one for one in self._last_exits() if self._is_same(one) and one.node.role is Role.WORKER]
-            which = f"all {len(workers)}" if len(alike) == len(workers) else f"{len(alike)} of {len(workers)}"
+            total = sum(one.role is Role.WORKER for one in self._nodes)
+            which = f"all {total}" if len(alike) == total else f"{len(alike)} of {total}"
             return f": {error}" + (f", on {which} workers" if len(alike) > 1 else "")
         cure = "" if error or self._why else self._cure(self.cause)
         return f"; {cure}" if cure else ""

@@ -165,6 +165,19 @@ def test_the_first_exception_is_raised_here_with_its_traceback(capsys):
     assert "w1 │ LookupError: no such thing" in capsys.readouterr().err
 
 
+def test_a_deadlock_is_raised_as_the_workers_have_it():
+    fn = by_value(
+        "from kvdist import kv\n"
+        "def fn():\n"
+        "    store = kv.create('dist')\n"
+        "    for key in 'ab' if store.rank else 'ba':\n"
+        "        store.init(key, __import__('numpy').zeros(2))\n"
+    )
+    with pytest.raises(kvdist_launch.WorkerFailure, match="raised kvdist.errors.DeadlockError .*exit code 1") as caught:
+        kvdist_launch.run(fn, np=2, servers=1)
+    assert "deadlock: worker-0 waits for worker-1 in init of key 'b'" in str(caught.value)
+
+
 def test_a_function_of_a_notebook_shows_its_lines_in_a_traceback(capsys):
     # As IPython does it: the name is of no file, and `linecache` knows the lines.
     name = "/tmp/ipykernel_1/987654.py"
