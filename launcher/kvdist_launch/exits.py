@@ -49,6 +49,7 @@ class ProcessExit:
     Attributes:
         status: its exit code, or minus the number of the signal that killed it (as in `subprocess`).
         last_error_line: the last line it printed to standard error.
+        exception_line: the line that names the exception, of a traceback at the end of it.
         host: the host it ran on; empty if there is only this machine.
         lost: why its host cannot be reached any more, if so; `status` is then not its own.
         life: how often it had been started before, as its ``KVDIST_RESTARTS`` says.
@@ -61,6 +62,7 @@ class ProcessExit:
     host: str = ""
     lost: str = ""
     life: int = 0
+    exception_line: bytes = b""
 
     @property
     def is_failure(self) -> bool:
@@ -81,13 +83,16 @@ class ProcessExit:
 
     @property
     def error(self) -> str:
-        """Why it failed, in the words of the exception that ended it; empty if its last line is none."""
-        line = TORCH_PREFIX.sub("", self.last_error_line.decode(errors="replace").strip())
+        """Why it failed, by the exception that ended it, or a scheduler's or server's own word; empty if not known."""
         if self.status <= 0 or self.lost or self.is_consequence:
             return ""
-        if self.node.role is not Role.WORKER:
-            return printable(line.removeprefix(ROLE_PREFIX)) if line.startswith(ROLE_PREFIX) else ""
-        return printable(line) if EXCEPTION.fullmatch(line) else ""
+        last, raised = (
+            TORCH_PREFIX.sub("", line.decode(errors="replace").strip())
+            for line in (self.last_error_line, self.exception_line)
+        )
+        if self.node.role is not Role.WORKER and last.startswith(ROLE_PREFIX):
+            return printable(last.removeprefix(ROLE_PREFIX))
+        return printable(last if EXCEPTION.fullmatch(last) else raised)
 
     @property
     def deadlock(self) -> str:

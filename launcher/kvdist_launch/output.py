@@ -64,7 +64,9 @@ launcher names it."""
 TORCH_PREFIX = re.compile(rb"^\[rank[0-9]+\]: ")
 """What torch.distributed writes before the lines of a traceback."""
 
-ERROR_BEGINS = re.compile(rb"Traceback \(most recent call last\):|kvdist\.errors\.\w+: ")
+TRACEBACK = b"Traceback (most recent call last):"
+
+ERROR_BEGINS = re.compile(re.escape(TRACEBACK) + rb"|kvdist\.errors\.\w+: ")
 """The first line of an error; that of a lost peer has no traceback."""
 
 CHAINS = (b"During handling of the above exception", b"The above exception was the direct cause")
@@ -551,6 +553,24 @@ class _OutputStream:
     is_raw: bool
     splitter: LineSplitter = field(default_factory=LineSplitter)
     last_line: bytes = b""
+    is_in_traceback: bool = False
+    exception: bytes = b""
+    """The line of the last traceback that names the exception, until `LAST_LINES` others have followed it."""
+    followed_by: int = 0
+
+    def note(self, line: bytes) -> None:
+        """Remember what a line says of how the process ends."""
+        if not line.strip():
+            return
+        self.last_line = line
+        plain = TORCH_PREFIX.sub(b"", line)
+        if plain.startswith(TRACEBACK):
+            self.is_in_traceback, self.exception = True, b""
+        elif self.is_in_traceback and not plain.startswith(b" "):
+            self.is_in_traceback, self.exception, self.followed_by = False, plain, 0
+        elif self.exception:
+            self.followed_by += 1
+            self.exception = self.exception if self.followed_by <= LAST_LINES else b""
 
 
 class JobOutput:
@@ -648,6 +668,10 @@ class JobOutput:
         """The last line that is not blank of a process's standard error."""
         return self._streams[node, ERR].last_line
 
+    def exception_line(self, node: NodeId) -> bytes:
+        """The line that names the exception of a traceback that a process has just written; empty if there is none."""
+        return self._streams[node, ERR].exception
+
     def is_on_screen(self, node: NodeId) -> bool:
         """Whether the last line of a process, of either output, was shown just now to readers of standard errors."""
         shown_at = self._shown_at.get(self._repeated.shown_by.get(node, node))
@@ -665,7 +689,8 @@ class JobOutput:
             self._show_all(self._repeated.take(node, lines, time.monotonic()))
         elif stream.is_shown:
             self._show(node, number, lines)
-        stream.last_line = next((line for line in reversed(lines) if line.strip()), stream.last_line)
+        for line in lines if number == ERR else ():
+            stream.note(line)
         self._last[node].extend(line for line in lines if line.strip())
         if self._logs is not None:
             self._logs.write(node, number, lines)

@@ -303,7 +303,11 @@ class Supervisor:
 
     def settled(self, exits: Sequence[ProcessExit]) -> None:
         # The last output of the processes is on the screen by now, so reasons stand before conclusions.
-        explained = [replace(one, last_error_line=self._output.last_error_line(one.node)) for one in exits]
+        out = self._output
+        explained = [
+            replace(one, last_error_line=out.last_error_line(one.node), exception_line=out.exception_line(one.node))
+            for one in exits
+        ]
         self._perform(self.job.ended(explained, time.monotonic()))
 
     def _tell_scheduler(self, about: NodeId, line: str) -> None:

@@ -111,6 +111,22 @@ def test_the_last_line_has_the_error_and_on_how_many_workers_it_was(alike, which
     assert f"{others} worker" in told if others else "worker" not in told.partition(" (pid")[0], told
 
 
+@each(
+    "last, raised, error",
+    [
+        (b"ValueError: x\n", b"", ": ValueError: x"),
+        (b"\tsize mismatch for weight\n", b"[rank0]: RuntimeError: Error(s) in loading state_dict:\n",
+         ": RuntimeError: Error(s) in loading state_dict:"),
+        (b"a warning\n", b"my.Problem\n", ": my.Problem"),
+        (b"a word\n", b"", ""),
+    ],
+)  # fmt: skip
+def test_the_error_of_a_process_is_its_exception_and_no_other_line(last, raised, error):
+    job = new_job()
+    job.ended([ProcessExit(worker(1), 7, 3, last, exception_line=raised)], 101.0)
+    assert sentence(job, 102.0) == f"worker-1 (pid 7) failed with exit code 3 after 1.0 s; job ended with exit code 3{error}"
+
+
 DEADLOCKED = "worker-0 waits for worker-1 in barrier; worker-1 waits for worker-0 to push 'w' (step 3), in pull"
 
 

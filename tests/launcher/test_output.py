@@ -424,6 +424,15 @@ def test_each_of_several_errors_of_a_worker_is_compared_and_its_chain_is_one_err
     assert errors.end(worker(1), 0.2) == []
 
 
+def test_the_exception_of_a_traceback_is_known_by_its_line_until_many_lines_follow(screen):
+    output = JobOutput(screen.sink, screen.sink)
+    output.open([(worker(0), "")])
+    output.feed(worker(0), ERR, b"".join([*ERROR[:2], b"my.Problem: a\n", b"second line\n"]))
+    assert output.exception_line(worker(0)) == b"my.Problem: a\n"
+    output.feed(worker(0), ERR, b"on\n" * LAST_LINES)
+    assert output.exception_line(worker(0)) == b""
+
+
 def test_what_is_no_error_passes_in_one_piece():
     assert RepeatedErrors().take(worker(0), [b"a\n", b"b\n"], 0.0) == [(worker(0), [b"a\n", b"b\n"])]
 
