@@ -119,7 +119,7 @@ def read_hosts(text: str) -> list[Host]:
             " hostfile (kvdist-launch --example-hostfile prints one), or a list such as -H a:2,b:2"
         )
     hosts = parse_host_list(text)
-    if len(hosts) > 1 or hosts[0].name != text:
+    if len(hosts) > 1 or hosts[0].name != text or hosts[0].is_local:
         return hosts
     near = _hostfile_like(text)
     if near:
