@@ -111,7 +111,7 @@ def test_no_name_of_a_host_can_be_an_option_or_reach_a_shell(text):
     "line, advice",
     [
         ("fd00::17", r"write \[fd00::17\]"),
-        ("d1 colour=red", "known are slots, port, user, python, gpus, iface, role"),
+        ("d1 colour=red", "known are slots, port, user, identity, known_hosts, python, gpus, iface, role"),
         ("d1 slots=four", r"slots= is 'four'; write a number from 1 to"),
         ("h[01-100]", "write as many zeros before both"),
         ("10.0.0.256", "is not an IPv4 address"),

@@ -62,7 +62,7 @@ def test_a_command_for_a_shell_is_refused_and_told_how_to_get_one(path, text):
     [
         (["trian"], "the command 'trian' does not exist: it is not in any directory of PATH"),
         (["./absent.py"], "the command './absent.py' does not exist: there is no such file"),
-        (["FOO=1 train"], "the command 'FOO=1' does not exist: it sets a variable, .*: -x FOO=1"),
+        (["FOO=1 train"], "the command 'FOO=1' does not exist: it sets a variable; .*: -x FOO=1"),
     ],
 )
 def test_a_command_that_does_not_exist_is_named(path, words, message):

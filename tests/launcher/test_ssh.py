@@ -32,7 +32,8 @@ def test_ssh_never_asks_and_the_host_stands_behind_the_options():
 def test_a_hosts_own_key_and_known_hosts_come_before_those_of_all():
     host = Host("d1", identity="/my keys/lab", known_hosts="/my keys/hosts")
     wanted = SshOptions(options=("UserKnownHostsFile=/all", "IdentityFile=/all"))
-    for words in (agent_command(host, "python", wanted), shlex.split(rsync_command(host, "/a", "/b", wanted, ())[5])):
+    copying = rsync_command(host, "/a", "/b", wanted, ())
+    for words in (agent_command(host, "python", wanted), shlex.split(copying[copying.index("-e") + 1])):
         assert words[words.index("-i") + 1] == "/my keys/lab"
         own = words.index('UserKnownHostsFile="/my keys/hosts"')
         assert own < words.index("UserKnownHostsFile=/all"), "ssh takes the first"
