@@ -165,4 +165,5 @@ def failure_of(error: BaseException | None) -> str:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int | None) else 1
         return f"{EXITED}{code}" if code else ""
-    return "" if error is None else f"ended by an unhandled {type(error).__name__}: {str(error)[:200]}"
+    text = "" if error is None else " ".join(str(error).split("\n"))[:1000]
+    return "" if error is None else f"ended by an unhandled {type(error).__name__}: {text}"

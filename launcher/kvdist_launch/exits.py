@@ -32,8 +32,8 @@ DEADLOCK = re.compile(rf"(?:{ROLE_PREFIX}|{DeadlockError.__module__}\.{DeadlockE
 HOST_LOST = 255
 """The exit code of ssh after a lost connection, and of a job that loses a host."""
 
-DEADLOCK_MAX = 4 * TEXT_MAX
-"""Characters of a deadlock's sentence, which names eight workers and ends with what to do."""
+VERDICT_MAX = 4 * TEXT_MAX
+"""Characters of a scheduler's verdict, which may name eight workers, and ends with what to do."""
 
 SENTENCE_MAX = 300
 """Characters of another process's last line that are repeated."""
@@ -79,7 +79,7 @@ class ProcessExit:
     def lost_peer(self) -> str:
         """Which peer a consequence lost and why: its last line, in the words of the scheduler."""
         line = self.last_error_line.decode(errors="replace") if self.is_consequence else ""
-        return line.partition(": ")[2].strip()[:SENTENCE_MAX]
+        return printable(line.partition(": ")[2].strip(), VERDICT_MAX)
 
     @property
     def error(self) -> str:
@@ -99,7 +99,7 @@ class ProcessExit:
         """Who waits for whom, if the job ended by a deadlock: all its processes say the same."""
         line = TORCH_PREFIX.sub("", self.last_error_line.decode(errors="replace").strip())
         found = DEADLOCK.fullmatch(line) if self.status == 1 else None
-        return "" if found is None else printable(found[1], DEADLOCK_MAX)
+        return "" if found is None else printable(found[1], VERDICT_MAX)
 
     @property
     def doubt(self) -> int:
@@ -130,7 +130,7 @@ class ProcessExit:
         if self.status < 0:
             return f"was killed by {signal_name(-self.status)}"
         if self.is_consequence:
-            lost = self.lost_peer
+            lost = self.lost_peer[:SENTENCE_MAX]
             return f"lost a peer and ended with exit code {self.status}" + (f" ({lost})" if lost else "")
         return f"{'failed' if self.status else 'ended early'} with exit code {self.status}"
 

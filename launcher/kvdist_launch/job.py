@@ -57,7 +57,7 @@ from typing import TYPE_CHECKING, Any
 from kvdist.errors import INCOMPLETE, NO_COPY
 from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist.version import __version__
-from kvdist_launch.exits import SIGNAL_BASE, ProcessExit, process_name, signal_name
+from kvdist_launch.exits import SENTENCE_MAX, SIGNAL_BASE, ProcessExit, process_name, signal_name
 
 if TYPE_CHECKING:
     from kvdist_launch.restarts import Restarts
@@ -425,8 +425,10 @@ class Job:
 
     def _closing_sentence(self, now: float) -> str:
         if self.cause is not None:
-            named = "deadlock" if self._deadlock else self.cause
-            what = f"{named} after {_seconds(self._cause_at - self._began)}{self._why}"
+            after = f"after {_seconds(self._cause_at - self._began)}"
+            if self.cause.lost_peer:
+                return f"job ended with exit code {self.exit_code()} {after}: {self.cause.lost_peer}"
+            what = f"{'deadlock' if self._deadlock else self.cause} {after}{self._why}"
         elif self._interruption is not None:
             what = f"interrupted by {signal_name(self._interruption)} after {_seconds(now - self._began)}"
         else:
@@ -454,7 +456,8 @@ class Job:
         if error and error not in self._why:
             alike = [one for one in self._last_exits() if self._is_same(one) and one.node.role is Role.WORKER]
             total = sum(one.role is Role.WORKER for one in self._nodes)
-            which = f"all {total}" if len(alike) == total else f"{len(alike)} of {total}"
+            everywhere = "both" if total == 2 else f"all {total}"
+            which = everywhere if len(alike) == total else f"{len(alike)} of {total}"
             return f": {error}" + (f", on {which} workers" if len(alike) > 1 else "")
         cure = "" if error or self._why else self._cure(self.cause)
         return f"; {cure}" if cure else ""
@@ -604,7 +607,7 @@ class Job:
         self._enter(Phase.FAILING, now + self._grace.grace_s)
         if self.is_over:
             return []
-        what = self.cause and (self.cause.lost_peer or ("a deadlock" if self.cause.deadlock else self.cause))
+        what = self.cause and (self.cause.lost_peer[:SENTENCE_MAX] or ("a deadlock" if self.cause.deadlock else self.cause))
         return [Say(f"{what}{self._why}; waiting up to {self._grace.grace_s:g} s for the other processes to exit")]
 
     def _enter(self, phase: Phase, until: float | None) -> None:

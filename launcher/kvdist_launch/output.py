@@ -57,7 +57,7 @@ NEWS = re.compile(rb"(given up|joined|at work|leaves) (worker|server) ([0-9]+) l
 """What the scheduler tells the launcher of a process that may still run, or that was started again, is at work, or
 says goodbye as its interpreter ends."""
 
-LOSS = re.compile(rb"kvdist: (\S+ (\(.*\) )?was lost[,:] |deadlock: )|" + NEWS.pattern)
+LOSS = re.compile(rb"kvdist: (\S+ (\(.*\) )?was lost[,:] |\S+ ended without having joined |deadlock: )|" + NEWS.pattern)
 """What the scheduler and the servers print of a lost peer, or of a deadlock. It is not shown: they all do, and the
 launcher names it."""
 
