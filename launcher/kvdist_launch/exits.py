@@ -95,6 +95,12 @@ class ProcessExit:
         return printable(last if EXCEPTION.fullmatch(last) else raised)
 
     @property
+    def last_words(self) -> str:
+        """The last line of its standard error, as what follows a sentence; empty if it has written none."""
+        line = printable(self.last_error_line.decode(errors="replace").strip())
+        return f"; the last line of its standard error: {line}" if line else ""
+
+    @property
     def deadlock(self) -> str:
         """Who waits for whom, if the job ended by a deadlock: all its processes say the same."""
         line = TORCH_PREFIX.sub("", self.last_error_line.decode(errors="replace").strip())

@@ -212,7 +212,7 @@ class _Hosts:
     def add(self, hosts: Iterable[Host], where: str) -> None:
         for host in hosts:
             if host.machine in self._seen:
-                raise _Wrong(f"{host} is named twice; write it once, with slots= for several workers")
+                raise _Wrong(f"{host} is named twice; write it once: {host}:2 in a list, slots=2 in a file")
             if len(self._hosts) == HOSTS_MAX:
                 raise _Wrong(f"these are more than {HOSTS_MAX} hosts; check the ranges in brackets")
             self._seen[host.machine] = where

@@ -459,6 +459,8 @@ class Job:
             everywhere = "both" if total == 2 else f"all {total}"
             which = everywhere if len(alike) == total else f"{len(alike)} of {total}"
             return f": {error}" + (f", on {which} workers" if len(alike) > 1 else "")
+        if self.cause.status > 0 and not (error or self._why):
+            return self.cause.last_words
         cure = "" if error or self._why else self._cure(self.cause)
         return f"; {cure}" if cure else ""
 
@@ -607,7 +609,8 @@ class Job:
         self._enter(Phase.FAILING, now + self._grace.grace_s)
         if self.is_over:
             return []
-        what = self.cause and (self.cause.lost_peer[:SENTENCE_MAX] or ("a deadlock" if self.cause.deadlock else self.cause))
+        named = "a deadlock" if self.cause is not None and self.cause.deadlock else self.cause
+        what = (self.cause.lost_peer[:SENTENCE_MAX] if self.cause is not None else "") or named
         return [Say(f"{what}{self._why}; waiting up to {self._grace.grace_s:g} s for the other processes to exit")]
 
     def _enter(self, phase: Phase, until: float | None) -> None:

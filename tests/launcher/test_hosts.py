@@ -135,7 +135,7 @@ def test_a_long_wrong_line_is_cut_off():
     "text", ["d1\nd1", "d1\nD1 slots=2", "me@d1\nyou@d1", "h[1-3]\nh2", "localhost\n127.0.0.1", "LocalHost\nlocalhost"]
 )
 def test_a_host_that_stands_twice_is_refused_and_told_of_slots(text):
-    with pytest.raises(ConfigError, match="is named twice; write it once, with slots="):
+    with pytest.raises(ConfigError, match="is named twice; write it once: .*, slots=2 in a file"):
         parse_hostfile(text, "hosts")
 
 

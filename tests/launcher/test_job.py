@@ -122,7 +122,8 @@ def test_the_last_line_has_the_error_and_on_how_many_workers_it_was(alike, which
         (b"\tsize mismatch for weight\n", b"[rank0]: RuntimeError: Error(s) in loading state_dict:\n",
          ": RuntimeError: Error(s) in loading state_dict:"),
         (b"a warning\n", b"my.Problem\n", ": my.Problem"),
-        (b"a word\n", b"", ""),
+        (b"a word\n", b"", "; the last line of its standard error: a word"),
+        (b"", b"", ""),
     ],
 )  # fmt: skip
 def test_the_error_of_a_process_is_its_exception_and_no_other_line(last, raised, error):
