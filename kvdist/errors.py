@@ -151,6 +151,11 @@ def first_line(error: BaseException) -> str:
 
 INCOMPLETE = "the others cannot go on, as the cluster was not complete yet"
 """What a scheduler says of a loss before all were there, and the launcher after it."""
+NO_COPY = (
+    "no other process has its weights. --replicas 1 (KVDIST_REPLICAS) lets another server keep a copy and go on; with"
+    " --snapshots DIR (KVDIST_SNAPSHOTS) and --restart N all go back to the newest snapshot"
+)
+"""What a scheduler and the launcher say of a lost server where the job could have gone on with a copy."""
 EXITED = "exited with code "
 """Begins the cause of an end that an exit code tells."""
 
@@ -160,4 +165,5 @@ def failure_of(error: BaseException | None) -> str:
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int | None) else 1
         return f"{EXITED}{code}" if code else ""
-    return "" if error is None else f"ended by an unhandled {type(error).__name__}: {str(error)[:200]}"
+    text = "" if error is None else " ".join(str(error).split("\n"))[:1000]
+    return "" if error is None else f"ended by an unhandled {type(error).__name__}: {text}"

@@ -268,7 +268,7 @@ def current() -> CollectiveEngine:
     if _of_thread.engine is not None:
         return _of_thread.engine
     if not of_process:
-        raise ConfigError("kvdist.collective has not been initialized: call init() first")
+        raise ConfigError("kvdist.horovod (kvdist.collective) has not been initialized; use hvd.init()")
     return of_process[0]
 
 

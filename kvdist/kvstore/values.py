@@ -189,7 +189,10 @@ def has_dtype(key: Key, value: Any, shape: Shape, dtype: DType) -> bool:
     except TypeError as error:
         raise TypeError(f"{name_of(key)}: {error}") from None
     if given_shape != shape:
-        raise ValueError(f"{name_of(key)} has shape {shape}, but the value given has shape {given_shape}")
+        raise ValueError(
+            f"{name_of(key)} has shape {shape}, but the value given has shape {given_shape}: every value of a key has"
+            " the shape that init gave it"
+        )
     return given_dtype is dtype
 
 

@@ -71,7 +71,11 @@ def create(optimizer: str | Optimizer, /, *, defaults: str | None = None, **hype
             )
         return optimizer
     if not isinstance(optimizer, str):
-        raise TypeError(f"an optimizer is a name or an Optimizer, not {type(optimizer).__name__}")
+        kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise TypeError(
+            f"an optimizer is a name, such as 'adam' or 'torch.adamw', or an Optimizer of kvdist, not {kind}; one of"
+            " torch.optim belongs in a Trainer"
+        )
     cls = _BY_NAME.get(optimizer.lower())
     if cls is None:
         raise ValueError(f"unknown optimizer {optimizer!r}: known are {', '.join(registered())}")

@@ -110,6 +110,8 @@ def collect(params: Any, entries: Collection[str] = GROUP_ENTRIES) -> list[Param
 
     if isinstance(params, Module):
         raise TypeError("give the network's parameters, not the network: net.named_parameters()")
+    if callable(params) and not isinstance(params, Iterable):
+        raise TypeError("params is a method or a function: call it, as in net.named_parameters()")
     if isinstance(params, str) or values.is_tensor(params) or not isinstance(params, Iterable):
         raise TypeError(f"params must be parameters, such as net.parameters(), not {type(params).__name__}")
     seen: set[int] = set()

@@ -134,6 +134,7 @@ def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -
     Raises:
         TypeError, ValueError: it is unknown, or its hyper-parameters are invalid; or another Trainer has it.
     """
+    _require_hyperparameters(optimizer_params)
     made = _made(optimizer, optimizer_params)
     if made.is_taken:
         raise ValueError(
@@ -141,6 +142,19 @@ def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -
             " and the size of its batches into it: make an optimizer for each Trainer, or close() the other one before"
         )
     return made
+
+
+def _require_hyperparameters(given: object) -> None:
+    """Refuse another argument in the place of the Trainer's third one, such as its store."""
+    if given is None or isinstance(given, Mapping):
+        return
+    kind = repr(given) if isinstance(given, str) else type(given).__name__
+    is_store = isinstance(given, str | KVStoreBase)
+    advice = "write Trainer(params, optimizer, kvstore=…) for the store" if is_store else "give a dict, or nothing"
+    raise TypeError(
+        "the third argument, optimizer_params, is a dict of hyper-parameters for the name of an optimizer, such as"
+        f" {{'learning_rate': 0.1}}, not {kind}; {advice}"
+    )
 
 
 def _made(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:

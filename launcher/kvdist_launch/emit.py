@@ -197,10 +197,12 @@ def _secret_lines(hosts: Sequence[Host], secret: str) -> list[str]:
     ]
     for host in hosts:
         if not host.is_local:
-            port = "" if host.port is None else f"-P {host.port} "
+            options = [] if host.port is None else ["-P", str(host.port)]
+            options += [] if host.identity is None else ["-i", host.identity]
+            options += [] if host.known_hosts is None else ["-o", f'UserKnownHostsFile="{host.known_hosts}"']
             name = f"[{host.name}]" if ":" in host.name else host.name
             user = "" if host.user is None else f"{host.user}@"
-            lines.append(f"scp -p {port}-- {file} {shlex.quote(f'{user}{name}:')}")
+            lines.append(f"{shlex.join(['scp', '-p', *options, '--'])} {file} {shlex.quote(f'{user}{name}:')}")
     return lines
 
 
@@ -643,11 +645,11 @@ def script_of(
         secret_name = f".kvdist-{job.name}.secret" if is_secret else None
         return manual(processes, hosts, os.getcwd(), secret_name, restarts)
     if options.emit is None and options.launcher == "mpi":
-        reached = [str(host) for host in hosts if host.user is not None or host.port is not None]
+        reached = [str(host) for host in hosts if host.asks_for_ssh]
         if reached:
             raise ConfigError(
-                f"mpirun takes no ssh user or port with a host, and {reached[0]} has one; leave it out, and write it"
-                " into ~/.ssh/config"
+                f"mpirun takes no user, port or other option of ssh with a host, and {reached[0]} has one; leave it"
+                " out, and write it into ~/.ssh/config"
             )
         return mpi(processes, hosts, socket.gethostname(), word, is_secret)
     if options.emit in (None, "sbatch"):

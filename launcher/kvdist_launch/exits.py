@@ -7,8 +7,9 @@ import signal
 from dataclasses import dataclass
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
-from kvdist.errors import PeerLostError, RankLostError
+from kvdist.errors import DeadlockError, PeerLostError, RankLostError
 from kvdist.nodes import NodeId, Role
+from kvdist_launch.output import TEXT_MAX, printable
 
 PEER_LOST_TRACEBACK = re.compile(
     rb"(?:\[rank[0-9]+\]: )?(?:%s):"
@@ -17,8 +18,22 @@ PEER_LOST_TRACEBACK = re.compile(
 """How the last line of a traceback begins if a worker did not catch the error; torch.distributed puts the rank before
 it. Most such workers end with EXIT_PEER_LOST, but a program may have a hook of its own for uncaught exceptions."""
 
+TORCH_PREFIX = re.compile(r"^\[rank[0-9]+\]: ")
+"""What torch.distributed writes before the lines of a traceback."""
+
+EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Warning)(: .*)?")
+"""The end of a traceback, and not what a program has written last before it ended in another way."""
+
+ROLE_PREFIX = "kvdist: "
+"""What a scheduler or a server writes before the reason why it ends."""
+
+DEADLOCK = re.compile(rf"(?:{ROLE_PREFIX}|{DeadlockError.__module__}\.{DeadlockError.__qualname__}: )deadlock: (.+)")
+
 HOST_LOST = 255
 """The exit code of ssh after a lost connection, and of a job that loses a host."""
+
+VERDICT_MAX = 4 * TEXT_MAX
+"""Characters of a scheduler's verdict, which may name eight workers, and ends with what to do."""
 
 SENTENCE_MAX = 300
 """Characters of another process's last line that are repeated."""
@@ -34,6 +49,7 @@ class ProcessExit:
     Attributes:
         status: its exit code, or minus the number of the signal that killed it (as in `subprocess`).
         last_error_line: the last line it printed to standard error.
+        exception_line: the line that names the exception, of a traceback at the end of it.
         host: the host it ran on; empty if there is only this machine.
         lost: why its host cannot be reached any more, if so; `status` is then not its own.
         life: how often it had been started before, as its ``KVDIST_RESTARTS`` says.
@@ -46,6 +62,7 @@ class ProcessExit:
     host: str = ""
     lost: str = ""
     life: int = 0
+    exception_line: bytes = b""
 
     @property
     def is_failure(self) -> bool:
@@ -62,7 +79,33 @@ class ProcessExit:
     def lost_peer(self) -> str:
         """Which peer a consequence lost and why: its last line, in the words of the scheduler."""
         line = self.last_error_line.decode(errors="replace") if self.is_consequence else ""
-        return line.partition(": ")[2].strip()[:SENTENCE_MAX]
+        return printable(line.partition(": ")[2].strip(), VERDICT_MAX)
+
+    @property
+    def error(self) -> str:
+        """Why it failed, by the exception that ended it, or a scheduler's or server's own word; empty if not known."""
+        if self.status <= 0 or self.lost or self.is_consequence:
+            return ""
+        last, raised = (
+            TORCH_PREFIX.sub("", line.decode(errors="replace").strip())
+            for line in (self.last_error_line, self.exception_line)
+        )
+        if self.node.role is not Role.WORKER and last.startswith(ROLE_PREFIX):
+            return printable(last.removeprefix(ROLE_PREFIX))
+        return printable(last if EXCEPTION.fullmatch(last) else raised)
+
+    @property
+    def last_words(self) -> str:
+        """The last line of its standard error, as what follows a sentence; empty if it has written none."""
+        line = printable(self.last_error_line.decode(errors="replace").strip())
+        return f"; the last line of its standard error: {line}" if line else ""
+
+    @property
+    def deadlock(self) -> str:
+        """Who waits for whom, if the job ended by a deadlock: all its processes say the same."""
+        line = TORCH_PREFIX.sub("", self.last_error_line.decode(errors="replace").strip())
+        found = DEADLOCK.fullmatch(line) if self.status == 1 else None
+        return "" if found is None else printable(found[1], VERDICT_MAX)
 
     @property
     def doubt(self) -> int:
@@ -93,7 +136,7 @@ class ProcessExit:
         if self.status < 0:
             return f"was killed by {signal_name(-self.status)}"
         if self.is_consequence:
-            lost = self.lost_peer
+            lost = self.lost_peer[:SENTENCE_MAX]
             return f"lost a peer and ended with exit code {self.status}" + (f" ({lost})" if lost else "")
         return f"{'failed' if self.status else 'ended early'} with exit code {self.status}"
 

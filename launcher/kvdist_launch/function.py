@@ -328,6 +328,8 @@ def _run_on_hosts(request: Request, supervisor: Supervisor) -> int:
 
 
 def _failure(cause: ProcessExit, calls: _WorkerCalls, last_lines: Sequence[str]) -> JobFailure:
+    if cause.deadlock and calls.raised:
+        return calls.failure(calls.raised[0], cause.status, last_lines)
     if cause.node.role is not Role.WORKER:
         return JobFailure("\n    ".join([str(cause), *last_lines]), cause.exit_code)
     return calls.failure(cause.node.rank, cause.status, last_lines, cause.lost)

@@ -543,7 +543,9 @@ def explained(failure: str, python: str, host: Host) -> str:
         f" ssh-keygen -R {known_as} forgets the old key",
         "Permission denied": "log in by key without a password, as ssh itself must be able to (ssh-copy-id)",
         "Host key verification failed": "connect once by hand to see its key, or give --accept-new-host-keys",
-        "Could not resolve": "check the name, or add it to ~/.ssh/config",
+        "Could not resolve": f"there is neither a host nor a hostfile of the name {host.name}"
+        if host.is_alone
+        else "check the name, or add it to ~/.ssh/config",
         "Connection timed out": "is it up, and does a firewall let ssh through?",
         "Connection refused": "does an ssh daemon run there, at that port?",
         "No module named": f"install kvdist there: {python} -m pip install kvdist=={__version__}",

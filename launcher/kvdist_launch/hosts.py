@@ -9,10 +9,12 @@ The grammar is strict because these words end up in the argument lists of ssh an
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvdist.config.endpoints import expand_ranges
@@ -38,7 +40,8 @@ alice@d3:2222                     # ssh user and port; the same as: d3 user=alic
 # Eight hosts, gpu01 to gpu08, whose workers share the GPUs 0 to 3.
 gpu[01-08] slots=4 gpus=0,1,2,3 role=worker
 
-# What is possible: slots= port= user= python= gpus= iface= role=server|worker|any
+# What is possible: slots= port= user= identity= known_hosts= python= gpus= iface= role=server|worker|any
+# identity= is a private key for ssh, known_hosts= a file with the keys of hosts, both on this machine.
 store[1,3,5-7] role=server iface=eth1
 [fd00::17] python=/opt/conda/bin/python
 """
@@ -55,28 +58,39 @@ class Host:
         slots: the largest number of workers; None is any number.
         port: the port of its ssh daemon; None leaves that to ssh's configuration.
         user: the login name; None leaves that to ssh's configuration.
+        identity: the file of the private key, on this machine; None leaves that to ssh's configuration.
+        known_hosts: the file of the keys of hosts, on this machine; None leaves that to ssh's configuration.
         python: its interpreter; None is the path that the launcher's own has.
         gpus: the devices that its workers share, as in CUDA_VISIBLE_DEVICES.
         iface: the network interface that its processes use.
         role: the only role that may run there, server or worker; None is both.
+        is_alone: whether it is all that ``-H`` says, so that the name of a hostfile may have been meant.
     """
 
     name: str
     slots: int | None = None
     port: int | None = None
     user: str | None = None
+    identity: str | None = None
+    known_hosts: str | None = None
     python: str | None = None
     gpus: tuple[str, ...] | None = None
     iface: str | None = None
     role: Role | None = None
+    is_alone: bool = field(default=False, compare=False)
+
+    @property
+    def asks_for_ssh(self) -> bool:
+        """Whether something is given that only ssh needs, which asks for ssh even to this machine."""
+        return any(one is not None for one in (self.port, self.user, self.identity, self.known_hosts))
 
     @property
     def is_local(self) -> bool:
-        """Whether it is this machine, reached without ssh. A port or a user asks for ssh even to this machine."""
-        return self.name.lower() in LOCAL_NAMES and self.port is None and self.user is None
+        """Whether it is this machine, reached without ssh."""
+        return self.name.lower() in LOCAL_NAMES and not self.asks_for_ssh
 
     @property
-    def identity(self) -> tuple[str, int | None]:
+    def machine(self) -> tuple[str, int | None]:
         """Equal for two lines about the same machine; ports of one address may lead to several machines."""
         return ("localhost", None) if self.is_local else (self.name.lower(), self.port)
 
@@ -104,7 +118,28 @@ def read_hosts(text: str) -> list[Host]:
             f"-H {_shown(text)}: there is no such file, and it does not look like a list of hosts either. Write the"
             " hostfile (kvdist-launch --example-hostfile prints one), or a list such as -H a:2,b:2"
         )
-    return parse_host_list(text)
+    hosts = parse_host_list(text)
+    if len(hosts) > 1 or hosts[0].name != text or hosts[0].is_local:
+        return hosts
+    near = _hostfile_like(text)
+    if near:
+        raise ConfigError(f"-H {text}: there is no such file; did you mean -H {near}? A host of that name is {text}:1")
+    return [replace(hosts[0], is_alone=True)]
+
+
+def _hostfile_like(text: str) -> str:
+    """The hostfile of the current folder whose name is spelled most like this; '' if there is none."""
+    from difflib import get_close_matches  # here, as few need it and every job would wait for it
+
+    try:
+        names = [one.name for one in os.scandir() if one.is_file() and one.stat().st_size <= FILE_BYTES_MAX]
+    except OSError:
+        return ""
+    for name in get_close_matches(text, names, 3, 0.7):
+        with contextlib.suppress(ConfigError):
+            parse_hostfile(_read(Path(name)), name)
+            return name
+    return ""
 
 
 def read_hostfile(name: str) -> list[Host]:
@@ -176,11 +211,11 @@ class _Hosts:
 
     def add(self, hosts: Iterable[Host], where: str) -> None:
         for host in hosts:
-            if host.identity in self._seen:
-                raise _Wrong(f"{host} is named twice; write it once, with slots= for several workers")
+            if host.machine in self._seen:
+                raise _Wrong(f"{host} is named twice; write it once: {host}:2 in a list, slots=2 in a file")
             if len(self._hosts) == HOSTS_MAX:
                 raise _Wrong(f"these are more than {HOSTS_MAX} hosts; check the ranges in brackets")
-            self._seen[host.identity] = where
+            self._seen[host.machine] = where
             self._hosts.append(host)
 
     def all(self) -> list[Host]:
@@ -338,12 +373,26 @@ def _role(text: str) -> Role | None:
     return roles[text]
 
 
+def _file_of_keys(what: str, text: str, must_exist: bool = False) -> str:
+    """The path of a file of ssh's on this machine."""
+    _matching(what, r'[^-"][^"]*', "the path of a file on this machine, as in identity=~/.ssh/lab")(text)
+    try:
+        path = expanded(text)
+    except ConfigError as error:
+        raise _Wrong(f"{what} {error}") from None
+    if must_exist and not os.path.isfile(path):
+        raise _Wrong(f"{what} is {_shown(text)}, and there is no such file on this machine; name the private key")
+    return path
+
+
 _user = _matching("the user", _USER, "letters and digits, and inside also . _ -")
 
 _ATTRIBUTES: dict[str, Callable[[str], object]] = {
     "slots": lambda text: _number(text, "slots=", HOSTS_MAX),
     "port": lambda text: _number(text, "port=", 65535),
     "user": _user,
+    "identity": lambda text: _file_of_keys("identity=", text, must_exist=True),
+    "known_hosts": lambda text: _file_of_keys("known_hosts=", text),
     "python": _matching("python=", "[^-].*", "a path, as in python=/opt/conda/bin/python"),
     "gpus": _gpus,
     "iface": _matching("iface=", _IFACE, "the name of a network interface, as in iface=eth1"),

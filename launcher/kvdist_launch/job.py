@@ -22,6 +22,10 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
   job waits: when all have left the cluster, or have said goodbye and are awaited by the others (``--on-loss wait``), or
   in a job without servers when others have finished. They may have work of their own, and are left alone; but if each
   of them is stopped, or has ended but for threads, they are killed after the grace.
+- Where all workers wait for each other, that deadlock is the cause, whichever process is seen to end first.
+- The closing lines are one paragraph: the last lines of the cause, if the user has not just seen them; how often which
+  process was started, and how the others ended; and last the cause, its error, on how many workers it was the same, and
+  what to do if the error does not say that.
 - A first interruption sends SIGINT to the workers; servers live on so that workers can still save. What is left after
   the grace is terminated. A second interruption kills.
 
@@ -50,10 +54,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvdist.errors import INCOMPLETE
+from kvdist.errors import INCOMPLETE, NO_COPY
 from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist.version import __version__
-from kvdist_launch.exits import SIGNAL_BASE, ProcessExit, process_name, signal_name
+from kvdist_launch.exits import SENTENCE_MAX, SIGNAL_BASE, ProcessExit, process_name, signal_name
 
 if TYPE_CHECKING:
     from kvdist_launch.restarts import Restarts
@@ -63,6 +67,9 @@ TIMES_MAX = 4
 
 REPEAT_S = 0.25
 """Signals within this time are one request: `timeout`, hang-ups and wrappers that forward signals send two."""
+
+CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
+"""Signals by which a mistake in compiled code ends a process."""
 
 STILL_S = 10.0
 """How long a process may stand still, or keep a job from ending, before it is told of."""
@@ -396,7 +403,7 @@ class Job:
         return 0 if self._interruption is None else SIGNAL_BASE + self._interruption
 
     def conclude(self, now: float, last_lines: Sequence[str] = (), is_on_screen: bool = False) -> list[str]:
-        """Close the records. Returns the closing lines: reasons first, the sentence last.
+        """Close the records. Returns the closing lines, the sentence that names the cause last.
 
         Args:
             now: when the last process ended.
@@ -404,12 +411,13 @@ class Job:
             is_on_screen: whether the user has just seen them.
         """
         self.sentence, self.last_lines = self._closing_sentence(now), list(last_lines)
-        if self.cause is None:
-            return [*self._lives_told(), self.sentence]
-        reasons = [f"the last lines of {self.cause.node}:", *(INDENT + line for line in last_lines)]
-        others = self._fates_of_others()
-        shown = reasons if last_lines and not is_on_screen else []
-        return [*shown, *self._lives_told(), *([others] if others else []), self.sentence]
+        facts = self._lives_told()
+        shown: list[str] = []
+        if self.cause is not None:
+            facts += filter(None, [self._fates_of_others()])
+            if last_lines and not is_on_screen and not self._deadlock:
+                shown = [f"the last lines of {self.cause.node}:", *(INDENT + line for line in last_lines)]
+        return [*shown, *([". ".join(facts)] if facts else []), self.sentence]
 
     def record_of_cause(self, cause: ProcessExit) -> ProcessRecord:
         """The record of the process that failed the job."""
@@ -417,7 +425,10 @@ class Job:
 
     def _closing_sentence(self, now: float) -> str:
         if self.cause is not None:
-            what = f"{self.cause} after {_seconds(self._cause_at - self._began)}{self._why}"
+            after = f"after {_seconds(self._cause_at - self._began)}"
+            if self.cause.lost_peer:
+                return f"job ended with exit code {self.exit_code()} {after}: {self.cause.lost_peer}"
+            what = f"{'deadlock' if self._deadlock else self.cause} {after}{self._why}"
         elif self._interruption is not None:
             what = f"interrupted by {signal_name(self._interruption)} after {_seconds(now - self._began)}"
         else:
@@ -427,15 +438,66 @@ class Job:
             counts: Counter[Role] = Counter(node.role for node in nodes)
             ways = ", ".join(map(str, lost))
             return f"{_counted(counts)} finished in {_seconds(now - self._began)}" + (f"; {ways}" if ways else "")
-        return f"{what}; job ended with exit code {self.exit_code()}"
+        return f"{what}; job ended with exit code {self.exit_code()}{self._explanation()}"
+
+    @property
+    def _deadlock(self) -> str:
+        """Who waits for whom, if the job ended by a deadlock."""
+        ends = [] if self.cause is None else [self.cause, *self._last_exits()]
+        return next((one.deadlock for one in ends if one.deadlock), "")
+
+    def _explanation(self) -> str:
+        """What follows the exit code: why, and what to do."""
+        if self.cause is None:
+            return ""
+        if self._deadlock:
+            return f": {self._deadlock}"
+        error = self.cause.error
+        if error and error not in self._why:
+            alike = [one for one in self._last_exits() if self._is_same(one) and one.node.role is Role.WORKER]
+            total = sum(one.role is Role.WORKER for one in self._nodes)
+            everywhere = "both" if total == 2 else f"all {total}"
+            which = everywhere if len(alike) == total else f"{len(alike)} of {total}"
+            return f": {error}" + (f", on {which} workers" if len(alike) > 1 else "")
+        if self.cause.status > 0 and not (error or self._why):
+            return self.cause.last_words
+        cure = "" if error or self._why else self._cure(self.cause)
+        return f"; {cure}" if cure else ""
+
+    def _is_same(self, other: ProcessExit) -> bool:
+        """Whether a process ended by the same error as the one that failed the job."""
+        return self.cause is not None and bool(self.cause.error) and other.error == self.cause.error
+
+    def _cure(self, cause: ProcessExit) -> str:
+        """What to do about a process that cannot say itself why it ended; empty where only its program knows."""
+        if cause.status >= 0 and not cause.lost:
+            return ""
+        hints = []
+        if cause.status == -signal.SIGKILL and not cause.lost:
+            hints.append("if nobody sent that signal, the system did for want of memory (dmesg)")
+        elif -cause.status in CRASHES and not cause.lost:
+            hints.append("-x PYTHONFAULTHANDLER=1 shows the line where it crashed")
+        if SCHEDULER not in self._nodes:
+            hints.append("--on-worker-exit restart:N starts the job again, from a checkpoint that the script loads")
+        elif cause.node.role is Role.SERVER:
+            returns = self._restarts is not None and self._restarts.concerns(cause.node)
+            with_copy = "--on-loss continue --replicas 1 lets another server go on with a copy of the weights"
+            keeps = self._replicas or returns
+            hints += [] if keeps else [NO_COPY if self._goes_on and not self._waits else with_copy]
+        elif not self._goes_on:
+            hints.append("--on-loss continue --restart N lets the others go on, and starts it again")
+        return "; ".join(hints)
 
     def _fates_of_others(self) -> str:
-        """How every other process ended, one clause for each way."""
+        """How the processes ended that did not end by the error of the cause, one clause for each way."""
         fates: dict[str, Counter[Role]] = {}
         last = self._last_exits()
         for record in self.records:
-            if record.exit is not None and record.exit is not self.cause and any(record.exit is one for one in last):
-                fates.setdefault(_fate(record, record.exit), Counter())[record.node.role] += 1
+            how = record.exit
+            if how is None or how is self.cause or how.deadlock or self._is_same(how):
+                continue
+            if any(how is one for one in last):
+                fates.setdefault(_fate(record, how), Counter())[record.node.role] += 1
         return "; ".join(_clause(fate, counts) for fate, counts in fates.items())
 
     def _last_exits(self) -> list[ProcessExit]:
@@ -443,7 +505,7 @@ class Job:
         return list({record.node: record.exit for record in self.records if record.exit is not None}.values())
 
     def _lives_told(self) -> list[str]:
-        """For each process that was started again a line: how often, and how it ended each time."""
+        """For each process that was started again a sentence: how often, and how it ended each time."""
         ends: dict[NodeId, list[tuple[str, float]]] = {}
         since_s = self._began - self.launched
         for record in self.records:
@@ -547,7 +609,8 @@ class Job:
         self._enter(Phase.FAILING, now + self._grace.grace_s)
         if self.is_over:
             return []
-        what = self.cause and (self.cause.lost_peer or self.cause)
+        named = "a deadlock" if self.cause is not None and self.cause.deadlock else self.cause
+        what = (self.cause.lost_peer[:SENTENCE_MAX] if self.cause is not None else "") or named
         return [Say(f"{what}{self._why}; waiting up to {self._grace.grace_s:g} s for the other processes to exit")]
 
     def _enter(self, phase: Phase, until: float | None) -> None:

@@ -251,6 +251,7 @@ def matching(pattern: str, advice: str, kind: Callable[[str], Any] = str) -> Cal
     return parse
 
 
+_whole = matching("(-?[0-9]{1,9})", " is not a whole number", int)
 _restarts = matching(
     "(?:abort|restart:([1-9][0-9]{0,3}))",
     ": write abort, or restart:N with a number from 1 to 9999",
@@ -338,8 +339,8 @@ def flag(text: str) -> dict[str, Any]:
 
 GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
     ("job", (
-        (("-n", "--num-workers"), valued(int, "WORKERS", "number of workers (default: all slots of -H)")),
-        (("-s", "--num-servers"), valued(int, "SERVERS", "number of servers (default: as workers); 0 is a job"
+        (("-n", "--num-workers"), valued(_whole, "WORKERS", "number of workers (default: all slots of -H)")),
+        (("-s", "--num-servers"), valued(_whole, "SERVERS", "number of servers (default: as workers); 0 is a job"
          " without servers, which trains by collective operations")),
         (("--server-module",), repeated(str, "MODULE", SETTINGS["KVDIST_SERVER_MODULE"].help())),
         (("--optimizer-module",), repeated(str, "MODULE", SETTINGS["KVDIST_OPTIMIZER_MODULE"].help())),
@@ -397,10 +398,10 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
          " own is gone, or with --on-loss continue a scheduler that is killed, each at most N times; with --on-loss"
          " wait|continue")),
         (("--snapshots",), valued(to_path, "DIR", SETTINGS["KVDIST_SNAPSHOTS"].help())),
-        (("--max-workers",), valued(int, "N", SETTINGS["KVDIST_MAX_WORKERS"].help() + "; see docs/launching.md")),
-        (("--min-workers",), valued(int, "N", SETTINGS["KVDIST_MIN_WORKERS"].help() + "; see docs/reliability.md")),
+        (("--max-workers",), valued(_whole, "N", SETTINGS["KVDIST_MAX_WORKERS"].help() + "; see docs/launching.md")),
+        (("--min-workers",), valued(_whole, "N", SETTINGS["KVDIST_MIN_WORKERS"].help() + "; see docs/reliability.md")),
         (("--policy",), valued(_policy, "NAME", SETTINGS["KVDIST_POLICY"].help())),
-        (("--replicas",), valued(int, "N", SETTINGS["KVDIST_REPLICAS"].help() + "; see docs/reliability.md")),
+        (("--replicas",), valued(_whole, "N", SETTINGS["KVDIST_REPLICAS"].help() + "; see docs/reliability.md")),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_FORM_TIMEOUT_S"].help())),
         (("--patience",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_PATIENCE_S"].help())),
         (("--grace",), valued(to_seconds, "SECONDS", "how long the others may take to end after a failure, an"

@@ -57,8 +57,29 @@ NEWS = re.compile(rb"(given up|joined|at work|leaves) (worker|server) ([0-9]+) l
 """What the scheduler tells the launcher of a process that may still run, or that was started again, is at work, or
 says goodbye as its interpreter ends."""
 
-LOSS = re.compile(rb"kvdist: \S+ (\(.*\) )?was lost[,:] |" + NEWS.pattern)
-"""What the scheduler and the servers print of a lost peer. It is not shown: they all do, and the launcher names it."""
+LOSS = re.compile(rb"kvdist: (\S+ (\(.*\) )?was lost[,:] |\S+ ended without having joined |deadlock: )|" + NEWS.pattern)
+"""What the scheduler and the servers print of a lost peer, or of a deadlock. It is not shown: they all do, and the
+launcher names it."""
+
+TORCH_PREFIX = re.compile(rb"^\[rank[0-9]+\]: ")
+"""What torch.distributed writes before the lines of a traceback."""
+
+TRACEBACK = b"Traceback (most recent call last):"
+
+ERROR_BEGINS = re.compile(re.escape(TRACEBACK) + rb"|kvdist\.errors\.\w+: ")
+"""The first line of an error; that of a lost peer has no traceback."""
+
+CHAINS = (b"During handling of the above exception", b"The above exception was the direct cause")
+"""What stands between the tracebacks of one error."""
+
+ERROR_LINES_MAX = 1000
+"""An error, with what follows it, is compared with others up to this line."""
+
+ERRORS_MAX = 100
+"""So many errors that were shown last are compared with others."""
+
+HELD_S = 10.0
+"""How long an error may be held back that another worker has written, too."""
 
 SCREEN_LINES = 20
 """The last lines of a process are not repeated if no more than these were shown since."""
@@ -72,9 +93,9 @@ def short_name(node: NodeId) -> str:
     return "sched" if node.role is Role.SCHEDULER else f"{str(node.role)[0]}{node.rank}"
 
 
-def printable(text: str) -> str:
-    """The text with invisible characters escaped, as in ``\\x1b``, and not too long."""
-    visible = (one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text[:TEXT_MAX])
+def printable(text: str, most: int = TEXT_MAX) -> str:
+    """The first `most` characters of the text, invisible ones escaped, as in ``\\x1b``."""
+    visible = (one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text[:most])
     return "".join(visible)
 
 
@@ -388,6 +409,140 @@ class LogFiles:
         return folder / "stdout", folder / "stderr"
 
 
+@dataclass(eq=False)
+class _Error:
+    """An error that a worker has written, and the lines after it up to the next one.
+
+    Attributes:
+        node: the worker.
+        since: when the first line came.
+        changed_at: when the last line came.
+        lines: without what torch.distributed writes before each.
+        held: the last of the lines as they came, those that are not shown yet.
+        has_ended: whether no line will come any more.
+        other: the error of another worker that may be the same; None if all lines are shown.
+    """
+
+    node: NodeId
+    since: float
+    changed_at: float
+    lines: list[bytes] = field(default_factory=list)
+    held: list[bytes] = field(default_factory=list)
+    has_ended: bool = False
+    other: _Error | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether none of its lines is shown yet."""
+        return len(self.held) == len(self.lines)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether all of its lines have been shown of another worker."""
+        return self.other is not None and self.other.lines[: len(self.lines)] == self.lines
+
+    def may_be(self, other: _Error) -> bool:
+        """Whether it may turn out to be a part of `other`, whose lines are shown as they come."""
+        common = min(len(self.lines), len(other.lines))
+        is_longer = other.has_ended and common < len(self.lines)
+        return not is_longer and self.lines[:common] == other.lines[:common]
+
+    def goes_on(self) -> bool:
+        """Whether the next line belongs to it, even if it looks like the begin of another error."""
+        last = next((line for line in reversed(self.lines) if line.strip()), b"")
+        return last.startswith((b" ", b"Traceback ", *CHAINS))
+
+
+Shown = list[tuple[NodeId, list[bytes]]]
+"""Workers, and lines of their standard errors that are to be shown now."""
+
+
+class RepeatedErrors:
+    """Holds back an error of a worker as long as it is, line by line, one that another worker has just written.
+
+    If it is that to its end, it is not shown: at the end the launcher says on how many workers it was. As soon as a
+    line differs, and in any case after `HELD_S`, all of it is shown. What was shown longer ago does not count.
+
+    Attributes:
+        shown_by: worker → the one of which its last error was shown.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[NodeId, _Error] = {}
+        """Of each worker."""
+        self._shown: deque[_Error] = deque(maxlen=ERRORS_MAX)
+        """Those that are shown as they come, or were."""
+        self.shown_by: dict[NodeId, NodeId] = {}
+
+    def take(self, node: NodeId, lines: list[bytes], now: float) -> Shown:
+        """A worker has written lines. Returns what to show."""
+        shown: Shown = []
+        for line in lines:
+            plain = TORCH_PREFIX.sub(b"", line)
+            error = self._last.get(node)
+            if ERROR_BEGINS.match(plain) and (error is None or error.has_ended or not error.goes_on()):
+                shown += self.end(node, now)
+                if error is not None and error.held:
+                    _add(shown, node, error.held)
+                error = self._last[node] = _Error(node, now, now)
+                self.shown_by.pop(node, None)
+            if error is None or error.has_ended:
+                _add(shown, node, [line])
+                continue
+            error.lines.append(plain)
+            error.held.append(line)
+            error.changed_at = now
+            if len(error.lines) == ERROR_LINES_MAX:
+                error.has_ended = True
+            for who, some in [*self._look(error, now), *self._look_at_followers(error, now)]:
+                _add(shown, who, some)
+        return shown
+
+    def end(self, node: NodeId, now: float) -> Shown:
+        """No line of its error will come any more of a worker. Returns what to show."""
+        error = self._last.get(node)
+        if error is None:
+            return []
+        error.has_ended = True
+        return [*self._look(error, now), *self._look_at_followers(error, now)]
+
+    def tick(self, now: float) -> Shown:
+        """Returns what was held for long enough."""
+        return [one for error in self._last.values() for one in self._look(error, now)]
+
+    def _look(self, error: _Error, now: float) -> Shown:
+        """Look whether an error may still be another worker's. Returns what to show if not."""
+        if error.has_ended and error.is_repeated and error.other is not None:
+            self.shown_by[error.node] = error.other.node
+            error.held = []
+            return []
+        if not error.held:
+            return []
+        if now - error.since > HELD_S:
+            error.other = None
+        elif error.other is None or not error.may_be(error.other):
+            recent = (one for one in self._shown if now - one.changed_at <= HELD_S)
+            error.other = next((one for one in recent if error.may_be(one)), None) if error.is_held else None
+        if error.other is not None:
+            return []
+        if error.is_held:
+            self._shown.append(error)
+        held, error.held = error.held, []
+        return [(error.node, held)]
+
+    def _look_at_followers(self, error: _Error, now: float) -> Shown:
+        followers = [one for one in self._last.values() if one.other is error]
+        return [one for follower in followers for one in self._look(follower, now)]
+
+
+def _add(shown: Shown, node: NodeId, lines: list[bytes]) -> None:
+    """Add lines to what is to be shown, to the last entry if that is of the same worker."""
+    if shown and shown[-1][0] == node:
+        shown[-1][1].extend(lines)
+    else:
+        shown.append((node, list(lines)))
+
+
 @dataclass
 class _OutputStream:
     """One output of one process."""
@@ -398,6 +553,24 @@ class _OutputStream:
     is_raw: bool
     splitter: LineSplitter = field(default_factory=LineSplitter)
     last_line: bytes = b""
+    is_in_traceback: bool = False
+    exception: bytes = b""
+    """The line of the last traceback that names the exception, until `LAST_LINES` others have followed it."""
+    followed_by: int = 0
+
+    def note(self, line: bytes) -> None:
+        """Remember what a line says of how the process ends."""
+        if not line.strip():
+            return
+        self.last_line = line
+        plain = TORCH_PREFIX.sub(b"", line)
+        if plain.startswith(TRACEBACK):
+            self.is_in_traceback, self.exception = True, b""
+        elif self.is_in_traceback and not plain.startswith(b" "):
+            self.is_in_traceback, self.exception, self.followed_by = False, plain, 0
+        elif self.exception:
+            self.followed_by += 1
+            self.exception = self.exception if self.followed_by <= LAST_LINES else b""
 
 
 class JobOutput:
@@ -419,6 +592,7 @@ class JobOutput:
         self._streams: dict[tuple[NodeId, int], _OutputStream] = {}
         self._last: dict[NodeId, deque[bytes]] = {}
         self._is_seen = [sink.is_beside(err) for sink in self.sinks]
+        self._repeated = RepeatedErrors()
         self._lines_shown = 0
         # How many lines of all processes had been shown, where the launcher's messages are, when the last one of a
         # process was; it has none where that went elsewhere, such as to a file.
@@ -473,6 +647,12 @@ class JobOutput:
     def finish(self, node: NodeId, stream: int) -> None:
         """Nothing more will come from this output; an unfinished line is shown too."""
         self._take(node, stream, self._streams[node, stream].splitter.finish())
+        if stream == ERR:
+            self._show_all(self._repeated.end(node, time.monotonic()))
+
+    def tick(self) -> None:
+        """Show what was held back for long enough."""
+        self._show_all(self._repeated.tick(time.monotonic()))
 
     def close(self) -> None:
         """Nothing more will come from any output."""
@@ -488,9 +668,13 @@ class JobOutput:
         """The last line that is not blank of a process's standard error."""
         return self._streams[node, ERR].last_line
 
+    def exception_line(self, node: NodeId) -> bytes:
+        """The line that names the exception of a traceback that a process has just written; empty if there is none."""
+        return self._streams[node, ERR].exception
+
     def is_on_screen(self, node: NodeId) -> bool:
         """Whether the last line of a process, of either output, was shown just now to readers of standard errors."""
-        shown_at = self._shown_at.get(node)
+        shown_at = self._shown_at.get(self._repeated.shown_by.get(node, node))
         return shown_at is not None and self._lines_shown - shown_at <= SCREEN_LINES
 
     def last_lines(self, node: NodeId) -> list[bytes]:
@@ -501,12 +685,19 @@ class JobOutput:
         if not lines:
             return
         stream = self._streams[node, number]
-        if stream.is_shown:
+        if stream.is_shown and number == ERR and node.role is Role.WORKER and not stream.is_raw:
+            self._show_all(self._repeated.take(node, lines, time.monotonic()))
+        elif stream.is_shown:
             self._show(node, number, lines)
-        stream.last_line = next((line for line in reversed(lines) if line.strip()), stream.last_line)
+        for line in lines if number == ERR else ():
+            stream.note(line)
         self._last[node].extend(line for line in lines if line.strip())
         if self._logs is not None:
             self._logs.write(node, number, lines)
+
+    def _show_all(self, shown: Shown) -> None:
+        for node, lines in shown:
+            self._show(node, ERR, lines)
 
     def _show(self, node: NodeId, number: int, lines: list[bytes]) -> None:
         """Write the lines that are not hidden, unless they were written as they came, and count them."""

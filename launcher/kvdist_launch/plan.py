@@ -118,6 +118,11 @@ def workers_of_slots(hosts: Sequence[Host]) -> int:
         ConfigError: a host that takes workers does not say how many.
     """
     unknown = [str(host) for host in hosts if host.takes(Role.WORKER) and host.slots is None]
+    if any(host.is_alone for host in hosts):
+        raise ConfigError(
+            f"-H {hosts[0]}: there is no such file, so it is taken for a host, and the number of workers is missing:"
+            f" name the hostfile, or write -n WORKERS or -H {hosts[0]}:SLOTS"
+        )
     if unknown:
         raise ConfigError(
             f"the number of workers is missing: write -n WORKERS, or slots= for every host"

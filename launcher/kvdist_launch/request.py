@@ -7,7 +7,9 @@ command is a list of arguments and never passes through a shell.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -39,15 +41,25 @@ from kvdist_launch.security import Security, security_of
 SHELL_OPERATORS = frozenset({"&&", "||", "|", ";", "&", ">", ">>", "<", "2>", "2>&1"})
 
 
-def parse_command(words: Sequence[str], path: str | None, is_here: bool = True) -> tuple[str, ...]:
+INTERPRETERS = {
+    re.compile(r"(python|pypy)[0-9.]*"): re.compile(r"-[bBdEiIOPqRsSuvx]+|-[WX].+"),
+    re.compile(r"(ba|da|k|z)?sh"): re.compile(r"-[eluvx]+"),
+}
+"""Programs that run the file which their first word names that is not an option; and their options without a value."""
+
+
+def parse_command(
+    words: Sequence[str], path: str | None, is_here: bool = True, is_copied: bool = False
+) -> tuple[str, ...]:
     """The argument list of the user's command: the words, or if there is only one, the words quoted in it.
 
     Args:
         path: where programs are searched, as in the variable PATH; None is the system's default.
-        is_here: whether it runs on this machine, so that the program must exist.
+        is_here: whether it runs on this machine, so that the program, and the script that it runs, must exist.
+        is_copied: whether the current folder is copied to where it runs, so that a script in it must exist.
 
     Raises:
-        CommandError: the program does not exist, or cannot be executed.
+        CommandError: the program or its script does not exist, or the program cannot be executed.
         ConfigError: the command is missing, its quotes do not match, or it is written for a shell.
     """
     command = list(words)
@@ -57,7 +69,34 @@ def parse_command(words: Sequence[str], path: str | None, is_here: bool = True) 
         raise ConfigError("the command is missing; write it last, after the options, as in: ... python train.py")
     if is_here:
         _require_program(command[0], path)
+    script = _script_of(command)
+    if script and (is_here or (is_copied and not os.path.isabs(script))):
+        _require_script(script)
     return tuple(command)
+
+
+def _script_of(command: Sequence[str]) -> str:
+    """The file that an interpreter is to run; '' if the command names none, or may name none."""
+    program = os.path.basename(command[0])
+    plain = next((options for name, options in INTERPRETERS.items() if name.fullmatch(program)), None)
+    words = list(command[1:]) if plain is not None else []
+    while words and plain is not None and (plain.fullmatch(words[0]) or words[0] in ("-W", "-X")):
+        del words[: 2 if words[0] in ("-W", "-X") else 1]
+    return words[0] if words and not words[0].startswith(("-", "+")) else ""
+
+
+def _require_script(script: str) -> None:
+    if os.path.exists(script):
+        return
+    folder, name = os.path.split(script)
+    from difflib import get_close_matches  # here, as few need it and every job would wait for it
+
+    near: list[str] = []
+    with contextlib.suppress(OSError):
+        near = get_close_matches(name, os.listdir(folder or "."), 1, 0.7)
+    where = "" if os.path.isabs(script) else f" in {os.getcwd()}"
+    advice = f"did you mean {os.path.join(folder, near[0])}?" if near else "name it by its path from here"
+    raise CommandError(f"there is no script {script}{where}; {advice}", NOT_FOUND)
 
 
 def _split_words(text: str) -> list[str]:
@@ -86,6 +125,8 @@ def _require_program(program: str, path: str | None) -> None:
             NOT_EXECUTABLE,
         )
     where = "there is no such file" if os.path.dirname(program) else "it is not in any directory of PATH"
+    if re.fullmatch(r"[A-Za-z_]\w*=.*", program, re.DOTALL):
+        where = f"it sets a variable; write it as an option before the command: -x {shlex.quote(program)}"
     if os.path.isfile(program):
         where += f"; a file of that name lies here, so name its interpreter too (python {shlex.quote(program)})"
     raise CommandError(f"the command {program!r} does not exist: {where}", NOT_FOUND)
@@ -192,7 +233,12 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
     return JobSpec(
         num_workers=num_workers,
         num_servers=num_servers,
-        command=parse_command(request.words, seen.get("PATH"), is_here=not others and options.emit is None),
+        command=parse_command(
+            request.words,
+            seen.get("PATH"),
+            is_here=not others and options.emit is None,
+            is_copied=bool(options.sync_dst_dir),
+        ),
         role_command=request.role_command
         + (("--verbose",) if options.verbose else ())
         + _module_words("--server-module", options.server_module or ())

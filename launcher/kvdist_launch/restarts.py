@@ -19,7 +19,6 @@ Rules:
 
 from __future__ import annotations
 
-import re
 import signal
 from collections import Counter
 from collections.abc import Collection
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 
 from kvdist.errors import FencedError
 from kvdist.nodes import NodeId, Role
-from kvdist_launch.exits import SENTENCE_MAX, SIGNAL_BASE, ProcessExit
+from kvdist_launch.exits import EXCEPTION, SENTENCE_MAX, SIGNAL_BASE, TORCH_PREFIX, ProcessExit
 
 RESTARTED = frozenset({Role.WORKER, Role.SCHEDULER})
 """The roles whose processes can join the cluster that they were lost to. Servers can where there are snapshots, or
@@ -41,9 +40,6 @@ DELAY_MAX_S = 30.0
 CONSEQUENCE_DELAY_S = 1.0
 """Who lost a peer may have been told that the job ends; by then the process that is the cause of it has ended too."""
 
-EXCEPTION = re.compile(r"(\w+\.)*\w*(Error|Exception|Interrupt|Exit|Warning)(: .*)?")
-"""The end of a traceback, and not what a program has written last before it ended in another way."""
-TORCH_PREFIX = re.compile(r"^\[rank[0-9]+\]: ")
 FENCED = f"{FencedError.__module__}.{FencedError.__qualname__}"
 
 

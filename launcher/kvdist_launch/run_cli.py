@@ -431,7 +431,7 @@ def hosts_of(hosts_text: str | None, hostfile: str | None, num_proc: int, this_m
 def _is(host: Host, this_machine: str) -> bool:
     """Whether a host is this machine under its own name; a user or a port asks for ssh even to it."""
     names = {this_machine.lower(), this_machine.lower().partition(".")[0]}
-    return host.name.lower() in names and host.port is None and host.user is None
+    return host.name.lower() in names and not host.asks_for_ssh
 
 
 def _variables(own: argparse.Namespace) -> dict[str, str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import linecache
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,7 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     cloudpickle = _cloudpickle()
     # The current folder may be another one there, as where it is copied to.
     path = sys.path if is_here else ["" if one == os.getcwd() else one for one in sys.path]
-    head = json.dumps({"path": path, "is_here": is_here}).encode() + b"\n"
+    head = json.dumps({"path": path, "is_here": is_here, "sources": _sources(fn)}).encode() + b"\n"
     try:
         return head + bytes(cloudpickle.dumps((fn, tuple(args), dict(kwargs))))
     except Exception as error:  # objects choose what they raise when they refuse
@@ -47,8 +48,18 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
         ) from error
 
 
+def _sources(fn: Callable[..., Any]) -> dict[str, list[str]]:
+    """Name → lines of each cell of a notebook, which is no file, where the function or ``__main__`` has code."""
+    values = [fn, *vars(sys.modules["__main__"]).values()]
+    values += [one for value in values if isinstance(value, type) for one in vars(value).values()]
+    written = [inspect.unwrap(value) for value in values if inspect.isfunction(value) or inspect.ismethod(value)]
+    names = sorted({one.__code__.co_filename for one in written if hasattr(one, "__code__")})
+    lines = {name: linecache.getlines(name) for name in names if not os.path.exists(name)}
+    return {name: some for name, some in lines.items() if some}
+
+
 def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The call that `pack_call` packed; this process gets the ``sys.path`` that goes with it.
+    """The call that `pack_call` packed; this process gets the ``sys.path`` that goes with it, and the source lines.
 
     Raises:
         SerializationError: a part of it cannot be made here.
@@ -57,6 +68,9 @@ def unpack_call(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[
     told = json.loads(head)
     theirs = told["path"]
     in_front = [one for one in theirs[:1] if not one]
+    for name, lines in told["sources"].items():
+        # Without a time of change, so that nobody looks for such a file.
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
     sys.path[:] = theirs if told["is_here"] else dict.fromkeys([*in_front, *sys.path, *theirs])
     try:
         fn, args, kwargs = _cloudpickle().loads(body)

@@ -96,6 +96,8 @@ def _ssh_words(host: Host, wanted: SshOptions) -> list[str]:
         f"ServerAliveInterval={ALIVE_S}",
         f"ServerAliveCountMax={math.ceil(wanted.patience_s / ALIVE_S)}",
         f"StrictHostKeyChecking={'accept-new' if wanted.accepts_new_host_keys else 'yes'}",
+        # The first value counts, so what is said of this host comes before what is said of all.
+        *([] if host.known_hosts is None else [f'UserKnownHostsFile="{host.known_hosts}"']),
         *wanted.options,
     ]
     words = [word for setting in settings for word in ("-o", setting)]
@@ -103,6 +105,8 @@ def _ssh_words(host: Host, wanted: SshOptions) -> list[str]:
         words += ["-p", str(host.port)]
     if host.user is not None:
         words += ["-l", host.user]
+    if host.identity is not None:
+        words += ["-i", host.identity]
     return words
 
 

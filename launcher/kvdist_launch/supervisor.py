@@ -303,7 +303,11 @@ class Supervisor:
 
     def settled(self, exits: Sequence[ProcessExit]) -> None:
         # The last output of the processes is on the screen by now, so reasons stand before conclusions.
-        explained = [replace(one, last_error_line=self._output.last_error_line(one.node)) for one in exits]
+        out = self._output
+        explained = [
+            replace(one, last_error_line=out.last_error_line(one.node), exception_line=out.exception_line(one.node))
+            for one in exits
+        ]
         self._perform(self.job.ended(explained, time.monotonic()))
 
     def _tell_scheduler(self, about: NodeId, line: str) -> None:
@@ -349,6 +353,7 @@ class Supervisor:
         wait_s = until_beat_s if timeout_s is None else min(timeout_s, until_beat_s)
         for key, _ in self.selector.select(None if wait_s == math.inf else wait_s):
             key.data()
+        self._output.tick()
         is_full = self._output.is_full
         for host in self._hosts:
             host.pause(is_full)

@@ -41,7 +41,7 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _Reporter:
-    """An excepthook that sends the exception to the launcher, and shows it as Python would have."""
+    """An excepthook that sends the exception to the launcher, and shows it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -55,7 +55,9 @@ class _Reporter:
             theirs = None
         text = "".join(traceback.format_exception(kind, error, theirs))
         _send(self._descriptor, _raised(_name(kind), text, EXIT_PEER_LOST if isinstance(error, PeerLostError) else 1))
-        sys.__excepthook__(kind, error.with_traceback(theirs), theirs)
+        # Not by Python's own hook, which knows no lines of what is no file.
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def _below(trace: TracebackType | None) -> TracebackType | None:

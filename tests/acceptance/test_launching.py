@@ -210,7 +210,9 @@ def test_the_first_failure_is_told_last_with_its_last_lines_and_gives_the_exit_c
     _, err = run(LAUNCH, "-n", "2", "-s", "1", *options, sys.executable, "-c", program, code=1)
     *_, last = err.splitlines()
     assert re.fullmatch(
-        r"kvdist-launch: worker-1 \(pid \d+\) failed with exit code 1 after [\d.]+ s; job ended with exit code 1", last
+        r"kvdist-launch: worker-1 \(pid \d+\) failed with exit code 1 after [\d.]+ s; job ended with exit code 1:"
+        r" ValueError: loss is nan",
+        last,
     )
     told = err[err.index("the last lines of worker-1:") :].splitlines()
     assert "    ValueError: loss is nan" in told and "    line 19" in told and "    line 0" not in told

@@ -45,6 +45,11 @@ def test_a_program_that_begins_after_a_store_stays_a_rank_when_that_is_closed():
         hvd.shutdown()
 
 
+def test_a_question_before_init_is_answered_in_the_words_of_horovod():
+    with pytest.raises(ValueError, match=r"^kvdist.horovod .*has not been initialized; use hvd.init\(\)$"):
+        hvd.rank()
+
+
 def test_communicators_are_refused_with_what_to_use():
     with pytest.raises(ValueError, match="give some of the ranks as process_sets"):
         hvd.init(comm=[0, 1])

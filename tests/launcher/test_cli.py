@@ -119,7 +119,7 @@ def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, 
     "words, message",
     [
         (["-n", "1", "--grace", "-1", "true"], "'-1' is not a number of seconds; write a number of at least 0"),
-        (["-n", "two", "true"], "invalid int value: 'two'"),
+        (["-n", "two", "true"], "'two' is not a whole number"),
         *(
             (["-n", "1", option, "~no-such-user/x", "true"], "begins with '~no-such-user', which stands for no folder")
             for option in ("--log-dir", "--json-summary", "--dump", "--env-file", "--snapshots")

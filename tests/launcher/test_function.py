@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import io
+import linecache
 import os
 import signal
 import subprocess
@@ -162,6 +163,36 @@ def test_the_first_exception_is_raised_here_with_its_traceback(capsys):
     assert "callee.py" not in failure.traceback and "runpy" not in failure.traceback
     assert failure.traceback in f"{failure}\n"
     assert "w1 │ LookupError: no such thing" in capsys.readouterr().err
+
+
+def test_a_deadlock_is_raised_as_the_workers_have_it():
+    fn = by_value(
+        "from kvdist import kv\n"
+        "def fn():\n"
+        "    store = kv.create('dist')\n"
+        "    for key in 'ab' if store.rank else 'ba':\n"
+        "        store.init(key, __import__('numpy').zeros(2))\n"
+    )
+    with pytest.raises(kvdist_launch.WorkerFailure, match="raised kvdist.errors.DeadlockError .*exit code 1") as caught:
+        kvdist_launch.run(fn, np=2, servers=1)
+    assert "deadlock: worker-0 waits for worker-1 in init of key 'b'" in str(caught.value)
+
+
+def test_a_function_of_a_notebook_shows_its_lines_in_a_traceback(capsys):
+    # As IPython does it: the name is of no file, and `linecache` knows the lines.
+    name = "/tmp/ipykernel_1/987654.py"
+    source = "import functools\ndef inner(batch):\n    return batch['price']\ndef fn():\n    return inner({})\n"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    names = {"__name__": "__main__"}
+    try:
+        exec(compile(source, name, "exec"), names)
+        with pytest.raises(kvdist_launch.WorkerFailure) as caught:
+            kvdist_launch.run(names["fn"], np=1, servers=1)
+    finally:
+        del linecache.cache[name]
+    for text in (caught.value.traceback, capsys.readouterr().err.replace("w0 │ ", "")):
+        assert f'  File "{name}", line 5, in fn\n    return inner({{}})\n' in text
+        assert f'  File "{name}", line 3, in inner\n    return batch[\'price\']\n' in text
 
 
 @pytest.mark.slow_cases("exit(5)-SystemExit-5", "raise LookupError('no')-LookupError-1")

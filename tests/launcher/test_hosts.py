@@ -111,7 +111,7 @@ def test_no_name_of_a_host_can_be_an_option_or_reach_a_shell(text):
     "line, advice",
     [
         ("fd00::17", r"write \[fd00::17\]"),
-        ("d1 colour=red", "known are slots, port, user, python, gpus, iface, role"),
+        ("d1 colour=red", "known are slots, port, user, identity, known_hosts, python, gpus, iface, role"),
         ("d1 slots=four", r"slots= is 'four'; write a number from 1 to"),
         ("h[01-100]", "write as many zeros before both"),
         ("10.0.0.256", "is not an IPv4 address"),
@@ -135,7 +135,7 @@ def test_a_long_wrong_line_is_cut_off():
     "text", ["d1\nd1", "d1\nD1 slots=2", "me@d1\nyou@d1", "h[1-3]\nh2", "localhost\n127.0.0.1", "LocalHost\nlocalhost"]
 )
 def test_a_host_that_stands_twice_is_refused_and_told_of_slots(text):
-    with pytest.raises(ConfigError, match="is named twice; write it once, with slots="):
+    with pytest.raises(ConfigError, match="is named twice; write it once: .*, slots=2 in a file"):
         parse_hostfile(text, "hosts")
 
 
@@ -195,6 +195,8 @@ def test_a_list_that_is_none_is_refused(text, message):
         (Host("::1"), True),
         (Host("localhost", port=2222), False),
         (Host("localhost", user="other"), False),
+        (Host("localhost", identity="/key"), False),
+        (Host("localhost", known_hosts="/hosts"), False),
         (Host("d1"), False),
     ],
 )
@@ -207,6 +209,46 @@ def test_a_file_that_exists_wins_over_a_list(tmp_path, monkeypatch):
     (tmp_path / "a:2").write_text("\ufeffd1:77\r\n", "utf-8")
     assert read_hosts("a:2") == [Host("d1", port=77)]
     assert read_hosts("b:2") == [Host("b", slots=2)]
+
+
+@each("name, near", [("hsots", "hosts"), ("host", "hosts"), ("cluster1", "cluster")])
+def test_a_mistyped_hostfile_is_told_with_the_one_that_is_meant(name, near, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / near).write_text("d1\n")
+    (tmp_path / f"{name}.py").write_text("print('not a hostfile')")
+    with pytest.raises(ConfigError, match=f"-H {name}: there is no such file; did you mean -H {near}\\?.* {name}:1"):
+        read_hosts(name)
+    assert read_hosts(f"{name}:1") == [Host(name, slots=1)]
+
+
+def test_one_name_alone_is_a_host_that_may_have_been_meant_as_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (host,) = read_hosts("cluster")
+    assert (host.name, host.is_alone) == ("cluster", True)
+    assert not any(one.is_alone for text in ("a,b", "a:1", "ann@a") for one in read_hosts(text))
+
+
+def test_options_of_ssh_stand_in_a_hostfile(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "key of the lab").write_text("")
+    line = "d[1-2] port=2222 identity='~/key of the lab' known_hosts=~/hosts\n"
+    key, known = str(tmp_path / "key of the lab"), str(tmp_path / "hosts")
+    expected = [Host(name, port=2222, identity=key, known_hosts=known) for name in ("d1", "d2")]
+    assert parse_hostfile(line, "hosts") == expected
+
+
+@each(
+    "word, message",
+    [
+        ("identity=/absent", "identity= is '/absent', and there is no such file on this machine"),
+        ("identity=-oProxyCommand=x", "identity= is .*; write the path of a file on this machine"),
+        ("known_hosts='a\"b'", "known_hosts= is .*; write the path of a file on this machine"),
+        ("known_hosts=$ABSENT/hosts", "known_hosts= .*no environment variable of that name"),
+    ],
+)
+def test_a_file_of_ssh_that_cannot_be_used_is_refused(word, message):
+    with pytest.raises(ConfigError, match=f"hosts, line 1: .*{message}"):
+        parse_hostfile(f"d1 {word}", "hosts")
 
 
 @each("name", ["hosts", "hosts.txt", "./a", "conf/hosts"])

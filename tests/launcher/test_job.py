@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
-from kvdist.errors import INCOMPLETE
+from kvdist.errors import INCOMPLETE, NO_COPY
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
 from kvdist.version import __version__
 from kvdist_launch.exits import ProcessExit
@@ -72,8 +72,84 @@ def test_the_first_failure_is_named_and_later_ones_are_not():
     assert job.is_over
     assert job.exit_code() == 137
     assert sentence(job, 113.0) == (
-        "worker-1 (pid 1004) was killed by signal 9 (SIGKILL) after 12.3 s; job ended with exit code 137"
+        "worker-1 (pid 1004) was killed by signal 9 (SIGKILL) after 12.3 s; job ended with exit code 137; if nobody"
+        " sent that signal, the system did for want of memory (dmesg); --on-loss continue --restart N lets the others"
+        " go on, and starts it again"
     )
+
+
+@each(
+    "node, status, options, cure",
+    [
+        (server(1), -9, {"goes_on": True}, NO_COPY),
+        (server(1), -9, {"goes_on": True, "waits": True}, "--on-loss continue --replicas 1 lets another server go on"),
+        (server(1), -15, {}, "--on-loss continue --replicas 1 lets another server go on"),
+        (worker(1), -11, {}, "-x PYTHONFAULTHANDLER=1 shows the line where it crashed; --on-loss continue"),
+        (worker(1), -15, {"nodes": NODES[3:]}, "--on-worker-exit restart:N starts the job again"),
+    ],
+)
+def test_the_last_line_says_what_to_do_about_a_killed_process(node, status, options, cure):
+    nodes = options.pop("nodes", NODES)
+    job = Job(nodes, 100.0, GRACE, **options)
+    job.started(((one, "") for one in nodes), 100.0)
+    end(job, 101.0, (node, status))
+    assert f"; job ended with exit code {128 - status}; " in sentence(job, 102.0)
+    assert cure in sentence(job, 102.0)
+
+
+@each(
+    "alike, which, others",
+    [
+        ([0, 1, 2], ", on all 3 workers", []),
+        ([1, 2], ", on 2 of 3 workers", ["1 worker failed with exit code 1"]),
+        ([2], "", ["2 workers failed with exit code 1"]),
+    ],
+)
+def test_the_last_line_has_the_error_and_on_how_many_workers_it_was(alike, which, others):
+    job = running_job()
+    lines = [f"[rank{rank}]: ValueError: x" if rank in alike else "KeyError: y" for rank in range(3)]
+    ends = [ProcessExit(worker(rank), 7, 1, line.encode()) for rank, line in enumerate(lines)]
+    job.ended(ends[2:], 104.5)
+    job.ended(ends[:2], 104.6)
+    assert sentence(job, 110.0).endswith(f"; job ended with exit code 1: ValueError: x{which}")
+    assert job.conclude(110.0)[:-1] == others
+
+
+@each(
+    "last, raised, error",
+    [
+        (b"ValueError: x\n", b"", ": ValueError: x"),
+        (b"\tsize mismatch for weight\n", b"[rank0]: RuntimeError: Error(s) in loading state_dict:\n",
+         ": RuntimeError: Error(s) in loading state_dict:"),
+        (b"a warning\n", b"my.Problem\n", ": my.Problem"),
+        (b"a word\n", b"", "; the last line of its standard error: a word"),
+        (b"", b"", ""),
+    ],
+)  # fmt: skip
+def test_the_error_of_a_process_is_its_exception_and_no_other_line(last, raised, error):
+    job = new_job()
+    job.ended([ProcessExit(worker(1), 7, 3, last, exception_line=raised)], 101.0)
+    assert sentence(job, 102.0).endswith(f"failed with exit code 3 after 1.0 s; job ended with exit code 3{error}")
+
+
+DEADLOCKED = "worker-0 waits for worker-1 in barrier; worker-1 waits for worker-0 to push 'w' (step 3), in pull"
+
+
+def test_a_deadlock_is_the_cause_whoever_is_seen_to_end_first():
+    for first in (SCHEDULER, worker(1)):
+        job = running_job()
+        said = {
+            node: f"kvdist{'.errors.DeadlockError' if node.role is Role.WORKER else ''}: deadlock: {DEADLOCKED}"
+            for node in HOSTS
+        }
+        ends = {node: ProcessExit(node, 7, 1, line.encode()) for node, line in said.items()}
+        assert job.ended([ends.pop(first)], 104.5) == [
+            Say("a deadlock; waiting up to 4.9 s for the other processes to exit")
+        ]
+        job.ended(ends.values(), 104.6)
+        assert job.conclude(110.0, ["its last line"]) == [
+            f"deadlock after 4.5 s; job ended with exit code 1: {DEADLOCKED}"
+        ]
 
 
 def test_those_that_do_not_notice_a_failure_are_terminated_then_killed():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from kvdist.errors import ConfigError
 from kvdist.nodes import SCHEDULER, server, worker
 from kvdist_launch.output import (
+    HELD_S,
     LAST_LINES,
     LINE_BYTES_MAX,
     SCREEN_LINES,
@@ -21,6 +22,7 @@ from kvdist_launch.output import (
     JobOutput,
     LineSplitter,
     LogFiles,
+    RepeatedErrors,
     Sink,
     all_printable,
     printable,
@@ -364,3 +366,84 @@ def test_every_text_of_an_answer_is_made_printable_and_the_rest_stays():
     assert all_printable(answer) == {
         "folder": {"problem": "\\x1b[31m", "free_bytes": 7}, "listen": ["\\x07", 1.5, None, True],
     }  # fmt: skip
+
+
+ERROR = [b"Traceback (most recent call last):\n", b'  File "train.py", line 3, in <module>\n', b"ValueError: x\n"]
+
+
+def seen(shown: list[tuple[object, list[bytes]]]) -> list[tuple[object, bytes]]:
+    return [(node, line) for node, lines in shown for line in lines]
+
+
+def test_an_error_of_several_workers_is_shown_as_it_comes_and_once():
+    errors = RepeatedErrors()
+    assert seen(errors.take(worker(0), ERROR[:2], 0.0)) == [(worker(0), line) for line in ERROR[:2]]
+    assert errors.take(worker(1), [b"[rank1]: " + line for line in ERROR], 0.1) == [], "it is ahead of the other"
+    assert errors.end(worker(1), 0.2) == [], "the other may go on like this"
+    assert seen(errors.take(worker(0), ERROR[2:], 0.3)) == [(worker(0), ERROR[2])]
+    assert errors.end(worker(0), 0.4) == []
+    assert errors.shown_by == {worker(1): worker(0)}
+
+
+@each("more", [[b"ValueError: y\n"], [b"ValueError: x\n", b"and more\n"]])
+def test_an_error_that_differs_is_shown_whole_as_soon_as_it_does(more):
+    errors = RepeatedErrors()
+    errors.take(worker(0), ERROR, 0.0)
+    errors.end(worker(0), 0.1)
+    lines = [*ERROR[:2], *more]
+    assert seen(errors.take(worker(1), lines, 0.2)) == [(worker(1), line) for line in lines]
+    assert errors.end(worker(1), 0.3) == [] and errors.shown_by == {}
+
+
+def test_an_error_whose_model_ends_or_goes_another_way_is_shown():
+    for ends in (False, True):
+        errors = RepeatedErrors()
+        errors.take(worker(0), ERROR[:2], 0.0)
+        errors.take(worker(1), ERROR, 0.1)
+        shown = errors.end(worker(0), 0.2) if ends else errors.take(worker(0), [b"KeyError: y\n"], 0.2)
+        assert [one for one in seen(shown) if one[0] == worker(1)] == [(worker(1), line) for line in ERROR]
+
+
+def test_nothing_is_held_back_for_long_and_nothing_for_what_was_shown_long_ago():
+    errors = RepeatedErrors()
+    errors.take(worker(0), ERROR, 0.0)
+    assert errors.take(worker(1), ERROR, 1.0) == [] == errors.tick(1.0 + HELD_S)
+    assert seen(errors.tick(1.1 + HELD_S)) == [(worker(1), line) for line in ERROR]
+    errors.end(worker(0), 2.0)
+    errors.end(worker(1), 2.0)
+    assert seen(errors.take(worker(2), ERROR, 2.1 + HELD_S)) == [(worker(2), line) for line in ERROR]
+
+
+def test_each_of_several_errors_of_a_worker_is_compared_and_its_chain_is_one_error():
+    errors = RepeatedErrors()
+    chain = [*ERROR, b"\n", b"During handling of the above exception, another exception occurred:\n", b"\n", *ERROR]
+    lost = [b"kvdist.errors.PeerLostError: worker-1 was lost\n"]
+    errors.take(worker(0), [*chain, *ERROR, *lost], 0.0)
+    assert errors.take(worker(1), chain, 0.1) == []
+    assert errors.take(worker(1), [*ERROR, *lost], 0.1) == []
+    assert errors.end(worker(1), 0.2) == []
+
+
+def test_the_exception_of_a_traceback_is_known_by_its_line_until_many_lines_follow(screen):
+    output = JobOutput(screen.sink, screen.sink)
+    output.open([(worker(0), "")])
+    output.feed(worker(0), ERR, b"".join([*ERROR[:2], b"my.Problem: a\n", b"second line\n"]))
+    assert output.exception_line(worker(0)) == b"my.Problem: a\n"
+    output.feed(worker(0), ERR, b"on\n" * LAST_LINES)
+    assert output.exception_line(worker(0)) == b""
+
+
+def test_what_is_no_error_passes_in_one_piece():
+    assert RepeatedErrors().take(worker(0), [b"a\n", b"b\n"], 0.0) == [(worker(0), [b"a\n", b"b\n"])]
+
+
+def test_an_error_that_was_shown_of_another_worker_is_on_the_screen_and_in_the_log(screen, tmp_path):
+    output = JobOutput(screen.sink, screen.sink, logs=LogFiles(tmp_path, print))
+    output.open([(worker(0), ""), (worker(1), "")])
+    for node in (worker(0), worker(1)):
+        output.feed(node, ERR, b"".join(ERROR))
+    assert not output.is_on_screen(worker(1))
+    output.close()
+    assert screen.text() == "".join(f"w0 │ {line.decode()}" for line in ERROR)
+    assert output.is_on_screen(worker(1)) and output.last_error_line(worker(1)) == ERROR[-1]
+    assert (tmp_path / "worker-1.log").read_bytes() == b"".join(ERROR)

@@ -99,6 +99,11 @@ def test_who_has_another_key_than_before_is_not_to_be_accepted_as_new():
     assert "--accept-new-host-keys" not in said and "ssh-keygen -R '[d1]:7'" in said
 
 
+def test_one_name_that_is_neither_a_host_nor_a_file_is_told_as_both():
+    said = explained("ssh: Could not resolve hostname cluster: Name", "python", Host("cluster", is_alone=True))
+    assert said.endswith(": there is neither a host nor a hostfile of the name cluster")
+
+
 def test_what_nobody_knows_is_repeated_as_it_is():
     assert explained("the dog ate it", "python", Host("d1")) == "the dog ate it"
 

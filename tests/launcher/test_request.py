@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def test_a_command_for_a_shell_is_refused_and_told_how_to_get_one(path, text):
     [
         (["trian"], "the command 'trian' does not exist: it is not in any directory of PATH"),
         (["./absent.py"], "the command './absent.py' does not exist: there is no such file"),
-        (["FOO=1 train"], "the command 'FOO=1' does not exist"),
+        (["FOO=1 train"], "the command 'FOO=1' does not exist: it sets a variable; .*: -x FOO=1"),
     ],
 )
 def test_a_command_that_does_not_exist_is_named(path, words, message):
@@ -82,3 +83,50 @@ def test_a_directory_is_not_a_command(path):
     with pytest.raises(CommandError, match="is a directory, not a command") as caught:
         parse_command([path], None)
     assert caught.value.exit_code == 126
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a script in it."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    (folder / "train.py").write_text("")
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@each(
+    "text",
+    [
+        "python train.py",
+        "python3.12 -u -X dev -Werror train.py absent.py",
+        "python -m absent.py",
+        "python -c absent.py",
+        "python -",
+        "sh -ex train.py",
+        "sh -c absent.py",
+    ],
+)
+def test_a_script_that_exists_or_is_none_is_not_refused(here, text):
+    assert parse_command(text.split(), None, is_here=False, is_copied=True) == tuple(text.split())
+
+
+@each(
+    "text, message",
+    [
+        ("python trian.py", r"there is no script trian.py in .*/here; did you mean train.py\?"),
+        ("/usr/bin/python3 -u -X dev -Werror absent", "there is no script absent in .*/here; name it by its path from"),
+        ("bash -e run.sh", "there is no script run.sh in .*/here"),
+    ],
+)
+def test_a_script_that_does_not_exist_is_named_with_the_nearest_one(here, text, message):
+    with pytest.raises(CommandError, match=message) as caught:
+        parse_command(text.split(), None, is_here=False, is_copied=True)
+    assert caught.value.exit_code == 127
+
+
+def test_a_script_of_another_machine_may_not_be_here(here):
+    assert parse_command(["python", "absent.py"], None, is_here=False)
+    assert parse_command(["python", "/srv/absent.py"], None, is_here=False, is_copied=True)
+    with pytest.raises(CommandError, match=r"there is no script /srv/absent.py; name it"):
+        parse_command([sys.executable, "/srv/absent.py"], None)

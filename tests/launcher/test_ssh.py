@@ -29,6 +29,16 @@ def test_ssh_never_asks_and_the_host_stands_behind_the_options():
     assert words[words.index("-p") + 1] == "2222" and words[words.index("-l") + 1] == "ann"
 
 
+def test_a_hosts_own_key_and_known_hosts_come_before_those_of_all():
+    host = Host("d1", identity="/my keys/lab", known_hosts="/my keys/hosts")
+    wanted = SshOptions(options=("UserKnownHostsFile=/all", "IdentityFile=/all"))
+    copying = rsync_command(host, "/a", "/b", wanted, ())
+    for words in (agent_command(host, "python", wanted), shlex.split(copying[copying.index("-e") + 1])):
+        assert words[words.index("-i") + 1] == "/my keys/lab"
+        own = words.index('UserKnownHostsFile="/my keys/hosts"')
+        assert own < words.index("UserKnownHostsFile=/all"), "ssh takes the first"
+
+
 def test_new_host_keys_are_accepted_only_when_that_was_asked_for():
     words = agent_command(Host("d1"), "python", SshOptions(accepts_new_host_keys=True, options=("ProxyJump=gate",)))
     assert "StrictHostKeyChecking=accept-new" in words and "ProxyJump=gate" in words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -37,6 +38,25 @@ def test_the_command_of_the_tutorial_copies_starts_and_ends_a_job_on_two_machine
     assert len(found) == 2 and all(str(machines.destination) in line for line in found)
     assert len(job.lines_with("is done, security curve")) == 2
     assert job.lines_with("2 workers and 2 servers finished in ")
+
+
+def test_keys_and_known_hosts_of_ssh_stand_in_the_hostfile(machines, launch, project):
+    ssh = machines.home / ".ssh"
+    shutil.copy(ssh / "key", ssh / "lab key")
+    (ssh / "known_hosts").rename(ssh / "lab hosts")
+    options = "user=root identity='~/.ssh/lab key' known_hosts='~/.ssh/lab hosts'"
+    machine = machines.machines["d1"]
+    (ssh / "config").unlink()
+    try:
+        for own, code in ((options, 0), (options.partition(" known_hosts")[0], 2)):
+            (project / "hosts").write_text(f"{machine.address} port={machine.port} {own}\n")
+            job = launch(*tutorial(machines, "end", "2"))
+            assert job.finish() == code, job.text
+            assert len(job.lines_with("is done, security curve")) == (0 if code else 2), job.text
+        assert job.lines_with("Host key verification failed"), job.text
+    finally:
+        for name in ("lab key", "lab hosts"):
+            (ssh / name).unlink()
 
 
 def test_three_machines_without_encryption_say_so(machines, launch):

@@ -60,7 +60,7 @@ def test_an_instance_is_returned_as_it_is_and_takes_no_numbers():
     assert create(optimizer) is optimizer
     with pytest.raises(TypeError, match=r"takes no hyper-parameters \(wd\)"):
         create(optimizer, wd=0.1)
-    with pytest.raises(TypeError, match="a name or an Optimizer, not int"):
+    with pytest.raises(TypeError, match="an optimizer is a name, .* or an Optimizer of kvdist, not int"):
         create(3)
 
 

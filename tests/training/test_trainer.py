@@ -429,6 +429,16 @@ def test_an_unknown_optimizer_is_refused():
         Trainer(weights, create("adam"), {"learning_rate": 0.1})
 
 
+@each("optimizer", ["sgd", torch.optim.SGD([parameter()], 0.1)])
+@each("third, kind", [(Cluster(), "Cluster"), ("dist", "'dist'")])
+def test_a_store_in_the_place_of_hyper_parameters_is_told_where_it_belongs(optimizer, third, kind):
+    message = f"the third argument, optimizer_params, .* not {kind}; write Trainer\\(params, optimizer, kvstore=…\\)"
+    with pytest.raises(TypeError, match=message):
+        Trainer([parameter()], optimizer, third)
+    with pytest.raises(TypeError, match=r"the third argument, optimizer_params, .* not float; give a dict, or nothing"):
+        Trainer([parameter()], optimizer, 0.1)
+
+
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="replicas on 2 devices, whose gradients only a store sums"):
         Trainer([[parameter(), parameter()]], "sgd", kvstore=None)

@@ -150,7 +150,12 @@ def _sentence(members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> s
     texts = [_place(rank, members, waits, key_of) for rank in shown]
     if len(shown) < len(members):
         texts.append(f"{len(members) - len(shown)} more workers wait as well")
-    return f"deadlock: {'; '.join(texts)}. Every worker must make the same calls in the same order"
+    advice = "Every worker must make the same calls in the same order"
+    if any(one.said.place.startswith("checkpoint") for one in members.values()):
+        advice += "; save_checkpoint is a call of every worker, not of one alone"
+    elif any(_slice(members[rank].said)[0] >= 0 for rank in members):
+        advice += "; where workers have different numbers of batches, take `with trainer.join():` or a QueueSampler"
+    return f"deadlock: {'; '.join(texts)}. {advice}"
 
 
 def _cycle(members: Mapping[int, _Blocked], waits: Waits) -> list[int]:

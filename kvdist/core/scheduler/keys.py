@@ -365,6 +365,11 @@ class Keys:
         return effects + self._advance(store, message.keys)
 
     @property
+    def is_lockstep(self) -> bool:
+        """Whether every store is one in which each version has a contribution of every worker."""
+        return all(POLICIES[store.mode].is_lockstep for store in self.stores.values())
+
+    @property
     def due(self) -> float:
         """When `advance_all` has something to do, whatever workers declare."""
         return min([store.due for store in self.stores.values()], default=NEVER)

@@ -35,12 +35,12 @@ from kvdist.core.machine import (
 )
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.checkpoints import Checkpoints
-from kvdist.core.scheduler.deadlocks import Deadlocks
+from kvdist.core.scheduler.deadlocks import NAMED_MAX, Deadlocks
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.sharding import Placer
-from kvdist.errors import EXITED, INCOMPLETE, ConfigError, DeadlockError, KvdistError, PeerLostError
+from kvdist.errors import EXITED, INCOMPLETE, NO_COPY, ConfigError, DeadlockError, KvdistError, PeerLostError
 from kvdist.naming import name_of, who_says_what
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
 from kvdist.protocol.messages import (
@@ -172,6 +172,8 @@ class Scheduler(Machine):
         self._announced_at = -NEVER
         self._announce_at = NEVER
         """When a change that has not been told yet must be."""
+        self._rounds: dict[int, tuple[int, bool]] = {}
+        """Rank of a worker that has left → how many rounds it had made, and whether it had closed its stores."""
         self._ending: set[Member] = set()
         """Who has said goodbye as its process ends, until the launcher says with which code."""
         self._returns: dict[NodeId, tuple[float, Callable[[], list[Effect]]]] = {}
@@ -586,6 +588,7 @@ class Scheduler(Machine):
             return effects + self._lost(sender, message.failure, now, said=said)
         if sender.node in self.membership.left:
             return effects
+        self._rounds[sender.node.rank] = (self.steps.get(sender, 0), not message.ends)
         if message.ends and self.config.supervised and self.on_loss is OnLoss.WAIT:
             self._ending.add(sender)  # and the launcher says how: others must not go on without one that comes back
             self.membership.trust(sender)
@@ -624,9 +627,28 @@ class Scheduler(Machine):
         effects: list[Effect] = [Send(server, Stop(), server) for server in self.membership.servers.values()]
         effects += self._turn_away_late()
         effects += [] if self._verdicts is None else self._verdicts.summary()
+        effects += self._uneven()
         if len(self.membership.absent) == self.config.num_workers:
             effects.insert(0, Log("no worker joined the cluster: does the script call kv.create('dist')?"))
         return effects
+
+    def _uneven(self) -> list[Effect]:
+        """Say that workers have made different numbers of rounds, where they did not close their stores on purpose."""
+        counts = {rank: count for rank, (count, _) in self._rounds.items()}
+        open_ = [rank for rank, (_, has_closed) in sorted(self._rounds.items()) if not has_closed]
+        may_differ = self.on_loss is not OnLoss.FAIL or self.leases is not None or not self.keys.is_lockstep
+        if may_differ or not open_ or len(set(counts.values())) < 2:
+            return []
+        most, least = max(counts, key=lambda rank: counts[rank]), min(counts, key=lambda rank: counts[rank])
+        names = ", ".join(f"worker-{rank}" for rank in open_[:NAMED_MAX])
+        more = f" and {len(open_) - NAMED_MAX} more" if len(open_) > NAMED_MAX else ""
+        text = (
+            f"WARNING: worker-{most} made {counts[most]} rounds and worker-{least} {counts[least]}: the last rounds"
+            f" lack the gradients of those that had ended, and {names}{more} ended without store.close(). Give all"
+            " workers the same number of batches (`with trainer.join():`, or a QueueSampler); or, if they are to"
+            " differ, call store.close() where a worker is done"
+        )
+        return [Log(text)]
 
     def _turn_away_late(self) -> list[Effect]:
         """The job is over for those that still wait to be let in."""
@@ -723,7 +745,14 @@ class Scheduler(Machine):
             return [*effects, *self._end_given_up(member)] if is_there else effects
         if self.on_loss is not OnLoss.FAIL and not self.membership.is_complete:
             sentence = f"{sentence}; {INCOMPLETE}"
+        elif self.on_loss is OnLoss.CONTINUE and member.node.role is Role.SERVER and not self._keeps_copies:
+            sentence = f"{sentence}; {NO_COPY}"
         return self._abort(str(member), host, cause, step, sentence)
+
+    @property
+    def _keeps_copies(self) -> bool:
+        """Whether the weights of a server are anywhere else: on another server, or in snapshots."""
+        return self.config.replicas > 0 or self.rollback is not None
 
     def _where(self, member: Member) -> str:
         """A process, and where it runs, for people."""
