@@ -88,9 +88,11 @@ def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -
         return KVStore(LocalBackend(lowered, choose(read_setting("KVDIST_KERNELS")), _devices(lowered)))
     if lowered in DIST_NAMES:
         return KVStore(_dist(lowered, chosen))
+    advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
     known = [*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *registry.REGISTERED]
-    advice = ELSEWHERE.get(lowered) or did_you_mean(name, known)
-    raise ValueError(f"there is no store called {name!r}{advice and f': {advice}'}; known are: {', '.join(known)}")
+    near = "" if advice else did_you_mean(name, known)
+    listed = f"{', '.join(known)}{near and f'; {near}'}"
+    raise ValueError(f"there is no store called {name!r}{advice}; known are: {listed}")
 
 
 def _chosen_policy(name: str, given: str | TrainingPolicy | None) -> TrainingPolicy | None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from kvdist.config.addresses import this_machine
 from kvdist.config.settings import Limits
 from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId
@@ -575,12 +576,8 @@ def table(connections: Sequence[HostConnection], root: str = "scheduler") -> str
         connections: the hosts.
         root: the title of the column that says whether the root was reached.
     """
-    titles = ("host", "address", "python", "kvdist", "cores", "GPUs", "free", root)
-    rows = [[one.host.name, *_cells(one)] for one in connections]
-    filled = [place for place in range(len(titles)) if any(len(row) > place and row[place] for row in rows)]
-    return text_table(
-        [titles[place] for place in filled], [[row[place] for place in filled if place < len(row)] for row in rows]
-    )
+    titles = ("host", "address", "python", "kvdist", "cores", "GPUs", "GFLOP/s", "free", root)
+    return text_table(titles, [[one.host.name, *_cells(one)] for one in connections])
 
 
 def _cells(one: HostConnection) -> list[str]:
@@ -590,11 +587,12 @@ def _cells(one: HostConnection) -> list[str]:
     free = found.get("folder", {}).get("free_bytes")
     unreachable = found.get("unreachable")
     return [
-        "this machine" if one.is_here else one.address,
+        "this machine" if one.is_here or facts.get("machine") == this_machine() else one.address,
         str(facts["python_version"]),
         str(facts["version"]),
         str(facts["cores"]),
         str(facts["gpus"]),
+        str(found.get("gflops", "")),
         "" if free is None else _size(free),
         "" if unreachable is None else "no" if unreachable else "reached",
     ]
