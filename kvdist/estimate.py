@@ -1,8 +1,8 @@
 """``kvdist estimate``: what each way of training together would make of machines of given speeds, by a simple model.
 
-Pure arithmetic, which ``kvdist doctor`` does too, with the speeds and lines that it has measured. A *batch* is what each machine takes for a step; at speed 1 its step takes `step_s`. An exchange of all
-gradients or weights among k machines, by a ring or by servers on the same machines, takes 2 (k - 1) / k of their bytes
-over the slowest line. Rates are batches in a second.
+Pure arithmetic; ``kvdist doctor`` has it done with measured speeds and lines. A *batch* is what each machine takes for a
+step; at speed 1 its step takes `step_s`. An exchange of all gradients or weights among k machines, by a ring or by
+servers on the same machines, takes 2 (k - 1) / k of their bytes over the slowest line. Rates are batches in a second.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def modes(machines: Sequence[MachineSpeed], parameters: float, step_s: float, ba
     """
     order = sorted(machines, key=lambda machine: -machine.speed)
     count, fastest, slowest = len(order), order[0], order[-1]
-    found = [Mode(f"{fastest.name} alone", fastest.speed / step_s, "one machine", (fastest.name,), note=f"on {fastest.name}")]
+    name = fastest.name
+    found = [Mode(f"{name} alone", fastest.speed / step_s, "one machine", (name,), note=f"on {name}")]
     if count == 1:
         return found
 
@@ -181,9 +182,8 @@ def add_model_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the arguments that describe the model to be trained."""
     parser.add_argument("--parameters", type=positive, metavar="N", help="weights of the model, such as 30e6")
     parser.add_argument("--step", type=positive, metavar="S", help="seconds of a step on the fastest machine alone")
-    parser.add_argument(
-        "--batch", type=_whole, metavar="B", default=BATCH, help="examples of a step on each machine (default: %(default)s)"
-    )
+    about = "examples of a step on each machine (default: %(default)s)"
+    parser.add_argument("--batch", type=_whole, metavar="B", default=BATCH, help=about)
 
 
 def positive(text: str) -> float:

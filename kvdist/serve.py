@@ -93,8 +93,9 @@ def serve(options: argparse.Namespace) -> int:
         return 0
     if isinstance(node.failure, JobOver):
         return end_with(node.failure, 0)
-    lost = isinstance(node.failure, PeerLostError | FencedError)
-    return end_with(node.failure, EXIT_PEER_LOST if lost else EXIT_CONFIG if isinstance(node.failure, ConfigError) else 1)
+    if isinstance(node.failure, PeerLostError | FencedError):
+        return end_with(node.failure, EXIT_PEER_LOST)
+    return end_with(node.failure, EXIT_CONFIG if isinstance(node.failure, ConfigError) else 1)
 
 
 def _modules(variable: str, option: str, names: Sequence[str]) -> tuple[str, ...]:

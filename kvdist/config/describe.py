@@ -91,7 +91,8 @@ def one_setting(name: str, width: int, environ: Variables | None = None) -> tupl
         idle = {**WITHOUT_EFFECT, **HOROVOD_WITHOUT_EFFECT}.get(name.upper())
         if idle is not None:
             return f"{name.upper()} has no effect: {idle}", 0
-        raise ConfigError(f"there is no setting {name}; {did_you_mean(name, list(BY_NAME)) or 'kvdist config lists all'}")
+        advice = did_you_mean(name, list(BY_NAME)) or "kvdist config lists all"
+        raise ConfigError(f"there is no setting {name}; {advice}")
     value, source, problem = _present(row, environ)
     meaning = _plain(f"{row.sentence}. {row.details}" if row.details else row.sentence)
     facts = {

@@ -1,4 +1,4 @@
-"""``kvdist doctor``: check this machine, or every host as before a job, and measure speeds and the network between them.
+"""``kvdist doctor``: check this machine, or every host as before a job, and measure them and the network between them.
 
 Starts nothing on a host but the agent. Links are measured one after another, in both directions, so that none disturbs
 another. With ``--parameters`` and ``--step`` it says what each way of training would make of these machines, by the
@@ -112,9 +112,8 @@ def _parser() -> Parser:
             group.add_argument(*names, **{**settings, **OTHER_HELP.get(names[-1], {})})
     model = parser.add_argument_group("the model to be trained, to be told what each mode would do")
     add_model_arguments(model)
-    model.add_argument(
-        "--speeds", type=_speeds, metavar="V,V,…", help="of the hosts, in their order, instead of measuring them: for GPUs"
-    )
+    about = "of the hosts, in their order, instead of measuring them: for GPUs, say"
+    model.add_argument("--speeds", type=_speeds, metavar="V,V,…", help=about)
     return parser
 
 
@@ -139,7 +138,7 @@ def _examine(options: argparse.Namespace) -> tuple[str, list[str]]:
         judge(pool.connections, options.sync_dst_dir)
         name_twice_named(pool.connections)
         if options.speeds is None:
-            _measure_speeds(pool)
+            _measure_speeds(pool, supervisor.selector)
         count = 1 + sum(not one.problem for one, _ in pool.remote())
         if (seconds := count * (count - 1) * LINK_S) > SILENT_S:
             sink.write_lines(b"", [f"measuring {count} machines in pairs, about {seconds:.0f} s\n".encode()])
@@ -166,9 +165,9 @@ def name_twice_named(connections: Sequence[HostConnection]) -> None:
             one.problem = f"the same machine as {name}: name it once, with the slots of both, as in -H {name}:2"
 
 
-def _measure_speeds(pool: HostPool) -> None:
+def _measure_speeds(pool: HostPool, selector: selectors.BaseSelector) -> None:
     """Let each host that is well measure its speed, one after another."""
-    here = HostProbe(selectors.DefaultSelector())
+    here = HostProbe(selector)
     for one in pool.connections:
         if one.problem:
             continue
@@ -208,7 +207,7 @@ def _advice(options: argparse.Namespace, connections: Sequence[HostConnection], 
         return f"start a job:\n  kvdist-launch {shlex.join([*reach, *count])} {COMMAND}"
     best = best_of(found)
     if len(best.machines) < len(connections):
-        spelled = {_name(one): f"{one.host.user}@{one.host.name}" if one.host.user else one.host.name for one in connections}
+        spelled = {_name(one): f"{one.host.user or ''}{'@' * bool(one.host.user)}{one.host}" for one in connections}
         reach[reach.index("-H") + 1] = ",".join(spelled[name] for name in best.machines)
     return f"start a job in this mode:\n  {line_to_paste(best, reach)}"
 

@@ -531,23 +531,25 @@ def _problems(one: HostConnection, destination: str | None, root: str) -> list[s
 
 
 def explained(failure: str, python: str, host: Host) -> str:
-    """The message of ssh or of the far shell, with what to do about it.
+    """The message of ssh or of the far shell, with what to do about it; a command that helps stands at the end.
 
     Args:
         failure: the message.
         python: the interpreter that was to run the agent.
     """
     known_as = host.name if host.port is None else f"'[{host.name}]:{host.port}'"
+    login = ("" if host.port is None else f"-p {host.port} ") + (f"{host.user}@" if host.user else "") + host.name
     advice = {
         # First, as ssh then also prints what it prints for an unknown key.
         KEY_CHANGED: f"the key of {host.name} has changed: find out why, as another machine may answer in its place;"
         f" ssh-keygen -R {known_as} forgets the old key",
-        "Permission denied": "log in by key without a password, as ssh itself must be able to (ssh-copy-id)",
-        "Host key verification failed": "connect once by hand to see its key, or give --accept-new-host-keys",
+        "Permission denied": f"ssh must log in by key, without a password: ssh-copy-id {login}",
+        "Host key verification failed": "give --accept-new-host-keys, or connect once by hand to see the key:"
+        f" ssh {login}",
         "Could not resolve": "check the name, or add it to ~/.ssh/config",
         "Connection timed out": "is it up, and does a firewall let ssh through?",
         "Connection refused": "does an ssh daemon run there, at that port?",
-        "No module named": f"install kvdist there: {python} -m pip install kvdist=={__version__}",
+        "No module named": f"install kvdist there: ssh {login} {python} -m pip install kvdist=={__version__}",
         "No such file or directory": f"there is no {python}; give the interpreter of that host by python= or --python",
         "not found": f"there is no {python}; give the interpreter of that host by python= or --python",
     }

@@ -349,8 +349,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--json-summary",), valued(to_path, "FILE", "write how the job ended to FILE")),
         (("--stdin",), valued(_worker, "WORKER", "give this terminal's input to a worker, as in w0, for a debugger; its"
          " output is shown as it comes, without prefixes")),
-        (("--dry-run",), flag("only show a table of what would run where; with -v every command and its variables, without"
-         " values that look secret")),
+        (("--dry-run",), flag("only show a table of what would run where; with -v every command with its variables,"
+         " but for values that look secret")),
     )),
     ("failure", (
         (("--on-worker-exit",), valued(_restarts, "abort|restart:N", "what follows when a process fails or is"
