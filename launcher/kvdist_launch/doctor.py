@@ -32,6 +32,7 @@ from kvdist.estimate import (
     modes,
     positive,
 )
+from kvdist.nodes import Role
 from kvdist_launch.agent_protocol import REPLIES
 from kvdist_launch.host_pool import HostConnection, HostPool, RemoteProcesses, judge, table
 from kvdist_launch.hosts import Host, read_hosts
@@ -203,7 +204,8 @@ def _advice(options: argparse.Namespace, connections: Sequence[HostConnection], 
             gpus = int(connections[0].facts["gpus"])
             count = ["-n", str(gpus or WORKERS_OF_CPU)]
         else:
-            count = [] if all(one.host.slots for one in connections) else ["-n", str(len(connections))]
+            slots = [one.host.slots for one in connections if one.host.takes(Role.WORKER)]
+            count = [] if slots and all(slots) else ["-n", str(max(1, len(slots)))]
         return f"start a job:\n  kvdist-launch {shlex.join([*reach, *count])} {COMMAND}"
     best = best_of(found)
     if len(best.machines) < len(connections):
