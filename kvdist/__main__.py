@@ -1,12 +1,12 @@
 """The command ``kvdist``, which ``python -m kvdist`` is too: its subcommands, or the scheduler or a server.
 
-With a subcommand it does what the row of `GROUPS` says. With ``DMLC_ROLE`` it is the process that the environment
-describes (`kvdist.serve`). With neither it says what there is.
+A subcommand is a row of `GROUPS`. Without a subcommand, the process is the scheduler or the server that the environment
+describes (`kvdist.serve`). If the environment describes no cluster, the process prints an overview of the subcommands.
 
-Exit codes: those of the subcommand or of `kvdist.serve`; 2 where there is neither, so that a server whose environment
-was forgotten does not look like one that ended well.
+Exit codes: those of the subcommand or of `kvdist.serve`. After the overview it is 2, so that a server whose environment
+was forgotten does not look like a server that ended well.
 
-Little is imported here, and the rest when it is known what is to be done.
+This module imports little: a subcommand, or `kvdist.serve`, is imported when it is known to be needed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Subcommand(NamedTuple):
     """A subcommand.
 
     Attributes:
-        about: what it does: no capital at the start, no full stop, and so short that its line has 80 characters.
-        place: a module of the launcher, which takes the place of this process, as nothing here knows the launcher; or
-            ``module:function``. The function adds arguments to a parser, and as default of `command` the function that
-            answers: it takes the values of the arguments and returns the text to be shown and the exit code.
+        about: its purpose, without capital and full stop, short enough for a line of 80 characters in the overview.
+        place: a module of the launcher, which replaces this process (`os.execv`), as kvdist imports nothing of the
+            launcher; or ``module:function``. The function adds arguments to a parser, and the function that answers as
+            default of `command`: it takes the values of the arguments and returns a text to print and the exit code.
     """
 
     about: str
@@ -80,7 +80,7 @@ USAGE = "kvdist COMMAND [ARGUMENT...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says, or be the process that the environment describes. Returns the exit code.
+    """Run a subcommand, or the process that the environment describes. Returns the exit code.
 
     Args:
         argv: the words after the program's name; None takes those this process was started with.
@@ -119,7 +119,7 @@ def _run(name: str, words: Sequence[str]) -> int:
 
 
 def overview() -> str:
-    """What kvdist is, and its subcommands in groups; no line has more than 80 characters."""
+    """The overview: what kvdist is, and its subcommands in groups, in lines of at most 80 characters."""
     width = max(map(len, SUBCOMMANDS))
     lines = [f"kvdist {__version__}: {SUMMARY}", "", f"usage: {USAGE}"]
     for title, group in GROUPS.items():
@@ -160,7 +160,7 @@ def _parser() -> Parser:
 
 
 def _show(text: str) -> bool:
-    """Print a text that was asked for. Returns whether it could be written; standard error says why not."""
+    """Print a text. Returns whether standard output took it; if not, the reason is on standard error."""
     try:
         print(text, flush=True)
     except OSError as error:

@@ -25,14 +25,14 @@ WITHOUT_SERVERS = ("-s", "0", "--security", "none")
 """Words for ``kvdist-launch``: collectives between machines, which cannot be encrypted."""
 OF_COLLECTIVES = "with kv.create('collective'), or DDP by torchrun"
 COMMAND = "python train.py"
-"""Stands for the user's command in a line to paste."""
+"""The user's command in a line to paste."""
 LOCAL_STEPS = 100
 """Between two exchanges of ``diloco``, and the most of a quota."""
 ALIKE = 0.05
 """Modes that differ by less are equally good; the first of them is the simplest."""
 MEASURED_S = 0.5
 BATCH = 32
-"""Examples in the batch of a machine, where it is not said."""
+"""Examples in the batch of a machine, unless `batch` is set."""
 SIDE = 512
 """Of the square matrices that are multiplied to measure a machine."""
 
@@ -62,7 +62,7 @@ class Mode:
         why: what limits it.
         machines: the names of those that take part.
         options: words for ``kvdist-launch``.
-        note: what else to know of the line that starts a job so.
+        note: a comment on the line that starts a job in this mode; '' for no comment.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""The scheduler, or a server: what ``python -m kvdist`` is where ``DMLC_ROLE`` says so.
+"""The process of a scheduler or a server, which ``python -m kvdist`` runs if ``DMLC_ROLE`` names this role.
 
 ``--server-module my_rules``, or ``KVDIST_SERVER_MODULE=my_rules``, names modules that register optimizers and handlers
-of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with optimizers). This is the one way to run
-code of your own here: the command line chooses it, never a peer.
+of commands; ``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE`` name modules that register optimizers. Only the
+command line and the environment choose which code of users runs in this process, never a peer.
 
 Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
 environment or on the command line, 1 for anything else.
@@ -53,7 +53,7 @@ making them."""
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Be the scheduler or the server that the environment describes, until the job is over. Returns the exit code.
+    """Run the scheduler or the server that the environment describes until the job is over. Returns the exit code.
 
     Args:
         options: those of ``python -m kvdist``: ``server_module``, ``optimizer_module``, ``server_device``, ``verbose``.

@@ -15,14 +15,14 @@ USAGE_ERROR = 2
 
 
 def end_with(reason: object, code: int, program: str = "kvdist") -> int:
-    """Print on standard error, in one line, why a program ends. Returns `code`, the exit code."""
+    """Print on standard error why a program ends, in a single line. Returns `code`, the exit code."""
     sys.stderr.write(f"{program}: {reason}\n")
     sys.stderr.flush()
     return code
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses an unknown option in one line, with the options that are spelled like it.
+    """A parser that refuses an unknown option in a single line, with the options that are spelled like it.
 
     Args:
         args, kwargs: as for `argparse.ArgumentParser`.

@@ -76,7 +76,7 @@ def all_settings(width: int, environ: Variables | None = None) -> tuple[str, int
 
 
 def one_setting(name: str, width: int, environ: Variables | None = None) -> tuple[str, int]:
-    """All that is known of one setting; and 2 if its value is not valid, else 0.
+    """One setting with its details; and 2 if its value is not valid, else 0.
 
     Args:
         name: the variable that sets it, or an alias, in upper or lower case.
@@ -125,7 +125,7 @@ def _present(row: Setting, environ: Variables | None) -> tuple[str, str, str]:
 
 
 def _origin(row: Setting, source: str) -> str:
-    """What has set a value, and the default where it says more."""
+    """The source of a value, with the default of the setting where it differs."""
     default = _plain(shown_default(row))
     if source == DEFAULT:
         return f"{DEFAULT}: {default}" if row.shown_default else DEFAULT

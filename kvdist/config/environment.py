@@ -136,7 +136,7 @@ def describes_cluster(environ: Variables | None = None) -> bool:
 
 
 def is_launched(environ: Variables | None = None) -> bool:
-    """Whether a launcher has made the environment of this process, with every setting of kvdist that is in it."""
+    """Whether a launcher has set the variables of this process, those of the user's own settings included."""
     return any(_variables(environ).get(name) for name in ("KVDIST_LOCAL_RANK", "KVDIST_SUPERVISED"))
 
 

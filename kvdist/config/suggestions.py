@@ -1,4 +1,4 @@
-"""``did you mean ...?``: the known words that are spelled like an unknown one."""
+"""``did you mean ...?``: known words that are spelled like an unknown word."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 ALIKE = 0.75
 """Two words of at least this ratio of common letters are spelled alike (`difflib.SequenceMatcher.ratio`)."""
 PART_MIN = 4
-"""A word of so many letters may also be a part of a longer one, as ``sync`` is of ``dist_sync``."""
+"""A word of at least so many letters also resembles words of which it is a part, as ``sync`` is of ``dist_sync``."""
 
 
 def did_you_mean(word: str, known: Mapping[str, str] | Iterable[str], most: int = 2) -> str:
@@ -19,7 +19,7 @@ def did_you_mean(word: str, known: Mapping[str, str] | Iterable[str], most: int 
         most: how many known words the question may have.
 
     Returns:
-        The question; '' where no known word is like the unknown one.
+        The question; '' if no known word resembles `word`.
     """
     shown = known if isinstance(known, Mapping) else {one: one for one in known}
     candidates = {one.lower(): text for one, text in shown.items() if text}

@@ -1,9 +1,9 @@
 """``kvdist doctor``: check this machine, or every host as before a job, and measure them and the network between them.
 
-Starts nothing on a host but the agent. Links are measured one after another, in both directions, so that none disturbs
-another. With ``--parameters`` and ``--step`` it says what each way of training would make of these machines, by the
-model of `kvdist.estimate`. The last line starts a job. The exit code is 0 if a job could run, 1 if a host or a link has
-a problem, 2 if the command line is wrong.
+Only the agent is started on a host. Links are measured in turn, in both directions, so that no measurement disturbs
+another. With ``--parameters`` and ``--step`` a table compares the ways of training, by the model of `kvdist.estimate`.
+The last line of the output starts a job. The exit code is 0 if a job could run, 1 if a host or a link has a problem, 2
+if the command line is wrong.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ ALONE_MB_PER_S = 1e6
 """Of a machine that has no line to another."""
 
 WORKERS_OF_CPU = 2
-"""Workers in the line that starts a job on one machine without a GPU."""
+"""Workers in the line that starts a job on this machine, if it has no GPU."""
 
 HERE = "this machine"
 
@@ -155,7 +155,7 @@ def _examine(options: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def name_twice_named(connections: Sequence[HostConnection]) -> None:
-    """Make it a problem of a host that it is the machine of a host before it: its cores would be counted twice."""
+    """Report a host that is the same machine as an earlier host: a job would count its cores twice."""
     firsts: dict[str, HostConnection] = {}
     for one in connections:
         if one.problem:
@@ -167,7 +167,7 @@ def name_twice_named(connections: Sequence[HostConnection]) -> None:
 
 
 def _measure_speeds(pool: HostPool, selector: selectors.BaseSelector) -> None:
-    """Let each host that is well measure its speed, one after another."""
+    """Let the hosts without a problem measure their speeds, in turn."""
     here = HostProbe(selector)
     for one in pool.connections:
         if one.problem:
@@ -180,7 +180,7 @@ def _measure_speeds(pool: HostPool, selector: selectors.BaseSelector) -> None:
 
 
 def _modes(options: argparse.Namespace, connections: Sequence[HostConnection], links: LinkTable) -> list[Mode]:
-    """What each way of training would make of the hosts that are well, of which there is one at least."""
+    """The ways of training on the hosts without a problem, which are at least one host."""
     speeds = {
         _name(one): float(one.found["gflops"]) if options.speeds is None else options.speeds[place]
         for place, one in enumerate(connections)
@@ -215,7 +215,7 @@ def _advice(options: argparse.Namespace, connections: Sequence[HostConnection], 
 
 
 def _as_given(options: argparse.Namespace, name: str) -> list[str]:
-    """The words of the command line that gave an option; none where it was not given."""
+    """The words of the command line that set an option; empty if the option is not set."""
     value = getattr(options, name.removeprefix("--").replace("-", "_"))
     if value is None or value is False:
         return []
@@ -279,8 +279,8 @@ def measure_links(pool: HostPool, selector: selectors.BaseSelector, address: str
     """Measure between all hosts that are connected, and this machine.
 
     Args:
-        pool: the hosts. To measure one interface, each has been asked for its address there. A host that is this
-            machine gives it its name.
+        pool: the hosts. To measure one interface, each has been asked for its address there. If a host is this machine,
+            this machine has the host's name in the tables.
         selector: the pool's.
         address: this machine's address on that interface; None measures the routes by which hosts were reached.
     """
@@ -326,7 +326,7 @@ class _Machine:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is this machine, also where it is reached by an agent."""
+        """Whether it is this machine, even if an agent reaches it."""
         return self.connection is None or self.connection.facts.get("machine") == this_machine()
 
     def address_from(self, other: _Machine) -> str:
