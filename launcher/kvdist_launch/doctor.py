@@ -105,7 +105,6 @@ def _parser() -> Parser:
         prog=PROGRAM,
         description="Check this machine, or every host as before a job, and measure the network between them.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     group = parser.add_argument_group("hosts")
     for names, settings in OPTIONS:
