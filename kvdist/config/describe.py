@@ -66,7 +66,7 @@ def all_settings(width: int, environ: Variables | None = None) -> tuple[str, int
         lines += ["", section, ""]
         for row in rows:
             value, source, problem = _present(row, environ)
-            lines.append(f"{row.variable:<{column}}{value} ({_origin(row, source)})")
+            lines += _wrapped(f"{value} ({_origin(row, source)})", width, f"{row.variable:<{column}}")
             aliases = f" (alias {', '.join(row.aliases)})" if row.aliases else ""
             lines += _wrapped(f"{_plain(row.sentence)}{aliases}", width)
             if problem:
