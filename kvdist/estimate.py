@@ -1,6 +1,6 @@
 """``kvdist estimate``: what each way of training together would make of machines of given speeds, by a simple model.
 
-Pure arithmetic; ``kvdist doctor`` has it done with measured speeds and lines. A *batch* is what each machine takes for a
+Pure arithmetic; ``kvdist doctor`` applies it to measured speeds and lines. A *batch* is what each machine takes for a
 step; at speed 1 its step takes `step_s`. An exchange of all gradients or weights among k machines, by a ring or by
 servers on the same machines, takes 2 (k - 1) / k of their bytes over the slowest line. Rates are batches in a second.
 """

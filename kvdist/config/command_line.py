@@ -25,12 +25,12 @@ class Parser(argparse.ArgumentParser):
     """A parser that refuses an unknown option in a single line, with the options that are spelled like it.
 
     Args:
-        args, kwargs: as for `argparse.ArgumentParser`.
+        kwargs: as for `argparse.ArgumentParser`.
         instead: options that this program does not have, such as those of MXNet's launcher → what to write instead.
     """
 
-    def __init__(self, *args: Any, instead: Mapping[str, str] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+    def __init__(self, *, instead: Mapping[str, str] | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs, allow_abbrev=False)
         self._instead = instead or {}
 
     def parse_args(self, words: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]

@@ -15,7 +15,7 @@ def heads(environ):
     """Setting → what its line says behind its name."""
     text, _ = all_settings(160, environ)
     lines = [line.split(None, 1) for line in text.splitlines() if line.startswith("KVDIST_")]
-    return {name: rest for name, rest in lines}
+    return dict(lines)
 
 
 def test_every_setting_has_a_line_and_its_sentence():
