@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -112,10 +113,9 @@ def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: bool
     for row in cells:
         table.add_row(*(Text(row[place]) for place in shown if place < len(row)))
     width = max(TABLE_WIDTH, sum(len(title) + 20 for title in titles))
-    console = Console(width=width, no_color=True, highlight=False, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
+    text = StringIO()  # and no capture of standard output, which may be full
+    Console(file=text, width=width, no_color=True, highlight=False, force_terminal=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
 
 
 class LineSplitter:
