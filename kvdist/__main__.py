@@ -1,378 +1,173 @@
-"""``python -m kvdist``: be the scheduler or the server that the environment describes.
+"""The command ``kvdist``, which ``python -m kvdist`` is too: its subcommands, or the scheduler or a server.
 
-``--server-module my_rules``, or ``KVDIST_SERVER_MODULE=my_rules``, names modules that register optimizers and handlers
-of commands (``--optimizer-module`` and ``KVDIST_OPTIMIZER_MODULE``: such with optimizers). This is the one way to run
-code of your own here: the command line chooses it, never a peer.
+A subcommand is a row of `GROUPS`. Without a subcommand, the process is the scheduler or the server that the environment
+describes (`kvdist.serve`). If the environment describes no cluster, the process prints an overview of the subcommands.
 
-``kvdist export`` and ``kvdist checkpoints`` work on checkpoints instead; see `kvdist.checkpoint.export`. ``kvdist
-config`` shows the settings, ``kvdist ledger`` what became of a push, ``kvdist estimate`` what each way of training
-would make of some machines. ``kvdist doctor`` is the launcher's.
+Exit codes: those of the subcommand or of `kvdist.serve`. After the overview it is 2, so that a server whose environment
+was forgotten does not look like a server that ended well.
 
-Exit codes: 0 when every worker has left, 75 when the job ended because a process was lost, 2 for a mistake in the
-environment or on the command line, 1 for anything else.
+This module imports little: a subcommand, or `kvdist.serve`, is imported when it is known to be needed.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import logging
 import os
-import random
 import signal
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
+from typing import NamedTuple
 
-import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
-from kvdist import estimate
-from kvdist.checkpoint.export import add_commands
-from kvdist.checkpoint.locks import release_when_terminated
-from kvdist.config.addresses import local_address_towards, own_addresses_of
-from kvdist.config.endpoints import split_endpoint, tcp_endpoint
-from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, keep_descriptor, read_setting
-from kvdist.config.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
-from kvdist.config.paths import expanded
+from kvdist.config.command_line import USAGE_ERROR, Parser, end_with
+from kvdist.config.environment import describes_cluster
 from kvdist.config.processes import module_words
-from kvdist.config.settings import SETTINGS, ClusterConfig, with_tables
-from kvdist.config.sockets import SCHEME, private_folder, scheduler_endpoint
-from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
-from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.errors import EXITED, ConfigError, FencedError, JobOver, KvdistError, PeerLostError
-from kvdist.nodes import UNRANKED, NodeId, Role
-from kvdist.optimizer.registry import registered
-from kvdist.runtime import ledger
-from kvdist.runtime.cluster import HANDLERS, keep_events, open_server_device, server_node
-from kvdist.runtime.io_thread import ThreadedDisk
-from kvdist.runtime.node import Node
-from kvdist.runtime.process_name import name_process
-from kvdist.transport.endpoints import endpoint_of_listener
-from kvdist.transport.factory import bind_port, open_sockets, open_transport
+from kvdist.config.suggestions import did_you_mean
+from kvdist.errors import ConfigError, KvdistError
 from kvdist.version import __version__
 
-LOG = logging.getLogger("kvdist")
 
-OBJECTS_PER_COLLECTION = 100_000
-"""Many keys make many objects that stay. Python's default, a collection after each 700 new ones, would take as long as
-making them."""
+class Subcommand(NamedTuple):
+    """A subcommand.
 
-LAUNCHER_COMMANDS = {
-    "doctor": "look at hosts as before a job, and measure latency and bandwidth between them",
+    Attributes:
+        about: its purpose, without capital and full stop, short enough for a line of 80 characters in the overview.
+        place: a module of the launcher, which replaces this process (`os.execv`), as kvdist imports nothing of the
+            launcher; or ``module:function``. The function adds arguments to a parser, and the function that answers as
+            default of `command`: it takes the values of the arguments and returns a text to print and the exit code.
+    """
+
+    about: str
+    place: str
+
+
+GROUPS: dict[str, dict[str, Subcommand]] = {
+    "start a job": {
+        "launch": Subcommand("start a job, here or on several machines (kvdist-launch)", "kvdist_launch"),
+        "run": Subcommand("the same without servers, with horovodrun's options (kvdist-run)", "kvdist_launch.run_cli"),
+    },
+    "before a job": {
+        "doctor": Subcommand("check this machine, or hosts and the network between them", "kvdist_launch.doctor"),
+        "estimate": Subcommand(
+            "say which way of training suits machines of given speeds", "kvdist.estimate:add_arguments"
+        ),
+    },
+    "after a failure": {
+        "why": Subcommand("say from the dumps of a job why it failed or waits", "kvdist.why:add_arguments"),
+        "ledger": Subcommand(
+            "say from the servers' ledgers what became of a push", "kvdist.runtime.ledger:add_arguments"
+        ),
+    },
+    "checkpoints": {
+        "checkpoints": Subcommand("list the checkpoints in a folder", "kvdist.checkpoint.export:add_list_arguments"),
+        "export": Subcommand(
+            "write the weights of a checkpoint into one safetensors file", "kvdist.checkpoint.export:add_arguments"
+        ),
+    },
+    "settings": {
+        "config": Subcommand(
+            "show every setting, its value here, and what has set it", "kvdist.config.describe:add_arguments"
+        ),
+    },
 }
+"""Every subcommand, in the groups of the overview."""
+
+SUBCOMMANDS = {name: subcommand for group in GROUPS.values() for name, subcommand in group.items()}
+
+SUMMARY = "a parameter server for PyTorch with MXNet's KVStore interface"
+
+USAGE = "kvdist COMMAND [ARGUMENT...]"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until the job is over. Returns the exit code.
+    """Run a subcommand, or the process that the environment describes. Returns the exit code.
 
     Args:
         argv: the words after the program's name; None takes those this process was started with.
     """
-    logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr)
     words = sys.argv[1:] if argv is None else list(argv)
-    if words and words[0] in LAUNCHER_COMMANDS:
-        # The launcher knows hosts, and nothing here knows the launcher: it takes this process's place.
-        os.execv(sys.executable, [sys.executable, *module_words(f"kvdist_launch.{words[0]}"), *words[1:]])
+    if words and words[0] in SUBCOMMANDS:
+        return _run(words[0], words[1:])
+    if words and not words[0].startswith("-"):
+        advice = did_you_mean(words[0], list(SUBCOMMANDS)) or "kvdist --help lists all"
+        return end_with(f"error: unknown command {words[0]}; {advice}", USAGE_ERROR)
+    if not words and not describes_cluster():
+        _show(f"{overview()}\n\n{HINTS}")
+        return USAGE_ERROR
     options = _parser().parse_args(words)
-    logging.getLogger("kvdist.kernels").setLevel(logging.INFO if options.verbose else logging.WARNING)
+    from kvdist.serve import serve  # a second's worth of imports
+
+    return serve(options)
+
+
+def _run(name: str, words: Sequence[str]) -> int:
+    """Run a subcommand."""
+    about, place = SUBCOMMANDS[name]
+    module, _, function = place.partition(":")
+    if not function:
+        os.execv(sys.executable, [sys.executable, *module_words(module), *words])
+    parser = Parser(prog=f"kvdist {name}", description=f"{about[0].upper()}{about[1:]}.")
+    getattr(import_module(module), function)(parser)
+    options = parser.parse_args(words)
     try:
-        if options.command is not None:
-            text, code = options.command(options)
-            return int(code) if _is_shown(text) else 1
-        modules = _modules("KVDIST_SERVER_MODULE", "--server-module", options.server_module)
-        for_optimizers = _modules("KVDIST_OPTIMIZER_MODULE", "--optimizer-module", options.optimizer_module)
-        import_server_modules(modules)
-        import_optimizers([name for name in for_optimizers if name not in modules])
-        config = cluster_from_env()
-        if config is None or config.role is Role.WORKER:
-            raise ConfigError(
-                "python -m kvdist runs a scheduler or a server, and DMLC_ROLE says neither; workers run your own"
-                " script. kvdist-launch starts all three"
-            )
-        if options.server_device is not None:
-            devices = SETTINGS["KVDIST_SERVER_DEVICE"].parse(options.server_device, "--server-device")
-            config = replace(config, server_devices=devices)
-        gc.set_threshold(OBJECTS_PER_COLLECTION)
-        gc.freeze()  # what has been imported stays, and looking through it takes the longer part of this process's end
-        name_process(str(NodeId(config.role, UNRANKED if config.rank is None else config.rank)))
-        node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
-        if config.role is Role.SCHEDULER:
-            release_when_terminated()  # here, as its locks are taken by another thread
-            keep_events(node)
-        node.run()
-        _tell_of_strangers(node)
-    except JobOver as error:
-        return _told(error, 0)
+        text, code = options.command(options)
     except KvdistError as error:
-        return _told(error, EXIT_CONFIG if isinstance(error, ConfigError) else 1)
+        return end_with(error, USAGE_ERROR if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    if node.failure is None:
-        return 0
-    if isinstance(node.failure, JobOver):
-        return _told(node.failure, 0)
-    lost = isinstance(node.failure, PeerLostError | FencedError)
-    return _told(node.failure, EXIT_PEER_LOST if lost else EXIT_CONFIG if isinstance(node.failure, ConfigError) else 1)
+    return int(code) if _show(text) else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m kvdist",
-        description="Be the scheduler or the server that the environment describes. kvdist-launch starts these.",
-        epilog="other commands, each with --help: "
-        + "; ".join(f"kvdist {name}: {what}" for name, what in LAUNCHER_COMMANDS.items()),
-        allow_abbrev=False,
+def overview() -> str:
+    """The overview: what kvdist is, and its subcommands in groups, in lines of at most 80 characters."""
+    width = max(map(len, SUBCOMMANDS))
+    lines = [f"kvdist {__version__}: {SUMMARY}", "", f"usage: {USAGE}"]
+    for title, group in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<{width}}  {one.about}" for name, one in group.items())]
+    return "\n".join(lines)
+
+
+HINTS = """\
+kvdist COMMAND --help shows the arguments of a command. Where DMLC_ROLE is
+scheduler or server, kvdist is that process: kvdist --help has its options."""
+
+
+def _parser() -> Parser:
+    """The parser of the words of a scheduler or a server; its help has the overview."""
+    _, _, groups = overview().partition(f"usage: {USAGE}\n\n")
+    parser = Parser(
+        prog="kvdist",
+        usage=USAGE,
+        description=f"kvdist {__version__}: {SUMMARY}\n\n{groups}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    process = parser.add_argument_group("options of a scheduler or a server, which kvdist is where DMLC_ROLE says so")
     for option, what in (
         ("--server-module", " or handlers of commands (kvdist.kv.register_command)"),
         ("--optimizer-module", ""),
     ):
         about = f"import a module that registers optimizers (kvdist.optimizer.register){what}"
-        parser.add_argument(option, action="append", default=[], metavar="MODULE", help=about)
-    parser.add_argument(
+        process.add_argument(option, action="append", default=[], metavar="MODULE", help=about)
+    process.add_argument(
         "--server-device",
         metavar="DEVICE",
         help="where a server sums and updates: cpu, cuda:0, or a list such as cuda:0,cuda:1 that servers take in turn"
         " (default: what KVDIST_SERVER_DEVICE says, or cpu)",
     )
-    parser.add_argument("--verbose", action="store_true", help="log which kernels a server uses")
+    process.add_argument("--verbose", action="store_true", help="log which kernels a server uses")
     parser.add_argument("--version", action="version", version=f"kvdist {__version__}")
-    parser.set_defaults(command=None)
-    commands = parser.add_subparsers(title="other commands", metavar="")
-    add_commands(commands)
-    ledger.add_command(commands)
-    estimate.add_command(commands)
-    why = commands.add_parser("why", help="say from the dumps of a job why it failed, and who waited for whom")
-    why.add_argument("folder", metavar="FOLDER", help="what kvdist-launch --dump or KVDIST_DUMP named")
-    why.add_argument("--replay", action="store_true", help="tell new machines all that the dumps say, and compare")
-    why.set_defaults(command=_why)
-    config = commands.add_parser("config", help="show every setting with its value in this environment")
-    config.add_argument("--update", metavar="FILE", help="write the tables of settings into FILE instead")
-    config.set_defaults(command=_show_config)
     return parser
 
 
-def _show_config(options: argparse.Namespace) -> tuple[str, int]:
-    if options.update is not None:
-        document = Path(expanded(options.update))
-        document.write_text(with_tables(document.read_text("utf-8")), "utf-8")
-        return f"{document}: its tables are those of kvdist {__version__}", 0
-    width = max(map(len, SETTINGS))
-    rows = [(name, row, read_setting(name)) for name, row in SETTINGS.items()]
-    lines = [
-        (f"{name:<{width}}  " + ("" if value is None else row.kind.text(value))).rstrip() for name, row, value in rows
-    ]
-    return "\n".join(lines), 0
-
-
-def _why(options: argparse.Namespace) -> tuple[str, int]:
-    from kvdist.why import compared, explained  # a feature at a seam: loaded where it is used
-
-    folder = Path(expanded(options.folder))
-    return compared(folder) if options.replay else (explained(folder), 0)
-
-
-def _modules(variable: str, option: str, names: Sequence[str]) -> tuple[str, ...]:
-    """The modules that a variable and an option name."""
-    return (*read_setting(variable), *SETTINGS[variable].parse(",".join(names), option))
-
-
-def import_optimizers(names: Sequence[str]) -> None:
-    """Import the modules in which the operator's own optimizers are registered.
-
-    Raises:
-        ConfigError: one cannot be imported, or registers no optimizer.
-    """
-    advice = "registers no optimizer: decorate its classes with @kvdist.optimizer.register"
-    _import("optimizer", names, registered, advice)
-
-
-def import_server_modules(names: Sequence[str]) -> None:
-    """Import the modules in which the operator's own optimizers and handlers of commands are registered.
-
-    Raises:
-        ConfigError: one cannot be imported, or registers neither.
-    """
-    advice = (
-        "registers nothing: decorate optimizers with @kvdist.optimizer.register, and handlers of commands with"
-        " @kvdist.kv.register_command(number)"
-    )
-    _import("server", names, lambda: (registered(), tuple(HANDLERS)), advice)
-
-
-def _import(kind: str, names: Sequence[str], known: Callable[[], object], advice: str) -> None:
-    if names and "" not in sys.path:
-        sys.path.append("")  # behind everything, so that no file there is taken for a module of others
-    for name in dict.fromkeys(names):
-        before = None if name in sys.modules else known()  # one named before it may have imported it
-        try:
-            import_module(name)
-        except Exception as error:  # whatever went wrong in the module, its name belongs to the message
-            raise ConfigError(
-                f"the {kind} module {name} cannot be imported ({type(error).__name__}: {error}). It must be installed"
-                f" on this machine, or lie in {Path.cwd()} or on PYTHONPATH"
-            ) from error
-        if known() == before:
-            raise ConfigError(f"the {kind} module {name} {advice}")
-
-
-def _scheduler(config: ClusterConfig) -> Node:
-    config.require_private(config.root_host)
-    if config.listen_fd is not None:
-        keep_descriptor(config.listen_fd)
-        _check_listening(config, config.listen_fd)
-    transport = open_sockets(config)
-    if config.listen_fd is not None:
-        transport.bind_listening(config.listen_fd)
-    elif config.is_local:
-        transport.bind(scheduler_endpoint(config))
-    else:
-        hosts = own_addresses_of(config.root_host, config.node_host)
-        for host in hosts:
-            config.require_private(host)
-        for host in hosts:
-            transport.bind(tcp_endpoint(host, config.root_port))
-    machine = _scheduler_machine(config)
-    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
-    if config.supervised:
-        threading.Thread(target=_listen, args=(node,), name="kvdist-launcher", daemon=True).start()
-    return node
-
-
-def _check_listening(config: ClusterConfig, descriptor: int) -> None:
-    """Check the socket that the launcher has made, where others are to find this scheduler.
-
-    Raises:
-        ConfigError: it listens somewhere else, or its file is gone.
-        JobOver: its file is gone, and an earlier scheduler removes it when the job is over.
-    """
-    endpoint = endpoint_of_listener(descriptor)
-    is_tcp = endpoint.startswith("tcp://")
-    if is_tcp:
-        config.require_private(split_endpoint(endpoint)[0])
-    is_ours = is_tcp and split_endpoint(endpoint)[1] == config.root_port
-    if not (endpoint == scheduler_endpoint(config) if config.is_local else is_ours):
-        raise ConfigError(
-            f"KVDIST_LISTEN_FD is {descriptor}, a socket that listens at {endpoint}, but everybody dials"
-            f" {scheduler_endpoint(config)} (DMLC_PS_ROOT_PORT): give both the same"
-        )
-    if config.is_local and not os.path.exists(endpoint.removeprefix(SCHEME)):
-        gone = f"the scheduler cannot be dialled at {endpoint}, as the file is gone"
-        if read_setting("KVDIST_RESTARTS"):
-            raise JobOver(
-                f"{gone}; it was started again when the job was over, and the scheduler before it had removed it"
-            )
-        raise ConfigError(f"{gone}: start the job again, and let nothing remove files below {private_folder()}")
-
-
-def _scheduler_machine(config: ClusterConfig) -> Scheduler:
-    restarts = read_setting("KVDIST_RESTARTS") or 0
-    if restarts and config.away_s:
-        from kvdist.core.scheduler.recovery import ReturnedScheduler  # a feature at a seam: loaded where it is used
-
-        return ReturnedScheduler(config, time.monotonic(), restarts + 1)
-    first_incarnation = random.SystemRandom().getrandbits(48) + 2
-    return Scheduler(config, time.monotonic(), first_incarnation)
-
-
-def _server(config: ClusterConfig) -> Node:
-    # First of all: without its GPU this process should end before it joins the cluster.
-    device = open_server_device(config.server_device(config.rank))
-    host = config.node_host or local_address_towards(config.root_host, config.root_port)
-    config.require_private(host)
-    if host in ("0.0.0.0", "::", "*"):
-        raise ConfigError(f"DMLC_NODE_HOST is {host}, which workers cannot dial; give this machine's own address")
-    transport, memory = open_transport(config)
-    endpoint = bind_port(transport, config, host)
-    return server_node(config, endpoint, scheduler_endpoint(config), device, transport, memory, _disk())
-
-
-def _disk() -> ThreadedDisk:
-    """The disk, below the folder that this process allows: peers name folders."""
-    root, snapshots = checkpoint_root_from_env(), read_setting("KVDIST_SNAPSHOTS")
-    if snapshots is not None and not Path(snapshots).absolute().is_relative_to(root):
-        raise ConfigError(
-            f"KVDIST_SNAPSHOTS is {snapshots!r}, which does not lie below {root}, where this process may write: set"
-            " KVDIST_CHECKPOINT_ROOT to a folder above it"
-        )
-    return ThreadedDisk(root)
-
-
-def _tell_of_strangers(node: Node) -> None:
-    """Log how many connections and messages were not of this job, if any."""
-    refused = node.reliable.strangers_refused + node.transport.strangers_refused
-    if refused or node.garbage_dropped or node.forgeries:
-        LOG.warning(
-            "%s refused %d stranger(s) and dropped %d invalid message(s)%s",
-            node.machine.me,
-            refused,
-            node.garbage_dropped,
-            f" and {node.forgeries} forged one(s)" if node.forgeries else "",
-        )
-
-
-def _listen(node: Node) -> None:
-    """Read the launcher's reports, line by line. The end of the stream means that the launcher has ended."""
-    # Unbuffered: the interpreter aborts if it ends while a thread waits inside the buffered standard input.
-    with open(sys.stdin.fileno(), "rb", buffering=0, closefd=False) as lines:
-        for line in lines:
-            event = parse_report(line.decode("utf-8", "replace"))
-            if event is not None:
-                node.post(event)
-    node.post(LauncherGone())
-
-
-def parse_report(line: str) -> ChildEnded | ProcessStarted | None:
-    """The event in a line of the launcher; None for a line of another form.
-
-    The forms: ``ended worker 1 signal 9``, ``... exit 3``, ``... lost d2`` (its host), ``placed worker 1 d2 4242``.
-    What has ended may be followed by ``life 2``: how often a process of this rank had been started before it.
-    """
-    words, life = line.split(), 0
-    if len(words) == 7 and words[0] == "ended" and words[5] == "life" and words[6].isdigit():
-        words, life = words[:5], int(words[6])
-    if len(words) != 5 or not words[2].isdigit():
-        return None
-    try:
-        node = NodeId(Role(words[1]), int(words[2]))
-    except ValueError:
-        return None
-    match words[0], words[3], words[4]:
-        case "ended", "lost", host:
-            return ChildEnded(node, f"lost with its host {host}, which the launcher cannot reach any more", False, life)
-        case "ended", "signal", number if number.isdigit():
-            return ChildEnded(node, f"killed by signal {number} ({_signal_name(int(number))})", False, life)
-        case "ended", "exit", code if code.isdigit():
-            return ChildEnded(node, f"{EXITED}{code}", int(code) == 0, life)
-        case "placed", host, pid if pid.isdigit():
-            return ProcessStarted(node, host, int(pid))
-    return None
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "unknown"
-
-
-def _is_shown(text: str) -> bool:
-    """Print a text that was asked for. Returns whether it could be written; standard error says why not."""
+def _show(text: str) -> bool:
+    """Print a text. Returns whether standard output took it; if not, the reason is on standard error."""
     try:
         print(text, flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter tries again at its end
-        print(f"kvdist: standard output cannot be written to ({error.strerror})", file=sys.stderr, flush=True)
+        end_with(f"standard output cannot be written to ({error.strerror})", 1)
         return False
     return True
-
-
-def _told(error: Exception, code: int) -> int:
-    print(f"kvdist: {error}", file=sys.stderr, flush=True)
-    return code
 
 
 if __name__ == "__main__":

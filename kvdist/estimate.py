@@ -1,18 +1,18 @@
 """``kvdist estimate``: what each way of training together would make of machines of given speeds, by a simple model.
 
-Pure arithmetic. A *batch* is what each machine takes for a step; at speed 1 its step takes `step_s`. An exchange of all
-gradients or weights among k machines, by a ring or by servers on the same machines, takes 2 (k - 1) / k of their bytes
-over the slowest line. Rates are batches in a second.
+Pure arithmetic; ``kvdist doctor`` applies it to measured speeds and lines. A *batch* is what each machine takes for a
+step; at speed 1 its step takes `step_s`. An exchange of all gradients or weights among k machines, by a ring or by
+servers on the same machines, takes 2 (k - 1) / k of their bytes over the slowest line. Rates are batches in a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 BACKWARD = 2 / 3
 """Of the time of a step; DDP exchanges gradients during it."""
@@ -21,11 +21,18 @@ STALE = 0.8
 as long as DDP to the same accuracy (a simulation, with everything tuned for each)."""
 LOCAL_BATCHES = 8
 """Of each machine in an exchange of ``quota(..., local_steps=True)``, or as many as hide the exchange."""
+WITHOUT_SERVERS = ("-s", "0", "--security", "none")
+"""Words for ``kvdist-launch``: collectives between machines, which cannot be encrypted."""
+OF_COLLECTIVES = "with kv.create('collective'), or DDP by torchrun"
+COMMAND = "python train.py"
+"""The user's command in a line to paste."""
 LOCAL_STEPS = 100
 """Between two exchanges of ``diloco``, and the most of a quota."""
 ALIKE = 0.05
 """Modes that differ by less are equally good; the first of them is the simplest."""
 MEASURED_S = 0.5
+BATCH = 32
+"""Examples in the batch of a machine, unless `batch` is set."""
 SIDE = 512
 """Of the square matrices that are multiplied to measure a machine."""
 
@@ -53,24 +60,32 @@ class Mode:
         name: what to write or start.
         rate: batches in a second that are worth as much as those of one machine.
         why: what limits it.
+        machines: the names of those that take part.
+        options: words for ``kvdist-launch``.
+        note: a comment on the line that starts a job in this mode; '' for no comment.
     """
 
     name: str
     rate: float
     why: str
+    machines: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    note: str = ""
 
 
-def modes(machines: Sequence[MachineSpeed], parameters: float, step_s: float) -> list[Mode]:
+def modes(machines: Sequence[MachineSpeed], parameters: float, step_s: float, batch: int = BATCH) -> list[Mode]:
     """What each mode would do, the simplest first.
 
     Args:
         machines: one or more.
         parameters: how many float32 weights the model has.
         step_s: seconds that a batch takes at speed 1, without any exchange.
+        batch: examples in a batch.
     """
     order = sorted(machines, key=lambda machine: -machine.speed)
     count, fastest, slowest = len(order), order[0], order[-1]
-    found = [Mode(f"{fastest.name} alone", fastest.speed / step_s, "one machine")]
+    name = fastest.name
+    found = [Mode(f"{name} alone", fastest.speed / step_s, "one machine", (name,), note=f"on {name}")]
     if count == 1:
         return found
 
@@ -82,26 +97,30 @@ def modes(machines: Sequence[MachineSpeed], parameters: float, step_s: float) ->
         compute_s, exchange = step_s / several[-1].speed, exchange_s(several)
         took_s = max(compute_s, (1 - BACKWARD) * compute_s + exchange)
         why = f"waits for {several[-1].name}" if took_s == compute_s else "the network"
-        names = "all" if len(several) == count else ", ".join(machine.name for machine in several)
-        return Mode(f"DDP on {names}", len(several) / took_s, why)
+        names = tuple(machine.name for machine in several)
+        shown = "all" if len(several) == count else ", ".join(names)
+        return Mode(f"DDP on {shown}", len(several) / took_s, why, names, WITHOUT_SERVERS, OF_COLLECTIVES)
 
     best = max((ddp(order[:several]) for several in range(2, count + 1)), key=lambda mode: round(mode.rate, 9))
     found += dict.fromkeys((best, ddp(order)))
     exchange, together = exchange_s(order), sum(machine.speed for machine in order) / step_s
     compute_s = step_s / slowest.speed
     why = f"waits for {slowest.name}" if compute_s > exchange else "the network"
-    found.append(Mode("dist", count / (compute_s + exchange), why))
+    names = tuple(machine.name for machine in machines)
+    found.append(Mode("dist", count / (compute_s + exchange), why, names))
     hidden = min(LOCAL_STEPS, max(LOCAL_BATCHES, math.ceil(exchange * together / count)))
-    for name, batches, worth in (
-        (f"quota({count} batches)", count, STALE),
-        (f"quota({count * hidden} batches, local_steps=True)", count * hidden, 1.0),
+    for name, batches, worth, words in (
+        (f"quota({count} batches)", count, STALE, ""),
+        (f"quota({count * hidden} batches, local_steps=True)", count * hidden, 1.0, ",local_steps"),
     ):
         made_s = batches / together
         why = "the sum of all speeds" if made_s >= exchange else "the network"
-        found.append(Mode(name, worth * batches / max(made_s, exchange), why))
+        rate, options = worth * batches / max(made_s, exchange), ("--policy", f"quota:{batches * batch}{words}")
+        found.append(Mode(name, rate, why, names, options, f"for batches of {batch} examples (--batch)"))
     round_s = LOCAL_STEPS * compute_s + exchange
     why = f"waits for {slowest.name}" if LOCAL_STEPS * compute_s > exchange else "the network"
-    found.append(Mode(f"diloco({LOCAL_STEPS})", LOCAL_STEPS * count / round_s, why))
+    options = ("--policy", f"diloco:{LOCAL_STEPS}")
+    found.append(Mode(f"diloco({LOCAL_STEPS})", LOCAL_STEPS * count / round_s, why, names, options))
     return found
 
 
@@ -111,9 +130,20 @@ def best_of(found: Sequence[Mode]) -> Mode:
     return next(mode for mode in found if mode.rate >= (1 - ALIKE) * most)
 
 
-def estimate(machines: Sequence[MachineSpeed], parameters: float, step_s: float) -> str:
+def line_to_paste(mode: Mode, hosts: Sequence[str] = ()) -> str:
+    """The command that starts a job in this mode.
+
+    Args:
+        mode: the mode.
+        hosts: the words that tell ``kvdist-launch`` the hosts; none: a list of the names of the machines.
+    """
+    words = [*(hosts or ("-H", ",".join(mode.machines))), "-n", str(len(mode.machines)), *mode.options]
+    line = COMMAND if len(mode.machines) == 1 else f"kvdist-launch {shlex.join(words)} {COMMAND}"
+    return f"{line}  # {mode.note}" if mode.note else line
+
+
+def estimate(found: Sequence[Mode]) -> str:
     """The table of modes, and which one to take."""
-    found = modes(machines, parameters, step_s)
     width = max(len(mode.name) for mode in found)
     alone = found[0].rate
     lines = [f"{'':<{width}}  × alone  limited by"]
@@ -136,22 +166,32 @@ def measure_gflops() -> float:
     return 2e-9 * SIDE**3 * count / took_s
 
 
-def add_command(commands: Any) -> None:
-    """Add ``kvdist estimate`` to the commands of the command line."""
-    about = "say what each way of training would make of machines of given speeds and lines, and which to take"
-    parser = commands.add_parser("estimate", help=about, description=f"{about[0].upper()}{about[1:]}.")
-    parser.add_argument("--speeds", type=_positive, nargs="+", metavar="V", help="of each machine; the fastest is 1")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``kvdist estimate``, and as `command` what answers."""
+    parser.add_argument("--speeds", type=positive, nargs="+", metavar="V", help="of each machine; the fastest is 1")
     parser.add_argument(
-        "--mb-per-s", type=_positive, nargs="+", metavar="MB", help="of each machine's line, or one for all"
+        "--mb-per-s", type=positive, nargs="+", metavar="MB", help="of each machine's line, or one for all"
     )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="of the machines; default: machine-0 and so on")
-    parser.add_argument("--parameters", type=_positive, metavar="N", help="weights of the model, such as 30e6")
-    parser.add_argument("--step", type=_positive, metavar="S", help="seconds of a step on the fastest machine alone")
+    add_model_arguments(parser)
     parser.add_argument("--measure", action="store_true", help="print this machine's speed in GFLOP/s instead")
     parser.set_defaults(command=_answer)
 
 
-def _positive(text: str) -> float:
+def add_model_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the arguments that describe the model to be trained."""
+    parser.add_argument("--parameters", type=positive, metavar="N", help="weights of the model, such as 30e6")
+    parser.add_argument("--step", type=positive, metavar="S", help="seconds of a step on the fastest machine alone")
+    about = "examples of a step on each machine (default: %(default)s)"
+    parser.add_argument("--batch", type=_whole, metavar="B", default=BATCH, help=about)
+
+
+def positive(text: str) -> float:
+    """A number above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is none.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -159,6 +199,12 @@ def _positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def _whole(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
+    return int(text)
 
 
 def _answer(options: argparse.Namespace) -> tuple[str, int]:
@@ -181,4 +227,5 @@ def _answer(options: argparse.Namespace) -> tuple[str, int]:
     machines = [
         MachineSpeed(name, speed / most, line) for name, speed, line in zip(names, options.speeds, lines, strict=True)
     ]
-    return estimate(machines, options.parameters, options.step), 0
+    found = modes(machines, options.parameters, options.step, options.batch)
+    return f"{estimate(found)}\n  {line_to_paste(best_of(found))}", 0

@@ -7,6 +7,7 @@ says, and has to answer the same (`kvdist.core.replay`).
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import time
@@ -17,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvdist.config.paths import expanded
 from kvdist.core.machine import ChildEnded, Event
 from kvdist.core.record import Asked, Beginning, Entry, Explained, Observed, Reader, Received, Sent, Ticked
 from kvdist.core.replay import Difference, replay
@@ -396,6 +398,18 @@ def clock(wall: float) -> str:
 
 
 # The command.
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``kvdist why``, and as `command` what answers."""
+    parser.add_argument("folder", metavar="FOLDER", help="what kvdist-launch --dump or KVDIST_DUMP named")
+    parser.add_argument("--replay", action="store_true", help="tell new machines all that the dumps say, and compare")
+    parser.set_defaults(command=_answer)
+
+
+def _answer(options: argparse.Namespace) -> tuple[str, int]:
+    folder = Path(expanded(options.folder))
+    return compared(folder) if options.replay else (explained(folder), 0)
 
 
 def explained(folder: Path) -> str:

@@ -110,6 +110,7 @@ def prepare(with_torch: bool) -> None:
     atexit.register(leave, modules)  # as the first, which is called as the last
     import kvdist.__main__
     import kvdist.kv
+    import kvdist.serve
     import kvdist_launch.cli
     import kvdist_launch.run_cli  # noqa: F401
 

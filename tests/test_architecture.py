@@ -42,6 +42,7 @@ FLOORS = {
     "kvdist.__main__": 8,
     "kvdist.kv": 8,
     "kvdist.profiler": 8,
+    "kvdist.serve": 8,
     "kvdist.training": 8,
     "kvdist.why": 7,
     "kvdist.horovod": 9,
@@ -52,6 +53,7 @@ FLOORS = {
 """A module belongs to the longest entry that begins its name. It may import from lower floors and its own."""
 
 SIDEWAYS = {
+    ("kvdist.__main__", "kvdist.serve"),
     ("kvdist.checkpoint", "kvdist.optimizer"),
     ("kvdist.config", "kvdist.nodes"),
     ("kvdist.keras", "kvdist.horovod"),
@@ -61,7 +63,7 @@ SIDEWAYS = {
 }
 """(importer, imported): pairs of entries on one floor where the first may know the second."""
 
-LAUNCHER_MAY_IMPORT = {"kvdist.config", "kvdist.errors", "kvdist.nodes", "kvdist.version"}
+LAUNCHER_MAY_IMPORT = {"kvdist.config", "kvdist.errors", "kvdist.estimate", "kvdist.nodes", "kvdist.version"}
 
 ONLY_IMPORTER = {
     "cupy": {"kvdist/kernels/cupy_cuda/device.py"},
@@ -104,7 +106,7 @@ MAY_EXIT_AT_ONCE = {"kvdist/config/exit_codes.py", "launcher/kvdist_launch/start
 """They call `os._exit`: when the interpreter ends anyway, which is the only way left to change the exit code, and where
 nothing is done yet, while modules are imported, which an exception would disturb."""
 
-MAY_IMPORT_BY_NAME = {"kvdist/__init__.py", "kvdist/__main__.py"}
+MAY_IMPORT_BY_NAME = {"kvdist/__init__.py", "kvdist/__main__.py", "kvdist/serve.py"}
 """Who may import a module that is named by a string, where no reader of imports sees it: names of our own that are
 resolved late, and modules that whoever starts a server names on its command line."""
 
@@ -392,7 +394,7 @@ LONG_BODY = "    x = 1\n" * FUNCTION_LINES_MAX
 
 CHECKS = {
     "a module imports only what lies below it": (LIBRARY, floor_faults),
-    "the launcher knows only config, nodes, errors and the version": (LAUNCHER, launcher_faults),
+    "the launcher knows only config, nodes, errors, the estimate and the version": (LAUNCHER, launcher_faults),
     "a library is imported only where it is wrapped": (SOURCES, importer_faults),
     "no import hides in a string": (SOURCES, by_name_faults),
     "only config reads the environment": (LIBRARY, environment_faults),
@@ -531,7 +533,7 @@ def modules_loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@each("statement", ["import kvdist", "import kvdist.__main__", "import kvdist_launch.cli"])
+@each("statement", ["import kvdist", "import kvdist.serve", "import kvdist_launch.cli"])
 def test_importing_it_draws_in_nothing_heavy(statement: str) -> None:
     assert modules_loaded_by(statement).isdisjoint(HEAVY)
     assert "msgpack" in modules_loaded_by("import msgpack"), "what is loaded is seen"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 
 from kvdist.__main__ import main
-from kvdist.estimate import STALE, MachineSpeed, best_of, measure_gflops, modes
+from kvdist.estimate import STALE, MachineSpeed, best_of, line_to_paste, measure_gflops, modes
+from kvdist_launch.options import parse_options, split_command
 
 GRADED = (1.0, 0.6, 0.4, 0.25)
 FAST_LINE = 1e9
@@ -39,6 +42,15 @@ def test_a_quota_of_local_steps_is_as_large_as_hides_the_exchange():
     assert rates["quota(40 batches, local_steps=True)"] == pytest.approx(2)
 
 
+def test_a_line_to_paste_is_one_that_the_launcher_takes():
+    for mode in modes([MachineSpeed(name, 1.0, FAST_LINE) for name in "ab"], 1e6, 1.0, batch=5):
+        program, *words = shlex.split(line_to_paste(mode), comments=True)
+        own, command = split_command(words) if program == "kvdist-launch" else ([], [program, *words])
+        policy = parse_options(own).policy
+        assert command == ["python", "train.py"]
+        assert policy is None or policy.startswith(("diloco:100", "quota:10", "quota:80,local_steps"))
+
+
 def test_of_modes_that_are_alike_the_simplest_is_taken():
     machines = [MachineSpeed(name, 1.0, FAST_LINE) for name in "ab"]
     assert best_of(modes(machines, 1e6, 1.0)).name == "DDP on all"
@@ -49,7 +61,9 @@ def test_the_command_prints_a_table_and_what_to_take(capsys):
     assert main(words.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["a", "alone", "1.00", "one", "machine"]
-    assert lines[-1] == "take quota(32 batches, local_steps=True): 2.25 times the rate of a alone"
+    line = "  kvdist-launch -H a,b,c,d -n 4 --policy quota:1024,local_steps python train.py"
+    assert lines[-2] == "take quota(32 batches, local_steps=True): 2.25 times the rate of a alone"
+    assert lines[-1] == f"{line}  # for batches of 32 examples (--batch)"
 
 
 @pytest.mark.parametrize(

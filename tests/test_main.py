@@ -1,265 +1,107 @@
-"""`python -m kvdist`: exit codes, and the launcher's lines. Its work in a cluster is tested in `integration/`."""
+"""`kvdist`: its subcommands, and what it says where there is none."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import signal
+import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
-from kvdist import __main__ as command
-from kvdist.config.environment import read_setting
-from kvdist.config.sockets import SCHEME, listen_at, local_endpoint, require_private_folder
-from kvdist.core.machine import ChildEnded, ProcessStarted
-from kvdist.errors import ConfigError, DeviceError
-from kvdist.kernels import gpu
-from kvdist.kvstore import registry as store_registry
-from kvdist.nodes import SCHEDULER, server, worker
-from kvdist.optimizer import create, registry
+from kvdist.__main__ import GROUPS, SUBCOMMANDS, main
+from kvdist.config.processes import module_words
+from kvdist.version import __version__
 from tests.cases import each
-from tests.ports import free_port
 
-CLUSTER = {
-    "DMLC_ROLE": "scheduler",
-    "DMLC_PS_ROOT_URI": "127.0.0.1",
-    "DMLC_PS_ROOT_PORT": "9091",
-    "DMLC_NUM_WORKER": "1",
-    "DMLC_NUM_SERVER": "1",
-}
+COLUMNS = 80
+TIMEOUT_S = 60
 
 
-@each(
-    "line, event",
-    [
-        ("ended worker 0 exit 0\n", ChildEnded(worker(0), "exited with code 0", clean=True)),
-        ("ended worker 12 exit 3", ChildEnded(worker(12), "exited with code 3", clean=False)),
-        ("ended server 1 signal 9\n", ChildEnded(server(1), "killed by signal 9 (SIGKILL)", clean=False)),
-        ("ended server 1 signal 250\n", ChildEnded(server(1), "killed by signal 250 (unknown)", clean=False)),
-        ("ended scheduler 0 exit 0\n", ChildEnded(SCHEDULER, "exited with code 0", clean=True)),
-        (
-            "ended worker 1 lost d2\n",
-            ChildEnded(worker(1), "lost with its host d2, which the launcher cannot reach any more", clean=False),
-        ),
-        ("ended worker 0 exit 3 life 2", ChildEnded(worker(0), "exited with code 3", False, life=2)),
-        ("placed worker 1 d2 4242\n", ProcessStarted(worker(1), "d2", 4242)),
-    ],
-)
-def test_a_launchers_line_tells_what_it_did_and_saw(line, event):
-    assert command.parse_report(line) == event
+def test_alone_it_says_what_it_is_and_what_there_is_in_groups_that_fit_a_terminal(capsys):
+    assert main([]) == 2
+    out = capsys.readouterr().out
+    assert out.startswith(f"kvdist {__version__}: ")
+    for title, group in GROUPS.items():
+        lines = out[out.index(f"\n{title}:\n") :].splitlines()[2 : 2 + len(group)]
+        assert [line.split()[0] for line in lines] == list(group)
+    assert max(map(len, out.splitlines())) <= COLUMNS
+
+
+def test_its_help_has_the_same_groups_and_the_options_of_a_server(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "--server-module" in out
+    assert all(one.about in out for one in SUBCOMMANDS.values())
 
 
 @each(
-    "line",
+    "words, said",
     [
-        "",
-        "\n",
-        "ended",
-        "ended worker 1 signal",
-        "ended worker 1 signal 9 9",
-        "ended worker -1 signal 9",
-        "ended worker one signal 9",
-        "ended worker 1 signal KILL",
-        "ended worker 1 vanished 9",
-        "ended wizard 1 exit 0",
-        "ended worker 1 exit 0 life two",
-        "ended worker 1 exit 0 life",
-        "started worker 1 exit 0",
-        "placed worker 1 d2",
-        "placed worker 1 d2 pid",
-        "placed wizard 1 d2 4242",
-        "ended worker ² exit 0",
+        (["docter", "-H", "a"], "unknown command docter; did you mean doctor?"),
+        (["lauch"], "unknown command lauch; did you mean launch?"),
+        (["check"], "unknown command check; did you mean checkpoints?"),
+        (["x"], "unknown command x; kvdist --help lists all"),
     ],
 )
-def test_a_line_of_another_form_tells_nothing(line):
-    assert command.parse_report(line) is None
+def test_an_unknown_command_is_refused_in_a_sentence_with_the_nearest_one(words, said, capsys):
+    assert main(words) == 2
+    assert capsys.readouterr() == ("", f"kvdist: error: {said}\n")
 
 
 @each(
-    "variables, sentence",
+    "words, said",
     [
-        ({}, "python -m kvdist runs a scheduler or a server, and DMLC_ROLE says neither"),
-        (CLUSTER | {"DMLC_ROLE": "worker"}, "workers run your own script. kvdist-launch starts all three"),
-        (CLUSTER | {"DMLC_ROLE": "wizard"}, "DMLC_ROLE is 'wizard'; it must be scheduler, server or worker"),
-        (CLUSTER | {"DMLC_NUM_WORKER": "none"}, "DMLC_NUM_WORKER is 'none'; it must be a whole number"),
-        ({"DMLC_ROLE": "server"}, "the environment describes half a cluster"),
-        (CLUSTER | {"DMLC_PS_ROOT_URI": "0.0.0.0"}, "0.0.0.0 can be reached from other machines"),
-        (CLUSTER | {"KVDIST_SERVER_DEVICE": "gpu"}, "KVDIST_SERVER_DEVICE is 'gpu'; it must be cpu"),
-        (
-            CLUSTER | {"DMLC_ROLE": "server", "KVDIST_SERVER_DEVICE": "cuda:0,cpu"},
-            "KVDIST_SERVER_DEVICE is 'cuda:0,cpu', which servers take in turn",
-        ),
-        (CLUSTER | {"DMLC_ROLE": "server", "DMLC_NODE_HOST": "0.0.0.0"}, "0.0.0.0 can be reached from other machines"),
+        (["--verion"], "kvdist: error: unknown option --verion; did you mean --version?"),
+        (["export", "a", "b", "--forc"], "kvdist export: error: unknown option --forc; did you mean --force?"),
+        (["checkpoints", "a", "--zzz"], "kvdist checkpoints: error: unknown option --zzz; --help lists all"),
     ],
 )
-def test_a_mistake_in_the_environment_is_one_sentence_and_exit_code_2(monkeypatch, capsys, variables, sentence):
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert command.main([]) == command.EXIT_CONFIG == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("kvdist: ") and told.err.count("\n") == 1 and sentence in told.err
-    assert told.out == ""
+def test_an_unknown_option_is_refused_in_a_sentence_with_the_nearest_one(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-@each("by", ["option", "variable"])
-def test_a_server_without_its_gpu_ends_in_one_sentence_before_it_listens_anywhere(monkeypatch, capsys, by):
-    def fail(index, setting, otherwise):
-        raise DeviceError(f"there is no GPU {index}")
+@each("name, module", [(name, one.place) for name, one in SUBCOMMANDS.items() if ":" not in one.place])
+def test_a_command_of_the_launcher_takes_the_place_of_this_process(monkeypatch, name, module):
+    called: list[tuple[str, list[str]]] = []
 
-    monkeypatch.setattr(gpu, "open_gpu", fail)
-    monkeypatch.setattr(command, "open_transport", None)
-    for name, value in (CLUSTER | {"DMLC_ROLE": "server", "DMLC_NUM_SERVER": "2", "KVDIST_RANK": "1"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("KVDIST_SERVER_DEVICE", "cpu" if by == "option" else "cpu,cuda:7")
-    assert command.main(["--server-device", "cpu,cuda:7"] if by == "option" else []) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("kvdist: this server was to sum and update on cuda:7, and without --server-device")
-    assert told.endswith(": there is no GPU 7\n") and told.count("\n") == 1
+    def execv(path, argv):
+        called.append((path, argv))
+        raise SystemExit(0)
+
+    monkeypatch.setattr("os.execv", execv)
+    with pytest.raises(SystemExit):
+        main([name, "-H", "a b", "--help"])
+    assert called == [(sys.executable, [sys.executable, *module_words(module), "-H", "a b", "--help"])]
 
 
-def test_a_device_that_the_command_line_misnames_is_a_mistake(monkeypatch, capsys):
-    for name, value in (CLUSTER | {"DMLC_ROLE": "server"}).items():
-        monkeypatch.setenv(name, value)
-    assert command.main(["--server-device", "cuda"]) == command.EXIT_CONFIG
-    assert "kvdist: --server-device is 'cuda'; it must be cpu, cuda:0" in capsys.readouterr().err
+def test_every_command_has_a_help_of_its_own():
+    programs = {"launch": "kvdist-launch", "run": "kvdist-run"}
+    for name in SUBCOMMANDS:
+        argv = [sys.executable, "-m", "kvdist", name, "--help"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+        assert done.stdout.startswith(f"usage: {programs.get(name, f'kvdist {name}')} "), done.stdout
 
 
-@pytest.mark.parametrize("restarts, code, why", [("1", 0, "the job was over"), (None, 2, "start the job again")])
-def test_a_scheduler_whose_socket_has_lost_its_file_says_so(monkeypatch, capsys, restarts, code, why):
-    port = free_port()
-    path = local_endpoint(port).removeprefix(SCHEME)
-    require_private_folder()
-    listening = listen_at(path)
-    os.unlink(path)
-    variables = CLUSTER | {"DMLC_PS_ROOT_PORT": str(port), "KVDIST_LISTEN_FD": str(listening.fileno())}
-    variables |= {} if restarts is None else {"KVDIST_RESTARTS": restarts}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    with listening:
-        assert command.main([]) == code
-    told = capsys.readouterr().err
-    assert told.startswith("kvdist: ") and told.count("\n") == 1 and path in told and why in told
+def test_a_job_starts_by_either_name():
+    hello = [sys.executable, "-c", "print('hello')"]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for words in (["launch", "-n", "1", "-s", "0"], ["run", "-np", "1"]):
+        argv = [sys.executable, "-m", "kvdist", *words, *hello]
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+        assert done.stdout == "w0 │ hello\n"
 
 
-def test_an_interruption_ends_with_the_code_of_a_shell(monkeypatch):
-    def interrupt():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "cluster_from_env", interrupt)
-    assert command.main([]) == 128 + signal.SIGINT
+def test_a_command_that_runs_here_is_one_function_that_adds_its_arguments():
+    for one in SUBCOMMANDS.values():
+        module, _, function = one.place.partition(":")
+        assert not function or callable(getattr(import_module(module), function))
 
 
-# Modules with optimizers of the operator's own.
-
-RULE = """
-from dataclasses import dataclass
-from typing import ClassVar
-
-import numpy as np
-from kvdist.optimizer import Optimizer, register
-
-
-@register
-@dataclass(kw_only=True, eq=False)
-class Halving(Optimizer):
-    name: ClassVar[str] = "halving_of_test_main"
-
-    @property
-    def state_names(self):
-        return ()
-
-    def apply(self, weight, grad, out, state, scratch, step):
-        np.multiply(weight, 0.5, out=out)
-"""
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    return tmp_path
-
-
-def test_a_module_that_the_operator_names_makes_its_optimizers_known(folder):
-    (folder / "rules_of_test_main.py").write_text(RULE)
-    command.import_optimizers(["rules_of_test_main"])
-    assert create("halving_of_test_main").name == "halving_of_test_main"
-    assert "rules_of_test_main" in sys.modules
-
-
-def test_a_module_that_another_one_has_imported_may_be_named_too(folder):
-    (folder / "inner_of_test_main.py").write_text(RULE.replace("halving", "thirding"))
-    (folder / "outer_of_test_main.py").write_text("import inner_of_test_main\n" + RULE.replace("halving", "outer"))
-    command.import_optimizers(["outer_of_test_main", "inner_of_test_main"])
-
-
-@each(
-    "text, words",
-    [
-        (None, r"cannot be imported \(ModuleNotFoundError: No module named 'broken_of_test'\).*or on PYTHONPATH"),
-        ("1 / 0", r"cannot be imported \(ZeroDivisionError: division by zero\)"),
-        ("x = 1", r"registers no optimizer: decorate its classes with @kvdist\.optimizer\.register"),
-    ],
-)
-def test_a_module_that_is_of_no_use_is_named_with_the_reason(folder, monkeypatch, text, words):
-    monkeypatch.delitem(sys.modules, "broken_of_test", raising=False)
-    if text is not None:
-        (folder / "broken_of_test.py").write_text(text)
-    importlib.invalidate_caches()
-    with pytest.raises(ConfigError, match=f"the optimizer module broken_of_test {words}"):
-        command.import_optimizers(["broken_of_test"])
-    monkeypatch.delitem(sys.modules, "broken_of_test", raising=False)
-
-
-COMMAND = """
-from kvdist import kv
-
-
-@kv.register_command(1_900_000_001)
-def note(head, body, rank):
-    pass
-"""
-
-
-@pytest.fixture
-def handlers(monkeypatch):
-    fresh = {}
-    monkeypatch.setattr(store_registry, "HANDLERS", fresh)
-    monkeypatch.setattr(command, "HANDLERS", fresh)
-    return fresh
-
-
-@pytest.mark.parametrize("text", [COMMAND, RULE.replace("halving", "server_halving"), COMMAND + RULE])
-def test_a_server_module_may_register_commands_or_optimizers_or_both(folder, monkeypatch, handlers, text):
-    name = f"module_of_test_main_{len(text)}"
-    (folder / f"{name}.py").write_text(text)
-    monkeypatch.setattr(registry, "_BY_NAME", {})
-    command.import_server_modules([name, name])
-    assert list(handlers) == ([1_900_000_001] if COMMAND in text else [])
-
-
-def test_a_server_module_that_registers_nothing_is_named_with_what_to_do(folder):
-    (folder / "idle_of_test_main.py").write_text("x = 1")
-    with pytest.raises(ConfigError, match="the server module idle_of_test_main registers nothing: .*register_command"):
-        command.import_server_modules(["idle_of_test_main"])
-
-
-def test_a_module_that_both_options_name_is_imported_once(folder, monkeypatch, capsys, handlers):
-    (folder / "twice_of_test_main.py").write_text(COMMAND)
-    monkeypatch.setenv("KVDIST_SERVER_MODULE", "twice_of_test_main")
-    assert command.main(["--optimizer-module", "twice_of_test_main"]) == command.EXIT_CONFIG
-    assert "DMLC_ROLE says neither" in capsys.readouterr().err, "nothing is wrong with the module"
-    assert list(handlers) == [1_900_000_001]
-
-
-@each("name", ["a/b", "my-rules", "../rules", "rules.", "a b", "3rules"])
-@each("by", ["option", "variable"])
-def test_what_is_no_name_of_a_module_is_never_imported(name, by, monkeypatch, capsys):
-    monkeypatch.setenv("KVDIST_OPTIMIZER_MODULE", name if by == "variable" else "")
-    assert command.main(["--optimizer-module", name] if by == "option" else []) == command.EXIT_CONFIG
-    assert f"is {name!r}; it must be names of modules as Python imports them" in capsys.readouterr().err
-
-
-def test_several_modules_stand_with_commas_between():
-    assert read_setting("KVDIST_OPTIMIZER_MODULE", {"KVDIST_OPTIMIZER_MODULE": " a, b.c ,"}) == ("a", "b.c")
-    assert read_setting("KVDIST_OPTIMIZER_MODULE", {}) == ()
+def test_it_loads_neither_numpy_nor_sockets_until_it_knows_what_to_do():
+    code = "import sys, kvdist.__main__; print(sorted({'numpy', 'zmq', 'rich', 'kvdist.serve'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+    assert done.stdout == "[]\n"

@@ -10,7 +10,7 @@ import argparse
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,24 +189,24 @@ def _lazy(shards: Shards, manifest: Manifest, names: Mapping[int | str, str]) ->
     return {"kvdist.lazy": json.dumps(tables, ensure_ascii=False)} if tables else {}
 
 
-# Commands: each gives the text to be shown and the exit code, or raises what is to be said instead.
-
-Command = Callable[[argparse.Namespace], tuple[str, int]]
+# The commands.
 
 
-def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands to those of a parser: `command` of its result is the `Command`."""
-    one = commands.add_parser("export", help="write the weights of a checkpoint into one safetensors file")
-    one.add_argument("checkpoint", metavar="CKPT", help="a folder of checkpoints, or of one step")
-    one.add_argument("out", metavar="OUT", help="the file to write, such as model.safetensors")
-    one.add_argument("--step", type=int, metavar="N", help="its step; the newest if it is not given")
-    one.add_argument("--average", action="store_true", help="write the averages of the weights, if they were kept")
-    one.add_argument("--force", action="store_true", help="replace OUT if it is there")
-    one.set_defaults(command=_export)
-    some = commands.add_parser("checkpoints", help="list the checkpoints in a folder")
-    some.add_argument("directory", metavar="DIR", help="a folder of checkpoints, or of one step")
-    some.add_argument("--verify", action="store_true", help="read all of them, and compare checksums and runs")
-    some.set_defaults(command=_list)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``kvdist export``, and as `command` what answers."""
+    parser.add_argument("checkpoint", metavar="CKPT", help="a folder of checkpoints, or of one step")
+    parser.add_argument("out", metavar="OUT", help="the file to write, such as model.safetensors")
+    parser.add_argument("--step", type=int, metavar="N", help="the step to export (default: the newest)")
+    parser.add_argument("--average", action="store_true", help="write the averages of the weights, if they were kept")
+    parser.add_argument("--force", action="store_true", help="replace OUT if the file exists")
+    parser.set_defaults(command=_export)
+
+
+def add_list_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``kvdist checkpoints``, and as `command` what answers."""
+    parser.add_argument("directory", metavar="DIR", help="a folder of checkpoints, or of one step")
+    parser.add_argument("--verify", action="store_true", help="read every checkpoint, and compare checksums and runs")
+    parser.set_defaults(command=_list)
 
 
 def _export(options: argparse.Namespace) -> tuple[str, int]:

@@ -129,6 +129,29 @@ def collective_settings_from_env(environ: Variables | None = None) -> Collective
     return collective_settings_of(_with_paths(_variables(environ)))
 
 
+def describes_cluster(environ: Variables | None = None) -> bool:
+    """Whether a variable is set that describes a cluster to a process, even if others are missing."""
+    env = _variables(environ)
+    return any(SETTINGS[name].text(env)[0] for name in CLUSTER_VARIABLES)
+
+
+def is_launched(environ: Variables | None = None) -> bool:
+    """Whether a launcher has set the variables of this process, those of the user's own settings included."""
+    return any(_variables(environ).get(name) for name in ("KVDIST_LOCAL_RANK", "KVDIST_SUPERVISED"))
+
+
+def source_of(variable: str, environ: Variables | None = None) -> str:
+    """The variable that a setting has its value from; '' where it has its default.
+
+    Args:
+        variable: our name of the variable.
+
+    Raises:
+        ConfigError: a variable of another form that sets it has a value that is not valid.
+    """
+    return SETTINGS[variable].source(_variables(environ))
+
+
 def has_servers_from_env(environ: Variables | None = None) -> bool:
     """Whether this process is part of a job with servers, through which its ranks meet (see `World`)."""
     return with_twins(_variables(environ)).get("KVDIST_NUM_SERVER", "0") != "0"

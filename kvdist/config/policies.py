@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
+from kvdist.config.suggestions import did_you_mean
+
 EVERY_MAX = 1_000_000
 """Steps between two exchanges: more is a mistake."""
 QUOTA_MAX = 1 << 40
@@ -530,7 +532,10 @@ def policy_from(text: str) -> TrainingPolicy | None:
             else:
                 positional.append(_number(word))
         reader = POLICIES[name].of
-    except (KeyError, ValueError):
+    except KeyError:
+        near = did_you_mean(name, {known: form.forms for known, form in POLICIES.items()})
+        raise ValueError(f"there is no policy {text!r}: {near or f'write {FORMS}'}") from None
+    except ValueError:
         raise ValueError(f"there is no policy {text!r}: write {FORMS}") from None
     try:
         return reader(*positional, **named)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from kvdist.config.endpoints import is_loopback
-from kvdist.config.policies import FORMS, policy_from
+from kvdist.config.policies import FORMS, POLICIES, policy_from
+from kvdist.config.suggestions import did_you_mean
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
@@ -33,11 +34,13 @@ class Kind:
         expected: completes "it must be ...".
         parse: makes the value from its text; raises ValueError or KeyError for a text of another form.
         text: makes the text from the value.
+        words: the words with which a text begins, before any colon; none where a text is no word.
     """
 
     expected: str
     parse: Callable[[str], Any]
     text: Callable[[Any], str] = str
+    words: tuple[str, ...] = ()
 
 
 def whole_number(minimum: int, maximum: int | None = None) -> Kind:
@@ -68,10 +71,10 @@ def seconds(minimum: float, maximum: float | None = None, *, positive: bool = Fa
 def word(*words: str) -> Kind:
     """One of some words, in upper or lower case."""
     known = {each: each for each in words}
-    return Kind(f"one of: {', '.join(words)}", lambda text: known[text.strip().lower()])
+    return Kind(f"one of: {', '.join(words)}", lambda text: known[text.strip().lower()], words=words)
 
 
-POLICY = Kind(f"a policy: {FORMS}", policy_from, str)
+POLICY = Kind(f"a policy: {FORMS}", policy_from, str, tuple(POLICIES))
 
 
 def _require(value: Any, holds: Callable[[Any], bool]) -> Any:
@@ -166,12 +169,22 @@ class Setting:
             return self.kind.parse(text)
         except (ValueError, KeyError):
             shown = text if re.fullmatch(r"-?[0-9.]+", text) else repr(text)
-            raise ConfigError(f"{name or self.name} is {shown}; it must be {self.kind.expected}") from None
+            near = did_you_mean(text.partition(":")[0], self.kind.words)
+            expected = f"{self.kind.expected}{near and f'; {near}'}"
+            raise ConfigError(f"{name or self.name} is {shown}; it must be {expected}") from None
 
     def text(self, env: Variables) -> tuple[str, str]:
         """The text that is set for it, and the variable that it stands in; both '' where none is set."""
         name = next((name for name in (self.variable, self.twin) if env.get(name)), "")
         return env.get(name, ""), name
+
+    def source(self, env: Variables) -> str:
+        """The variable that sets it, under our name, the twin's or in another form; '' where none does.
+
+        Raises:
+            ConfigError: a variable of another form has a value that is not valid.
+        """
+        return self.text(env)[1] or (self.derived[0] if self.derived and self._derived_text(env) else "")
 
     def read(self, env: Variables) -> Any:
         """The value that variables set, else the default.
@@ -180,12 +193,19 @@ class Setting:
             ConfigError: the value is not valid.
         """
         text, name = self.text(env)
-        if text:
-            return self.parse(text, name)
-        if self.derived and env.get(self.derived[0]):
-            text = self.derived[1](env[self.derived[0]])
-            return self.parse(text) if text else self.default
-        return self.default
+        text = text or self._derived_text(env)
+        return self.parse(text, name) if text else self.default
+
+    def _derived_text(self, env: Variables) -> str:
+        """The text that a variable of another form sets; '' where none does."""
+        if not self.derived or not env.get(self.derived[0]):
+            return ""
+        return self.derived[1](env[self.derived[0]])
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The other variables that set it: of MXNet, ps-lite or Horovod."""
+        return (self.twin,) * bool(self.twin) + ((self.derived[0],) if self.derived else ())
 
     def help(self) -> str:
         """The sentence for an option of a command line, with the default."""
@@ -528,7 +548,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "KVDIST_PATIENCE_S", seconds(1, 1_000_000), 10.0,
             "how many seconds a process or its host may be silent before it counts as lost",
             "A shorter silence ends nothing, one of half as much again is a loss; `kvdist-launch --patience` sets it."
-            " See [below](#patience)",
+            " See [patience](#patience)",
         ),
         Setting(
             "KVDIST_EXPLAIN_AFTER_S", seconds(0, positive=True), 10.0,
@@ -1077,11 +1097,12 @@ def _table(rows: tuple[Setting, ...]) -> str:
     for row in rows:
         other = (row.twin if row.name == row.variable else row.variable) if row.twin else ""
         meaning = row.sentence + (f". {row.details}" if row.details else "")
-        lines.append(f"| `{row.name}` | {f'`{other}`' if other else ''} | {_shown_default(row)} | {meaning} |")
+        lines.append(f"| `{row.name}` | {f'`{other}`' if other else ''} | {shown_default(row)} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
-def _shown_default(row: Setting) -> str:
+def shown_default(row: Setting) -> str:
+    """The default of a setting in Markdown; '' where there is none."""
     if row.shown_default or row.default in (None, "", ()):
         return row.shown_default
     text = f"`{row.kind.text(row.default)}`"

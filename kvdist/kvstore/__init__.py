@@ -12,6 +12,7 @@ import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of 
 from kvdist.config import exit_codes
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
 from kvdist.config.policies import Pace, TrainingPolicy, policy_from
+from kvdist.config.suggestions import did_you_mean
 from kvdist.core.policy import ASYNC, QUOTA, with_priority_slices
 from kvdist.errors import ConfigError
 from kvdist.kernels.cpu import choose
@@ -88,8 +89,10 @@ def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -
     if lowered in DIST_NAMES:
         return KVStore(_dist(lowered, chosen))
     advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
-    known = ", ".join([*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *registry.REGISTERED])
-    raise ValueError(f"there is no store called {name!r}{advice}; known are: {known}")
+    known = [*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *registry.REGISTERED]
+    near = "" if advice else did_you_mean(name, known)
+    listed = f"{', '.join(known)}{near and f'; {near}'}"
+    raise ValueError(f"there is no store called {name!r}{advice}; known are: {listed}")
 
 
 def _chosen_policy(name: str, given: str | TrainingPolicy | None) -> TrainingPolicy | None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from kvdist import lr_scheduler as schedules
+from kvdist.config.suggestions import did_you_mean
 from kvdist.optimizer import mxnet_1_9
 from kvdist.optimizer.base import HINTS, Optimizer, numbers_of
 
@@ -78,7 +79,8 @@ def create(optimizer: str | Optimizer, /, *, defaults: str | None = None, **hype
         )
     cls = _BY_NAME.get(optimizer.lower())
     if cls is None:
-        raise ValueError(f"unknown optimizer {optimizer!r}: known are {', '.join(registered())}")
+        near = did_you_mean(optimizer, registered())
+        raise ValueError(f"unknown optimizer {optimizer!r}: known are {', '.join(registered())}{near and f'; {near}'}")
     arguments = cls.arguments(hyperparameters)
     _refuse_unknown(cls, arguments)
     if defaults is not None:
@@ -94,7 +96,9 @@ def _refuse_unknown(cls: type[Optimizer], hyperparameters: Mapping[str, object])
     for name in hyperparameters:
         if name not in known:
             hint = f" (here it is called {HINTS[name]})" if name in HINTS else ""
-            raise TypeError(f"{cls.name} has no hyper-parameter {name}{hint}; it takes {', '.join(known)}")
+            near = "" if hint else did_you_mean(name, known)
+            takes = f"it takes {', '.join(known)}{near and f'; {near}'}"
+            raise TypeError(f"{cls.name} has no hyper-parameter {name}{hint}; {takes}")
 
 
 def from_description(description: object) -> Optimizer:

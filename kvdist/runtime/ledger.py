@@ -165,10 +165,9 @@ def _fate(folder: Path, rank: int, incarnation: int, push: int, who: str) -> str
     return text
 
 
-def add_command(commands: Any) -> None:
-    """Add ``kvdist ledger`` to the commands of the command line."""
-    parser = commands.add_parser("ledger", help="say what became of a push, by the ledgers that KVDIST_LEDGER wrote")
-    parser.add_argument("folder", metavar="DIR", help="the folder of the ledgers")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``kvdist ledger``, and as `command` what answers."""
+    parser.add_argument("folder", metavar="DIR", help="the folder of the ledgers, which KVDIST_LEDGER named")
     parser.add_argument("--worker", type=int, required=True, metavar="RANK", help="whose push")
     parser.add_argument("--push", type=int, required=True, metavar="N", help="its number, from 1")
     parser.set_defaults(command=_answer)

@@ -21,8 +21,19 @@ from kvdist_launch.exits import SIGNAL_BASE
 from kvdist_launch.hosts import Host
 from kvdist_launch.job import last_concluded, remove_summary, summary, write_summary
 from kvdist_launch.options import asked, parse_options, split_command, target_of
-from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, Sink
-from kvdist_launch.plan import HostFacts, JobSpec, plan, preview, thread_note, worker_lines
+from kvdist_launch.output import PROGRAM, JobOutput, LogFiles, Sink, text_table
+from kvdist_launch.plan import (
+    PLACEMENT_TITLES,
+    PYTHON,
+    HostFacts,
+    JobSpec,
+    placement,
+    plan,
+    preview,
+    quoted,
+    thread_note,
+    worker_lines,
+)
 from kvdist_launch.probe import usable_cores
 from kvdist_launch.processes import CommandError, LocalProcesses, handling_interruptions
 from kvdist_launch.request import (
@@ -145,7 +156,7 @@ class _Launch:
         if target_of(options):
             return _run_elsewhere(options, job, hosts, launcher)
         if options.dry_run:
-            return _show(job, hosts, launcher)
+            return _show(job, hosts, launcher, options.verbose)
         return self._run_attempts(job, hosts, launcher)
 
     def _run_attempts(self, job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
@@ -248,8 +259,17 @@ def _assumed_facts(host: Host, launcher: HostFacts) -> HostFacts:
     return replace(launcher, python=python) if host.is_local else HostFacts(0, python, host.name)
 
 
-def _show(job: JobSpec, hosts: Sequence[Host], launcher: HostFacts) -> int:
-    text = preview(plan(job, hosts, [_assumed_facts(host, launcher) for host in hosts], launcher), hosts)
+def _show(job: JobSpec, hosts: Sequence[Host], launcher: HostFacts, is_verbose: bool) -> int:
+    """Show what would run where, and with `is_verbose` every command. Returns the exit code."""
+    processes = plan(job, hosts, [_assumed_facts(host, launcher) for host in hosts], launcher)
+    if is_verbose:
+        text = preview(processes, hosts)
+    else:
+        words = ["python" if word == PYTHON else word for word in job.command]
+        text = f"{text_table(PLACEMENT_TITLES, placement(processes, hosts))}\n\n"
+        text += f"workers run: {' '.join(map(quoted, words))}\n"
+        text += "" if job.cwd is None else f"in folder:   {quoted(job.cwd)}\n"
+        text += "Nothing was started. Add -v to see every command with its variables.\n"
     if any(not host.is_local for host in hosts):
         text += "\nAddresses, cores and variables of other hosts are found out when the job starts.\n"
         note = _left_out_note(job, launcher)

@@ -1,9 +1,9 @@
-"""``kvdist doctor -H HOSTS``: check every host as before a job, and measure the network between them.
+"""``kvdist doctor``: check this machine, or every host as before a job, and measure them and the network between them.
 
-Starts nothing there but the agent. Links are measured one after another, in both directions, so that none disturbs
-another. With ``--parameters`` and ``--step`` it says what each way of training would make of these machines; it asks
-``python -m kvdist estimate``, which has the model. The exit code is 0 if a job could run, 1 if a host or a link has a
-problem, 2 if the command line is wrong.
+Only the agent is started on a host. Links are measured in turn, in both directions, so that no measurement disturbs
+another. With ``--parameters`` and ``--step`` a table compares the ways of training, by the model of `kvdist.estimate`.
+The last line of the output starts a job. The exit code is 0 if a job could run, 1 if a host or a link has a problem, 2
+if the command line is wrong.
 """
 
 from __future__ import annotations
@@ -11,19 +11,31 @@ from __future__ import annotations
 import argparse
 import os
 import selectors
-import subprocess
+import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
-from kvdist.config.addresses import address_of_interface
-from kvdist.config.processes import module_words
+from kvdist.config.addresses import address_of_interface, this_machine
+from kvdist.config.command_line import USAGE_ERROR, Parser, end_with
 from kvdist.errors import ConfigError
+from kvdist.estimate import (
+    COMMAND,
+    MachineSpeed,
+    Mode,
+    add_model_arguments,
+    best_of,
+    estimate,
+    line_to_paste,
+    modes,
+    positive,
+)
+from kvdist.nodes import Role
 from kvdist_launch.agent_protocol import REPLIES
 from kvdist_launch.host_pool import HostConnection, HostPool, RemoteProcesses, judge, table
-from kvdist_launch.hosts import read_hosts
+from kvdist_launch.hosts import Host, read_hosts
 from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import OPTIONS
 from kvdist_launch.output import JobOutput, TextSink, text_table
@@ -32,8 +44,8 @@ from kvdist_launch.ssh import python_of_hosts, ssh_options
 from kvdist_launch.start import inherit
 from kvdist_launch.supervisor import Supervisor
 
+PROGRAM = "kvdist doctor"
 PROBLEM = 1
-USAGE_ERROR = 2
 
 LINK_S = 0.5
 """The usual time of one measurement."""
@@ -47,8 +59,8 @@ ANSWER_S = 2 * SERVE_S
 ALONE_MB_PER_S = 1e6
 """Of a machine that has no line to another."""
 
-ESTIMATE_S = 60.0
-"""For ``python -m kvdist estimate``."""
+WORKERS_OF_CPU = 2
+"""Workers in the line that starts a job on this machine, if it has no GPU."""
 
 HERE = "this machine"
 
@@ -61,11 +73,11 @@ OTHER_HELP = {"--sync-dst-dir": {"help": "check whether DIR can be written to on
 """Of options that do something else here than in ``kvdist-launch``."""
 
 EPILOG = """\
-The first table is the one that kvdist-launch prints before a job. The others have, from the host of the row to that of
-the column, the median of small round trips and the bytes per second of a burst of 0.3 s, both over one TCP connection.
-Links are measured one after another. With --parameters and --step a last table has what each way of training
-would make of the hosts, and which one to take; their speeds are measured by products of matrices on all cores. The exit
-code is 1 if a host, or a link between two, has a problem.
+The first table is the one that kvdist-launch prints before a job, with the speed of each host in products of float32
+matrices on all cores. The others have, from the host of the row to that of the column, the median of small round trips
+and the bytes per second of a burst of 0.3 s, both over one TCP connection. Links are measured one after another. With
+--parameters and --step a last table has what each way of training would make of the hosts, and which to take. The last
+line starts a job. The exit code is 1 if a host, or a link between two, has a problem.
 """
 
 
@@ -75,90 +87,141 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the words after the program's name; None takes those this process was started with.
     """
-    parser = argparse.ArgumentParser(
-        prog="kvdist doctor",
-        description="Check every host as before a job, and measure latency and bandwidth between them.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    group = parser.add_argument_group("hosts")
-    for names, settings in OPTIONS:
-        if names[-1] in OF_HOSTS:
-            group.add_argument(*names, **{**settings, **OTHER_HELP.get(names[-1], {})})
-    model = parser.add_argument_group("the model to be trained, to be told what each mode would do")
-    model.add_argument("--parameters", metavar="N", help="how many weights it has, such as 30e6")
-    model.add_argument("--step", metavar="S", help="seconds of a step on the fastest host alone")
-    model.add_argument(
-        "--speeds", metavar="V,V,…", help="of the hosts, in their order, instead of measuring them: for GPUs, say"
-    )
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
     try:
-        if options.hostfile is None:
-            raise ConfigError("-H is missing: name a hostfile, or a list such as -H a,b")
         if (options.parameters is None) != (options.step is None):
             raise ConfigError("--parameters and --step need each other")
         if options.speeds is not None and options.step is None:
             raise ConfigError("--speeds needs --parameters and --step")
         text, problems = _examine(options)
     except ConfigError as error:
-        print(f"kvdist doctor: error: {error}", file=sys.stderr)
-        return USAGE_ERROR
+        return end_with(f"error: {error}", USAGE_ERROR, PROGRAM)
     print("\n\n".join(part for part in (text, "\n".join(problems)) if part))
     return PROBLEM if problems else 0
 
 
+def _parser() -> Parser:
+    parser = Parser(
+        prog=PROGRAM,
+        description="Check this machine, or every host as before a job, and measure the network between them.",
+        epilog=EPILOG,
+    )
+    group = parser.add_argument_group("hosts")
+    for names, settings in OPTIONS:
+        if names[-1] in OF_HOSTS:
+            group.add_argument(*names, **{**settings, **OTHER_HELP.get(names[-1], {})})
+    model = parser.add_argument_group("the model to be trained, to be told what each mode would do")
+    add_model_arguments(model)
+    about = "of the hosts, in their order, instead of measuring them: for GPUs, say"
+    model.add_argument("--speeds", type=_speeds, metavar="V,V,…", help=about)
+    return parser
+
+
+def _speeds(text: str) -> list[float]:
+    return [positive(one) for one in text.split(",")]
+
+
 def _examine(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """The tables, and a sentence for each problem."""
+    """The tables and the line that starts a job, and a sentence for each problem."""
     interface = options.interface
     mine = None if interface is None else address_of_interface(interface)
+    hosts = [Host("localhost")] if options.hostfile is None else read_hosts(options.hostfile)
+    if options.speeds is not None and len(options.speeds) != len(hosts):
+        raise ConfigError(f"--speeds has {len(options.speeds)} values for {len(hosts)} hosts")
     sink = TextSink(sys.stderr)
     supervisor = Supervisor(JobOutput(sink, sink), sink, GracePeriods())
-    with HostPool(read_hosts(options.hostfile), python_of_hosts(options), ssh_options(options), supervisor) as pool:
+    with HostPool(hosts, python_of_hosts(options), ssh_options(options), supervisor) as pool:
         pool.connect()
         pool.ask(lambda _: {"folder": options.sync_dst_dir, "interface": interface})
         for one in pool.connections:
             one.problem = one.problem or str(one.found.get("no_interface", ""))
         judge(pool.connections, options.sync_dst_dir)
+        name_twice_named(pool.connections)
+        if options.speeds is None:
+            _measure_speeds(pool, supervisor.selector)
         count = 1 + sum(not one.problem for one, _ in pool.remote())
         if (seconds := count * (count - 1) * LINK_S) > SILENT_S:
             sink.write_lines(b"", [f"measuring {count} machines in pairs, about {seconds:.0f} s\n".encode()])
         links = measure_links(pool, supervisor.selector, mine)
-        modes = "" if options.step is None else _modes(options, pool, links)
         problems = [f"{one.host.name}: {one.problem}" for one in pool.connections if one.problem]
-        tables = [table(pool.connections), links.tables(), modes]
-        return "\n\n".join(filter(None, tables)), [*problems, *links.problems]
+        problems += links.problems
+        well = [one for one in pool.connections if not one.problem]
+        found = [] if options.step is None or not well else _modes(options, pool.connections, links)
+        tables = [table(pool.connections), links.tables(), estimate(found) if found else ""]
+        if not problems:
+            tables.append(_advice(options, well, found))
+        return "\n\n".join(filter(None, tables)), problems
 
 
-def _modes(options: argparse.Namespace, pool: HostPool, links: LinkTable) -> str:
-    """What each way of training would make of the hosts that are well; '' if there is none.
-
-    Raises:
-        ConfigError: the numbers of the command line do not go with the hosts.
-    """
-    given = [] if options.speeds is None else options.speeds.split(",")
-    if given and len(given) != len(pool.connections):
-        raise ConfigError(f"--speeds has {len(given)} values, and -H {len(pool.connections)} hosts")
-    here = HostProbe(selectors.DefaultSelector())
-    speeds: dict[str, str] = {}
-    for place, one in enumerate(pool.connections):
+def name_twice_named(connections: Sequence[HostConnection]) -> None:
+    """Report a host that is the same machine as an earlier host: a job would count its cores twice."""
+    firsts: dict[str, HostConnection] = {}
+    for one in connections:
         if one.problem:
             continue
-        machine = _Machine(one.processes if isinstance(one.processes, RemoteProcesses) else here, pool, one)
-        found = {} if given else machine.ask("measure_compute")
+        first = firsts.setdefault(str(one.facts.get("machine")), one)
+        if first is not one:
+            name = first.host.name
+            one.problem = f"the same machine as {name}: name it once, with the slots of both, as in -H {name}:2"
+
+
+def _measure_speeds(pool: HostPool, selector: selectors.BaseSelector) -> None:
+    """Let the hosts without a problem measure their speeds, in turn."""
+    here = HostProbe(selector)
+    for one in pool.connections:
+        if one.problem:
+            continue
+        probe = one.processes if isinstance(one.processes, RemoteProcesses) else here
+        found = _Machine(probe, pool, one).ask("measure_compute")
         one.problem = str(found.get("problem", ""))
         if not one.problem:
-            speeds[HERE if one.host.is_local else one.host.name] = given[place] if given else str(found["gflops"])
-    if not speeds:
-        return ""
-    lines = [str(links.slowest_of(name, speeds)) for name in speeds]
-    words = ["--parameters", options.parameters, "--step", options.step, "--speeds", *speeds.values()]
-    words += ["--names", *speeds, "--mb-per-s", *lines]
-    argv = [sys.executable, *module_words("kvdist"), "estimate", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=ESTIMATE_S)
-    if done.returncode:
-        raise ConfigError((done.stderr or done.stdout).strip().rpartition("error: ")[2])
-    return done.stdout.rstrip()
+            one.found["gflops"] = f"{found['gflops']:.3g}"
+
+
+def _modes(options: argparse.Namespace, connections: Sequence[HostConnection], links: LinkTable) -> list[Mode]:
+    """The ways of training on the hosts without a problem, which are at least one host."""
+    speeds = {
+        _name(one): float(one.found["gflops"]) if options.speeds is None else options.speeds[place]
+        for place, one in enumerate(connections)
+        if not one.problem
+    }
+    most = max(speeds.values())
+    machines = [MachineSpeed(name, speed / most, links.slowest_of(name, speeds)) for name, speed in speeds.items()]
+    return modes(machines, options.parameters, options.step, options.batch)
+
+
+def _name(one: HostConnection) -> str:
+    """A host's name in tables."""
+    return HERE if one.host.is_local else one.host.name
+
+
+def _advice(options: argparse.Namespace, connections: Sequence[HostConnection], found: Sequence[Mode]) -> str:
+    """The line that starts a job on these hosts, in the best mode if modes are known."""
+    reach = [word for names, _ in OPTIONS if names[-1] in OF_HOSTS for word in _as_given(options, names[-1])]
+    if not found:
+        if options.hostfile is None:
+            gpus = int(connections[0].facts["gpus"])
+            count = ["-n", str(gpus or WORKERS_OF_CPU)]
+        else:
+            slots = [one.host.slots for one in connections if one.host.takes(Role.WORKER)]
+            count = [] if slots and all(slots) else ["-n", str(max(1, len(slots)))]
+        return f"start a job:\n  kvdist-launch {shlex.join([*reach, *count])} {COMMAND}"
+    best = best_of(found)
+    if len(best.machines) < len(connections):
+        spelled = {_name(one): f"{one.host.user or ''}{'@' * bool(one.host.user)}{one.host}" for one in connections}
+        reach[reach.index("-H") + 1] = ",".join(spelled[name] for name in best.machines)
+    return f"start a job in this mode:\n  {line_to_paste(best, reach)}"
+
+
+def _as_given(options: argparse.Namespace, name: str) -> list[str]:
+    """The words of the command line that set an option; empty if the option is not set."""
+    value = getattr(options, name.removeprefix("--").replace("-", "_"))
+    if value is None or value is False:
+        return []
+    word = "-H" if name == "--hostfile" else name
+    if value is True:
+        return [word]
+    return [part for one in (value if isinstance(value, list) else [value]) for part in (word, one)]
 
 
 @dataclass(frozen=True)
@@ -215,13 +278,15 @@ def measure_links(pool: HostPool, selector: selectors.BaseSelector, address: str
     """Measure between all hosts that are connected, and this machine.
 
     Args:
-        pool: the hosts. To measure one interface, each has been asked for its address there.
+        pool: the hosts. To measure one interface, each has been asked for its address there. If a host is this machine,
+            this machine has the host's name in the tables.
         selector: the pool's.
         address: this machine's address on that interface; None measures the routes by which hosts were reached.
     """
-    here = _Machine(HostProbe(selector), pool, own_address=address)
     there = [_Machine(remote, pool, connection) for connection, remote in pool.remote() if not connection.problem]
-    machines = [here, *there]
+    names = [machine.name for machine in there if machine.is_here]
+    here = _Machine(HostProbe(selector), pool, own_address=address, own_name=names[0] if names else HERE)
+    machines = [here, *(machine for machine in there if not machine.is_here)]
     try:
         pairs = permutations(range(len(machines)), 2)
         speeds = {(source, target): _measure(machines[source], machines[target]) for source, target in pairs}
@@ -252,10 +317,16 @@ class _Machine:
     pool: HostPool
     connection: HostConnection | None = None
     own_address: str | None = None
+    own_name: str = HERE
 
     @property
     def name(self) -> str:
-        return HERE if self.connection is None else self.connection.host.name
+        return self.own_name if self.connection is None else self.connection.host.name
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine, even if an agent reaches it."""
+        return self.connection is None or self.connection.facts.get("machine") == this_machine()
 
     def address_from(self, other: _Machine) -> str:
         """The address under which `other` reaches this machine; '' if it is not known."""
@@ -280,5 +351,5 @@ class _Machine:
 
 
 if __name__ == "__main__":
-    inherit("kvdist doctor")
+    inherit(PROGRAM)
     raise SystemExit(main())

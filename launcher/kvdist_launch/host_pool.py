@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from kvdist.config.addresses import this_machine
 from kvdist.config.settings import Limits
 from kvdist.errors import ConfigError
 from kvdist.nodes import NodeId
@@ -530,25 +531,27 @@ def _problems(one: HostConnection, destination: str | None, root: str) -> list[s
 
 
 def explained(failure: str, python: str, host: Host) -> str:
-    """The message of ssh or of the far shell, with what to do about it.
+    """The message of ssh or of the far shell, with what to do about it; a command that helps stands at the end.
 
     Args:
         failure: the message.
         python: the interpreter that was to run the agent.
     """
     known_as = host.name if host.port is None else f"'[{host.name}]:{host.port}'"
+    login = ("" if host.port is None else f"-p {host.port} ") + (f"{host.user}@" if host.user else "") + host.name
     advice = {
         # First, as ssh then also prints what it prints for an unknown key.
         KEY_CHANGED: f"the key of {host.name} has changed: find out why, as another machine may answer in its place;"
         f" ssh-keygen -R {known_as} forgets the old key",
-        "Permission denied": "log in by key without a password, as ssh itself must be able to (ssh-copy-id)",
-        "Host key verification failed": "connect once by hand to see its key, or give --accept-new-host-keys",
+        "Permission denied": f"ssh must log in by key, without a password: ssh-copy-id {login}",
+        "Host key verification failed": "give --accept-new-host-keys, or connect once by hand to see the key:"
+        f" ssh {login}",
         "Could not resolve": f"there is neither a host nor a hostfile of the name {host.name}"
         if host.is_alone
         else "check the name, or add it to ~/.ssh/config",
         "Connection timed out": "is it up, and does a firewall let ssh through?",
         "Connection refused": "does an ssh daemon run there, at that port?",
-        "No module named": f"install kvdist there: {python} -m pip install kvdist=={__version__}",
+        "No module named": f"install kvdist there: ssh {login} {python} -m pip install kvdist=={__version__}",
         "No such file or directory": f"there is no {python}; give the interpreter of that host by python= or --python",
         "not found": f"there is no {python}; give the interpreter of that host by python= or --python",
     }
@@ -577,12 +580,8 @@ def table(connections: Sequence[HostConnection], root: str = "scheduler") -> str
         connections: the hosts.
         root: the title of the column that says whether the root was reached.
     """
-    titles = ("host", "address", "python", "kvdist", "cores", "GPUs", "free", root)
-    rows = [[one.host.name, *_cells(one)] for one in connections]
-    filled = [place for place in range(len(titles)) if any(len(row) > place and row[place] for row in rows)]
-    return text_table(
-        [titles[place] for place in filled], [[row[place] for place in filled if place < len(row)] for row in rows]
-    )
+    titles = ("host", "address", "python", "kvdist", "cores", "GPUs", "GFLOP/s", "free", root)
+    return text_table(titles, [[one.host.name, *_cells(one)] for one in connections])
 
 
 def _cells(one: HostConnection) -> list[str]:
@@ -592,11 +591,12 @@ def _cells(one: HostConnection) -> list[str]:
     free = found.get("folder", {}).get("free_bytes")
     unreachable = found.get("unreachable")
     return [
-        "this machine" if one.is_here else one.address,
+        "this machine" if one.is_here or facts.get("machine") == this_machine() else one.address,
         str(facts["python_version"]),
         str(facts["version"]),
         str(facts["cores"]),
         str(facts["gpus"]),
+        str(found.get("gflops", "")),
         "" if free is None else _size(free),
         "" if unreachable is None else "no" if unreachable else "reached",
     ]

@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from kvdist.config.command_line import Parser
 from kvdist.config.paths import expanded
 from kvdist.config.policies import policy_from
 from kvdist.config.settings import SETTINGS
@@ -50,27 +51,38 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         SystemExit: argparse answered (``--help``, ``--version``) or refused the options.
     """
-    return new_parser().parse_args(words)
+    options: argparse.Namespace = new_parser().parse_args(words)
+    return options
 
 
-def new_parser() -> argparse.ArgumentParser:
+def new_parser() -> Parser:
     """The parser of the launcher's own words."""
     description = "Start a kvdist job: scheduler, servers, and workers that run COMMAND; with -s 0 workers alone."
-    return grouped_parser("kvdist-launch", USAGE, description, EXAMPLES, GROUPS)
+    return grouped_parser("kvdist-launch", USAGE, description, EXAMPLES, GROUPS, OF_MXNET)
 
 
 def grouped_parser(
-    program: str, usage: str, description: str, examples: str, groups: Iterable[tuple[str, Iterable[Option]]]
-) -> argparse.ArgumentParser:
-    """A parser of options in groups: for each group its title, and the arguments of `add_argument`."""
-    parser = _Parser(
+    program: str,
+    usage: str,
+    description: str,
+    examples: str,
+    groups: Iterable[tuple[str, Iterable[Option]]],
+    instead: Mapping[str, str] | None = None,
+) -> Parser:
+    """A parser of options in groups: for each group its title, and the arguments of `add_argument`.
+
+    Args:
+        program, usage, description, examples: texts of ``--help``.
+        instead: options that the program does not have → what to write instead.
+    """
+    parser = Parser(
         prog=program,
         usage=usage,
         description=description,
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         add_help=False,
+        instead=instead,
     )
     for title, options in groups:
         group = parser.add_argument_group(title)
@@ -79,50 +91,8 @@ def grouped_parser(
     return parser
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that names the nearest options to one that it does not know."""
-
-    def parse_args(self, words: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
-        unknown = self._unknown(words)
-        if unknown:
-            near = self._near(unknown)
-            advice = f"did you mean {' or '.join(near)}?" if near else "--help lists all"
-            advice = OF_MXNET.get((self.prog, unknown), advice)
-            self.exit(2, f"{self.prog}: error: unknown option {unknown}; {advice}\n")
-        return super().parse_args(words, namespace)
-
-    def _unknown(self, words: Sequence[str]) -> str:
-        """The first option that there is not; '' if all are known."""
-        known, is_value = self._option_string_actions, False
-        for word in words:
-            name, is_joined, _ = word.partition("=")
-            if is_value:
-                is_value = False
-            elif name in known:
-                is_value = known[name].nargs != 0 and not is_joined
-            elif word[:2] not in known or not _accepts(known[word[:2]], word[2:]):
-                return name
-        return ""
-
-    def _near(self, unknown: str) -> list[str]:
-        """The options, at most two, that are spelled like this one or take a value that is."""
-        candidates: dict[str, str] = {}
-        for name, action in self._option_string_actions.items():
-            if action.help != argparse.SUPPRESS:
-                candidates[name] = f"{name} {action.metavar or ''}".strip()
-        for action in self._actions:
-            # `--abort` for `--on-worker-exit abort|restart:N`, `--workers` for `-n WORKERS`.
-            for value in re.findall(r"\b[a-z]{3,}\b|\b[A-Z]+S\b", str(action.metavar or "")):
-                candidates.setdefault(f"--{value.lower()}", candidates.get(action.option_strings[0], ""))
-        from difflib import get_close_matches  # here, as few need it and every job would wait for it
-
-        longer = [one for one in candidates if one.startswith(unknown)]
-        found = get_close_matches(unknown, longer or candidates, 2, 0 if longer else 0.75)
-        return list(dict.fromkeys(candidates[one] for one in found if candidates[one]))
-
-
-OF_MXNET = {("kvdist-launch", "--p3"): "-x DMLC_PS_VAN_TYPE=p3, or kv.create('p3'), gives priority slices"}
-"""Options of MXNet's launcher that are not offered, by program: what to do instead."""
+OF_MXNET = {"--p3": "-x DMLC_PS_VAN_TYPE=p3, or kv.create('p3'), gives priority slices"}
+"""Options of MXNet's launcher that ``kvdist-launch`` does not have → what to write instead."""
 
 
 def _launcher(text: str) -> str:
@@ -132,14 +102,6 @@ def _launcher(text: str) -> str:
             " start on each host"
         )
     return text
-
-
-def _accepts(action: argparse.Action, text: str) -> bool:
-    """Whether an option takes what is written behind its letter, as in ``-n4``."""
-    try:
-        return action.nargs != 0 and (not callable(action.type) or action.type(text) is not None)
-    except (ValueError, argparse.ArgumentTypeError):
-        return False
 
 
 def target_of(options: argparse.Namespace) -> str:
@@ -382,12 +344,14 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
          " fails or waits long; `kvdist why DIR` explains it")),
         (("--filter",), valued(_filters, "NAMES", "show only the output of these processes, as in"
          " w0,s*,worker-[0-3]")),
-        (("--verbose",), flag("say where each worker runs, and which kernels the servers use")),
+        (("-v", "--verbose"), flag("say where each worker runs, and which kernels the servers use; with --dry-run show"
+         " every command and its variables")),
         (("--timestamps",), flag("begin each line with the time")),
         (("--json-summary",), valued(to_path, "FILE", "write how the job ended to FILE")),
         (("--stdin",), valued(_worker, "WORKER", "give this terminal's input to a worker, as in w0, for a debugger; its"
          " output is shown as it comes, without prefixes")),
-        (("--dry-run",), flag("only show what would run where; values that look secret are hidden")),
+        (("--dry-run",), flag("only show a table of what would run where; with -v every command with its variables,"
+         " but for values that look secret")),
     )),
     ("failure", (
         (("--on-worker-exit",), valued(_restarts, "abort|restart:N", "what follows when a process fails or is"

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -113,7 +114,7 @@ def all_printable(value: Any) -> Any:
 
 
 def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: bool = False) -> str:
-    """A table as lines of text, the same on a terminal and in a file.
+    """A table as lines of text, the same on a terminal and in a file; columns with blanks alone are left out.
 
     Args:
         rows: the cells; a row that is too short is filled with blanks.
@@ -125,16 +126,17 @@ def text_table(titles: Sequence[str], rows: Iterable[Sequence[str]], right: bool
     from rich.table import Table
     from rich.text import Text
 
+    cells = list(rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, title in enumerate(titles):
-        table.add_column(Text(title), no_wrap=True, justify="right" if right and index else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
+    shown = [place for place in range(len(titles)) if any(len(row) > place and row[place] for row in cells)]
+    for place in shown:
+        table.add_column(Text(titles[place]), no_wrap=True, justify="right" if right and place else "left")
+    for row in cells:
+        table.add_row(*(Text(row[place]) for place in shown if place < len(row)))
     width = max(TABLE_WIDTH, sum(len(title) + 20 for title in titles))
-    console = Console(width=width, no_color=True, highlight=False, force_terminal=False)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
+    text = StringIO()  # and no capture of standard output, which may be full
+    Console(file=text, width=width, no_color=True, highlight=False, force_terminal=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
 
 
 class LineSplitter:

@@ -39,6 +39,7 @@ from kvdist_launch.hosts import Host
 from kvdist_launch.security import SECURITY, Security
 from kvdist_launch.security import VARIABLE as SECRET_FILE
 
+THIS_MACHINE = "this machine"
 LAUNCHER = -1
 """The index of the launching machine, which need not be one of the hosts."""
 
@@ -167,6 +168,7 @@ UNKNOWN = "-"
 """Instead of the path of the secret, which is known only on the host of the process."""
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
+THREADS = "OMP_NUM_THREADS"
 NUM_SERVERS = "DMLC_NUM_SERVER"
 PLACES = ("KVDIST_LOCAL_RANK", "KVDIST_LOCAL_SIZE", "KVDIST_CROSS_RANK", "KVDIST_CROSS_SIZE")
 HOROVOD_PLACES = (
@@ -372,17 +374,16 @@ def threads_per_worker(cores: int, num_workers: int) -> int:
 
 def thread_note(processes: Sequence[Process], hosts: Sequence[Host], facts: Sequence[HostFacts]) -> str | None:
     """The sentence about OMP_NUM_THREADS of the workers; None if the user has set it for all."""
-    name = "OMP_NUM_THREADS"
     notes: dict[str, list[str]] = {}
     workers = [process for process in processes if process.node.role is Role.WORKER]
     for index, count in Counter(process.host for process in workers).items():
         environment = next(process.environment for process in workers if process.host == index)
-        if name in environment.defaults and name not in {**facts[index].environ, **environment.settings}:
-            text = f"{environment.defaults[name]} for each worker (cores: {facts[index].cores}, workers: {count})"
+        if THREADS in environment.defaults and THREADS not in {**facts[index].environ, **environment.settings}:
+            text = f"{environment.defaults[THREADS]} for each worker (cores: {facts[index].cores}, workers: {count})"
             notes.setdefault(text, []).append(str(hosts[index]))
     if len(hosts) == 1 and notes:
-        return f"{name}={next(iter(notes))}"
-    return "; ".join(f"{name}={text} on {_listed(names)}" for text, names in notes.items()) or None
+        return f"{THREADS}={next(iter(notes))}"
+    return "; ".join(f"{THREADS}={text} on {_listed(names)}" for text, names in notes.items()) or None
 
 
 def worker_lines(processes: Sequence[Process], hosts: Sequence[Host]) -> list[str]:
@@ -436,7 +437,7 @@ def _environment(
             of_job = (one.node.rank, job.num_workers, *numbers)
             settings |= dict(zip(HOROVOD_PLACES, map(str, of_job), strict=True))
         if own.cores:
-            defaults["OMP_NUM_THREADS"] = str(threads_per_worker(own.cores, one.local_size))
+            defaults[THREADS] = str(threads_per_worker(own.cores, one.local_size))
         given = Environment(settings=settings).over(own.environ).get(DEVICES, "")
         devices = list((host.gpus if host else None) or (name.strip() for name in given.split(",") if name.strip()))
         if devices:
@@ -478,8 +479,48 @@ def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping
     return settings
 
 
+PLACEMENT_TITLES = ("machine", "scheduler", "servers", "workers", "threads each", "GPUs")
+
+
+def placement(processes: Sequence[Process], hosts: Sequence[Host]) -> list[tuple[str, ...]]:
+    """What ``--dry-run`` prints: a row for each machine, with cells for `PLACEMENT_TITLES`.
+
+    The cells have the ranks of servers and workers, the threads of each worker where they are known, and the GPUs that
+    each worker sees, where any are named.
+    """
+    by_machine: dict[str, list[Process]] = {}
+    for process in sorted(processes, key=lambda one: one.host):
+        is_here = process.host == LAUNCHER or hosts[process.host].is_local
+        by_machine.setdefault(THIS_MACHINE if is_here else str(hosts[process.host]), []).append(process)
+    return [(machine, *_cells(several)) for machine, several in by_machine.items()]
+
+
+def _cells(processes: Sequence[Process]) -> tuple[str, ...]:
+    ranks = {role: _ranges([one.node.rank for one in processes if one.node.role is role]) for role in Role}
+    workers = [{**one.environment.defaults, **one.environment.settings} for one in processes if _is_worker(one)]
+    threads = dict.fromkeys(variables.get(THREADS, "") for variables in workers)
+    devices = [variables[DEVICES] for variables in workers if DEVICES in variables]
+    scheduler = "yes" if ranks[Role.SCHEDULER] else ""
+    return scheduler, ranks[Role.SERVER], ranks[Role.WORKER], ", ".join(filter(None, threads)), " | ".join(devices)
+
+
+def _is_worker(process: Process) -> bool:
+    return process.node.role is Role.WORKER
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Rising ranks in few characters, such as ``0-3, 7``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
 def preview(processes: Sequence[Process], hosts: Sequence[Host]) -> str:
-    """What ``--dry-run`` prints: each process with its host, folder, changed variables and argv, secrets hidden.
+    """What ``--dry-run -v`` prints: each process with its host, folder, changed variables and argv, secrets hidden.
 
     Variables marked ``default`` apply where the host sets none, those marked ``front`` go before what it has, and
     those marked ``set`` win.

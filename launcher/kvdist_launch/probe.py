@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvdist.config.addresses import address_of_interface
+from kvdist.config.addresses import address_of_interface, this_machine
 from kvdist.config.processes import module_words
 from kvdist.config.sockets import raise_open_files_limit
 from kvdist.errors import ConfigError
@@ -77,6 +77,7 @@ def facts_of_this_host() -> dict[str, Any]:
         "open_files": raise_open_files_limit(),
         "gpus": len(glob.glob("/dev/nvidia[0-9]*")),
         "name": socket.gethostname(),
+        "machine": this_machine(),
         "home": os.path.expanduser("~"),
         "environ": {name: os.environ[name] for name in ENVIRON if name in os.environ},
     }

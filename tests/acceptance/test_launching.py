@@ -52,8 +52,8 @@ def refused(module, *words, **variables):
 
 
 def plan(*words, **variables):
-    """What ``--dry-run`` shows: for each process its place, its variables by their kind, and its words."""
-    out, _ = run(LAUNCH, *words[:-1], "--dry-run", *shlex.split(words[-1]), **variables)
+    """What ``--dry-run -v`` shows: for each process its place, its variables by their kind, and its words."""
+    out, _ = run(LAUNCH, *words[:-1], "--dry-run", "-v", *shlex.split(words[-1]), **variables)
     found = {}
     for block in out.strip().split("\n\n"):
         head, *lines = block.splitlines()

@@ -272,10 +272,14 @@ def test_a_worker_script_does_not_become_a_server(job):
     assert text in process.text
 
 
-@pytest.mark.parametrize("variables", [{}, {"DMLC_ROLE": "worker"}])
-def test_python_m_kvdist_without_a_role_of_its_own_says_what_it_runs(job, variables):
-    given = {**job.environment("worker", 1, 1), **variables} if variables else {}
-    process = alone(job, sys.executable, "-m", "kvdist", **given)
+def test_python_m_kvdist_without_a_role_shows_its_commands_and_does_not_end_well(job):
+    process = alone(job, sys.executable, "-m", "kvdist")
+    assert process.code == EXIT_CONFIG
+    assert "usage: kvdist COMMAND" in process.text and "DMLC_ROLE is" in process.text
+
+
+def test_python_m_kvdist_in_the_place_of_a_worker_says_what_it_runs(job):
+    process = alone(job, sys.executable, "-m", "kvdist", **job.environment("worker", 1, 1))
     assert process.code == EXIT_CONFIG
     assert "kvdist: python -m kvdist runs a scheduler or a server, and DMLC_ROLE says neither" in process.text
 

@@ -77,6 +77,12 @@ def test_an_unknown_name_is_a_value_error_that_lists_the_known_ones(name):
     assert all(known in message for known in [*LOCAL_NAMES, *SYNC_NAMES, *ASYNC_NAMES])
 
 
+@each("name, near", [("dst", "dist"), ("Dist_Asinc", "dist_async or dist_sync"), ("sync", "dist_sync or dist_async")])
+def test_an_unknown_name_that_is_like_a_known_one_is_refused_with_that(name, near):
+    with pytest.raises(ValueError, match=rf"; did you mean {near}\?$"):
+        kv.create(name)
+
+
 @each("name", [None, 3, b"dist"])
 def test_a_name_that_is_no_string_is_a_type_error(name):
     with pytest.raises(TypeError, match="the name of a store is a string, not "):

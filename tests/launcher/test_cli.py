@@ -125,6 +125,7 @@ def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, 
             for option in ("--log-dir", "--json-summary", "--dump", "--env-file", "--snapshots")
         ),
         (["-n", "1", "--policy", "fast", "true"], "--policy: there is no policy 'fast': write sync, local_sgd:STEPS"),
+        (["-n", "1", "--policy", "qouta:8", "true"], "there is no policy 'qouta:8': did you mean quota:SAMPLES["),
         (["-n", "1", "--policy", "quota:0", "true"], "the policy 'quota:0' is not possible: a quota of 0 examples"),
     ],
 )
@@ -181,7 +182,7 @@ def test_schedulers_and_servers_are_told_of_server_modules_too(capfd):
     ],
 )
 def test_servers_are_told_of_their_devices(capfd, words):
-    assert main(["-n", "1", "-s", "2", *words, "--dry-run", "true"]) == 0
+    assert main(["-n", "1", "-s", "2", *words, "--dry-run", "-v", "true"]) == 0
     shown = capfd.readouterr().out.split("\n\n")
     servers = [process for process in shown if process.startswith("server-")]
     assert len(servers) == 2
@@ -190,7 +191,7 @@ def test_servers_are_told_of_their_devices(capfd, words):
 
 @each("given, told", [("sync", "sync"), ("quota:64", "quota:64"), ("diloco:100", "diloco:100,0.7,0.9")])
 def test_workers_are_told_of_their_policy(capfd, given, told):
-    assert main(["-n", "2", "--policy", given, "--dry-run", "true"]) == 0
+    assert main(["-n", "2", "--policy", given, "--dry-run", "-v", "true"]) == 0
     workers = [process for process in capfd.readouterr().out.split("\n\n") if process.startswith("worker-")]
     assert len(workers) == 2
     assert all(f"KVDIST_POLICY={told}\n" in process for process in workers)
@@ -224,9 +225,26 @@ def test_the_help_names_every_supported_option_and_shows_examples(capsys):
     assert "examples:" in shown
 
 
-def test_a_dry_run_shows_every_process_and_starts_nothing(capfd, monkeypatch):
+def test_a_dry_run_shows_what_would_run_where_and_starts_nothing(capfd, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("kvdist_launch.cli.usable_cores", lambda: 6)
+    words = ["-n", "5", "-s", "1", "-H", "localhost,me@d[1-2]:2", "--dry-run", "--env", "CUDA_VISIBLE_DEVICES=4,5,6"]
+    assert main([*words, "no-such-program", "a b"], role_command=["/nonexistent"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.replace("threads each", "threads").replace("this machine", "here").split() for line in lines[:5]] == [
+        ["machine", "scheduler", "servers", "workers", "threads", "GPUs"],
+        ["─" * len(lines[1].strip())],
+        ["here", "yes", "0", "0", "6", "4,5,6"],
+        ["d1", "1-2", "4", "|", "5,6"],
+        ["d2", "3-4", "4", "|", "5,6"],
+    ]
+    assert "workers run: no-such-program 'a b'" in lines and f"in folder:   {os.getcwd()}" in lines
+    assert max(map(len, lines)) <= 80 or len(os.getcwd()) > 60
+
+
+def test_a_dry_run_shows_every_command_where_it_is_asked_for(capfd, monkeypatch):
     monkeypatch.setenv("MXNET_TOKEN", "geheim")
-    words = ["-n", "3", "-s", "1", "-H", "localhost,me@d[1-2]:2", "--dry-run", "-x", "MY_KEY=geheim"]
+    words = ["-n", "3", "-s", "1", "-H", "localhost,me@d[1-2]:2", "--dry-run", "-v", "-x", "MY_KEY=geheim"]
     assert main([*words, "no-such-program", "a b"], role_command=["/nonexistent"]) == 0
     shown = capfd.readouterr().out
     heads = [line for line in shown.splitlines() if " on " in line and not line.startswith(" ")]
@@ -290,7 +308,7 @@ def test_the_version_is_printed_without_a_command(capsys):
 def test_a_system_without_affinities_counts_all_cores(monkeypatch, capfd):
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert main(["-n", "1", "-s", "1", "--dry-run", "true"]) == 0
+    assert main(["-n", "1", "-s", "1", "--dry-run", "-v", "true"]) == 0
     assert f"OMP_NUM_THREADS={os.cpu_count()}" in capfd.readouterr().out
 
 

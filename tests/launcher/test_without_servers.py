@@ -129,7 +129,7 @@ def test_logs_and_summary_are_as_ever(launch, tmp_path):
 
 
 def test_a_dry_run_shows_workers_alone(capfd):
-    assert main(["-n", "2", "-s", "0", "-H", "d1,d2", "--security", "none", "--dry-run", "train"]) == 0
+    assert main(["-n", "2", "-s", "0", "-H", "d1,d2", "--security", "none", "--dry-run", "-v", "train"]) == 0
     shown = capfd.readouterr().out
     heads = [line for line in shown.splitlines() if " on " in line and not line.startswith(" ")]
     assert [head.partition(" in ")[0] for head in heads] == ["worker-0 on d1", "worker-1 on d2"]

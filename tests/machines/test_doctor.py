@@ -15,8 +15,10 @@ pytestmark = pytest.mark.machines
 TIMEOUT_S = 120
 
 
-def ask(machines, *words):
+def ask(machines, *words, names_of_d1="d1"):
     machines.write_ssh_config()
+    config = machines.home / ".ssh" / "config"
+    config.write_text(config.read_text().replace("Host d1\n", f"Host {names_of_d1}\n"))
     env = {**os.environ, "PYTHONPATH": PYTHONPATH}
     argv = machines.command([sys.executable, "-m", "kvdist", *words])
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
@@ -40,6 +42,14 @@ def test_every_way_between_machines_is_measured(machines):
         found = cells(done, title)
         assert list(found) == ["here", "d1", "d2"]
         assert all(len(row) == 2 and all(float(cell) >= 0 for cell in row) for row in found.values()), done.stdout
+    assert done.stdout.endswith("start a job:\n  kvdist-launch -H d1,d2 -n 2 python train.py\n")
+
+
+def test_two_names_of_one_machine_are_recognised_and_it_is_measured_once(machines):
+    done = ask(machines, "doctor", "-H", "d1,d2,again", names_of_d1="d1 again")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "\nagain: the same machine as d1: name it once" in done.stdout and "kvdist-launch" not in done.stdout
+    assert list(cells(done, "MB/s")) == ["here", "d1", "d2"]
 
 
 def test_a_slow_line_is_seen_in_its_direction(machines):

@@ -69,6 +69,13 @@ def test_an_unknown_name_lists_the_known_ones():
         create("adma")
 
 
+def test_unknown_names_that_are_like_known_ones_are_refused_with_those():
+    with pytest.raises(ValueError, match=r"unknown optimizer 'nadma'.*; did you mean nadam\?$"):
+        create("nadma")
+    with pytest.raises(TypeError, match=r"no hyper-parameter lerning_rate; it takes .*; did you mean learning_rate\?$"):
+        create("sgd", lerning_rate=0.1)
+
+
 @each(
     "name, numbers, words",
     [
