@@ -95,15 +95,15 @@ DEPTH_MAX = 100
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that has been loaded.
+    """Description of a loaded checkpoint, as `load_checkpoint` returns it.
 
     Attributes:
-        folder: where it lies.
-        step: the number with which it was saved.
-        state: what this worker gave as `state`; None if it gave nothing, or did not exist.
-        states: rank → what that worker gave; for a run that goes on with another number of workers.
-        exact: whether it is one moment of the whole store; not so for asynchronous stores.
-        data: where a `QueueSampler` was, which goes on there by itself; None without one.
+        folder: path of the checkpoint.
+        step: number with which it was saved.
+        state: `state` that the worker of this rank saved; None if it saved nothing or did not exist.
+        states: the same for all ranks, as a dict of rank to state, for a run with another number of workers.
+        exact: whether the checkpoint is a consistent cut of the store; False for asynchronous stores.
+        data: position of a `QueueSampler`, which resumes from it by itself; None without such a sampler.
     """
 
     folder: Path
