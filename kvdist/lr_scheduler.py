@@ -32,14 +32,14 @@ ENTRY = "lr_scheduler"
 
 
 class LRScheduler(ABC):
-    """Base of every schedule: ``schedule(count)`` is the learning rate of the update with that number.
+    """Base class of schedules: ``schedule(count)`` is the learning rate of update number `count`.
 
-    While count < warmup_steps it warms up: with ``warmup_mode='linear'`` the rate is
-    begin + (base − begin)·count/warmup_steps, with ``'constant'`` it is begin.
+    While count < warmup_steps, the rate is begin + (base − begin)·count/warmup_steps with ``warmup_mode='linear'``, and
+    begin with ``'constant'``.
 
     Attributes:
-        base_lr: the rate after the warm-up, at least 0.
-        warmup_steps: updates of the warm-up, whole, at least 0.
+        base_lr: rate after the warm-up, at least 0.
+        warmup_steps: number of updates of the warm-up, at least 0.
         warmup_begin_lr: begin, from 0 to base_lr.
         warmup_mode: ``'linear'`` or ``'constant'``.
     """

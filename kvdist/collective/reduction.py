@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp as TorchOp
 
 
 class ReduceOp(enum.IntEnum):
-    """How a reduction combines the ranks' tensors."""
+    """Operator of a reduction over the ranks."""
 
     Average = 0
     Sum = 1
@@ -21,17 +21,17 @@ class ReduceOp(enum.IntEnum):
 
 
 Average = ReduceOp.Average
-"""The mean over the ranks."""
+"""Mean over the ranks."""
 Sum = ReduceOp.Sum
-"""The sum over the ranks."""
+"""Sum over the ranks."""
 Adasum = ReduceOp.Adasum
-"""The adaptive sum of Adasum: orthogonal gradients are added, parallel ones averaged."""
+"""Adaptive sum of Adasum: orthogonal gradients are added, parallel gradients averaged."""
 Min = ReduceOp.Min
-"""The smallest value, element by element."""
+"""Smallest value, element by element."""
 Max = ReduceOp.Max
-"""The largest value, element by element."""
+"""Largest value, element by element."""
 Product = ReduceOp.Product
-"""The product over the ranks, element by element."""
+"""Product over the ranks, element by element."""
 
 TORCH_OPS = {Average: TorchOp.SUM, Sum: TorchOp.SUM, Min: TorchOp.MIN, Max: TorchOp.MAX, Product: TorchOp.PRODUCT}
 """Torch's operators. An average is a sum that is divided afterwards: gloo has none for integers."""
@@ -146,7 +146,7 @@ class BF16Compressor(CastCompressor):
 
 
 class Compression:
-    """The compressions by name, as in ``compression=hvd.Compression.fp16``."""
+    """Compressions by name, as in ``compression=hvd.Compression.fp16``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

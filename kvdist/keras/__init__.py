@@ -1,8 +1,8 @@
 """Keras 3 without servers, under Horovod's names: ``import kvdist.keras as hvd``.
 
-For Keras on the torch backend and on TensorFlow. `DistributedOptimizer` averages gradients over the ranks, the
-callbacks do the rest; `docs/collective.md` has the six steps. What is saved knows nothing of this package: Keras alone
-loads it.
+It supports the torch and the TensorFlow backend of Keras. `DistributedOptimizer` averages gradients over the ranks, and
+the callbacks broadcast weights and average metrics; `docs/collective.md` lists the six steps. Saved models do not
+depend on this package: Keras alone loads them.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
