@@ -1,11 +1,11 @@
-"""Stores that users register: the contract they keep (`KVStoreBase`), and how a trainer calls one (`Adapted`).
+"""Custom stores: the interface to implement (`KVStoreBase`), and how a trainer calls such a store (`Adapted`).
 
-A store that implements all of `kvdist.KVStore` keeps the contract too. One that implements only the contract is called
-as MXNet calls it: key by key, with a list of arrays, one per device, and a higher priority for parameters that the next
-forward pass needs earlier. Such a store never gets None for a missing gradient (it gets zeros), and is never asked for
-an average (it gets gradients that are divided already).
+A store that implements all of `kvdist.KVStore` satisfies the interface too. A store that implements only the interface
+is called as MXNet calls it: key by key, with a list of arrays, one per device, and a higher priority for parameters
+that the next forward pass needs earlier. Such a store never gets None for a missing gradient but zeros, and is never
+asked for an average but gets gradients that are already divided.
 
-Write a class like this, and `kvdist.kv.create` knows it by its name in lower case::
+Write a class like this, and `kvdist.kv.create` accepts its name in lower case::
 
     @kv.register
     class Mine(kv.KVStoreBase):

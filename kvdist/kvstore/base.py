@@ -1,17 +1,17 @@
-"""`KVStore`: what every store can do, over the primitives of a `Backend`.
+"""`KVStore`: the methods of every store, implemented over the primitives of a `Backend`.
 
-Rules that hold for every store:
+Invariants of every store:
 
-- A *key* is an `int` or a `str`; one call takes one key or a list of them, never both types at once.
-- A *value* is a NumPy array or a torch tensor of one of the types of `kvdist.dtypes`, or some of its rows: a
-  `RowSparse` or a sparse COO tensor. For one key it may be a list of them, one per device, which are summed. For a list
-  of keys it is a list of as many values.
-- ``None`` in the place of a value that is pushed means "no gradient here": an empty contribution that counts, so no
+- A *key* is an `int` or a `str`; a call takes a single key or a list of them, never both types at once.
+- A *value* is a NumPy array or a torch tensor of the types of `kvdist.dtypes`, or some rows of a table: a `RowSparse`
+  or a sparse COO tensor. For a single key it may be a list of them, one per device, which are summed. For a list of
+  keys it is a list of as many values.
+- ``None`` in place of a pushed value means "no gradient on this worker": an empty contribution that counts, so no
   worker waits for it.
 - Arguments are never written (except where a result goes in place) and never kept by reference. Results never change
   after they are returned.
 - A list call handles its keys in the order of the list; a higher `priority` overtakes a lower one.
-- The caller's mistakes raise at the call. What a peer did wrong fails the call that waits for it.
+- Mistakes of the caller raise at the call. A failure of a peer fails the call that waits for it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The names of stores and what each means, stores that users register, and their handlers of commands on servers.
+"""Names and meanings of the stores, registered store classes, and handlers of commands on servers.
 
-A server runs a handler that was registered by a module named at its start (``--server-module``), and nothing else: a
-worker sends the number of a handler and a text for it, never code.
+A server runs only handlers that were registered by a module named at its start (``--server-module``): a worker sends
+the number of a handler and a text for it, never code.
 """
 
 from __future__ import annotations
