@@ -151,7 +151,7 @@ def first_line(error: BaseException) -> str:
 
 
 INCOMPLETE = "the others cannot go on, as the cluster was not complete yet"
-"""Start of the scheduler's and the launcher's message about a loss before all processes had registered."""
+"""What a scheduler says of a loss before all were there, and the launcher after it."""
 EXITED = "exited with code "
 """Start of a cause that is known from an exit code."""
 

@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp as TorchOp
 
 
 class ReduceOp(enum.IntEnum):
-    """Operator of a reduction over the ranks."""
+    """How a reduction combines the ranks' tensors."""
 
     Average = 0
     Sum = 1
@@ -21,17 +21,17 @@ class ReduceOp(enum.IntEnum):
 
 
 Average = ReduceOp.Average
-"""Mean over the ranks."""
+"""The mean over the ranks."""
 Sum = ReduceOp.Sum
-"""Sum over the ranks."""
+"""The sum over the ranks."""
 Adasum = ReduceOp.Adasum
-"""Adaptive sum of Adasum: orthogonal gradients are added, parallel gradients averaged."""
+"""The adaptive sum of Adasum: orthogonal gradients are added, parallel ones averaged."""
 Min = ReduceOp.Min
-"""Smallest value, element by element."""
+"""The smallest value, element by element."""
 Max = ReduceOp.Max
-"""Largest value, element by element."""
+"""The largest value, element by element."""
 Product = ReduceOp.Product
-"""Product over the ranks, element by element."""
+"""The product over the ranks, element by element."""
 
 TORCH_OPS = {Average: TorchOp.SUM, Sum: TorchOp.SUM, Min: TorchOp.MIN, Max: TorchOp.MAX, Product: TorchOp.PRODUCT}
 """Torch's operators. An average is a sum that is divided afterwards: gloo has none for integers."""
