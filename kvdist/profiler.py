@@ -155,7 +155,7 @@ def _told_servers(profile_process: str, call: str, **fields: object) -> bool:
         return False
     cluster = PROCESS_CLUSTER.present
     if cluster is None:
-        raise KvdistError("servers are told by way of a store: call kv.create('dist') before their profiler is used")
+        raise KvdistError("the profiler of the servers needs a store: call kv.create('dist') first")
     body = json.dumps({"do": call, **fields})
     cluster.ask(lambda number: Command(number, PROFILER_HEAD, body))
     return True

@@ -127,8 +127,9 @@ def _in_order_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dic
         if sorted(names) != sorted(others):
             here, there = (sorted(set(one) - set(rest))[:3] for one, rest in ((names, others), (others, names)))
             raise ValueError(
-                f"group {number} of the optimizer has other parameters here than on the root: here alone are {here},"
-                f" there alone {there}; give the optimizers of all ranks the same parameters in the same groups"
+                f"group {number} of the optimizer has different parameters on this rank and on the root: only on this"
+                f" rank {here}, only on the root {there}; give the optimizers of all ranks the same parameters in the"
+                " same groups"
             )
         place_of = dict(zip(others, other["params"], strict=True))
         other.update(params=[place_of[name] for name in names], param_names=list(names))

@@ -29,7 +29,7 @@ class ProcessSet:
     def __init__(self, *ranks: int | Iterable[int]) -> None:
         given = [rank for item in ranks for rank in (item if isinstance(item, Iterable) else [item])]
         if not all(isinstance(rank, Integral) for rank in given):
-            raise ValueError(f"a process set is made of ranks, which are int, not {given}")
+            raise ValueError(f"the members of a process set must be integers, got {given}")
         self._ranks: tuple[int, ...] | None = tuple(sorted(map(int, given)))
         self.process_set_id: int | None = None
 

@@ -97,8 +97,8 @@ class LocalSteps:
             _require_whole("a quorum of", self.quorum, "workers", 1, WORKERS_MAX)
             if self.fragments > 1 or self.delay is not None:
                 raise ValueError(
-                    "a quorum exchanges all parameters when enough workers are ready, and nobody waits for the answer:"
-                    " leave fragments and delay out, or the quorum"
+                    "a quorum exchanges all parameters at once, and no worker waits for the result, so fragments and"
+                    " delay have no meaning: leave them out, or the quorum"
                 )
 
     @property

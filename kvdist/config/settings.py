@@ -881,8 +881,8 @@ class ClusterConfig:
         check_security(self.security, self.secret_file)
         if self.security == "curve" and self.secret_file is None:
             raise ConfigError(
-                "KVDIST_SECURITY is 'curve', but there is no secret to make keys from: set KVDIST_SECRET_FILE to a file"
-                " with at least 32 random bytes, the same for all processes of the job"
+                "KVDIST_SECURITY is 'curve', but no secret is set: set KVDIST_SECRET_FILE to a file with at least 32"
+                " random bytes, the same for all processes of the job"
             )
         if self.is_local and self.transport == "tcp":
             raise ConfigError(
@@ -912,13 +912,13 @@ class ClusterConfig:
         for name, value in others.items():
             if value is not None:
                 raise ConfigError(
-                    f"KVDIST_ON_LOSS is 'wait', which waits for lost workers and for nobody else, and {name} is"
-                    f" {value!r}: leave {name} out, or set KVDIST_ON_LOSS=continue (kvdist-launch --on-loss continue)"
+                    f"KVDIST_ON_LOSS is 'wait', which only waits for lost workers, but {name} is {value!r}: leave"
+                    f" {name} out, or set KVDIST_ON_LOSS=continue (kvdist-launch --on-loss continue)"
                 )
         if self.return_s == 0:
             raise ConfigError(
-                "KVDIST_ON_LOSS is 'wait' and KVDIST_RETURN_S is 0, so that nobody would wait: set it to the seconds"
-                " within which a lost worker comes back, or leave it out"
+                "KVDIST_ON_LOSS is 'wait', but KVDIST_RETURN_S is 0, so no process would wait: set KVDIST_RETURN_S to"
+                " the seconds within which a lost worker comes back, or leave it out"
             )
 
     def _require_replicas(self) -> None:
@@ -927,8 +927,8 @@ class ClusterConfig:
             raise ConfigError(f"KVDIST_REPLICAS is {self.replicas}, and only 0 or 1 are possible")
         if self.replicas >= self.num_servers:
             raise ConfigError(
-                f"KVDIST_REPLICAS is {self.replicas}, and each copy is kept by another server, but there is only"
-                f" {self.num_servers}: start two servers or more (kvdist-launch -s 2), or none with copies"
+                f"KVDIST_REPLICAS is {self.replicas}, which keeps each copy on another server, but the job has only"
+                f" {self.num_servers}: start two servers or more (kvdist-launch -s 2), or leave KVDIST_REPLICAS out"
             )
         if self.snapshots is not None:
             raise ConfigError(
@@ -978,8 +978,8 @@ class ClusterConfig:
         """
         if rank is None and len(set(self.server_devices)) > 1:
             raise ConfigError(
-                f"KVDIST_SERVER_DEVICE is {','.join(self.server_devices)!r}, which servers take in turn, and this one"
-                " does not know its rank: set KVDIST_RANK for each server, or name one device"
+                f"KVDIST_SERVER_DEVICE is {','.join(self.server_devices)!r}, which servers take in turn, but the rank"
+                " of this server is not set: set KVDIST_RANK for each server, or name a single device"
             )
         return self.server_devices[(rank or 0) % len(self.server_devices)]
 
@@ -1020,9 +1020,7 @@ def check_security(security: str | None, secret_file: str | None) -> None:
         ConfigError: both are set.
     """
     if security == "none" and secret_file is not None:
-        raise ConfigError(
-            f"KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is {secret_file!r}: unset the one that is not meant"
-        )
+        raise ConfigError(f"KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is {secret_file!r}: unset one of them")
 
 
 # Jobs without servers.

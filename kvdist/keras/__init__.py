@@ -11,8 +11,8 @@ try:
     import keras as _keras
 except ImportError as error:
     raise ImportError(
-        f"Keras 3 cannot be imported ({error}): pip install 'kvdist[keras]' and set KERAS_BACKEND=torch, because Keras"
-        " takes TensorFlow where nothing is said; or pip install 'kvdist[tensorflow]'"
+        f"Keras 3 cannot be imported ({error}): pip install 'kvdist[keras]' and set KERAS_BACKEND=torch, because the"
+        " default backend of Keras is TensorFlow; or pip install 'kvdist[tensorflow]'"
     ) from error
 
 from kvdist.collective import (

@@ -545,7 +545,7 @@ class KVStore(KVStoreBase):
             ValueError: the capability is unknown.
         """
         if capability.lower() != self.OPTIMIZER:
-            raise ValueError(f"unknown capability {capability!r}; the one there is is {self.OPTIMIZER!r}")
+            raise ValueError(f"unknown capability {capability!r}; the only capability is {self.OPTIMIZER!r}")
         return Ability.OPTIMIZER in self._backend.abilities
 
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:

@@ -95,7 +95,7 @@ def register(cls: Store) -> Store:
         TypeError: `cls` is not a class.
     """
     if not isinstance(cls, type):
-        raise TypeError(f"register a class, not {type(cls).__name__}: an object of it is made at each create()")
+        raise TypeError(f"register takes a class, not {type(cls).__name__}: create() makes an object of it each time")
     name = cls.__name__.lower()
     if name in {*REGISTERED, *LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID}:
         warnings.warn(f"the store {name!r} is now {cls.__module__}.{cls.__qualname__}", stacklevel=2)
@@ -152,8 +152,8 @@ def require_body(body: object) -> None:
         raise ValueError(f"the body of a command cannot be written as UTF-8: {error}") from None
     if nbytes > DEFAULT.body_bytes_max:
         raise ValueError(
-            f"the body of a command has {nbytes} bytes of UTF-8, where {DEFAULT.body_bytes_max} are allowed; put what"
-            " is larger into a file, or into keys"
+            f"the body of a command has {nbytes} bytes of UTF-8, more than the limit of {DEFAULT.body_bytes_max}; put"
+            " larger data into a file, or into keys"
         )
 
 

@@ -94,7 +94,7 @@ class RowSparse:
             values = tensor_over(np.ascontiguousarray(values), self._dtype)
         given, dtype = _checked_values(values)
         if dtype is not self._dtype:
-            raise TypeError(f"this RowSparse holds {self._dtype.label}, the values given are {dtype.label}: cast them")
+            raise TypeError(f"this RowSparse holds {self._dtype.label}, but the values are {dtype.label}: cast them")
         _check_fit(checked, tuple(given.shape))
         _check_inside(checked, tuple(given.shape[1:]), self._shape)
         if isinstance(given, np.ndarray) and self.is_torch:
@@ -184,8 +184,8 @@ class RowSparse:
             raise TypeError(f"from_torch takes a sparse COO tensor, not {_told(tensor)}; from_dense takes dense ones")
         if tensor.sparse_dim() != 1:
             raise ValueError(
-                f"a RowSparse holds whole rows, and this tensor has {tensor.sparse_dim()} sparse dimensions: make it"
-                " with one, such as by dense.to_sparse(1)"
+                f"a RowSparse holds whole rows, but this tensor has {tensor.sparse_dim()} sparse dimensions: convert"
+                " it, such as by dense.to_sparse(1)"
             )
         plain = tensor.detach().cpu()
         # Not `coalesce()`: torch sums halves in their own type.
@@ -303,7 +303,7 @@ def _checked_indices(indices: Any) -> Array:
     if given.dtype.kind not in "iu":
         raise TypeError(f"row ids must be integers, not {given.dtype}: cast them, such as by ids.astype('int64')")
     if given.ndim != 1:
-        raise ValueError(f"row ids must have one dimension, and these have shape {given.shape}: use ids.reshape(-1)")
+        raise ValueError(f"row ids must have one dimension, not the shape {given.shape}: use ids.reshape(-1)")
     if given.size and (int(given.min()) < 0 or int(given.max()) > np.iinfo(np.int64).max):
         wrong = int(given.min()) if int(given.min()) < 0 else int(given.max())
         raise ValueError(f"row ids must be at least 0 and fit int64, and {wrong} is among them")
@@ -325,18 +325,18 @@ def _checked_values(values: Any) -> tuple[Any, DType]:
     else:
         raise TypeError(f"values must be a NumPy array or a torch tensor, not {_told(values)}")
     if not values.ndim:
-        raise ValueError("values must have a row for each id, and these have no dimension at all")
+        raise ValueError("values must have a row for each id, but are a scalar")
     return values, dtype
 
 
 def _check_fit(indices: Array, shape: tuple[int, ...]) -> None:
     if shape[0] != len(indices):
-        raise ValueError(f"there are {len(indices)} row ids and {shape[0]} rows of values: give one row for each id")
+        raise ValueError(f"{len(indices)} row ids need as many rows of values, got {shape[0]}")
 
 
 def _check_inside(indices: Array, row_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if row_shape != shape[1:]:
-        raise ValueError(f"rows of an array of shape {shape} have shape {shape[1:]}, and those given {row_shape}")
+        raise ValueError(f"rows of an array of shape {shape} have shape {shape[1:]}, got {row_shape}")
     if indices.size and int(indices.max()) >= shape[0]:
         raise ValueError(f"row {int(indices.max())} is out of range: an array of shape {shape} has {shape[0]} rows")
 
@@ -346,7 +346,9 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
         raise ValueError(f"a shape is a tuple of whole numbers, not {shape!r}")
     wrong = [one for one in shape if isinstance(one, bool) or not isinstance(one, (int, np.integer)) or one < 0]
     if wrong or not shape:
-        raise ValueError(f"a shape with rows is a tuple of at least one whole number, none below 0, not {shape!r}")
+        raise ValueError(
+            f"the shape of an array with rows is a tuple of one or more whole numbers of at least 0, not {shape!r}"
+        )
     return tuple(int(one) for one in shape)
 
 

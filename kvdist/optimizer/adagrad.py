@@ -93,8 +93,8 @@ class GroupAdaGrad(Optimizer):
             raise ValueError(f"groupadagrad knows no weight decay, and wd is {wd:g}: set it to 0")
         if len(extent.shape) != 2:
             raise ValueError(
-                f"groupadagrad updates matrices, and the parameter {extent.key!r} has shape {extent.shape}: give"
-                " parameters of other shapes a store of their own with another optimizer, such as adagrad"
+                f"groupadagrad updates matrices, but the parameter {extent.key!r} has shape {extent.shape}: put other"
+                " parameters into a second store with another optimizer, such as adagrad"
             )
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:

@@ -23,8 +23,8 @@ from kvdist.schema import flag, number
 def _require_rate(name: str, lr: float, extent: Extent) -> None:
     if lr <= 0:
         raise ValueError(
-            f"{name} divides by the learning rate, and that of {extent.key!r} is {lr:g}: give one above 0; to freeze a"
-            " parameter, leave it out of what is pushed"
+            f"{name} divides by the learning rate, but that of {extent.key!r} is {lr:g}: use a rate above 0; to freeze"
+            " a parameter, do not push it"
         )
 
 

@@ -68,8 +68,8 @@ def create(optimizer: str | Optimizer, /, *, defaults: str | None = None, **hype
         given = [*hyperparameters, *([] if defaults is None else ["defaults"])]
         if given:
             raise TypeError(
-                f"an optimizer that exists takes no hyper-parameters ({', '.join(given)}): "
-                "give them when you create it, or give its name"
+                f"an Optimizer object takes no further hyper-parameters ({', '.join(given)}): pass them when you create"
+                " it, or pass its name"
             )
         return optimizer
     if not isinstance(optimizer, str):
@@ -110,9 +110,8 @@ def from_description(description: object) -> Optimizer:
     cls = _BY_NAME.get(name) if type(name) is str else None
     if cls is None:
         raise ValueError(
-            f"unknown optimizer {name!r:.80} in a description: this process knows {', '.join(registered())}. One of"
-            " your own must be registered in a module that scheduler and servers import: kvdist-launch"
-            " --optimizer-module"
+            f"unknown optimizer {name!r:.80} in a description: this process knows {', '.join(registered())}. A custom"
+            " optimizer must be registered in a module that scheduler and servers import: kvdist-launch --server-module"
         )
     values = {key: value for key, value in description.items() if key != "name" and not _of_schedule(key)}
     for name, default in (("lazy_update", False), ("average_half_life", None)):

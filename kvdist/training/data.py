@@ -163,7 +163,7 @@ def _require_together(places: Mapping[int, SamplerPosition]) -> SamplerPosition:
             one, other = getattr(last, name), getattr(place, name)
             if one != other and not (_has_ended(place, last) and name in ("epoch", "generations")):
                 raise _refusal(
-                    f"the states are not of one moment: {name} is {one} in that of part {last.part_index} and {other}"
+                    f"the states are of different times: {name} is {one} in that of part {last.part_index} and {other}"
                     f" in that of part {place.part_index}"
                 )
     return last
@@ -184,8 +184,8 @@ def _split_again(
             for one in (last, here)
         )
         raise _refusal(
-            f"the state is that of part {', '.join(map(str, sorted(places)))} {saved}, and this is part"
-            f" {here.part_index} {present}: that of every part is needed"
+            f"the state is that of part {', '.join(map(str, sorted(places)))} {saved}, but this is part"
+            f" {here.part_index} {present}, which needs the states of all parts"
         )
     if all(place.is_beginning and place.epoch == last.epoch for place in places.values()):
         return here.beginning_of(last.epoch)
@@ -203,7 +203,7 @@ def _require_same_data(here: SamplerPosition, place: SamplerPosition) -> None:
 
 def _require_at_most(count: int, part: int, visited: int) -> None:
     if visited > count:
-        raise _refusal(f"part {part} is said to have visited={visited}, but it had {count} examples")
+        raise _refusal(f"the state of part {part} has visited={visited}, but the part had {count} examples")
 
 
 def _refusal(wrong: str) -> ValueError:
@@ -224,7 +224,7 @@ def _read_all(state: Any) -> dict[int, SamplerPosition]:
         found = [_read("the state", state)]
     places = {place.part_index: place for place in found}
     if len(places) < len(found):
-        raise _refusal(f"there are {len(found)} states of {len(places)} parts, and each part has one")
+        raise _refusal(f"{len(places)} parts need as many states, got {len(found)}")
     return places
 
 
@@ -239,7 +239,7 @@ def _is_rank(key: Any) -> bool:
 def _read(what: str, state: Any) -> SamplerPosition:
     """Check and read one state; `what` names it in errors."""
     if state is None:
-        raise _refusal(f"{what} is None: nothing was saved there")
+        raise _refusal(f"{what} is None: that worker saved no state")
     if not isinstance(state, Mapping):
         raise _refusal(f"{what} is of type {type(state).__name__}")
     missing = [name for name in NAMES if name not in state]
@@ -256,7 +256,7 @@ def _read(what: str, state: Any) -> SamplerPosition:
     if place.part_index >= place.num_parts:
         raise _refusal(f"{what} is of part_index={place.part_index}, but num_parts is {place.num_parts}")
     if not (place.is_beginning or place.can_be_made_again):
-        raise _refusal(f"{what} is within an epoch, whose order cannot be made again without a seed")
+        raise _refusal(f"{what} is within an epoch, whose order cannot be reproduced without a seed")
     return place
 
 
@@ -406,7 +406,7 @@ class SplitSampler:
             raise RuntimeError(self._unknown)
         place = self._used if visited is None and self._used is not None else self._place(visited)
         if not (place.is_beginning or place.can_be_made_again):
-            raise ValueError("the order of this epoch cannot be made again: give SplitSampler a seed")
+            raise ValueError("the order of this epoch cannot be reproduced: pass a seed to SplitSampler")
         return place.to_state()
 
     def _place(self, visited: int | None) -> SamplerPosition:
@@ -418,8 +418,8 @@ class SplitSampler:
             found = operator.index(visited)
         if not before.visited <= found <= end:
             raise ValueError(
-                f"visited is {found}, but this worker has begun at {before.visited} of epoch {before.epoch} and was"
-                f" given examples up to {end}; it counts from the beginning of the epoch"
+                f"visited is {found}; it counts from the beginning of epoch {before.epoch}, and this worker began at"
+                f" {before.visited} and has received examples up to {end}"
             )
         return self._next if found == end else replace(before, visited=found)
 
@@ -715,6 +715,6 @@ def _check_parts(length: int, num_parts: int, part_index: int) -> None:
     if length < 0:
         raise ValueError(f"length is {length}; it counts the examples of the data set, at least 0")
     if num_parts < 1:
-        raise ValueError(f"num_parts is {num_parts}; there must be at least 1")
+        raise ValueError(f"num_parts is {num_parts}; it must be at least 1")
     if not 0 <= part_index < num_parts:
         raise ValueError(f"part_index is {part_index}; with num_parts={num_parts} it must be from 0 to {num_parts - 1}")

@@ -106,15 +106,15 @@ class Embedding(torch.nn.Module):
         if num_embeddings < 1 or embedding_dim < 1:
             raise ValueError(f"an embedding of shape {(num_embeddings, embedding_dim)} has nothing to look up")
         if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx is {padding_idx}, which is no row of 0 to {num_embeddings - 1}")
+            raise ValueError(f"padding_idx is {padding_idx}; it must be a row from 0 to {num_embeddings - 1}")
         made = create_store(store) if isinstance(store, str) else store
         if not isinstance(made, KVStore):
             raise TypeError(f"store must be a kvdist store or the name of one, not {type(store).__name__}")
         if made._backend.policy is not None:
             raise ConfigError(
-                f"the table {key!r} is updated in each step, and its store has the policy {made._backend.policy},"
-                " whose optimizer is for changes of several steps: give the policy to the Trainer's store alone,"
-                " kv.create('dist', policy=...), and the table another one"
+                f"the table {key!r} needs an update in each step, but its store has the policy {made._backend.policy}:"
+                " pass the policy to the store of the Trainer alone, kv.create('dist', policy=...), and use another"
+                " store for the table"
             )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim

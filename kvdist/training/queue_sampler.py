@@ -262,8 +262,8 @@ class QueueSampler(DrivenSampler):
     def __iter__(self) -> Iterator[int]:
         if not self._is_driven:
             raise RuntimeError(
-                "a QueueSampler is iterated by `for batch in trainer.batches(loader)`, which says what was used: this"
-                " loader, or the sampler, was iterated by itself"
+                "iterate a QueueSampler by `for batch in trainer.batches(loader)`, which reports the used examples:"
+                " this loader, or the sampler, was iterated directly"
             )
         self._iterations += 1
         self._yielded = self._end = 0
@@ -353,7 +353,7 @@ class QueueSampler(DrivenSampler):
 
     def _bind(self, trainer: Trainer) -> None:
         if self._store is not None and self._store is not trainer.kvstore:
-            raise ValueError("the QueueSampler was made with another store than this trainer has: leave store= out")
+            raise ValueError("the QueueSampler has another store than this trainer: leave store= out")
         if trainer._join is not None:
             raise RuntimeError("a QueueSampler needs no trainer.join(): a worker without examples is not waited for")
         trainer._start()
@@ -361,7 +361,7 @@ class QueueSampler(DrivenSampler):
         if before is self:
             return
         if isinstance(before, QueueSampler) and before._is_begun:
-            raise RuntimeError(f"{before} has not come to its end, and {self} begins: train on one after the other")
+            raise RuntimeError(f"{self} begins before {before} has ended: train on them one after the other")
         trainer._queue = self
         self._leasing = before._leasing if isinstance(before, QueueSampler) else leasing_of(trainer)
         assert self._leasing is not None
@@ -476,9 +476,9 @@ def leasing_of(trainer: Trainer) -> Leasing:
         return shared
     if store is not None and store.num_workers > 1:
         raise ConfigError(
-            f"a QueueSampler with {store.num_workers} workers needs a store 'dist...' that updates, where a worker that"
-            f" had nothing to do gets the weights of the others; this Trainer has {store.type!r}"
-            f"{'' if trainer._update_on_kvstore else ' and its workers update'}: use SplitSampler there"
+            f"a QueueSampler with {store.num_workers} workers needs a store 'dist...' that updates the weights, so that"
+            " a worker without examples gets the weights of the others; this Trainer has"
+            f" {store.type!r}{'' if trainer._update_on_kvstore else ' and its workers update'}: use SplitSampler"
         )
     own = OwnQueue()
     if trainer._position is not None:

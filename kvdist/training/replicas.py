@@ -166,8 +166,8 @@ def _check(net: torch.nn.Module) -> None:
     lies_on = list(dict.fromkeys(str(parameter.device) for parameter in net.parameters()))
     if len(lies_on) > 1:
         raise ValueError(
-            f"the network is spread over {' and '.join(lies_on)}, and a replica lies on one device: move it to one"
-            " first, if it fits there"
+            f"the network is spread over {' and '.join(lies_on)}, but a replica must be on a single device: move the"
+            " network to one device first"
         )
     if "meta" in lies_on:
         raise ValueError("the network is on the device 'meta' and has no weights yet: give it some, as by to_empty()")

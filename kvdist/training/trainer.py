@@ -454,8 +454,8 @@ class Trainer:
         self._sync_hyperparameters()
         if self._join is not None:
             raise RuntimeError(
-                "allreduce_grads() within trainer.join(): a worker that is done cannot repeat what is done to gradients"
-                " by hand. Call step(), with clip_norm to clip"
+                "allreduce_grads() cannot be used within trainer.join(), because a worker that is done cannot repeat"
+                " your changes of gradients. Call step(), with clip_norm to clip"
             )
         if self._overlap is not None:
             self._overlap.finish()
@@ -1092,8 +1092,9 @@ class Trainer:
             return
         self._has_warned = True
         LOG.warning(
-            "SplitSampler gives each worker an equal part of the data, and %s workers do not wait for each other, so"
-            " fast ones come to the end of theirs first: QueueSampler(len(data)) lets each take as much as it can",
+            "SplitSampler gives each worker an equal part of the data, but %s workers do not wait for each other, so"
+            " fast workers finish their parts first: with QueueSampler(len(data)) each takes as many examples as it"
+            " can",
             where,
         )
 
@@ -1103,10 +1104,10 @@ class Trainer:
             return
         self._has_warned_of_grads = True
         LOG.warning(
-            "a step without a gradient for any of the %d trained parameters of this Trainer (%s, ...): this worker adds"
-            " nothing to it, and if no other one does, the weights stay as they are. Parameters that were replaced"
-            " since the Trainer was made are not trained by it (load_state_dict(assign=True), weight_norm, a new"
-            " layer): make the Trainer after that. A worker without examples calls skip_step()",
+            "a step without a gradient for any of the %d trained parameters of this Trainer (%s, ...): this worker"
+            " adds nothing to it, and if no other worker does, the weights stay unchanged. Parameters that were"
+            " replaced since the Trainer was created are not trained by it (load_state_dict(assign=True), weight_norm,"
+            " a new layer): create the Trainer after that. A worker without examples calls skip_step()",
             len(self._trained),
             self._trained[0][1].label,
         )

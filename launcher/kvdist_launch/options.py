@@ -128,8 +128,8 @@ OF_MXNET = {("kvdist-launch", "--p3"): "-x DMLC_PS_VAN_TYPE=p3, or kv.create('p3
 def _launcher(text: str) -> str:
     if text in ("sge", "yarn"):
         raise argparse.ArgumentTypeError(
-            f"invalid choice: {text!r}, which MXNet's launcher has and this one has not; --launcher none prints what to"
-            " start on each host"
+            f"invalid choice: {text!r}, which only MXNet's launcher has; --launcher none prints the commands to start"
+            " on each host"
         )
     return text
 

@@ -405,7 +405,7 @@ def hosts_of(hosts_text: str | None, hostfile: str | None, num_proc: int, this_m
         ConfigError: the hosts are not valid, or have too few slots.
     """
     if hosts_text is not None and hostfile is not None:
-        raise ConfigError("-H and -hostfile both say which hosts there are; leave one of them out")
+        raise ConfigError("-H and -hostfile both name the hosts; leave one of them out")
     if hosts_text is not None:
         named = parse_host_list(hosts_text)
     elif hostfile is not None:

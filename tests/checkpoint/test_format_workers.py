@@ -68,11 +68,11 @@ def deep(depth):
 @each(
     "state, sentence",
     [
-        (np.ones(3), "Object of type ndarray is not JSON serializable. Give lists instead of arrays"),
+        (np.ones(3), "Object of type ndarray is not JSON serializable. Convert arrays to lists"),
         ({"a": [{"b": b"bytes"}]}, "Object of type bytes"),
         ({1, 2}, "Object of type set"),
         (Path("x"), "Object of type PosixPath"),
-        ({"epochs": {3: "done"}}, "a dict has the key 3, which is no text"),
+        ({"epochs": {3: "done"}}, "a dict has the key 3, which is not text"),
         ({None: 1}, "a dict has the key None"),
         (({True: 1},), "a dict has the key True"),
         (endless(), "nested deeper than 100 times, or holds itself"),
@@ -80,7 +80,7 @@ def deep(depth):
     ],
 )
 def test_a_state_that_would_not_come_back_is_refused_when_it_is_given(state, sentence):
-    with pytest.raises(TypeError, match=f"the state of a checkpoint is made of dicts with text as keys.*{sentence}"):
+    with pytest.raises(TypeError, match=f"a checkpoint must consist of dicts with text as keys.*{sentence}"):
         checkpoints.worker_content(state, None, 0)
 
 

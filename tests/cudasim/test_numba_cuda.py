@@ -70,7 +70,7 @@ def test_arrays_go_from_device_to_device():
 
 def test_an_array_of_another_device_is_no_value_of_this_one():
     first, second = open_device(0), open_device(1)
-    with pytest.raises(DeviceError, match="lies on cuda:0 where one of cuda:1 is wanted"):
+    with pytest.raises(DeviceError, match="is on cuda:0, but must be on cuda:1"):
         second.view(up(first, np.zeros(3, np.float32)), DType.FLOAT32)
 
 

@@ -45,9 +45,9 @@ def test_wrong_calls_name_key_and_reason_and_break_nothing(job):
     expected = [
         r"KeyNotInitialised: key 'unknown' has not been initialised; call init first\. The keys there are: 'w'",
         r"KeyNotInitialised: key 'unknown' has not been initialised",
-        r"ValueError: key 'w' has shape \(3, 2\), but the value given has shape \(2, 3\)",
+        r"ValueError: key 'w' has shape \(3, 2\), but the value has shape \(2, 3\)",
         r"TypeError: key 'w': arrays of dtype bool are not supported; use one of float32",
-        r"ValueError: key 'w' has shape \(3, 2\), but the value given has shape \(3,\)",
+        r"ValueError: key 'w' has shape \(3, 2\), but the value has shape \(3,\)",
         r"KeyNotInitialised: key 'unknown' has not been initialised",
         r"InitMismatch: key 'w' was initialised with shape \(3, 2\) and dtype float32, and now with shape \(5,\)",
         r"TypeError: .*a value must be a NumPy array or a torch tensor, not str",

@@ -277,7 +277,7 @@ def test_a_step_that_is_no_count_is_refused(tmp_path, kind, number):
 @each("kind", STORES)
 @each("keep", [0, -1, True, "1", 1.5, 1 << 32])
 def test_a_number_to_keep_that_keeps_nothing_is_refused(tmp_path, kind, keep):
-    with started(kind) as store, pytest.raises(ValueError, match="it says how many of the newest checkpoints stay"):
+    with started(kind) as store, pytest.raises(ValueError, match="it is the number of newest checkpoints to keep"):
         store.save_checkpoint(tmp_path, 1, keep=keep)
     assert list(tmp_path.iterdir()) == []
 
@@ -285,7 +285,7 @@ def test_a_number_to_keep_that_keeps_nothing_is_refused(tmp_path, kind, keep):
 @each("kind", STORES)
 def test_a_state_that_json_cannot_say_is_refused(tmp_path, kind):
     with started(kind) as store:
-        with pytest.raises(TypeError, match="the state of a checkpoint is made of"):
+        with pytest.raises(TypeError, match="the state of a checkpoint must consist of"):
             store.save_checkpoint(tmp_path, 1, state=torch.ones(3))
         with pytest.raises(TypeError, match="names is a dict, key → name"):
             store.save_checkpoint(tmp_path, 1, names=["w"])

@@ -390,9 +390,9 @@ class TableRows:
             self._weight.reserve(rows, exactly=True)
         except MemoryError as error:
             raise MemoryError(
-                f"there is no memory for {rows} rows of table {self.key!r}, {rows * self._weight.row_nbytes} bytes, on"
-                " this machine: declare it with LazyRows, whose rows take memory once they are updated, or start more"
-                " servers"
+                f"this machine has no memory for {rows} rows of table {self.key!r}, {rows * self._weight.row_nbytes}"
+                " bytes: declare the table with LazyRows, whose rows take no memory before their first update, or start"
+                " more servers"
             ) from error
 
     def _replace(self, ids: Sequence[Slots], values: Sequence[Array], scales: Sequence[float]) -> None:
