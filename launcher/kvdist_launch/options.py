@@ -384,8 +384,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--verbose",), flag("say where each worker runs, and which kernels the servers use")),
         (("--timestamps",), flag("begin each line with the time")),
         (("--json-summary",), valued(to_path, "FILE", "write a summary of the job to FILE, as JSON")),
-        (("--stdin",), valued(_worker, "WORKER", "connect this terminal's input to a worker, as in w0, for a debugger;"
-         " its output is shown without prefixes")),
+        (("--stdin",), valued(_worker, "WORKER", "give this terminal's input to a worker, as in w0, for a debugger; its"
+         " output is shown as it comes, without prefixes")),
         (("--dry-run",), flag("only show what would run where; values that look secret are hidden")),
     )),
     ("failure", (
