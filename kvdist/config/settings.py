@@ -462,7 +462,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_SERVER_MODULE", MODULES, (),
-            "module with custom optimizers or command handlers, which scheduler and servers import",
+            "a module with optimizers or handlers of commands of your own, which scheduler and servers import",
             "Several have commas between. See [handlers of commands](#commands-to-servers). `kvdist-launch"
             " --server-module NAME` and `python -m kvdist --server-module NAME` do the same. It must be importable on"
             " every machine",
