@@ -435,7 +435,7 @@ def unknown_key(key: Key, known: Collection[Key]) -> str:
         return f"{name_of(key)} has not been initialised, and neither has any other; call init first"
     named = ", ".join(repr(one) for one in itertools.islice(known, _KEYS_NAMED_MAX))
     more = "" if len(known) <= _KEYS_NAMED_MAX else f", … ({len(known)} in all)"
-    return f"{name_of(key)} has not been initialised; call init first. The keys there are: {named}{more}"
+    return f"{name_of(key)} has not been initialised; call init first. The store has the keys {named}{more}"
 
 
 def as_averaged(value: Any) -> Any:

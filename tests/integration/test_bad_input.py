@@ -43,7 +43,7 @@ def test_wrong_calls_name_key_and_reason_and_break_nothing(job):
     job.succeed()
     said = [line.removeprefix("w1 │ ") for line in launcher.text.splitlines() if line.startswith("w1 │ ")]
     expected = [
-        r"KeyNotInitialised: key 'unknown' has not been initialised; call init first\. The keys there are: 'w'",
+        r"KeyNotInitialised: key 'unknown' has not been initialised; call init first\. The store has the keys 'w'",
         r"KeyNotInitialised: key 'unknown' has not been initialised",
         r"ValueError: key 'w' has shape \(3, 2\), but the value has shape \(2, 3\)",
         r"TypeError: key 'w': arrays of dtype bool are not supported; use one of float32",

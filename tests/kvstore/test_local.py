@@ -233,7 +233,7 @@ def test_an_unknown_key_is_named_with_those_there_are(store, call):
     with pytest.raises(KeyNotInitialised, match="key 'w' has not been initialised, and neither has any other"):
         getattr(store, call)("w", numpy_full(1))
     store.init(list(range(7)), [numpy_full(1)] * 7)
-    message = r"key 'w' has not been initialised; call init first. The keys there are: 0, 1, 2, 3, 4, … \(7 in all\)"
+    message = r"key 'w' has not been initialised; call init first. The store has the keys 0, 1, 2, 3, 4, … \(7 in all\)"
     with pytest.raises(KeyNotInitialised, match=message):
         getattr(store, call)("w", numpy_full(1))
 
