@@ -1,8 +1,7 @@
-"""Adam and its relatives: a mean of the gradients, divided by a measure of their size, each element for itself.
+"""Adam and related rules: a running mean of the gradients, divided by a measure of their size, element by element.
 
-The small number ε stands outside the root and outside the correction of the bias, as in MXNet; torch corrects the
-variance first, so its ε counts differently in the first steps. Passes are counted after the gradient has been summed
-and clipped.
+The small number ε is outside the root and outside the bias correction, as in MXNet; torch corrects the variance first,
+so its ε acts differently in the first steps. Passes are counted after the gradient has been summed and clipped.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ def ratio(grad: Array, state: States, scratch: Array, moments: Sequence[float]) 
 @register
 @dataclass(kw_only=True, eq=False)
 class Adam(Optimizer):
-    """Adaptive moments.
+    """Adam: steps scaled by running means of the gradient, m, and of its square, v.
 
     ĝ = g + wd·w;  m ← β1·m + (1 − β1)·ĝ;  v ← β2·v + (1 − β2)·ĝ²;
-    w ← w − lr·√(1 − β2ᵗ)/(1 − β1ᵗ) · m/(√v + ε), with t the number of updates.
+    w ← w − lr·√(1 − β2ᵗ)/(1 − β1ᵗ) · m/(√v + ε).
 
     Attributes:
         beta1, beta2: decay of the moments, from 0 to below 1.

@@ -1,11 +1,11 @@
-"""What an optimizer is: a name, checked numbers, and a rule for one array.
+"""Base class of optimizers: a name, checked numbers, and a rule for an array.
 
-An optimizer travels to the servers as its description, a small table of names and numbers; never as code. So its
-hyper-parameters are frozen: a later change here would never reach a server. What may change at any time are
-`learning_rate`, `wd`, `rescale_grad` and the multipliers, because they travel with every push.
+An optimizer travels to the servers as its description, a small table of names and numbers, never as code. Its
+hyper-parameters are therefore frozen: a later change would never reach a server. Only `learning_rate`, `wd`,
+`rescale_grad` and the multipliers may change, because they travel with every push.
 
-A rule is final: a class derives from `Optimizer`, or from the abstract base of its family. Most rules look at each
-element by itself. A rule that looks at more says so: `norm_count` lengths of the whole parameter, or `by_rows`.
+A rule is final: a class derives from `Optimizer`, or from the abstract base of its family. Most rules handle each
+element by itself. A rule that needs more declares it: `norm_count` norms of the whole parameter, or `by_rows`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ def numbers_of(cls: type[Optimizer]) -> dict[str, Schema]:
 @dataclass(kw_only=True, eq=False)
 class Optimizer(ABC):
     """Base class of all optimizers. Its fields are keyword arguments of the constructor.
+
+    In the formulas of the subclasses w is the weight, g the gradient (summed, rescaled and clipped), ĝ the gradient
+    with weight decay, lr the learning rate, wd the weight decay, and t the number of updates including this one.
 
     Attributes:
         learning_rate: step size, at least 0. With `lr_scheduler`, an explicit rate replaces the `base_lr` of the

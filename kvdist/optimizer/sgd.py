@@ -1,6 +1,6 @@
 """Gradient descent: plain, with momentum, with Nesterov's momentum, by signs, for late gradients; and a rule for tests.
 
-Passes are counted after the gradient has been summed and clipped; weight decay adds two wherever it is not 0.
+Passes are counted after the gradient has been summed and clipped; weight decay adds two unless it is 0.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class SGD(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class NAG(Optimizer):
-    """Nesterov's accelerated gradient.
+    """Gradient descent with Nesterov's momentum.
 
     ĝ = g + wd·w;  m ← μ·m − lr·ĝ;  w ← w + μ·m − lr·ĝ.
 

@@ -404,8 +404,7 @@ class Trainer:
                 self._join = None
 
     def as_torch_optimizer(self) -> TorchOptimizer:
-        """Return this trainer as a ``torch.optim.Optimizer``, for schedulers of torch, `torch.amp.GradScaler`,
-        Lightning.
+        """Return this trainer as a ``torch.optim.Optimizer``, for torch's schedulers, `GradScaler` or Lightning.
 
         Its parameter groups are those of the trainer, with ``lr`` and ``weight_decay``. Changes apply from the next
         step on, also on servers. If the workers update, ``momentum`` and ``betas`` may change too, as OneCycleLR does;
