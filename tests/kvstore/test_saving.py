@@ -310,7 +310,7 @@ def test_a_folder_that_no_message_carries_is_refused(tmp_path, kind, folder):
 def test_a_store_without_keys_has_nothing_to_save(tmp_path, kind):
     with kv.create(kind) as store:
         for call in (lambda: store.save_checkpoint(tmp_path, 1), lambda: store.save_optimizer_states(tmp_path)):
-            with pytest.raises(ValueError, match="no keys to save: init them before"):
+            with pytest.raises(ValueError, match="no keys to save: call init first"):
                 call()
     assert list(tmp_path.iterdir()) == []
 
