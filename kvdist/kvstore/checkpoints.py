@@ -308,7 +308,7 @@ def _require_plain(value: object, depth: int) -> None:
 
 def _named(names: Names) -> list[list[int | str]]:
     if not isinstance(names, Mapping):
-        raise TypeError(f"names is a dict, key → name, not {type(names).__name__}")
+        raise TypeError(f"names must be a dict of key to name, not {type(names).__name__}")
     for key in names:
         if isinstance(key, bool) or not isinstance(key, (int, str)):
             raise TypeError(f"names must be a dict of key to name; {key!r:.80} is not a key")

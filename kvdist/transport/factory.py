@@ -94,8 +94,8 @@ def credentials_of(config: ClusterConfig) -> Credentials | None:
     if rank is None:
         raise ConfigError(
             "KVDIST_RANK is not set, but in an encrypted job (KVDIST_SECRET_FILE) each process has a separate key,"
-            " derived from its role and rank: kvdist-launch sets KVDIST_RANK; without it set it for each process, from"
-            " 0 for the servers and from 0 for the workers"
+            " derived from its role and rank: kvdist-launch sets it; without kvdist-launch set it for each process,"
+            " from 0 for the servers and from 0 for the workers"
         )
     from kvdist.transport.curve import Credentials
 

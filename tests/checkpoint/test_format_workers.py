@@ -90,7 +90,7 @@ def test_a_state_as_deep_as_is_allowed_comes_back(tmp_path):
 
 @each("names", [["w"], "w", {(1, 2): "w"}, {None: "w"}, {True: "w"}, {1.5: "w"}])
 def test_names_that_are_not_by_key_are_refused_when_they_are_given(names):
-    with pytest.raises(TypeError, match="names is a dict, key → name"):
+    with pytest.raises(TypeError, match="names must be a dict of key to name"):
         checkpoints.worker_content(None, names, 0)
 
 

@@ -188,7 +188,7 @@ def test_two_workers_that_claim_one_rank_are_named(job):
     refused, taken = (one, other) if one.code is not None else (other, one)
     assert "ConfigError: " in refused.text, job.transcript()
     assert f"worker-0 is taken by process {taken.pid} on {socket.gethostname()}" in refused.text, job.transcript()
-    assert f"process {refused.pid} on " in refused.text and "each needs a KVDIST_RANK of its own" in refused.text
+    assert f"process {refused.pid} on " in refused.text and "each process needs a different KVDIST_RANK" in refused.text
     job.node("worker-1", 2, 1, "mistakes.py", "create")
     job.succeed()
     assert "nothing was raised" in taken.text

@@ -162,7 +162,7 @@ def test_numbers_that_are_given_win_and_a_schedule_keeps_its_rate():
         ("adamw", NAME, ValueError, "MXNet 1.9 has no optimizer 'adamw'"),
         ("adabelief", NAME, ValueError, "MXNet 1.9 has no optimizer 'adabelief'"),
         ("lans", NAME, ValueError, "MXNet 1.9 has no optimizer 'lans'"),
-        (create("sgd"), NAME, TypeError, r"takes no hyper-parameters \(defaults\)"),
+        (create("sgd"), NAME, TypeError, r"takes no further hyper-parameters \(defaults\)"),
     ],
 )
 def test_defaults_that_there_are_not_are_refused(arguments, defaults, error, words):
