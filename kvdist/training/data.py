@@ -224,7 +224,7 @@ def _read_all(state: Any) -> dict[int, SamplerPosition]:
         found = [_read("the state", state)]
     places = {place.part_index: place for place in found}
     if len(places) < len(found):
-        raise _refusal(f"{len(places)} parts need as many states, got {len(found)}")
+        raise _refusal(f"{len(found)} states belong to {len(places)} parts; pass one state for each part")
     return places
 
 

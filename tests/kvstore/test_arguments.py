@@ -161,7 +161,7 @@ REFUSED = [
     ([1], [np.zeros(3, np.uint16)], TypeError, "key 1: arrays of dtype uint16 are not supported"),
     ([1], [np.zeros(3, object)], TypeError, "key 1: arrays of dtype object are not supported"),
     ([1, 9], [filled((3,)), filled((3,))], KeyNotInitialised, "key 9 has not been initialised"),
-    ([1, 2], [filled((3,))], ValueError, "there are 2 keys and 1 values"),
+    ([1, 2], [filled((3,))], ValueError, "2 keys need as many values, got 1"),
     ([], [], ValueError, "the list of keys is empty"),
     ([True], [filled((3,))], TypeError, "a key must be an int or a str, not bool"),
     ([True, False], [filled((3,)), filled((3,))], TypeError, "a key must be an int or a str, not bool"),

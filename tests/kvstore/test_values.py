@@ -215,7 +215,7 @@ def test_keys_and_values_become_pairs(key, value, expected):
         ([1, "a"], [A, A], TypeError, "all int or all str, not mixed"),
         ([1, True], [A, A], TypeError, "not bool"),
         ([1, 2], A, TypeError, "a list of values, one for each key, not a single ndarray"),
-        ([1, 2], [A], ValueError, "2 keys and 1 values"),
+        ([1, 2], [A], ValueError, "2 keys need as many values, got 1"),
         ([], [], ValueError, "list of keys is empty"),
         (1, [], ValueError, "key 1 has an empty list of values"),
         ([1, 2], [A, []], ValueError, "key 2 has an empty list of values"),

@@ -333,7 +333,7 @@ HOW = r"sampler.load_state_dict\(\{rank: state\[\"sampler\"\] for rank, state in
         ({"epoch": 1, "sampler": places()[0]}, r"the state lacks length, .* \(it has epoch, sampler\)"),
         ({0: None, 1: places()[1]}, "the state of rank 0 is None: that worker saved no state"),
         ({"0": {"epoch": 0, "sampler": places()[0]}}, r"the state of rank 0 lacks .* \(it has epoch, sampler\)"),
-        ({0: places()[0], 1: places()[0]}, "there are 2 states of 1 parts"),
+        ({0: places()[0], 1: places()[0]}, "2 states belong to 1 parts"),
         (places(visited=-5), "rank 1 has visited=-5, which must be a whole number of at least 0"),
         (places(visited=11), "part 1 has visited=11, but the part had 10 examples"),
         (places(visited=1000)[1], "part 1 has visited=1000, but the part had 10 examples"),
