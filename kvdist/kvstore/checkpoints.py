@@ -851,7 +851,7 @@ class ServerSaving(Saving):
     def save(self, keys: Sequence[KeyInfo], job: SaveJob) -> Future[Path]:
         """Take part in a checkpoint. All hear of a failure of this worker, or they would wait for it."""
         if not keys:
-            raise ValueError("the store has no keys to save: init them before")
+            raise ValueError("the store has no keys to save: call init first")
         self.wait()
         place, file = Destination(_NOWHERE, EVERYTHING), NO_FILE
         try:

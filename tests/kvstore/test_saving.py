@@ -287,7 +287,7 @@ def test_a_state_that_json_cannot_say_is_refused(tmp_path, kind):
     with started(kind) as store:
         with pytest.raises(TypeError, match="the state of a checkpoint must consist of"):
             store.save_checkpoint(tmp_path, 1, state=torch.ones(3))
-        with pytest.raises(TypeError, match="names is a dict, key → name"):
+        with pytest.raises(TypeError, match="names must be a dict of key to name"):
             store.save_checkpoint(tmp_path, 1, names=["w"])
     assert list(tmp_path.iterdir()) == []
 

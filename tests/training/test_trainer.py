@@ -425,7 +425,7 @@ def test_an_unknown_optimizer_is_refused():
         Trainer(weights, "addam")
     with pytest.raises(TypeError, match="no hyper-parameter lr .*learning_rate"):
         Trainer(weights, "adam", {"lr": 0.1})
-    with pytest.raises(TypeError, match="takes no hyper-parameters"):
+    with pytest.raises(TypeError, match="takes no further hyper-parameters"):
         Trainer(weights, create("adam"), {"learning_rate": 0.1})
 
 
