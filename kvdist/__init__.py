@@ -1,7 +1,7 @@
-"""kvdist: a parameter server for PyTorch and NumPy that speaks MXNet's KVStore language.
+"""kvdist: a parameter server for PyTorch and NumPy with the KVStore interface of MXNet.
 
-The public names and nothing else. What needs torch, and what needs sockets, is imported when it is first used, so that
-``import kvdist`` costs little and a server never loads torch.
+This module only has the public names. Modules that need torch or sockets are imported at first use, so ``import
+kvdist`` is fast and a server never loads torch.
 """
 
 from __future__ import annotations

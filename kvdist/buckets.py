@@ -33,7 +33,7 @@ server."""
 
 
 REENTRANT = (
-    "If there was one pass, the parameter is used several times in a checkpoint with use_reentrant=True, which runs a"
+    "After a single pass, the parameter is used several times in a checkpoint with use_reentrant=True, which runs a"
     " backward pass within the pass for each use: set use_reentrant=False"
 )
 """What to do where the gradient of one pass comes in parts."""
@@ -124,11 +124,11 @@ class GradientBuckets(abc.ABC):
     def too_late(self, member: int) -> Exception:
         """Return the error for a gradient that comes after its bucket has started."""
         return RuntimeError(
-            f"a backward pass adds to the gradient of {self._names[member]}, which an earlier one has sent already and"
-            " no step() has taken since. With overlap=True each step sends the gradients of one backward pass: put all"
-            " passes but the last before a step, and those whose gradients are not to be used, into `with"
-            " trainer.no_sync():`. If a pass was abandoned, call step() before the next one, as the other workers do,"
-            f" or they wait for this one's part. {REENTRANT}, or overlap=False"
+            f"a backward pass adds to the gradient of {self._names[member]}, which an earlier pass has sent already and"
+            " no step() has used since. With overlap=True each step sends the gradients of a single backward pass: put"
+            " all passes but the last before a step, and passes whose gradients are not used, into `with"
+            " trainer.no_sync():`. If a pass was abandoned, call step() before the next pass, as the other workers do,"
+            f" or they wait for this worker. {REENTRANT}, or overlap=False"
         )
 
     @property

@@ -1,24 +1,25 @@
-"""Every exception that kvdist raises, in one tree.
+"""All exceptions of kvdist, in a single class hierarchy.
 
-A mistake of the caller raises at the call and derives from the built-in that a Python user expects (`ValueError`,
-`TypeError`, `KeyError`). A failure of a peer or the network fails the request that waited for it and names the peer.
+A mistake of the caller raises at the call, with an error that derives from the usual built-in (`ValueError`,
+`TypeError`, `KeyError`). A failure of a peer or of the network raises in the calls that wait for it, and names the
+peer.
 """
 
 
 class KvdistError(Exception):
-    """The root: `except KvdistError` catches whatever kvdist raises on purpose."""
+    """Base class of all exceptions that kvdist defines."""
 
 
 class ConfigError(KvdistError, ValueError):
-    """The cluster described by the environment or the arguments is impossible or incomplete."""
+    """Environment variables or arguments describe an impossible or incomplete cluster."""
 
 
 class AuthenticationError(ConfigError):
-    """The cluster does not accept the keys of this process; the message says where and what to check."""
+    """The cluster does not accept the keys of this process; the message says what to check, and where."""
 
 
 class KeyNotInitialised(KvdistError, KeyError):
-    """A key was pushed or pulled before `init` or `broadcast` had given it a value."""
+    """A key was pushed or pulled before `init` or `broadcast`."""
 
     def __str__(self) -> str:
         # KeyError prints the repr of its argument, which turns a sentence into a quoted string.
@@ -26,11 +27,11 @@ class KeyNotInitialised(KvdistError, KeyError):
 
 
 class InitMismatch(KvdistError, ValueError):
-    """Workers declared one key with different shapes, dtypes or store types."""
+    """Workers declared a key with different shapes, dtypes or store types."""
 
 
 class OptimizerMismatch(KvdistError, ValueError):
-    """Workers disagree on the optimizer of a store, or on the learning rate of one round."""
+    """Workers disagree on the optimizer of a store, or on the learning rate of a round."""
 
 
 class PushRefused(KvdistError, ValueError):
@@ -38,18 +39,18 @@ class PushRefused(KvdistError, ValueError):
 
 
 class DeviceError(KvdistError, RuntimeError):
-    """A GPU cannot be used: the GPU, its driver or its library is missing, or its memory is full."""
+    """A GPU is not usable: the GPU, its driver or its library is missing, or its memory is full."""
 
 
 class CheckpointError(KvdistError, RuntimeError):
-    """A checkpoint could not be written, or cannot be read; the message names the file and what is wrong with it.
+    """A checkpoint could not be written or read; the message names the file and the fault.
 
-    A failed write leaves earlier checkpoints as they were, and a program that catches this error can train on.
+    A failed write leaves earlier checkpoints as they were, and a program that catches this error can go on training.
     """
 
 
 class NoCheckpoint(CheckpointError):
-    """The folder has no checkpoint yet, so a run starts from the beginning."""
+    """The folder has no checkpoint yet; a run then starts from the beginning."""
 
 
 class StoreClosed(KvdistError, RuntimeError):
@@ -57,22 +58,22 @@ class StoreClosed(KvdistError, RuntimeError):
 
 
 class JobOver(StoreClosed):
-    """This process was started again, or later than the others, and they have finished meanwhile.
+    """This process was started after the others, or restarted, and the others have already finished.
 
-    Nothing is wrong: where it is not caught, the process ends with exit code 0.
+    It is not a failure: if it is not caught, the process ends with exit code 0.
     """
 
 
 class ForkError(KvdistError, RuntimeError):
-    """The store was used in a forked child; sockets and threads do not survive a fork."""
+    """A store was used in a forked child process; sockets and threads do not survive a fork."""
 
 
 class DeadlineExceeded(KvdistError, TimeoutError):
-    """A wait ran past its deadline; the message says what was awaited, from which process, since when."""
+    """A wait has exceeded its deadline; the message says for which answer, from which process, since when."""
 
 
 class BarrierTimeout(DeadlineExceeded):
-    """A barrier ran past the time-out given to it; `missing` holds the worker ranks that had not arrived."""
+    """A barrier has exceeded its timeout; `missing` holds the ranks of the workers that did not arrive."""
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -80,17 +81,17 @@ class BarrierTimeout(DeadlineExceeded):
 
 
 class DeadlockError(KvdistError, RuntimeError):
-    """Workers wait for each other and none can go on; the message names the call of each."""
+    """Workers wait for each other and none can continue; the message names the call of each worker."""
 
 
 class PeerLostError(KvdistError, ConnectionError):
-    """A process of the cluster is gone. The message is one sentence with its name, host, cause and step.
+    """A process of the cluster is lost. The message is a sentence with its name, host, cause and step.
 
     Attributes:
-        node: the name of the lost process, such as ``worker-3`` ('' when it never had one).
-        host: the host it ran on ('' when unknown).
-        cause: what ended it, such as ``killed by signal 9``.
-        step: the last training step it was known to be in, or None.
+        node: name of the lost process, such as ``worker-3``; '' if it never had a name.
+        host: host of the process; '' if unknown.
+        cause: cause of its end, such as ``killed by signal 9``.
+        step: its last known training step, or None.
     """
 
     def __init__(self, message: str, node: str = "", host: str = "", cause: str = "", step: int | None = None) -> None:
@@ -102,33 +103,33 @@ class PeerLostError(KvdistError, ConnectionError):
 
 
 class CollectiveError(KvdistError, RuntimeError):
-    """A collective operation failed or cannot begin; the message names it, and the rank at fault if it is known."""
+    """A collective operation failed or cannot start; the message names it, and the rank at fault if known."""
 
 
 class CollectiveMismatch(CollectiveError, ValueError):
-    """Ranks called different operations at the same place of their programs; all of them get the same error."""
+    """Ranks called different operations at the same place of their programs; all of them get this error."""
 
 
 class DuplicateNameError(CollectiveError, ValueError):
-    """An operation is called while another one of its kind and name is in progress; the other ranks do not learn it."""
+    """An operation of the same kind and name is still in progress on this rank; the other ranks get no error."""
 
 
 class ProcessSetError(CollectiveError, ValueError):
-    """A rank calls an operation of a process set that it is not in, or that does not exist; no other rank learns it."""
+    """A rank called an operation of an unknown process set, or is not a member; the other ranks get no error."""
 
 
 class RankLostError(PeerLostError, CollectiveError):
-    """A rank of a collective job is gone. `node` is its name, such as ``rank 3``."""
+    """A rank of a collective job is lost. `node` is its name, such as ``rank 3``."""
 
 
 class RolledBackError(KvdistError, RuntimeError):
-    """A server was lost, and all have gone back to a snapshot: this call was dropped, or came too early.
+    """A server was lost, and all workers have gone back to a snapshot; the interrupted call had no effect.
 
-    It is raised once, by what was under way or by the next call. Then the store holds the values of `step`, and all
-    workers go on from there: pull the weights, and begin the loop again at that step.
+    It is raised once, by a call in progress or by the next call. The store then holds the values of `step`, and all
+    workers must continue from it: pull the weights, and go on with the loop at that step.
 
     Attributes:
-        step: how many steps the snapshot has.
+        step: number of steps in the snapshot.
     """
 
     def __init__(self, message: str, step: int = 0) -> None:
@@ -137,15 +138,15 @@ class RolledBackError(KvdistError, RuntimeError):
 
 
 class FencedError(KvdistError, RuntimeError):
-    """A newer process of the same rank has replaced this one, which must not go on."""
+    """A newer process of the same rank has replaced this process, which must stop."""
 
 
 class ProtocolError(KvdistError):
-    """Bytes from a peer that are not a valid message. The only exception the decoder raises."""
+    """Bytes from a peer are not a valid message. The decoder raises no other exception."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, at most 300 characters, or the name of its class where it has no text."""
+    """Return the first line of an error's text, at most 300 characters; the class name if the text is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
@@ -157,11 +158,11 @@ NO_COPY = (
 )
 """What a scheduler and the launcher say of a lost server where the job could have gone on with a copy."""
 EXITED = "exited with code "
-"""Begins the cause of an end that an exit code tells."""
+"""Start of a cause that is known from an exit code."""
 
 
 def failure_of(error: BaseException | None) -> str:
-    """Why a process cannot go on that ends by this error; '' without one, and for ``sys.exit()`` of code 0."""
+    """Return the reason for a process that ends by this error; '' for None and for ``sys.exit()`` with code 0."""
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int | None) else 1
         return f"{EXITED}{code}" if code else ""

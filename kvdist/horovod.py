@@ -1,7 +1,7 @@
-"""Horovod's names for training without servers, as in ``import kvdist.horovod as hvd``.
+"""Horovod's names for training without servers: ``import kvdist.horovod as hvd``.
 
-Everything of `kvdist.collective`, a `DistributedTrainer`, and the questions that Horovod's scripts ask about what was
-built in. `init` also works in jobs with servers, whose ranks meet through the cluster.
+The module has all names of `kvdist.collective`, a `DistributedTrainer`, and Horovod's functions that query the build.
+`init` also works in jobs with servers, where each worker is a rank.
 """
 
 from __future__ import annotations
@@ -64,23 +64,23 @@ if not TYPE_CHECKING:  # for type checkers all other names would exist too
     __getattr__ = without_elastic(__name__)
 
 HorovodInternalError = CollectiveError
-"""What an operation raises that other ranks have broken: `kvdist.errors.CollectiveError`."""
+"""Horovod's name of `kvdist.errors.CollectiveError`: an operation that failed on other ranks."""
 
 
 # The beginning and the end.
 
 
 def init(comm: None = None, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:  # type: ignore[no-redef]
-    """Become a rank; a second call does nothing.
+    """Make this process a rank. A second call does nothing.
 
     Args:
-        comm: None. Horovod's sub-communicators are process sets here.
-        process_sets: to be known from the start, the same on all ranks; the word ``dynamic`` has no effect.
+        comm: must be None; use process sets instead of Horovod's sub-communicators.
+        process_sets: list of process sets to register, equal on all ranks; ``dynamic`` has no effect.
 
     Raises:
-        ValueError: `comm` is given.
-        ConfigError: the environment says only half of who this process is, or the job encrypts.
-        CollectiveError: the other ranks were not found in time.
+        ValueError: `comm` is not None.
+        ConfigError: the environment variables of the launcher are incomplete, or the job is encrypted.
+        CollectiveError: the other ranks did not appear in time.
     """
     if comm is not None:
         raise ValueError(
@@ -91,7 +91,7 @@ def init(comm: None = None, process_sets: str | Iterable[ProcessSet | Iterable[i
 
 
 def shutdown() -> None:  # type: ignore[no-redef]
-    """Stop being a rank; a second call does nothing. `init` may be called again then, by all ranks."""
+    """Leave the job. A second call does nothing, and all ranks may call `init` again afterwards."""
     ENGINE.end()
 
 
@@ -99,32 +99,32 @@ def shutdown() -> None:  # type: ignore[no-redef]
 
 
 def mpi_threads_supported() -> bool:
-    """False: nothing here is MPI's."""
+    """Always False: kvdist does not communicate by MPI."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """False: mpirun can start the processes, and no more."""
+    """Always False: mpirun can only start the processes."""
     return False
 
 
 def mpi_built() -> bool:
-    """False."""
+    """Always False."""
     return False
 
 
 def gloo_enabled() -> bool:
-    """True: tensors in the host's memory go by gloo, but for sums within a host."""
+    """Always True: tensors in host memory travel by gloo, except for sums within a host."""
     return True
 
 
 def gloo_built() -> bool:
-    """True: torch has it."""
+    """Always True: torch includes gloo."""
     return True
 
 
 def nccl_built() -> int:
-    """The version of torch's NCCL, such as 22703; 0 if it has none."""
+    """Version of torch's NCCL, such as 22703; 0 if torch has none."""
     if torch.version.cuda is None:
         return 0
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
@@ -133,17 +133,17 @@ def nccl_built() -> int:
 
 
 def ddl_built() -> bool:
-    """False."""
+    """Always False."""
     return False
 
 
 def ccl_built() -> bool:
-    """False."""
+    """Always False."""
     return False
 
 
 def sycl_built() -> bool:
-    """False."""
+    """Always False."""
     return False
 
 
@@ -158,21 +158,22 @@ def rocm_built() -> bool:
 
 
 class DistributedTrainer(Trainer):
-    """A `Trainer` that averages gradients over the ranks: Horovod's for Gluon.
+    """`Trainer` that averages gradients over the ranks, as Horovod's trainer for Gluon.
 
-    Rank 0's weights become everybody's before the first step. ``step(batch_size)`` divides by the examples of this
-    rank alone, since gradients are averaged: with losses that are sums give their number, with means give 1 or nothing.
-    Parameters of lazy modules get their shapes in a forward pass, which must come before the first step.
+    All ranks start with the weights of rank 0. ``step(batch_size)`` divides by the number of examples of this rank
+    alone, because gradients are averaged over ranks: pass that number for losses that are sums, and 1 or nothing for
+    losses that are means. Lazy modules need a forward pass before the first step, to get their shapes.
 
     Args:
-        params: as for `kvdist.Trainer`.
-        optimizer: a name such as ``'sgd'``, or an `Optimizer` of kvdist.
+        params: as in `kvdist.Trainer`.
+        optimizer: a name such as ``'sgd'``, or a `kvdist.optimizer.Optimizer`.
         optimizer_params: hyper-parameters for a name.
-        compression: ``Compression.fp16`` or ``Compression.bf16`` lets gradients, which are float32 then, travel so.
-        gradient_predivide_factor: gradients are divided by it before they are summed, and multiplied after that.
-        prefix: without effect: keys of other trainers cannot be mistaken for these.
-        num_groups: without effect: the gradients of a step travel together in any case.
-        process_set: the ranks that train together.
+        compression: ``Compression.fp16`` or ``Compression.bf16`` compresses gradients for the network; they must be
+            float32.
+        gradient_predivide_factor: divisor of gradients before the sum; the sum is multiplied by it.
+        prefix: accepted for Horovod, without effect: keys of different trainers do not collide.
+        num_groups: accepted for Horovod, without effect: all gradients of a step travel together.
+        process_set: ranks that train together.
 
     Raises:
         TypeError: parameters, optimizer or compression are of a wrong type.
@@ -213,7 +214,7 @@ class DistributedTrainer(Trainer):
         self._exchange.always_averages = True
 
     def close(self) -> None:
-        """Let go of the parameters; a second call does nothing."""
+        """Release the parameters. A second call does nothing."""
         super().close()
         self._own_store.close()
 

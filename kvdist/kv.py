@@ -1,4 +1,4 @@
-"""Stores by name: the public face of `kvdist.kvstore`."""
+"""Stores by name: the public names of `kvdist.kvstore`."""
 
 from kvdist.kvstore import KVStore, KVStoreBase, create, register, register_command
 

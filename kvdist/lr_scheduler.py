@@ -1,14 +1,14 @@
-"""Learning rates as functions of the number of updates: MXNet's schedules, with its names, arguments and values.
+"""Learning rate schedules: functions of the number of updates, with the names, arguments and values of MXNet.
 
-A schedule is given to an optimizer (``lr_scheduler=``). It travels to the servers in the optimizer's description, as
-its name and numbers, and there it counts the updates of each slice of a parameter: a worker that joins late, or an
-asynchronous store with many workers, has no count of its own to be wrong. Rules that hold here:
+Pass a schedule to an optimizer (``lr_scheduler=``). It is sent to the servers in the description of the optimizer, as a
+name and numbers, and counts the updates of each slice of a parameter on the server. So a worker that joins late, or an
+asynchronous store with many workers, needs no count on the workers. Invariants:
 
-* A schedule is frozen and has no state: the learning rate is a function of the count alone, so a run that is resumed
-  goes on where it was.
-* Counts begin with 1 at the first update. Steps of the warm-up are among them, as in MXNet.
+* A schedule is frozen and has no state: the learning rate depends only on the count, so a resumed run continues at the
+right rate.
+* Counts begin with 1 at the first update, and include the steps of the warm-up, as in MXNet.
 
-Any other function of the step works too, where the worker says the rate: ``trainer.set_learning_rate(f(step))``.
+For any other function of the step, let each worker set the rate: ``trainer.set_learning_rate(f(step))``.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ ENTRY = "lr_scheduler"
 
 
 class LRScheduler(ABC):
-    """Base of every schedule: ``schedule(count)`` is the learning rate of the update with that number.
+    """Base class of schedules: ``schedule(count)`` is the learning rate of update number `count`.
 
-    While count < warmup_steps it warms up: with ``warmup_mode='linear'`` the rate is
-    begin + (base − begin)·count/warmup_steps, with ``'constant'`` it is begin.
+    While count < warmup_steps, the rate is begin + (base − begin)·count/warmup_steps with ``warmup_mode='linear'``, and
+    begin with ``'constant'``.
 
     Attributes:
-        base_lr: the rate after the warm-up, at least 0.
-        warmup_steps: updates of the warm-up, whole, at least 0.
+        base_lr: rate after the warm-up, at least 0.
+        warmup_steps: number of updates of the warm-up, at least 0.
         warmup_begin_lr: begin, from 0 to base_lr.
         warmup_mode: ``'linear'`` or ``'constant'``.
     """
 
     name: ClassVar[str]
-    """What descriptions call it."""
+    """Name in descriptions."""
     list_name: ClassVar[str] = ""
-    """The one field that is a list of numbers, if there is one."""
+    """Name of the only field that is a list of numbers, if any."""
 
     base_lr: float
     warmup_steps: int
@@ -77,11 +77,11 @@ class LRScheduler(ABC):
         """The rate from the end of the warm-up on."""
 
     def with_base(self, base_lr: float) -> LRScheduler:
-        """The same schedule from another rate."""
+        """Return the same schedule with another base rate."""
         return replace(self, base_lr=base_lr)  # type: ignore[type-var]  # every schedule is a dataclass
 
     def describe(self) -> dict[str, Value]:
-        """Name and numbers as entries of an optimizer's description."""
+        """Return name and numbers as entries of an optimizer's description."""
         entries: dict[str, Value] = {ENTRY: self.name}
         for field in fields(self):  # type: ignore[arg-type]  # every schedule is a dataclass
             value = getattr(self, field.name)
@@ -94,15 +94,15 @@ class LRScheduler(ABC):
 
 @dataclass(frozen=True)
 class FactorScheduler(LRScheduler):
-    """Every `step` updates the rate is multiplied by `factor`, but it never falls below `stop_factor_lr`.
+    """Multiply the rate by `factor` every `step` updates, down to at least `stop_factor_lr`.
 
-    After n = ⌈count/step⌉ − 1 drops it is max(base·factorⁿ, stop). A drop takes effect at the update after `step`,
-    2·step, …; with step 2, factor 0.5 and base 1 the updates 0, 1, … have 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125.
+    After n = ⌈count/step⌉ − 1 drops the rate is max(base·factorⁿ, stop). A drop takes effect at the update after
+    `step`, 2·step, …; with step 2, factor 0.5 and base 1 the updates 0, 1, … have 1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.125.
 
     Args:
-        step: updates between two drops, at least 1.
-        factor: from 0 to 1.
-        stop_factor_lr: the least rate.
+        step: number of updates between two drops, at least 1.
+        factor: factor of a drop, from 0 to 1.
+        stop_factor_lr: lower bound of the rate.
     """
 
     name: ClassVar[str] = "factor"
@@ -122,13 +122,13 @@ class FactorScheduler(LRScheduler):
 
 @dataclass(frozen=True)
 class MultiFactorScheduler(LRScheduler):
-    """The rate is multiplied by `factor` after each of the listed updates.
+    """Multiply the rate by `factor` after each of the listed updates.
 
     With steps [2, 5], factor 0.1 and base 1 the updates 0, 1, … have 1, 1, 1, 0.1, 0.1, 0.1, 0.01, 0.01.
 
     Args:
-        step: at most 32 numbers of updates, increasing, from 1 on.
-        factor: from 0 to 1.
+        step: at most 32 numbers of updates, from 1 on, increasing.
+        factor: factor of a drop, from 0 to 1.
     """
 
     name: ClassVar[str] = "multifactor"
@@ -157,14 +157,14 @@ class MultiFactorScheduler(LRScheduler):
 
 @dataclass(frozen=True)
 class PolyScheduler(LRScheduler):
-    """From base to final along a power: final + (base − final)·(1 − (count − warm-up)/(max_update − warm-up))^pwr.
+    """Decay the rate along a power: final + (base − final)·(1 − (count − warm-up)/(max_update − warm-up))^pwr.
 
-    From `max_update` on the rate stays as it is.
+    From `max_update` on the rate is constant.
 
     Args:
-        max_update: the update at which it is final; above `warmup_steps`.
-        pwr: the power, at least 0.
-        final_lr: the last rate.
+        max_update: number of the update with the final rate; above `warmup_steps`.
+        pwr: exponent, at least 0.
+        final_lr: final rate.
     """
 
     name: ClassVar[str] = "poly"
@@ -187,13 +187,13 @@ class PolyScheduler(LRScheduler):
 
 @dataclass(frozen=True)
 class CosineScheduler(LRScheduler):
-    """From base to final along half a cosine: final + (base − final)·(1 + cos(π·share))/2.
+    """Decay the rate along half a cosine: final + (base − final)·(1 + cos(π·share))/2.
 
     The share is (count − warm-up)/(max_update − warm-up). From `max_update` on the rate is final.
 
     Args:
-        max_update: the update at which it is final; above `warmup_steps`.
-        final_lr: the last rate.
+        max_update: number of the update with the final rate; above `warmup_steps`.
+        final_lr: final rate.
     """
 
     name: ClassVar[str] = "cosine"

@@ -1,17 +1,16 @@
-"""Traces of what workers and servers do, as files for Perfetto (ui.perfetto.dev) or ``chrome://tracing``.
+"""Traces of workers and servers, as files for Perfetto (ui.perfetto.dev) or ``chrome://tracing``.
 
-The names are those of MXNet's profiler. Each process writes a file of its own: ``profile.json`` becomes
-``profile.worker-0.json``, ``profile.server-1.json``. Workers trace themselves; for servers give
-``profile_process='server'``, once a ``dist`` store is there. Let one worker do that: the `start` of a second one that
-comes after the `dump` of the first begins a new trace, which takes the place of the finished one once it has something
-to tell.
+The function names are those of MXNet's profiler. Each process writes a separate file: ``profile.json`` becomes
+``profile.worker-0.json``, ``profile.server-1.json``. The functions act on the calling worker; with
+``profile_process='server'`` they act on all servers, once a ``dist`` store exists. Call the latter on a single worker:
+a `start` of a second worker that follows the `dump` of the first begins a new trace, which replaces the finished file.
 
-On a worker a trace has each call of the stores on a cluster, from the call to its completion, how long a thread waited,
-and each message that came. On a server it has each message, and each round that was closed: its key, version, number
-of contributions and the time of the sum and the update. Stores within a process are not traced.
+The trace of a worker has each call of a store on a cluster until its completion, the time that a thread waited, and
+each received message. The trace of a server has each message and each completed round, with key, version, number of
+contributions, and the duration of the sum and the update. Stores within a process are not traced.
 
-While a trace is made its file is renewed now and then, a whole one each time. So it is valid however the process ends;
-after a signal that ends it at once, the moments since the last renewal are missing.
+The whole file is rewritten every `dump_period` seconds, so it is valid however the process ends; after a signal that
+kills the process, the events since the last rewrite are missing.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ __all__ = ["dump", "pause", "resume", "set_config", "set_state", "start", "stop"
 
 LOG = logging.getLogger("kvdist")
 
-OF_THE_MIRRORED = {
+MXNET_OPTIONS = {
     "aggregate_stats",
     "continuous_dump",
     "profile_all",
@@ -48,34 +47,34 @@ def set_config(
     max_events: int = 100_000,
     dump_period: float = 1.0,
     profile_process: str = "worker",
-    **of_the_mirrored: object,
+    **mxnet_options: object,
 ) -> None:
-    """Choose where the next trace goes, and how large it becomes.
+    """Set the file and the size of the next trace.
 
-    A trace that ``MXNET_PROFILER_AUTOSTART`` began, and that no `start` has joined, goes on under the new settings with
-    all that it has; what was written under the old name stays.
+    A trace that ``MXNET_PROFILER_AUTOSTART`` began, and that no `start` has continued, goes on with its events under
+    the new settings; the file under the old name stays.
 
     Args:
-        filename: of a worker any path; one without a directory lies in ``KVDIST_PROFILE_DIR``, or where the process
-            runs. Of servers a plain name, 1 to 64 of the characters A-Z a-z 0-9 . _ -, which lies in the
-            ``KVDIST_PROFILE_DIR`` that was chosen when the server was started.
-        max_events: how many events are kept, the newest, 1 to 1000000; the file says how many are gone. One takes
-            about half a kilobyte of memory.
-        dump_period: seconds between two renewals of the file, at most a day; longer if renewing takes long.
+        filename: for a worker a path; a name without a directory is in ``KVDIST_PROFILE_DIR``, or else in the current
+            directory. For servers a plain name of 1 to 64 characters from A-Z a-z 0-9 . _ -, in the
+            ``KVDIST_PROFILE_DIR`` of the server.
+        max_events: number of newest events to keep, 1 to 1000000, about half a kilobyte of memory each. The file has
+            the number of dropped events.
+        dump_period: seconds between two rewrites of the file, at most a day; longer if rewriting takes long.
         profile_process: ``worker`` for this process, ``server`` for all servers.
-        of_the_mirrored: ``profile_all`` and its kin are taken and change nothing.
+        mxnet_options: ``profile_all`` and similar options of MXNet, without effect.
 
     Raises:
-        TypeError: an option is not known, or has a wrong type.
-        ValueError: a number is out of range, or the name is not valid, or a server's is not plain.
-        KvdistError: a trace is being made that a call began, with other settings; or an autostarted one cannot be
-            written to its new place.
+        TypeError: an option is unknown, or has a wrong type.
+        ValueError: a number is out of range, or the name is invalid.
+        KvdistError: a trace with other settings is in progress; or an autostarted trace cannot be written to its new
+            file.
     """
-    unknown = of_the_mirrored.keys() - OF_THE_MIRRORED
+    unknown = mxnet_options.keys() - MXNET_OPTIONS
     if unknown:
         raise TypeError(
             f"set_config has no option {', '.join(sorted(unknown))}; it takes filename, max_events, dump_period,"
-            f" profile_process, and, without effect, {', '.join(sorted(OF_THE_MIRRORED))}"
+            f" profile_process, and, without effect, {', '.join(sorted(MXNET_OPTIONS))}"
         )
     name = expanded(filename) if isinstance(filename, str | os.PathLike) else filename
     settings = TraceSettings(name, max_events, dump_period)
@@ -86,7 +85,7 @@ def set_config(
 
 
 def set_state(state: str = "stop", profile_process: str = "worker") -> None:
-    """`start` for ``run``, `stop` for ``stop``.
+    """Call `start` for ``run``, or `stop` for ``stop``.
 
     Raises:
         ValueError: the state is another word.
@@ -97,52 +96,52 @@ def set_state(state: str = "stop", profile_process: str = "worker") -> None:
 
 
 def start(profile_process: str = "worker") -> None:
-    """Record from now on. On a worker it may come before the store: then recording begins with that.
+    """Start recording. On a worker without a store, recording starts with its first store.
 
     Raises:
-        KvdistError: the file cannot be written, or ``server`` was given and there is no store on a cluster.
+        KvdistError: the file cannot be written, or ``profile_process='server'`` without a store on a cluster.
     """
     if not _told_servers(profile_process, "start"):
         PROFILERS.worker.start(by_call=True)
 
 
 def stop(profile_process: str = "worker") -> None:
-    """Record no more, and write what there is. `start` goes on with the same trace, `dump` finishes it.
+    """Stop recording and write the file. `start` continues the same trace, `dump` finishes it.
 
-    Servers write beside their work, as in `dump`.
+    Servers write while they go on working, as with `dump`.
 
     Raises:
-        KvdistError: it cannot be written.
+        KvdistError: the file cannot be written.
     """
     if not _told_servers(profile_process, "stop"):
         PROFILERS.worker.stop()
 
 
 def pause(profile_process: str = "worker") -> None:
-    """Leave out what happens until `resume`."""
+    """Leave out all events until `resume`."""
     if not _told_servers(profile_process, "pause"):
         PROFILERS.worker.pause()
 
 
 def resume(profile_process: str = "worker") -> None:
-    """Record again after `pause`."""
+    """Continue recording after `pause`."""
     if not _told_servers(profile_process, "resume"):
         PROFILERS.worker.resume()
 
 
 def dump(finished: bool = True, profile_process: str = "worker") -> None:
-    """Write the trace.
+    """Write the trace to its file.
 
-    Servers note what there is, answer, and write beside their work: their files are complete a moment later, and when
-    the job has ended at the latest.
+    Servers answer at once and write while they go on working: their files are complete a moment later, at the latest
+    when the job has ended.
 
     Args:
-        finished: record no more, and let the next `start` make a new trace.
+        finished: stop recording, so that the next `start` begins a new trace.
         profile_process: ``worker`` for this process, ``server`` for all servers.
 
     Raises:
-        KvdistError: it cannot be written; the file is as it was. What a server finds out only while it writes, such as
-            a full disk, it logs.
+        KvdistError: the file cannot be written; it is then unchanged. A server logs errors that occur while it writes,
+            such as a full disk.
     """
     if not _told_servers(profile_process, "dump", finished=bool(finished)) and PROFILERS.worker.dump(finished) is None:
         LOG.warning("profiler.dump() has nothing to write: start() was not called, or no store is on a cluster")
@@ -156,7 +155,7 @@ def _told_servers(profile_process: str, call: str, **fields: object) -> bool:
         return False
     cluster = PROCESS_CLUSTER.present
     if cluster is None:
-        raise KvdistError("servers are told by way of a store: call kv.create('dist') before their profiler is used")
+        raise KvdistError("the profiler of the servers needs a store: call kv.create('dist') first")
     body = json.dumps({"do": call, **fields})
     cluster.ask(lambda number: Command(number, PROFILER_HEAD, body))
     return True

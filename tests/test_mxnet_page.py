@@ -530,7 +530,7 @@ SHOWN: dict[str, tuple[Shown, ...]] = {
     ),
 }
 """Rows that are kept or mended: names of tests, wherever they stand, and what no other test shows."""
-PRINTS = "--launcher none prints what to start on each host"
+PRINTS = "--launcher none prints the commands to start on each host"
 LAUNCHER = {
     "`--launcher sge`, `yarn`": [(["--launcher", "sge"], PRINTS), (["--launcher", "yarn"], PRINTS)],
     "`--p3`": [(["--p3"], "unknown option --p3; -x DMLC_PS_VAN_TYPE=p3, or kv.create('p3')")],

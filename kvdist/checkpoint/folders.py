@@ -218,7 +218,7 @@ def _allowed(name: str, root: Path | None) -> Path:
         raise CheckpointError(f"{name!r} cannot be the path of a folder: {error}") from None
     if not is_below:
         raise CheckpointError(
-            f"{folder} lies outside {root}, below which this process keeps checkpoints: save them there, or start the"
-            " job with KVDIST_CHECKPOINT_ROOT naming a folder above them (the default is the one it was started in)"
+            f"{folder} is outside {root}, the folder below which this process may keep checkpoints: save below it, or"
+            " set KVDIST_CHECKPOINT_ROOT to a folder above both (default: the folder in which the process was started)"
         )
     return folder

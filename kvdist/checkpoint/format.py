@@ -134,7 +134,7 @@ def _header(ordered: Sequence[Tensor], metadata: Mapping[str, str]) -> bytes:
         }
         offset = end
     if len(entries) != len(ordered) + 1:
-        raise CheckpointError(f"two arrays of one file cannot have one name, and none can be called {METADATA}")
+        raise CheckpointError(f"the arrays of a file need different names, and none may be called {METADATA}")
     try:
         header = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     except UnicodeEncodeError as error:
@@ -227,7 +227,7 @@ class TensorFile:
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("one name stands there twice")
+        raise ValueError("a name occurs twice")
     return found
 
 
@@ -237,7 +237,7 @@ def _entry(entry: Any, begin: int) -> TensorEntry:
     if len(shape) > DIMENSIONS_MAX or any(not _is_count(number) for number in [*shape, low, high]):
         raise ValueError("a length or an offset is not a count")
     if high - low != math.prod(shape) * dtype.itemsize:
-        raise ValueError("an array is not as long as its shape says")
+        raise ValueError("the length of an array contradicts its shape")
     return TensorEntry(dtype, shape, begin + low)
 
 
@@ -249,7 +249,7 @@ def _require_back_to_back(entries: Iterable[TensorEntry], begin: int, nbytes: in
     """Whether the arrays fill the file: none outside, none over another, no room for anything else."""
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != begin:
-            raise ValueError("an array begins where another one lies, or beyond the end of the one before it")
+            raise ValueError("arrays overlap, or leave a gap")
         begin += entry.nbytes
     if begin != nbytes:
         raise ValueError(f"its arrays end at byte {begin} and the file at byte {nbytes}")
@@ -413,7 +413,7 @@ def _count(number: Any) -> int:
 
 def _with_different_names(found: Sequence[_Named], what: str, name: Callable[[_Named], object]) -> Sequence[_Named]:
     if len({name(one) for one in found}) != len(found):
-        raise ValueError(f"one {what} is named twice")
+        raise ValueError(f"a {what} occurs twice")
     return found
 
 

@@ -117,9 +117,9 @@ def require_run(directory: Path, run: str, wait_s: float = ATTEMPTS * PAUSE_S) -
     while (found := _content(directory / NAME).get("run")) != run:
         if time.monotonic() >= by:
             raise CheckpointError(
-                f"{directory} is not the folder that the scheduler of this job sees under this path (it has"
-                f" {'another' if found else 'no'} {NAME} here): scheduler, servers and workers need one file system"
-                " that they share, at the same path on every host"
+                f"{directory} is not the folder that the scheduler of this job sees under this path (this process sees"
+                f" {'another' if found else 'no'} {NAME} in it): scheduler, servers and workers need a shared file"
+                " system, at the same path on every host"
             )
         time.sleep(PAUSE_S)
 
@@ -209,8 +209,8 @@ def _flocked(descriptor: int, operation: int, path: Path) -> bool:
         if not _WARNED:
             _WARNED.append(path)
             LOG.warning(
-                "the file system of %s has no flock (%s): whether another job saves there is judged by what that file"
-                " says alone",
+                "the file system of %s does not support flock (%s): only the content of that file shows whether"
+                " another job saves into the folder",
                 path,
                 os.strerror(error.errno),
             )

@@ -325,7 +325,9 @@ def _lazy_parts(wanted: WantedSlice, pieces: Sequence[_Piece]) -> tuple[list[_Pa
     if any(end % row for end in ends):
         raise CheckpointError(f"{pieces[0].file.path} is damaged: {name_of(wanted.key)} is cut within a row")
     if len({piece.initializer for piece in pieces}) > 1:
-        raise CheckpointError(f"the rows of {name_of(wanted.key)} do not begin alike in all files: one is damaged")
+        raise CheckpointError(
+            f"the files disagree on the initial value of the rows of {name_of(wanted.key)}: a file is damaged"
+        )
     parts, found, at = [], [np.zeros(0, np.int64)], 0
     for piece in pieces:
         ids = piece.ids(row)

@@ -140,9 +140,9 @@ class Manifest:
         """
         if self.run and (run, str(step)) != (self.run, str(self.step)):
             raise CheckpointError(
-                f"{path} is not a part of this checkpoint: it was written by run {run!r:.40} for step {step!r:.40}, the"
-                f" manifest by run {self.run!r} for step {self.step}. Two jobs have saved into one folder, or files of"
-                " two checkpoints were put together"
+                f"{path} does not belong to this checkpoint: it was written by run {run!r:.40} for step {step!r:.40},"
+                f" the manifest by run {self.run!r} for step {self.step}. Two jobs have saved into the same folder, or"
+                " files of two checkpoints were mixed"
             )
 
     def require(self, keys: Iterable[SavedKey], optimizer: Mapping[str, Any] | None, contents: Sequence[str]) -> None:

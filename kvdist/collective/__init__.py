@@ -1,7 +1,7 @@
-"""Training without servers: Horovod's operations and words over process groups of torch.distributed.
+"""Training without servers: the operations of Horovod over process groups of torch.distributed.
 
-`init` makes this process a rank; what started it is found by `kvdist.config.environment`. All operations are called by
-all ranks, in the same order.
+`init` makes this process a rank; `kvdist.config.environment` detects the launcher. All ranks must call all operations,
+in the same order.
 """
 
 try:

@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 
 
 class Handle:
-    """An asynchronous operation; see `synchronize`."""
+    """Handle of an asynchronous operation; see `synchronize`."""
 
     def __init__(self, future: Future[Any], finish: Callable[[Any], Any]) -> None:
         self._future = future
@@ -59,11 +59,11 @@ class Handle:
 
     @property
     def is_done(self) -> bool:
-        """Whether it has ended, successfully or not."""
+        """Whether the operation has ended, successfully or not."""
         return self._future.done()
 
     def result(self) -> Any:
-        """Wait for the result. A second call returns the same."""
+        """Wait for the result of the operation. A second call returns the same object."""
         if not self._finished:
             self._finished.append(self._finish(self._future.result()))
         return self._finished[0]
@@ -73,15 +73,23 @@ class Handle:
 
 
 def poll(handle: Handle) -> bool:
-    """Whether an operation has ended, so that `synchronize` returns or raises at once."""
+    """Whether an operation has ended, so that `synchronize` returns or raises at once.
+
+    Args:
+        handle: result of an asynchronous function.
+    """
     return handle.is_done
 
 
 def synchronize(handle: Handle) -> Any:
     """Wait for an operation and return its result.
 
+    Args:
+        handle: result of an asynchronous function. Do not touch the tensors of the operation before this call returns.
+
     Raises:
-        CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
+        CollectiveError: the operation failed; `CollectiveMismatch` if ranks called different operations,
+            `RankLostError` if a rank is lost.
     """
     return handle.result()
 
@@ -282,13 +290,13 @@ def _allreduce(
 
 @arguments_of(_grouped_allreduce)
 def grouped_allreduce_async(call: Call) -> Handle:
-    """Begin to reduce tensors over the ranks, as one unit; the result is a list. See `grouped_allreduce`."""
+    """Start to reduce tensors over the ranks, as a unit; the result is a list. See `grouped_allreduce`."""
     return call.begin()
 
 
 @arguments_of(_grouped_allreduce)
 def grouped_allreduce_async_(call: Call) -> Handle:
-    """Begin to replace tensors by their reductions over the ranks, as one unit. See `grouped_allreduce`."""
+    """Start to replace tensors by their reductions over the ranks, as a unit. See `grouped_allreduce`."""
     return call.begin_in_place()
 
 
@@ -300,13 +308,13 @@ def grouped_allreduce_(call: Call) -> list[torch.Tensor]:
 
 @arguments_of(_allreduce)
 def allreduce_async(call: Call) -> Handle:
-    """Begin to reduce a tensor over the ranks. See `allreduce`."""
+    """Start to reduce a tensor over the ranks. See `allreduce`."""
     return call.begin()
 
 
 @arguments_of(_allreduce)
 def allreduce_async_(call: Call) -> Handle:
-    """Begin to replace a tensor by its reduction over the ranks. See `allreduce`."""
+    """Start to replace a tensor by its reduction over the ranks. See `allreduce`."""
     return call.begin_in_place()
 
 
@@ -326,23 +334,27 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce tensors over the ranks, as one unit.
+    """Reduce tensors over the ranks, as a unit. Small tensors travel together.
 
     Args:
-        tensors: of any shapes and dtypes, on one device; the same ones on all ranks. Small ones travel together.
+        tensors: list of tensors of any shapes and dtypes, on the same device; the same list on all ranks.
         average: Horovod's older spelling of `op`: True for Average, False for Sum.
-        name: for messages; names of operations in progress are unique.
-        compression: of the tensors on their way, such as `Compression.fp16`.
-        op: Average by default. Averages of integers are cut toward zero.
-        prescale_factor, postscale_factor: each tensor is multiplied before and after; integers by a product in float64,
-            cut toward zero.
-        process_set: the ranks that take part.
+        name: name of the operation in messages, unique among operations in progress.
+        compression: compression of the tensors for the network, such as `Compression.fp16`.
+        op: reduction operator; None for Average. Averages of integers are rounded toward zero.
+        prescale_factor, postscale_factor: factors of each tensor before and after the reduction. Integers are
+            multiplied in float64 and rounded toward zero.
+        process_set: ranks that take part.
+
+    Returns:
+        A list of new tensors with the shapes and dtypes of `tensors`.
 
     Raises:
-        CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
-        NotImplementedError: Adasum runs on a number of ranks that is not a power of two, or on a process set.
-        TypeError: a value is not a dense tensor, or its dtype cannot be reduced with `op`.
-        ValueError: both `average` and `op` are given.
+        CollectiveError: the operation failed; `CollectiveMismatch` if ranks called different operations,
+            `RankLostError` if a rank is lost.
+        NotImplementedError: Adasum on a process set, or on a number of ranks that is not a power of two.
+        TypeError: a value is not a dense tensor, or `op` cannot reduce its dtype.
+        ValueError: both `average` and `op` are passed.
     """
 
     def run(given: TensorList) -> TensorList:
@@ -371,7 +383,7 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduce a tensor over the ranks; arguments and errors as in `grouped_allreduce`.
 
-    Average and Sum also take a sparse COO tensor, without compression and factors.
+    Average and Sum also accept a sparse COO tensor, without compression and factors.
     """
     if isinstance(tensor, torch.Tensor) and tensor.layout == torch.sparse_coo:
         if compression is not Compression.none or prescale_factor != 1.0 or postscale_factor != 1.0:
@@ -393,9 +405,9 @@ def sparse_allreduce_async(
     op: ReduceOp | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin to add up sparse COO tensors of the ranks, which send their entries and no zeros.
+    """Start to sum or average the sparse COO tensors of the ranks; only their entries are sent, no zeros.
 
-    The result is sparse and repeats an index for each rank that has it; ``coalesce()`` adds those up.
+    The result is a sparse tensor that repeats an index for each rank with an entry; ``coalesce()`` adds them up.
 
     Raises:
         TypeError: the tensor is not sparse.
@@ -428,7 +440,7 @@ def sparse_allreduce_async(
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begin to gather the rows of each tensor from all ranks, as one unit; the result is a list."""
+    """Start to gather the rows of each tensor from all ranks, as a unit; the result is a list."""
     tensors = list(tensors)
     kind = kind_of("allgather", len(tensors))
     return submit(process_set, kind, name, lambda _: AllGather(name or "", tensors))
@@ -437,7 +449,7 @@ def grouped_allgather_async(
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begin to gather the rows of all ranks. See `allgather`."""
+    """Start to gather the rows of all ranks. See `allgather`."""
     return submit(process_set, "allgather", name, lambda _: AllGather(name or "", [tensor]), _first)
 
 
@@ -467,17 +479,21 @@ def grouped_allgather(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Gather the rows of all ranks, in rank order; ranks may have different numbers of rows, including none.
+    """Concatenate the rows of all ranks, in rank order; ranks may have different numbers of rows, including none.
 
     Args:
-        tensor: with at least one dimension; all sizes but the first are the same on all ranks.
-        name: for messages; names of operations in progress are unique.
-        process_set: the ranks that take part.
+        tensor: tensor with at least one dimension; all sizes except the first must be equal on all ranks.
+        name: name of the operation in messages, unique among operations in progress.
+        process_set: ranks that take part.
+
+    Returns:
+        A new tensor, whose first size is the sum over the ranks.
 
     Raises:
-        CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
+        CollectiveError: the operation failed; `CollectiveMismatch` if ranks called different operations,
+            `RankLostError` if a rank is lost.
         TypeError: the value is not a dense tensor.
-        ValueError: it is a scalar.
+        ValueError: the tensor is a scalar.
     """
     return grouped_allgather([tensor], name, process_set)[0]
 
@@ -516,13 +532,13 @@ def root_in(group: Group, root_rank: int) -> int:
 
 @arguments_of(_broadcast)
 def broadcast_async(call: Call) -> Handle:
-    """Begin to get the tensor of the root, a global rank."""
+    """Start to fetch the tensor of the root, a global rank. See `broadcast`."""
     return call.begin()
 
 
 @arguments_of(_broadcast)
 def broadcast_async_(call: Call) -> Handle:
-    """Begin to replace a tensor by that of the root, a global rank."""
+    """Start to replace a tensor by that of the root, a global rank. See `broadcast`."""
     return call.begin_in_place()
 
 
@@ -534,23 +550,24 @@ def grouped_broadcast_async_(call: Call) -> Handle:
 
 @arguments_of(_broadcast)
 def broadcast_(call: Call) -> torch.Tensor:
-    """Replace a tensor by that of one rank, and return it; arguments and errors as in `broadcast`."""
+    """Replace a tensor by that of the root, and return it; arguments and errors as in `broadcast`."""
     return call.begin_in_place().result()  # type: ignore[no-any-return]
 
 
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Get the tensor of one rank.
+    """Return the tensor of the root rank.
 
     Args:
-        tensor: of the same shape and dtype on all ranks.
-        root_rank: the global rank whose tensor it is, also within a process set.
-        name: for messages; names of operations in progress are unique.
-        process_set: the ranks that take part.
+        tensor: tensor of the same shape and dtype on all ranks.
+        root_rank: global rank whose tensor is sent, also within a process set.
+        name: name of the operation in messages, unique among operations in progress.
+        process_set: ranks that take part.
 
     Raises:
-        CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
+        CollectiveError: the operation failed; `CollectiveMismatch` if ranks called different operations,
+            `RankLostError` if a rank is lost.
         TypeError: the value is not a dense tensor.
         ValueError: the root is not in the process set.
     """
@@ -580,7 +597,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin to send each rank its rows of a tensor, and to receive this rank's rows. See `alltoall`."""
+    """Start to send each rank its rows of a tensor, and to receive the rows for this rank. See `alltoall`."""
     handle = _exchange(tensor, splits, name, process_set)
     return Handle(handle._future, _first) if splits is None else handle
 
@@ -591,21 +608,23 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send each rank its rows of a tensor, and receive the rows for this rank, in rank order.
+    """Send each rank its rows of a tensor, and return the rows for this rank, in rank order.
 
     Args:
-        tensor: with at least one dimension; all sizes but the first are the same on all ranks.
-        splits: int32, the number of rows for each rank; None for equal parts. Rows beyond their sum stay here.
-        name: for messages; names of operations in progress are unique.
-        process_set: the ranks that take part.
+        tensor: tensor with at least one dimension; all sizes except the first must be equal on all ranks.
+        splits: int32 tensor with the number of rows for each rank; None for equal parts. Rows beyond their sum are not
+            sent.
+        name: name of the operation in messages, unique among operations in progress.
+        process_set: ranks that take part.
 
     Returns:
-        The rows; with `splits` also the number from each rank, int32.
+        The received rows; with `splits` a pair of the rows and the number of rows from each rank, int32.
 
     Raises:
-        CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
+        CollectiveError: the operation failed; `CollectiveMismatch` if ranks called different operations,
+            `RankLostError` if a rank is lost.
         TypeError: the value is not a dense tensor.
-        ValueError: the splits do not fit the tensor or the ranks.
+        ValueError: `splits` does not match the tensor or the ranks.
     """
     received: list[torch.Tensor] = []
 
@@ -634,7 +653,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin to reduce tensors, as one unit, and give each rank its part of the rows; the result is a list."""
+    """Start to reduce tensors, as a unit, and to return to each rank its part of the rows; the result is a list."""
     tensors = list(tensors)
     return submit(
         process_set,
@@ -652,7 +671,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin to reduce a tensor and give each rank its part of the rows. See `reducescatter`."""
+    """Start to reduce a tensor and to return to each rank its part of the rows. See `reducescatter`."""
     handle = grouped_reducescatter_async([tensor], name, op, process_set, prescale_factor, postscale_factor)
     return Handle(handle._future, _first)
 
@@ -666,7 +685,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Get this rank's part of the rows of each reduced tensor; arguments and errors as in `reducescatter`."""
+    """Return this rank's part of the rows of each reduced tensor; arguments and errors as in `reducescatter`."""
 
     def run(given: TensorList) -> TensorList:
         handle = grouped_reducescatter_async(given, name, op, process_set, prescale_factor, postscale_factor)
@@ -688,25 +707,28 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Get this rank's part of the rows of the reduced tensor; the first ranks have one more where they do not divide.
+    """Reduce a tensor over the ranks, and return this rank's part of its rows.
+
+    If the number of rows is not divisible by the number of ranks, the first ranks get an additional row.
 
     Args:
-        tensor: with at least one dimension, of the same shape and dtype on all ranks.
-        name: for messages; names of operations in progress are unique.
-        compression: of the tensor on its way.
+        tensor: tensor with at least one dimension, of the same shape and dtype on all ranks.
+        name: name of the operation in messages, unique among operations in progress.
+        compression: compression of the tensor for the network, such as `Compression.fp16`.
         op: Average or Sum.
-        process_set: the ranks that take part.
-        prescale_factor, postscale_factor: the tensor is multiplied before and after.
+        process_set: ranks that take part.
+        prescale_factor, postscale_factor: factors of the tensor before and after the reduction.
 
     Raises:
-        CollectiveError: it failed; `CollectiveMismatch` where ranks disagree, `RankLostError` where one is gone.
+        CollectiveError: the operation failed; `CollectiveMismatch` if ranks called different operations,
+            `RankLostError` if a rank is lost.
         NotImplementedError: `op` is neither Average nor Sum.
         TypeError: the value is not a dense tensor, or its dtype cannot be reduced.
-        ValueError: it is a scalar.
+        ValueError: the tensor is a scalar.
     """
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank has called it."""
+    """Wait until every rank has called `barrier`."""
     submit(process_set, "barrier", "", lambda _: BarrierOperation()).result()

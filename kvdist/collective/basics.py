@@ -58,16 +58,16 @@ _meeting = _MeetingPoint()
 
 
 def init(world: World | None = None, process_sets: str | Iterable[ProcessSet | Iterable[int]] | None = None) -> None:
-    """Make this process a rank; a second call does nothing.
+    """Make this process a rank of a job without servers. A second call does nothing.
 
     Args:
-        world: this process's rank, size and machine; None reads the environment.
-        process_sets: added from the start, the same on all ranks; Horovod's word ``dynamic`` has no effect.
+        world: rank, size and machine of this process; None reads the environment variables of the launcher.
+        process_sets: list of process sets to register, equal on all ranks; Horovod's ``dynamic`` has no effect.
 
     Raises:
-        ConfigError: the environment is incomplete.
-        CollectiveError: the other ranks were not found in time.
-        ValueError: the process sets are invalid or differ between ranks. All ranks raise, and may call it again.
+        ConfigError: the environment variables are incomplete.
+        CollectiveError: the other ranks did not appear in time.
+        ValueError: the process sets are invalid or differ between ranks. All ranks raise, and may call `init` again.
     """
     if is_initialized():
         return
@@ -108,8 +108,8 @@ def _heed_horovods_variables(rank: int, level: str | None) -> None:
 def shutdown() -> None:
     """Leave the job; a second call does nothing. All ranks may call `init` again afterwards.
 
-    Operations of the other ranks that this one has not called then raise. If an exception is being handled, their error
-    names it.
+    Operations in which the other ranks still wait for this rank then raise. If this process is handling an exception,
+    the error of the other ranks names it.
     """
     _close(sys.exc_info()[1])
     tell_what_lingers()
@@ -132,26 +132,26 @@ atexit.register(_at_exit)
 
 
 def join(device: int = -1) -> int:  # noqa: ARG001 (Horovod has it)
-    """Take part in the others' operations with zeros, until all ranks have called this.
+    """Take part in the operations of the other ranks with zeros, until all ranks have called `join`.
 
-    The others can only call allreduce with Sum or Average meanwhile; an average divides by the number of all ranks. Any
-    other operation raises on the ranks that call it.
+    In the meantime the other ranks can only call allreduce with Sum or Average; an average divides by the number of all
+    ranks. Any other operation raises on the ranks that call it.
 
     Args:
-        device: without effect; Horovod's.
+        device: accepted for Horovod, without effect.
 
     Returns:
-        The rank that called it last, the same on all ranks.
+        The last rank that called `join`, equal on all ranks.
     """
     return current().join()
 
 
 def start_timeline(path: str, mark_cycles: bool = False) -> None:
-    """Write a timeline of the operations, which ``chrome://tracing`` and Perfetto open.
+    """Write a timeline of the operations to a file for ``chrome://tracing`` or Perfetto.
 
     Args:
-        path: of rank 0's file; other ranks write beside it, as in ``timeline.rank1.json``.
-        mark_cycles: also mark when the queue of operations was empty.
+        path: file of rank 0; other ranks write beside it, as in ``timeline.rank1.json``.
+        mark_cycles: also mark the times at which the queue of operations is empty.
 
     Raises:
         OSError: the file cannot be written.
@@ -160,40 +160,40 @@ def start_timeline(path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Finish the timeline, if there is one."""
+    """Finish the timeline, if any."""
     current().stop_timeline()
 
 
 def rank() -> int:
-    """The rank of this process, from 0."""
+    """Rank of this process, from 0."""
     return current().world.rank
 
 
 def size() -> int:
-    """The number of processes."""
+    """Number of processes."""
     return current().world.size
 
 
 def local_rank() -> int:
-    """The rank of this process on its machine, such as for choosing a GPU."""
+    """Rank of this process on its machine, for example to choose a GPU."""
     return current().world.local_rank
 
 
 def local_size() -> int:
-    """The number of processes on this machine."""
+    """Number of processes on this machine."""
     return current().world.local_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every machine has as many processes as this one."""
+    """Whether all machines have equally many processes."""
     return current().is_homogeneous
 
 
 def cross_rank() -> int:
-    """The number of this machine among the machines that have a process of this local rank."""
+    """Number of this machine among the machines that have a process of this local rank."""
     return current().world.cross_rank
 
 
 def cross_size() -> int:
-    """The number of machines that have a process of this local rank."""
+    """Number of machines that have a process of this local rank."""
     return current().world.cross_size

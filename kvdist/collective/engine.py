@@ -255,7 +255,7 @@ of_process: list[CollectiveEngine] = []
 
 
 def is_initialized() -> bool:
-    """Whether this process is a rank, between `init` and `shutdown`."""
+    """Whether this process is a rank, from `init` until `shutdown`."""
     return _of_thread.engine is not None or bool(of_process)
 
 

@@ -38,16 +38,16 @@ Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tens
 
 
 def broadcast_parameters(params: Parameters, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
-    """Replace parameters by those of one rank.
+    """Replace parameters by those of the root rank.
 
     Args:
-        params: ``model.state_dict()`` or ``model.named_parameters()``, in whatever order: ranks match them by their
-            names; or a list of tensors, which they match by their places. Entries that are None are skipped.
-        root_rank: the global rank whose parameters they are.
-        process_set: the ranks that take part.
+        params: ``model.state_dict()`` or ``model.named_parameters()``, in any order, matched by name between ranks; or
+            a list of tensors, matched by position. Entries that are None are skipped.
+        root_rank: global rank whose parameters are sent.
+        process_set: ranks that take part.
 
     Raises:
-        CollectiveError: it failed; `CollectiveMismatch` where ranks have other parameters.
+        CollectiveError: the operation failed; `CollectiveMismatch` if ranks have different parameters.
         TypeError: a value is not a tensor.
     """
     named = [(name, tensor) for name, tensor in _named(params) if tensor is not None]
@@ -88,24 +88,24 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Replace the state and the options of an optimizer by those of one rank.
+    """Replace the state and the hyper-parameters of an optimizer by those of the root rank.
 
-    The root's ``state_dict()`` is sent and loaded. Unlike Horovod's function it takes no step to create state, so no
-    parameter moves and no counter advances; an optimizer without state gets the options too. As in Horovod, gradients
-    are zeros afterwards where the optimizer had no state.
+    The ``state_dict()`` of the root is sent and loaded. Unlike Horovod's function it makes no step to create state, so
+    no parameter changes and no counter advances; an optimizer without state gets the hyper-parameters too. As in
+    Horovod, gradients are zeros afterwards if the optimizer had no state.
 
     Args:
-        optimizer: of the same class and parameters on all ranks. In each group ranks match parameters that it knows by
-            names (``SGD(model.named_parameters())``) by these, others by their places.
-        root_rank: the global rank whose state it is.
-        model: tells which gradients of SGD are sparse zeros: those of its ``Embedding(sparse=True)``.
-        process_set: the ranks that take part.
+        optimizer: optimizer of the same class and parameters on all ranks. Within a group, parameters are matched by
+            name if the optimizer knows names (``SGD(model.named_parameters())``), otherwise by position.
+        root_rank: global rank whose state is sent.
+        model: model whose ``Embedding(sparse=True)`` layers determine which gradients of SGD are sparse zeros.
+        process_set: ranks that take part.
 
     Raises:
-        CollectiveError: it failed.
-        TypeError: the optimizer is not torch's; on the root also if the state contains a value that cannot be sent,
-            which the message names.
-        ValueError: the root's optimizer has other parameter groups.
+        CollectiveError: the operation failed.
+        TypeError: `optimizer` is not a torch optimizer; on the root also if the state contains a value that cannot be
+            sent, which the message names.
+        ValueError: the optimizer of the root has other parameter groups.
     """
     require_torch_optimizer(optimizer, "broadcast_optimizer_state")
     group = group_of(process_set)
@@ -127,8 +127,9 @@ def _in_order_of(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dic
         if sorted(names) != sorted(others):
             here, there = (sorted(set(one) - set(rest))[:3] for one, rest in ((names, others), (others, names)))
             raise ValueError(
-                f"group {number} of the optimizer has other parameters here than on the root: here alone are {here},"
-                f" there alone {there}; give the optimizers of all ranks the same parameters in the same groups"
+                f"group {number} of the optimizer has different parameters on this rank and on the root: only on this"
+                f" rank {here}, only on the root {there}; give the optimizers of all ranks the same parameters in the"
+                " same groups"
             )
         place_of = dict(zip(others, other["params"], strict=True))
         other.update(params=[place_of[name] for name in names], param_names=list(names))
@@ -147,15 +148,15 @@ def _zero_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | N
 def metric_average(
     value: float | torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> float:
-    """Average a number, such as a loss or an accuracy, over the ranks.
+    """Return the mean over the ranks of a number, such as a loss or an accuracy.
 
     Args:
-        value: this rank's number, or a tensor of one element.
-        name: for messages.
-        process_set: the ranks that take part.
+        value: number of this rank, or a tensor with a single element.
+        name: name of the operation in messages.
+        process_set: ranks that take part.
 
     Raises:
-        CollectiveError: it failed.
+        CollectiveError: the operation failed.
     """
     mine = torch.tensor(float(value), dtype=torch.float64, device="cpu")
     return float(allreduce(mine, name=name, op=Average, process_set=process_set))
@@ -176,24 +177,24 @@ _DTYPES = {
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Get the object of one rank.
+    """Return the object of the root rank.
 
-    None, bool, int, float, str, bytes, list, tuple, set, dict, NumPy arrays and torch tensors can be sent, nested up to
-    64 levels. Tensors arrive detached, on the CPU.
+    An object is made of None, bool, int, float, str, bytes, list, tuple, set, dict, NumPy arrays and torch tensors,
+    nested up to 64 levels. Tensors arrive detached, on the CPU.
 
     Args:
-        obj: the object; ignored on ranks other than the root.
-        root_rank: the global rank whose object it is.
-        name: for messages.
-        process_set: the ranks that take part.
+        obj: object to send; ignored on ranks other than the root.
+        root_rank: global rank whose object is sent.
+        name: name of the operation in messages.
+        process_set: ranks that take part.
 
     Returns:
-        On the root `obj` itself, on the others a copy.
+        On the root `obj` itself, on the other ranks a copy.
 
     Raises:
-        CollectiveError: it failed; on ranks other than the root also if the object cannot be sent.
+        CollectiveError: the operation failed; on ranks other than the root also if the object cannot be sent.
         TypeError: on the root, the object contains a value of another type; the message names it.
-        ValueError: on the root, it contains text that is none, such as a name of a file with a lone surrogate.
+        ValueError: on the root, a string cannot be encoded as UTF-8, such as a file name with a lone surrogate.
     """
     group = group_of(process_set)
     is_root = group.ranks[group.rank] == root_rank
@@ -210,20 +211,20 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Gather the objects of all ranks, in rank order; `broadcast_object` lists the types that can be sent.
+    """Return the objects of all ranks, in rank order; `broadcast_object` lists the types that can be sent.
 
     Args:
-        obj: this rank's object.
-        name: for messages.
-        process_set: the ranks that take part.
+        obj: object of this rank.
+        name: name of the operation in messages.
+        process_set: ranks that take part.
 
     Returns:
-        Copies, also of this rank's own object.
+        A list of copies, including a copy of `obj`.
 
     Raises:
-        CollectiveError: it failed, or another rank's object cannot be sent.
-        TypeError: this rank's object contains a value of another type; the message names it.
-        ValueError: it contains text that is none, such as a name of a file with a lone surrogate.
+        CollectiveError: the operation failed, or the object of another rank cannot be sent.
+        TypeError: the object of this rank contains a value of another type; the message names it.
+        ValueError: a string cannot be encoded as UTF-8, such as a file name with a lone surrogate.
     """
     group = group_of(process_set)
     given, failure = _encoded(obj)

@@ -318,10 +318,10 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Make an optimizer reduce gradients over the ranks before it steps.
+    """Let a torch optimizer reduce gradients over the ranks before each step. Returns the same object.
 
-    Gradients leave in buckets while the backward pass still runs. Between it and ``step()``, or ``synchronize()``, they
-    must not be touched. To clip them::
+    Gradients are sent in buckets while the backward pass still runs. Do not touch them between the backward pass and
+    ``step()`` or ``synchronize()``. To clip gradients::
 
         loss.backward()
         optimizer.synchronize()
@@ -329,30 +329,32 @@ def DistributedOptimizer(
         with optimizer.skip_synchronize():
             optimizer.step()
 
-    ``GradScaler.step(optimizer)`` needs none of this; before ``GradScaler.unscale_`` call ``synchronize()``. A closure
-    given to ``step`` has its gradients reduced and its loss averaged each time it is called.
+    ``GradScaler.step(optimizer)`` works without these calls; before ``GradScaler.unscale_`` call ``synchronize()``. If
+    ``step`` gets a closure, each call of the closure has its gradients reduced and its loss averaged.
 
     Args:
-        optimizer: an optimizer of torch. It is changed in place: its class becomes one of the same name.
-        named_parameters: ``model.named_parameters()``, which ranks compare.
-        compression: of gradients on their way, such as `Compression.fp16`.
-        backward_passes_per_step: passes whose gradients add up, undivided, before they are reduced.
-        op: Average, Sum, Min, Max or Product; or Adasum, which combines the changes of the optimizer's own steps.
-        gradient_predivide_factor: gradients are divided by it before they are summed, and the rest of the division
-            follows afterwards; for Average only.
-        num_groups: an older spelling of `groups`.
-        groups: the number of groups of gradients, each reduced as one; or lists of parameters.
-        sparse_as_dense: sparse gradients travel as dense ones, rather than gathered, and are sparse again afterwards.
-        process_set: the ranks that take part; other ranks step by their own gradients.
+        optimizer: a torch optimizer. It is changed in place: its class becomes a subclass of the same name.
+        named_parameters: ``model.named_parameters()``, which the ranks compare.
+        compression: compression of gradients for the network, such as `Compression.fp16`.
+        backward_passes_per_step: number of passes whose gradients are added up, undivided, before they are reduced.
+        op: Average, Sum, Min, Max or Product; or Adasum, which combines the weight changes of each rank's step instead
+            of the gradients.
+        gradient_predivide_factor: divisor of gradients before the sum; the rest of the division follows the sum. For
+            Average only.
+        num_groups: Horovod's older spelling of `groups`.
+        groups: number of groups of gradients, each reduced as a unit; or lists of parameters.
+        sparse_as_dense: send sparse gradients as dense tensors instead of gathering their rows; they become sparse
+            again afterwards.
+        process_set: ranks that take part; the other ranks step with their local gradients.
 
     Returns:
-        The optimizer, with the further methods ``synchronize()``, ``skip_synchronize()`` and
-        ``set_backward_passes_per_step(passes)``, and the options ``op``, ``process_set``, ``sparse_as_dense``,
-        ``gradient_predivide_factor`` and ``backward_passes_per_step`` as attributes.
+        `optimizer`, with the additional methods ``synchronize()``, ``skip_synchronize()`` and
+        ``set_backward_passes_per_step(passes)``, and the attributes ``op``, ``process_set``, ``sparse_as_dense``,
+        ``gradient_predivide_factor`` and ``backward_passes_per_step``.
 
     Raises:
-        NotImplementedError: Adasum is asked for on a process set.
-        TypeError: the optimizer is not torch's, or has no hooks.
+        NotImplementedError: Adasum on a process set.
+        TypeError: `optimizer` is not a torch optimizer, or does not support hooks.
         ValueError: arguments are invalid or contradict each other.
     """
     require_torch_optimizer(optimizer, "DistributedOptimizer")

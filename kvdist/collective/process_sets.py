@@ -14,28 +14,28 @@ from kvdist.collective.signature import ADD_SET, REMOVE_SET, Signature
 
 
 class ProcessSet:
-    """Some of the ranks. `init` or `add_process_set` registers it on all ranks.
+    """Subset of the ranks. `init` or `add_process_set` registers it on all ranks.
 
     Args:
-        ranks: the members, as numbers or as one list of them.
+        ranks: ranks of the members, as separate arguments or as a list.
 
     Raises:
-        ValueError: the members are not numbers.
+        ValueError: a member is not an integer.
 
     Attributes:
-        process_set_id: its number; None while it is not registered.
+        process_set_id: number of the set; None while it is not registered.
     """
 
     def __init__(self, *ranks: int | Iterable[int]) -> None:
         given = [rank for item in ranks for rank in (item if isinstance(item, Iterable) else [item])]
         if not all(isinstance(rank, Integral) for rank in given):
-            raise ValueError(f"a process set is made of ranks, which are int, not {given}")
+            raise ValueError(f"the members of a process set must be integers, got {given}")
         self._ranks: tuple[int, ...] | None = tuple(sorted(map(int, given)))
         self.process_set_id: int | None = None
 
     @property
     def ranks(self) -> list[int]:
-        """The members, ascending."""
+        """Ranks of the members, ascending."""
         return list(range(current().world.size)) if self._ranks is None else list(self._ranks)
 
     def included(self) -> bool | None:
@@ -43,10 +43,10 @@ class ProcessSet:
         return None if self.process_set_id is None else current().world.rank in self.ranks
 
     def rank(self) -> int | None:
-        """This rank's number within the set; None while the set is not registered.
+        """Position of this rank within the set; None while the set is not registered.
 
         Raises:
-            ValueError: it is not a member.
+            ValueError: this rank is not a member.
         """
         included = self.included()
         if included is None:
@@ -56,7 +56,7 @@ class ProcessSet:
         return self.ranks.index(current().world.rank)
 
     def size(self) -> int | None:
-        """The number of members; None while the set is not registered."""
+        """Number of members; None while the set is not registered."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def __repr__(self) -> str:
@@ -73,16 +73,16 @@ class ProcessSet:
 
 
 global_process_set = ProcessSet()
-"""All ranks."""
+"""Process set of all ranks."""
 global_process_set.process_set_id = ALL_RANKS
 global_process_set._ranks = None
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set; called by all ranks, members or not, with the same one.
+    """Register a process set and return it. All ranks, members or not, must call it with the same set.
 
     Raises:
-        ValueError: a set of these ranks exists already, the ranks are invalid, or ranks called this differently.
+        ValueError: a set of these ranks already exists, the ranks are invalid, or ranks pass different sets.
     """
     return _add(process_set, may_exist=False)
 
@@ -120,7 +120,11 @@ def add_process_sets(process_sets: Sequence[ProcessSet | Iterable[int]]) -> None
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; called by all ranks. False for an unregistered one and for the set of all ranks."""
+    """Remove a process set. All ranks must call it.
+
+    Returns:
+        True, or False for a set that is not registered and for the set of all ranks.
+    """
     engine, number = current(), process_set.process_set_id
     if number is None or number == ALL_RANKS or number not in engine.sets:
         return False

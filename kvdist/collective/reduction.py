@@ -104,49 +104,49 @@ def settle_(tensor: torch.Tensor, op: ReduceOp, size: int, postscale: float) -> 
 
 
 class NoneCompressor:
-    """Leaves tensors unchanged. Derive from it for a custom compression."""
+    """Compression that leaves tensors unchanged. Derive from it for a custom compression."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """The tensor, and a context for `decompress`."""
+        """Return the tensor to send, and a context for `decompress`."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:  # noqa: ARG004
-        """The tensor."""
+        """Return the received tensor."""
         return tensor
 
 
 class CastCompressor(NoneCompressor):
-    """Sends floating-point tensors in another dtype."""
+    """Compression that sends floating-point tensors in another dtype."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype | None]:
-        """The tensor in that dtype, and its own dtype."""
+        """Return the tensor in the dtype for the network, and its original dtype."""
         if not tensor.is_floating_point():
             return tensor, None
         return tensor.to(cls.dtype), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: torch.dtype | None) -> torch.Tensor:
-        """The tensor in its own dtype."""
+        """Return the tensor in its original dtype."""
         return tensor if ctx is None else tensor.to(ctx)
 
 
 class FP16Compressor(CastCompressor):
-    """Sends floating-point tensors as float16: 11 bits of precision, up to 65504."""
+    """Compression of floating-point tensors to float16: 11 bits of precision, values up to 65504."""
 
 
 class BF16Compressor(CastCompressor):
-    """Sends floating-point tensors as bfloat16: 8 bits of precision, the range of float32."""
+    """Compression of floating-point tensors to bfloat16: 8 bits of precision, the range of float32."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """The compressions by name, as in ``compression=hvd.Compression.fp16``."""
+    """Compressions by name, as in ``compression=hvd.Compression.fp16``."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

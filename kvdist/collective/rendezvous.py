@@ -245,6 +245,6 @@ def _left_port(path: Path, timeout_s: float) -> int:
                 return int(port)
         time.sleep(LOOK_AGAIN_S)
     raise CollectiveError(
-        f"rank 0 has not begun within {timeout_s:g} s (KVDIST_START_TIMEOUT_S): it left no port in {path}, where ranks"
-        " of one machine meet if MASTER_ADDR and MASTER_PORT are not set"
+        f"rank 0 has not started within {timeout_s:g} s (KVDIST_START_TIMEOUT_S): it left no port in {path}, where"
+        " ranks of the same machine meet if MASTER_ADDR and MASTER_PORT are not set"
     )

@@ -13,15 +13,15 @@ from kvdist.collective.reduction import Sum
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch normalisation with the mean and variance of all ranks' batches together.
+    """Batch normalisation with the mean and variance of the batches of all ranks.
 
-    Replaces ``BatchNorm1d`` to ``BatchNorm3d``, on CPU and GPU; ranks may have batches of different sizes, including
-    empty ones. Evaluation is the same as theirs. All ranks must run it forward and backward in the same order.
+    It replaces ``BatchNorm1d`` to ``BatchNorm3d``, on CPU and GPU, and behaves like them in evaluation. Ranks may have
+    batches of different sizes, including empty ones. All ranks must run it forward and backward in the same order.
 
     Args:
-        num_features: channels, dimension 1 of the input.
-        eps, momentum, affine, track_running_stats: as those of ``BatchNorm2d``.
-        process_set: the ranks that take part.
+        num_features: number of channels, the size of dimension 1 of the input.
+        eps, momentum, affine, track_running_stats: as in ``BatchNorm2d``.
+        process_set: ranks that take part.
     """
 
     def __init__(
@@ -67,9 +67,12 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise the input by channel.
 
+        Args:
+            input: tensor of shape (examples, num_features, …).
+
         Raises:
             CollectiveError: a reduction failed.
-            ValueError: the number of channels is wrong, or all ranks together have one value for each channel.
+            ValueError: the number of channels is wrong, or all ranks together have a single value per channel.
         """
         uses_batch = self.training or self.running_mean is None
         if not uses_batch or group_of(self.process_set).size == 1:

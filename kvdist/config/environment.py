@@ -459,7 +459,7 @@ def placed(world: World, hosts: Sequence[Hashable]) -> World:
 def _world_by(launcher: Launcher, env: Variables, parent: int) -> World:
     rank, size = _integer(env, launcher.rank), _integer(env, launcher.size)
     if size < 1:
-        raise ConfigError(f"{_name(launcher.size)} is {size}; there is at least 1 process")
+        raise ConfigError(f"{_name(launcher.size)} is {size}; it must be at least 1")
     if size == 1:
         return World(rank, 1, launcher=launcher.name)
     local, cross = launcher.places(env)

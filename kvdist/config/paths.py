@@ -24,13 +24,13 @@ def expanded(path: str | bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
     unset = _NAME.search(found)
     if unset is not None:
         raise ConfigError(
-            f"the path {given[:80]!r} has {unset[0][:80]!r} in it, and no environment variable of that name is set"
-            " here: set it, or name the folder in full"
+            f"the path {given[:80]!r} contains {unset[0][:80]!r}, but no environment variable of that name is set: set"
+            " it, or write the full path"
         )
     found = os.path.expanduser(found)
     if found.startswith("~"):
         raise ConfigError(
-            f"the path {given[:80]!r} begins with {found.partition('/')[0][:80]!r}, which stands for no folder here:"
-            f" name the folder in full, or write {'./' + given[:80]!r} if it is called so"
+            f"the path {given[:80]!r} begins with {found.partition('/')[0][:80]!r}, but this machine has no home"
+            f" directory of that name: write the full path, or {'./' + given[:80]!r} for a path of that name"
         )
     return found

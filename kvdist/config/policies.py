@@ -49,16 +49,17 @@ class Pace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LocalSteps:
-    """Workers make steps of their own, and exchange what these have changed; see `local_sgd` and `diloco`.
+    """Policy: each worker makes local steps, then all exchange the changes. See `local_sgd` and `diloco`.
 
     Attributes:
-        every: how many steps.
-        learning_rate, momentum: of the outer optimizer, on the servers: SGD, with Nesterov's momentum if it has any.
-        fragments: how many groups of parameters are exchanged by turns, each once in so many steps.
-        delay: how many steps a worker makes between the push of a fragment and taking the answer; None for as many as
-            there are between two fragments, or none where there is one.
-        bits: of each number that is pushed: 32, or 16, 8 or 4 with the rest kept for the next push.
-        quorum: how many workers must have made their steps; None for all of them.
+        every: number of steps between two exchanges.
+        learning_rate, momentum: hyper-parameters of the outer optimizer on the servers: SGD, with Nesterov's momentum
+            unless it is 0.
+        fragments: number of groups of parameters, which are exchanged in turn, each once in `every` steps.
+        delay: number of steps between the push of a fragment and the use of the result; None for the distance of two
+            fragments, or 0 without fragments.
+        bits: bits per pushed number: 32, or 16, 8 or 4, with the rounding error kept for the next push.
+        quorum: number of workers that must have made their steps; None for all.
 
     Raises:
         ValueError: a number is out of range.
@@ -74,7 +75,7 @@ class LocalSteps:
 
     @property
     def pace(self) -> Pace:
-        """When workers push."""
+        """Timing of the pushes."""
         return Pace.TOGETHER if self.quorum is None else Pace.OWN
 
     def __post_init__(self) -> None:
@@ -98,13 +99,13 @@ class LocalSteps:
             _require_whole("a quorum of", self.quorum, "workers", 1, WORKERS_MAX)
             if self.fragments > 1 or self.delay is not None:
                 raise ValueError(
-                    "a quorum exchanges all parameters when enough workers are ready, and nobody waits for the answer:"
-                    " leave fragments and delay out, or the quorum"
+                    "a quorum exchanges all parameters at once, and no worker waits for the result, so fragments and"
+                    " delay have no meaning: leave them out, or the quorum"
                 )
 
     @property
     def steps_until_answer(self) -> int:
-        """How many steps a worker makes between the push of a fragment and taking the answer."""
+        """Number of steps between the push of a fragment and the use of the result."""
         if self.delay is None:
             return self.every // self.fragments if self.fragments > 1 else 0
         return self.delay
@@ -120,14 +121,14 @@ class LocalSteps:
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """Workers exchange when all together have made a number of examples; see `quota`.
+    """Policy: the workers exchange when all together have processed a number of examples. See `quota`.
 
     Attributes:
-        samples: how many, at least.
-        local_steps: whether each worker makes steps of its own meanwhile; else it adds its gradients up.
+        samples: least number of examples per exchange.
+        local_steps: True: each worker makes local steps in the meantime. False: it accumulates gradients.
         exact: whether workers wait for the new weights before they go on.
-        learning_rate, momentum: of the outer optimizer of local steps, as of `LocalSteps`.
-        bits: of each number that is pushed, as of `LocalSteps`.
+        learning_rate, momentum: hyper-parameters of the outer optimizer for local steps, as in `LocalSteps`.
+        bits: bits per pushed number, as in `LocalSteps`.
 
     Raises:
         ValueError: a number is out of range.
@@ -160,14 +161,14 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Buffered:
-    """Workers exchange when all together have made a number of steps; see `buffered`.
+    """Policy that leaves with a later version: an exchange after `steps` steps of all workers. Use `quota`.
 
     Attributes:
-        steps: how many, at least.
-        damping: how a late gradient counts: ``'none'``, ``'sqrt'`` or ``'inverse'``.
+        steps: least number of steps per exchange.
+        damping: weight of late gradients: ``'none'``, ``'sqrt'`` or ``'inverse'``.
 
     Raises:
-        ValueError: a number is out of range, or there is no such damping.
+        ValueError: a number is out of range, or `damping` is unknown.
     """
 
     pace: ClassVar = Pace.OWN
@@ -184,10 +185,10 @@ class Buffered:
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """A version is made of the first workers that have a gradient; see `backup`.
+    """Policy that leaves with a later version: a step without the `spare` slowest workers. Use `quota`.
 
     Attributes:
-        spare: how many workers it does without.
+        spare: number of workers whose gradients are not awaited.
 
     Raises:
         ValueError: the number is out of range.
@@ -205,14 +206,14 @@ class Backup:
 
 @dataclass(frozen=True, slots=True)
 class Asynchronous:
-    """Each gradient makes a version, unless it is too old; see `asynchronous`.
+    """Policy: each gradient is an update, unless it is too old. See `asynchronous`.
 
     Attributes:
-        max_delay: of how many versions older weights a gradient may be; None: of any.
-        damping: how a late gradient counts: ``'none'``, ``'sqrt'`` or ``'inverse'``.
+        max_delay: greatest age of a gradient's weights, in versions; None for no limit.
+        damping: weight of late gradients: ``'none'``, ``'sqrt'`` or ``'inverse'``.
 
     Raises:
-        ValueError: a number is out of range, or there is no such damping.
+        ValueError: a number is out of range, or `damping` is unknown.
     """
 
     pace: ClassVar = Pace.ALONE
@@ -231,10 +232,10 @@ class Asynchronous:
 
 @dataclass(frozen=True, slots=True)
 class StaleSynchronous:
-    """Each gradient makes a version, and no worker is far ahead of the slowest; see `ssp`.
+    """Policy that leaves with a later version: asynchronous steps with a bounded lead. Use `quota` or `asynchronous`.
 
     Attributes:
-        lead: by how many steps a worker may be ahead.
+        lead: greatest number of steps by which a worker may be ahead of the slowest.
 
     Raises:
         ValueError: the number is out of range.
@@ -289,11 +290,11 @@ def _require_outer(learning_rate: float, momentum: float) -> None:
 def local_sgd(
     every: int, *, fragments: int = 1, delay: int | None = None, bits: int = WHOLE, quorum: int | None = None
 ) -> LocalSteps:
-    """Average the workers' weights after so many steps of each.
+    """Return a policy that averages the weights of the workers after every `every` steps of each.
 
     Args:
-        every: steps of each worker.
-        fragments, delay, bits, quorum: as of `diloco`.
+        every: number of steps of each worker between two averages.
+        fragments, delay, bits, quorum: as in `diloco`.
 
     Raises:
         ValueError: a number is out of range.
@@ -313,30 +314,33 @@ def diloco(
     bits: int = WHOLE,
     quorum: int | None = None,
 ) -> LocalSteps:
-    """Let an outer optimizer apply what so many steps of each worker have changed: SGD with Nesterov's momentum.
+    """Return a policy of local steps with an outer optimizer: SGD with Nesterov's momentum, on the servers.
+
+    Each worker makes `every` steps with its local optimizer. Then the outer optimizer applies the mean of the workers'
+    weight changes, as if it were a gradient.
 
     Args:
-        every: steps of each worker, with a `quorum` at least so many.
-        learning_rate, momentum: of the outer optimizer.
-        fragments: exchange the parameters in so many groups of about equal bytes, one after the other, each once in
-            `every` steps. The network is used all the time, rather than for everything at once.
-        delay: steps that a worker makes between the push of a fragment and taking the answer, in which the exchange
-            overlaps with computing; then it waits. What it has changed meanwhile is kept. By default as many as there
-            are between two fragments, and none without fragments.
-        bits: push changes in so many bits a number, 32, 16, 8 or 4; what that loses is kept, and is in the next push.
-            Parameters must be float32 then.
-        quorum: exchange when so many workers have made their steps, rather than all of them. The others have a little
-            longer, which is measured by how far apart the workers came lately. What a worker has that is late counts in
-            the next exchange, weighted by its examples, so each step says them: ``trainer.step(samples=n)``. No worker
-            waits: each makes steps until the exchange begins, and those that it makes meanwhile are kept. None: all are
-            awaited, and wait. Without `fragments` and `delay`.
+        every: number of steps of each worker between two exchanges; with `quorum`, the least number.
+        learning_rate, momentum: hyper-parameters of the outer optimizer.
+        fragments: number of groups of parameters, of about equal bytes. They are exchanged in turn, each once in
+            `every` steps, so that the network load is even.
+        delay: number of steps between the push of a fragment and the use of the result; the exchange overlaps with
+            these steps, and the worker waits for it at their end. Changes of the weights in between are kept. Default:
+            the distance of two fragments, or 0 without fragments.
+        bits: bits per pushed number, 32, 16, 8 or 4. The rounding error is added to the next push. Below 32 all
+            parameters must be float32.
+        quorum: number of workers whose steps start an exchange; None for all, which then wait for each other. With a
+            quorum no worker waits: each goes on with its steps until the exchange begins, and steps during the exchange
+            are kept. Late workers get a grace period, derived from how far apart the workers arrived lately. A push
+            that is later still counts in the next exchange. Pushes are weighted by examples, so every step needs
+            ``trainer.step(samples=n)``. Not with `fragments` or `delay`.
 
     Raises:
         ValueError: a number is out of range.
 
-    Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models (2023); its numbers.
-    Douillard et al., Streaming DiLoCo with Overlapping Communication (2025). The quorum and its grace are those of
-    Decoupled DiLoCo (2026).
+    Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models (2023), with its
+    defaults. Douillard et al., Streaming DiLoCo with Overlapping Communication (2025). Quorum and grace: Decoupled
+    DiLoCo (2026).
     """
     return LocalSteps(every, learning_rate, momentum, fragments, delay, bits, quorum)
 
@@ -350,45 +354,47 @@ def quota(
     momentum: float = 0.0,
     bits: int = WHOLE,
 ) -> Quota:
-    """Make a version of each `samples` examples, however many of them each worker has made: nobody waits for the slow.
+    """Return a policy for machines of unequal speed: a new version of the weights after every `samples` examples.
 
-    Workers add up the gradients of their micro-batches, or with `local_steps` make steps of their own optimizers. When
-    all together have made `samples` examples, each pushes its mean at the end of its micro-batch, weighted by its
-    examples. Meanwhile it goes on with the weights it has, and what it makes counts in the next version. So a gradient
-    is of weights that are at most one version old, and as many more as are made during its micro-batch; and each
-    version has at least `samples` examples, and at most a micro-batch of each worker more. Every step says its
-    examples, ``trainer.step(samples=n)``; the data come from a `QueueSampler`.
+    The examples of all workers count together, and no worker waits for a slow worker. Each worker accumulates the
+    gradients of its micro-batches, or with `local_steps` makes steps of its local optimizer. When the quota is reached,
+    each worker pushes its mean at the end of its current micro-batch, weighted by its examples, and goes on with its
+    current weights; later examples count in the next version.
+
+    A gradient is therefore computed with weights that are at most one version old, plus the number of versions during
+    its micro-batch. A version has at least `samples` examples, and at most an additional micro-batch per worker. Every
+    step passes its examples, ``trainer.step(samples=n)``; use a `QueueSampler` for the data.
 
     Args:
-        samples: examples of a version: the batch size that you would train with on one machine; of local steps 4 to 8
-            times as many.
-        local_steps: make steps with the worker's own optimizer, and exchange what they have changed.
-        exact: wait for the new weights, so that no gradient is of older ones. Every version waits for the micro-batch
-            that the slowest worker is at.
-        learning_rate, momentum: of the outer optimizer of local steps, on the servers; the usual ones take the mean.
-        bits: push changes, or gradients, in so many bits a number, as of `diloco`.
+        samples: examples per version: the batch size for a single machine, or 4 to 8 times as many with `local_steps`.
+        local_steps: make steps with a local optimizer on each worker, and exchange the resulting changes.
+        exact: wait for the new weights, so that no gradient uses older ones. Then every version waits for the current
+            micro-batch of the slowest worker.
+        learning_rate, momentum: hyper-parameters of the outer optimizer for local steps, on the servers; the defaults
+            take the mean.
+        bits: bits per pushed number, as in `diloco`.
 
     Raises:
         ValueError: a number is out of range.
 
     Source: Tyurin and Richtárik, Optimal Time Complexities of Parallel Stochastic Optimization Methods (2023), Rennala
-    SGD; hivemind's ``target_batch_size``.
+    SGD; ``target_batch_size`` of hivemind.
     """
     return Quota(samples, bool(local_steps), bool(exact), learning_rate, momentum, bits)
 
 
 def buffered(steps: int, *, damping: str = "sqrt") -> Buffered:
-    """Make a version of each `steps` steps, whichever workers have made them: a `quota` that is counted in steps.
+    """Return a policy that leaves with a later version (use `quota`): a quota that is counted in steps.
 
-    A gradient of older weights is kept, and multiplied by 1/√(1 + τ) with the default `damping` if it is of those τ
-    versions before. Every step says its examples, ``trainer.step(samples=n)``.
+    Every step passes its examples, ``trainer.step(samples=n)``. A gradient of weights that are τ versions old is
+    multiplied by its damping.
 
     Args:
-        steps: how many.
-        damping: ``'sqrt'``, ``'inverse'`` for 1/(1 + τ), or ``'none'``.
+        steps: number of steps per version.
+        damping: ``'sqrt'`` for 1/√(1 + τ), ``'inverse'`` for 1/(1 + τ), or ``'none'``.
 
     Raises:
-        ValueError: a number is out of range, or there is no such damping.
+        ValueError: a number is out of range, or `damping` is unknown.
 
     Source: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation (2022), FedBuff.
     """
@@ -396,15 +402,13 @@ def buffered(steps: int, *, damping: str = "sqrt") -> Buffered:
 
 
 def backup(spare: int) -> Backup:
-    """Make a version of the first gradients: of all workers but `spare`, whose gradients are dropped when they come.
+    """Return a policy that leaves with a later version (use `quota`): drop the latest gradients of each version.
 
-    Against pauses that meet one worker and then another: a machine that is always slow is only left out, so use `quota`
-    for that. Each version is exact, a step of one batch of the examples in it. Who is late goes on with the new weights
-    at once; `trainer.samples_dropped` counts its examples. Data have to come from a `QueueSampler`, or those of a slow
-    worker are seen seldom. Every step says its examples, ``trainer.step(samples=n)``.
+    A version is the mean of the first gradients of all workers except `spare`. `trainer.samples_dropped` counts the
+    examples of dropped gradients. Use a `QueueSampler`; every step passes its examples, ``trainer.step(samples=n)``.
 
     Args:
-        spare: how many of the workers that are there, fewer than all of them.
+        spare: number of workers that are not awaited, fewer than all.
 
     Raises:
         ValueError: the number is out of range.
@@ -415,35 +419,34 @@ def backup(spare: int) -> Backup:
 
 
 def asynchronous(max_delay: int | None = None, *, damping: str = "none") -> Asynchronous:
-    """Let each gradient make a version at once, as the store ``dist_async``, but none that is too old.
+    """Return a policy in which each gradient updates the weights at once, as on ``dist_async``, unless it is too old.
 
-    The delay τ of a gradient is how many gradients of other workers were let through since its worker got its weights.
-    One server counts it for all, before the gradient leaves: a step has one small message more.
+    The delay τ of a gradient is the number of gradients of other workers that were applied since its worker fetched its
+    weights. A single server counts it, before the gradient is sent, which costs an additional small message per step.
 
     Args:
-        max_delay: drop gradients with a greater delay; `trainer.samples_dropped` counts their examples. With p workers
-            a delay of p - 1 is usual, and a slow worker has more. None: drop none.
-        damping: multiply a gradient by 1/√(1 + τ) (``'sqrt'``) or 1/(1 + τ) (``'inverse'``), so that one learning rate
-            goes with many numbers of workers.
+        max_delay: greatest delay; gradients with a greater delay are dropped, and `trainer.samples_dropped` counts
+            their examples. With p workers a delay of p - 1 is normal, and a slow worker has more. None: no limit.
+        damping: ``'sqrt'`` multiplies a gradient by 1/√(1 + τ), ``'inverse'`` by 1/(1 + τ), ``'none'`` by 1. With
+            damping the same learning rate suits different numbers of workers.
 
     Raises:
-        ValueError: a number is out of range, or there is no such damping.
+        ValueError: a number is out of range, or `damping` is unknown.
 
-    Source: Zhang et al., Staleness-aware Async-SGD (2016); Maranjyan et al., Ringmaster ASGD (2025), for the limit.
+    Source: Zhang et al., Staleness-aware Async-SGD (2016); the limit: Maranjyan et al., Ringmaster ASGD (2025).
     """
     return Asynchronous(max_delay, damping)
 
 
 def ssp(lead: int) -> StaleSynchronous:
-    """Let no worker be more than `lead` steps ahead of the slowest: no gain against a machine that is always slow.
+    """Return a policy that leaves with a later version (use `quota`): asynchronous steps with a bounded lead.
 
-    In the long run all go at its pace; only pauses that pass, and are shorter than `lead` steps, hold nobody up. Each
-    gradient makes a version at once, as on ``dist_async``. A worker with c pushes waits in `trainer.step` until every
-    other has made c - lead, and then gets weights with all those. Workers that are lost, have left or have no more
-    examples of a `QueueSampler` are not waited for.
+    Each gradient is an update, as on ``dist_async``. A worker with c pushes waits in `trainer.step` until every other
+    worker has made c - lead pushes, and then fetches weights that include them. Workers that are lost, have left or
+    have used up a `QueueSampler` are not awaited.
 
     Args:
-        lead: in steps, 0 or more.
+        lead: greatest lead over the slowest worker, in steps, 0 or more.
 
     Raises:
         ValueError: the number is out of range.

@@ -230,20 +230,23 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "KVDIST_ROOT_URI", TEXT, None, "host name or address of the scheduler; of rank 0 in a job without servers",
             twin="DMLC_PS_ROOT_URI",
         ),
-        Setting("KVDIST_ROOT_PORT", whole_number(1, 65535), None, "its TCP port, 1 to 65535", twin="DMLC_PS_ROOT_PORT"),
         Setting(
-            "KVDIST_NUM_WORKER", whole_number(1), None, "how many workers, at least 1; the same in every process",
+            "KVDIST_ROOT_PORT", whole_number(1, 65535), None, "TCP port at that address, 1 to 65535",
+            twin="DMLC_PS_ROOT_PORT",
+        ),
+        Setting(
+            "KVDIST_NUM_WORKER", whole_number(1), None, "number of workers, at least 1; the same in every process",
             twin="DMLC_NUM_WORKER",
         ),
         Setting(
-            "KVDIST_NUM_SERVER", whole_number(0), None, "how many servers; the same in every process",
+            "KVDIST_NUM_SERVER", whole_number(0), None, "number of servers; the same in every process",
             "`0`, set by the launcher with `-s 0`: there is no scheduler either, and `kv.create('dist')` is an error"
             " that says so",
             twin="DMLC_NUM_SERVER",
         ),
         Setting(
             "KVDIST_RANK", whole_number(0), None,
-            "the rank that this process asks for within its role; needed in a job that encrypts",
+            "requested rank of this process within its role; required in an encrypted job",
             shown_default="the next free one",
         ),
         Setting("KVDIST_JOB", TEXT, "default", "name of the job: messages of another job are refused"),
@@ -258,26 +261,26 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_LOCAL_SIZE", whole_number(1), None,
-            "set by the launcher for workers: how many are on this machine",
+            "set by the launcher for workers: number of workers on this machine",
         ),
         Setting(
             "KVDIST_CROSS_RANK", whole_number(0), None,
             "set by the launcher for workers: this machine's number among machines with a worker of this local rank",
         ),
         Setting(
-            "KVDIST_CROSS_SIZE", whole_number(1), None, "set by the launcher for workers: how many machines have one"
+            "KVDIST_CROSS_SIZE", whole_number(1), None,
+            "set by the launcher for workers: number of machines with a worker of this local rank",
         ),
         Setting(
             "KVDIST_RESTARTS", whole_number(0), None,
-            "set by the launcher: how often this process was started before; absent the first time",
+            "set by the launcher: number of earlier starts of this process; unset the first time",
             "With `--on-worker-exit restart:N` that is the whole job. A worker that is started again while the others"
             " go on joins them ([reliability.md](reliability.md#newcomers)), and a scheduler takes its predecessor's"
             " place where that is waited for (`KVDIST_SCHEDULER_AWAY_S`)",
         ),
         Setting(
             "KVDIST_LISTEN_FD", whole_number(0), None,
-            "the number of an inherited descriptor: a socket that listens already, in place of binding"
-            " `DMLC_PS_ROOT_PORT`",
+            "number of an inherited file descriptor: a listening socket, used instead of binding `DMLC_PS_ROOT_PORT`",
             "Set by the launcher for a scheduler, and for rank 0 of a job without servers",
         ),
     ),
@@ -288,7 +291,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_INTERFACE", TEXT, None,
-            "the network interface of all hosts (`eth0`), or the network that it is in (`10.0.0.0/8`, `fd00::/8`)",
+            "network interface of all hosts (`eth0`), or its network (`10.0.0.0/8`, `fd00::/8`)",
             "Its address on this machine is `DMLC_NODE_HOST` where that is not set (a loopback address only of a"
             " network that has no others). Of several it is an IPv4 one, unless `DMLC_PS_ROOT_URI` is an IPv6 address."
             " The scheduler listens at all addresses of its host name, or only at those of this interface if some are."
@@ -303,28 +306,29 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_SECURITY", word("none", "curve"), None,
-            "how traffic that leaves a host is protected: `curve` encrypts it, `none` is plain TCP at any address",
+            "protection of traffic between hosts: `curve` encrypts it, `none` is plain TCP at any address",
             "`none` beside a secret is an error, and so is `curve` without one (`kvdist-launch` draws a secret)."
             " Without either, a job whose `DMLC_PS_ROOT_URI` is a loopback address uses files that only its user can"
             " reach, and other addresses are refused ([security.md](security.md))",
         ),
         Setting(
             "KVDIST_IO_THREADS", whole_number(1, 64), 1,
-            "how many threads of a process move bytes over sockets, and encrypt them", "A connection stays with one",
+            "number of threads of a process that send, receive and encrypt bytes",
+            "Each connection belongs to a single thread",
         ),
         Setting(
-            "KVDIST_PORT_RANGE", PORT_RANGE, None, "the ports at which processes listen, such as `20000-20100`",
+            "KVDIST_PORT_RANGE", PORT_RANGE, None, "ports on which processes listen, such as `20000-20100`",
             "Servers, and workers that listen for their host, take a free port of it. Without it the system chooses."
             " The scheduler's port is always `DMLC_PS_ROOT_PORT`",
         ),
         Setting(
             "KVDIST_BIGARRAY_BOUND", whole_number(1), 1_000_000,
-            "keys with at least this many elements are cut over all servers; smaller ones live whole on one",
+            "keys with at least this many elements are split over all servers; a smaller key is on a single server",
             "The scheduler's value counts", twin="MXNET_KVSTORE_BIGARRAY_BOUND",
         ),
         Setting(
             "KVDIST_UPDATE_ON_KVSTORE", FLAG, True,
-            "`0`: where a `Trainer` is not told who updates the weights, its workers do, and not the store",
+            "`0`: with a `Trainer` without `update_on_kvstore`, the workers update the weights, not the store",
             twin="MXNET_UPDATE_ON_KVSTORE",
         ),
         Setting(
@@ -334,44 +338,44 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_TRANSPORT", word("auto", "tcp"), "auto",
-            "`auto`: processes of one host and user leave large values in shared memory and send only where they lie,"
-            " and ranks without servers sum there; `tcp`: every byte goes through a TCP socket",
+            "`auto`: processes of the same host and user exchange large values through shared memory, and ranks without"
+            " servers sum in it; `tcp`: every byte goes through a TCP socket",
             "`tcp` on one machine needs a secret or `KVDIST_SECURITY=none` (`kvdist-launch` draws a secret). Each"
             " process has its own say; both must allow shared memory",
         ),
         Setting(
             "KVDIST_LOCAL_REDUCE", word("auto", "on", "off"), "auto",
-            "what the workers of a host sum in shared memory before it crosses the network, so that one push and one"
-            " answer do for all of them",
+            "which pushes the workers of a host sum in shared memory, so that a single push and a single answer cross"
+            " the network for all of them",
             "`auto`: slices of 64 KiB and more that go to servers on other hosts; `on`: all pushes; `off`: none. Only"
             " synchronous stores, and only with more than one worker on the host and `KVDIST_TRANSPORT=auto`. Give"
             " every worker the same: one that says otherwise makes the others of its host wait",
         ),
         Setting(
             "KVDIST_ON_LOSS", word("fail", "wait", "continue"), "fail",
-            "what follows when a worker is lost: `fail` ends the job, `wait` lets the others wait until it is started"
-            " again, `continue` lets them go on without it",
+            "reaction to the loss of a worker: `fail` ends the job, `wait` makes the other workers wait until it is"
+            " started again, `continue` lets them go on without it",
             "`wait` and `continue` need stores that update ([reliability.md](reliability.md)); a lost server ends"
             " the job with all three, but for `KVDIST_REPLICAS=1`. The scheduler's value counts, and `kvdist-launch"
             " --on-loss` sets it",
         ),
         Setting(
             "KVDIST_MAX_WORKERS", whole_number(1), None,
-            "how many workers there may be with `KVDIST_ON_LOSS=continue`, when more join a running job",
+            "largest number of workers, if workers join a running job with `KVDIST_ON_LOSS=continue`",
             "The scheduler's value counts. Give it to workers that join, too: their ranks are above the others'",
             shown_default="as many as there are at the start",
         ),
         Setting(
             "KVDIST_MIN_WORKERS", whole_number(1), None,
-            "how many workers must be there for training to go on; with fewer it waits until enough are back",
+            "least number of workers for training; with fewer, training waits until enough are back",
             "With `KVDIST_ON_LOSS=continue`; `dist_async` is refused. Workers that have finished well count."
             " The scheduler's value counts, and `kvdist-launch --min-workers` sets it",
             shown_default="1",
         ),
         Setting(
             "KVDIST_RETURN_S", seconds(0), None,
-            "how many seconds a job waits for a worker that comes back: with `KVDIST_ON_LOSS=wait` for each that is"
-            " lost, with `continue` when the last one is; `0`: it ends at once",
+            "seconds that a job waits for a worker to come back: with `KVDIST_ON_LOSS=wait` for each lost worker, with"
+            " `continue` if all are lost; `0`: it ends at once",
             "The servers keep the weights meanwhile. The scheduler's value counts, and `kvdist-launch --restart` makes"
             " it 120",
             shown_default="600 with `KVDIST_ON_LOSS=wait`, else 0",
@@ -385,7 +389,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_SCHEDULER_AWAY_S", seconds(0), None,
-            "how many seconds the others go on without a scheduler that was lost and is started again; `0`: its loss"
+            "seconds that servers and workers go on without a lost scheduler until it is started again; `0`: its loss"
             " ends the job",
             "Also how long they have to register with it. The scheduler's value counts"
             " ([reliability.md](reliability.md#a-scheduler-that-comes-back))",
@@ -393,7 +397,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_SNAPSHOTS", PATH, None,
-            "a folder, for this job alone, into which servers write snapshots while training goes on",
+            "folder for this job alone, into which servers write snapshots while training goes on",
             "When a server is lost and started again, all go back to the newest one, or of a `dist_async` store that"
             " server alone; without it the loss of a server ends the job. Needs `KVDIST_ON_LOSS=continue`, and every"
             " machine with a server or the scheduler must see this folder. `kvdist-launch --snapshots` sets it"
@@ -401,7 +405,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_SNAPSHOT_INTERVAL_S", seconds(0), None,
-            "how many seconds after a snapshot the next one begins",
+            "seconds from a snapshot to the next",
             "The scheduler's value counts. Never less than a snapshot takes. Unless it is set, what costs least where a"
             " server is lost each hour: the root of 7200 s times what a snapshot takes",
             shown_default="by what a snapshot takes",
@@ -430,14 +434,14 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_KERNELS", word("auto", "numpy", "numba"), "auto",
-            "what does the arithmetic of a server, of a local store, or of a worker that updates its weights itself",
+            "library for the arithmetic of servers, of local stores, and of workers that update their weights",
             "`numpy`; `numba`, which is imported at once and waited for, an error if it is not installed; `auto` starts"
             " with NumPy and goes over to numba, if it is installed, when values of 4 MB have been worked on, without"
             " waiting for it. The results are equal bit by bit",
         ),
         Setting(
             "KVDIST_SERVER_DEVICE", DEVICES, ("cpu",),
-            "where servers sum and update: `cpu`, `cuda:0`, or a list such as `cuda:0,cuda:1` that they take in turn",
+            "device of the servers: `cpu`, `cuda:0`, or a list such as `cuda:0,cuda:1` that they take in turn",
             "`cuda:0` is the first GPU of the server's own host. Of a list, server r takes entry r modulo the number of"
             " entries (by its `KVDIST_RANK`, which it needs then). `kvdist-launch --server-device DEVICE` and `python"
             " -m kvdist --server-device DEVICE` do the same. A server whose GPU, driver or library is missing ends with"
@@ -446,7 +450,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_GPU", word("auto", "cupy", "numba", "host"), "auto",
-            "what drives the GPUs on which values of this process lie",
+            "library that drives the GPUs of this process",
             "`cupy`, `numba`, or `auto`, the first of them that is installed; `host` brings the values to the host's"
             " memory instead ([gpu.md](gpu.md))",
         ),
@@ -455,25 +459,25 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "`1`: workers and servers [trace themselves](#traces) from their start", twin="MXNET_PROFILER_AUTOSTART",
         ),
         Setting(
-            "KVDIST_PROFILE_DIR", PATH, None, "the directory for traces whose names have none",
+            "KVDIST_PROFILE_DIR", PATH, None, "directory for traces whose file name has no directory",
             "A server writes them nowhere else", shown_default="where the process was started",
         ),
         Setting(
             "KVDIST_LEDGER", PATH, None,
-            "a folder into which each server writes what became of every push",
+            "folder into which each server writes the fate of every push",
             "For debugging: a line for each block and round. `kvdist ledger DIR --worker 3 --push 312` reads it"
             " ([reliability.md](reliability.md#the-ledger))",
         ),
         Setting(
             "KVDIST_DUMP", PATH, None,
-            "a folder for dumps: what each process heard and answered last, written when the job fails or waits long;"
-            " `kvdist why FOLDER` reads them",
+            "folder for dumps: the last messages and answers of each process, written when the job fails or waits for"
+            " long; `kvdist why FOLDER` explains them",
             "No values and no secrets are in a dump. `kvdist-launch --dump DIR` does the same. Where hosts share no"
             " folder, bring their dumps together. See [reliability.md](reliability.md#why-a-job-failed)",
         ),
         Setting(
             "KVDIST_DUMP_EVENTS", whole_number(1), 4096,
-            "how many events a dump has at most",
+            "largest number of events in a dump",
             "`kvdist why --replay` needs all of a process, so take more for that",
         ),
         Setting(
@@ -485,13 +489,13 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_OPTIMIZER_MODULE", MODULES, (),
-            "a module with optimizers of your own, which scheduler and servers import",
+            "module with custom optimizers, which scheduler and servers import",
             "The older spelling of `KVDIST_SERVER_MODULE`, with `--optimizer-module NAME`",
         ),
         Setting(
             "KVDIST_CHECKPOINT_ROOT", ABSOLUTE_PATH, None,
-            "below which folder scheduler and servers write and read [checkpoints](checkpoints.md), whatever a worker"
-            " names; an absolute path",
+            "absolute path of the folder below which scheduler and servers write and read"
+            " [checkpoints](checkpoints.md), whatever path a worker names",
             "A container often starts in `/`, which allows everything",
             shown_default="the folder in which it was started",
         ),
@@ -499,30 +503,30 @@ TABLE: dict[str, tuple[Setting, ...]] = {
     LIMITS: (
         Setting(
             "KVDIST_SLICE_BYTES", whole_number(8), 4 * MIB,
-            "a key travels and is updated in pieces of at most this size; small values are joined up to it",
+            "largest piece in which a key is sent and updated; small values are joined up to this size",
             "No message between hosts has more bytes of values, except for one whole row: smaller slices help where"
             " connections break often, and cost throughput",
         ),
         Setting(
             "KVDIST_WINDOW_BYTES", whole_number(1), 64 * MIB,
-            "bytes that a worker may have on the way to one server without an acknowledgement",
+            "bytes that a worker may have in flight to a server without an acknowledgement",
         ),
         Setting(
             "KVDIST_PRIORITY_SLICE_BYTES", whole_number(8), 160_000,
-            "the same as `KVDIST_SLICE_BYTES` for stores with priority slices; the scheduler's value cuts",
+            "`KVDIST_SLICE_BYTES` of stores with priority slices; the scheduler's value counts",
             "`MXNET_KVSTORE_SLICE_THRESHOLD` gives it in elements of float32: 40,000 by default, as there",
             derived=("MXNET_KVSTORE_SLICE_THRESHOLD", _bytes_of_elements),
         ),
         Setting(
             "KVDIST_PRIORITY_WINDOW_BYTES", whole_number(1), 4 * MIB,
-            "bytes that a worker with such a store may have on the way to all servers beyond this host together",
+            "bytes that a worker with such a store may have in flight to all servers on other hosts together",
             "Urgent values wait behind no more than these. Too few leave the line idle: they should be what it carries"
             " in some 30 ms",
         ),
         Setting(
             "KVDIST_UNDER_WAY_BYTES", whole_number(1), 1024 * MIB,
-            "bytes that a worker may have pushed and that are not counted yet, because a server or another worker is"
-            " slower: a `push` beyond that waits until there is room",
+            "bytes of a worker's pushes that are not counted yet, because a server or another worker is slower; a"
+            " further `push` waits until there is room",
             "A wait of 10 s is explained like any other. Bytes are those of the values, also where they travel"
             " compressed. There is always room for two contributions to all keys (to a table of rows: for twice its"
             " largest push), so that the order in which workers push does not matter. It bounds a worker's memory, and"
@@ -530,7 +534,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_SHARED_BYTES_MAX", whole_number(1), 1 << 40,
-            "shared memory that a process makes at most; values beyond that lie in ordinary memory and are sent",
+            "largest amount of shared memory of a process; further values are in ordinary memory and are sent",
             "Shared memory counts as memory of the process that made it",
         ),
         Setting(
@@ -538,25 +542,25 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_CONNECT_TIMEOUT_S", seconds(0, positive=True), 30.0,
-            "how long a server or worker waits for the scheduler's first answer",
+            "seconds that a server or worker waits for the scheduler's first answer",
         ),
         Setting(
-            "KVDIST_FORM_TIMEOUT_S", seconds(0, positive=True), 300.0, "how long the cluster may take to be complete"
+            "KVDIST_FORM_TIMEOUT_S", seconds(0, positive=True), 300.0, "seconds until the cluster must be complete"
         ),
         Setting(
             # Less would take an ordinary delay of a busy machine for a loss; more does not fit the options of sockets.
             "KVDIST_PATIENCE_S", seconds(1, 1_000_000), 10.0,
-            "how many seconds a process or its host may be silent before it counts as lost",
+            "seconds of silence after which a process or its host counts as lost",
             "A shorter silence ends nothing, one of half as much again is a loss; `kvdist-launch --patience` sets it."
             " See [patience](#patience)",
         ),
         Setting(
             "KVDIST_EXPLAIN_AFTER_S", seconds(0, positive=True), 10.0,
-            "a wait longer than this prints who is awaited and for what; again at each multiple",
+            "seconds after which a wait prints which process is awaited and for what; again at each multiple",
         ),
         Setting(
             "KVDIST_STALL_SHUTDOWN_S", seconds(0), 0.0,
-            "a call that has waited for this long raises and the job ends; `0` for never",
+            "seconds after which a waiting call raises and the job ends; `0` for never",
             "With servers: `DeadlineExceeded` says who is awaited and for what. It should be longer than the longest"
             " step, evaluation or checkpoint of any worker, and half of it bounds `KVDIST_EXPLAIN_AFTER_S`. Without"
             " servers: the operation raises on all ranks, and Horovod's variable is read where ours is not set",
@@ -564,31 +568,31 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_FAREWELL_S", seconds(0, positive=True), 5.0,
-            "how long the scheduler waits for its servers to end, and a failing worker for its goodbye to be heard",
+            "seconds that the scheduler waits for its servers to end, and a failing worker for its goodbye to arrive",
         ),
     ),
     COLLECTIVE: (
         Setting(
             "KVDIST_START_TIMEOUT_S", seconds(0, positive=True), 30.0,
-            "how long the ranks may take to find each other; the missing ones are named then",
+            "seconds until the ranks must have found each other; an error names the missing ranks",
             twin="HOROVOD_START_TIMEOUT",
         ),
         Setting(
             "KVDIST_STALL_CHECK_S", seconds(0), 10.0,
-            "an operation that is waited for longer than this is reported, on rank 0 and on the first rank that waits",
+            "seconds after which a waiting operation is reported, on rank 0 and on the first rank that waits",
             "The report says who has not called it, on which host, and what it called last. Again whenever the wait has"
             " doubled. `0` for never, as `HOROVOD_STALL_CHECK_DISABLE=1`",
             twin="HOROVOD_STALL_CHECK_TIME_SECONDS",
         ),
         Setting(
             "KVDIST_TIMELINE", TIMELINE, "",
-            "where rank 0 writes from its start what its operations did when, for `chrome://tracing` and Perfetto",
+            "file into which rank 0 writes a timeline of its operations, for `chrome://tracing` and Perfetto",
             "Rank 1 writes beside it, to `timeline.rank1.json`, and so on. Horovod's word `DYNAMIC` begins none",
             twin="HOROVOD_TIMELINE",
         ),
         Setting(
             "KVDIST_TIMELINE_MARK_CYCLES", FLAG, False,
-            "`1`: it also shows when the thread of operations had done all there was",
+            "`1`: the timeline also marks the times at which no operation was pending",
             twin="HOROVOD_TIMELINE_MARK_CYCLES",
         ),
     ),
@@ -897,8 +901,8 @@ class ClusterConfig:
         check_security(self.security, self.secret_file)
         if self.security == "curve" and self.secret_file is None:
             raise ConfigError(
-                "KVDIST_SECURITY is 'curve', but there is no secret to make keys from: set KVDIST_SECRET_FILE to a file"
-                " with at least 32 random bytes, the same for all processes of the job"
+                "KVDIST_SECURITY is 'curve', but no secret is set: set KVDIST_SECRET_FILE to a file with at least 32"
+                " random bytes, the same for all processes of the job"
             )
         if self.is_local and self.transport == "tcp":
             raise ConfigError(
@@ -928,13 +932,13 @@ class ClusterConfig:
         for name, value in others.items():
             if value is not None:
                 raise ConfigError(
-                    f"KVDIST_ON_LOSS is 'wait', which waits for lost workers and for nobody else, and {name} is"
-                    f" {value!r}: leave {name} out, or set KVDIST_ON_LOSS=continue (kvdist-launch --on-loss continue)"
+                    f"KVDIST_ON_LOSS is 'wait', which only waits for lost workers, but {name} is {value!r}: leave"
+                    f" {name} out, or set KVDIST_ON_LOSS=continue (kvdist-launch --on-loss continue)"
                 )
         if self.return_s == 0:
             raise ConfigError(
-                "KVDIST_ON_LOSS is 'wait' and KVDIST_RETURN_S is 0, so that nobody would wait: set it to the seconds"
-                " within which a lost worker comes back, or leave it out"
+                "KVDIST_ON_LOSS is 'wait', but KVDIST_RETURN_S is 0, so no process would wait: set KVDIST_RETURN_S to"
+                " the seconds within which a lost worker comes back, or leave it out"
             )
 
     def _require_replicas(self) -> None:
@@ -943,8 +947,8 @@ class ClusterConfig:
             raise ConfigError(f"KVDIST_REPLICAS is {self.replicas}, and only 0 or 1 are possible")
         if self.replicas >= self.num_servers:
             raise ConfigError(
-                f"KVDIST_REPLICAS is {self.replicas}, and each copy is kept by another server, but there is only"
-                f" {self.num_servers}: start two servers or more (kvdist-launch -s 2), or none with copies"
+                f"KVDIST_REPLICAS is {self.replicas}, which keeps each copy on another server, but the job has only"
+                f" {self.num_servers}: start two servers or more (kvdist-launch -s 2), or leave KVDIST_REPLICAS out"
             )
         if self.snapshots is not None:
             raise ConfigError(
@@ -994,8 +998,8 @@ class ClusterConfig:
         """
         if rank is None and len(set(self.server_devices)) > 1:
             raise ConfigError(
-                f"KVDIST_SERVER_DEVICE is {','.join(self.server_devices)!r}, which servers take in turn, and this one"
-                " does not know its rank: set KVDIST_RANK for each server, or name one device"
+                f"KVDIST_SERVER_DEVICE is {','.join(self.server_devices)!r}, which servers take in turn, but the rank"
+                " of this server is not set: set KVDIST_RANK for each server, or name a single device"
             )
         return self.server_devices[(rank or 0) % len(self.server_devices)]
 
@@ -1036,9 +1040,7 @@ def check_security(security: str | None, secret_file: str | None) -> None:
         ConfigError: both are set.
     """
     if security == "none" and secret_file is not None:
-        raise ConfigError(
-            f"KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is {secret_file!r}: unset the one that is not meant"
-        )
+        raise ConfigError(f"KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is {secret_file!r}: unset one of them")
 
 
 # Jobs without servers.

@@ -264,6 +264,6 @@ def open_files_warning(limit: int, num_workers: int, num_servers: int) -> str:
     if limit >= needed:
         return ""
     return (
-        f"a process may have {limit} files open here, and a job of {num_workers} workers and {num_servers} servers"
-        f" may need {needed}: raise the hard limit (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of docker)"
+        f"a process may have {limit} files open, but in a job of {num_workers} workers and {num_servers} servers it may"
+        f" need {needed}: raise the hard limit (ulimit -Hn, LimitNOFILE= of systemd, --ulimit nofile= of docker)"
     )

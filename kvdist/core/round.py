@@ -460,7 +460,7 @@ def agreed_settings(
         if other.flags & _WEIGHTED != weighted:
             said = "; ".join(f"{one.member}: {'yes' if one.flags & _WEIGHTED else 'no'}" for one in present)
             raise OptimizerMismatch(
-                f"only some workers say of how many samples their gradient of {name_of(key)} is the mean ({said}): call"
+                f"only some workers pass the number of samples of their gradient of {name_of(key)} ({said}): call"
                 " step(samples=n) on all workers, or on none"
             )
         if other.setting != first and other.setting[:2] != first[:2] and not policy.has_own_pace:

@@ -1,8 +1,8 @@
 """Keras 3 without servers, under Horovod's names: ``import kvdist.keras as hvd``.
 
-For Keras on the torch backend and on TensorFlow. `DistributedOptimizer` averages gradients over the ranks, the
-callbacks do the rest; `docs/collective.md` has the six steps. What is saved knows nothing of this package: Keras alone
-loads it.
+It supports the torch and the TensorFlow backend of Keras. `DistributedOptimizer` averages gradients over the ranks, and
+the callbacks broadcast weights and average metrics; `docs/collective.md` lists the six steps. Saved models do not
+depend on this package: Keras alone loads them.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
@@ -11,8 +11,8 @@ try:
     import keras as _keras
 except ImportError as error:
     raise ImportError(
-        f"Keras 3 cannot be imported ({error}): pip install 'kvdist[keras]' and set KERAS_BACKEND=torch, because Keras"
-        " takes TensorFlow where nothing is said; or pip install 'kvdist[tensorflow]'"
+        f"Keras 3 cannot be imported ({error}): pip install 'kvdist[keras]' and set KERAS_BACKEND=torch, because the"
+        " default backend of Keras is TensorFlow; or pip install 'kvdist[tensorflow]'"
     ) from error
 
 from kvdist.collective import (

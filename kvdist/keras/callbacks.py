@@ -23,15 +23,15 @@ Logs = MutableMapping[str, Any] | None
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Broadcast one rank's weights and optimizer state once, before the first batch.
+    """Copy the weights and the optimizer state of the root rank to all ranks, once, before the first batch.
 
-    If a rank's model is not built by then, all ranks do it at the end of the first batch, as Horovod always does. Seeds
-    of random layers stay each rank's own.
+    If the model of some rank is not built by then, it happens on all ranks at the end of the first batch, as always in
+    Horovod. The seeds of random layers stay different on each rank.
 
     Args:
-        root_rank: the rank whose values they are, usually 0, which may have loaded a checkpoint.
-        device: accepted for compatibility, without effect.
-        local_variables: variables of the model that stay each rank's own.
+        root_rank: global rank whose values are sent, usually 0, which may have loaded a checkpoint.
+        device: accepted for Horovod, without effect.
+        local_variables: list of variables of the model that are not copied.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: list[Any] | None = None) -> None:
@@ -43,7 +43,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.register_local_var(variable)
 
     def register_local_var(self, var: Any) -> None:
-        """Leave a variable of the model each rank's own."""
+        """Exclude a variable of the model from the broadcast."""
         self._kept[id(value_of(var))] = var
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -63,7 +63,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Broadcast if that was not possible before."""
+        """Broadcast after the first batch if a model was not built before."""
         if not self._is_done:
             self._broadcast()
 
@@ -79,11 +79,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Replace the metrics of an epoch by their averages over the ranks.
 
-    All ranks must have the same metrics: either all of them run a validation or none.
+    All ranks must have the same metrics, so either all of them run a validation or none does.
 
     Args:
-        device: accepted for compatibility, without effect.
-        process_set: the ranks that take part.
+        device: accepted for Horovod, without effect.
+        process_set: ranks that take part.
     """
 
     def __init__(self, device: str = "", process_set: ProcessSet = global_process_set) -> None:
@@ -91,7 +91,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Average what `logs` has, in place."""
+        """Average the values of `logs` in place."""
         if not logs:
             return
         names = sorted(logs)
@@ -105,17 +105,17 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Multiply a learning rate during some of the epochs.
+    """Multiply the learning rate by a function of the epoch, during a range of epochs.
 
     Args:
-        initial_lr: what is multiplied.
+        initial_lr: learning rate to multiply.
         multiplier: a function of the epoch; or a number m, for m ** (epoch - start_epoch).
-        start_epoch, end_epoch: from the first on, before the second; None for ever.
-        staircase: the rate changes with the first batch of an epoch, a whole number; otherwise with every batch, and
-            the epoch is epoch + batch / steps_per_epoch.
-        momentum_correction: in the batch in which the rate changes, the optimizer's momentum is multiplied by
-            new rate / old rate (https://arxiv.org/abs/1706.02677).
-        steps_per_epoch: None for what `fit` knows.
+        start_epoch, end_epoch: first epoch of the range, and first epoch after it; None for no end.
+        staircase: True changes the rate with the first batch of an epoch, and the epoch is an integer. False changes it
+            with every batch, and the epoch is epoch + batch / steps_per_epoch.
+        momentum_correction: in the batch in which the rate changes, multiply the optimizer's momentum by new rate / old
+            rate (https://arxiv.org/abs/1706.02677).
+        steps_per_epoch: number of batches of an epoch; None takes it from `fit`.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         """Check the number of steps and the momentum.
 
         Raises:
-            ValueError: the number of steps of an epoch is needed and unknown.
+            ValueError: `staircase` is False, and the number of steps of an epoch is unknown.
         """
         if not self.staircase and not self.steps_per_epoch:
             steps = (self.params or {}).get("steps")
@@ -163,7 +163,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             self.momentum_correction = False
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        """Remember the epoch."""
+        """Store the number of the epoch."""
         self._epoch = epoch
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
@@ -215,16 +215,16 @@ def _powers(base: float, start_epoch: int) -> Callable[[float], float]:
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Let the learning rate rise from initial_lr / size to `initial_lr`, linearly over the first epochs.
+    """Increase the learning rate linearly from initial_lr / size to `initial_lr` over the first epochs.
 
-    With S steps an epoch, e = epoch + batch / S + 1 / S and W epochs, it is
-    initial_lr / size * (e * (size - 1) / W + 1): the last batch of the warm-up has exactly `initial_lr`.
+    With S steps per epoch, e = epoch + batch / S + 1 / S and W epochs, the rate is initial_lr / size * (e * (size - 1)
+    / W + 1); the last batch of the warm-up has exactly `initial_lr`.
 
     Args:
-        initial_lr: the rate after the warm-up, which is scaled by the number of ranks already.
+        initial_lr: rate after the warm-up, already multiplied by the number of ranks.
         warmup_epochs: W.
-        momentum_correction, steps_per_epoch: see `LearningRateScheduleCallback`.
-        verbose: 1 for a line at the end, on rank 0.
+        momentum_correction, steps_per_epoch: as in `LearningRateScheduleCallback`.
+        verbose: 1 prints a line at the end, on rank 0.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         return 1.0 / size * (epoch * (size - 1) / self.warmup_epochs + 1)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Log the rate, and say so when it has reached its height."""
+        """Log the rate, and print a line after the last epoch of the warm-up."""
         super().on_epoch_end(epoch, logs)
         if epoch == self.warmup_epochs - 1 and self.verbose > 0 and collective.rank() == 0:
             said = f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.\n"
@@ -253,12 +253,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keep the best model of a training, written by rank 0.
+    """Save the best model of a training run, on rank 0.
 
     Args:
-        monitor, verbose, mode, save_freq: as for `keras.callbacks.ModelCheckpoint`.
-        filepath: where to; None for ``best_model.keras``, or ``best_model.weights.h5`` for weights alone.
-        save_weights_only: the model's weights alone are written.
+        monitor, verbose, mode, save_freq: as in `keras.callbacks.ModelCheckpoint`.
+        filepath: path of the file; None for ``best_model.keras``, or ``best_model.weights.h5`` for weights alone.
+        save_weights_only: save only the weights of the model.
     """
 
     def __init__(
@@ -282,11 +282,11 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
         )
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        """Save by batches, if `save_freq` is a number."""
+        """Save after a number of batches, if `save_freq` is a number."""
         if collective.rank() == 0:
             super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        """Save by epochs, if `save_freq` says so."""
+        """Save after the epoch, if `save_freq` is ``epoch``."""
         if collective.rank() == 0:
             super().on_epoch_end(epoch, logs)

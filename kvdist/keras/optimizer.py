@@ -40,30 +40,30 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make an optimizer of Keras average its gradients over the ranks; return the same object.
+    """Let a Keras optimizer average its gradients over the ranks. Returns the same object.
 
     On the torch backend a variable without a gradient takes part with zeros; on TensorFlow its gradient stays None,
-    which all ranks must have alike. Ranks outside the process set use their own gradients. The optimizer gets a method
-    `register_local_var(variable)`: gradients of such a variable stay each rank's own.
+    which must be so on all ranks. Ranks outside the process set use their local gradients. The optimizer gets a method
+    `register_local_var(variable)`: gradients of such a variable are not averaged.
 
     Args:
-        optimizer: built or not. Its learning rate is the user's to scale by the number of ranks.
-        name: of the operation in messages, the same on all ranks; None takes that of the optimizer's class.
-        device_dense, device_sparse: accepted for compatibility, without effect.
+        optimizer: a Keras optimizer, built or not. Its learning rate is not scaled by the number of ranks.
+        name: name of the operation in messages, equal on all ranks; None for the class name of the optimizer.
+        device_dense, device_sparse: accepted for Horovod, without effect.
         compression: `Compression.none` or `Compression.fp16`.
-        sparse_as_dense: TensorFlow's `IndexedSlices` travel as dense tensors, not as rows that are gathered.
-        gradient_predivide_factor: see `ReduceOptions.predivide_factor`.
-        op: Average, Sum or Adasum, which combines what each rank's own step changes, not the gradients.
-        num_groups, groups: checked, and without effect: the gradients of a step travel together in any case.
-        backward_passes_per_step: calls of `apply` whose gradients add up before they are reduced over the ranks and
+        sparse_as_dense: send `IndexedSlices` of TensorFlow as dense tensors instead of gathering their rows.
+        gradient_predivide_factor: as in `ReduceOptions.predivide_factor`.
+        op: Average, Sum or Adasum; Adasum combines the weight changes of each rank's step instead of the gradients.
+        num_groups, groups: checked, but without effect: all gradients of a step travel together.
+        backward_passes_per_step: number of calls of `apply` whose gradients are added up before they are reduced and
             used once; `iterations` counts all calls.
-        average_aggregated_gradients: the accumulated gradients are divided by the number of calls.
-        process_set: the ranks that take part.
-        scale_local_gradients: gradients of local variables are divided by the number of ranks.
+        average_aggregated_gradients: divide the accumulated gradients by the number of calls.
+        process_set: ranks that take part.
+        scale_local_gradients: divide gradients of local variables by the number of ranks.
 
     Raises:
-        TypeError: the optimizer is not one of Keras 3.
-        ValueError: it is wrapped already, or the arguments contradict each other.
+        TypeError: `optimizer` is not a Keras 3 optimizer.
+        ValueError: it is already distributed, or arguments contradict each other.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise TypeError(f"DistributedOptimizer takes an optimizer of Keras 3, not a {type(optimizer).__name__}")
@@ -102,15 +102,15 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """`DistributedOptimizer`, with the gradients of some layers each rank's own.
+    """`DistributedOptimizer` that does not average the gradients of some layers.
 
     Args:
-        local_layers: a built layer of Keras, or some.
+        local_layers: a built Keras layer, or a list of layers.
         optimizer, name, device_dense, device_sparse, compression, sparse_as_dense, gradient_predivide_factor, op,
-        groups, process_set, scale_local_gradients: see `DistributedOptimizer`.
+            groups, process_set, scale_local_gradients: as in `DistributedOptimizer`.
 
     Raises:
-        ValueError: `local_layers` has something else than layers.
+        ValueError: an entry of `local_layers` is not a layer.
     """
     local = variables_of(local_layers)
     made = DistributedOptimizer(
@@ -298,20 +298,20 @@ def load_model(
     compression: type[NoneCompressor] = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """Load a model, and have its optimizer average gradients over the ranks.
+    """Load a model, and let its optimizer average gradients over the ranks.
 
-    It may have been saved with a distributed optimizer or without: the file is the same. The optimizer's state is that
-    of the file.
+    The file is the same whether the model was saved with a distributed optimizer or without. The optimizer state is
+    loaded too.
 
     Args:
-        filepath: what `model.save` wrote.
-        custom_optimizers: classes of optimizers that Keras does not know.
-        custom_objects: other classes and functions that it does not know, by their names.
-        compression: see `DistributedOptimizer`.
-        legacy_opts: False.
+        filepath: file from `model.save`.
+        custom_optimizers: list of optimizer classes that Keras does not know.
+        custom_objects: dict of other classes and functions that Keras does not know, by name.
+        compression: as in `DistributedOptimizer`.
+        legacy_opts: must be False.
 
     Raises:
-        ValueError: `legacy_opts` is true.
+        ValueError: `legacy_opts` is True.
     """
     if legacy_opts:
         raise ValueError(

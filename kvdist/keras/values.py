@@ -74,10 +74,10 @@ def broadcast_values(variables: Sequence[Any], root_rank: int, process_set: Proc
 
 
 def broadcast_global_variables(root_rank: int, model: Any) -> None:
-    """Replace the weights and the optimizer state of a built model by those of one rank.
+    """Replace the weights and the optimizer state of a built model by those of the root rank.
 
-    Unlike Horovod's function it takes the model, because Keras 3 keeps no list of all variables. Seeds of random layers
-    stay each rank's own.
+    Unlike Horovod's function it takes the model, because Keras 3 keeps no list of all variables. The seeds of random
+    layers stay different on each rank.
     """
     optimizer = model.optimizer
     broadcast_values([*model.weights, *([] if optimizer is None else optimizer.variables)], root_rank)
@@ -96,7 +96,7 @@ def allreduce(
     compression: type[NoneCompressor] = Compression.none,
     process_set: ProcessSet = global_process_set,
 ) -> np.ndarray[Any, Any]:
-    """A number, array or tensor reduced over the ranks, averaged unless `op` says otherwise; a NumPy array."""
+    """Return a number, array or tensor reduced over the ranks, by default averaged, as a NumPy array."""
     result = collective.allreduce(
         tensor_of(value),
         average=average,
@@ -113,21 +113,21 @@ def allreduce(
 def allgather(
     value: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> np.ndarray[Any, Any]:
-    """The rows of all ranks' arrays, in rank order; they may have different numbers of them."""
+    """Concatenate the rows of all ranks' arrays, in rank order; the numbers of rows may differ."""
     return collective.allgather(tensor_of(value), name, process_set).cpu().numpy()
 
 
 def broadcast(
     value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> np.ndarray[Any, Any]:
-    """One rank's value, on all ranks; those of the others have its dtype and shape."""
+    """Return the value of the root rank; the values of the other ranks must have its dtype and shape."""
     return collective.broadcast(tensor_of(value), root_rank, name, process_set).cpu().numpy()
 
 
 def reducescatter(
     value: Any, name: str | None = None, op: ReduceOp = Average, process_set: ProcessSet = global_process_set
 ) -> np.ndarray[Any, Any]:
-    """This rank's part of the rows of the arrays' average or sum."""
+    """Return this rank's part of the rows of the average or sum of all ranks' arrays."""
     result = collective.reducescatter(tensor_of(value), op=op, name=name, process_set=process_set)
     return result.cpu().numpy()
 

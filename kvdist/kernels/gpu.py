@@ -88,8 +88,8 @@ def open_gpu(
             LOG.info("%s is driven by %s (%s)", device.name, device.library, why)
             return device
     raise DeviceError(
-        f"nothing here can compute on cuda:{index}: {'; '.join(missing)}. Install one with `pip install kvdist[gpu]`,"
-        f" {otherwise}"
+        f"no installed library can compute on cuda:{index}: {'; '.join(missing)}. Install a library with `pip install"
+        f" kvdist[gpu]`, {otherwise}"
     )
 
 

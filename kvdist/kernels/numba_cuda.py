@@ -40,7 +40,7 @@ SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 """Whether kernels run in numba's simulator."""
 
 if not SIMULATED and cuda.implementation != "NVIDIA":
-    raise ImportError("numba drives GPUs by a package of its own: pip install numba-cuda[cu12]")
+    raise ImportError("numba needs the package numba-cuda for GPUs: pip install numba-cuda[cu12]")
 
 LIBRARY = f"numba {numba.__version__}, {'simulated' if SIMULATED else cuda.implementation}"
 
@@ -521,13 +521,13 @@ class NumbaDevice:
         """
         if isinstance(value, NumbaArray):
             if value.device.index != self._index:
-                raise DeviceError(f"a value lies on {value.device.name} where one of {self.name} is wanted")
+                raise DeviceError(f"a value is on {value.device.name}, but must be on {self.name}")
             array = value
         else:
             with self.current():
                 array = NumbaArray(_native(_plain(value, dtype, self.name)), self)
         if array.dtype.itemsize != dtype.itemsize or (array.dtype.kind == "f") != (dtype.storage.kind == "f"):
-            raise TypeError(f"a value of {array.dtype} is not one of {dtype.label}: cast it, or say its own type")
+            raise TypeError(f"a value of {array.dtype} was passed as {dtype.label}: cast it, or pass its own dtype")
         return array.view(dtype.storage)
 
     def upload(self, host: Array, out: Any) -> None:
@@ -830,7 +830,7 @@ def _plain(value: Any, dtype: DType, place: str) -> Any:
     if not value.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(value.shape)} is not contiguous: call .contiguous() on it")
     if not SIMULATED and value.device != torch.device(place):
-        raise DeviceError(f"a tensor lies on {value.device} where one of {place} is wanted")
+        raise DeviceError(f"a tensor is on {value.device}, but must be on {place}")
     flat = value.detach().reshape(-1)
     flat = flat.view(torch.int16) if value.dtype == torch.bfloat16 and dtype is DType.BFLOAT16 else flat
     return flat.numpy() if SIMULATED else flat

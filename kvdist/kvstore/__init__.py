@@ -44,31 +44,40 @@ LOG = logging.getLogger("kvdist")
 
 
 def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -> KVStore:
-    """Make a store.
+    """Create a store by its name.
 
-    For ``dist`` and its spellings this process joins the cluster that its environment describes, and the call returns
-    when the cluster is complete. Without one, a cluster of this process alone is started inside it, and a warning says
-    so. A second ``dist`` store of a process has keys, a mode and an optimizer of its own; all workers create theirs
-    in the same order. For ``collective`` and ``hybrid`` too: all workers create them in the same order.
+    With ``dist`` and its other spellings, this process joins the cluster that its environment variables describe, and
+    the call returns when the cluster is complete. Without such variables the call starts a cluster of this process
+    alone, inside it, and logs a warning. A second ``dist`` store of a process has a separate set of keys, and its mode
+    and optimizer are independent. All workers must create ``dist``, ``collective`` and ``hybrid`` stores in the same
+    order.
 
     Args:
-        name: ``local`` or ``device`` (values within this process), ``dist`` or ``dist_sync`` (servers wait for every
-            worker), ``dist_async`` (servers apply each push at once), ``collective`` (workers sum among themselves,
-            without servers; also ``horovod``, ``allreduce``, ``byteps``, and ``nccl`` where a launcher has started this
-            process as one of several), ``hybrid`` (tables of rows on servers, everything else as ``collective``), one
-            of MXNet's other spellings of these, or the name of a registered class, which comes first.
-            Upper case is the same.
-        policy: when a `Trainer` on a synchronous ``dist`` store exchanges, such as ``kvdist.quota(512)``,
-            ``kvdist.local_sgd(20)``, ``kvdist.diloco(100)``, ``kvdist.backup(1)`` or ``'diloco:100'``; None reads
-            `KVDIST_POLICY`, and unless that is set gradients travel in each step, as with ``'sync'``. With
-            ``kvdist.asynchronous(4)`` and ``kvdist.ssp(4)`` the store is a ``dist_async`` one.
+        name: in upper or lower case, one of
+
+            - ``local``, ``device``: values within this process;
+            - ``dist``, ``dist_sync``: values on servers, which wait for every worker;
+            - ``dist_async``: values on servers, which apply each push at once;
+            - ``collective``, ``horovod``, ``allreduce``, ``byteps``: workers sum among themselves, without servers;
+              also ``nccl`` if a launcher has started several processes;
+            - ``hybrid``: tables of rows on servers, all other keys as in ``collective``;
+            - another of MXNet's names for these;
+            - the name of a class that was passed to `register`, which takes precedence.
+
+        policy: when a `Trainer` on a synchronous ``dist`` store exchanges gradients or weights: ``kvdist.quota(512)``,
+            ``kvdist.local_sgd(20)``, ``kvdist.diloco(100)``, or a text such as ``'diloco:100'``. With
+            ``kvdist.asynchronous(4)`` the store becomes a ``dist_async`` store. None reads ``KVDIST_POLICY``; if that
+            is unset, gradients are exchanged in each step, as with ``'sync'``.
+
+    Returns:
+        A `KVStore`, or an object of a registered class.
 
     Raises:
-        TypeError: the name is not a string, or the policy is none.
-        ValueError: no store has that name; the message lists those there are. Or there is no such policy.
-        ConfigError: the environment describes half a cluster, or another launcher's, or `KVDIST_KERNELS` is wrong; or
-            the store has no policies.
-        CollectiveError: the other ranks of a job without servers were not found in time.
+        TypeError: `name` is not a string, or `policy` is neither a policy nor a string.
+        ValueError: the name or the policy is unknown; the message lists the known ones.
+        ConfigError: the environment variables are incomplete or those of another launcher, ``KVDIST_KERNELS`` is
+            invalid, or the store does not support policies.
+        CollectiveError: in a job without servers, the other ranks did not appear in time.
         DeadlineExceeded: the scheduler does not answer, or the cluster does not become complete.
     """
     exit_codes.shorten_tracebacks()

@@ -1,11 +1,11 @@
-"""Stores that users register: the contract they keep (`KVStoreBase`), and how a trainer calls one (`Adapted`).
+"""Custom stores: the interface to implement (`KVStoreBase`), and how a trainer calls such a store (`Adapted`).
 
-A store that implements all of `kvdist.KVStore` keeps the contract too. One that implements only the contract is called
-as MXNet calls it: key by key, with a list of arrays, one per device, and a higher priority for parameters that the next
-forward pass needs earlier. Such a store never gets None for a missing gradient (it gets zeros), and is never asked for
-an average (it gets gradients that are divided already).
+A store that implements all of `kvdist.KVStore` satisfies the interface too. A store that implements only the interface
+is called as MXNet calls it: key by key, with a list of arrays, one per device, and a higher priority for parameters
+that the next forward pass needs earlier. Such a store never gets None for a missing gradient but zeros, and is never
+asked for an average but gets gradients that are already divided.
 
-Write a class like this, and `kvdist.kv.create` knows it by its name in lower case::
+Write a class like this, and `kvdist.kv.create` accepts its name in lower case::
 
     @kv.register
     class Mine(kv.KVStoreBase):
@@ -26,57 +26,58 @@ from kvdist.optimizer.base import Optimizer
 
 
 class KVStoreBase(abc.ABC):
-    """What a `Trainer` needs of a store; derive from it for one of your own.
+    """Base class of custom stores: the methods that a `Trainer` calls.
 
-    Keys are the positions of the parameters, 0, 1, 2, …; values are torch tensors.
+    Keys are the positions of the parameters, 0, 1, 2, …; values are lists of torch tensors, one per device.
     """
 
     OPTIMIZER = "optimizer"
-    """The capability to update values; the one that `is_capable` is asked for."""
+    """Name of the capability to update values, the only capability that `is_capable` knows."""
 
     register = staticmethod(register)
-    """`kvdist.kv.register`, where the MXNet has it: ``@KVStoreBase.register``."""
+    """Same as `kvdist.kv.register`, under MXNet's name: ``@KVStoreBase.register``."""
 
     @property
     @abc.abstractmethod
     def type(self) -> str:
-        """The name with which the store was created."""
+        """Name with which the store was created."""
 
     @property
     @abc.abstractmethod
     def rank(self) -> int:
-        """This worker's number, from 0 to `num_workers` - 1."""
+        """Number of this worker, from 0 to `num_workers` - 1."""
 
     @property
     @abc.abstractmethod
     def num_workers(self) -> int:
-        """How many workers share the store."""
+        """Number of workers that share the store."""
 
     @abc.abstractmethod
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """Write rank 0's `value` into every array of `out`, on every worker, and remember it as the key's.
+        """Write the `value` of rank 0 into every array of `out`, on every worker, and store it under the key.
 
-        A later call for the same key gives it another value.
+        A later call with the same key replaces the value.
         """
 
     @abc.abstractmethod
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sum the arrays of `value` over devices and workers, and write the result into every array of `out`.
 
-        The result is the sum; with an optimizer it is the value of the key, updated with that sum. ``out=None`` means
-        into `value`.
+        The result is the sum, or with an optimizer the value of the key after an update with that sum. ``out=None``
+        writes into `value`.
         """
 
     @abc.abstractmethod
     def is_capable(self, capability: str) -> bool:
-        """Whether the store can do something; asked for ``optimizer``: update values by `set_optimizer`."""
+        """Whether the store has a capability; a `Trainer` asks for ``optimizer``: updating values by `set_optimizer`.
+        """
 
     @abc.abstractmethod
     def set_optimizer(self, optimizer: Any) -> None:
-        """Update values with this `kvdist.optimizer.Optimizer` from now on, whose numbers may change at any time.
+        """Install a `kvdist.optimizer.Optimizer` that updates values from then on; its numbers may change at any time.
 
         Raises:
-            NotImplementedError: the store is not capable of it.
+            NotImplementedError: the store cannot update values.
         """
 
 

@@ -1,17 +1,17 @@
-"""`KVStore`: what every store can do, over the primitives of a `Backend`.
+"""`KVStore`: the methods of every store, implemented over the primitives of a `Backend`.
 
-Rules that hold for every store:
+Invariants of every store:
 
-- A *key* is an `int` or a `str`; one call takes one key or a list of them, never both types at once.
-- A *value* is a NumPy array or a torch tensor of one of the types of `kvdist.dtypes`, or some of its rows: a
-  `RowSparse` or a sparse COO tensor. For one key it may be a list of them, one per device, which are summed. For a list
-  of keys it is a list of as many values.
-- ``None`` in the place of a value that is pushed means "no gradient here": an empty contribution that counts, so no
+- A *key* is an `int` or a `str`; a call takes a single key or a list of them, never both types at once.
+- A *value* is a NumPy array or a torch tensor of the types of `kvdist.dtypes`, or some rows of a table: a `RowSparse`
+  or a sparse COO tensor. For a single key it may be a list of them, one per device, which are summed. For a list of
+  keys it is a list of as many values.
+- ``None`` in place of a pushed value means "no gradient on this worker": an empty contribution that counts, so no
   worker waits for it.
 - Arguments are never written (except where a result goes in place) and never kept by reference. Results never change
   after they are returned.
 - A list call handles its keys in the order of the list; a higher `priority` overtakes a lower one.
-- The caller's mistakes raise at the call. What a peer did wrong fails the call that waits for it.
+- Mistakes of the caller raise at the call. A failure of a peer fails the call that waits for it.
 """
 
 from __future__ import annotations
@@ -55,15 +55,25 @@ if TYPE_CHECKING:
 
 
 class KVStore(KVStoreBase):
-    """Values by key, shared by the devices of a process and by the workers of a cluster.
+    """Key-value store of arrays, shared by the devices of a process and by the workers of a cluster.
 
-    Every method that moves values raises `StoreClosed` after `close()`, `KeyNotInitialised` for a key without `init`,
-    `TypeError` for a key or value of a wrong type and `ValueError` for a wrong shape. Stores on a cluster raise
-    `PeerLostError` as well when a process they wait for is gone, and `DeadlockError` when the workers wait for each
-    other.
+    A key is an `int` or a `str`; a call takes a single key or a list of keys of the same type. A value is a NumPy
+    array, a torch tensor, or some rows of a table: a `RowSparse` or a sparse COO tensor. For a single key the value may
+    also be a list of arrays, one per device, which the store sums. For a list of keys it is a list of as many values.
+    ``None`` as a pushed value means that this worker has no gradient for the key; the empty contribution counts, so no
+    worker waits for it. Arguments are never changed, except where a result is written in place, and returned arrays
+    never change later.
+
+    Every method that transfers values raises:
+
+    - `StoreClosed` after `close()`;
+    - `KeyNotInitialised` for a key that was not passed to `init` or `broadcast` before;
+    - `TypeError` for a key or a value of a wrong type, `ValueError` for a wrong shape;
+    - on a cluster `PeerLostError` if a process that the call waits for is lost, and `DeadlockError` if workers wait for
+      each other.
 
     Args:
-        backend: what kind of store it is. `kvdist.kv.create` makes one by its name.
+        backend: implementation of the store. Users call `kvdist.kv.create` with a name instead.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -78,79 +88,85 @@ class KVStore(KVStoreBase):
 
     @property
     def type(self) -> str:
-        """The name with which the store was created, such as ``dist``."""
+        """Name with which the store was created, such as ``dist``."""
         return self._backend.type
 
     @property
     def rank(self) -> int:
-        """This worker's number, from 0 to `num_workers` - 1."""
+        """Number of this worker, from 0 to `num_workers` - 1."""
         return self._backend.rank
 
     @property
     def num_workers(self) -> int:
-        """How many workers share the store; 1 for stores within a process."""
+        """Number of workers that share the store; 1 for stores within a process."""
         return self._backend.num_workers
 
     @property
     def num_servers(self) -> int:
-        """How many servers hold the values; 0 for stores within a process."""
+        """Number of servers that hold the values; 0 for stores within a process."""
         return self._backend.num_servers
 
     @property
     def has_optimizer(self) -> bool:
-        """Whether `set_optimizer` has been called here, so that a push is a gradient; else a sum replaces the value."""
+        """Whether this process has called `set_optimizer`: then a push is a gradient, else a sum replaces the value."""
         return self._backend.optimizer is not None
 
     def num_dead_nodes(self) -> int:
-        """How many processes of the cluster are known to be lost; it sends no message, and works after a loss too.
+        """Number of processes of the cluster that are known to be lost. Sends no message, and also works after a loss.
 
-        Unless ``KVDIST_ON_LOSS`` lets the others go on, the loss of one ends the job, so it is 0 as long as calls
-        succeed. Workers that left by `close` are not lost. In a worker that was given up itself it is at least 1.
+        The number is 0 as long as calls succeed, because a loss ends the job unless ``KVDIST_ON_LOSS`` is ``wait`` or
+        ``continue``. Workers that left by `close` are not lost. A worker that the cluster has given up counts itself.
         """
         return self._backend.num_dead_nodes()
 
     @property
     def on_loss(self) -> str:
-        """What follows when a worker is lost: ``fail``, the job ends, or ``continue``, the others go on."""
+        """Effect of the loss of a worker (``KVDIST_ON_LOSS``).
+
+        ``fail``: the job ends. ``wait``: the other workers wait until it is started again. ``continue``: they go on
+        without it.
+        """
         return self._backend.on_loss
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks of the workers that are there now, in order: all that have neither left nor been lost."""
+        """Ranks of the present workers, ascending: workers that neither left nor were lost."""
         return self._backend.members
 
     def on_membership_change(self, function: MembershipWatcher) -> None:
-        """Call ``function(before, after)``, with the ranks of the workers, when `members` has changed.
+        """Register ``function(before, after)``, to be called with the old and the new `members` after each change.
 
-        It is called on the thread of the next call on this store, at its beginning. Several functions are called in
-        order; what one raises, the call raises.
+        The next call on this store runs the function first, on the calling thread. Several functions run in the order
+        of registration. An exception of a function leaves the call.
         """
         self._backend.watchers.append(function)
 
     def on_rollback(self, function: Callable[[int], None]) -> None:
-        """Call ``function(step)`` when a server was lost and all have gone back to the snapshot of this step.
+        """Register ``function(step)``, to be called when all workers go back to the snapshot of `step`.
 
-        It is called on the user's thread, by the call that raises `RolledBackError`, just before that, or by the
-        ``step()`` of a Trainer, which returns. Several functions are called in order.
+        This happens when a server is lost (``KVDIST_SNAPSHOTS``).
+
+        The function runs on the user's thread: in the call that raises `RolledBackError`, just before the error, or in
+        ``Trainer.step()``, which returns normally. Several functions run in the order of registration.
         """
         self._backend.rollback_watchers.append(function)
 
     # Keys.
 
     def init(self, key: Keys, value: Value) -> None:
-        """Give keys their first value; returns when every worker has declared them.
+        """Give keys their first value. Returns when every worker has declared the keys.
 
-        The value of rank 0 wins; other ranks only declare shape and dtype. A repeated `init` of the same shape and
-        dtype changes nothing.
+        The value of rank 0 is stored; the other ranks only declare shape and dtype. A second `init` of a key with the
+        same shape and dtype changes nothing.
 
         Args:
-            key: one key or a list.
-            value: one array, or a list as long as the keys. Only the first of several arrays per key is used.
+            key: a key or a list of keys.
+            value: an array, or a list with an array per key. Of several arrays per key only the first is used.
 
         Raises:
-            InitMismatch: workers, or this and an earlier call, gave different shapes or dtypes.
-            ConfigError: all wait for lost workers (``KVDIST_ON_LOSS=wait``), the store has an optimizer, and two steps
-                have been made: a worker that comes back would have no place in the rounds of a key that is new.
+            InitMismatch: two workers, or two calls, declare different shapes or dtypes for a key.
+            ConfigError: the job waits for lost workers (``KVDIST_ON_LOSS=wait``), the store has an optimizer, and two
+                steps are complete. A worker that returns could not take part in the earlier rounds of the new key.
         """
         self._begin()
         with self._backend.reporting():
@@ -158,17 +174,17 @@ class KVStore(KVStoreBase):
         self._backend.declare(given)
 
     def broadcast(self, key: Keys, value: Value, out: Value, priority: int = 0) -> None:
-        """Give every worker rank 0's present values, in the store and in `out`; returns when they are there.
+        """Copy the value of rank 0 into the store and into `out` on every worker. Returns when the value has arrived.
 
-        For new keys it is `init` and `pull`. Keys that have a value already get rank 0's in its place, and the state
-        of an optimizer stays: so weights that were loaded from a file on rank 0 become everybody's. Every worker calls
-        it.
+        For a new key it is `init` and `pull`. A key that already has a value gets the value of rank 0 instead, and
+        keeps its optimizer state; weights that rank 0 has loaded from a file reach all workers in this way. Every
+        worker must call it.
 
         Args:
-            key: one key or a list.
-            value: as in `init`; only rank 0's is read.
+            key: a key or a list of keys.
+            value: as in `init`; only the value of rank 0 is read.
             out: as in `pull`.
-            priority: higher goes first.
+            priority: keys with a higher number are sent first.
         """
         self._begin()
         with self._backend.reporting():
@@ -176,26 +192,35 @@ class KVStore(KVStoreBase):
         self._backend.replace(given, key, out, priority)
 
     def leave_uncompressed(self, keys: Sequence[Key]) -> None:
-        """Let these keys travel as they are, whatever is compressed; every worker calls it, before their `init`.
+        """Exempt keys from gradient compression. Every worker calls it, before `init` of the keys.
+
+        Args:
+            keys: a list of keys.
 
         Raises:
-            ValueError: one of them is initialised, and compressed.
+            ValueError: a key is already initialised and compressed.
         """
         self._begin()
         self._backend.leave_uncompressed(keys)
 
     def leave_unkept(self, keys: Sequence[Key]) -> None:
-        """A hint, before their `init`: sums of these keys go to the callers of `pushpull`, and no call pulls them.
+        """Announce that keys are only used with `pushpull` and never pulled. Call it before `init` of the keys.
 
-        A store that would keep a copy for `pull` alone can do without.
+        It is a hint: a store without servers then keeps no copy of their sums.
+
+        Args:
+            keys: a list of keys.
         """
         self._begin()
         self._backend.leave_unkept(keys)
 
     def expect_rows(self, keys: Sequence[Key]) -> None:
-        """A hint, before their `init`, the same on every worker: most gradients of these keys are a few rows.
+        """Announce that most gradients of the keys are sparse: a few rows each. Call it before `init` of the keys.
 
-        The store ``hybrid`` keeps such keys on servers.
+        It is a hint, and must be the same on every worker: the store ``hybrid`` keeps such keys on servers.
+
+        Args:
+            keys: a list of keys.
         """
         self._begin()
         self._backend.expect_rows(keys)
@@ -203,23 +228,24 @@ class KVStore(KVStoreBase):
     # Values.
 
     def push(self, key: Keys, value: Value, priority: int = 0, *, average: Average = False, samples: int = 0) -> None:
-        """Contribute to keys: the sum over devices, then over workers, is what updates the stored value.
+        """Add a contribution to keys. The store sums it over devices, then over workers, and applies the sum.
 
-        With an optimizer or updater the sum updates the stored value; without one it replaces it. Returns at
-        once, unless so much is pushed and not counted yet that there is no room (``KVDIST_UNDER_WAY_BYTES``). The value
-        may be changed as soon as the call has returned. What fails later is raised by the next call. Where no
-        device of any worker has a value, the stored one stays as it is.
+        With an optimizer or updater the sum is the gradient of an update; without, it replaces the value. If no device
+        of any worker has a value for a key, its stored value stays. The call returns at once, unless pushes that no
+        server has counted yet take more than ``KVDIST_UNDER_WAY_BYTES``. The caller may change `value` as soon as the
+        call has returned. The next call on the store raises an error that occurs later.
 
         Args:
-            key: one key or a list.
-            value: as described for the module; ``None`` for a key without a gradient on this worker.
-            priority: higher goes first.
-            average: divide the sum by the number of all workers, those that push ``None`` included, and not by the
-                devices; each push of ``dist_async`` is an update of its own, and divided by 1. Integers are cut toward
-                zero; with servers several workers average floats only. ``'samples'``: the values are means over
-                `samples` examples, and the result is the mean over the examples of all workers; then all must say so.
-                For ``dist`` stores, and for local ones, where it changes nothing.
-            samples: how many examples the values are of, told to the servers; 0 if it is not known.
+            key: a key or a list of keys.
+            value: a value per key as described for the class; ``None`` for a key without a gradient on this worker.
+            priority: keys with a higher number are sent first.
+            average: False for the sum. True divides it by the number of all workers, including workers that push
+                ``None``, but not by the number of devices. Integers are rounded toward zero; on servers several workers
+                can average only floats. On ``dist_async`` each push is an update by itself and is divided by 1.
+                ``'samples'`` is for values that are means over `samples` examples: the result is the mean over the
+                examples of all workers, and all of them must pass it. It needs a ``dist`` store, and changes nothing on
+                a local store.
+            samples: number of examples behind the values, which servers count; 0 if unknown.
         """
         self._begin()
         options = PushOptions(average, samples) if average or samples else PLAIN
@@ -228,7 +254,7 @@ class KVStore(KVStoreBase):
     def push_async(
         self, key: Keys, value: Value, priority: int = 0, *, average: Average = False, samples: int = 0
     ) -> Future[None]:
-        """`push` with a future that resolves when the contribution has been counted."""
+        """Start a `push` and return a future that resolves when the contribution has been counted."""
         self._begin()
         options = PushOptions(average, samples)
         return self._transfer(PushPull(key, value, None, priority, Lending.RESIDENT, options, pulls=False))
@@ -242,29 +268,28 @@ class KVStore(KVStoreBase):
         *,
         average: bool = False,
     ) -> Any:
-        """Read keys into `out`, or into new arrays; blocks until they are there.
+        """Copy the values of keys into `out`, or into new arrays. Blocks until they have arrived.
 
-        A pull sees at least every push that this worker made before it.
+        The values include at least every earlier push of this worker.
 
         Args:
-            key: one key or a list.
-            out: arrays of the shape given to `init`; each array of a key is written, converted where it has another
-                dtype. None makes new ones.
-            priority: higher goes first.
-            ignore_sparse: what happens to tables of rows. True: a `RowSparse` in `out` stays as it is, and without
-                `out` it is an error. False: all rows are pulled. An array in `out` gets all rows in either case.
-            average: read the average of the weights in place of the weights, for an optimizer with an
-                `Optimizer.average_half_life`. It is of the version that this worker would pull now. That of a key of
-                halves is float32, and converted as `out` wants. For `dist` stores, and keys that are arrays.
+            key: a key or a list of keys.
+            out: an array per key, or several, of the shape declared in `init`. Every array is written, and values are
+                converted to its dtype. None creates new arrays.
+            priority: keys with a higher number are sent first.
+            ignore_sparse: treatment of tables of rows. True leaves a `RowSparse` in `out` unchanged, and is an error
+                without `out`. False pulls all rows. A dense array in `out` gets all rows in both cases.
+            average: leaves with a later version, like `Optimizer.average_half_life`; use
+                ``torch.optim.swa_utils.AveragedModel``.
 
         Returns:
-            With ``out=None`` one new array per key, of the kind given to `init` (one array for one key, else a list);
-            otherwise None.
+            None, or with ``out=None`` a new array per key, of the kind passed to `init`: an array for a single key, a
+            list for a list.
 
         Raises:
-            ConfigError: with `average`, if none is kept.
-            PushRefused: with `average`, if a table is among the keys, or this worker has come back with
-                ``KVDIST_ON_LOSS=wait`` and has yet to repeat the step that the others have made.
+            ConfigError: with `average`, the servers keep no averages.
+            PushRefused: with `average`, a key is a table, or this worker has come back (``KVDIST_ON_LOSS=wait``) and
+                must first repeat a step.
         """
         self._begin(Ability.AVERAGES if average else None)
         if average:
@@ -275,7 +300,7 @@ class KVStore(KVStoreBase):
     def pull_async(
         self, key: Keys, out: Value | None = None, priority: int = 0, ignore_sparse: bool = True
     ) -> Future[Any]:
-        """`pull` with a future of its result; `out` belongs to the store until the future resolves."""
+        """Start a `pull` and return a future of its result. Do not touch `out` until the future resolves."""
         self._begin()
         return self._transfer(PushPull(key, None, out, priority, Lending.RESIDENT, PLAIN, False, True, ignore_sparse))
 
@@ -289,13 +314,13 @@ class KVStore(KVStoreBase):
         average: Average = False,
         samples: int = 0,
     ) -> None:
-        """Push keys and pull the result, in one round trip; blocks until the result is written.
+        """Push keys and pull the result in a single round trip. Blocks until the result is written.
 
         Args:
-            key: one key or a list.
-            value: what is pushed, as in `push`.
-            out: where the result goes, as in `pull`; None writes it in place into every array of `value`.
-            priority: higher goes first.
+            key: a key or a list of keys.
+            value: values to push, as in `push`.
+            out: arrays for the result, as in `pull`; None writes the result into every array of `value`.
+            priority: keys with a higher number are sent first.
             average, samples: as in `push`.
         """
         # The caller waits, so large arrays are sent from where they are: a pass over the bytes less, and the first of
@@ -314,25 +339,26 @@ class KVStore(KVStoreBase):
         average: Average = False,
         samples: int = 0,
     ) -> Future[None]:
-        """`pushpull` with a future; `out` (or `value`, in place) belongs to the store until it resolves."""
+        """Start a `pushpull` and return its future. Do not touch `out` (or `value`, in place) until it resolves."""
         self._begin()
         return self._transfer(PushPull(key, value, out, priority, Lending.RESIDENT, PushOptions(average, samples)))
 
     def pushpull_shared(
         self, key: Keys, value: Value, out: Value, priority: int = 0, *, average: Average = False, samples: int = 0
     ) -> list[Any]:
-        """`pushpull` whose large results stay where they are, in the memory of servers of this host.
+        """`pushpull` that returns large results as views of the shared memory of servers on this host, without a copy.
 
-        A pull is then no pass over the bytes at all. Such a result shows another version some time after the next
-        `pushpull_shared` of its key has returned: use it until then. Do not write to it: others would not see that,
-        and later results that lie in the same place would show it. `broadcast` of the key mends it.
+        A view is valid until the next `pushpull_shared` of its key; some time after that call has returned, it shows
+        another version. Do not write to a view: other processes would not see the change, and later results at the same
+        address would show it. `broadcast` of the key repairs such a value.
 
         Args:
             key, value, priority, average, samples: as in `pushpull`.
-            out: where the results go that cannot stay: of a server on another host, or of a small key.
+            out: arrays for results that cannot be shown: from a server on another host, or of a small key.
 
         Returns:
-            Per key an array of its kind, shape and dtype that shows the result, or None: it was written into `out`.
+            A list with an entry per key: a view of the shape and dtype of the key, or None if the result was written
+            into `out`.
         """
         self._begin()
         call = PushPull(key, value, out, priority, Lending.EVERYTHING, PushOptions(average, samples), shared=True)
@@ -350,23 +376,24 @@ class KVStore(KVStoreBase):
         average: Average = False,
         samples: int = 0,
     ) -> float:
-        """`pushpull` of gradients, clipped as ``torch.nn.utils.clip_grad_norm_`` does, before the servers' optimizer.
+        """`pushpull` of gradients that servers clip by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
-        The norm is that of the sums over all workers (with `average` their means, and times the optimizer's
-        `rescale_grad`) of all keys of the call: no key is updated before it is known. It costs one small message more
-        to and from each server, and one pass over the gradients there. Every worker gives the same keys and norm.
+        The norm is the L2 norm over all keys of the call, of the sums over all workers (of the means with `average`),
+        multiplied by the optimizer's `rescale_grad`. No key is updated before the norm is known. The call costs an
+        additional small message to and from each server, and a pass over the gradients on the servers. Every worker
+        must pass the same keys and the same `clip_norm`.
 
         Args:
             key, value, out, priority, average, samples: as in `pushpull`.
-            clip_norm: the largest norm, above 0.
+            clip_norm: largest norm, above 0.
 
         Returns:
-            The norm before clipping, the same on every worker, of squares that are summed in float64.
+            The norm before clipping, computed in float64 and equal on all workers.
 
         Raises:
-            FloatingPointError: it is not finite. Every worker gets it, and the values stay as they are.
-            NotImplementedError: the store is none of the synchronous ``dist`` stores.
-            OptimizerMismatch: workers gave different norms.
+            FloatingPointError: the norm is not finite. All workers get the error, and the values stay unchanged.
+            NotImplementedError: the store is not a synchronous ``dist`` store.
+            OptimizerMismatch: workers pass different values of `clip_norm`.
             TypeError: a key is a table of rows.
         """
         self._begin(Ability.CLIPPING)
@@ -379,44 +406,47 @@ class KVStore(KVStoreBase):
         return norm
 
     def row_sparse_pull(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Any:
-        """Read some rows of tables: of keys whose first value was a `RowSparse`, a sparse tensor or a `LazyRows`.
+        """Pull some rows of tables: keys whose first value was a `RowSparse`, a sparse tensor or a `LazyRows`.
 
-        Like `pull`, it sees at least every push that this worker made before it.
+        The rows include at least every earlier push of this worker.
 
         Args:
-            key: one key or a list.
-            out: a `RowSparse` of the table's shape, whose content is replaced, or a list of them, which get
-                the same rows; for a list of keys a list of these. None makes new ones.
-            priority: higher goes first.
-            row_ids: integers of any shape and order, with repetitions: an array, a tensor or a list. For a list of
-                keys one for all of them, or a list of as many; for a list of results of one key, a list of as many
-                arrays.
+            key: a key or a list of keys.
+            out: a `RowSparse` of the table's shape, whose rows are replaced, or several, which all get the same rows;
+                for a list of keys, a list with an entry per key. None creates new objects.
+            priority: keys with a higher number are sent first.
+            row_ids: integers of any shape and order, repetitions allowed: an array, a tensor or a list. For a list of
+                keys, a single set of ids for all keys or a list of as many sets. For several results of a single key, a
+                list of as many sets.
 
         Returns:
-            With ``out=None`` one `RowSparse` per key (for one key it alone) that has each named row once, in ascending
-            order; otherwise None.
+            None, or with ``out=None`` a `RowSparse` per key, with each requested row once, in ascending order; for a
+            single key the `RowSparse` alone.
 
         Raises:
-            TypeError: the key is an array, ids are not integers, or `out` is not a `RowSparse`.
+            TypeError: the key is an array, an id is not an integer, or `out` is not a `RowSparse`.
             ValueError: an id is not a row of the table, or lists differ in length.
         """
         return self._result_of(self.row_sparse_pull_async(key, out, priority, row_ids))
 
     def row_sparse_pull_async(self, key: Keys, out: Any = None, priority: int = 0, row_ids: Any = None) -> Future[Any]:
-        """`row_sparse_pull` with a future of its result; `out` belongs to the store until it resolves."""
+        """Start a `row_sparse_pull` and return a future of its result. Do not touch `out` until the future resolves."""
         self._begin(Ability.ROWS)
         return self._mixed.pull_rows(key, out, priority, row_ids)
 
     def empty(self, shape: int | Sequence[int], dtype: Any = "float32") -> Any:
-        """A new uninitialised NumPy array that the store can send at the least cost.
+        """Create an uninitialised NumPy array that the store can send without copying it.
 
-        On a cluster it lies in shared memory, and servers of this host read it where it lies: a `pushpull` copies
-        nothing, `push_async` and `pushpull_async` neither, and it must not change until their future is done. A forked
-        child shares it with its parent.
+        On a cluster the array lies in shared memory, which servers of this host read directly. Do not change it until a
+        `pushpull`, or the future of `push_async` or `pushpull_async`, is done. A forked child process shares the array
+        with its parent.
 
         Args:
-            shape: its shape.
-            dtype: a name, a NumPy or torch dtype. bfloat16 needs torch's own arrays and is a `TypeError` here.
+            shape: number of elements, or a sequence of dimensions.
+            dtype: a name, a NumPy dtype or a torch dtype, except bfloat16, which only torch tensors have (`TypeError`).
+
+        Returns:
+            A `numpy.ndarray` of this shape and dtype.
         """
         wanted = _values.as_numpy_dtype(dtype)
         lengths = tuple(shape) if isinstance(shape, Iterable) else (operator.index(shape),)
@@ -425,15 +455,17 @@ class KVStore(KVStoreBase):
     # All workers together.
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Wait until every worker is here.
+        """Wait until every worker has called `barrier`.
 
-        It does not wait for pushes under way. In ``dist_async``, pull before the barrier what others must see after it.
+        Pushes in flight are not awaited. With ``dist_async``, pull before the barrier the values that other workers
+        must see after it.
 
         Args:
-            timeout: seconds; None waits as long as the others live.
+            timeout: seconds; None waits as long as the other workers live.
 
         Raises:
-            BarrierTimeout: some workers did not come in time; `missing` holds their ranks.
+            BarrierTimeout: some workers did not arrive in time; `missing` holds their ranks.
+            ValueError: `timeout` is not positive.
         """
         self._begin()
         if timeout is not None and not timeout > 0:
@@ -443,36 +475,37 @@ class KVStore(KVStoreBase):
         self._backend.meet(timeout)
 
     def agree(self, statement: str) -> None:
-        """A barrier at which every worker makes a statement, and all must make the same one.
+        """Wait until every worker has called `agree`, and require all of them to pass the same text.
 
-        So a program finds out, before the first gradient, that its workers were not started alike. A worker that joins
-        a running job passes it before its first push; only what its `Trainer` says of the model is compared.
+        A program calls it before the first gradient, to detect workers that were started with different settings. A
+        worker that joins a running job passes before its first push; only the description of the model by its `Trainer`
+        is compared.
 
         Args:
-            statement: some words, at most 8192 bytes of UTF-8; what is longer is cut and not compared.
+            statement: text of at most 8192 bytes in UTF-8; bytes beyond that are not compared.
 
         Raises:
-            InitMismatch: they are not all the same. Every worker gets it, and it names who said what.
+            InitMismatch: the texts differ. All workers get the error, which quotes the text of each.
         """
         self._begin()
         self._backend.meet(statement=statement)
 
     def average(self, value: Any, *, counts: bool = True) -> Any:
-        """The mean of a number or an array over the workers: of a loss, say, or of an accuracy.
+        """Return the mean over the workers of a number or an array, such as a loss or an accuracy.
 
-        Every worker calls it, with the same shape and dtype, and waits for the others. It has nothing to do with the
-        keys of the store, or with its optimizer.
+        Every worker must call it, with the same shape and dtype, and waits for the others. Keys and optimizer of the
+        store are not involved.
 
         Args:
-            value: a number, a NumPy array, or a torch tensor. Integers are averaged as float64, booleans too.
-            counts: whether this worker's value takes part. A worker that has nothing to say, because it had no
-                examples, gives any value of the right shape and False. If no worker's takes part, the result is NaN.
+            value: a number, a NumPy array, or a torch tensor. Integers and booleans are averaged as float64.
+            counts: False excludes the value of this worker, for example because it had no examples; `value` must still
+                have the right shape. If no worker counts, the result is NaN.
 
         Returns:
-            A float for a number, else a new array or tensor of the kind and shape of `value`.
+            A float for a number, otherwise a new array or tensor of the kind and shape of `value`.
 
         Raises:
-            InitMismatch: workers gave different shapes or dtypes; it names who gave what.
+            InitMismatch: workers pass different shapes or dtypes; the message lists both.
         """
         self._begin()
         with self._backend.reporting():
@@ -481,15 +514,18 @@ class KVStore(KVStoreBase):
         return _values.as_given(value, mean)
 
     def from_rank_0(self, values: Sequence[Any]) -> list[Any]:
-        """New arrays like these with the values of rank 0; every worker calls it, with the same shapes and dtypes.
+        """Return copies of the arrays of rank 0. Every worker must call it, with the same shapes and dtypes.
 
-        It has nothing to do with the keys of the store, or with its optimizer.
+        Keys and optimizer of the store are not involved.
 
         Args:
-            values: NumPy arrays or torch tensors of the types of `kvdist.dtypes`; only rank 0's are read.
+            values: NumPy arrays or torch tensors of the types of `kvdist.dtypes`; only the values of rank 0 are read.
+
+        Returns:
+            A list of new arrays, of the kinds, shapes and dtypes of `values`.
 
         Raises:
-            InitMismatch: workers gave different shapes or dtypes; it names who gave what.
+            InitMismatch: workers pass different shapes or dtypes; the message lists both.
         """
         self._begin()
         with self._backend.reporting():
@@ -500,27 +536,32 @@ class KVStore(KVStoreBase):
     # What is done to the values.
 
     def is_capable(self, capability: str) -> bool:
-        """Whether the store can do something; ``optimizer`` (update values itself) is the one capability there is.
+        """Whether the store has a capability; the only one is ``optimizer``, the ability to update values itself.
+
+        Args:
+            capability: ``optimizer``, in any case.
 
         Raises:
-            ValueError: the capability is not known.
+            ValueError: the capability is unknown.
         """
         if capability.lower() != self.OPTIMIZER:
-            raise ValueError(f"unknown capability {capability!r}; the one there is is {self.OPTIMIZER!r}")
+            raise ValueError(f"unknown capability {capability!r}; the only capability is {self.OPTIMIZER!r}")
         return Ability.OPTIMIZER in self._backend.abilities
 
     def set_optimizer(self, optimizer: Optimizer | str, **hyperparameters: Any) -> None:
-        """Let the store update its values: from now on a push is a gradient.
+        """Install an optimizer. From then on a push is a gradient, and the store updates the values.
 
-        The store keeps this very object: its learning rate, multipliers and `rescale_grad` are read at every push.
-        Every worker calls it, before its first push: servers use it from the first call on, and a push that another
-        worker has under way then is updated by it.
+        The store keeps a reference to the object: each push reads its learning rate, multipliers and `rescale_grad`.
+        Every worker calls `set_optimizer` before its first push. Servers use the optimizer from the first of these
+        calls on, also for a push of another worker that is already in flight.
 
         Args:
-            optimizer: an `Optimizer`, or the name of one with its hyper-parameters.
+            optimizer: an `Optimizer`, or the name of an optimizer.
+            hyperparameters: hyper-parameters for a name, such as ``learning_rate=0.1``.
 
         Raises:
-            OptimizerMismatch: another worker, or an earlier call, chose a different one.
+            OptimizerMismatch: another worker, or an earlier call, has chosen a different optimizer.
+            NotImplementedError: the store cannot update values (`is_capable`).
         """
         self._begin(Ability.OPTIMIZER)
         chosen = create(optimizer, **hyperparameters)
@@ -535,12 +576,12 @@ class KVStore(KVStoreBase):
         self._backend.set_optimizer(chosen)
 
     def set_updater(self, updater: UpdaterFunction) -> None:
-        """Let a function update the values: ``fn(key, received, stored)`` changes `stored` in place.
+        """Install a function that updates values: ``updater(key, received, stored)`` must change `stored` in place.
 
-        Both arrays are of the kind given to `init`. Only stores within a process can run a function.
+        Both arrays are of the kind passed to `init`. Only stores within a process can run a function.
 
         Raises:
-            TypeError: the updater cannot be called, or the values rest on servers.
+            TypeError: `updater` is not callable, or the values are on servers.
         """
         self._begin(Ability.UPDATER)
         if not callable(updater):
@@ -548,38 +589,39 @@ class KVStore(KVStoreBase):
         self._backend.set_updater(updater)
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Compress what is pushed from now on: keys of float32 travel in fewer bytes.
+        """Compress later pushes of float32 keys.
 
-        What a push loses is kept on this worker, for each key, and added to the next one. Every worker calls it, with
-        the same parameters, before the first key is initialised; a second call with them changes nothing.
+        The rounding error of a push stays on this worker, per key, and is added to the next push. Every worker calls it
+        with the same parameters before the first key is initialised. A second call with the same parameters changes
+        nothing.
 
         Args:
-            compression_params: ``type`` is ``2bit`` or ``1bit`` (with a ``threshold``, by default 0.5), ``fp16``,
-                ``bf16``, ``int8``, ``int4``, or ``topk`` (with a ``ratio``, by default 0.01). With ``pull`` (``fp16``
-                or ``bf16``) values come back rounded to halves; a store within a process has no use for that.
+            compression_params: a dict. ``type`` is ``2bit`` or ``1bit`` (with a ``threshold``, default 0.5), ``fp16``,
+                ``bf16``, ``int8``, ``int4``, or ``topk`` (with a ``ratio``, default 0.01). ``pull``, ``fp16`` or
+                ``bf16``, also rounds pulled values; stores within a process ignore it.
 
         Raises:
-            TypeError, ValueError: the parameters are wrong, the store compresses otherwise already, keys have been
-                initialised, or the store does not compress (``local``, ``nccl``).
-            InitMismatch: another worker gave other parameters.
+            TypeError, ValueError: the parameters are wrong, the store has other ones, a key is already initialised, or
+                the store does not compress (``local``, ``nccl``).
+            InitMismatch: another worker passes other parameters.
         """
         self._begin(Ability.COMPRESSION)
         self._backend.compress(compression_params)
 
     def send_command_to_servers(self, head: int, body: str = "") -> None:
-        """Let every server run the handler that is registered there for `head`; returns when all have.
+        """Run the handler for `head` on every server. Returns when all servers have run it.
 
-        Handlers come from modules named when the servers were started (``--server-module``); see
-        `kvdist.kv.register_command`. A server runs one between two messages. Pushes that are under way may come before
-        it or after. A store within a process has no servers and does nothing.
+        Handlers are registered with `kvdist.kv.register_command`, in modules that the servers import at start
+        (``--server-module``). A server runs a handler between two messages; pushes in flight may be applied before or
+        after it. A store within a process has no servers, and the call does nothing.
 
         Args:
-            head: the number of the command, 0 to 2147483647.
-            body: a text for the handler, at most 65536 bytes of UTF-8.
+            head: number of the command, 0 to 2147483647.
+            body: text for the handler, at most 65536 bytes in UTF-8.
 
         Raises:
-            KvdistError: a server has no such handler, or it raised; the message names the server, the command and the
-                exception. The other servers have run theirs all the same.
+            KvdistError: a server has no handler for `head`, or the handler raised. The message names the server, the
+                command and the exception. The handlers of the other servers have run nevertheless.
         """
         self._begin()
         require_head(head)
@@ -597,31 +639,34 @@ class KVStore(KVStoreBase):
         keep: int | None = None,
         names: Mapping[Key, str] | None = None,
     ) -> Future[Path]:
-        """Save values and optimizer states as they are after this worker's pushes so far; training goes on meanwhile.
+        """Save values and optimizer states as of this worker's latest push, while training goes on.
 
-        Every worker calls it at the same step with the same arguments, but for `state`. In a synchronous store the
-        checkpoint is that very moment on all servers; in an asynchronous one each slice has at least the pushes that
-        precede the call. Servers write in parallel into ``<directory>/step-<step>/``: all processes of the cluster
-        must see it under the same path, below the servers' ``KVDIST_CHECKPOINT_ROOT``. A second call waits until the
-        first checkpoint is complete.
+        Every worker calls it at the same step with the same arguments, except `state`. Servers write in parallel into
+        ``<directory>/step-<step>/``. All processes of the cluster must see that folder under the same path, below the
+        servers' ``KVDIST_CHECKPOINT_ROOT``. A second call first waits until the earlier checkpoint is complete.
+
+        In a synchronous store the checkpoint is a consistent cut: the same step on all servers. In an asynchronous
+        store each slice includes at least the pushes that precede the call.
 
         Args:
-            directory: where checkpoints lie. Each store needs one of its own.
-            step: a number from 0, such as how many steps were made.
-            state: what this worker wants to have back, such as ``sampler.state_dict()``: whatever JSON can say.
-            keep: how many of the newest checkpoints in `directory` stay; None for all.
-            names: key → what `kvdist export` is to call it; of rank 0 alone.
+            directory: folder for the checkpoints of this store alone.
+            step: a number from 0, such as the number of steps so far.
+            state: JSON-compatible state of this worker, such as ``sampler.state_dict()``, which `load_checkpoint`
+                returns.
+            keep: number of newest checkpoints to keep in `directory`; None keeps all.
+            names: names for the keys in the output of `kvdist export`; read on rank 0 only.
 
         Returns:
-            A future of the checkpoint's folder, resolved when it is complete and durable. It fails with
-            `CheckpointError` if anybody could not write: the checkpoints that were there before are as they were.
-            If it is not looked at, the next `save_checkpoint`, `close` or the process's exit code says so.
+            A future of the checkpoint's folder, which resolves when the checkpoint is complete and durable. If a
+            process could not write, the future raises `CheckpointError`, and earlier checkpoints stay as they were. An
+            error that the caller never reads from the future is reported by the next `save_checkpoint`, by `close`, or
+            by the exit code of the process.
 
         Raises:
             TypeError, ValueError: an argument is not as described above, or the store has no keys.
-            CheckpointError: on the first call for a directory, which waits for that: it lies outside the servers'
-                root, cannot be written, or is in use by another job. Or the call before has failed, and its
-                future was not looked at.
+            CheckpointError: the directory is outside the servers' root, cannot be written, or is in use by another job;
+                the first call for a directory waits for this check. Or the previous checkpoint failed and its future
+                was not read.
         """
         return self._save(SaveJob(directory, step, state, keep, names))
 
@@ -633,21 +678,23 @@ class KVStore(KVStoreBase):
     def load_checkpoint(
         self, directory: str | os.PathLike[str], step: int | None = None, *, states: bool = True
     ) -> Checkpoint:
-        """Go on from a checkpoint of any number of workers and servers; every worker calls it, after equal pushes.
+        """Restore values and optimizer states from a checkpoint of any number of workers and servers.
 
-        The keys must have been initialised, with the shapes and dtypes they had, and `set_optimizer` called as it was.
-        Nothing has changed if it fails. Values that were pulled before are the old ones: pull again.
+        Every worker calls it, after equally many pushes. The keys must already be initialised with the shapes and
+        dtypes of the checkpoint, and `set_optimizer` called with the same optimizer. If the call fails, nothing has
+        changed. Arrays that were pulled before keep the old values: pull again.
 
         Args:
-            directory: where checkpoints lie.
-            step: the step of the checkpoint; None for the newest.
-            states: whether the optimizer's states come back too; else they stay as they are.
+            directory: folder of the checkpoints.
+            step: step of the checkpoint; None for the newest.
+            states: False leaves the optimizer states as they are.
 
         Returns:
-            The step, and what the workers gave as their `state`.
+            A `Checkpoint` with the step and the `state` of each worker.
 
         Raises:
-            CheckpointError: there is none, it is damaged, cut off or of a newer version, or it does not fit the store.
+            CheckpointError: the checkpoint is missing, damaged, incomplete, of a newer version, or does not fit the
+                store.
         """
         return self._load(LoadJob(directory, step, states=states))
 
@@ -658,59 +705,65 @@ class KVStore(KVStoreBase):
         return checkpoint
 
     def save_optimizer_states(self, fname: str | os.PathLike[str], dump_optimizer: bool = False) -> None:
-        """Save what the optimizer remembers of every key, without the values; every worker calls it, and waits.
+        """Save the optimizer state of every key, without the values. Every worker calls it and waits.
 
         Args:
-            fname: a folder, made here: a checkpoint that holds states only. One that is there is replaced at the end.
-            dump_optimizer: changes nothing; the optimizer's name and numbers are always in it.
+            fname: folder to create: a checkpoint with states only. An existing folder is replaced at the end.
+            dump_optimizer: accepted for MXNet, without effect: name and numbers of the optimizer are always saved.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the folder cannot be written.
         """
         self._begin()
         self._backend.wait(self._backend.save(SaveJob(fname, states_only=True)))
 
     def load_optimizer_states(self, fname: str | os.PathLike[str]) -> None:
-        """Give the optimizer back what `save_optimizer_states` saved; every worker calls it, and waits.
+        """Restore optimizer states from `save_optimizer_states`. Every worker calls it and waits.
 
-        A store without an optimizer gets the one that was saved.
+        A store without an optimizer gets the saved one.
+
+        Args:
+            fname: folder that `save_optimizer_states` has written.
 
         Raises:
-            CheckpointError: there is nothing there, or it is damaged, or it does not fit the store.
+            CheckpointError: the folder is missing, damaged, or does not fit the store.
         """
         self._begin()
         self._backend.load(LoadJob(fname, values=False))
 
     def optimizer_states(self, keys: Sequence[Key]) -> list[SliceState | None]:
-        """What the optimizer remembers of keys, in memory of the caller's own; None for a key that was never updated.
+        """Return copies of the optimizer states of keys; None for a key that was never updated.
 
-        One worker may call it alone, while none of its pushes is under way. In a synchronous store what it gets is of
-        one moment; in an asynchronous one the others' pushes go on meanwhile.
+        A single worker may call it, while none of its pushes is in flight. In a synchronous store all states are of the
+        same step; in an asynchronous store other workers' pushes go on meanwhile.
 
         Args:
-            keys: keys of arrays.
+            keys: keys of arrays, not of tables.
+
+        Returns:
+            A list with a `SliceState` or None per key.
 
         Raises:
-            NotImplementedError: this store cannot.
-            PushRefused: pushes of this worker are under way, or there is no optimizer.
+            NotImplementedError: the store does not support it.
+            PushRefused: pushes of this worker are in flight, or the store has no optimizer.
         """
         self._begin(Ability.STATES)
         return self._backend.states(keys)
 
     def replace_optimizer_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
-        """Give the optimizer these states in place of its own. The values stay.
+        """Replace the optimizer states of keys. The values stay.
 
-        Every worker calls it with the same states, while no push of any of them is under way. Servers have them from
-        the lowest rank that is there, before any later push of its; the other workers return at once, unless the job
-        goes on without lost workers: then all return when the servers have them.
+        Every worker calls it with the same states, while no worker has a push in flight. Servers take the states from
+        the lowest present rank, before any later push of that worker. The other workers return at once; only in a job
+        that goes on without lost workers do they wait for the servers.
 
         Args:
-            keys: keys of arrays.
-            states: for each what `optimizer_states` returned; None for what was never updated.
+            keys: keys of arrays, not of tables.
+            states: a list as returned by `optimizer_states`; None for a key that was never updated.
 
         Raises:
-            NotImplementedError: this store cannot.
-            PushRefused: they do not fit, or there is no optimizer.
+            NotImplementedError: the store does not support it.
+            PushRefused: a state does not fit its key, or the store has no optimizer.
         """
         self._begin(Ability.STATES)
         self._backend.replace_states(keys, states)
@@ -718,16 +771,17 @@ class KVStore(KVStoreBase):
     # The store.
 
     def close(self, wait: bool = True) -> None:
-        """Leave: the store cannot be used afterwards. A second call does nothing.
+        """Leave the cluster. The store cannot be used afterwards; a second call does nothing.
 
-        Others go on without this worker. Where an exception leaves a ``with``, or ``sys.exit`` of another code than 0,
-        it is lost to them instead, with all that this means: it has not done its part.
+        The other workers go on without this one. If an exception leaves the ``with`` block of the store, or the program
+        calls ``sys.exit`` with a code other than 0, the worker counts as lost instead (`on_loss`), because it has not
+        finished its part.
 
         Args:
-            wait: until a checkpoint that is under way is complete; not done where an exception leaves a ``with``.
+            wait: wait for a checkpoint that is still being written; ignored if an exception leaves the ``with`` block.
 
         Raises:
-            CheckpointError: the last checkpoint has failed, and its future was not looked at.
+            CheckpointError: the last checkpoint failed, and its future was not read.
         """
         self._close(wait, "")
 

@@ -95,15 +95,15 @@ DEPTH_MAX = 100
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint that has been loaded.
+    """Description of a loaded checkpoint, as `load_checkpoint` returns it.
 
     Attributes:
-        folder: where it lies.
-        step: the number with which it was saved.
-        state: what this worker gave as `state`; None if it gave nothing, or did not exist.
-        states: rank → what that worker gave; for a run that goes on with another number of workers.
-        exact: whether it is one moment of the whole store; not so for asynchronous stores.
-        data: where a `QueueSampler` was, which goes on there by itself; None without one.
+        folder: path of the checkpoint.
+        step: number with which it was saved.
+        state: `state` that the worker of this rank saved; None if it saved nothing or did not exist.
+        states: the same for all ranks, as a dict of rank to state, for a run with another number of workers.
+        exact: whether the checkpoint is a consistent cut of the store; False for asynchronous stores.
+        data: position of a `QueueSampler`, which resumes from it by itself; None without such a sampler.
     """
 
     folder: Path
@@ -180,7 +180,7 @@ class Saving:
         error = None if self._last is None else self._last.look()
         if isinstance(error, CheckpointError):
             assert self._last is not None
-            raise CheckpointError(f"{what}, {self._last.folder}, was not made: {error}")
+            raise CheckpointError(f"{what}, {self._last.folder}, was not written: {error}")
         if error is not None:  # the cluster was lost
             raise error
 
@@ -193,7 +193,7 @@ def _end_badly() -> None:
     """The interpreter ends: a process whose last checkpoint has failed, unheard, must not seem to have succeeded."""
     unheard = {future: error for future, error in _FAILED.items() if not _was_told(error)}
     for future, error in unheard.items():
-        LOG.error("the last checkpoint, %s, was not made: %s", future.folder, error)
+        LOG.error("the last checkpoint, %s, was not written: %s", future.folder, error)
     if unheard:
         lost = any(isinstance(error, PeerLostError) for error in unheard.values())
         exit_codes.end_with(exit_codes.EXIT_PEER_LOST if lost else 1)
@@ -229,7 +229,9 @@ def as_step(step: object) -> int:
     except TypeError:
         found = -1
     if not 0 <= found <= STEP_MAX:
-        raise ValueError(f"the step of a checkpoint is {step!r}; it must be a number from 0, such as the steps made")
+        raise ValueError(
+            f"the step of a checkpoint is {step!r}; it must be a number from 0, such as the number of steps so far"
+        )
     return found
 
 
@@ -260,7 +262,9 @@ def as_keep(keep: int | None) -> int:
     if keep is None:
         return 0
     if isinstance(keep, bool) or not isinstance(keep, int) or not 1 <= keep < 1 << 32:
-        raise ValueError(f"keep is {keep!r}; it says how many of the newest checkpoints stay: at least 1, or None")
+        raise ValueError(
+            f"keep is {keep!r}; it is the number of newest checkpoints to keep: at least 1, or None for all"
+        )
     return keep
 
 
@@ -279,8 +283,8 @@ def worker_content(state: Any, names: Names | None, rank: int) -> bytes:
         text = json.dumps({"rank": rank, "state": state, "names": named}, allow_nan=True)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
-            f"the state of a checkpoint is made of dicts with text as keys, lists, numbers, text, True, False and None:"
-            f" {error}. Give lists instead of arrays: torch.get_rng_state().tolist(), for one"
+            "the state of a checkpoint must consist of dicts with text as keys, lists, numbers, text, True, False and"
+            f" None: {error}. Convert arrays to lists, for example torch.get_rng_state().tolist()"
         ) from None
     content = text.encode()
     if len(content) > STATE_BYTES_MAX - MARK_BYTES:
@@ -295,7 +299,7 @@ def _require_plain(value: object, depth: int) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"a dict has the key {key!r:.80}, which is no text")
+                raise TypeError(f"a dict has the key {key!r:.80}, which is not text")
             _require_plain(inner, depth + 1)
     elif isinstance(value, (list, tuple)):
         for inner in value:
@@ -304,10 +308,10 @@ def _require_plain(value: object, depth: int) -> None:
 
 def _named(names: Names) -> list[list[int | str]]:
     if not isinstance(names, Mapping):
-        raise TypeError(f"names is a dict, key → name, not {type(names).__name__}")
+        raise TypeError(f"names must be a dict of key to name, not {type(names).__name__}")
     for key in names:
         if isinstance(key, bool) or not isinstance(key, (int, str)):
-            raise TypeError(f"names is a dict, key → name; {key!r:.80} is no key")
+            raise TypeError(f"names must be a dict of key to name; {key!r:.80} is not a key")
     return [[key, str(name)] for key, name in names.items()]
 
 
@@ -570,7 +574,7 @@ class WorkerSaving(Saving):
         try:
             self._write(place, live)
         except CheckpointError as error:
-            LOG.error("no checkpoint was made: %s", error)
+            LOG.error("no checkpoint was written: %s", error)
             future.finish(error)
         else:
             future.finish(None)
@@ -617,7 +621,7 @@ class WorkerSaving(Saving):
         """Write what all workers hold, and the manifest. Of what fails nothing is left."""
         held, updater = self._held(), self._updater()
         if not held:
-            raise ValueError("there are no keys to save: init them before")
+            raise ValueError("the store has no keys to save: call init first")
         folder, contents, run, step = str(place.folder), place.contents, place.run, place.step
         files = _records(place.folder, digits)
         try:
@@ -719,8 +723,10 @@ class WorkerSaving(Saving):
             for one in held:
                 updater.restore(one.saved_key.key, None)
             LOG.warning(
-                "the optimizer of worker %d, which makes steps of its own, begins anew: %s has no states for it (%s)",
-                self.rank, folder, obstacle,
+                "the local optimizer of worker %d begins anew: %s has no states for it (%s)",
+                self.rank,
+                folder,
+                obstacle,
             )  # fmt: skip
         for one, read_slice in zip(held, found, strict=False):
             one.take(read_slice, updater)
@@ -845,7 +851,7 @@ class ServerSaving(Saving):
     def save(self, keys: Sequence[KeyInfo], job: SaveJob) -> Future[Path]:
         """Take part in a checkpoint. All hear of a failure of this worker, or they would wait for it."""
         if not keys:
-            raise ValueError("the store has no keys to save: init them before")
+            raise ValueError("the store has no keys to save: call init first")
         self.wait()
         place, file = Destination(_NOWHERE, EVERYTHING), NO_FILE
         try:
@@ -950,7 +956,7 @@ class ServerSaving(Saving):
     def _finish(self, future: CheckpointFuture, done: Future[Any], failure: str) -> None:
         error = done.exception()
         if self._rank == 0 and error is not None and not failure:  # which this worker has raised itself
-            LOG.error("no checkpoint was made: %s", error)
+            LOG.error("no checkpoint was written: %s", error)
         future.finish(error)
 
 

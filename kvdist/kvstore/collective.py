@@ -385,7 +385,7 @@ class ReplicatedValues:
             self._keys[one]  # which says so if there is none
             if one in self.unkept:
                 raise ValueError(
-                    f"{name_of(one)} is a Trainer's: its sums go to the caller of pushpull, and none is kept"
+                    f"{name_of(one)} belongs to a Trainer: pushpull returns its sums, and the store does not keep them"
                 )
         places = None if call.out is None else self._keys.writable(values.pairs(call.key, call.out), call.skips_rows)
         local = self._local.arrays
@@ -422,9 +422,9 @@ class ReplicatedValues:
         for one in kept:
             if 0 < one.averaging < one.count:
                 raise CollectiveMismatch(
-                    f"of the {one.count} workers that gave a value for {name_of(one.part.key)} {one.averaging} want an"
-                    " average and the others a sum: say the same everywhere, in a Trainer by step() on all workers or"
-                    " step(batch_size) on all"
+                    f"{one.averaging} of the {one.count} workers with a value for {name_of(one.part.key)} ask for an"
+                    " average and the others for a sum: pass the same average on all workers (in a Trainer: step() on"
+                    " all workers, or step(batch_size) on all)"
                 )
         with self.lock:
             if numbers is not None:

@@ -107,8 +107,8 @@ class DistBackend(Backend):
         self.on_loss = view.on_loss.name.lower()
         if view.on_loss is OnLoss.WAIT and not policy.is_lockstep:
             raise ConfigError(
-                f"KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), and nobody waits for anybody in the store"
-                f" {type_name!r}: use continue, or a store such as 'dist'"
+                f"KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), but workers of the store {type_name!r} do not"
+                " wait for each other: use continue, or a store such as 'dist'"
             )
         self.came_late = cluster.came_late
         if policy.is_lockstep:
@@ -409,7 +409,7 @@ class DistBackend(Backend):
     def _with_states(self, keys: Sequence[Key]) -> tuple[list[KeyInfo], Optimizer]:
         optimizer = self.arrays.optimizer
         if optimizer is None:
-            raise PushRefused("this store has no optimizer, so there are no states: call set_optimizer before")
+            raise PushRefused("this store has no optimizer, and so no states: call set_optimizer first")
         infos = [self.keys[key] for key in keys]
         tables = [info.key for info in infos if info.form]
         if tables:

@@ -126,9 +126,8 @@ def met_through(store: KVStore, config: ClusterConfig) -> World:
     is_one_machine = world.local_size == store.num_workers
     if config.encrypts:
         raise ConfigError(
-            "this job encrypts what its servers get, and nothing encrypts what ranks send to each other by collective"
-            " operations (gloo, NCCL): start it without a secret if it is on one machine, with --security none if the"
-            " network is trusted, or use 'dist'"
+            "this job is encrypted, but collective operations (gloo, NCCL) cannot encrypt the traffic between ranks:"
+            " start it without a secret on a single machine, with --security none in a trusted network, or use 'dist'"
         )
     host = LOOPBACK if is_one_machine or is_loopback(config.root_host) else _own_address(config)
     meeting, said = Meeting(), np.zeros(ADDRESS_BYTES, np.uint8)

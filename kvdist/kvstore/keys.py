@@ -423,8 +423,8 @@ def require_rows(info: KeyInfo, value: RowSparse) -> None:
     """Refuse rows of a table of another shape."""
     if value.shape != info.shape:
         raise ValueError(
-            f"{name_of(info.key)} is a table of shape {info.shape}, but the rows given are of shape {value.shape}:"
-            f" RowSparse(indices, values, {info.shape}) says what they are rows of"
+            f"{name_of(info.key)} is a table of shape {info.shape}, but the rows are of shape {value.shape}: create"
+            f" them with RowSparse(indices, values, {info.shape})"
         )
 
 
@@ -442,11 +442,13 @@ def wanted(info: KeyInfo, row_ids: Any) -> Ids:
     try:
         given = row_ids.detach().cpu().numpy() if values.is_tensor(row_ids) else np.asarray(row_ids)
     except ValueError:
-        raise ValueError(f"{name_of(info.key)}: the lists of row ids differ in length, so they are no array") from None
+        raise ValueError(
+            f"{name_of(info.key)}: the lists of row ids differ in length, so they do not form an array"
+        ) from None
     if given.size == 0:
         return np.zeros(0, np.int64)
     if given.dtype.kind not in "iu":
-        raise TypeError(f"{name_of(info.key)}: row ids are integers, and these are {given.dtype}; cast them")
+        raise TypeError(f"{name_of(info.key)}: row ids must be integers, not {given.dtype}; cast them")
     low, high = int(given.min()), int(given.max())
     if low < 0 or high >= info.shape[0]:
         wrong = low if low < 0 else high

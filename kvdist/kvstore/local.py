@@ -181,7 +181,7 @@ class LocalBackend(Backend):
 
     def _with_states(self) -> Updaters:
         if self.arrays.updaters is None:
-            raise PushRefused("this store has no optimizer, so there are no states: call set_optimizer before")
+            raise PushRefused("this store has no optimizer, and so no states: call set_optimizer first")
         return self.arrays.updaters
 
 

@@ -155,8 +155,8 @@ def require_one_kind(key: Key, parts: Sequence[Any]) -> None:
     if None in places and any(place is not None for place in places):
         said = ", ".join("cpu" if place is None else f"cuda:{place}" for place in places)
         raise DeviceError(
-            f"the values of {name_of(key)} lie on {said}: a sum is made on GPUs or on the host, so move all of them to"
-            " one or the other, as with tensor.to(...)"
+            f"the values of {name_of(key)} are on {said}, but a sum needs all of them on GPUs or all on the host: move"
+            " them, as with tensor.to(...)"
         )
 
 

@@ -701,8 +701,8 @@ Settings = tuple[list[Hyperparameters], "np.ndarray[Any, Any] | None"]
 def refuse_to_sum(on_loss: str) -> NoReturn:
     """Raises a `ConfigError`: the store only sums, and a sum that lacks a lost worker would replace the weights."""
     raise ConfigError(
-        f"KVDIST_ON_LOSS is {on_loss!r} (kvdist-launch --on-loss), which needs stores that update, because servers must"
-        " hold the weights, and this one only sums: call set_optimizer before the first push, or use fail"
+        f"KVDIST_ON_LOSS is {on_loss!r} (kvdist-launch --on-loss), which needs a store that updates, because servers"
+        " must hold the weights, but this store only sums: call set_optimizer before the first push, or use fail"
     )
 
 

@@ -1,7 +1,7 @@
-"""The names of stores and what each means, stores that users register, and their handlers of commands on servers.
+"""Names and meanings of the stores, registered store classes, and handlers of commands on servers.
 
-A server runs a handler that was registered by a module named at its start (``--server-module``), and nothing else: a
-worker sends the number of a handler and a text for it, never code.
+A server runs only handlers that were registered by a module named at its start (``--server-module``): a worker sends
+the number of a handler and a text for it, never code.
 """
 
 from __future__ import annotations
@@ -86,16 +86,16 @@ Store = TypeVar("Store", bound=type)
 
 
 def register(cls: Store) -> Store:
-    """Make a class of your own available to `create`, under its name in lower case. Usable as a decorator.
+    """Register a custom store class, so that `create` accepts its name in lower case. Usable as a decorator.
 
-    The class is called without arguments. To serve a `Trainer` it derives from `KVStoreBase`; a script that calls it
-    itself may have it as it likes. A name that is taken is replaced, with a warning.
+    `create` calls the class without arguments. A store for a `Trainer` must derive from `KVStoreBase`; a script that
+    calls the store directly may use any class. An existing name is replaced, with a warning.
 
     Raises:
-        TypeError: it is not a class.
+        TypeError: `cls` is not a class.
     """
     if not isinstance(cls, type):
-        raise TypeError(f"register a class, not {type(cls).__name__}: an object of it is made at each create()")
+        raise TypeError(f"register takes a class, not {type(cls).__name__}: create() makes an object of it each time")
     name = cls.__name__.lower()
     if name in {*REGISTERED, *LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID}:
         warnings.warn(f"the store {name!r} is now {cls.__module__}.{cls.__qualname__}", stacklevel=2)
@@ -107,18 +107,18 @@ _Function = TypeVar("_Function", bound=Handler)
 
 
 def register_command(head: int) -> Callable[[_Function], _Function]:
-    """Decorator: let `KVStore.send_command_to_servers` run this function on servers.
+    """Decorator that registers a function as the handler of `KVStore.send_command_to_servers`.
 
-    It is called as ``function(head, body, rank)`` with the server's rank, between two messages: no worker is answered
-    until it returns, so let it be short. What it raises, ``SystemExit`` too, is raised at the caller, as text; what it
-    returns is not looked at. Servers import the module by ``--server-module``.
+    A server calls ``function(head, body, rank)``, with the rank of the server, between two messages. Keep it short: no
+    worker gets an answer until it returns. Its return value is ignored; an exception, including ``SystemExit``, is
+    reported to the caller as text. Servers import the module with ``--server-module``.
 
     Args:
-        head: the number of the command, 0 to 2147483647. The same definition run again replaces the old one.
+        head: number of the command, 0 to 2147483647. Running the same definition again replaces the earlier handler.
 
     Raises:
-        TypeError: the number is no integer, or what is decorated cannot be called.
-        ValueError: the number is out of range, or belongs to another function.
+        TypeError: `head` is not an integer, or the decorated object is not callable.
+        ValueError: `head` is out of range, or belongs to another function.
     """
     require_head(head)
 
@@ -152,8 +152,8 @@ def require_body(body: object) -> None:
         raise ValueError(f"the body of a command cannot be written as UTF-8: {error}") from None
     if nbytes > DEFAULT.body_bytes_max:
         raise ValueError(
-            f"the body of a command has {nbytes} bytes of UTF-8, where {DEFAULT.body_bytes_max} are allowed; put what"
-            " is larger into a file, or into keys"
+            f"the body of a command has {nbytes} bytes of UTF-8, more than the limit of {DEFAULT.body_bytes_max}; put"
+            " larger data into a file, or into keys"
         )
 
 

@@ -26,18 +26,19 @@ _FEW_ROWS = 32
 
 
 class RowSparse:
-    """Some rows of a larger array: their ids and their values. The other rows are zeros, or have no gradient.
+    """Some rows of a larger array, as ids and values. The other rows are zeros, or have no gradient.
 
     Args:
-        indices: row ids, one-dimensional integers of at least 0 in any order: a NumPy array, a tensor or a list. A row
-            may be repeated: it then has the sum of its values.
-        values: shape (k, …), a row for each id: a NumPy array of a type that a key may have, or a torch tensor, which
-            is detached and moved to host memory. Neither is copied where it lies there already.
-        shape: of the whole array; None: (largest id + 1, …).
+        indices: row ids, one-dimensional, integers of at least 0 in any order: a NumPy array, a tensor or a list. The
+            values of a repeated id are added up.
+        values: array of shape (k, …) with a row per id: a NumPy array of a type that a key may have, or a torch tensor,
+            which is detached and moved to host memory. Arrays in host memory are not copied.
+        shape: shape of the whole array; None for (largest id + 1, …).
 
     Raises:
-        TypeError: ids are not integers, or values are no array of a supported type.
-        ValueError: an id is negative or not below shape[0], or numbers or shapes of rows do not fit.
+        TypeError: ids are not integers, or values are not an array of a supported type.
+        ValueError: an id is negative or not below shape[0], the numbers of ids and rows differ, or the row shape does
+            not match `shape`.
     """
 
     __slots__ = ("_dtype", "_indices", "_shape", "_values")
@@ -60,40 +61,40 @@ class RowSparse:
 
     @property
     def values(self) -> Any:
-        """Their values, shape (k, *shape[1:]): a NumPy array or a tensor, as it was given."""
+        """Values of the rows, shape (k, *shape[1:]): a NumPy array or a tensor, as in the constructor."""
         return self._values
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole array."""
+        """Shape of the whole array."""
         return self._shape
 
     @property
     def dtype(self) -> DType:
-        """The element type; `dtype.label` is its name."""
+        """Element type; `dtype.label` is its name."""
         return self._dtype
 
     @property
     def is_torch(self) -> bool:
-        """Whether the values are a tensor."""
+        """Whether the values are a torch tensor."""
         return not isinstance(self._values, np.ndarray)
 
     def assign(self, indices: Any, values: Any) -> None:
-        """Take other rows in place of the present ones; shape and element type stay.
+        """Replace the rows. The shape and the element type stay.
 
         Args:
-            indices, values: as of the constructor. Arrays become tensors where the values were one, and the other way
-                round; bfloat16 may also come as its bits in uint16.
+            indices, values: as in the constructor. They are converted to NumPy or torch to match the present values;
+                bfloat16 values may also be passed as their bits in uint16.
 
         Raises:
-            TypeError, ValueError: as of the constructor, or another element type. Nothing has changed then.
+            TypeError, ValueError: as in the constructor, or the element type differs. The rows are then unchanged.
         """
         checked = _checked_indices(indices)
         if self._dtype is DType.BFLOAT16 and isinstance(values, np.ndarray) and values.dtype == np.uint16:
             values = tensor_over(np.ascontiguousarray(values), self._dtype)
         given, dtype = _checked_values(values)
         if dtype is not self._dtype:
-            raise TypeError(f"this RowSparse holds {self._dtype.label}, the values given are {dtype.label}: cast them")
+            raise TypeError(f"this RowSparse holds {self._dtype.label}, but the values are {dtype.label}: cast them")
         _check_fit(checked, tuple(given.shape))
         _check_inside(checked, tuple(given.shape[1:]), self._shape)
         if isinstance(given, np.ndarray) and self.is_torch:
@@ -103,16 +104,16 @@ class RowSparse:
         self._indices, self._values = checked, given
 
     def bits(self) -> Array:
-        """The values as a (k, row_length) array of `dtype.storage`, which shows their memory: only to be read."""
+        """View of the values as a (k, row_length) array of `dtype.storage`. Do not write to it."""
         row_length = math.prod(self._values.shape[1:])
         return _bits_of(self._values).reshape(len(self._indices), row_length)
 
     def canonical(self) -> tuple[Array, Array]:
-        """Ids in increasing order, each once, and their rows; see the function `canonical`."""
+        """Return the ids in increasing order, without repetitions, and their rows; see the function `canonical`."""
         return canonical(self._indices, self.bits(), self._dtype)
 
     def to_dense(self) -> Any:
-        """The whole array, zeros where there is no row: NumPy or torch, as the values are."""
+        """Return the whole array, with zeros in absent rows: NumPy or torch, like the values."""
         ids, rows = self.canonical()
         dense = np.zeros((self._shape[0], rows.shape[1]), self._dtype.storage)
         dense[ids] = rows
@@ -120,7 +121,7 @@ class RowSparse:
         return tensor_over(dense, self._dtype) if self.is_torch else dense
 
     def to_torch(self) -> Any:
-        """A coalesced sparse COO tensor with one sparse dimension, in host memory. Torch is imported."""
+        """Return a coalesced sparse COO tensor with a single sparse dimension, in host memory. Imports torch."""
         import torch
 
         ids, rows = self.canonical()
@@ -132,10 +133,14 @@ class RowSparse:
 
     @classmethod
     def zeros(cls, shape: Sequence[int], dtype: Any = "float32") -> RowSparse:
-        """One without rows, of NumPy (bfloat16: torch); such as `row_sparse_pull` can write into.
+        """Create an object without rows, as `row_sparse_pull` can fill it: NumPy, or for bfloat16 torch.
+
+        Args:
+            shape: shape of the whole array.
+            dtype: element type.
 
         Raises:
-            TypeError, ValueError: `dtype` or `shape` is none that a key may have.
+            TypeError, ValueError: `dtype` or `shape` is not allowed for a key.
         """
         kind, checked = as_dtype(dtype), _checked_shape(shape)
         if kind is DType.BFLOAT16:
@@ -146,14 +151,14 @@ class RowSparse:
 
     @classmethod
     def from_dense(cls, array: Any) -> RowSparse:
-        """The rows of an array that are not all zeros (a row with NaN is not); a copy.
+        """Copy the rows of an array that are not all zeros. A row with NaN is included.
 
         Args:
-            array: a NumPy array or tensor of at least one dimension.
+            array: a NumPy array or tensor with at least one dimension.
 
         Raises:
-            TypeError: it is not an array of a supported type.
-            ValueError: it has no dimension.
+            TypeError: `array` is not an array of a supported type.
+            ValueError: `array` has no dimension.
         """
         values, dtype = _checked_values(array)
         flat = _bits_of(values).reshape(values.shape[0], math.prod(values.shape[1:]))
@@ -165,22 +170,22 @@ class RowSparse:
 
     @classmethod
     def from_torch(cls, tensor: Any) -> RowSparse:
-        """The rows of a sparse COO tensor, such as the gradient of `torch.nn.Embedding(sparse=True)`.
+        """Convert a sparse COO tensor, such as the gradient of ``torch.nn.Embedding(sparse=True)``.
 
         Args:
-            tensor: with one sparse dimension. Repeated rows are summed.
+            tensor: tensor with a single sparse dimension. Repeated rows are summed.
 
         Raises:
-            TypeError: it is not a sparse COO tensor.
-            ValueError: it has several sparse dimensions.
+            TypeError: `tensor` is not a sparse COO tensor.
+            ValueError: `tensor` has several sparse dimensions.
         """
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.sparse_coo:
             raise TypeError(f"from_torch takes a sparse COO tensor, not {_told(tensor)}; from_dense takes dense ones")
         if tensor.sparse_dim() != 1:
             raise ValueError(
-                f"a RowSparse holds whole rows, and this tensor has {tensor.sparse_dim()} sparse dimensions: make it"
-                " with one, such as by dense.to_sparse(1)"
+                f"a RowSparse holds whole rows, but this tensor has {tensor.sparse_dim()} sparse dimensions: convert"
+                " it, such as by dense.to_sparse(1)"
             )
         plain = tensor.detach().cpu()
         # Not `coalesce()`: torch sums halves in their own type.
@@ -203,19 +208,20 @@ class RowSparse:
 
 @dataclass(frozen=True)
 class LazyRows:
-    """A table that is declared, not given: each of its rows comes into being when it is first updated.
+    """Declaration of a table of rows without their values, for `KVStore.init`.
 
-    Until then a row reads as its first value and takes no memory, so the table may be larger than any memory.
+    A row reads as its initial value and takes no memory before its first update, so the table may be larger than
+    memory.
 
     Attributes:
-        shape: of the table; (rows, …).
-        dtype: the element type: a name such as ``float32``, a NumPy or torch type; kept as a `DType`.
-        initializer: what the first values are: ``zeros``, ``constant(0.5)``, ``uniform(0.07,seed=3)``,
+        shape: shape of the table, (rows, …).
+        dtype: element type: a name such as ``float32``, a NumPy or torch type; stored as a `DType`.
+        initializer: initial value of the rows: ``zeros``, ``constant(0.5)``, ``uniform(0.07,seed=3)``,
             ``normal(0.01,seed=3)``, or an `Initializer`.
 
     Raises:
-        TypeError: the element type is not one that a key may have.
-        ValueError: the shape has no dimension or a negative one, or the initialiser is unknown or does not fit.
+        TypeError: the element type is not allowed for a key.
+        ValueError: the shape is empty or has a negative dimension, or the initializer is unknown or unsuitable.
     """
 
     shape: tuple[int, ...]
@@ -231,7 +237,7 @@ class LazyRows:
 
     @property
     def nbytes(self) -> int:
-        """What the table would take with all its rows."""
+        """Number of bytes of the table with all its rows."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -297,7 +303,7 @@ def _checked_indices(indices: Any) -> Array:
     if given.dtype.kind not in "iu":
         raise TypeError(f"row ids must be integers, not {given.dtype}: cast them, such as by ids.astype('int64')")
     if given.ndim != 1:
-        raise ValueError(f"row ids must have one dimension, and these have shape {given.shape}: use ids.reshape(-1)")
+        raise ValueError(f"row ids must have one dimension, not the shape {given.shape}: use ids.reshape(-1)")
     if given.size and (int(given.min()) < 0 or int(given.max()) > np.iinfo(np.int64).max):
         wrong = int(given.min()) if int(given.min()) < 0 else int(given.max())
         raise ValueError(f"row ids must be at least 0 and fit int64, and {wrong} is among them")
@@ -319,18 +325,18 @@ def _checked_values(values: Any) -> tuple[Any, DType]:
     else:
         raise TypeError(f"values must be a NumPy array or a torch tensor, not {_told(values)}")
     if not values.ndim:
-        raise ValueError("values must have a row for each id, and these have no dimension at all")
+        raise ValueError("values must have a row for each id, but are a scalar")
     return values, dtype
 
 
 def _check_fit(indices: Array, shape: tuple[int, ...]) -> None:
     if shape[0] != len(indices):
-        raise ValueError(f"there are {len(indices)} row ids and {shape[0]} rows of values: give one row for each id")
+        raise ValueError(f"{len(indices)} row ids need as many rows of values, got {shape[0]}")
 
 
 def _check_inside(indices: Array, row_shape: tuple[int, ...], shape: tuple[int, ...]) -> None:
     if row_shape != shape[1:]:
-        raise ValueError(f"rows of an array of shape {shape} have shape {shape[1:]}, and those given {row_shape}")
+        raise ValueError(f"rows of an array of shape {shape} have shape {shape[1:]}, got {row_shape}")
     if indices.size and int(indices.max()) >= shape[0]:
         raise ValueError(f"row {int(indices.max())} is out of range: an array of shape {shape} has {shape[0]} rows")
 
@@ -340,7 +346,9 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
         raise ValueError(f"a shape is a tuple of whole numbers, not {shape!r}")
     wrong = [one for one in shape if isinstance(one, bool) or not isinstance(one, (int, np.integer)) or one < 0]
     if wrong or not shape:
-        raise ValueError(f"a shape with rows is a tuple of at least one whole number, none below 0, not {shape!r}")
+        raise ValueError(
+            f"the shape of an array with rows is a tuple of one or more whole numbers of at least 0, not {shape!r}"
+        )
     return tuple(int(one) for one in shape)
 
 

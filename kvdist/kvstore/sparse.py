@@ -253,7 +253,7 @@ class MixedTransfers:
         else:
             outs = list(out) if is_list and isinstance(out, (list, tuple)) else [out]
         if len(ids_of) != len(names) or len(outs) != len(names):
-            raise ValueError(f"there are {len(names)} keys, {len(ids_of)} row_ids and {len(outs)} places for results")
+            raise ValueError(f"{len(names)} keys need as many row_ids and results, got {len(ids_of)} and {len(outs)}")
         made: list[RowSparse] = []
         pulls: list[_RowPull] = []
         for name, ids, own in zip(names, ids_of, outs, strict=True):
@@ -394,8 +394,8 @@ class MixedTransfers:
             return [self._named(info, [target], np.arange(count), bits)]
         except MemoryError as error:
             raise MemoryError(
-                f"{info.name}: there is no memory for all {count} rows of the table,"
-                f" {info.size * info.dtype.itemsize} bytes: name the ones that you need to row_sparse_pull"
+                f"{info.name}: no memory for all {count} rows of the table, {info.size * info.dtype.itemsize} bytes:"
+                " pass the ids of the rows that you need to row_sparse_pull"
             ) from error
 
     def _named_rows(self, info: KeyInfo, targets: Sequence[Any], row_ids: Any) -> list[_RowPull]:
@@ -403,13 +403,13 @@ class MixedTransfers:
         for target in targets:
             if not isinstance(target, RowSparse):
                 raise TypeError(
-                    f"{info.name}: rows are pulled into a RowSparse, not into {type(target).__name__};"
-                    f" RowSparse.zeros({info.shape}) makes one"
+                    f"{info.name}: rows are pulled into a RowSparse, not into {type(target).__name__}; use"
+                    f" RowSparse.zeros({info.shape})"
                 )
             require_rows(info, target)
         each = list(row_ids) if isinstance(row_ids, (list, tuple)) and _are_arrays(row_ids) else [row_ids]
         if len(each) not in (1, len(targets)):
-            raise ValueError(f"{info.name}: there are {len(targets)} results and {len(each)} row_ids")
+            raise ValueError(f"{info.name}: {len(targets)} results need as many row_ids, got {len(each)}")
         shares = [list(targets)] if len(each) == 1 else [[target] for target in targets]
         found = [wanted(info, ids) for ids in each]
         return [
@@ -431,8 +431,8 @@ class MixedTransfers:
         if info is None:
             self._backend.require(key)
             raise TypeError(
-                f"{name_of(key)} is not a table of rows: a key initialised with a RowSparse or LazyRows is one,"
-                " and pull brings arrays"
+                f"{name_of(key)} is an array, not a table of rows (a key initialised with a RowSparse or LazyRows): use"
+                " pull"
             )
         return info
 

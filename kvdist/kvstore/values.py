@@ -57,9 +57,11 @@ def pairs(key: Key | Sequence[Key], value: Any) -> list[tuple[Key, list[Any]]]:
         single = _checked(key)
         return [(single, _arrays(single, value))]
     if not isinstance(value, (list, tuple)):
-        raise TypeError(f"for a list of keys give a list of values, one for each key, not one {type(value).__name__}")
+        raise TypeError(f"a list of keys needs a list of values, one for each key, not a single {type(value).__name__}")
     if len(key) != len(value):
-        raise ValueError(f"there are {len(key)} keys and {len(value)} values; give one value, or list, for each key")
+        raise ValueError(
+            f"{len(key)} keys need as many values, got {len(value)}; pass one value, or list, for each key"
+        )
     if not key:
         raise ValueError("the list of keys is empty; name at least one key")
     if {type(one) for one in key} not in ({int}, {str}):
@@ -190,7 +192,7 @@ def has_dtype(key: Key, value: Any, shape: Shape, dtype: DType) -> bool:
         raise TypeError(f"{name_of(key)}: {error}") from None
     if given_shape != shape:
         raise ValueError(
-            f"{name_of(key)} has shape {shape}, but the value given has shape {given_shape}: every value of a key has"
+            f"{name_of(key)} has shape {shape}, but the value has shape {given_shape}: every value of a key has"
             " the shape that init gave it"
         )
     return given_dtype is dtype
@@ -205,7 +207,7 @@ def require(key: Key, value: Any, shape: Shape, dtype: DType) -> None:
     """
     if not has_dtype(key, value, shape, dtype):
         given = describe(value)[1].label
-        raise TypeError(f"{name_of(key)} holds {dtype.label}, but the value given is {given}; convert it")
+        raise TypeError(f"{name_of(key)} holds {dtype.label}, but the value is {given}; convert it")
 
 
 def converted(value: Any, dtype: DType) -> Any:
@@ -436,7 +438,7 @@ def unknown_key(key: Key, known: Collection[Key]) -> str:
         return f"{name_of(key)} has not been initialised, and neither has any other; call init first"
     named = ", ".join(repr(one) for one in itertools.islice(known, _KEYS_NAMED_MAX))
     more = "" if len(known) <= _KEYS_NAMED_MAX else f", … ({len(known)} in all)"
-    return f"{name_of(key)} has not been initialised; call init first. The keys there are: {named}{more}"
+    return f"{name_of(key)} has not been initialised; call init first. The store has the keys {named}{more}"
 
 
 def as_averaged(value: Any) -> Any:

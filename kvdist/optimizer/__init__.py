@@ -1,4 +1,4 @@
-"""Optimizers that run where the weights live: in local stores and on servers."""
+"""Optimizers that run in the process that holds the weights: in local stores and on servers."""
 
 from kvdist.optimizer.adagrad import AdaDelta, AdaGrad, GroupAdaGrad, RMSProp
 from kvdist.optimizer.adam import AdaBelief, Adam, Adamax, AdamW, Nadam

@@ -26,7 +26,7 @@ def is_above_zero(epsilon: float) -> bool:
 @register
 @dataclass(kw_only=True, eq=False)
 class AdaGrad(Optimizer):
-    """Steps that shrink with the sum of all squares so far.
+    """Gradient descent with steps that shrink with the sum of all squared gradients so far.
 
     ĝ = g + wd·w;  h ← h + ĝ²;  w ← w − lr·ĝ/(√h + ε).
 
@@ -44,15 +44,15 @@ class AdaGrad(Optimizer):
     state_names = ("history",)  # h
 
     def rests(self, wd: float) -> bool:
-        """Without decay, if ε keeps a row that never had a gradient from 0/0."""
+        """True without decay, if ε saves a row that never had a gradient from 0/0."""
         return not wd and is_above_zero(self.epsilon)
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
-        """As `apply`."""
+        """Return the formula of `apply`."""
         return Equation("adagrad", (lr, wd, self.epsilon))
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Seven passes."""
+        """Update in seven passes over the array."""
         (history,) = state
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, grad, out=scratch)
@@ -67,9 +67,9 @@ class AdaGrad(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class GroupAdaGrad(Optimizer):
-    """AdaGrad with one history for each row of a matrix, such as an embedding.
+    """AdaGrad with a common history for each row of a matrix, such as an embedding.
 
-    h of the row ← h + mean(g²) over the row;  w ← w − lr·g/(√h + ε).  It takes matrices only, and no weight decay.
+    h of the row ← h + mean(g²) over the row;  w ← w − lr·g/(√h + ε).  Only for matrices, and without weight decay.
 
     Attributes:
         epsilon: ε, at least 0.
@@ -84,21 +84,21 @@ class GroupAdaGrad(Optimizer):
     state_names = ("history",)  # h, one element a row
 
     def rests(self, wd: float) -> bool:
-        """If ε keeps a row that never had a gradient from 0/0."""
+        """True if ε saves a row that never had a gradient from 0/0."""
         return not wd and is_above_zero(self.epsilon)
 
     def check_update(self, lr: float, wd: float, extent: Extent) -> None:
-        """Refuse weight decay, and parameters that are not matrices."""
+        """Reject weight decay, and parameters that are not matrices."""
         if wd:
             raise ValueError(f"groupadagrad knows no weight decay, and wd is {wd:g}: set it to 0")
         if len(extent.shape) != 2:
             raise ValueError(
-                f"groupadagrad updates matrices, and the parameter {extent.key!r} has shape {extent.shape}: give"
-                " parameters of other shapes a store of their own with another optimizer, such as adagrad"
+                f"groupadagrad updates matrices, but the parameter {extent.key!r} has shape {extent.shape}: put other"
+                " parameters into a second store with another optimizer, such as adagrad"
             )
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Five passes, and three over the rows."""
+        """Update in five passes over the array, and three over the rows."""
         (history,) = state
         row = step.extent.row_length
         if not row:
@@ -116,7 +116,7 @@ class GroupAdaGrad(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class AdaDelta(Optimizer):
-    """Steps in the units of the weights: the size of earlier steps over the size of earlier gradients.
+    """Gradient descent whose step size is the ratio of recent step sizes to recent gradient sizes.
 
     ĝ = g + wd·w;  a ← ρ·a + (1 − ρ)·ĝ²;  Δ = √(b + ε)/√(a + ε)·ĝ;  b ← ρ·b + (1 − ρ)·Δ²;  w ← w − lr·Δ.
 
@@ -124,7 +124,7 @@ class AdaDelta(Optimizer):
 
     Attributes:
         rho: ρ, from 0 to below 1.
-        epsilon: ε, at least 0; with 0 nothing ever moves.
+        epsilon: ε, at least 0; with 0 the weights never change.
     """
 
     name: ClassVar[str] = "adadelta"
@@ -136,7 +136,7 @@ class AdaDelta(Optimizer):
     state_names = ("gradients", "steps")  # a and b
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Seventeen passes."""
+        """Update in seventeen passes over the array."""
         gradients, steps = state
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, grad, out=scratch)
@@ -156,12 +156,12 @@ class AdaDelta(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class RMSProp(Optimizer):
-    """Steps divided by the root of a running mean of squares.
+    """Gradient descent with steps divided by the root of a running mean of squared gradients.
 
     ĝ = g + wd·w;  n ← ρ·n + (1 − ρ)·ĝ²;  w ← w − lr·ĝ/(√n + ε).
     Centered: q ← ρ·q + (1 − ρ)·ĝ;  Δ ← μ·Δ − lr·ĝ/√(n − q² + ε);  w ← w + Δ.
 
-    As in MXNet μ acts in the centered rule only, and only there ε is inside the root.
+    As in MXNet, only the centered rule uses μ, and only in that rule ε is inside the root.
 
     Source: Tieleman and Hinton, Lecture 6.5 (2012); centered: Graves, Generating Sequences With Recurrent Neural
     Networks (2013).
@@ -170,8 +170,8 @@ class RMSProp(Optimizer):
         rho: ρ, from 0 to below 1.
         momentum: μ of the centered rule, from 0 to below 1.
         epsilon: ε, at least 0.
-        centered: whether to divide by the deviation from the mean.
-        clip_weights: new weights are cut to ±clip_weights; None or 0 turns it off.
+        centered: whether to divide by the standard deviation instead.
+        clip_weights: bound on the new weights, which are clipped to ±clip_weights; None or 0: no clipping.
     """
 
     name: ClassVar[str] = "rmsprop"
@@ -185,11 +185,11 @@ class RMSProp(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """n; centered also q and Δ."""
+        """n; with `centered` also q and Δ."""
         return ("squares", "mean", "delta") if self.centered else ("squares",)
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Nine passes, sixteen centered, and one to clip."""
+        """Update in nine passes over the array; sixteen if centered; another to clip."""
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, grad, out=scratch)
         toward(state[0], self.rho, scratch, scratch)

@@ -1,8 +1,7 @@
-"""Adam and its relatives: a mean of the gradients, divided by a measure of their size, each element for itself.
+"""Adam and related rules: a running mean of the gradients, divided by a measure of their size, element by element.
 
-The small number ε stands outside the root and outside the correction of the bias, as in MXNet; torch corrects the
-variance first, so its ε counts differently in the first steps. Passes are counted after the gradient has been summed
-and clipped.
+The small number ε is outside the root and outside the bias correction, as in MXNet; torch corrects the variance first,
+so its ε acts differently in the first steps. Passes are counted after the gradient has been summed and clipped.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ def ratio(grad: Array, state: States, scratch: Array, moments: Sequence[float]) 
 @register
 @dataclass(kw_only=True, eq=False)
 class Adam(Optimizer):
-    """Adaptive moments.
+    """Adam: steps scaled by running means of the gradient, m, and of its square, v.
 
     ĝ = g + wd·w;  m ← β1·m + (1 − β1)·ĝ;  v ← β2·v + (1 − β2)·ĝ²;
-    w ← w − lr·√(1 − β2ᵗ)/(1 − β1ᵗ) · m/(√v + ε), with t the number of updates.
+    w ← w − lr·√(1 − β2ᵗ)/(1 − β1ᵗ) · m/(√v + ε).
 
     Attributes:
         beta1, beta2: decay of the moments, from 0 to below 1.
@@ -78,12 +77,12 @@ class Adam(Optimizer):
     state_names = ("mean", "variance")  # m and v
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
-        """The rate with its correction, wd, and the moments' numbers."""
+        """Return the formula with the bias-corrected rate, wd and the numbers of the moments."""
         rate = corrected(lr, self.beta1, self.beta2, count)
         return Equation("adam", (rate, wd, *moment_numbers(self.beta1, self.beta2, self.epsilon)))
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Twelve passes."""
+        """Update in twelve passes over the array."""
         rate, wd, *moments = self.equation(step.lr, step.wd, step.count).numbers
         add_decay(grad, weight, wd, scratch)
         ratio(grad, state, scratch, moments)
@@ -94,15 +93,15 @@ class Adam(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class AdamW(Optimizer):
-    """Adam with weight decay beside the moments.
+    """Adam with decoupled weight decay.
 
     m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  w ← w − η·(m/(√v + ε) + wd·w),
-    with η = lr·√(1 − β2ᵗ)/(1 − β1ᵗ), or η = lr without `correct_bias`. The decay is of the old weight.
+    with η = lr·√(1 − β2ᵗ)/(1 − β1ᵗ), or η = lr without `correct_bias`. The decay uses the old weight.
 
     Attributes:
         beta1, beta2: decay of the moments, from 0 to below 1.
         epsilon: ε, at least 0.
-        correct_bias: whether η undoes the moments' bias towards 0.
+        correct_bias: whether η corrects the bias of the moments towards 0.
     """
 
     name: ClassVar[str] = "adamw"
@@ -116,12 +115,12 @@ class AdamW(Optimizer):
     state_names = ("mean", "variance")  # m and v
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
-        """The rate η, wd, and the moments' numbers."""
+        """Return the formula with the rate η, wd and the numbers of the moments."""
         rate = corrected(lr, self.beta1, self.beta2, count) if self.correct_bias else lr
         return Equation("adamw", (rate, wd, *moment_numbers(self.beta1, self.beta2, self.epsilon)))
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Twelve passes, and two where wd is not 0."""
+        """Update in twelve passes over the array; fourteen if wd is not 0."""
         rate, wd, *moments = self.equation(step.lr, step.wd, step.count).numbers
         ratio(grad, state, scratch, moments)
         add_decay(scratch, weight, wd, grad)
@@ -132,17 +131,17 @@ class AdamW(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class AdaBelief(Optimizer):
-    """Adam that divides by how far gradients stray from their mean.
+    """Adam, but with the second moment of the gradient's deviation from its running mean.
 
     ĝ = clip(g + wd·w);  m ← β1·m + (1 − β1)·ĝ;  s ← β2·s + (1 − β2)·(ĝ − m)² + ε;  w ← w − η·m/(√s + ε),
-    with η as of AdamW. It clips after the decay, unlike the others.
+    with η as in AdamW. Unlike in the other rules, clipping follows the decay.
 
     Source: Zhuang et al., AdaBelief Optimizer (2020).
 
     Attributes:
         beta1, beta2: decay of the moments, from 0 to below 1.
         epsilon: ε, at least 0.
-        correct_bias: whether η undoes the moments' bias towards 0.
+        correct_bias: whether η corrects the bias of the moments towards 0.
     """
 
     name: ClassVar[str] = "adabelief"
@@ -157,7 +156,7 @@ class AdaBelief(Optimizer):
     state_names = ("mean", "deviation")  # m and s
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Fourteen passes, and one to clip."""
+        """Update in fourteen passes over the array, and another to clip."""
         mean, deviation = state
         add_decay(grad, weight, step.wd, scratch)
         if self.clip_gradient is not None:
@@ -199,7 +198,7 @@ class Adamax(Optimizer):
     state_names = ("mean", "largest")  # m and u
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Ten passes."""
+        """Update in ten passes over the array."""
         mean, largest = state
         add_decay(grad, weight, step.wd, scratch)
         toward(mean, self.beta1, grad, scratch)
@@ -220,14 +219,14 @@ class Nadam(Optimizer):
     ĝ = g + wd·w;  μᵗ = β1·(1 − ½·0.96^(t·schedule_decay));  P ← P·μᵗ, from 1;  m ← β1·m + (1 − β1)·ĝ;
     v ← β2·v + (1 − β2)·ĝ²;  w ← w − lr·((1 − μᵗ)·ĝ/(1 − P) + μᵗ⁺¹·m/(1 − P·μᵗ⁺¹))/(√(v/(1 − β2ᵗ)) + ε).
 
-    P is each slice's own, as in torch; in MXNet all parameters share one, so there it depends on how many there are.
+    Each slice has a separate P, as in torch. In MXNet all parameters share P, so it depends on their number.
 
     Source: Dozat, Incorporating Nesterov Momentum into Adam (2016).
 
     Attributes:
         beta1, beta2: decay of the moments, from 0 to below 1.
         epsilon: ε, at least 0.
-        schedule_decay: how soon μ comes to β1, at least 0.
+        schedule_decay: how fast μ approaches β1, at least 0.
     """
 
     name: ClassVar[str] = "nadam"
@@ -245,11 +244,11 @@ class Nadam(Optimizer):
         return self.beta1 * (1.0 - 0.5 * math.pow(0.96, count * self.schedule_decay))
 
     def advance(self, scalars: tuple[float, ...], count: int) -> tuple[float, ...]:
-        """P ← P·μᵗ."""
+        """Return the next P: P ← P·μᵗ."""
         return (scalars[0] * self._momentum(count),)
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Seventeen passes."""
+        """Update in seventeen passes over the array."""
         mean, variance = state
         now, following, schedule = self._momentum(step.count), self._momentum(step.count + 1), step.scalars[0]
         add_decay(grad, weight, step.wd, scratch)

@@ -1,11 +1,11 @@
-"""What an optimizer is: a name, checked numbers, and a rule for one array.
+"""Base class of optimizers: a name, checked numbers, and a rule for an array.
 
-An optimizer travels to the servers as its description, a small table of names and numbers; never as code. So its
-hyper-parameters are frozen: a later change here would never reach a server. What may change at any time are
-`learning_rate`, `wd`, `rescale_grad` and the multipliers, because they travel with every push.
+An optimizer travels to the servers as its description, a small table of names and numbers, never as code. Its
+hyper-parameters are therefore frozen: a later change would never reach a server. Only `learning_rate`, `wd`,
+`rescale_grad` and the multipliers may change, because they travel with every push.
 
-A rule is final: a class derives from `Optimizer`, or from the abstract base of its family. Most rules look at each
-element by itself. A rule that looks at more says so: `norm_count` lengths of the whole parameter, or `by_rows`.
+A rule is final: a class derives from `Optimizer`, or from the abstract base of its family. Most rules handle each
+element by itself. A rule that needs more declares it: `norm_count` norms of the whole parameter, or `by_rows`.
 """
 
 from __future__ import annotations
@@ -60,43 +60,47 @@ def numbers_of(cls: type[Optimizer]) -> dict[str, Schema]:
 
 @dataclass(kw_only=True, eq=False)
 class Optimizer(ABC):
-    """Base of every optimizer; fields are the keywords of the constructor.
+    """Base class of all optimizers. Its fields are keyword arguments of the constructor.
+
+    In the formulas of the subclasses w is the weight, g the gradient (summed, rescaled and clipped), ĝ the gradient
+    with weight decay, lr the learning rate, wd the weight decay, and t the number of updates including this one.
 
     Attributes:
-        learning_rate: the step size, at least 0. With a schedule its base: a rate that is given beside a schedule
-            replaces the schedule's `base_lr`, and cannot change later.
+        learning_rate: step size, at least 0. With `lr_scheduler`, an explicit rate replaces the `base_lr` of the
+            schedule and cannot change later.
         wd: weight decay, at least 0.
-        rescale_grad: each contribution is multiplied by it before it is summed.
-        clip_gradient: elements of the summed gradient are cut to ±clip_gradient; None or 0 turns it off.
-        multi_precision: keep a float32 copy of float16 and bfloat16 weights, the master, and update that; the weight
-            is the master, rounded. Where the weight was changed otherwise, the master follows.
-        lazy_update: in a row-sparse table update only the rows that a round has gradients for, their momentum and
-            decay included; otherwise the other rows get a gradient of zeros, as in a dense parameter.
-        average_half_life: keep an exponential average of the weights beside them, in which a weight counts half as much
-            after so many further updates; None or 0 keeps none. ā ← ā + (1 − ½^(1/average_half_life))·(w − ā) behind
-            each update, from ā = the weight before the first one, without a correction of that bias; in float32 for
-            halves, of the master where there is one. Torch's ``get_ema_multi_avg_fn(½^(1/average_half_life))`` of
-            `torch.optim.swa_utils`, whose `AveragedModel` was given the initial weights too.
-        lr_scheduler: a schedule of `kvdist.lr_scheduler`, or None. It counts the updates where the weights live.
-        lr_mult, wd_mult: factors of single keys, 1 where a key is absent.
+        rescale_grad: factor for each contribution before the sum.
+        clip_gradient: bound on the elements of the summed gradient, which are clipped to ±clip_gradient; None or 0: no
+            clipping.
+        multi_precision: keep a float32 master copy of float16 and bfloat16 weights, and update that; the weight is the
+            rounded master. If the weight is changed otherwise, the master follows.
+        lazy_update: in a row-sparse table, update only rows with a gradient in the round, including their momentum and
+            decay. False: the other rows get a gradient of zeros, as in a dense parameter.
+        average_half_life: leaves with a later version; use ``torch.optim.swa_utils.AveragedModel`` on a worker. Number
+            of updates after which a weight counts half in the exponential average ā ← ā + (1 −
+            ½^(1/average_half_life))·(w − ā), which starts from the weight before the first update; None or 0: no
+            average. It is float32 for half-precision keys, and the average of the master if there is a master.
+        lr_scheduler: a schedule of `kvdist.lr_scheduler`, which counts updates in the process that holds the weights;
+            None for a constant rate.
+        lr_mult, wd_mult: dicts of factors by key; absent keys have factor 1.
     """
 
     name: ClassVar[str]
-    """What users and descriptions call it: lower case."""
+    """Name for users and descriptions, in lower case."""
     norm_count: ClassVar[int] = 0
-    """How many times `measure` is asked for lengths of the whole parameter before `apply`."""
+    """Number of calls of `measure` before `apply`; each requests norms of the whole parameter."""
     by_rows: ClassVar[bool] = False
-    """Whether the rule needs whole rows of a matrix. Its states then have one element for each row."""
+    """Whether the rule needs whole rows of a matrix. Its states then have one element per row."""
     by_place: ClassVar[bool] = False
-    """Whether it matters where an element lies in its parameter."""
+    """Whether the update depends on the position of an element in its parameter."""
     on_host: ClassVar[bool] = False
-    """Whether the rule needs arrays of the host's memory: it draws random numbers there."""
+    """Whether the rule needs arrays in host memory, because it draws random numbers on the CPU."""
     clips_itself: ClassVar[bool] = False
-    """Whether the rule cuts at `clip_gradient`, because it does something to the gradient before."""
+    """Whether `apply` clips to `clip_gradient`, because the rule changes the gradient before clipping."""
     states_from_weight: ClassVar[tuple[str, ...]] = ()
-    """Those of `state_names` that start as a copy of the weight. The others start as zeros."""
+    """Entries of `state_names` that start as a copy of the weight. The others start as zeros."""
     initial_scalars: ClassVar[Mapping[str, float]] = MappingProxyType({})
-    """Numbers that the rule keeps for each slice beside its arrays, and what they start from."""
+    """Names and initial values of the scalars that the rule keeps per slice, in addition to its arrays."""
 
     learning_rate: float = number(0.01, at_least=0)
     wd: float = number(0.0, at_least=0)
@@ -123,88 +127,88 @@ class Optimizer(ABC):
     @property
     @abstractmethod
     def state_names(self) -> tuple[str, ...]:
-        """The arrays that the rule keeps for each slice, in the order in which it gets them."""
+        """Names of the state arrays of each slice, in the order in which `apply` gets them."""
 
     @property
     def kept_names(self) -> tuple[str, ...]:
-        """`state_names`, and behind them `AVERAGE` if there is one: all arrays that are kept for each slice."""
+        """Names of all arrays that are kept per slice: `state_names`, then `AVERAGE` with `average_half_life`."""
         return self.state_names if self.average_half_life is None else (*self.state_names, AVERAGE)
 
     @abstractmethod
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
         """Write the new weight to `out` and the new state to `state`.
 
-        All arrays are one-dimensional, of one length (states of a rule `by_rows` have one element a row) and of one
-        floating type, which the arithmetic must keep (Python floats do; float64 scalars of NumPy do not).
+        All arrays are one-dimensional, of the same length (states of a rule `by_rows` have one element per row) and of
+        the same floating-point type. Arithmetic must keep the type: use Python floats, not float64 scalars of NumPy.
 
         Args:
-            weight: the present weight; read only. It may be the same array as `out`.
-            grad: the gradient: summed, rescaled and, but for a rule that clips itself, clipped. The rule may overwrite
-                it.
-            out: receives the new weight.
-            state: one array for each of `state_names`; updated in place.
-            scratch: for the rule's use; its content means nothing.
-            step: the numbers of this update.
+            weight: current weight, read-only. It may be the same array as `out`.
+            grad: gradient, summed, rescaled and clipped (not clipped if `clips_itself`). The rule may overwrite it.
+            out: array for the new weight.
+            state: an array for each of `state_names`, updated in place.
+            scratch: temporary memory of arbitrary content.
+            step: numbers of this update.
         """
 
     def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
-        """The arrays of this piece whose lengths, over the whole parameter, `apply` finds in `step.norms`.
+        """Return the arrays of this piece whose norms over the whole parameter `apply` needs.
 
-        It is called for all pieces with turn 0, then for all with turn 1, up to `norm_count`; the norms of earlier
-        turns are in `step.norms`. A turn may update `state`; that of `apply` is then not repeated.
+        It is called for all pieces with turn 0, then for all with turn 1, and so on up to `norm_count`. `step.norms`
+        has the norms of earlier turns; `apply` gets all of them. A turn may already update `state`; `apply` must not
+        repeat that.
 
         Args:
-            turn: which turn it is.
-            weight, grad, state, scratch, step: as of `apply`.
+            turn: number of the turn, from 0.
+            weight, grad, state, scratch, step: as in `apply`.
         """
         raise NotImplementedError(f"{self.name} has norm_count {self.norm_count}, so it must define measure()")
 
     def for_key(self, key: Hashable) -> Optimizer:
-        """The rule of a key: this one, unless the rule has groups of keys with numbers of their own."""
+        """Return the rule for a key: `self`, unless groups of keys have different hyper-parameters."""
         return self
 
     @classmethod
     def arguments(cls, given: Mapping[str, object]) -> dict[str, object]:
-        """The constructor's keywords, from what a user calls them."""
+        """Translate a user's hyper-parameters into keyword arguments of the constructor."""
         return dict(given)
 
     def advance(self, scalars: tuple[float, ...], count: int) -> tuple[float, ...]:
-        """The rule's numbers for the update with this count, from those of the update before."""
+        """Return the scalars for update number `count`, computed from those of the previous update."""
         return scalars
 
     def check_update(self, lr: float, wd: float, extent: Extent) -> None:  # noqa: B027  # most have no such limits
-        """Refuse numbers or a parameter that the rule cannot use.
+        """Check that the rule can use these numbers and this parameter.
 
         Raises:
             ValueError: it cannot; the message says why.
         """
 
     def rests(self, wd: float) -> bool:
-        """Whether a gradient of zeros leaves finite weights and states as they are, so that rows may be left out.
+        """Whether a gradient of zeros leaves finite weights and states unchanged, so that such rows can be skipped.
 
-        They stay bit by bit, but for the sign of a zero.
+        Unchanged means bit by bit, except for the sign of a zero.
 
         Args:
-            wd: the weight decay of the update.
+            wd: weight decay of the update.
         """
         return False
 
     def equation(self, lr: float, wd: float, count: int) -> Equation | None:
-        """What `apply` computes, for backends that have it in one piece; None: `apply` alone knows.
+        """Return the formula of `apply` for backends with a fused kernel of it; None if only `apply` can compute it.
 
         Args:
-            lr, wd, count: as of `Step`.
+            lr, wd, count: as in `Step`.
         """
         return None
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether nothing but an element's own numbers decide, so that short arrays can go as one."""
+        """Whether each element is updated independently of the others, so that short arrays can be joined."""
         return not (self.norm_count or self.by_rows or self.by_place)
 
     @property
     def needs_norms(self) -> bool:
-        """Whether the rule needs lengths of the whole parameter, which must then live on one server."""
+        """Whether the rule needs norms of the whole parameter, which must then be on a single server."""
         return self.norm_count > 0
 
     def __setattr__(self, attribute: str, value: object) -> None:
@@ -244,7 +248,7 @@ class Optimizer(ABC):
         return found
 
     def change_here(self, field: str, value: float | None) -> None:
-        """Change a number of the rule: before it is told to servers, or for weights that are updated in this process.
+        """Change a hyper-parameter before the servers know it, or for weights that this process updates.
 
         Raises:
             ValueError: the number is out of its range.
@@ -257,57 +261,57 @@ class Optimizer(ABC):
         return state | {name: dict(state[name]) for name in _MULTIPLIERS}
 
     def take(self, as_made: Mapping[str, Any], average_half_life: float | None) -> None:
-        """Belong to a `Trainer`.
+        """Assign the optimizer to a `Trainer`.
 
         Args:
-            as_made: what `__getstate__` gave before the trainer changed anything.
-            average_half_life: replaces the optimizer's, unless it is None.
+            as_made: result of `__getstate__` before the trainer changed anything.
+            average_half_life: new value for the optimizer; None keeps the present value.
 
         Raises:
-            ValueError: the half life is out of its range.
+            ValueError: the half-life is out of its range.
         """
         if average_half_life is not None:
             self.change_here("average_half_life", average_half_life)
         self._as_made = {name: value for name, value in as_made.items() if name not in ("learning_rate", "wd")}
 
     def release(self) -> None:
-        """Belong to nobody again, and be what a copy would be."""
+        """Release the optimizer from its `Trainer` and restore the values that the trainer has changed."""
         vars(self).update(self.__getstate__())
 
     @property
     def is_taken(self) -> bool:
-        """Whether a `Trainer` has it."""
+        """Whether a `Trainer` uses the optimizer."""
         return self._as_made is not None
 
     def twin(self) -> Optimizer:
-        """Another one with all that this one has now, for a store that is to see changes later."""
+        """Return a second optimizer with the present attributes, including those that a `Trainer` has changed."""
         made = object.__new__(type(self))
         vars(made).update(vars(self))
         return made
 
     def set_lr_mult(self, multipliers: Mapping[Any, float]) -> None:
-        """Replace the table of factors {key: number} on the learning rate; keys not in it have 1."""
+        """Replace the factors {key: number} of the learning rate; absent keys have factor 1."""
         self.lr_mult = dict(multipliers)
 
     def set_wd_mult(self, multipliers: Mapping[Any, float]) -> None:
-        """Replace the table of factors {key: number} on the weight decay; keys not in it have 1."""
+        """Replace the factors {key: number} of the weight decay; absent keys have factor 1."""
         self.wd_mult = dict(multipliers)
 
     def pushed_lr(self, key: Hashable) -> float:
-        """What a push says about the learning rate of a key: the rate; with a schedule the factor on it."""
+        """Learning rate that a push of the key carries; with a schedule, the factor for the rate of the schedule."""
         factor = self.lr_mult.get(key, 1.0)
         return factor if self.lr_scheduler is not None else self.learning_rate * factor
 
     def lr_at(self, pushed: float, count: int) -> float:
-        """The learning rate of the update with this count, if the push said `pushed`."""
+        """Learning rate of update number `count`, for a push with `pushed_lr` equal to `pushed`."""
         return pushed if self.lr_scheduler is None else self.lr_scheduler(count) * pushed
 
     def wd_for(self, key: Hashable) -> float:
-        """The weight decay of a key now."""
+        """Current weight decay of a key."""
         return self.wd * self.wd_mult.get(key, 1.0)
 
     def rule(self) -> dict[str, Value]:
-        """What of the description can never change: everything but the live numbers."""
+        """Return the part of `describe` that cannot change: everything except the live numbers."""
         return {name: number for name, number in self.describe().items() if name not in LIVE}
 
     def __str__(self) -> str:
@@ -319,9 +323,10 @@ class Optimizer(ABC):
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in rule.items())})"
 
     def describe(self) -> dict[str, Value]:
-        """The name and all hyper-parameters: what travels to the servers. Equal descriptions, equal optimizers.
+        """Return name and hyper-parameters, as sent to the servers. Equal descriptions mean equal optimizers.
 
-        `learning_rate`, `wd` and `rescale_grad` stand in it with their present values; the multipliers do not.
+        `learning_rate`, `wd` and `rescale_grad` are included with their present values, `lr_mult` and `wd_mult` are
+        not.
         """
         values: dict[str, Value] = {"name": self.name}
         values.update((field, vars(self)[field]) for field in numbers_of(type(self)))
@@ -342,12 +347,12 @@ def _checked_multipliers(attribute: str, value: object) -> dict[Any, float]:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The stretch of a parameter that an array holds.
+    """Range of a parameter that an array holds.
 
     Attributes:
-        key: the parameter.
-        shape: of the whole parameter.
-        start: how many of its elements come before the array's first, in row-major order.
+        key: key of the parameter.
+        shape: shape of the whole parameter.
+        start: index of the array's first element in the parameter, in row-major order.
     """
 
     key: Hashable
@@ -356,12 +361,12 @@ class Extent:
 
     @property
     def size(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the whole parameter."""
         return math.prod(self.shape)
 
     @property
     def row_length(self) -> int:
-        """Elements of one row: of all that shares the first index."""
+        """Number of elements of a row: all elements with the same first index."""
         return math.prod(self.shape[1:])
 
 
@@ -389,18 +394,18 @@ class Piece:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One update of one piece of a parameter. Only to be read; it is not frozen because that would cost a microsecond.
+    """Numbers of an update of a piece of a parameter. Read-only, although not frozen, which would cost a microsecond.
 
     Attributes:
         lr: learning rate of this key in this update.
         wd: weight decay of this key in this update.
-        count: how many updates the slice has had, this one included.
-        extent: the slice's.
-        start: elements of the parameter before the piece.
-        scalars: the rule's own numbers, one for each of `Optimizer.initial_scalars`, moved on for this update.
-        norms: lengths of the whole parameter that `Optimizer.measure` has asked for, in its order.
-        pusher: the rank of the worker whose push is this update of a dense array of a `dist_async` store; None in other
-            stores, for rows of tables, and outside servers.
+        count: number of updates of the slice, including this one.
+        extent: range of the slice in its parameter.
+        start: index of the piece's first element in the parameter.
+        scalars: scalars of the rule for this update, in the order of `Optimizer.initial_scalars`.
+        norms: norms of the whole parameter that `Optimizer.measure` has requested, in its order.
+        pusher: rank of the worker whose push causes this update, for a dense array of a `dist_async` store; None in
+            other stores, for rows of tables, and outside servers.
     """
 
     lr: float
@@ -413,10 +418,10 @@ class Step:
     pusher: int | None = None
 
     def moved(self, elements: int) -> Step:
-        """The same update of a piece that begins so much later."""
+        """Return the same update for a piece that begins `elements` later."""
         start = self.start + elements
         return Step(self.lr, self.wd, self.count, self.extent, start, self.scalars, self.norms, self.pusher)
 
     def knowing(self, norms: tuple[float, ...]) -> Step:
-        """The same update with these norms."""
+        """Return the same update with these norms."""
         return Step(self.lr, self.wd, self.count, self.extent, self.start, self.scalars, norms, self.pusher)

@@ -23,27 +23,27 @@ from kvdist.schema import flag, number
 def _require_rate(name: str, lr: float, extent: Extent) -> None:
     if lr <= 0:
         raise ValueError(
-            f"{name} divides by the learning rate, and that of {extent.key!r} is {lr:g}: give one above 0; to freeze a"
-            " parameter, leave it out of what is pushed"
+            f"{name} divides by the learning rate, but that of {extent.key!r} is {lr:g}: use a rate above 0; to freeze"
+            " a parameter, do not push it"
         )
 
 
 @register
 @dataclass(kw_only=True, eq=False)
 class Ftrl(Optimizer):
-    """Follow the regularised leader: weights that are exactly 0 where the sum of gradients is small.
+    """Follow the regularised leader: weights are exactly 0 where the sum of gradients is small.
 
     σ = (√(n + g²) − √n)/lr;  z ← z + g − σ·w;  n ← n + g²;
-    w ← −sign(z)·max(|z| − λ1, 0)/((β + √n)/lr + wd).  The decay acts here and nowhere else.
+    w ← −sign(z)·max(|z| − λ1, 0)/((β + √n)/lr + wd).  The decay acts only in this formula.
 
-    The first update forgets the initial weight but for what z takes over of it. In a row-sparse table it is lazy unless
-    `lazy_update` is False, as in MXNet: rows without a gradient keep their weights.
+    The first update discards the initial weight, except for its part in z. In a row-sparse table the rule is lazy
+    unless `lazy_update` is False, as in MXNet: rows without a gradient keep their weights.
 
     Source: McMahan et al., Ad Click Prediction: a View from the Trenches (2013).
 
     Attributes:
-        lamda1: λ1, weight of the absolute values, at least 0.
-        beta: β, at least 0; with 0 and no decay an element that never had a gradient becomes NaN.
+        lamda1: λ1, weight of the L1 penalty, at least 0.
+        beta: β, at least 0; with 0 and no decay, an element that never had a gradient becomes NaN.
     """
 
     name: ClassVar[str] = "ftrl"
@@ -56,11 +56,11 @@ class Ftrl(Optimizer):
     state_names = ("sums", "squares")  # z and n
 
     def check_update(self, lr: float, wd: float, extent: Extent) -> None:
-        """Refuse a learning rate of 0."""
+        """Reject a learning rate of 0."""
         _require_rate(self.name, lr, extent)
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Nineteen passes."""
+        """Update in nineteen passes over the array."""
         sums, squares = state
         np.add(sums, grad, out=sums)
         np.multiply(grad, grad, out=grad)
@@ -109,11 +109,11 @@ class FTML(Optimizer):
     state_names = ("divisor", "variance", "sums")  # d, v and z
 
     def check_update(self, lr: float, wd: float, extent: Extent) -> None:
-        """Refuse a learning rate of 0."""
+        """Reject a learning rate of 0."""
         _require_rate(self.name, lr, extent)
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Seventeen passes."""
+        """Update in seventeen passes over the array."""
         divisor, variance, sums = state
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, grad, out=scratch)

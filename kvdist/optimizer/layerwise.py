@@ -38,20 +38,20 @@ def trust(of_weight: float, of_step: float, least: float | None = None, most: fl
 @register
 @dataclass(kw_only=True, eq=False)
 class LARS(Optimizer):
-    """Layer-wise adaptive rate scaling: SGD with momentum, at a rate of its own for each parameter.
+    """Layer-wise adaptive rate scaling: SGD with momentum and a separate learning rate for each parameter.
 
     ĝ = clip(g) + wd·w;  rate = lr·eta·‖w‖/(‖g‖ + wd·‖w‖ + ε), or lr where ‖w‖ or ‖g‖ is 0;  m ← μ·m − rate·ĝ;
     w ← w + m.  Without momentum: w ← w − rate·ĝ.
 
-    Biases and the scales of normalisations have the rate lr. A key that is text shows it by its end:
-    gamma, beta or bias. A key that is a number, as the Trainer's, has no name; there it is parameters of less than two
+    Biases and the scales of normalisation layers use lr. A key that is a string is recognised by its ending: gamma,
+    beta or bias. For a key that is a number, such as those of a Trainer, these are the parameters with fewer than two
     dimensions.
 
     Source: You, Gitman and Ginsburg, Large Batch Training of Convolutional Networks (2017).
 
     Attributes:
         momentum: μ, from 0 to below 1.
-        eta: the trust in each parameter's rate, at least 0.
+        eta: trust coefficient of the parameter's rate, at least 0.
         epsilon: ε, at least 0.
     """
 
@@ -66,11 +66,11 @@ class LARS(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """m; nothing without momentum."""
+        """m; empty without momentum."""
         return ("momentum",) if self.momentum else ()
 
     def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
-        """w and g before clipping."""
+        """Return w, and g before clipping."""
         return weight, grad
 
     def _rate(self, step: Step) -> float:
@@ -80,7 +80,7 @@ class LARS(Optimizer):
         return step.lr * self.eta * of_weight / (of_grad + step.wd * of_weight + self.epsilon)
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Two passes; four with momentum; one more to clip and two for the decay."""
+        """Update in two passes over the array; four with momentum; another to clip, and two for the decay."""
         if self.clip_gradient is not None:
             grad.clip(-self.clip_gradient, self.clip_gradient, out=grad)
         add_decay(grad, weight, step.wd, scratch)
@@ -96,18 +96,18 @@ def _is_unscaled(extent: Extent) -> bool:
 @register
 @dataclass(kw_only=True, eq=False)
 class LAMB(Optimizer):
-    """Adam with decoupled weight decay, whose step is as long as a share of the parameter.
+    """Adam with decoupled weight decay, whose step length is proportional to the norm of the parameter.
 
     m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  u = m̂/(√v̂ + ε) + wd·w, with m̂ = m/(1 − β1ᵗ) and
-    v̂ = v/(1 − β2ᵗ), or m and v without `bias_correction`;  w ← w − lr·r·u, with r = ‖w‖/‖u‖, and 1 where one is 0.
+    v̂ = v/(1 − β2ᵗ), or m and v without `bias_correction`;  w ← w − lr·r·u, with r = ‖w‖/‖u‖, and 1 if a norm is 0.
 
     Source: You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 minutes (2019).
 
     Attributes:
         beta1, beta2: decay of the moments, from 0 to below 1.
         epsilon: ε, at least 0.
-        lower_bound, upper_bound: ‖w‖ is brought between them; None or 0 for no bound.
-        bias_correction: whether the moments' bias towards 0 is undone.
+        lower_bound, upper_bound: bounds to which ‖w‖ is clipped; None or 0 for no bound.
+        bias_correction: whether the bias of the moments towards 0 is corrected.
     """
 
     name: ClassVar[str] = "lamb"
@@ -124,7 +124,7 @@ class LAMB(Optimizer):
     state_names = ("mean", "variance")  # m and v
 
     def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
-        """Moves m and v on; w and u. Eleven passes."""
+        """Update m and v; return w and u. Eleven passes over the array."""
         mean, variance = state
         toward(mean, self.beta1, grad, scratch)
         np.multiply(grad, grad, out=grad)
@@ -139,7 +139,7 @@ class LAMB(Optimizer):
         add_decay(out, weight, step.wd, scratch)
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Seven passes, and two for the decay."""
+        """Update in seven passes over the array, and two for the decay."""
         of_weight, of_step = step.norms
         self._direction(weight, state, grad, scratch, step)
         np.multiply(grad, step.lr * trust(of_weight, of_step, self.lower_bound, self.upper_bound), out=grad)
@@ -149,18 +149,18 @@ class LAMB(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class LANS(Optimizer):
-    """LAMB on normalised gradients, with Nesterov's momentum.
+    """LAMB with normalised gradients and Nesterov's momentum.
 
     g ← clip(g/‖g‖);  m ← β1·m + (1 − β1)·g;  v ← β2·v + (1 − β2)·g²;  s = √(v/(1 − β2ᵗ)) + ε;
     p = m/(1 − β1ᵗ)/s + wd·w;  q = g/s + wd·w;  w ← w − lr·(β1·‖w‖/‖p‖·p + (1 − β1)·‖w‖/‖q‖·q).
-    A ratio with a norm of 0 counts as 1, and a gradient of zeros stays as it is.
+    A ratio with a norm of 0 counts as 1, and a gradient of zeros is not normalised.
 
     Source: Zheng et al., Accelerated Large Batch Optimization of BERT Pretraining in 54 minutes (2020).
 
     Attributes:
         beta1, beta2: decay of the moments, from 0 to below 1.
         epsilon: ε, at least 0.
-        lower_bound, upper_bound: ‖w‖ is brought between them; None or 0 for no bound.
+        lower_bound, upper_bound: bounds to which ‖w‖ is clipped; None or 0 for no bound.
     """
 
     name: ClassVar[str] = "lans"
@@ -177,7 +177,7 @@ class LANS(Optimizer):
     state_names = ("mean", "variance")  # m and v
 
     def measure(self, turn: int, weight: Array, grad: Array, state: States, scratch: Array, step: Step) -> States:
-        """First w and g. Then m and v move on; p and q: seventeen passes."""
+        """Return w and g first; then update m and v, and return p and q. Seventeen passes over the array."""
         if turn == 0:
             return weight, grad
         mean, variance = state
@@ -206,7 +206,7 @@ class LANS(Optimizer):
         return by_mean, grad
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Thirteen passes, and four for the decay."""
+        """Update in thirteen passes over the array, and four for the decay."""
         of_weight, of_grad, of_by_mean, of_by_grad = step.norms
         self._normalise(grad, of_grad)
         by_mean, by_grad = self._directions(weight, grad, state, scratch, step)

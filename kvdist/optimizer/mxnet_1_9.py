@@ -94,6 +94,6 @@ def warn_of_equations(optimizer: Optimizer) -> None:
     told = [how for applies, how in EQUATIONS.get(optimizer.name, ()) if applies(optimizer)]
     if told:
         warnings.warn(
-            f"{optimizer.name} has the defaults of MXNet 1.9, but not its equation: there {'; '.join(told)}",
+            f"{optimizer.name} has the defaults of MXNet 1.9, but not its equation: in 1.9 {'; '.join(told)}",
             stacklevel=3,
         )

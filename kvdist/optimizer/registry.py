@@ -21,11 +21,13 @@ _BY_NAME: dict[str, type[Optimizer]] = {}
 
 
 def register(cls: _OptimizerClass) -> _OptimizerClass:
-    """Class decorator: make an optimizer known by its `name`. Servers need it too; they import it by their own choice.
+    """Class decorator that registers an optimizer under its `name`.
+
+    Servers must know the class too: name its module when they are started (``--server-module``).
 
     Raises:
-        TypeError: it is not a dataclass derived from `Optimizer`, a field has no schema, or its rule is missing.
-        ValueError: the name is not lower case, or another class has it.
+        TypeError: the class is not a dataclass derived from `Optimizer`, a field has no schema, or `apply` is missing.
+        ValueError: the name is not lower case, or belongs to another class.
     """
     if not (inspect.isclass(cls) and issubclass(cls, Optimizer)):
         raise TypeError(f"{cls!r} is not a class derived from kvdist.optimizer.Optimizer")
@@ -51,24 +53,24 @@ def registered() -> tuple[str, ...]:
 
 
 def create(optimizer: str | Optimizer, /, *, defaults: str | None = None, **hyperparameters: object) -> Optimizer:
-    """An optimizer by name and numbers; an instance is returned as it is.
+    """Create an optimizer by name and hyper-parameters. An instance is returned unchanged.
 
     Args:
-        optimizer: such as ``'sgd'``, in any case; or an `Optimizer`.
-        defaults: ``'mxnet-1.9'`` for the defaults of that version, with a warning where its equation is another; None
-            for those of MXNet's main branch.
-        hyperparameters: such as ``learning_rate=0.1``.
+        optimizer: a name such as ``'sgd'``, in any case; or an `Optimizer`.
+        defaults: ``'mxnet-1.9'`` for the defaults of that version, with a warning if its equation differs; None for the
+            defaults of MXNet's main branch.
+        hyperparameters: fields of the class, such as ``learning_rate=0.1``.
 
     Raises:
-        ValueError: the name is unknown, or a value is out of range, or there are no such defaults.
-        TypeError: a hyper-parameter is unknown or of a wrong type, or an instance came with hyper-parameters.
+        ValueError: the name or `defaults` is unknown, or a value is out of range.
+        TypeError: a hyper-parameter is unknown or of a wrong type, or an instance is combined with hyper-parameters.
     """
     if isinstance(optimizer, Optimizer):
         given = [*hyperparameters, *([] if defaults is None else ["defaults"])]
         if given:
             raise TypeError(
-                f"an optimizer that exists takes no hyper-parameters ({', '.join(given)}): "
-                "give them when you create it, or give its name"
+                f"an Optimizer object takes no further hyper-parameters ({', '.join(given)}): pass them when you create"
+                " it, or pass its name"
             )
         return optimizer
     if not isinstance(optimizer, str):
@@ -102,13 +104,13 @@ def _refuse_unknown(cls: type[Optimizer], hyperparameters: Mapping[str, object])
 
 
 def from_description(description: object) -> Optimizer:
-    """The optimizer that `Optimizer.describe` described, perhaps in another process.
+    """Create an optimizer from the result of `Optimizer.describe`, possibly of another process.
 
     Args:
-        description: untrusted; must be a dict with exactly the entries of a registered optimizer.
+        description: untrusted data; must be a dict with exactly the entries of a registered optimizer.
 
     Raises:
-        ValueError: it is anything else; the message says what.
+        ValueError: the description is invalid; the message says why.
     """
     if type(description) is not dict:
         raise ValueError(f"an optimizer's description is a table, not {type(description).__name__}")
@@ -116,9 +118,8 @@ def from_description(description: object) -> Optimizer:
     cls = _BY_NAME.get(name) if type(name) is str else None
     if cls is None:
         raise ValueError(
-            f"unknown optimizer {name!r:.80} in a description: this process knows {', '.join(registered())}. One of"
-            " your own must be registered in a module that scheduler and servers import: kvdist-launch"
-            " --optimizer-module"
+            f"unknown optimizer {name!r:.80} in a description: this process knows {', '.join(registered())}. A custom"
+            " optimizer must be registered in a module that scheduler and servers import: kvdist-launch --server-module"
         )
     values = {key: value for key, value in description.items() if key != "name" and not _of_schedule(key)}
     for name, default in (("lazy_update", False), ("average_half_life", None)):

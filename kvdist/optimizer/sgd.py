@@ -1,6 +1,6 @@
 """Gradient descent: plain, with momentum, with Nesterov's momentum, by signs, for late gradients; and a rule for tests.
 
-Passes are counted after the gradient has been summed and clipped; weight decay adds two wherever it is not 0.
+Passes are counted after the gradient has been summed and clipped; weight decay adds two unless it is 0.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SGD(Optimizer):
 
     ĝ = g + wd·w;  m ← μ·m − lr·ĝ;  w ← w + m.  Without momentum: w ← w − lr·ĝ.
 
-    The learning rate is inside m, as in MXNet: a new one acts on new gradients only.
+    The learning rate is inside m, as in MXNet: a new rate affects new gradients only.
 
     Attributes:
         momentum: μ, from 0 to below 1.
@@ -56,19 +56,19 @@ class SGD(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """No array without momentum."""
+        """m; empty without momentum."""
         return ("momentum",) if self.momentum else ()
 
     def rests(self, wd: float) -> bool:
-        """Without momentum and decay."""
+        """True without momentum and decay."""
         return not (self.momentum or wd)
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
-        """Two rules: one without momentum."""
+        """Return the formula with or without momentum."""
         return Equation("sgd_momentum", (lr, wd, self.momentum)) if self.momentum else Equation("sgd", (lr, wd))
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Two passes; four with momentum."""
+        """Update in two passes over the array; four with momentum."""
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, step.lr, out=grad)
         descend(weight, grad, out, state[0] if state else None, self.momentum)
@@ -77,7 +77,7 @@ class SGD(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class NAG(Optimizer):
-    """Nesterov's accelerated gradient.
+    """Gradient descent with Nesterov's momentum.
 
     ĝ = g + wd·w;  m ← μ·m − lr·ĝ;  w ← w + μ·m − lr·ĝ.
 
@@ -93,11 +93,11 @@ class NAG(Optimizer):
     state_names = ("momentum",)  # m
 
     def equation(self, lr: float, wd: float, count: int) -> Equation:
-        """As `apply`."""
+        """Return the formula of `apply`."""
         return Equation("nag", (lr, wd, self.momentum))
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Six passes."""
+        """Update in six passes over the array."""
         (momentum,) = state
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, step.lr, out=grad)
@@ -111,7 +111,7 @@ class NAG(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class Signum(Optimizer):
-    """Steps of one length in the direction of the momentum's sign; without momentum, of the gradient's.
+    """Steps of constant size in the direction of the momentum's sign; without momentum, of the gradient's sign.
 
     ĝ = g + wd·w;  m ← μ·m − (1 − μ)·ĝ;  w ← (1 − lr·wd_lh)·w + lr·sign(m).
     Without momentum: w ← (1 − lr·(wd + wd_lh))·w − lr·sign(g).
@@ -120,7 +120,7 @@ class Signum(Optimizer):
 
     Attributes:
         momentum: μ, from 0 to below 1.
-        wd_lh: weight decay beside the sign, as in AdamW; at least 0.
+        wd_lh: weight decay outside the sign, as in AdamW; at least 0.
     """
 
     name: ClassVar[str] = "signum"
@@ -131,15 +131,15 @@ class Signum(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """m; nothing without momentum."""
+        """m; empty without momentum."""
         return ("momentum",) if self.momentum else ()
 
     def rests(self, wd: float) -> bool:
-        """Without momentum and either decay."""
+        """True without momentum and without both decays."""
         return not (self.momentum or wd or self.wd_lh)
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Seven passes; four without momentum."""
+        """Update in seven passes over the array; four without momentum."""
         decay = self.wd_lh
         if self.momentum:
             (momentum,) = state
@@ -160,18 +160,18 @@ class Signum(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class DCASGD(Optimizer):
-    """Gradient descent that corrects gradients which come late, as in asynchronous stores.
+    """Delay-compensated gradient descent: corrects late gradients in asynchronous stores.
 
     ĝ = g + wd·w;  d = ĝ + λ·ĝ²·(w − p);  m ← μ·m − lr·d;  p ← w;  w ← w + m.  Without momentum m is −lr·d.
 
-    p is the weight before the slice's last update, by any worker: as in MXNet there is one for all workers, where
-    the paper has one for each.
+    p is the weight before the slice's last update, by any worker: a single copy for all workers, as in MXNet, while the
+    paper keeps a copy per worker.
 
     Source: Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation (2017).
 
     Attributes:
         momentum: μ, from 0 to below 1.
-        lamda: λ, how strongly to correct; at least 0.
+        lamda: λ, strength of the correction; at least 0.
     """
 
     name: ClassVar[str] = "dcasgd"
@@ -183,11 +183,11 @@ class DCASGD(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """p, which starts as the weight, and with momentum m."""
+        """p, which starts as the weight, and m with momentum."""
         return ("previous_weight", "momentum") if self.momentum else ("previous_weight",)
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Eight passes; ten with momentum."""
+        """Update in eight passes over the array; ten with momentum."""
         previous = state[0]
         add_decay(grad, weight, step.wd, scratch)
         np.subtract(weight, previous, out=scratch)
@@ -203,7 +203,7 @@ class DCASGD(Optimizer):
 @register
 @dataclass(kw_only=True, eq=False)
 class Test(Optimizer):
-    """For tests of a store: w ← w + g, where g is the sum of rescale·gradient. It knows no lr and no wd."""
+    """Plain sum for tests of a store: w ← w + g, with g the sum of rescale·gradient. It ignores lr and wd."""
 
     __test__: ClassVar[bool] = False  # or pytest would take the name for a class of tests
 
@@ -212,11 +212,11 @@ class Test(Optimizer):
     state_names = ()
 
     def rests(self, wd: float) -> bool:
-        """Always."""
+        """Always True."""
         return True
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """One pass."""
+        """Update in a single pass over the array."""
         np.add(weight, grad, out=out)
 
 
@@ -256,17 +256,17 @@ def normal_noise(seed: int, key: Hashable, count: int, start: int, length: int) 
 @register
 @dataclass(kw_only=True, eq=False)
 class SGLD(Optimizer):
-    """Stochastic gradient Langevin dynamics: gradient descent that ends in samples of the posterior.
+    """Stochastic gradient Langevin dynamics: gradient descent whose iterates become samples of the posterior.
 
     ĝ = g + wd·w;  w ← w − lr/2·ĝ + N(0, variance lr).
 
-    The noise of an element depends on the seed, its key, its place in the parameter and the number of the update, not
-    on servers, slices or threads: two runs with one seed are equal. See `normal_noise`.
+    The noise of an element depends on the seed, the key, the position in the parameter and the number of the update,
+    but not on servers, slices or threads: two runs with the same seed are equal. See `normal_noise`.
 
     Source: Welling and Teh, Bayesian Learning via Stochastic Gradient Langevin Dynamics (2011).
 
     Attributes:
-        seed: of the noise; a whole number.
+        seed: seed of the noise, an integer.
     """
 
     name: ClassVar[str] = "sgld"
@@ -279,7 +279,7 @@ class SGLD(Optimizer):
     state_names = ()
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """Five passes, and some ten over float64 for the noise."""
+        """Update in five passes over the array, plus about ten in float64 for the noise."""
         add_decay(grad, weight, step.wd, scratch)
         np.multiply(grad, step.lr / 2.0, out=grad)
         noise = normal_noise(self.seed, step.extent.key, step.count, step.start, weight.size)

@@ -1,4 +1,4 @@
-"""What an optimizer remembers of each slice, and how states of neighbours become one and several again."""
+"""State of an optimizer for each slice, and how states of neighbouring slices are joined and split."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvdist.optimizer.base import AVERAGE, Extent, Optimizer
 
 @dataclass(slots=True)
 class SliceState:
-    """What an optimizer remembers of one slice. All of it is to be saved with the weights.
+    """State of an optimizer for a slice; a checkpoint needs all of it in addition to the weights.
 
     Attributes:
-        count: how many updates it has had.
-        arrays: one for each of `Optimizer.kept_names`, of `DType.accumulate`.
-        scalars: one for each of `Optimizer.initial_scalars`.
-        master: the float32 weight behind a half one, with `multi_precision`; else None.
+        count: number of updates so far.
+        arrays: arrays in the order of `Optimizer.kept_names`, of dtype `DType.accumulate`.
+        scalars: scalars in the order of `Optimizer.initial_scalars`.
+        master: float32 weight behind a half-precision weight, with `multi_precision`; otherwise None.
     """
 
     count: int
@@ -31,7 +31,7 @@ class SliceState:
 
     @classmethod
     def fresh(cls, optimizer: Optimizer, weight: Array, dtype: DType, extent: Extent, kernels: Kernels) -> SliceState:
-        """The state before the first update."""
+        """Create the state before the first update."""
         size = state_size(optimizer, weight.size, extent)
         arrays = tuple(
             _widened(weight, dtype, kernels)
@@ -44,16 +44,16 @@ class SliceState:
 
     @property
     def history(self) -> tuple[object, ...]:
-        """What must be equal in neighbours that are to go on as one."""
+        """Values that must be equal in neighbouring slices before their states can be joined."""
         return self.count, self.scalars
 
     def copy(self) -> SliceState:
-        """The same in memory of its own."""
+        """Return a copy that shares no memory."""
         master = None if self.master is None else self.master.copy()
         return SliceState(self.count, tuple(array.copy() for array in self.arrays), self.scalars, master)
 
     def part(self, start: int, count: int) -> SliceState:
-        """The state of the `count` elements from `start`; it shows this one's memory. Not for rules by rows."""
+        """Return a view of the state of `count` elements from `start`. Not for rules `by_rows`."""
         stretch = slice(start, start + count)
         master = None if self.master is None else self.master[stretch]
         return SliceState(self.count, tuple(array[stretch] for array in self.arrays), self.scalars, master)

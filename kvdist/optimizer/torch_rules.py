@@ -47,11 +47,11 @@ _SHARED = frozenset((*(field.name for field in fields(Optimizer)), "groups"))
 
 @dataclass(kw_only=True, eq=False)
 class TorchRule(Optimizer):
-    """Base of the rules of torch.
+    """Base class of the rules of ``torch.optim``.
 
     Attributes:
-        maximize: whether to ascend: the gradient counts with the other sign.
-        groups: what `grouped` makes of parameter groups; empty without differences.
+        maximize: whether to maximise: the gradient is negated.
+        groups: result of `grouped` for parameter groups; empty if the groups do not differ.
     """
 
     maximize: bool = flag(False)
@@ -68,41 +68,41 @@ class TorchRule(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What any group needs, so that all have the same."""
+        """Arrays that any group needs; all keys have the same."""
         needed = dict.fromkeys(name for rule in self._each() for name in rule.own_states)
         return tuple(name for name in self.all_states if name in needed)
 
     all_states: ClassVar[tuple[str, ...]] = ()
-    """Every array that a setting of the rule may need, by torch's names."""
+    """Names, in torch, of all arrays that some setting of the rule needs."""
 
     @property
     def own_states(self) -> tuple[str, ...]:
-        """Those of `all_states` that this setting of the rule needs."""
+        """Entries of `all_states` that this setting of the rule needs."""
         return self.all_states
 
     @property
     def is_elementwise(self) -> bool:
-        """Not with groups, which differ from key to key."""
+        """True without groups, which differ from key to key."""
         return not self.groups
 
     def rests(self, wd: float) -> bool:
-        """If every group does."""
+        """True if `rests_alone` is True in every group."""
         return all(rule.rests_alone(wd) for rule in self._each())
 
     def rests_alone(self, wd: float) -> bool:
-        """What `rests` says, without groups."""
+        """Result of `rests` for a rule without groups."""
         return False
 
     def equation(self, lr: float, wd: float, count: int) -> Equation | None:
-        """That of `compiled`; groups differ from key to key, and no kernel ascends."""
+        """Return `compiled`; None with groups, which differ from key to key, and with `maximize`."""
         return None if self.maximize or self.groups else self.compiled(lr, wd, count)
 
     def compiled(self, lr: float, wd: float, count: int) -> Equation | None:
-        """What `update` computes, if kernels have it: see `Optimizer.equation`."""
+        """Return the formula of `update` if a fused kernel exists for it; see `Optimizer.equation`."""
         return None
 
     def apply(self, weight: Array, grad: Array, out: Array, state: States, scratch: Array, step: Step) -> None:
-        """The passes of `update`, and one with `maximize`."""
+        """Update in the passes of `update`, and another with `maximize`."""
         rule = self.for_key(step.extent.key)
         if rule.maximize:
             np.negative(grad, out=grad)
@@ -112,10 +112,10 @@ class TorchRule(Optimizer):
     def update(
         self, weight: Array, grad: Array, out: Array, state: Mapping[str, Array], scratch: Array, step: Step
     ) -> None:
-        """What `apply` is to do, with the states by name; some may be other groups'."""
+        """Compute `apply` with the states as a dict by name, which may include states of other groups."""
 
     def for_key(self, key: Hashable) -> TorchRule:
-        """The rule of the key's group."""
+        """Return the rule of the key's group."""
         if self.groups and isinstance(key, int):
             return next((rule for keys, rule in self._grouped() if key in keys), self)
         return self
@@ -126,7 +126,7 @@ class TorchRule(Optimizer):
         self._rules = None
 
     def words(self) -> dict[str, Any]:
-        """The hyper-parameters as torch's parameter groups have them."""
+        """Return the hyper-parameters under the names of torch's parameter groups."""
         live = vars(self)
         own = {name: live[name] for name in own_fields(type(self))}
         words: dict[str, Any] = {"lr": live["learning_rate"]}
@@ -136,7 +136,7 @@ class TorchRule(Optimizer):
 
     @classmethod
     def arguments(cls, given: Mapping[str, object]) -> dict[str, object]:
-        """See `Optimizer.arguments`: torch's names become ours."""
+        """Translate torch's hyper-parameter names into fields; see `Optimizer.arguments`."""
         ours: dict[str, object] = {}
         for name, value in given.items():
             if name == "differentiable" and value:

@@ -121,11 +121,11 @@ wide as the gradient."""
 
 
 class Updater:
-    """An optimizer and the states of all slices that it has updated.
+    """Optimizer together with the states of all slices that it has updated.
 
     Args:
-        optimizer: the rule and its numbers.
-        kernels: the backend for sums and casts.
+        optimizer: the rule and its hyper-parameters.
+        kernels: backend for sums and casts.
     """
 
     def __init__(self, optimizer: Optimizer, kernels: Kernels = REFERENCE) -> None:
@@ -136,7 +136,7 @@ class Updater:
 
     @property
     def states(self) -> Mapping[Hashable, SliceState]:
-        """See `SliceUpdater`. The arrays are live: copy what must not change."""
+        """States by index. The arrays are live: copy what must not change."""
         return MappingProxyType(self._states)
 
     def update(
@@ -151,15 +151,15 @@ class Updater:
         wd: float | None = None,
         extent: Extent | None = None,
     ) -> None:
-        """Update one array: see `update_together` and `Piece`.
+        """Update an array; see `update_together` and `Piece`.
 
         Args:
-            index, weight, contributions, scales, out: as of `Piece`.
-            dtype, lr, wd: as of `update_together`.
-            extent: as of `Piece`; None for a whole one-dimensional parameter called `index`.
+            index, weight, contributions, scales, out: as in `Piece`.
+            dtype, lr, wd: as in `update_together`.
+            extent: as in `Piece`; None for a whole one-dimensional parameter named `index`.
 
         Raises:
-            TypeError, ValueError: as of `update_together`.
+            TypeError, ValueError: as in `update_together`.
         """
         extent = Extent(index, (weight.size,)) if extent is None else extent
         self.update_together([Piece(index, weight, contributions, scales, out, extent)], dtype, lr, wd)
@@ -184,28 +184,28 @@ class Updater:
             self._apply(one, dtype)
 
     def equation(self, index: Hashable, count: int, lr: float | None, wd: float | None) -> Equation | None:
-        """What update number `count`, from 1, of an array called `index` computes: see `Optimizer.equation`."""
+        """Return the formula of update number `count`, from 1, of the array `index`; see `Optimizer.equation`."""
         lr, wd = self._rates(index, lr, wd)
         return self.optimizer.equation(self.optimizer.lr_at(lr, count), wd, count)
 
     def state_of(self, index: Hashable) -> SliceState | None:
-        """The state of an index; None if it has never been updated. Its arrays are live: copy what must not change."""
+        """State of an index; None if it was never updated. Its arrays are live: copy what must not change."""
         return self._states.get(index)
 
     def restore(self, index: Hashable, state: SliceState | None) -> None:
-        """See `SliceUpdater`. The state is the updater's from now on."""
+        """Set the state of an index, which the updater then owns; None removes it. See `SliceUpdater`."""
         self._states.pop(index, None)
         if state is not None:
             self._states[index] = state
 
     def joinable(self, indices: Iterable[Hashable]) -> bool:
-        """See `SliceUpdater`."""
+        """Whether the states of these indices can be joined; see `SliceUpdater`."""
         states = [self._states.get(index) for index in indices]
         histories = {(0, None) if state is None else state.history for state in states}
         return self.optimizer.is_elementwise and len(histories) == 1
 
     def join(self, index: Hashable, parts: Sequence[Part], size: int, dtype: DType) -> None:
-        """See `SliceUpdater`. One copy."""
+        """Join the states of `parts` into a single state, which copies them once; see `SliceUpdater`."""
         present = [(part, state) for part in parts if (state := self._states.get(part.index)) is not None]
         with self._kernels.active():
             whole = joined(present, size, dtype, self._kernels)
@@ -215,7 +215,7 @@ class Updater:
             self._states[index] = whole
 
     def split(self, index: Hashable, parts: Sequence[Part]) -> None:
-        """See `SliceUpdater`. No copy."""
+        """Split a state into views for `parts`, without copying; see `SliceUpdater`."""
         state = self._states.pop(index, None)
         if state is not None:
             self._states.update((part.index, state.part(part.start, part.count)) for part in parts)

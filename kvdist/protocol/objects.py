@@ -144,7 +144,7 @@ def _key(key: Any, place: Place) -> Any:
         parts = [_key(part, (*place, number)) for number, part in enumerate(key)]
         return msgpack.ExtType(_TUPLE, msgpack.packb(parts, strict_types=True))
     raise TypeError(
-        f"{_shown(place)} has a key or member of type {_name(type(key))}; those that can be sent are None, bool, int of"
+        f"{_shown(place)} has a key or member of type {_name(type(key))}, which cannot be sent; use None, bool, int of"
         " 64 bits, float, str, bytes, and tuples of them"
     )
 

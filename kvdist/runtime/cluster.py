@@ -173,8 +173,8 @@ class Cluster:
         """
         if threading.current_thread() is self._thread and not future.done():
             raise RuntimeError(
-                "this call waits for the cluster, but it is made in a callback of a future, on the thread that brings"
-                " the answers; use the *_async calls there, or wait on another thread"
+                "this call waits for the cluster, but runs in a callback of a future, on the thread that delivers the"
+                " answers; use the *_async calls in callbacks, or wait on another thread"
             )
         trace = self.node.trace
         try:
@@ -235,7 +235,7 @@ class Cluster:
             try:
                 self.ask(lambda number: Leave(number, failure, ends))
             except RolledBackError as error:
-                LOG.warning("this worker leaves, and does not make again what was lost with a server: %s", error)
+                LOG.warning("this worker leaves without repeating the steps that were lost with a server: %s", error)
                 self.leave(failure, wait=wait, ends=ends)
                 return
             except (DeadlockError, DeadlineExceeded) as error:

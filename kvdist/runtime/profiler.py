@@ -327,7 +327,7 @@ class Profiler:
             if settings == self._settings:
                 return
             if self._trace is not None and self._claimed:
-                raise KvdistError("a trace is being made: finish it with profiler.dump() before it is configured anew")
+                raise KvdistError("a trace is in progress: finish it with profiler.dump() before set_config()")
             before, self._settings = self._settings, settings
             if self._trace is None:
                 return

@@ -35,7 +35,7 @@ class _BF16(_CastsBoth, BF16Compressor):
 
 
 class Compression:
-    """The compressions by name, as in ``compression=hvd.Compression.fp16``."""
+    """Compressions by name, as in ``compression=hvd.Compression.fp16``."""
 
     none = NoneCompressor
     fp16 = _FP16

@@ -48,7 +48,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
     ignore_name_scope: bool = False,
 ) -> Any:
-    """A tensor reduced over the ranks; arguments and errors as in `grouped_allreduce`."""
+    """Return a tensor reduced over the ranks; arguments and errors as in `grouped_allreduce`."""
     return grouped_allreduce(
         [tensor],
         average,
@@ -77,23 +77,24 @@ def grouped_allreduce(
     ignore_name_scope: bool = False,  # noqa: ARG001
     name: str | None = None,
 ) -> list[Any]:
-    """Tensors reduced over the ranks, as one unit, averaged unless `op` says otherwise.
+    """Return tensors reduced over the ranks as a unit, by default averaged.
 
-    Of `IndexedSlices` the ranks' rows are gathered; averages of integers are float64, as TensorFlow divides.
+    The rows of `IndexedSlices` are gathered from all ranks. Averages of integers are float64, as in TensorFlow's
+    division.
 
     Args:
-        tensors: what is reduced: tensors, variables, `IndexedSlices`, of any shapes and dtypes.
+        tensors: list of tensors, variables or `IndexedSlices`, of any shapes and dtypes.
         average: Horovod's older spelling of `op`: True for Average, False for Sum.
-        device_dense, device_sparse, ignore_name_scope: accepted for compatibility, without effect.
-        compression: how tensors travel.
-        op: how the ranks' tensors are combined. Only Average and Sum have gradients, and take `IndexedSlices`.
-        prescale_factor, postscale_factor: tensors are multiplied before and after.
-        process_set: the ranks that take part.
-        name: in messages.
+        device_dense, device_sparse, ignore_name_scope: accepted for Horovod, without effect.
+        compression: compression of the tensors for the network.
+        op: reduction operator. Only Average and Sum have gradients and accept `IndexedSlices`.
+        prescale_factor, postscale_factor: factors of each tensor before and after the reduction.
+        process_set: ranks that take part.
+        name: name of the operation in messages.
 
     Raises:
         NotImplementedError: `IndexedSlices` with a factor or another `op`.
-        ValueError: both `average` and `op` are given.
+        ValueError: both `average` and `op` are passed.
     """
     chosen = op_of(average, op)
     dense = [tensor for tensor in tensors if not isinstance(tensor, tf.IndexedSlices)]
@@ -123,7 +124,7 @@ def allgather(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Gather the rows of all ranks, in rank order; arguments as in `grouped_allgather`."""
+    """Concatenate the rows of all ranks, in rank order; arguments as in `grouped_allgather`."""
     return grouped_allgather([tensor], name, ignore_name_scope, process_set)[0]
 
 
@@ -133,13 +134,13 @@ def grouped_allgather(
     ignore_name_scope: bool = False,  # noqa: ARG001
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Gather the rows of each tensor from all ranks, as one unit, in rank order.
+    """Concatenate the rows of each tensor over all ranks, as a unit, in rank order.
 
     Args:
-        tensors: with at least one dimension; ranks may have different numbers of rows.
-        name: in messages.
-        ignore_name_scope: accepted for compatibility, without effect.
-        process_set: the ranks that take part.
+        tensors: list of tensors with at least one dimension; ranks may have different numbers of rows.
+        name: name of the operation in messages.
+        ignore_name_scope: accepted for Horovod, without effect.
+        process_set: ranks that take part.
     """
     return gathered(tensors, name, process_set)
 
@@ -151,14 +152,14 @@ def broadcast(
     ignore_name_scope: bool = False,  # noqa: ARG001
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """One rank's tensor, on all ranks.
+    """Return the tensor of the root rank.
 
     Args:
-        tensor: of the same shape and dtype on all ranks.
-        root_rank: the rank among all whose tensor it is.
-        name: in messages.
-        ignore_name_scope: accepted for compatibility, without effect.
-        process_set: the ranks that take part.
+        tensor: tensor of the same shape and dtype on all ranks.
+        root_rank: global rank whose tensor is sent.
+        name: name of the operation in messages.
+        ignore_name_scope: accepted for Horovod, without effect.
+        process_set: ranks that take part.
     """
     tensor = tf.convert_to_tensor(tensor)
     name = named(name, "broadcast", [tensor])
@@ -185,17 +186,18 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send each rank its rows of a tensor, and receive the rows for this rank, in rank order.
+    """Send each rank its rows of a tensor, and return the rows for this rank, in rank order.
 
     Args:
-        tensor: with at least one dimension.
-        splits: int32, the number of rows for each rank; None for equal parts. Rows beyond their sum stay here.
-        name: in messages.
-        ignore_name_scope: accepted for compatibility, without effect.
-        process_set: the ranks that take part.
+        tensor: tensor with at least one dimension.
+        splits: int32 tensor with the number of rows for each rank; None for equal parts. Rows beyond their sum are not
+            sent.
+        name: name of the operation in messages.
+        ignore_name_scope: accepted for Horovod, without effect.
+        process_set: ranks that take part.
 
     Returns:
-        The rows; with `splits` also the number from each rank, int32.
+        The received rows; with `splits` a pair of the rows and the number of rows from each rank, int32.
     """
     tensor = tf.convert_to_tensor(tensor)
     name = named(name, "alltoall", [tensor])
@@ -235,7 +237,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """This rank's part of the rows of the reduced tensor; arguments as in `grouped_reducescatter`."""
+    """Return this rank's part of the rows of the reduced tensor; arguments as in `grouped_reducescatter`."""
     return _scattered([tensor], device_dense, compression, op, process_set, prescale_factor, postscale_factor, name)[0]
 
 
@@ -248,17 +250,17 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """This rank's part of the rows of each reduced tensor, as one unit.
+    """Return this rank's part of the rows of each reduced tensor, as a unit.
 
-    The first ranks have one row more where they do not divide.
+    If the number of rows is not divisible by the number of ranks, the first ranks get an additional row.
 
     Args:
-        tensors: with at least one dimension, of the same shapes and dtypes on all ranks.
-        device_dense: accepted for compatibility, without effect.
-        compression: how tensors travel.
+        tensors: list of tensors with at least one dimension, of the same shapes and dtypes on all ranks.
+        device_dense: accepted for Horovod, without effect.
+        compression: compression of the tensors for the network.
         op: Average or Sum.
-        process_set: the ranks that take part.
-        prescale_factor, postscale_factor: tensors are multiplied before and after.
+        process_set: ranks that take part.
+        prescale_factor, postscale_factor: factors of each tensor before and after the reduction.
     """
     return _scattered(tensors, device_dense, compression, op, process_set, prescale_factor, postscale_factor, None)
 
@@ -289,10 +291,10 @@ def _scattered(
 
 
 def join() -> Any:
-    """Take part in the others' allreduces with zeros, until all ranks have called this.
+    """Take part in the allreduces of the other ranks with zeros, until all ranks have called `join`.
 
     Returns:
-        The rank that called it last, int32, the same on all ranks.
+        The last rank that called `join`, int32, equal on all ranks.
     """
     return call(lambda _: [torch.tensor(collective.join(), dtype=torch.int32, device="cpu")], [], [tf.int32])[0]
 
@@ -301,31 +303,31 @@ def join() -> Any:
 
 
 def rank_op(name: str | None = None) -> Any:
-    """The rank of this process, int32."""
+    """Return the rank of this process, int32."""
     return _answer(collective.rank, name or "rank")
 
 
 def local_rank_op(name: str | None = None) -> Any:
-    """The rank of this process on its machine, int32."""
+    """Return the rank of this process on its machine, int32."""
     return _answer(collective.local_rank, name or "local_rank")
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """The number of ranks of a process set, int32.
+    """Return the number of ranks of a process set, int32.
 
     Raises:
-        ValueError: there is no such set; a graph raises an error of TensorFlow with the same text.
+        ValueError: the set is unknown; in a graph, a TensorFlow error with the same text.
     """
     return _answer(functools.partial(_size_of, process_set_id), name or "size")
 
 
 def local_size_op(name: str | None = None) -> Any:
-    """The number of ranks on this machine, int32."""
+    """Return the number of ranks on this machine, int32."""
     return _answer(collective.local_size, name or "local_size")
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Whether this rank is a member of a process set, int32: 1 or 0; -1 before `init`, -3 for an unknown set."""
+    """Return whether this rank is a member of a process set, int32: 1 or 0; -1 before `init`, -3 for an unknown set."""
     return _answer(functools.partial(_is_included, process_set_id), name or "process_set_included")
 
 
@@ -373,7 +375,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The object of one rank, as `kvdist.collective.broadcast_object`; the session is not used."""
+    """Return the object of the root rank, as `kvdist.collective.broadcast_object`; the session is ignored."""
     return collective.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -383,7 +385,7 @@ def broadcast_object_fn(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[Any], Any]:
-    """A function that gets an object and returns that of one rank; the session is not used."""
+    """Return a function that takes an object and returns that of the root rank; the session is ignored."""
     return lambda obj: collective.broadcast_object(obj, root_rank, name, process_set)
 
 
@@ -393,7 +395,7 @@ def allgather_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """The objects of all ranks, as `kvdist.collective.allgather_object`; the session is not used."""
+    """Return the objects of all ranks, as `kvdist.collective.allgather_object`; the session is ignored."""
     return collective.allgather_object(obj, name, process_set)
 
 
@@ -403,7 +405,7 @@ def allgather_object(
 def broadcast_(
     variables: Sequence[Any], root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Replace variables by those of one rank, and return their values; arguments as in `broadcast_variables`."""
+    """Replace variables by those of the root rank, and return their values; arguments as in `broadcast_variables`."""
     del name  # each variable has its own
     done = tensorflow_bridge.broadcast_variables(variables, root_rank, process_set)
     with tf.control_dependencies([] if done is None else [done]):
@@ -413,23 +415,23 @@ def broadcast_(
 def broadcast_variables(
     variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> Any:
-    """Replace variables by those of one rank.
+    """Replace variables by those of the root rank.
 
     Args:
-        variables: of TensorFlow or Keras, the same ones on all ranks in the same order.
-        root_rank: the rank whose values they are.
-        process_set: the ranks that take part.
-        inplace: accepted for compatibility; it is always in place.
+        variables: list of TensorFlow or Keras variables, the same on all ranks in the same order.
+        root_rank: global rank whose values are sent.
+        process_set: ranks that take part.
+        inplace: accepted for Horovod, without effect: variables always change in place.
 
     Returns:
-        None, or in a graph the op that does it.
+        None, or in a graph the op.
     """
     del inplace
     return tensorflow_bridge.broadcast_variables(variables, root_rank, process_set)
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """The op that gives all ranks one rank's values of all variables of the graph, in `tf.compat.v1`.
+    """Return the op that copies all variables of the graph from the root rank to all ranks, in `tf.compat.v1`.
 
     Raises:
         RuntimeError: TensorFlow executes eagerly and has no list of all variables.
@@ -443,11 +445,11 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
-    """Give all ranks one rank's variables once a session has initialised or restored them.
+    """Session hook that copies the root rank's variables to all ranks after they are initialised or restored.
 
     Args:
-        root_rank: whose values they are, usually 0, which restores a checkpoint.
-        device: where the op is placed; '' leaves it to TensorFlow.
+        root_rank: global rank whose values are sent, usually 0, which restores a checkpoint.
+        device: device of the op; '' lets TensorFlow choose.
     """
 
     def __init__(self, root_rank: int, device: str = "") -> None:
@@ -457,11 +459,11 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
         self._op: Any = None
 
     def begin(self) -> None:
-        """Add the op to the graph, which is finished afterwards."""
+        """Add the op to the graph before the graph is finalized."""
         if self._op is None or self._op.graph is not tf.compat.v1.get_default_graph():
             with tf.device(self._device):
                 self._op = broadcast_global_variables(self._root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Run it."""
+        """Run the op."""
         session.run(self._op)

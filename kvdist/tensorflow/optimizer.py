@@ -35,21 +35,23 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make an optimizer average its gradients over the ranks; return the same object.
+    """Let an optimizer average its gradients over the ranks. Returns the same object.
 
     Args:
-        optimizer: of Keras 3, or of `tf.compat.v1.train`, whose `compute_gradients` then gives averages; with Adasum it
-            gives this rank's gradients, and `apply_gradients` combines what the ranks' own steps change.
-        name, use_locking: accepted for compatibility; the name is used in messages.
+        optimizer: an optimizer of Keras 3, or of `tf.compat.v1.train`. The `compute_gradients` of the latter returns
+            averages; with Adasum it returns local gradients, and `apply_gradients` combines the weight changes of the
+            ranks.
+        name, use_locking: accepted for Horovod; the name appears in messages.
         device_dense, device_sparse, compression, sparse_as_dense, backward_passes_per_step, op,
-        gradient_predivide_factor, average_aggregated_gradients, num_groups, groups, process_set,
-        scale_local_gradients: see `kvdist.keras.DistributedOptimizer`. With several backward passes per step an
-            optimizer of `tf.compat.v1` adds gradients up in `compute_gradients`, in variables of the collection
-            LOCAL_VARIABLES, and `apply_gradients` changes variables in the last pass only; `global_step` counts all.
+            gradient_predivide_factor, average_aggregated_gradients, num_groups, groups, process_set,
+            scale_local_gradients: as in `kvdist.keras.DistributedOptimizer`. With several backward passes per step, an
+            optimizer of `tf.compat.v1` accumulates gradients in `compute_gradients`, in variables of the collection
+            LOCAL_VARIABLES, and `apply_gradients` changes variables in the last pass only; `global_step` counts all
+            passes.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: it is wrapped already, or the arguments contradict each other.
+        TypeError: `optimizer` is neither of the two kinds.
+        ValueError: it is already distributed, or arguments contradict each other.
     """
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
         if backward_passes_per_step != 1 and op == Adasum:
@@ -270,21 +272,21 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """Make a tape's `gradient` return averages over the ranks; return the same object.
+    """Let the `gradient` method of a tape return averages over the ranks. Returns the same object.
 
-    The gradient of a source that the target does not depend on stays None, on all ranks alike. The tape gets a method
-    `register_local_source(source)`: gradients of such a source stay each rank's own.
+    The gradient of a source on which the target does not depend stays None, on all ranks alike. The tape gets a method
+    `register_local_source(source)`: gradients of such a source are not averaged.
 
     Args:
         gradtape: a `tf.GradientTape`.
-        device_dense, device_sparse: accepted for compatibility, without effect.
+        device_dense, device_sparse: accepted for Horovod, without effect.
         op: Average, Sum, or Adasum of the gradients.
-        compression, sparse_as_dense, gradient_predivide_factor, num_groups, groups, process_set,
-        scale_local_gradients: see `kvdist.keras.DistributedOptimizer`.
+        compression, sparse_as_dense, gradient_predivide_factor, num_groups, groups, process_set, scale_local_gradients:
+            as in `kvdist.keras.DistributedOptimizer`.
 
     Raises:
-        TypeError: it is no tape.
-        ValueError: it is wrapped already, or the arguments contradict each other.
+        TypeError: `gradtape` is not a tape.
+        ValueError: it is already distributed, or arguments contradict each other.
     """
     if not isinstance(gradtape, tf.GradientTape):
         kind = type(gradtape)
@@ -316,15 +318,15 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """`DistributedGradientTape`, with the gradients of some layers each rank's own.
+    """`DistributedGradientTape` that does not average the gradients of some layers.
 
     Args:
-        local_layers: a built layer of Keras, or some.
+        local_layers: a built Keras layer, or a list of layers.
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,
-        groups, process_set, scale_local_gradients: see `DistributedGradientTape`.
+            groups, process_set, scale_local_gradients: as in `DistributedGradientTape`.
 
     Raises:
-        ValueError: `local_layers` has something else than layers.
+        ValueError: an entry of `local_layers` is not a layer.
     """
     local = variables_of(local_layers)
     tape = DistributedGradientTape(

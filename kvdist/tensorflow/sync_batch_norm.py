@@ -13,14 +13,14 @@ from kvdist.collective.tensorflow_bridge import reduced
 
 @keras.saving.register_keras_serializable(package="kvdist")
 class SyncBatchNormalization(keras.layers.BatchNormalization):
-    """`keras.layers.BatchNormalization` with the mean and variance of all ranks' batches.
+    """`keras.layers.BatchNormalization` with the mean and variance of the batches of all ranks.
 
     Each rank counts equally, whatever the size of its batch, as in Horovod. All ranks must run it forward and backward
-    in the same order. Evaluation is that of Keras' layer.
+    in the same order. In evaluation it behaves like the Keras layer.
 
     Args:
-        fused: False; accepted for compatibility.
-        kwargs: those of `keras.layers.BatchNormalization`.
+        fused: must be False; accepted for Horovod.
+        kwargs: arguments of `keras.layers.BatchNormalization`.
 
     Raises:
         ValueError: `fused` is True or None.

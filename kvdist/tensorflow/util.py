@@ -1,4 +1,4 @@
-"""What scripts and tests for Horovod take from `horovod.tensorflow.util`."""
+"""Names that scripts and tests for Horovod import from `horovod.tensorflow.util`."""
 
 from tensorflow import executing_eagerly as _executing_eagerly
 

@@ -163,7 +163,7 @@ def _require_together(places: Mapping[int, SamplerPosition]) -> SamplerPosition:
             one, other = getattr(last, name), getattr(place, name)
             if one != other and not (_has_ended(place, last) and name in ("epoch", "generations")):
                 raise _refusal(
-                    f"the states are not of one moment: {name} is {one} in that of part {last.part_index} and {other}"
+                    f"the states are of different times: {name} is {one} in that of part {last.part_index} and {other}"
                     f" in that of part {place.part_index}"
                 )
     return last
@@ -184,8 +184,8 @@ def _split_again(
             for one in (last, here)
         )
         raise _refusal(
-            f"the state is that of part {', '.join(map(str, sorted(places)))} {saved}, and this is part"
-            f" {here.part_index} {present}: that of every part is needed"
+            f"the state is that of part {', '.join(map(str, sorted(places)))} {saved}, but this is part"
+            f" {here.part_index} {present}, which needs the states of all parts"
         )
     if all(place.is_beginning and place.epoch == last.epoch for place in places.values()):
         return here.beginning_of(last.epoch)
@@ -203,7 +203,7 @@ def _require_same_data(here: SamplerPosition, place: SamplerPosition) -> None:
 
 def _require_at_most(count: int, part: int, visited: int) -> None:
     if visited > count:
-        raise _refusal(f"part {part} is said to have visited={visited}, but it had {count} examples")
+        raise _refusal(f"the state of part {part} has visited={visited}, but the part had {count} examples")
 
 
 def _refusal(wrong: str) -> ValueError:
@@ -224,7 +224,7 @@ def _read_all(state: Any) -> dict[int, SamplerPosition]:
         found = [_read("the state", state)]
     places = {place.part_index: place for place in found}
     if len(places) < len(found):
-        raise _refusal(f"there are {len(found)} states of {len(places)} parts, and each part has one")
+        raise _refusal(f"{len(found)} states belong to {len(places)} parts; pass one state for each part")
     return places
 
 
@@ -239,7 +239,7 @@ def _is_rank(key: Any) -> bool:
 def _read(what: str, state: Any) -> SamplerPosition:
     """Check and read one state; `what` names it in errors."""
     if state is None:
-        raise _refusal(f"{what} is None: nothing was saved there")
+        raise _refusal(f"{what} is None: that worker saved no state")
     if not isinstance(state, Mapping):
         raise _refusal(f"{what} is of type {type(state).__name__}")
     missing = [name for name in NAMES if name not in state]
@@ -256,7 +256,7 @@ def _read(what: str, state: Any) -> SamplerPosition:
     if place.part_index >= place.num_parts:
         raise _refusal(f"{what} is of part_index={place.part_index}, but num_parts is {place.num_parts}")
     if not (place.is_beginning or place.can_be_made_again):
-        raise _refusal(f"{what} is within an epoch, whose order cannot be made again without a seed")
+        raise _refusal(f"{what} is within an epoch, whose order cannot be reproduced without a seed")
     return place
 
 
@@ -295,27 +295,27 @@ _UNKNOWN_BATCHES = (
 
 
 class SplitSampler:
-    """Indices of one of several equal, contiguous parts of a data set, for ``DataLoader(sampler=...)``.
+    """Sampler for ``DataLoader(sampler=...)`` that yields the indices of this worker's fixed part of a data set.
 
-    Each worker takes the part of its rank: ``SplitSampler(len(dataset), store.num_workers, store.rank)``. All parts
-    have the same length, so all workers make the same number of steps.
+    Typical use is ``SplitSampler(len(dataset), store.num_workers, store.rank)``. Parts are contiguous and of equal
+    length, so all workers make the same number of steps.
 
-    Train on ``for batch in trainer.batches(loader)``: then `state_dict` is the position after the last step. Without
-    it, every example that was asked for counts as visited. A ``DataLoader`` with ``num_workers`` above 0 asks for
-    examples before a step uses them, so there `state_dict` raises unless it is given the number that was used:
-    ``state_dict(visited=batches_done * batch_size)``, less what a shorter last batch lacks. It counts from the
-    beginning of the epoch, also after a resume within it; where the number of workers changed within the epoch, it
-    counts from there. Either way, ``state_dict()["visited"]`` after `load_state_dict` is the number to count on from.
+    Train on ``for batch in trainer.batches(loader)``; then `state_dict` is the position after the last step. Without
+    `batches`, every index that was requested from the sampler counts as visited. A ``DataLoader`` with ``num_workers``
+    above 0 requests indices ahead of the steps, so `state_dict` then needs the number of used examples:
+    ``state_dict(visited=batches_done * batch_size)``, minus the examples that a short last batch lacks. The number
+    counts from the start of the epoch, also after a resume within it; ``state_dict()["visited"]`` after
+    `load_state_dict` is the number to continue from.
 
     Args:
-        length: examples in the data set.
-        num_parts: parts, normally `store.num_workers`.
-        part_index: which part, normally `store.rank`.
-        shuffle: a new order within the part in each epoch; otherwise ascending.
-        seed: makes the orders the same in every run; they differ from epoch to epoch. None: they are new each time.
-        drop_last: leave out the last ``length % num_parts`` examples, which no part ever visits. With False no
-            example is lost: parts are one longer where needed, and those at the end go on with the first examples of
-            the data set, which are then visited twice.
+        length: number of examples in the data set.
+        num_parts: number of parts, normally `store.num_workers`.
+        part_index: part of this worker, normally `store.rank`.
+        shuffle: True for a new random order within the part in each epoch; False for ascending indices.
+        seed: seed of the orders, which differ from epoch to epoch; None for different orders in every run.
+        drop_last: True leaves out the last ``length % num_parts`` examples in every epoch. False keeps all: parts
+            become longer by 1 where needed, and the last parts are filled up with the first examples of the data set,
+            which are then visited twice.
 
     Raises:
         ValueError: a number is out of range, or every part would be empty.
@@ -360,10 +360,9 @@ class SplitSampler:
 
     @property
     def epoch(self) -> int:
-        """The epoch in which the next example is, from 0: the running one, and at the end of that the next.
+        """Number, from 0, of the epoch of the next example; at the end of an epoch, the number of the next epoch.
 
-        After `load_state_dict`, ``for epoch in range(sampler.epoch, epochs)`` makes exactly what is left, wherever
-        the state was saved.
+        After `load_state_dict`, ``for epoch in range(sampler.epoch, epochs)`` makes the remaining epochs.
         """
         return self._place(None).epoch if self._used is None else self._used.epoch
 
@@ -389,25 +388,25 @@ class SplitSampler:
             yield index
 
     def state_dict(self, visited: int | None = None) -> State:
-        """The place in the data, to go on from there: in the same order, or with another number of workers.
+        """Return the position in the data, with which `load_state_dict` resumes.
 
-        It is made of numbers, so it can be the `state` of a checkpoint. At the end of an epoch it is the beginning of
-        the next one.
+        The dict contains only numbers and can be the `state` of a checkpoint. At the end of an epoch the position is
+        the start of the next epoch.
 
         Args:
-            visited: how many examples of the epoch last begun this worker has used; see the class for what it counts
-                and when to give it. None: those of all batches up to the last step, with ``trainer.batches(loader)``,
-                else as many as were asked for.
+            visited: number of examples of the current epoch that this worker has used; the class says when it is
+                needed. None: the examples up to the last step with ``trainer.batches(loader)``, otherwise all requested
+                examples.
 
         Raises:
-            ValueError: an order without a seed cannot be made again, or `visited` is out of range.
-            RuntimeError: `visited` is None, and how many examples were used is not known.
+            ValueError: an order without a seed cannot be reproduced, or `visited` is out of range.
+            RuntimeError: `visited` is None, and the number of used examples is unknown.
         """
         if visited is None and self._used is None and self._unknown:
             raise RuntimeError(self._unknown)
         place = self._used if visited is None and self._used is not None else self._place(visited)
         if not (place.is_beginning or place.can_be_made_again):
-            raise ValueError("the order of this epoch cannot be made again: give SplitSampler a seed")
+            raise ValueError("the order of this epoch cannot be reproduced: pass a seed to SplitSampler")
         return place.to_state()
 
     def _place(self, visited: int | None) -> SamplerPosition:
@@ -419,8 +418,8 @@ class SplitSampler:
             found = operator.index(visited)
         if not before.visited <= found <= end:
             raise ValueError(
-                f"visited is {found}, but this worker has begun at {before.visited} of epoch {before.epoch} and was"
-                f" given examples up to {end}; it counts from the beginning of the epoch"
+                f"visited is {found}; it counts from the beginning of epoch {before.epoch}, and this worker began at"
+                f" {before.visited} and has received examples up to {end}"
             )
         return self._next if found == end else replace(before, visited=found)
 
@@ -430,24 +429,32 @@ class SplitSampler:
         return 0 if self._begun is None else self._begun.visited + len(self._order)
 
     def load_state_dict(self, state: Mapping[Any, Any]) -> None:
-        """Let the next iteration go on where a `state_dict` was made.
+        """Restore a position from `state_dict`: the next iteration yields the remaining examples of that epoch.
 
         Args:
-            state: of the same part of as many parts; or those of all parts, by rank:
-                ``{rank: state["sampler"] for rank, state in checkpoint.states.items()}``, where each worker saved
-                ``{"sampler": sampler.state_dict()}``. Then the unvisited examples are split over the current parts.
+            state: result of `state_dict` of the same part. A dict of all parts' states by rank also works after a
+                change of the number of workers, which leaves with a later version: use a `QueueSampler` for that. Such
+                a dict is ``{rank: state["sampler"] for rank, state in checkpoint.states.items()}`` if each worker saved
+                ``{"sampler": sampler.state_dict()}``; the unvisited examples are split anew, and `visited` counts from
+                that point.
 
         Raises:
-            ValueError: the state is invalid, of another data set or order, or some parts are missing.
+            ValueError: the state is invalid, belongs to another data set or order, or parts are missing.
         """
         self._next, self._rest = resume(self._next, state)
         self._reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, so that a resumed run with a seed continues in the same order.
+        """Set the epoch of the next iteration, which with a seed determines its order.
 
-        Without this call iterations count as epochs 0, 1, 2, …. If `load_state_dict` has restored a position within the
-        epoch, the next iteration is the rest of it.
+        Without this call iterations count as epochs 0, 1, 2, …. If `load_state_dict` has restored a position within
+        this epoch, the next iteration yields the rest of it.
+
+        Args:
+            epoch: number of the epoch, from 0.
+
+        Raises:
+            ValueError: `epoch` is negative.
         """
         if epoch < 0:
             raise ValueError(f"the epoch is {epoch}; epochs count from 0")
@@ -494,20 +501,20 @@ class DrivenSampler(abc.ABC):
 
     @abc.abstractmethod
     def drive(self, trainer: Any, loader: Any, batch: int | None, drops_last: bool) -> Iterator[Any]:
-        """Iterate a loader, with batches of this size, None if that is not known."""
+        """Iterate a loader with batches of size `batch`; None if the size is unknown."""
 
     @property
     @abc.abstractmethod
     def unused(self) -> int:
-        """How many examples were handed out since the last step, which the next one sums."""
+        """Number of examples delivered since the last step; the next step sums them."""
 
     @abc.abstractmethod
     def restore(self, position: Mapping[str, Any]) -> None:
-        """A checkpoint was loaded, which was saved at this place in the data."""
+        """Go to the position in the data of a loaded checkpoint."""
 
     @abc.abstractmethod
     def rolled_back(self) -> None:
-        """All have gone back to a snapshot: what the loader has read ahead is void."""
+        """Discard batches that the loader has read ahead, after a rollback to a snapshot."""
 
     @abc.abstractmethod
     def _use(self, iteration: int, used: int | None, unknown: str) -> None:
@@ -643,19 +650,20 @@ def _asks_ahead() -> bool:
 
 
 def split_and_load(data: Any, devices: Sequence[Any], batch_axis: int = 0, even_split: bool = True) -> list[Any]:
-    """Split a batch along an axis, one part for each device, and move each part to its device.
+    """Split a batch along an axis into a part per device, and move each part to its device.
 
     Args:
-        data: a torch tensor, or a NumPy array (which stays one, and stays on the host).
-        devices: torch devices or their names; an array may only go to ``cpu``. There may be one, or the same one twice.
-        batch_axis: the axis to split.
-        even_split: insist on parts of the same size.
+        data: a torch tensor, or a NumPy array, which remains an array in host memory.
+        devices: list of torch devices or their names; for a NumPy array only ``cpu``. A single device is allowed, and
+            so is a repeated device.
+        batch_axis: axis to split.
+        even_split: require parts of equal size.
 
     Returns:
-        A list with one part per device, also when there is one device. Parts are views where nothing had to move.
+        A list with a part per device. Parts that did not have to move are views.
 
     Raises:
-        ValueError: see `split_data`; or an array is to go to another device than the host.
+        ValueError: as in `split_data`, or a NumPy array is to be moved to a device other than the host.
     """
     parts = split_data(data, len(devices), batch_axis, even_split)
     if is_tensor(data):
@@ -672,14 +680,17 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
 
     Args:
         data: a torch tensor or a NumPy array.
-        num_slice: how many parts.
-        batch_axis: the axis to split.
-        even_split: insist on parts of the same size. With False the first ``size % num_slice`` parts are one longer,
-            and with fewer examples than parts the last parts are empty.
+        num_slice: number of parts.
+        batch_axis: axis to split.
+        even_split: require parts of equal size. With False the first ``size % num_slice`` parts are longer by 1, and
+            with fewer examples than parts the last parts are empty.
+
+    Returns:
+        A list of `num_slice` views.
 
     Raises:
-        TypeError: the data is neither tensor nor array.
-        ValueError: the size is not divisible by `num_slice` with `even_split`, or there is no such axis.
+        TypeError: `data` is neither a tensor nor an array.
+        ValueError: the size is not divisible by `num_slice` and `even_split` is True, or the axis does not exist.
     """
     if not is_tensor(data) and not isinstance(data, np.ndarray):
         raise TypeError(f"only torch tensors and NumPy arrays can be split, not {type(data).__name__}")
@@ -704,6 +715,6 @@ def _check_parts(length: int, num_parts: int, part_index: int) -> None:
     if length < 0:
         raise ValueError(f"length is {length}; it counts the examples of the data set, at least 0")
     if num_parts < 1:
-        raise ValueError(f"num_parts is {num_parts}; there must be at least 1")
+        raise ValueError(f"num_parts is {num_parts}; it must be at least 1")
     if not 0 <= part_index < num_parts:
         raise ValueError(f"part_index is {part_index}; with num_parts={num_parts} it must be from 0 to {num_parts - 1}")

@@ -67,26 +67,26 @@ class _Lookup(torch.autograd.Function):
 
 
 class Embedding(torch.nn.Module):
-    """Looks up rows of a table that is kept by a store, and pushes their gradients there.
+    """Embedding layer whose table of rows is kept in a store; `step` pushes the gradients of the rows to it.
 
-    It has no parameters of torch's: the optimizer is the store's, set by ``store.set_optimizer``, and the rows are
-    saved by ``store.save_checkpoint``. Every worker makes it alike, and calls `step` equally often.
+    The layer has no torch parameters. Set the optimizer with ``store.set_optimizer``, and save the rows with
+    ``store.save_checkpoint``. Every worker creates the layer with the same arguments, and calls `step` equally often.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: elements of a row.
-        store: a `KVStore` with an optimizer, or the name of one to be created.
-        key: the table's key in the store; layers that give the same key share their rows.
-        initializer: what rows begin as: ``zeros``, ``constant(0.5)``, ``uniform(0.07,seed=3)`` or
-            ``normal(0.01,seed=3)``. A row comes into being when it is first updated; until then it takes no memory.
-        dtype: the element type, such as ``float32``, ``bfloat16`` or ``torch.float16``.
-        padding_idx: a row that reads as zeros and has no gradient; None for none.
+        num_embeddings: number of rows of the table.
+        embedding_dim: number of elements of a row.
+        store: a `KVStore` with an optimizer, or a name for `kvdist.kv.create`.
+        key: key of the table in the store; layers with the same key share the table.
+        initializer: initial value of the rows: ``zeros``, ``constant(0.5)``, ``uniform(0.07,seed=3)`` or
+            ``normal(0.01,seed=3)``. A row takes no memory before its first update.
+        dtype: element type, such as ``float32``, ``bfloat16`` or ``torch.float16``.
+        padding_idx: id of a row that reads as zeros and has no gradient; None for no such row.
 
     Raises:
-        ValueError: a size is not positive, the initialiser is unknown, or the padding is no row.
-        TypeError: the store is none, or the element type is not a floating one that a key may have.
-        InitMismatch: workers, or layers that share the key, gave different tables.
-        ConfigError: the store has a policy, such as `kvdist.diloco`, under which not every step is exchanged.
+        ValueError: a size is not positive, the initializer is unknown, or `padding_idx` is not a row.
+        TypeError: `store` is not a store, or the element type is not a floating-point type that a key may have.
+        InitMismatch: workers, or layers with the same key, declare different tables.
+        ConfigError: the store has a policy without an exchange in every step, such as `kvdist.diloco`.
     """
 
     def __init__(
@@ -106,15 +106,15 @@ class Embedding(torch.nn.Module):
         if num_embeddings < 1 or embedding_dim < 1:
             raise ValueError(f"an embedding of shape {(num_embeddings, embedding_dim)} has nothing to look up")
         if padding_idx is not None and not 0 <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx is {padding_idx}, which is no row of 0 to {num_embeddings - 1}")
+            raise ValueError(f"padding_idx is {padding_idx}; it must be a row from 0 to {num_embeddings - 1}")
         made = create_store(store) if isinstance(store, str) else store
         if not isinstance(made, KVStore):
             raise TypeError(f"store must be a kvdist store or the name of one, not {type(store).__name__}")
         if made._backend.policy is not None:
             raise ConfigError(
-                f"the table {key!r} is updated in each step, and its store has the policy {made._backend.policy},"
-                " whose optimizer is for changes of several steps: give the policy to the Trainer's store alone,"
-                " kv.create('dist', policy=...), and the table another one"
+                f"the table {key!r} needs an update in each step, but its store has the policy {made._backend.policy}:"
+                " pass the policy to the store of the Trainer alone, kv.create('dist', policy=...), and use another"
+                " store for the table"
             )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -150,14 +150,14 @@ class Embedding(torch.nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """What `print` shows of the layer."""
+        """Return the arguments for ``print``."""
         return f"{self.num_embeddings}, {self.embedding_dim}, key={self.key!r}, store={self._store!r}"
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Look up rows.
 
         Args:
-            ids: integers of any shape, on any device.
+            ids: integer tensor of any shape, on any device.
 
         Returns:
             A tensor of shape (*ids.shape, embedding_dim) on the device of `ids`.
@@ -178,15 +178,15 @@ class Embedding(torch.nn.Module):
         return looked_up
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Say which rows the next forward pass looks up, so that they travel meanwhile.
+        """Start to pull the rows that the next forward pass will look up.
 
-        They are asked for at once, or, while gradients wait for `step`, as soon as those are pushed, and again after a
-        `step` that comes before the pass: what comes is what `forward` would have pulled. Only a change that is not
-        this layer's, by a second layer of the same key or `load_checkpoint`, may be missing. A pass that looks up
-        other rows pulls those.
+        The request is sent at once, or, while gradients wait for `step`, after they are pushed; after a `step` that
+        precedes the pass, it is sent again. So the rows are those that `forward` would pull. Only a change by others,
+        such as a second layer with the same key or `load_checkpoint`, may be missed. A forward pass with other ids
+        pulls those.
 
         Args:
-            ids: as of `forward`.
+            ids: as in `forward`.
         """
         with torch.inference_mode(False):  # the backward pass of training may need what is made here
             self._wanted = self._batch_of(_checked(ids).clone())  # who gave them may write over them
@@ -194,20 +194,22 @@ class Embedding(torch.nn.Module):
             self._ask()
 
     def step(self, batch_size: float | None = None, *, samples: int | None = None) -> None:
-        """Push the gradients of all forward passes since the last call; returns at once, unless lost workers are waited
-        for (``KVDIST_ON_LOSS=wait``): then when they are counted.
+        """Push the gradients of all forward passes since the last call. Returns at once.
 
-        Every worker calls it after each backward pass, also when its batch named no rows: that counts, too.
+        Every worker calls it after each backward pass, even if its batch had no ids, because the empty push counts. If
+        the job waits for lost workers (``KVDIST_ON_LOSS=wait``), the call returns when the gradients are counted.
 
         Args:
-            batch_size: None: losses are means, and gradients are averaged over the workers, as by ``Trainer.step()``.
-                A number: losses are sums; this worker's gradients are divided by it and summed over the workers.
-            samples: None, or of how many examples this worker's loss is the mean, as of ``Trainer.step(samples=n)``.
+            batch_size: None for losses that are means; gradients are averaged over the workers, as by
+                ``Trainer.step()``. A number for losses that are sums; the gradients of this worker are divided by it,
+                then summed over the workers.
+            samples: number of examples over which the loss of this worker is the mean, as in
+                ``Trainer.step(samples=n)``.
 
         Raises:
-            OptimizerMismatch: only some workers give their samples.
-            ValueError: a number is not positive, or both are given; or the store has no optimizer: gradients would
-                become the whole table then.
+            OptimizerMismatch: only some workers pass `samples`.
+            ValueError: a number is not positive, or both are passed; or the store has no optimizer, so that gradients
+                would replace the table.
         """
         if not self._store.has_optimizer:
             raise ValueError(

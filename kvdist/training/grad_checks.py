@@ -144,10 +144,10 @@ def refuse_changed(changed: list[str], consequence: str) -> None:
     """
     if changed:
         raise RuntimeError(
-            f"{_some(changed)} changed outside of step(). The store holds these weights and would put its own in their"
-            " place. After changing weights, such as by load_state_dict(), call trainer.broadcast_parameters() on every"
-            f" worker, and rank 0's become everybody's; {consequence}. A network that writes to its own weights (say"
-            " nn.Embedding with max_norm) needs update_on_kvstore=False"
+            f"{_some(changed)} changed outside of step(). The store holds these weights and would overwrite the change."
+            " After changing weights, such as by load_state_dict(), call trainer.broadcast_parameters() on every"
+            f" worker, which copies the weights of rank 0 to all; {consequence}. A network that writes to its own"
+            " weights (such as nn.Embedding with max_norm) needs update_on_kvstore=False"
         )
 
 
@@ -167,9 +167,9 @@ def refuse_untrained(parameters: Sequence[Parameter]) -> None:
     ]
     if names:
         raise RuntimeError(
-            f"{_some(names)} frozen when the trainer was made, and has a gradient now: which parameters are trained is"
-            " agreed on at the beginning. Make the trainer with all that will be trained (one without a gradient stays"
-            " as it is), or close it and make another one"
+            f"{_some(names)} frozen when the trainer was created, but has a gradient now: workers agree on the trained"
+            " parameters at the beginning. Create the trainer with all parameters that will be trained (a parameter"
+            " without a gradient stays as it is), or close it and create another one"
         )
 
 

@@ -79,8 +79,8 @@ class Join:
             self._has_ended = True
             names = ", ".join(f"worker-{rank}" for rank in left)
             raise RuntimeError(
-                f"{names} left `with trainer.join():` by an error, which its own output has; the other workers leave it"
-                " too, and this step was not made"
+                f"{names} left `with trainer.join():` by an exception, which its output shows; the other workers leave"
+                " it too, and this step did not happen"
             )
         stepping = np.flatnonzero(parts == NextStep.STEPS)
         if len(stepping) and len(stepping) < len(parts) and self._live is not None:

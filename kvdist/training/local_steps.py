@@ -388,8 +388,8 @@ def split_evenly(sizes: Sequence[int], number: int) -> list[list[int]]:
     """
     if number > len(sizes):
         raise ConfigError(
-            f"a policy of {number} fragments, and {len(sizes)} parameters to train: a parameter is in one fragment as a"
-            f" whole, so there can be {len(sizes)} at most"
+            f"the policy has {number} fragments, but the Trainer only {len(sizes)} parameters to train, and a parameter"
+            f" is never split: use at most {len(sizes)} fragments"
         )
     fragments: list[list[int]] = [[] for _ in range(number)]
     loads = [(0, fragment) for fragment in range(number)]

@@ -279,7 +279,7 @@ def _carried(replica: torch.Tensor) -> torch.Tensor:
     if values.is_key_type(replica):
         return replica
     if not replica.is_contiguous():
-        raise TypeError(f"of dtype {replica.dtype} it must lie in one piece of memory; use .contiguous()")
+        raise TypeError(f"of dtype {replica.dtype} it must be contiguous in memory; use .contiguous()")
     return replica.detach().view(-1).view(torch.uint8)
 
 

@@ -186,27 +186,29 @@ class SharedQueue(Leasing):
 
 
 class QueueSampler(DrivenSampler):
-    """Indices of a data set that all workers take from one queue, for ``DataLoader(sampler=...)``.
+    """Sampler for ``DataLoader(sampler=...)`` that yields indices which all workers take from a common queue.
 
-    Every example is used once per epoch, on any number of workers, whichever are lost. The scheduler leases each
-    worker a few batches at a time; what a lost worker has not used goes to others as soon as the servers have said how
-    many of its pushes count. Its last step may have been counted in part: that counts as done, and is logged.
+    Each example is used once per epoch, whatever the number and speed of the workers, and even if some of them are
+    lost. The scheduler leases each worker a few batches at a time. Examples that a lost worker has not used are leased
+    to other workers, as soon as the servers have reported how many of its pushes count. If its last push was counted in
+    part, it counts as used, and the log says so.
 
-    Iterate ``for batch in trainer.batches(loader)``, once: it makes all `epochs`, and ends for all workers when every
-    example is used. A worker that finds nothing to lease is not waited for meanwhile. The position is saved in every
-    checkpoint, and `load_checkpoint` goes on there, also on another number of workers. On SIGTERM, as spot machines
-    send it, the loop finishes its batch, pushes what its steps have made, returns the rest of what it has leased, and
+    Iterate ``for batch in trainer.batches(loader)`` a single time: the loop makes all `epochs`, and ends on all workers
+    when every example is used. A worker that gets no lease is not awaited in the meantime. Every checkpoint includes
+    the position, and `load_checkpoint` resumes from it, on any number of workers. On SIGTERM, the signal that spot
+    machines get, the loop finishes its batch, pushes the result of its steps, returns the unused part of its lease, and
     raises ``SystemExit(0)``.
 
-    Loaders with worker processes may be used, and ``StatefulDataLoader``; batches must be torch's, without
-    ``drop_last``. With several workers the store must be a ``dist`` one, and update. Works alone, too.
+    Worker processes of the loader (``num_workers``) and ``StatefulDataLoader`` are supported. Batches must be those of
+    torch's ``BatchSampler``, without ``drop_last``. With several workers the store must be a ``dist`` store that
+    updates the weights. The sampler also works in a single process.
 
     Args:
-        length: examples in the data set, the same on every worker.
-        epochs: how often one iteration uses each of them.
-        shuffle: a new order in each epoch, the same on every worker; otherwise ascending.
-        seed: makes the orders, 0 or more, the same on every worker.
-        store: the store of the trainer; None: whichever that has.
+        length: number of examples in the data set, equal on all workers.
+        epochs: number of times that an iteration uses each example.
+        shuffle: True for a new random order in each epoch, equal on all workers; False for ascending indices.
+        seed: seed of the orders, 0 or more, equal on all workers.
+        store: store of the trainer; None takes the store of the trainer that iterates.
 
     Raises:
         ValueError: a number is out of range.
@@ -260,8 +262,8 @@ class QueueSampler(DrivenSampler):
     def __iter__(self) -> Iterator[int]:
         if not self._is_driven:
             raise RuntimeError(
-                "a QueueSampler is iterated by `for batch in trainer.batches(loader)`, which says what was used: this"
-                " loader, or the sampler, was iterated by itself"
+                "iterate a QueueSampler by `for batch in trainer.batches(loader)`, which reports the used examples:"
+                " this loader, or the sampler, was iterated directly"
             )
         self._iterations += 1
         self._yielded = self._end = 0
@@ -351,7 +353,7 @@ class QueueSampler(DrivenSampler):
 
     def _bind(self, trainer: Trainer) -> None:
         if self._store is not None and self._store is not trainer.kvstore:
-            raise ValueError("the QueueSampler was made with another store than this trainer has: leave store= out")
+            raise ValueError("the QueueSampler has another store than this trainer: leave store= out")
         if trainer._join is not None:
             raise RuntimeError("a QueueSampler needs no trainer.join(): a worker without examples is not waited for")
         trainer._start()
@@ -359,7 +361,7 @@ class QueueSampler(DrivenSampler):
         if before is self:
             return
         if isinstance(before, QueueSampler) and before._is_begun:
-            raise RuntimeError(f"{before} has not come to its end, and {self} begins: train on one after the other")
+            raise RuntimeError(f"{self} begins before {before} has ended: train on them one after the other")
         trainer._queue = self
         self._leasing = before._leasing if isinstance(before, QueueSampler) else leasing_of(trainer)
         assert self._leasing is not None
@@ -427,7 +429,7 @@ class QueueSampler(DrivenSampler):
 
     @property
     def unused(self) -> int:
-        """How many examples were handed out since the last step, which the next one sums."""
+        """Number of examples delivered since the last step; the next step sums them."""
         if self._leasing is None:
             return 0
         return self._handed - self._held.used
@@ -437,7 +439,7 @@ class QueueSampler(DrivenSampler):
             self._held.use(used)
 
     def rolled_back(self) -> None:
-        """All have gone back to a snapshot: the loader begins anew, with what is leased then."""
+        """Restart the loader with new leases, after a rollback to a snapshot."""
         self._rollbacks += 1
         self._iterations += 1
         self._handed = self._yielded = self._version = self._end = 0
@@ -445,10 +447,10 @@ class QueueSampler(DrivenSampler):
         self._is_over = False
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """A checkpoint was loaded.
+        """Go to the position in the data of a loaded checkpoint.
 
         Raises:
-            RuntimeError: a loader is being iterated, and has read ahead.
+            RuntimeError: a loader is being iterated and has read ahead.
         """
         if self._is_driven:
             raise RuntimeError("load_checkpoint() was called within the loop over trainer.batches(): leave it before")
@@ -474,9 +476,9 @@ def leasing_of(trainer: Trainer) -> Leasing:
         return shared
     if store is not None and store.num_workers > 1:
         raise ConfigError(
-            f"a QueueSampler with {store.num_workers} workers needs a store 'dist...' that updates, where a worker that"
-            f" had nothing to do gets the weights of the others; this Trainer has {store.type!r}"
-            f"{'' if trainer._update_on_kvstore else ' and its workers update'}: use SplitSampler there"
+            f"a QueueSampler with {store.num_workers} workers needs a store 'dist...' that updates the weights, so that"
+            " a worker without examples gets the weights of the others; this Trainer has"
+            f" {store.type!r}{'' if trainer._update_on_kvstore else ' and its workers update'}: use SplitSampler"
         )
     own = OwnQueue()
     if trainer._position is not None:

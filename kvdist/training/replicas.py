@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Replicas(Sequence["torch.nn.Module"]):
-    """The replicas of one network, in the order of their devices. `replicate` makes it."""
+    """Replicas of a network in the order of their devices, as `replicate` returns them."""
 
     def __init__(self, nets: Sequence[torch.nn.Module]) -> None:
         self._nets = list(nets)
@@ -46,17 +46,17 @@ class Replicas(Sequence["torch.nn.Module"]):
         return self._nets[index]
 
     def parameters(self) -> Iterator[list[torch.nn.Parameter]]:
-        """Each parameter as the list of its replicas, for a `Trainer`."""
+        """Iterate over the parameters; each item is the list of replicas of a parameter, for a `Trainer`."""
         for _, replicas in self.named_parameters():
             yield replicas
 
     def named_parameters(self) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
-        """Each parameter's name, and the list of its replicas."""
+        """Iterate over pairs of a parameter's name and the list of its replicas."""
         for named in zip(*(net.named_parameters() for net in self._nets), strict=True):
             yield named[0][0], [parameter for _, parameter in named]
 
     def train(self, mode: bool = True) -> None:
-        """Put all replicas into training mode, or with False into that of `eval`."""
+        """Put all replicas into training mode, or with False into evaluation mode."""
         for net in self._nets:
             net.train(mode)
 
@@ -65,44 +65,47 @@ class Replicas(Sequence["torch.nn.Module"]):
         self.train(False)
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all replicas. Call it before each batch."""
+        """Reset the gradients of all replicas. Call it before each batch."""
         for net in self._nets:
             net.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """The first replica's. Its parameters are those of all; its buffers are so after `kvdist.sync_buffers`."""
+        """Return the ``state_dict()`` of the first replica.
+
+        Parameters are equal on all replicas; buffers only after `kvdist.sync_buffers`.
+        """
         return self._nets[0].state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state into all replicas. After a step, call ``trainer.broadcast_parameters()`` behind it.
+        """Load a state into all replicas. Once a step was made, call ``trainer.broadcast_parameters()`` afterwards.
 
         Raises:
-            RuntimeError: as torch's: a name or a shape is not the network's. The first replica is tried first.
+            RuntimeError: as in torch, a name or a shape does not match the network. The first replica is checked first.
         """
         for net in self._nets:
             net.load_state_dict(state)
 
 
 def replicate(net: torch.nn.Module, devices: Sequence[Any]) -> Replicas:
-    """Put a network on several devices, for data parallel training by one worker.
+    """Copy a network to several devices, for data-parallel training within a worker.
 
-    Split each batch with `split_and_load`, run each replica on its part, and give ``replicas.parameters()`` or
-    ``replicas.named_parameters()`` to a `Trainer`, which sums the gradients and keeps the weights the same.
+    Split each batch with `split_and_load`, run each replica on its part, and pass ``replicas.parameters()`` or
+    ``replicas.named_parameters()`` to a `Trainer`, which sums the gradients and keeps the weights equal.
 
     Args:
-        net: the network, with its first weights. It becomes the first replica: it is moved, not copied.
-        devices: torch devices or their names, such as ``["cuda:0", "cuda:1"]``. There may be one, or the same one
-            twice, each time with a replica of its own.
+        net: network with its initial weights. It is moved to the first device and becomes the first replica.
+        devices: list of torch devices or their names, such as ``["cuda:0", "cuda:1"]``. A single device is allowed, and
+            a repeated device gets a separate replica each time.
 
     Returns:
-        The replicas, a sequence of modules: ``[loss(net(x), y) for net, x, y in zip(replicas, data, labels)]``.
+        A `Replicas` object, a sequence of modules: ``[loss(net(x), y) for net, x, y in zip(replicas, data, labels)]``.
 
     Raises:
-        TypeError: `net` is not a module, or `devices` no list of devices.
-        ValueError: there is no device, or the network is spread over several devices, or has no memory yet (``meta``),
-            or torch cannot copy it.
+        TypeError: `net` is not a module, or `devices` is not a list of devices.
+        ValueError: `devices` is empty, or the network is spread over several devices, is on the ``meta`` device, or
+            cannot be copied by torch.
         RuntimeError: a lazy module has no shape yet.
-        DeviceError: a device cannot be used here.
+        DeviceError: a device is not usable in this process.
     """
     places = _devices(devices)
     _check(net)
@@ -163,32 +166,33 @@ def _check(net: torch.nn.Module) -> None:
     lies_on = list(dict.fromkeys(str(parameter.device) for parameter in net.parameters()))
     if len(lies_on) > 1:
         raise ValueError(
-            f"the network is spread over {' and '.join(lies_on)}, and a replica lies on one device: move it to one"
-            " first, if it fits there"
+            f"the network is spread over {' and '.join(lies_on)}, but a replica must be on a single device: move the"
+            " network to one device first"
         )
     if "meta" in lies_on:
         raise ValueError("the network is on the device 'meta' and has no weights yet: give it some, as by to_empty()")
 
 
 def sync_buffers(net: torch.nn.Module | Replicas, store: KVStore | None, *, samples: int | None = None) -> None:
-    """Make the buffers of a network the same on all workers and devices, in place; every worker calls it.
+    """Make the buffers of a network, such as BatchNorm statistics, equal on all workers and devices, in place.
 
-    Buffers of floating and complex types, such as a running mean, become the mean over the workers; integers and
-    booleans, such as a count of batches, and others that no store sums become rank 0's. Of `Replicas` they are first
-    the mean over this worker's devices, and the first device's. Buffers are matched by their names. Call it before an
-    evaluation, or before saving the ``state_dict``. The keys and the optimizer of the store are not touched.
+    Every worker calls it, before an evaluation or before saving the ``state_dict``. Floating-point and complex buffers,
+    such as a running mean, become the mean over the workers. Integer and boolean buffers, such as a count of batches,
+    and types that no store can sum become those of rank 0. For `Replicas`, the mean over the devices of this worker, or
+    the value of the first device, is taken first. Buffers are matched by name. Keys and optimizer of the store are not
+    involved.
 
     Args:
-        net: the network, on each worker with the same buffers; or its replicas.
-        store: whose workers take part. None: only the devices of these replicas.
-        samples: of how many examples this worker's buffers are, since the last call, say: each worker's weigh so much
-            in the mean, which is right where workers make different numbers of steps. All workers give theirs. With 0
-            a worker only gets the others'; if all give 0, the mean is unweighted. None: all workers count equally.
+        net: network with the same buffers on each worker, or its replicas.
+        store: store whose workers take part; None for the devices of the replicas only.
+        samples: weight of this worker in the mean: the number of examples behind its buffers, for example since the
+            last call. Use it if workers make different numbers of steps; then all workers pass it. A worker with 0 only
+            receives; if all pass 0, the mean is unweighted. None: all workers weigh the same.
 
     Raises:
-        InitMismatch: the workers' networks have different buffers, or only some give their samples.
-        TypeError: the store is not a `KVStore`, or a buffer is of a type that none can hold, or `samples` is no whole
-            number.
+        InitMismatch: the networks of the workers have different buffers, or only some workers pass `samples`.
+        TypeError: `store` is not a `KVStore`, a buffer has a type that no store can hold, or `samples` is not an
+            integer.
         ValueError: `samples` is negative.
     """
     import torch

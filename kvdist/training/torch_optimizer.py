@@ -96,8 +96,8 @@ class TorchOptimizer(torch.optim.Optimizer):
     ) -> None:
         if live.lr_scheduler is not None:
             raise ValueError(
-                "the optimizer has a schedule of its own, so a group's lr would mean nothing: leave lr_scheduler out"
-                " and use one of torch.optim.lr_scheduler, or call the trainer's step() instead of as_torch_optimizer()"
+                "the optimizer has an lr_scheduler, which overrides the lr of a group: leave lr_scheduler out and use"
+                " one of torch.optim.lr_scheduler, or call the trainer's step() instead of as_torch_optimizer()"
             )
         self._live = live
         self._overlaps = overlaps
@@ -289,8 +289,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         others = of_torch.keys() - {index for index, _ in trained}
         if others:
             raise ValueError(
-                f"the state is of {len(of_torch)} parameters, of which {sorted(map(str, others))[:5]} are not trained"
-                f" here, as this optimizer trains {len(trained)}: load it into the same model"
+                f"the state has {len(of_torch)} parameters, but this optimizer trains {len(trained)}, without"
+                f" {sorted(map(str, others))[:5]}: load it into the same model"
             )
         return [None if index not in of_torch else self._of_one(one, of_torch[index]) for index, one in trained]
 
@@ -315,7 +315,7 @@ class TorchOptimizer(torch.optim.Optimizer):
             given = torch.as_tensor(of_torch[name], device="cpu")
             if given.shape != own.shape:
                 raise ValueError(
-                    f"the state {name} of {parameter.name} has shape {tuple(given.shape)}, and here it has"
+                    f"the state {name} of {parameter.name} has shape {tuple(given.shape)}, but in this model"
                     f" {tuple(own.shape)}: load it into the same model"
                 )
             own.copy_(given)  # `fresh` has the memory of the arrays
@@ -394,14 +394,14 @@ class TorchOptimizer(torch.optim.Optimizer):
             said = ", ".join(f"{name} to {number}" for name, number in changed.items())
             if not updates_here:
                 raise ValueError(
-                    f"the groups have changed {said}, but the weights are updated on the store, which keeps what the"
-                    " trainer was made with: make the trainer with update_on_kvstore=False, or a scheduler with"
+                    f"the groups have changed {said}, but the weights are updated on the store, which keeps the values"
+                    " from the trainer's creation: create the trainer with update_on_kvstore=False, or a scheduler with"
                     " cycle_momentum=False"
                 )
             if self._told is not None and type(live)(**wanted).state_names != live.state_names:
                 raise ValueError(
-                    f"the groups have changed {said}, which needs other states than the trainer was made with: make"
-                    " another Trainer"
+                    f"the groups have changed {said}, which needs other states than the trainer has: create another"
+                    " Trainer"
                 )
             for name, number in changed.items():
                 live.change_here(name, number)
@@ -428,8 +428,8 @@ class TorchOptimizer(torch.optim.Optimizer):
             if not updates_here:
                 raise ValueError(
                     f"{word} has changed from {present} to {wanted}, but the weights are updated on the store, which"
-                    " keeps what the trainer was made with: make the scheduler with cycle_momentum=False, or the"
-                    " trainer with update_on_kvstore=False"
+                    " keeps the values from the trainer's creation: create the scheduler with cycle_momentum=False, or"
+                    " the trainer with update_on_kvstore=False"
                 )
             if not present:
                 raise ValueError(

@@ -101,51 +101,52 @@ BATCH_SIZE_LIMIT = 1 << 32
 
 
 class Trainer:
-    """Applies an optimizer to parameters, on the store or here, after summing gradients over devices and workers.
+    """Optimizer for the parameters of a torch network, with gradients summed over devices and workers.
+
+    It replaces a ``torch.optim`` optimizer: call `step` after each backward pass. The update runs in the store or in
+    each worker (`update_on_kvstore`).
 
     Args:
-        params: ``net.parameters()``, ``net.named_parameters()``, a dict of name to parameter (in the order of sorted
-            names), or torch's parameter groups ``{'params': …, 'lr_mult': …, 'wd_mult': …}``. With several devices each
-            parameter is a list of its replicas, one per device, as in ``zip(net0.parameters(), net1.parameters())``.
-            Duplicates count once. Workers match parameters by their names, and without names by their places, so a set
-            needs names. Parameters with ``requires_grad=False`` at this time are not trained, only made equal
-            to rank 0's.
-        optimizer: a name such as ``'adam'`` or ``'torch.adamw'``, an `Optimizer` of kvdist, or one of ``torch.optim``
-            with the same parameters, whose groups and schedulers then act here: call `step` in place of its own.
-        optimizer_params: hyper-parameters for a name, such as ``{'learning_rate': .001}``. With the name of a rule of
-            torch they are torch's, and so are further entries of parameter groups, such as ``'lr'``.
-        kvstore: the name of a store, which the first step creates; a `KVStore`, or a custom `kvdist.kv.KVStoreBase`; or
-            None to update without a store.
-        compression_params: how gradients are compressed, such as ``{'type': '2bit', 'threshold': 0.5}``; see
-            `KVStore.set_gradient_compression`. Parameters with gradients must be float32 then. None leaves the store's
-            setting.
-        update_on_kvstore: True: the store holds the optimizer and returns weights. False: it sums gradients, and each
-            worker updates. None: on the store where it can, unless ``MXNET_UPDATE_ON_KVSTORE=0``; see
-            `kvdist.training.trainer_config`.
-        overlap: send gradients during the backward pass, each bucket as soon as it is complete, rather than all in
-            `step`. The weights are the same to the bit; without servers, from three workers on, up to rounding. It
-            needs torch's convention: losses are means, and `step` takes no size. Each step takes the gradients of one
-            backward pass; further passes go into `no_sync`. Gradients must not change between ``backward()`` and
-            ``step()``, and where the store updates, a learning rate set between the two applies to the next step.
-        share_weights: after a step, large parameters show the memory of the servers of this host instead of a copy.
-            Where the store cannot do that, they are copied. Needs a store that updates, one device, and no ``overlap``.
-        reject_nonfinite: check this worker's gradients before they are sent, in one pass over their bytes: with NaN or
-            infinity `step` raises `FloatingPointError`, naming worker and parameter. Not with ``overlap``.
-        clip_norm: clip each step's gradient to this norm, as ``torch.nn.utils.clip_grad_norm_(parameters, clip_norm)``
-            does under DistributedDataParallel: by the L2 norm over all parameters of the mean of all workers'
-            gradients, or with ``step(batch_size)`` of their sum. Must be positive; infinity only measures the norm. The
-            workers update then, or with ``update_on_kvstore=True`` the servers of a synchronous ``dist`` store; a norm
-            that is not finite is a `FloatingPointError` there. Not with ``overlap``, ``share_weights``, or a
-            ``dist_async`` store. None for no clipping.
-        average_half_life: let the servers keep an exponential average of the weights, in which weights count half as
-            much after so many updates; for `averaged_weights`, checkpoints and ``pull(average=True)``. See
-            `Optimizer.average_half_life`, where it may be given as well. Under a policy of local steps an update is an
-            exchange. None leaves the optimizer's.
+        params: ``net.parameters()``, ``net.named_parameters()``, a dict of names to parameters (used in the order of
+            sorted names), or parameter groups ``{'params': …, 'lr_mult': …, 'wd_mult': …}``. With several devices each
+            entry is a list of the replicas of a parameter, one per device, as in ``zip(net0.parameters(),
+            net1.parameters())``. Duplicates count once. Workers match parameters by name, or by position if they have
+            no names, so a set needs names. Parameters with ``requires_grad=False`` at this time are not trained; the
+            first step only copies the values of rank 0 into them.
+        optimizer: a name such as ``'adam'`` or ``'torch.adamw'``, a `kvdist.optimizer.Optimizer`, or a ``torch.optim``
+            optimizer of the same parameters. Parameter groups and schedulers of the latter stay in effect, but call
+            `step` of the trainer instead of its ``step``.
+        optimizer_params: hyper-parameters for a name, such as ``{'learning_rate': .001}``. With ``'torch.…'`` they have
+            torch's names, such as ``'lr'``, also as entries of parameter groups.
+        kvstore: a name for `kvdist.kv.create`, which the first step calls; a `KVStore` or custom
+            `kvdist.kv.KVStoreBase`; None to update without a store.
+        compression_params: compression of gradients, such as ``{'type': '2bit', 'threshold': 0.5}``; see
+            `KVStore.set_gradient_compression`. Trained parameters must be float32. None keeps the setting of the store.
+        update_on_kvstore: True: the store holds the optimizer and returns weights. False: the store sums gradients, and
+            each worker updates. None: the store updates if it can, unless ``MXNET_UPDATE_ON_KVSTORE=0`` is set.
+        overlap: send gradients during the backward pass, in buckets, instead of in `step`. The resulting weights are
+            bitwise equal; only without servers and with three workers or more do they differ by rounding. Requires
+            losses that are means, `step` without arguments, and a single backward pass per step outside `no_sync`.
+            Gradients must not change between ``backward()`` and ``step()``. If the store updates, a learning rate that
+            is set between the two applies to the next step.
+        share_weights: let large parameters point into the shared memory of servers on this host after a step, instead
+            of copying the weights. Requires a store that updates and a single device; not with `overlap`. Other
+            parameters are copied.
+        reject_nonfinite: check gradients of this worker before they are sent, which reads them once. On NaN or infinity
+            `step` raises `FloatingPointError` with the worker and the parameter. Not with `overlap`.
+        clip_norm: largest L2 norm of the gradient of a step, over all parameters, as with
+            ``torch.nn.utils.clip_grad_norm_(parameters, clip_norm)`` under DistributedDataParallel. It applies to the
+            mean of the gradients of all workers, or with ``step(batch_size)`` to their sum. Must be positive; infinity
+            only measures `grad_norm`. The workers update, or with ``update_on_kvstore=True`` the servers of a
+            synchronous ``dist`` store, where a norm that is not finite raises `FloatingPointError`. Not with `overlap`,
+            `share_weights` or ``dist_async``. None: no clipping.
+        average_half_life: leaves with a later version; use ``torch.optim.swa_utils.AveragedModel`` on a worker. Sets
+            `Optimizer.average_half_life`; under a policy of local steps an update is an exchange.
 
     Raises:
         TypeError: parameters or optimizer are of a wrong type.
-        ValueError: parameters do not fit each other, or settings contradict each other.
-        ConfigError: ``KVDIST_KERNELS`` is ``numba``, which cannot be imported, and the worker is to update.
+        ValueError: parameters do not match each other, or arguments contradict each other.
+        ConfigError: the workers update, and ``KVDIST_KERNELS=numba``, which cannot be imported.
     """
 
     _has_warned = _has_warned_of_grads = False
@@ -270,39 +271,39 @@ class Trainer:
     def step(
         self, batch_size: float | None = None, ignore_stale_grad: bool = False, *, samples: int | None = None
     ) -> None:
-        """Make one training step: sum the gradients over devices and workers, update, and get the new weights.
+        """Make a training step: sum the gradients over devices and workers, update, and fetch the new weights.
 
-        ``step()`` is torch's convention: each device's loss is a mean over its examples, and gradients are averaged
-        over workers and devices, as in DistributedDataParallel. ``step(batch_size)`` is Gluon's: losses are sums; each
-        worker's gradient is divided by its `batch_size`, its number of examples on all devices, and these are summed
-        over the workers. The size may change from step to step. ``step(samples=n)`` is for batches of unequal sizes:
-        losses are means, as with ``step()``, and this worker's weighs n over the n of all workers, so the gradient is
-        that of one big batch of all examples. Where workers update, ``grad`` afterwards holds the gradient that was
-        applied.
+        - ``step()``: losses are means over the examples of a device, as in torch. Gradients are averaged over workers
+          and devices, as in DistributedDataParallel.
+        - ``step(samples=n)``: losses are means, for batches of unequal sizes. The gradient of this worker gets the
+          weight n divided by the sum of n over all workers, so the step equals that of a single batch of all examples.
+        - ``step(batch_size)``: losses are sums, as in Gluon. The gradient of this worker is divided by its
+          `batch_size`, and the results are summed over the workers. The size may differ from step to step.
 
-        A parameter without a gradient (``grad`` is None) on every device of every worker stays as it is. Where only
-        some have none, they contribute nothing and get the others' update; no worker waits for them.
+        A parameter whose ``grad`` is None on every device of every worker stays unchanged. If it is None on some of
+        them, those contribute nothing and get the update of the others; no worker waits for them. If the workers
+        update, ``grad`` holds the applied gradient afterwards.
 
-        With ``overlap=True`` every worker must call it after each backward pass outside of `no_sync`, also after one
-        that failed: its sent gradients count, and the other workers wait for the rest. Errors of gradients on their way
-        are raised here at the latest, after all transfers have ended.
+        With ``overlap=True`` every worker must call `step` after each backward pass outside `no_sync`, even after a
+        pass that failed: gradients that were sent count, and the other workers wait for the rest. `step` raises errors
+        of such gradients at the latest, after all transfers have ended.
 
         Args:
-            batch_size: None, or the number of examples in this worker's gradients.
-            samples: None, or of how many examples (or tokens) this worker's loss is the mean, on all devices. All
-                workers that make this step give theirs; one without any calls `skip_step`. On ``dist_async``, where
-                each push is an update, it weighs nothing.
-            ignore_stale_grad: what to do with a gradient that the last step has used already, because no backward pass
-                and no ``zero_grad()`` has renewed it. False refuses it; True ignores it.
+            batch_size: number of examples of this worker, on all devices; None for losses that are means.
+            samples: number of examples (or tokens) over which the loss of this worker is the mean, on all devices. All
+                workers of the step must pass it; a worker without examples calls `skip_step`. On ``dist_async``, where
+                each push is an update, it does not weight.
+            ignore_stale_grad: False raises an error for a gradient that an earlier step has already used, because
+                neither a backward pass nor ``zero_grad()`` has renewed it. True leaves such a gradient out.
 
         Raises:
-            ValueError: a number is out of range, both are given, or one of them with ``overlap=True``; or `samples` is
-                not what `batches` has handed out from a `QueueSampler`.
-            OptimizerMismatch: only some workers give their samples.
-            RuntimeError: a gradient is stale; weights of the store were changed other than by `step`; or gradients
-                were changed after ``overlap=True`` had sent them.
-            FloatingPointError: a gradient is not finite, with ``reject_nonfinite=True``; or the norm by which servers
-                clip, on every worker.
+            ValueError: a number is out of range, both numbers are passed, or a number is passed with ``overlap=True``;
+                or `samples` differs from the number of examples that a `QueueSampler` has delivered through `batches`.
+            OptimizerMismatch: only some workers pass `samples`.
+            RuntimeError: a gradient is stale, weights in the store were changed other than by `step`, or gradients were
+                changed after ``overlap=True`` had sent them.
+            FloatingPointError: a gradient is not finite (``reject_nonfinite=True``), or on every worker, the norm by
+                which servers clip is not finite.
         """
         if self._overlaps and batch_size is not None:
             refuse_size(f"step({batch_size})")
@@ -319,30 +320,32 @@ class Trainer:
         self._report_times(examples)
 
     def batches(self, loader: Iterable[Any]) -> Batches:
-        """Iterate a loader and let its `SplitSampler` count the batches that have reached a step.
+        """Iterate a loader and let its `SplitSampler` or `QueueSampler` count the batches that a step has used.
 
-        ``for inputs, targets in trainer.batches(loader):`` replaces ``for inputs, targets in loader:`` where the
-        sampler's position is saved. ``sampler.state_dict()`` is then the position after the last `step`: it includes
-        neither batches that the loader's worker processes have prepared nor batches whose gradients wait for the next
-        step (`no_sync`, or several backward passes). A run that resumes there, in the same process after a ``break`` or
-        in another one, makes the remaining steps, with each example once.
+        Write ``for inputs, targets in trainer.batches(loader):`` instead of ``for inputs, targets in loader:`` to save
+        the position of the sampler. Then ``sampler.state_dict()`` is the position after the last `step`. It includes
+        neither batches that worker processes of the loader have prepared, nor batches whose gradients wait for the next
+        step (`no_sync`, or several backward passes). A run that resumes from it, in the same process after a ``break``
+        or in another process, makes the remaining steps and uses each example once.
 
-        The result has the loader's length, and may be iterated once per epoch or made again each time. For validation
-        iterate the loader itself: no step follows. A loader without a `SplitSampler` is only iterated.
+        The result has the length of the loader. It may be iterated once per epoch, or created anew each time; with a
+        `QueueSampler` a single iteration covers all epochs. For validation iterate the loader itself, because no step
+        follows. A loader without such a sampler is iterated unchanged.
 
         Args:
-            loader: a ``torch.utils.data.DataLoader`` with ``sampler=SplitSampler(...)``, or with torch's
-                ``BatchSampler`` of one; any other iterable.
+            loader: a ``torch.utils.data.DataLoader`` with ``sampler=SplitSampler(...)`` or
+                ``sampler=QueueSampler(...)``, or with torch's ``BatchSampler`` around such a sampler; or any other
+                iterable.
         """
         return Batches(loader, self._handed_out, self)
 
     def skip_step(self) -> None:
-        """Take part in a step without gradients, such as when this worker's gradients cannot be used.
+        """Take part in a step without gradients, for example because the gradients of this worker are unusable.
 
-        The step uses the other workers' gradients; if all workers skip it, the weights stay as they are.
+        The step uses the gradients of the other workers. If all workers skip it, the weights stay unchanged.
 
         Raises:
-            RuntimeError: with ``overlap=True``, where gradients have been sent already.
+            RuntimeError: ``overlap=True`` has already sent gradients.
         """
         if self._overlaps:
             raise RuntimeError("skip_step() is too late with overlap=True: gradients leave during backward()")
@@ -355,22 +358,23 @@ class Trainer:
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
-        """Return a context in which workers may have different numbers of batches, each at least 0.
+        """Return a context in which workers may have different numbers of batches, including none.
 
-        As torch's ``Join`` under DistributedDataParallel: a worker that comes to the end of the block takes part in the
-        others' steps without gradients, until all are done. A mean still divides by the number of all workers. All
-        leave the block together, with equal weights. Each step costs one small exchange more. Call it on all workers.
+        It works like torch's ``Join`` with DistributedDataParallel. A worker that reaches the end of the block takes
+        part in the steps of the other workers without gradients, until all workers are done; a mean still divides by
+        the number of all workers. All workers leave the block together, with equal weights. Every worker must enter it.
+        Each step costs an additional small exchange.
 
-        Within the block only `step` (also of `as_torch_optimizer`) and `skip_step` may be called, and nothing else that
-        waits for other workers: a barrier or another store raises `DeadlockError` once a worker is done. An error that
-        leaves the block on one worker is a RuntimeError on the others, in their next step.
+        Inside the block call only `step` (also that of `as_torch_optimizer`) and `skip_step`. Other calls that wait for
+        workers, such as a barrier, raise `DeadlockError` once a worker is done. If an exception leaves the block on a
+        worker, the next step of the others raises `RuntimeError`.
 
-        It changes nothing with one worker, without a store, and on ``dist_async``, where no worker waits.
+        The context has no effect with a single worker, without a store, and on ``dist_async``, where no worker waits.
 
         Raises:
-            NotImplementedError: the store is none of the ``dist`` stores, or with ``overlap=True``.
-            RuntimeError: it is within another one; or another worker has left the block by an error.
-            InitMismatch: workers that update begin it with different learning rates, momenta or multipliers.
+            NotImplementedError: the store is not a ``dist`` store, or with ``overlap=True``.
+            RuntimeError: `join` is nested, or another worker has left the block by an exception.
+            InitMismatch: the workers update and enter with different learning rates, momenta or multipliers.
         """
         if self._join is not None:
             raise RuntimeError("trainer.join() is within another trainer.join(): one of them is enough")
@@ -400,15 +404,15 @@ class Trainer:
                 self._join = None
 
     def as_torch_optimizer(self) -> TorchOptimizer:
-        """This trainer as a ``torch.optim.Optimizer``: for torch's schedulers, `torch.amp.GradScaler`, Lightning.
+        """Return this trainer as a ``torch.optim.Optimizer``, for torch's schedulers, `GradScaler` or Lightning.
 
-        Its groups are the trainer's, with ``lr`` and ``weight_decay``; changes apply from the next step on, on servers
-        too. Where this process updates, the same holds for ``momentum`` or ``betas``, as OneCycleLR writes them; on
-        servers they cannot change. Its ``step()`` is `step` without a size. Its ``state_dict()`` has the optimizer's
-        state, also where servers keep it. Each call returns the same object.
+        Its parameter groups are those of the trainer, with ``lr`` and ``weight_decay``. Changes apply from the next
+        step on, also on servers. If the workers update, ``momentum`` and ``betas`` may change too, as OneCycleLR does;
+        on servers they are fixed. Its ``step()`` calls `step` without arguments. Its ``state_dict()`` includes the
+        optimizer state, also if servers keep it. Every call returns the same object.
 
         Raises:
-            ValueError: the optimizer has a schedule of its own.
+            ValueError: the optimizer has an `lr_scheduler`.
         """
         if self._torch_optimizer is None:
             self._torch_optimizer = self._shown_as_torch(None)
@@ -426,16 +430,16 @@ class Trainer:
         )
 
     def allreduce_grads(self, *, average: bool = False, ignore_stale_grad: bool = False) -> None:
-        """Replace each gradient by its sum over devices and workers, such as for clipping before `update`.
+        """Replace each gradient by its sum over devices and workers, for example to clip before `update`.
 
         Args:
             average: divide the sum by the number of workers, as ``step()`` does; then call ``update()``. Required with
-                ``overlap=True``, which divides gradients on their way.
-            ignore_stale_grad: as in `step`; pass the same to `update`.
+                ``overlap=True``, where gradients are divided before they are sent.
+            ignore_stale_grad: as in `step`; pass the same value to `update`.
 
         Raises:
-            RuntimeError: the store updates the weights, a gradient is stale, or gradients were changed after they had
-                been sent.
+            RuntimeError: the store updates the weights, a gradient is stale, or a gradient was changed after
+                ``overlap=True`` had sent it.
             ValueError: ``overlap=True`` without ``average=True``.
         """
         if self._overlaps and not average:
@@ -449,8 +453,8 @@ class Trainer:
         self._sync_hyperparameters()
         if self._join is not None:
             raise RuntimeError(
-                "allreduce_grads() within trainer.join(): a worker that is done cannot repeat what is done to gradients"
-                " by hand. Call step(), with clip_norm to clip"
+                "allreduce_grads() cannot be used within trainer.join(), because a worker that is done cannot repeat"
+                " your changes of gradients. Call step(), with clip_norm to clip"
             )
         if self._overlap is not None:
             self._overlap.finish()
@@ -460,11 +464,10 @@ class Trainer:
             self._summed = self._exchange.sum(grads, average, self._said(None))
 
     def update(self, batch_size: float | None = None, ignore_stale_grad: bool = False) -> None:
-        """Update the weights here with the present gradients, after `allreduce_grads`.
+        """Update the weights in this process with the current gradients, after `allreduce_grads`.
 
         Args:
-            batch_size: the divisor of the summed gradients, the same on every worker; None divides by the number of
-                devices.
+            batch_size: divisor of the summed gradients, equal on all workers; None divides by the number of devices.
             ignore_stale_grad: as in `step`.
 
         Raises:
@@ -484,11 +487,11 @@ class Trainer:
         self._report_times(examples)
 
     def exchange(self) -> None:
-        """Under a policy: exchange what the steps since the last exchange have made. All have the same weights then.
+        """Under a policy, exchange the steps since the last exchange, so that all workers have the same weights.
 
-        For before an evaluation, or after the last step. All workers call it: after equally many steps where the policy
-        counts steps, and whenever they come there under a quota. `save_checkpoint` does so. Without a policy, and after
-        an exchange of equally many steps, there is nothing to do.
+        Call it on all workers before an evaluation and after the last step: after equally many steps if the policy
+        counts steps (`kvdist.local_sgd`, `kvdist.diloco`), at any time under `kvdist.quota`. `save_checkpoint` calls
+        it. Without a policy, or without steps since the last exchange, it does nothing.
         """
         self._finish_exchange(together=True)
 
@@ -518,17 +521,17 @@ class Trainer:
 
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Return a context in which the trained parameters are the servers' averages of the weights.
+        """Return a context in which the parameters are the servers' averages of the weights (`average_half_life`).
 
-        ``with trainer.averaged_weights(): evaluate(net)``, on one worker alone or on several. Behind it the parameters
-        are the training weights again: their memory was not written. Meanwhile there is room for the weights twice, and
-        nothing may be called that makes a step or moves weights. Buffers are not averaged; for those of BatchNorm see
-        ``torch.optim.swa_utils.update_bn``.
+        Leaves with a later version; use ``torch.optim.swa_utils.AveragedModel``. Usage: ``with
+        trainer.averaged_weights(): evaluate(net)``, on any number of workers. The parameters are the training weights
+        again afterwards. Inside the block memory holds the weights twice, and no call may make a step or transfer
+        weights. Buffers are not averaged; for BatchNorm see ``torch.optim.swa_utils.update_bn``.
 
         Raises:
-            ConfigError: no `average_half_life` was given, or no servers update.
-            RuntimeError: it is within another one, or gradients of a step that is not finished have been sent.
-            PushRefused: as of `KVStore.pull`.
+            ConfigError: `average_half_life` is not set, or no servers update.
+            RuntimeError: contexts are nested, or gradients of an unfinished step have been sent.
+            PushRefused: as in `KVStore.pull`.
         """
         self._require_nothing_sent("averaged_weights", "step()")
         self._start()
@@ -561,14 +564,13 @@ class Trainer:
             )
 
     def broadcast_parameters(self) -> None:
-        """Copy rank 0's current weights to all workers, devices and the store; the optimizer's state stays.
+        """Copy the current weights of rank 0 to all workers, devices and the store. The optimizer state stays.
 
-        An average of the weights begins anew with these.
-
-        Call it on every worker after weights were changed other than by `step`, such as by ``load_state_dict``.
+        Call it on every worker after the weights were changed other than by `step`, for example by ``load_state_dict``.
+        An average of the weights (`average_half_life`) restarts from them.
 
         Raises:
-            RuntimeError: gradients of a step that is not finished have been sent (``overlap=True``).
+            RuntimeError: gradients of an unfinished step have been sent (``overlap=True``).
         """
         self._require_nothing_sent("broadcast_parameters", "step()")
         self._require_training_weights()
@@ -580,13 +582,13 @@ class Trainer:
             self._note_weights()
 
     def save_states(self, fname: str | os.PathLike[str]) -> None:
-        """Save the optimizer's state, without the weights; see `KVStore.save_optimizer_states`."""
+        """Save the optimizer state without the weights; see `KVStore.save_optimizer_states`."""
         state = self._state("save_states")
         state.tell_samples(self._samples)
         state.save_states(fname)
 
     def load_states(self, fname: str | os.PathLike[str]) -> None:
-        """Load the optimizer's state from `save_states`; see `KVStore.load_optimizer_states`."""
+        """Load an optimizer state from `save_states`; see `KVStore.load_optimizer_states`."""
         self._state("load_states").load_states(fname)
         folder = absolute(fname)
         self._go_on_from(updates_in(folder))
@@ -597,9 +599,9 @@ class Trainer:
     ) -> Future[Path]:
         """Save the current weights and optimizer states; see `KVStore.save_checkpoint`.
 
-        Where workers update, this blocks until all is written. Buffers, such as BatchNorm's, are not included. Under a
-        policy of local steps it makes an `exchange`, and saves the weights and the outer optimizer's states; and each
-        worker writes the states of its own optimizer, which this waits for.
+        If the workers update, the call blocks until all files are written. Buffers, such as those of BatchNorm, are not
+        saved. Under a policy of local steps the call first makes an `exchange`; the checkpoint then has the weights,
+        the state of the outer optimizer, and the state of each worker's local optimizer, whose writing the call awaits.
         """
         self.exchange()
         training_state = self._state("save_checkpoint")
@@ -611,8 +613,8 @@ class Trainer:
     ) -> Checkpoint:
         """Load weights and optimizer states from a checkpoint, on every device; see `KVStore.load_checkpoint`.
 
-        Under a policy of local steps a worker's own optimizer gets back what the worker of that rank has saved; where
-        there was none, it begins anew, and says so. So it does on a worker that joins a running job.
+        Under a policy of local steps, each worker's local optimizer gets the state that the worker of the same rank has
+        saved. Without such a state, and on a worker that joins a running job, it restarts and logs that.
         """
         self._settle()
         checkpoint = self._state("load_checkpoint").load_checkpoint(directory, step, states)
@@ -657,22 +659,25 @@ class Trainer:
         return updates
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which backward passes only accumulate gradients and send nothing.
+        """Return a context in which backward passes accumulate gradients and send nothing.
 
-        For all passes but the last before a step, as in DistributedDataParallel, and for passes whose gradients are not
-        used. The last pass, outside of it, sends the accumulated gradients. Without ``overlap=True`` it has no effect.
+        Use it for all passes of a step except the last, as in DistributedDataParallel, and for passes whose gradients
+        are not used. The last pass, outside the context, sends the accumulated gradients. Without ``overlap=True`` it
+        has no effect.
         """
         return contextlib.nullcontext() if self._overlap is None else self._overlap.paused()
 
     def close(self) -> None:
-        """Release the parameters, and close the store if it was given by name; a second call does nothing.
+        """Release the parameters, and close the store if the trainer created it. A second call does nothing.
 
-        Call it after a step. Backward passes then send nothing, and `step` raises. It is needed only with
-        ``overlap=True`` before another trainer gets the same parameters, before another one gets the same `Optimizer`
-        of kvdist, which is then as before, and before another job saves into the same folder while this process lives.
+        Call it after a step. Later backward passes send nothing, and `step` raises. Calling it is only necessary
+
+        - with ``overlap=True``, before another trainer takes the same parameters;
+        - before another trainer takes the same kvdist `Optimizer`, which `close` resets to its earlier state;
+        - before another job saves into the same folder while this process lives.
 
         Raises:
-            CheckpointError: the last checkpoint has failed and its future was not read.
+            CheckpointError: the last checkpoint failed, and its future was not read.
         """
         if self._closed:
             return
@@ -702,25 +707,25 @@ class Trainer:
 
     @property
     def kvstore(self) -> KVStoreBase | None:
-        """The store in use; None before the first step, and without one."""
+        """Store in use; None before the first step, or if the trainer updates without a store."""
         return self._kvstore
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer. Its learning rate, wd and multipliers may be changed at any time."""
+        """Optimizer of this trainer. Its learning rate, wd and multipliers may change at any time."""
         return self._optimizer
 
     @property
     def learning_rate(self) -> float:
-        """The current learning rate, before group multipliers; with a schedule, that of the last step here."""
+        """Current learning rate, before multipliers of parameter groups; with a schedule, the rate of the last step."""
         self._sync_hyperparameters()
         schedule = self._optimizer.lr_scheduler
         return self._optimizer.learning_rate if schedule is None else schedule(self._updates)
 
     def set_learning_rate(self, lr: float) -> None:
-        """Change the learning rate from the next step on, on servers too; every worker must set the same one.
+        """Set the learning rate from the next step on, also on servers. Every worker must set the same rate.
 
-        With ``overlap=True`` and a store that updates, a step begins with the first gradient that it sends.
+        With ``overlap=True`` and a store that updates, a step begins when its first gradient is sent.
         """
         self._sync_hyperparameters()
         self._optimizer.learning_rate = lr
@@ -728,40 +733,41 @@ class Trainer:
 
     @property
     def grad_norm(self) -> float | None:
-        """The norm of the last step's gradient before clipping by `clip_norm`, the same on all workers.
+        """Norm of the gradient of the last step before clipping, equal on all workers; may be infinite or NaN.
 
-        As returned by ``clip_grad_norm_``; may be infinite or NaN. None before the first step and without `clip_norm`.
+        The same as the result of ``clip_grad_norm_``. None before the first step, and without `clip_norm`.
         """
         return None if self._grad_norm is None else float(self._grad_norm)
 
     @property
     def version(self) -> int:
-        """How many updates the weights have had, those before a loaded checkpoint included.
+        """Number of updates in the weights, including those before a loaded checkpoint.
 
-        Under a policy of local steps it is how many steps this worker has made, and those before it. For a worker that
-        joins later each exchange counts as the policy's number of steps, also one that came before its time.
+        Under a policy of local steps it is the number of steps of this worker, including those before a checkpoint. For
+        a worker that joins later, each exchange counts as the policy's number of steps, even an exchange that came
+        early.
 
-        Of a worker that joins a running job it is how far that is, from before its first step on, if the trainer was
-        given a store: ``for step in range(trainer.version, steps)`` begins where the others are.
+        A worker that joins a running job can read the progress of the others before its first step, if `kvstore` is a
+        store and not a name: ``for step in range(trainer.version, steps)`` begins at their step.
         """
         self._take_part()
         return self._updates
 
     @property
     def samples_seen(self) -> int:
-        """Of how many examples the weights are made: those in all counted steps of all workers.
+        """Number of examples in the weights: those of all counted steps of all workers.
 
-        A step says of how many examples it is: by `batches` with a `SplitSampler` or `QueueSampler`, which count what
-        they hand out; else by ``step(samples=n)``, and ``step(batch_size)`` if that is the number of this worker's own
-        examples. Other steps count as none. Where a lost worker's last step is in some of the weights, it counts.
+        A step counts the examples that `batches` has delivered from a `SplitSampler` or `QueueSampler`; otherwise
+        `samples` of ``step(samples=n)``, or `batch_size` if it is the number of examples of this worker alone. Other
+        steps count 0. The last step of a lost worker counts if it is in any of the weights.
 
-        Where servers update, they count: also what workers that are gone have done and what was before a checkpoint,
-        and they say it for one small message. Under a policy of local steps they have what was exchanged, on
-        ``dist_async`` what has arrived, which may be more than this worker's weights have yet.
+        If servers update, they keep the count, with the steps of workers that have left and the steps before a
+        checkpoint; reading it costs a small message. Under a policy of local steps it covers what was exchanged, and on
+        ``dist_async`` all arrived pushes, which may be more than the weights of this worker include.
 
         Raises:
-            NotImplementedError: several workers hold the optimizer together (``'hybrid'``, ``'collective'`` with
-                ``update_on_kvstore=True``), and none knows of how many examples the others' steps are.
+            NotImplementedError: several workers hold the optimizer together (``'hybrid'``, or ``'collective'`` with
+                ``update_on_kvstore=True``), so that no process knows the examples of the others.
         """
         self._take_part()
         store = self._kvstore
@@ -786,33 +792,31 @@ class Trainer:
 
     @property
     def samples_dropped(self) -> int:
-        """Of how many examples this worker's gradients came too late, and count in no version.
+        """Number of examples of this worker whose gradients came too late and were dropped.
 
-        Under a policy that drops them: `kvdist.backup`, or `kvdist.asynchronous` with ``max_delay``. Where steps do not
-        say their examples, each counts as one. A warning says so once when they are more than a fifth of all.
+        Only `kvdist.asynchronous` with ``max_delay`` drops gradients (and `kvdist.backup`, which leaves). A step of
+        unknown size counts as 1. A warning is logged once when more than a fifth of all examples are dropped.
         """
         return 0 if self._between is None else self._between.samples_dropped
 
     def advise_batch_size(self, batch_size: int) -> int:
-        """Which batch size lets this worker compute as long as the others, where the mean one is `batch_size`.
+        """Return the batch size at which this worker computes as long as the others, if the mean size is `batch_size`.
 
-        For workers of unequal speed that wait for each other in each step. All workers call it at the same step, every
-        20 steps say, and wait for each other: what each has computed in a second between its last 16 steps is compared.
-        Measuring begins with the first call, which returns `batch_size`; it waits for CUDA devices at each step.
-        Together the workers have about as many examples in a step as before: sizes are rounded, to at least 1.
-
-        Steps are ``step(samples=n)``, so that each example weighs the same, and a `QueueSampler` gives each worker as
-        many as it takes: ``loader.batch_sampler.batch_size = trainer.advise_batch_size(32)``.
+        Leaves with a later version; use ``kvdist.quota`` for machines of unequal speed. All workers call it at the same
+        step, for example every 20 steps, and wait for each other; it compares the examples per second of their last 16
+        steps. Measuring begins with the first call, which returns `batch_size`, and waits for CUDA devices in each
+        step. The total of the sizes stays about the same. Use ``step(samples=n)``, and assign the result to
+        ``loader.batch_sampler.batch_size``.
 
         Args:
-            batch_size: of a worker of mean speed, at least 1; the same number on all workers.
+            batch_size: size for a worker of mean speed, at least 1, equal on all workers.
 
         Returns:
-            The advice; `batch_size` itself where nothing was measured, and for one worker.
+            The size, at least 1; `batch_size` itself for a single worker, and if nothing was measured.
 
         Raises:
             ValueError: `batch_size` is below 1.
-            ConfigError: workers do not make each step together, on ``dist_async`` and under a policy.
+            ConfigError: workers do not make each step together (``dist_async``, or a policy).
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; it is the number of examples of a batch, at least 1")
@@ -833,9 +837,9 @@ class Trainer:
 
     @property
     def nonfinite_steps(self) -> int:
-        """The number of steps in which this worker's gradients were not finite and not used.
+        """Number of steps in which gradients of this worker were not finite and not used.
 
-        Counted with ``reject_nonfinite=True`` and by a `GradScaler`.
+        ``reject_nonfinite=True`` and a `GradScaler` count them.
         """
         return self._nonfinite_steps
 
@@ -1087,8 +1091,9 @@ class Trainer:
             return
         self._has_warned = True
         LOG.warning(
-            "SplitSampler gives each worker an equal part of the data, and %s workers do not wait for each other, so"
-            " fast ones come to the end of theirs first: QueueSampler(len(data)) lets each take as much as it can",
+            "SplitSampler gives each worker an equal part of the data, but %s workers do not wait for each other, so"
+            " fast workers finish their parts first: with QueueSampler(len(data)) each takes as many examples as it"
+            " can",
             where,
         )
 
@@ -1098,10 +1103,10 @@ class Trainer:
             return
         self._has_warned_of_grads = True
         LOG.warning(
-            "a step without a gradient for any of the %d trained parameters of this Trainer (%s, ...): this worker adds"
-            " nothing to it, and if no other one does, the weights stay as they are. Parameters that were replaced"
-            " since the Trainer was made are not trained by it (load_state_dict(assign=True), weight_norm, a new"
-            " layer): make the Trainer after that. A worker without examples calls skip_step()",
+            "a step without a gradient for any of the %d trained parameters of this Trainer (%s, ...): this worker"
+            " adds nothing to it, and if no other worker does, the weights stay unchanged. Parameters that were"
+            " replaced since the Trainer was created are not trained by it (load_state_dict(assign=True), weight_norm,"
+            " a new layer): create the Trainer after that. A worker without examples calls skip_step()",
             len(self._trained),
             self._trained[0][1].label,
         )

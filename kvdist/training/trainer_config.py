@@ -84,7 +84,7 @@ def store_updates(
         if wanted is False:
             raise ValueError(
                 f"the store {store_type!r} trains asynchronously, which needs update_on_kvstore=True: without rounds"
-                " there are no sums for the workers to update with. Leave update_on_kvstore out, or take 'dist'"
+                " the workers get no sums to update with. Leave update_on_kvstore out, or use 'dist'"
             )
         return True
     if has_sparse_grads and has_servers and (clips or wanted is False):
@@ -408,8 +408,8 @@ def require_unused(store: KVStore) -> None:
     except ValueError:
         pass  # the key exists, but its value is not kept
     raise ValueError(
-        "the store holds key 0 already, so another Trainer uses it, and both would share their weights;"
-        f" give each its own store: kv.create({store.type!r})"
+        "the store holds key 0 already, so another Trainer uses it, and both would share their weights; give each a"
+        f" separate store: kv.create({store.type!r})"
     )
 
 
@@ -420,8 +420,8 @@ def _warn_if_alone(name: str) -> None:
         return
     if cluster is not None and cluster.num_workers > 1:
         LOG.warning(
-            "this worker is one of %d, but its Trainer updates alone (kvstore=%r): each worker trains a model of its"
-            " own. Give kvstore='dist' to train one together",
+            "this worker is one of %d, but its Trainer updates alone (kvstore=%r), so each worker trains a separate"
+            " model. Pass kvstore='dist' to train one model together",
             cluster.num_workers,
             name,
         )
@@ -520,8 +520,8 @@ def require_enough(policy: TrainingPolicy, num_workers: int) -> None:
     quorum = policy.quorum if isinstance(policy, LocalSteps) else None
     if quorum is not None and quorum > num_workers:
         raise ConfigError(
-            f"the policy {policy} wants a quorum of {quorum} workers, and there are {num_workers}: give at most that,"
-            " or leave the quorum out to wait for all"
+            f"the policy {policy} needs a quorum of {quorum} workers, but the job has {num_workers}: use a smaller"
+            " quorum, or leave it out to wait for all"
         )
 
 
@@ -546,8 +546,8 @@ def require_joinable(store: KVStoreBase, overlap: bool) -> bool:
         raise NotImplementedError("join() with overlap=True is not offered: make the trainer with overlap=False")
     if store.type not in DIST_NAMES:
         raise NotImplementedError(
-            f"join() needs a store 'dist', and this one is {store.type!r}: give all workers the same number of batches,"
-            " or use kvdist.horovod, which has join()"
+            f"join() needs a store 'dist', not {store.type!r}: give all workers the same number of batches, or use"
+            " kvdist.horovod, which has join()"
         )
     return True
 
@@ -585,8 +585,8 @@ def require_samples(samples: float, batch_size: float | None, overlaps: bool = F
         refuse_size(f"step(samples={samples})")
     if batch_size is not None:
         raise ValueError(
-            f"step({batch_size}, samples={samples}): a batch_size is for losses that are sums, and samples for those"
-            " that are means; give one of them"
+            f"step({batch_size}, samples={samples}): batch_size is for losses that are sums, samples for losses that"
+            " are means; pass one of them"
         )
     if isinstance(samples, bool) or not 0 < samples <= SAMPLES_MAX or int(samples) != samples:
         raise ValueError(

@@ -166,6 +166,6 @@ def _able(store: KVStoreBase | None) -> KVStore | None:
     if store is None or isinstance(store, KVStore):
         return store
     raise NotImplementedError(
-        f"the store {store.type!r} keeps the contract of KVStoreBase, which has no way to save what it holds; save"
-        " net.state_dict(), or use one of kvdist's stores"
+        f"the store {store.type!r} only implements KVStoreBase, which cannot save its values; save net.state_dict(), or"
+        " use one of kvdist's stores"
     )

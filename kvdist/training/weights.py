@@ -44,8 +44,8 @@ class SharedWeights:
         if self._changed:
             raise RuntimeError(
                 f"{', '.join(self._changed)} was changed outside of step(). With share_weights=True parameters show the"
-                " servers' memory, and no other worker sees a change here. Call trainer.broadcast_parameters() on every"
-                " worker after changing weights, such as by load_state_dict(); nothing was sent in this step"
+                " servers' memory, and other workers do not see the change. Call trainer.broadcast_parameters() on"
+                " every worker after changing weights, such as by load_state_dict(); nothing was sent in this step"
             )
 
     def take(self, shown: Sequence[Any]) -> None:

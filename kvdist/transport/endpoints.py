@@ -129,9 +129,9 @@ def bind_error(endpoint: str, number: int, text: str) -> ConfigError:
     if number == errno.EADDRINUSE:
         return AddressInUse(endpoint)
     advice = {
-        errno.EADDRNOTAVAIL: "it is not an address of this machine; give one that `ip address` lists here",
-        errno.ENODEV: "it is not an address or interface of this machine; give one that `ip address` lists here",
-        errno.EACCES: "this user may not; choose a port from 1024 up, or a folder of your own",
+        errno.EADDRNOTAVAIL: "it is not an address of this machine; use an address that `ip address` lists",
+        errno.ENODEV: "it is not an address or interface of this machine; use an address that `ip address` lists",
+        errno.EACCES: "this user may not; choose a port from 1024 up, or a folder that this user may write to",
     }
     name = errno.errorcode.get(number, "")
     code = f" (errno {number}, {name})" if name else f" (errno {number})"

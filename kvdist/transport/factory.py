@@ -93,9 +93,9 @@ def credentials_of(config: ClusterConfig) -> Credentials | None:
     rank = 0 if config.role is Role.SCHEDULER else config.rank
     if rank is None:
         raise ConfigError(
-            "KVDIST_RANK is not set, and in a job that encrypts (KVDIST_SECRET_FILE) each process has a key of its own,"
-            " by role and rank: kvdist-launch sets it; if you start processes otherwise, set it for each, counted"
-            " from 0 within servers and within workers"
+            "KVDIST_RANK is not set, but in an encrypted job (KVDIST_SECRET_FILE) each process has a separate key,"
+            " derived from its role and rank: kvdist-launch sets it; without kvdist-launch set it for each process,"
+            " from 0 for the servers and from 0 for the workers"
         )
     from kvdist.transport.curve import Credentials
 
@@ -128,8 +128,8 @@ def bind_first_free(transport: Transport, host: str, ports: Sequence[int]) -> st
         except AddressInUse:
             continue
     raise ConfigError(
-        f"every port of {host} from {min(ports)} to {max(ports)} is taken (KVDIST_PORT_RANGE): widen the range, or end"
-        " what listens there"
+        f"every port of {host} from {min(ports)} to {max(ports)} is in use (KVDIST_PORT_RANGE): widen the range, or"
+        " stop the programs that listen on them"
     )
 
 

@@ -166,8 +166,8 @@ def parse_assignments(texts: Iterable[str]) -> dict[str, str]:
         match = re.fullmatch(rf"({NAME})[=:](.*)", text, re.DOTALL)
         if match is None:
             raise ConfigError(
-                f"{text!r} does not set a variable; write NAME=VALUE, as in --env LOG_LEVEL=debug, or -x NAME for the"
-                " value that it has here"
+                f"{text!r} does not set a variable; write NAME=VALUE, as in --env LOG_LEVEL=debug, or -x NAME to pass"
+                " on its present value"
             )
         name, value = match.groups()
         variables[_not_owned(name)] = _checked(name, value)
@@ -186,7 +186,7 @@ def parse_exports(texts: Iterable[str], environ: Mapping[str, str]) -> dict[str,
         if not re.fullmatch(NAME, name):
             raise ConfigError(f"-x {text!r} is not the name of a variable; write -x NAME or -x NAME=VALUE")
         if not separator and name not in environ:
-            raise ConfigError(f"-x {name}: no such variable is set here; set it, or write -x {name}=VALUE")
+            raise ConfigError(f"-x {name}: this variable is not set; set it, or write -x {name}=VALUE")
         variables[_not_owned(name)] = _checked(name, value if separator else environ[name])
     return variables
 

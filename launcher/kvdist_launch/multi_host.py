@@ -72,8 +72,8 @@ def root_addresses(
                 else f"rank 0 here. Name {one.host.name} before localhost in the list of hosts"
             )
             raise ConfigError(
-                f"{one.host.name} sees this machine as {one.seen_as}, which is not one of its addresses (NAT, or"
-                f" a jump host): processes there could not reach {advice}"
+                f"{one.host.name} sees this machine as {one.seen_as}, which is not one of its addresses (NAT, or a jump"
+                f" host): processes on {one.host.name} could not reach {advice}"
             )
     seen = [one.seen_as for one in connections if one.seen_as]
     here = seen[0] if seen else "127.0.0.1"

@@ -29,17 +29,17 @@ USAGE = "kvdist-launch -n WORKERS [-s SERVERS] [-H HOSTS] [options] [--] COMMAND
 EXAMPLES = """\
 examples:
   kvdist-launch -n 2 python train.py                     two workers, two servers, one scheduler
-  kvdist-launch -n 4 -s 1 python train.py -n 5 --lr .1   what follows the command belongs to it
-  kvdist-launch -n 2 -s 2 "python train.py --lr .1"      the same as one quoted string
+  kvdist-launch -n 4 -s 1 python train.py -n 5 --lr .1   options after the command belong to the command
+  kvdist-launch -n 2 -s 2 "python train.py --lr .1"      the command as a quoted string
   kvdist-launch -n 4 -s 0 python train.py                no servers: collectives among four workers
   kvdist-launch -n 2 --env-worker LOG=debug -- ./train   a variable for the workers alone
   kvdist-launch -n 4 -H hosts python train.py            on the machines of the file hosts, over ssh
   kvdist-launch -H a:2,b:2 python train.py               two workers on each of a and b
   kvdist-launch -n 4 -H hosts --dry-run python train.py  only show what would run where
 
-Only workers run COMMAND; it is never passed to a shell. Each line of output gets the name of its process. The first
-process that fails ends the job, and its exit code (128 + n for signal n) is that of kvdist-launch. Ctrl-C asks the
-workers to end; a second one kills everything.
+Only workers run COMMAND, without a shell. Each line of output begins with the name of its process. The first process
+that fails ends the job, and kvdist-launch exits with its exit code (128 + n for signal n). Ctrl-C asks the workers to
+end; a second Ctrl-C kills all processes.
 """
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -98,8 +98,8 @@ OF_MXNET = {"--p3": "-x DMLC_PS_VAN_TYPE=p3, or kv.create('p3'), gives priority 
 def _launcher(text: str) -> str:
     if text in ("sge", "yarn"):
         raise argparse.ArgumentTypeError(
-            f"invalid choice: {text!r}, which MXNet's launcher has and this one has not; --launcher none prints what to"
-            " start on each host"
+            f"invalid choice: {text!r}, which only MXNet's launcher has; --launcher none prints the commands to start"
+            " on each host"
         )
     return text
 
@@ -312,26 +312,26 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("-H", "--hostfile"), valued(str, "HOSTS", "a hostfile, or a list HOST:SLOTS,... (default: this machine)")),
         (("--launcher",), {"type": _launcher, **_choice(LAUNCHERS, "how to start processes (default: local, with -H"
          " ssh); none only prints the commands")}),
-        (("--scheduler-on",), valued(_word, "HOST", "the host of the scheduler (default: the launching machine)")),
-        (("--sync-dst-dir",), valued(_remote_folder, "DIR", "copy the current folder to DIR on every host, and run"
-         " there")),
-        (("--sync-exclude",), repeated(to_line, "PATTERN", "do not copy what matches, as in rsync; may be repeated")),
-        (("--sync-delete",), flag("delete in DIR what is not in the current folder")),
-        (("--python",), valued(_word, "PATH", "the interpreter on other hosts (default: the path of this one, or"
-         " python after --activate)")),
-        (("--activate",), valued(to_line, "COMMAND", "a line of bash that prepares each host before python starts"
-         " there, such as: source /opt/env/bin/activate")),
-        (("--ssh-option",), repeated(_ssh_option, "NAME=VALUE", "an option for ssh, as in ssh_config; may be"
+        (("--scheduler-on",), valued(_word, "HOST", "host of the scheduler (default: the launching machine)")),
+        (("--sync-dst-dir",), valued(_remote_folder, "DIR", "copy the current folder to DIR on every host, and run in"
+         " DIR")),
+        (("--sync-exclude",), repeated(to_line, "PATTERN", "do not copy files that match, as in rsync; may be"
          " repeated")),
+        (("--sync-delete",), flag("delete files in DIR that are not in the current folder")),
+        (("--python",), valued(_word, "PATH", "Python interpreter on other hosts (default: the path of the"
+         " launcher's interpreter, or python after --activate)")),
+        (("--activate",), valued(to_line, "COMMAND", "line of bash that runs on each host before python starts, such"
+         " as: source /opt/env/bin/activate")),
+        (("--ssh-option",), repeated(_ssh_option, "NAME=VALUE", "option for ssh, as in ssh_config; may be repeated")),
         (("--accept-new-host-keys",), flag("accept the keys of hosts that ssh does not know yet")),
-        (("--no-preflight",), flag("start without checking the hosts first")),
+        (("--no-preflight",), flag("start without a check of the hosts")),
     )),
     ("environment", (
-        (("-x",), repeated(str, "NAME[=VALUE]", "pass a variable of this environment on, or set it")),
+        (("-x",), repeated(str, "NAME[=VALUE]", "pass on a variable of this environment, or set it")),
         (("--env",), repeated(str, "NAME=VALUE", "set a variable for every process")),
         (("--env-server",), repeated(str, "NAME=VALUE", "set a variable for the servers")),
         (("--env-worker",), repeated(str, "NAME=VALUE", "set a variable for the workers")),
-        (("--env-file",), repeated(to_path, "FILE", "set the variables of a file of lines NAME=VALUE")),
+        (("--env-file",), repeated(to_path, "FILE", "set the variables of a file with lines NAME=VALUE")),
     )),
     ("network and security", (
         (("--security",), _choice(("curve", "none"), SETTINGS["KVDIST_SECURITY"].help() + " (default: curve)")),
@@ -340,27 +340,25 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
     )),
     ("output", (
         (("--log-dir",), valued(to_path, "DIR", "also write the output of each process to a file in DIR")),
-        (("--dump",), valued(to_path, "DIR", "where every process writes what it heard and answered last if the job"
-         " fails or waits long; `kvdist why DIR` explains it")),
+        (("--dump",), valued(to_path, "DIR", "folder for the last messages and answers of each process, if the job"
+         " fails or waits for long; `kvdist why DIR` explains them")),
         (("--filter",), valued(_filters, "NAMES", "show only the output of these processes, as in"
          " w0,s*,worker-[0-3]")),
         (("-v", "--verbose"), flag("say where each worker runs, and which kernels the servers use; with --dry-run show"
          " every command and its variables")),
         (("--timestamps",), flag("begin each line with the time")),
-        (("--json-summary",), valued(to_path, "FILE", "write how the job ended to FILE")),
+        (("--json-summary",), valued(to_path, "FILE", "write a summary of the job to FILE, as JSON")),
         (("--stdin",), valued(_worker, "WORKER", "give this terminal's input to a worker, as in w0, for a debugger; its"
          " output is shown as it comes, without prefixes")),
         (("--dry-run",), flag("only show a table of what would run where; with -v every command with its variables,"
          " but for values that look secret")),
     )),
     ("failure", (
-        (("--on-worker-exit",), valued(_restarts, "abort|restart:N", "what follows when a process fails or is"
-         " lost, also a server or the scheduler: the job ends, or is started anew as a whole, at most N times"
-         " (default: abort)", default=0)),
+        (("--on-worker-exit",), valued(_restarts, "abort|restart:N", "reaction to the failure or loss of any process:"
+         " the job ends, or the whole job is started again, at most N times (default: abort)", default=0)),
         (("--on-loss",), _choice(("fail", "wait", "continue"), SETTINGS["KVDIST_ON_LOSS"].help())),
-        (("--restart",), valued(_number_of_restarts, "N", "start a worker that is lost again, on another host if its"
-         " own is gone, or with --on-loss continue a scheduler that is killed, each at most N times; with --on-loss"
-         " wait|continue")),
+        (("--restart",), valued(_number_of_restarts, "N", "with --on-loss wait or continue: start each lost worker"
+         " again, at most N times, on another host if its host is lost; with continue also a killed scheduler")),
         (("--snapshots",), valued(to_path, "DIR", SETTINGS["KVDIST_SNAPSHOTS"].help())),
         (("--max-workers",), valued(_whole, "N", SETTINGS["KVDIST_MAX_WORKERS"].help() + "; see docs/launching.md")),
         (("--min-workers",), valued(_whole, "N", SETTINGS["KVDIST_MIN_WORKERS"].help() + "; see docs/reliability.md")),
@@ -368,12 +366,12 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
         (("--replicas",), valued(_whole, "N", SETTINGS["KVDIST_REPLICAS"].help() + "; see docs/reliability.md")),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_FORM_TIMEOUT_S"].help())),
         (("--patience",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_PATIENCE_S"].help())),
-        (("--grace",), valued(to_seconds, "SECONDS", "how long the others may take to end after a failure, an"
+        (("--grace",), valued(to_seconds, "SECONDS", "seconds for the other processes to end after a failure, an"
          " interruption or the last worker's end (default: 5; without servers 2)")),
     )),
     ("other targets", (
-        (("--emit",), _choice(FORMATS, "print what starts this job elsewhere, and start nothing")),
-        (("--image",), valued(_word, "IMAGE", "the container image for --emit kubernetes")),
+        (("--emit",), _choice(FORMATS, "print a script or manifest that starts this job, and start nothing")),
+        (("--image",), valued(_word, "IMAGE", "container image for --emit kubernetes")),
         (("--example-hostfile",), {"action": ShowExample, "nargs": 0, "help": "print a hostfile and exit"}),
         (("--print-completion",), {"action": ShowCompletion, **_choice(("bash", "zsh"), "print the script that"
          " completes these options in a shell, and exit")}),

@@ -131,7 +131,7 @@ def workers_of_slots(hosts: Sequence[Host]) -> int:
         )
     number = sum(host.slots or 0 for host in hosts if host.takes(Role.WORKER))
     if not number:
-        raise ConfigError("no host takes workers: every one has role=server; add a host, or change a role")
+        raise ConfigError("every host has role=server, so none can run workers; add a host, or change a role")
     return number
 
 
@@ -144,7 +144,7 @@ def _require_room(hosts: Sequence[Host], role: Role, number: int) -> None:
     if number and not willing:
         other = Role.SERVER if role is Role.WORKER else Role.WORKER
         raise ConfigError(
-            f"no host takes {role}s: every one has role={other}; add a host, or change a role to role=any"
+            f"every host has role={other}, so none can run {role}s; add a host, or change a role to role=any"
         )
     slots = [host.slots for host in willing if host.slots is not None]
     if role is Role.WORKER and len(slots) == len(willing) and sum(slots) < number:

@@ -107,8 +107,8 @@ def _split_words(text: str) -> list[str]:
     operators = [word for word in command if word in SHELL_OPERATORS]
     if operators:
         raise ConfigError(
-            f"the command {text!r} needs a shell for {operators[0]!r}, and the launcher uses none;"
-            f" to have one, write: sh -c {shlex.quote(text)}"
+            f"the command {text!r} needs a shell for {operators[0]!r}, but the launcher runs it without a shell; write:"
+            f" sh -c {shlex.quote(text)}"
         )
     return command
 
@@ -278,16 +278,16 @@ def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_wor
     if options.on_worker_exit and (options.restart or on_loss != "fail"):
         other = f"--restart {options.restart}" if options.restart else f"--on-loss {on_loss}"
         raise ConfigError(
-            f"--on-worker-exit restart:{options.on_worker_exit} starts the whole job anew after a loss, and {other}"
-            " lets it go on; leave one of them out"
+            f"--on-worker-exit restart:{options.on_worker_exit} starts the whole job again after a loss, but with"
+            f" {other} the job goes on; leave one of them out"
         )
     others = {"--max-workers": options.max_workers, "--min-workers": options.min_workers}
     others |= {"--snapshots": options.snapshots, "--replicas": options.replicas}
     for option, value in others.items() if on_loss == "wait" else ():
         if value:
             raise ConfigError(
-                f"--on-loss wait waits for lost workers and for nobody else, and {option} is {value}: leave it out, or"
-                " use --on-loss continue"
+                f"--on-loss wait only waits for lost workers, but {option} is {value}: leave it out, or use --on-loss"
+                " continue"
             )
     if options.max_workers is not None and on_loss == "fail":
         raise ConfigError(

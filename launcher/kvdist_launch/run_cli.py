@@ -47,24 +47,24 @@ EXAMPLES = """\
 examples:
   kvdist-run -np 4 python train.py                            four processes on this machine
   kvdist-run -np 4 -H host:2,host2:2 python train.py          two on each of host and host2, over ssh
-  kvdist-run -np 4 -hostfile hosts python train.py            as the lines HOST slots=N of the file hosts say
+  kvdist-run -np 4 -hostfile hosts python train.py            on the machines of the file hosts
   kvdist-run -np 2 --output-filename out python train.py      out/rank.0/stdout, out/rank.0/stderr and so on
 
-Hosts are filled in their order. The first process that fails ends the job, and its exit code (128 + n for signal n) is
-that of kvdist-run. kvdist-launch -s 0 does the same with the options of kvdist-launch.
+Hosts are filled in order. The first process that fails ends the job, and kvdist-run exits with its exit code (128 + n
+for signal n). kvdist-launch -s 0 does the same with the options of kvdist-launch.
 """
 
 WIDTH = 78
 
 IDLE = {
-    "nothing is remembered from one job to the next": "--disable-cache",
+    "no cache is kept between jobs": "--disable-cache",
     "an operation begins when it is called, so there is no cycle in which tensors are collected":
         "--fusion-threshold-mb= --cycle-time-ms=",
     "ranks agree on a tensor once, however many there are": "--cache-capacity=",
     "gloo and NCCL choose how they reduce and gather":
         "--hierarchical-allreduce --no-hierarchical-allreduce --hierarchical-allgather --no-hierarchical-allgather"
         " --torus-allreduce --no-torus-allreduce",
-    "there is nothing here that it could tune":
+    "kvdist has nothing to tune":
         "--autotune --no-autotune --autotune-log-file= --autotune-warmup-samples= --autotune-steps-per-sample="
         " --autotune-bayes-opt-max-samples= --autotune-gaussian-process-noise=",
     "no MPI takes part: kvdist-run starts the processes, and gloo or NCCL connects them":
@@ -182,7 +182,7 @@ def new_parser() -> argparse.ArgumentParser:
     """The parser of kvdist-run's options."""
     description = "Start processes that train together without servers, with the options of horovodrun."
     parser = grouped_parser("kvdist-run", USAGE, description, EXAMPLES, GROUPS)
-    without = parser.add_argument_group("without effect here")
+    without = parser.add_argument_group("without effect")
     for name, (has_value, _) in WITHOUT_EFFECT.items():
         of_value = str if name in TEXTS else _number
         kind: dict[str, Any] = {"type": of_value} if has_value else {"action": "store_true"}
@@ -253,32 +253,32 @@ def _network(text: str) -> str:
 GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
     ("job", (
         (("-np", "--num-proc"), valued(_at_least_one, "PROCESSES", "number of processes")),
-        (("-H", "--hosts"), valued(str, "HOST:SLOTS,...", "hosts, and how many processes each takes (default:"
-         " localhost, as many as -np)")),
-        (("-hostfile", "--hostfile"), valued(to_path, "FILE", "a file of lines HOST slots=N")),
+        (("-H", "--hosts"), valued(str, "HOST:SLOTS,...", "hosts with their numbers of processes (default: localhost"
+         " with all of -np)")),
+        (("-hostfile", "--hostfile"), valued(to_path, "FILE", "file with lines HOST slots=N")),
         (("--start-timeout",), valued(to_seconds, "SECONDS", SETTINGS["KVDIST_START_TIMEOUT_S"].help())),
-        (("--gloo-timeout-seconds",), valued(to_seconds, "SECONDS", "the same, where --start-timeout is not given")),
+        (("--gloo-timeout-seconds",), valued(to_seconds, "SECONDS", "the same, unless --start-timeout is set")),
         (("--tcp",), flag("let NCCL use TCP only, as gloo does (NCCL_IB_DISABLE=1)")),
-        (("-x",), repeated(str, "NAME[=VALUE]", "pass a variable of this environment on to other machines, or set it")),
-        (("--config-file",), valued(to_path, "FILE", "Horovod's YAML file of options; those written here win")),
-        (("--network-interfaces", "--network-interface"), valued(_network, "NAME", "the network interface of all"
-         " hosts")),
+        (("-x",), repeated(str, "NAME[=VALUE]", "pass on a variable of this environment to other machines, or set it")),
+        (("--config-file",), valued(to_path, "FILE", "Horovod's YAML file of options; the command line takes"
+         " precedence")),
+        (("--network-interfaces", "--network-interface"), valued(_network, "NAME", "network interface of all hosts")),
     )),
     ("ssh", (
-        (("-p", "--ssh-port"), valued(_port, "PORT", "the port of ssh on all hosts")),
-        (("-i", "--ssh-identity-file"), valued(to_path, "FILE", "the private key for ssh")),
+        (("-p", "--ssh-port"), valued(_port, "PORT", "ssh port of all hosts")),
+        (("-i", "--ssh-identity-file"), valued(to_path, "FILE", "private key for ssh")),
     )),
     ("output", (
-        (("--output-filename",), valued(to_path, "DIR", "also write what each process prints to DIR/rank.N/stdout and"
+        (("--output-filename",), valued(to_path, "DIR", "also write the output of each process to DIR/rank.N/stdout and"
          " DIR/rank.N/stderr")),
         (("--verbose",), flag("say where each process runs")),
-        (("--log-level",), valued(_log_level, "LEVEL", "from which level the processes log: "
+        (("--log-level",), valued(_log_level, "LEVEL", "lowest level of log messages: "
          + ", ".join(HOROVOD_LOG_LEVELS))),
         (("-prefix-timestamp", "--prefix-output-with-timestamp"), flag("begin each line with the time")),
     )),
     ("timeline and stalls", (
         (("--timeline-filename",), valued(to_path, "FILE", SETTINGS["KVDIST_TIMELINE"].help())),
-        (("--timeline-mark-cycles",), flag("also mark the cycles of the communication in it")),
+        (("--timeline-mark-cycles",), flag("also mark in the timeline when no operation was pending")),
         (("--no-timeline-mark-cycles",), {"action": "store_false", "dest": "timeline_mark_cycles",
          "help": argparse.SUPPRESS}),
         (("--no-stall-check",), flag("do not report ranks that keep others waiting")),
@@ -289,8 +289,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
          SETTINGS["KVDIST_STALL_SHUTDOWN_S"].help())),
     )),
     ("other", (
-        (("-cb", "--check-build"), {"action": ShowBuild, "nargs": 0, "help": "print what can be trained with and"
-         " exit"}),
+        (("-cb", "--check-build"), {"action": ShowBuild, "nargs": 0, "help": "print the available frameworks"
+         " and exit"}),
         (("-v", "--version"), SHOW_VERSION),
         (("-h", "--help"), {"action": "help", "help": "print this text and exit"}),
     )),
@@ -405,7 +405,7 @@ def hosts_of(hosts_text: str | None, hostfile: str | None, num_proc: int, this_m
         ConfigError: the hosts are not valid, or have too few slots.
     """
     if hosts_text is not None and hostfile is not None:
-        raise ConfigError("-H and -hostfile both say which hosts there are; leave one of them out")
+        raise ConfigError("-H and -hostfile both name the hosts; leave one of them out")
     if hosts_text is not None:
         named = parse_host_list(hosts_text)
     elif hostfile is not None:

@@ -88,7 +88,7 @@ def security_of(
             " servers (kvdist-launch -s 1, servers=1 of kvdist_launch.run)"
         )
     if path and makes_secret:
-        raise ConfigError(f"{makes_secret} makes a secret of its own, and cannot take {VARIABLE} ({path!r}): unset it")
+        raise ConfigError(f"{makes_secret} draws its own secret, and cannot use {VARIABLE} ({path!r}): unset it")
     if path:
         return Security(CURVE, read_secret(path))
     if not word and has_servers and (leaves_machine or variables.get(TRANSPORT, "").lower() == "tcp"):

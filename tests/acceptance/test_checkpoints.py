@@ -569,7 +569,7 @@ def test_parts_of_two_checkpoints_are_found(job, run, tmp_path, part, step):
     (ours / foreign["name"]).write_bytes((theirs / foreign["name"]).read_bytes())
     (ours / "manifest.json").write_text(signed(manifest))
     found = verify(tmp_path / "a")
-    assert found.returncode == 1 and "is not a part of this checkpoint" in found.stdout, found.stdout
+    assert found.returncode == 1 and "does not belong to this checkpoint" in found.stdout, found.stdout
     assert other["run"] in found.stdout
     assert verify(tmp_path / "b").returncode == 0
 

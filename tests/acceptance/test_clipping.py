@@ -143,7 +143,7 @@ def test_a_norm_that_overflows_float32_is_finite(store):
 def test_what_cannot_be_clipped_is_refused(store):
     store.init("w", np.zeros(3, np.float32))
     out, grad = np.empty(3, np.float32), np.ones(3, np.float32)
-    with pytest.raises(OptimizerMismatch, match="worker-1 multiplies by.*one clip_norm"):
+    with pytest.raises(OptimizerMismatch, match="worker-1 multiplies by.*same clip_norm"):
         store.pushpull_clipped("w", grad, 1.0 + store.rank, out)
     with pytest.raises(ValueError, match="clip_norm is 0; the largest norm"):
         store.pushpull_clipped("w", grad, 0, out)

@@ -260,7 +260,7 @@ def test_workers_with_other_policies_and_what_does_not_go_with_one_are_told():
     with pytest.raises(kvdist.ConfigError, match="synchronous stores on servers: use 'dist', not 'dist_async'"):
         kv.create("dist_async", policy="diloco:10")
     with kv.create("dist", policy="diloco:10") as store:
-        with pytest.raises(kvdist.ConfigError, match="'rows' is updated in each step"):
+        with pytest.raises(kvdist.ConfigError, match="'rows' needs an update in each step"):
             kvdist.Embedding(10, 2, store, "rows")
         net = network()
         trainer = Trainer(net.parameters(), "sgd", kvstore=store, clip_norm=1.0)
@@ -392,7 +392,7 @@ def test_more_fragments_than_parameters_are_refused():
         net = network()
         trainer = Trainer(net.parameters(), "sgd", kvstore=store)
         backward(net, DATA[:4])
-        with pytest.raises(kvdist.ConfigError, match="5 fragments, and 4 parameters"):
+        with pytest.raises(kvdist.ConfigError, match="5 fragments, but the Trainer only 4 parameters"):
             trainer.step()
 
 

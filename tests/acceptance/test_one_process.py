@@ -510,7 +510,7 @@ def test_what_a_worker_that_is_done_cannot_do_is_refused(store):
             pass
     with kv.create("collective") as other:
         elsewhere = Trainer(network().parameters(), "sgd", kvstore=other)
-        with pytest.raises(NotImplementedError, match="needs a store 'dist', and this one is 'collective'"):
+        with pytest.raises(NotImplementedError, match="needs a store 'dist', not 'collective'"):
             elsewhere.join().__enter__()
     trainer.set_learning_rate(0.1 + store.rank)
     with pytest.raises(kvdist.InitMismatch, match="learning_rate 1.1"), trainer.join():

@@ -156,5 +156,5 @@ def test_the_launcher_raises_the_soft_limit_for_whatever_it_starts(job, script):
 def test_the_launcher_says_what_a_job_needs_where_the_hard_limit_is_too_low(job, script):
     launch_with_limit(job, "70:70", 2, script(PRINTS_ITS_LIMIT))
     said = job.processes["launcher"].text.splitlines()[0]
-    assert "may have 70 files open here" in said and "2 workers and 1 servers may need 75" in said, job.transcript()
+    assert "may have 70 files open" in said and "2 workers and 1 servers it may need 75" in said, job.transcript()
     assert "ulimit -Hn" in said, job.transcript()

@@ -108,8 +108,8 @@ def test_a_name_may_be_any_text(tmp_path, name):
 @each(
     "names, sentence",
     [
-        (["a", "a"], "two arrays of one file cannot have one name"),
-        (["__metadata__"], "none can be called __metadata__"),
+        (["a", "a"], "the arrays of a file need different names"),
+        (["__metadata__"], "none may be called __metadata__"),
         (["\ud800"], "cannot be encoded"),
     ],
 )

@@ -186,7 +186,7 @@ def test_a_run_that_is_none_is_damage(tmp_path, run):
 def test_a_file_of_another_run_or_step_is_no_part(tmp_path, other):
     ours = manifest(run="0" * 16)
     ours.require_part(tmp_path / "server-0", "0" * 16, "5")
-    with pytest.raises(CheckpointError, match="server-0 is not a part of this checkpoint"):
+    with pytest.raises(CheckpointError, match="server-0 does not belong to this checkpoint"):
         ours.require_part(tmp_path / "server-0", *other)
 
 

@@ -68,11 +68,11 @@ def deep(depth):
 @each(
     "state, sentence",
     [
-        (np.ones(3), "Object of type ndarray is not JSON serializable. Give lists instead of arrays"),
+        (np.ones(3), "Object of type ndarray is not JSON serializable. Convert arrays to lists"),
         ({"a": [{"b": b"bytes"}]}, "Object of type bytes"),
         ({1, 2}, "Object of type set"),
         (Path("x"), "Object of type PosixPath"),
-        ({"epochs": {3: "done"}}, "a dict has the key 3, which is no text"),
+        ({"epochs": {3: "done"}}, "a dict has the key 3, which is not text"),
         ({None: 1}, "a dict has the key None"),
         (({True: 1},), "a dict has the key True"),
         (endless(), "nested deeper than 100 times, or holds itself"),
@@ -80,7 +80,7 @@ def deep(depth):
     ],
 )
 def test_a_state_that_would_not_come_back_is_refused_when_it_is_given(state, sentence):
-    with pytest.raises(TypeError, match=f"the state of a checkpoint is made of dicts with text as keys.*{sentence}"):
+    with pytest.raises(TypeError, match=f"a checkpoint must consist of dicts with text as keys.*{sentence}"):
         checkpoints.worker_content(state, None, 0)
 
 
@@ -90,7 +90,7 @@ def test_a_state_as_deep_as_is_allowed_comes_back(tmp_path):
 
 @each("names", [["w"], "w", {(1, 2): "w"}, {None: "w"}, {True: "w"}, {1.5: "w"}])
 def test_names_that_are_not_by_key_are_refused_when_they_are_given(names):
-    with pytest.raises(TypeError, match="names is a dict, key → name"):
+    with pytest.raises(TypeError, match="names must be a dict of key to name"):
         checkpoints.worker_content(None, names, 0)
 
 

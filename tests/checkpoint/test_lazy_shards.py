@@ -141,7 +141,7 @@ def test_a_lazy_table_is_not_read_as_a_whole_array_nor_the_other_way_round(tmp_p
 def test_pieces_that_begin_otherwise_are_an_error(tmp_path):
     table = Table(10, [1, 7])
     found = shards(tmp_path, [table.saved(0, 5)], [table.saved(5, 10, begins="zeros")])
-    with pytest.raises(CheckpointError, match="the rows of key 'e' do not begin alike"):
+    with pytest.raises(CheckpointError, match="disagree on the initial value of the rows of key 'e'"):
         found.read(table.wanted(0, 10), EVERYTHING)
 
 

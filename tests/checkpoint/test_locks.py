@@ -156,7 +156,7 @@ def test_without_flock_what_the_file_says_counts(tmp_path, monkeypatch, holder, 
         run = locks.take(tmp_path / "run")
         locks.take(tmp_path / "new")
     assert json.loads(path.read_text())["run"] == run != holder.run
-    assert caplog.text.count("has no flock") == 1
+    assert caplog.text.count("does not support flock") == 1
     locks.close()
     assert not path.exists() and not (tmp_path / "new").exists()
 
@@ -317,6 +317,6 @@ def test_a_folder_that_another_host_sees_elsewhere_is_told_from_the_jobs(tmp_pat
     locks = Locks()
     locks.take(tmp_path)
     for folder, found in ((tmp_path, "another"), (tmp_path / "nothing", "no")):
-        with pytest.raises(CheckpointError, match=f"it has {found} {NAME} here.* one file system"):
+        with pytest.raises(CheckpointError, match=f"sees {found} {NAME} in it.* a shared file system"):
             require_run(folder, "0" * 16, wait_s=0.0)
     locks.close()

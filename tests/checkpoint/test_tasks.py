@@ -329,7 +329,7 @@ def test_nothing_is_done_outside_the_root(tmp_path):
     before = sorted(path.name for path in outside.rglob("*"))
     for name in (outside, root / "way", root / "way" / "step-1", root / "sideways" / "step-1", tmp_path, f"{root}x"):
         for work in works(str(name)):
-            with pytest.raises(CheckpointError, match="lies outside .* or start the job with KVDIST_CHECKPOINT_ROOT"):
+            with pytest.raises(CheckpointError, match="is outside .* or set KVDIST_CHECKPOINT_ROOT"):
                 perform(work, root)
     assert sorted(path.name for path in outside.rglob("*")) == before
 
@@ -365,7 +365,7 @@ def test_a_folder_that_is_the_root_lets_nothing_go_beside_it(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "kvdist"):
         save(tmp_path, 7, keep=1, root=root)
     assert complete_steps(tmp_path) == [1, 7]
-    assert "could not be removed" in caplog.text and "lies outside" in caplog.text
+    assert "could not be removed" in caplog.text and "is outside" in caplog.text
 
 
 # On a thread.
@@ -387,7 +387,7 @@ def test_works_are_done_in_order_on_a_thread_that_ends_when_it_is_told(tmp_path)
     first, second, third, last = products
     assert isinstance(first[0], FileRecord) and first[1] == ""
     assert second[0] is None and "is not a checkpoint" in second[1]
-    assert "lies outside" in third[1] and last == (None, "")
+    assert "is outside" in third[1] and last == (None, "")
     assert list(tmp_path.iterdir()) == []
 
 

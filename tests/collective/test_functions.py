@@ -196,7 +196,7 @@ def test_the_state_of_a_parameter_is_that_of_the_one_of_its_name(groups):
 @each("groups", ["cd ab", "ax cd", "ac bd"])
 def test_an_optimizer_whose_parameters_have_other_names_is_refused(groups):
     _, error = run_ranks(2, lambda rank: hvd.broadcast_optimizer_state(named_sgd(groups if rank else "ab cd")[0]))
-    assert isinstance(error, ValueError) and "group 0 of the optimizer has other parameters" in str(error)
+    assert isinstance(error, ValueError) and "group 0 of the optimizer has different parameters" in str(error)
 
 
 def test_gradients_are_zeros_afterwards_where_the_optimizer_was_new():

@@ -350,7 +350,7 @@ PID, BEGIN, NAMESPACE = this_process().split(".")
 def test_a_port_that_a_dead_process_has_left_is_passed_over(folder, left):
     (folder / "rank0-job").write_text(left)
     world = World(1, 2, 1, 2, meeting=Meeting(job="job"))
-    with pytest.raises(CollectiveError, match="rank 0 has not begun within 0.1 s"):
+    with pytest.raises(CollectiveError, match="rank 0 has not started within 0.1 s"):
         meet(world, 0.1)
 
 

@@ -56,7 +56,7 @@ def test_a_set_that_there_is_or_cannot_be_is_refused(ranks):
 
 @each("members", [0.5, "01", object()])
 def test_what_is_no_rank_is_refused_whatever_it_is(members):
-    with pytest.raises(ValueError, match="made of ranks, which are int"):
+    with pytest.raises(ValueError, match="members of a process set must be integers"):
         ProcessSet(members)
 
 

@@ -160,7 +160,7 @@ REFUSED = {
     "no master": (without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), "MASTER_ADDR and MASTER_PORT are not: set all four"),
     "half a master": (without(TORCHRUN, "MASTER_PORT"), "MASTER_ADDR is set and MASTER_PORT is not"),
     "the other half of a master": ({**OPEN_MPI, "MASTER_PORT": "1"}, "MASTER_PORT is set and MASTER_ADDR is not"),
-    "no processes": ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE is 0; there is at least 1 process"),
+    "no processes": ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE is 0; it must be at least 1"),
     "no processes here": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_RANK is 1 and LOCAL_WORLD_SIZE is 0"),
     "half of Open MPI's": (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK not: Open MPI's mpirun"),
     "Open MPI on two machines": (

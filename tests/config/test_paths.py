@@ -51,7 +51,7 @@ def test_a_path_is_expanded_as_a_shell_does_it(home, given, expected):
 
 
 def test_a_home_of_nobody_is_refused(home):
-    with pytest.raises(ConfigError, match=r"begins with '~no-such-user', which stands for no folder here.*'\./~no"):
+    with pytest.raises(ConfigError, match=r"begins with '~no-such-user', but this machine has no home.*'\./~no"):
         expanded("~no-such-user/run1")
 
 
@@ -61,7 +61,7 @@ def test_a_variable_that_is_not_set_is_refused_wherever_it_stands(home, name, gi
     path = given.replace("{}", name)
     with pytest.raises(ConfigError) as refused:
         expanded(path)
-    assert f"the path {path!r} has {name!r} in it, and no environment variable of that name" in str(refused.value)
+    assert f"the path {path!r} contains {name!r}, but no environment variable of that name" in str(refused.value)
     with kv.create("local") as store:
         store.init("w", np.ones(3, np.float32))
         with pytest.raises(ConfigError, match="NOWHERE"):

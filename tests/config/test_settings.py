@@ -258,8 +258,8 @@ def test_a_secret_means_encryption(security, path, encrypts):
 
 @each(
     "security, path, sentence",
-    [("none", "/s", "KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is '/s': unset the one that is not meant"),
-     ("curve", "", "KVDIST_SECURITY is 'curve', but there is no secret to make keys from: set KVDIST_SECRET_FILE")],
+    [("none", "/s", "KVDIST_SECURITY is none, but KVDIST_SECRET_FILE is '/s': unset one of them"),
+     ("curve", "", "KVDIST_SECURITY is 'curve', but no secret is set: set KVDIST_SECRET_FILE")],
 )  # fmt: skip
 def test_settings_about_security_that_contradict_each_other_are_refused(security, path, sentence):
     assert sentence in refused(KVDIST_SECURITY=security, KVDIST_SECRET_FILE=path)
@@ -350,7 +350,7 @@ def test_another_word_for_what_a_host_sums_is_refused_with_those_that_are_known(
     [
         ({"KVDIST_REPLICAS": "2"}, "KVDIST_REPLICAS is 2, and only 0 or 1 are possible"),
         ({"KVDIST_REPLICAS": "1"}, "KVDIST_ON_LOSS is 'fail', which ends the job with the first"),
-        ({"KVDIST_REPLICAS": "1", "DMLC_NUM_SERVER": "1"}, "kept by another server, but there is only 1: start two"),
+        ({"KVDIST_REPLICAS": "1", "DMLC_NUM_SERVER": "1"}, "on another server, but the job has only 1: start two"),
     ],
 )
 def test_copies_of_slices_need_a_place_and_a_use(changes, told):
@@ -365,7 +365,7 @@ def test_copies_of_slices_need_a_place_and_a_use(changes, told):
         ({"KVDIST_MAX_WORKERS": "9"}, "KVDIST_MAX_WORKERS is 9"),
         ({"KVDIST_MIN_WORKERS": "2"}, "KVDIST_MIN_WORKERS is 2"),
         ({"KVDIST_SCHEDULER_AWAY_S": "5"}, "KVDIST_SCHEDULER_AWAY_S is 5.0"),
-        ({"KVDIST_RETURN_S": "0"}, "KVDIST_RETURN_S is 0, so that nobody would wait"),
+        ({"KVDIST_RETURN_S": "0"}, "KVDIST_RETURN_S is 0, so no process would wait"),
     ],
 )
 def test_where_all_wait_for_lost_workers_nothing_goes_on_without_them(changes, told):

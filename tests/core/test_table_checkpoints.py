@@ -242,7 +242,7 @@ def test_a_table_too_large_for_a_copy_costs_the_checkpoint_and_nothing_else(tmp_
         requests = save_all(wired, tmp_path)
         push_all(wired, 1)
         wired.settle_works()
-    assert all("there is no memory for a copy" in reason for reason in failures(wired, requests))
+    assert all("no memory for the copy" in reason for reason in failures(wired, requests))
     assert not list(tmp_path.glob("*"))
     require_nothing_left(wired)
     assert values_of(wired) == expected((0, 1), 2)

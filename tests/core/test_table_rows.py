@@ -127,7 +127,7 @@ def test_sgld_sweeps_all_rows_and_draws_the_noise_of_each_place(dtype):
     "optimizer, lazy, wd, said",
     [
         (create("lamb"), False, None, "lamb needs the norm of the whole parameter, and the table 'w' is cut by rows"),
-        (create("sgld"), True, None, "sgld moves every element in every update"),
+        (create("sgld"), True, None, "sgld changes every element in every update"),
         (create("sgld", lazy_update=True), False, None, "lazy_update must be False"),
         (create("adam"), True, None, r"adam\(\) with weight decay 0 changes rows .* pass lazy_update=True, or choose"),
         (create("sgd", wd=0.5), True, None, r"with weight decay 0.5 changes rows that have no gradient"),

@@ -184,7 +184,7 @@ def test_a_vector_is_refused_by_a_rule_for_rows_where_it_is_pushed() -> None:
     request = wired.push(0, {"w": [1, 1, 1]})
     wired.settle()
     assert isinstance(wired.failed[request], PushRefused)
-    assert "updates matrices, and the parameter 'w' has shape (3,)" in str(wired.failed[request])
+    assert "updates matrices, but the parameter 'w' has shape (3,)" in str(wired.failed[request])
 
 
 def test_rows_are_never_torn_and_a_long_row_is_a_slice_of_its_own() -> None:

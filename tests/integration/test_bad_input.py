@@ -43,11 +43,11 @@ def test_wrong_calls_name_key_and_reason_and_break_nothing(job):
     job.succeed()
     said = [line.removeprefix("w1 │ ") for line in launcher.text.splitlines() if line.startswith("w1 │ ")]
     expected = [
-        r"KeyNotInitialised: key 'unknown' has not been initialised; call init first\. The keys there are: 'w'",
+        r"KeyNotInitialised: key 'unknown' has not been initialised; call init first\. The store has the keys 'w'",
         r"KeyNotInitialised: key 'unknown' has not been initialised",
-        r"ValueError: key 'w' has shape \(3, 2\), but the value given has shape \(2, 3\)",
+        r"ValueError: key 'w' has shape \(3, 2\), but the value has shape \(2, 3\)",
         r"TypeError: key 'w': arrays of dtype bool are not supported; use one of float32",
-        r"ValueError: key 'w' has shape \(3, 2\), but the value given has shape \(3,\)",
+        r"ValueError: key 'w' has shape \(3, 2\), but the value has shape \(3,\)",
         r"KeyNotInitialised: key 'unknown' has not been initialised",
         r"InitMismatch: key 'w' was initialised with shape \(3, 2\) and dtype float32, and now with shape \(5,\)",
         r"TypeError: .*a value must be a NumPy array or a torch tensor, not str",
@@ -188,7 +188,7 @@ def test_two_workers_that_claim_one_rank_are_named(job):
     refused, taken = (one, other) if one.code is not None else (other, one)
     assert "ConfigError: " in refused.text, job.transcript()
     assert f"worker-0 is taken by process {taken.pid} on {socket.gethostname()}" in refused.text, job.transcript()
-    assert f"process {refused.pid} on " in refused.text and "each needs a KVDIST_RANK of its own" in refused.text
+    assert f"process {refused.pid} on " in refused.text and "each process needs a different KVDIST_RANK" in refused.text
     job.node("worker-1", 2, 1, "mistakes.py", "create")
     job.succeed()
     assert "nothing was raised" in taken.text

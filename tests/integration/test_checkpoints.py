@@ -116,7 +116,7 @@ def test_a_folder_that_the_servers_were_not_given_is_refused_with_what_to_do(job
         2, 2, "checkpoints.py", "train", str(tmp_path / "run"), KVDIST_CHECKPOINT_ROOT=str(elsewhere), **PIECES
     )
     assert any(job.finish().values())
-    assert launcher.lines_with("start the job with KVDIST_CHECKPOINT_ROOT naming a folder above them")
+    assert launcher.lines_with("set KVDIST_CHECKPOINT_ROOT to a folder above both")
 
 
 def test_a_checkpoint_is_completed_though_nobody_closes_the_store(job, tmp_path):
@@ -164,7 +164,7 @@ def test_workers_of_another_number_begin_their_own_optimizers_anew_and_say_so(jo
         ["0 has 1 moments at version 6"],
     ]
     assert [len(said) for _, said, _ in found] == [0, 1, 0]
-    assert "the optimizer of worker 1, which makes steps of its own, begins anew" in found[1][1][0]
+    assert "the local optimizer of worker 1 begins anew" in found[1][1][0]
     assert "it has those of worker 0" in found[1][1][0]
     assert all("worker-0-states" in files[0] for _, _, files in found), "keep=1 left those of the last one alone"
     assert "worker-1-states" in found[1][2][0] and "worker-1" not in found[2][2][0]

@@ -166,7 +166,7 @@ def test_without_a_rank_an_encrypted_process_says_who_sets_it(job, secret):
     )
     job.finish()
     assert process.code == EXIT_CONFIG
-    assert "KVDIST_RANK is not set, and in a job that encrypts" in process.text
+    assert "KVDIST_RANK is not set, but in an encrypted job" in process.text
     assert "kvdist-launch sets it" in process.text
 
 

@@ -45,7 +45,7 @@ def test_two_workers_and_two_servers_write_a_valid_trace_each(job, tmp_path):
         assert {"joining the cluster", "barrier"} <= {event["name"] for event in events["call"]}
     refused = [line.split("refused: ")[1] for line in job.processes["launcher"].lines_with("refused: ")]
     assert [line.split(" cannot be")[0] for line in refused[:2]] == ["'../served.json'", "'a/b'"]
-    assert "server-" in refused[2] and "a trace is being made: finish it" in refused[2]
+    assert "server-" in refused[2] and "a trace is in progress: finish it" in refused[2]
 
 
 def test_a_variable_traces_all_processes_of_a_job_that_knows_nothing_of_it(job, tmp_path):

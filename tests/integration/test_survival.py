@@ -431,7 +431,7 @@ def test_a_lost_server_ends_the_job_all_the_same(job):
 @each(
     "scenario, said",
     [
-        ("only_sums", "which needs stores that update, because servers must hold the weights, and this one only sums"),
+        ("only_sums", "servers must hold the weights, but this store only sums"),
         ("updates_here", "and this Trainer's workers update"),
         ("without_servers", "the store 'collective' sums among workers, none of which can be left out"),
         ("clips", "which a lost worker would leave half done"),

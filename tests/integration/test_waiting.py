@@ -122,4 +122,4 @@ def test_what_goes_on_without_lost_workers_is_refused_beside_it(job, option, val
     launcher = job.launch(2, 2, "nothing.py", options=[*WAITS, "--restart", "1", option, value])
     job.finish()
     assert launcher.code == 2, job.transcript()
-    assert launcher.lines_with(f"--on-loss wait waits for lost workers and for nobody else, and {option} is {value}")
+    assert launcher.lines_with(f"--on-loss wait only waits for lost workers, but {option} is {value}")

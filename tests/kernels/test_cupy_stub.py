@@ -127,7 +127,7 @@ def test_no_driver_and_no_device_are_told_in_a_sentence(gpu, stub):
     with pytest.raises(DeviceError, match="the driver is missing or older than CuPy's CUDA 12.x; install or update"):
         gpu.open_device(0)
     stub.failure = cupy_stub.CUDARuntimeError(100, "cudaErrorNoDevice: none")
-    with pytest.raises(DeviceError, match="no GPU is visible here: run where there is one"):
+    with pytest.raises(DeviceError, match="no GPU is visible: run on a machine with a GPU"):
         gpu.open_device(0)
 
 

@@ -165,7 +165,7 @@ def test_the_mirrored_systems_way_to_register_is_the_same():
 
 
 def test_only_classes_are_registered():
-    with pytest.raises(TypeError, match="register a class, not Mine"):
+    with pytest.raises(TypeError, match="register takes a class, not Mine"):
         kv.register(Mine())
 
 

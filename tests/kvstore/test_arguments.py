@@ -157,11 +157,11 @@ def test_a_read_only_array_can_be_pushed_and_takes_no_result() -> None:
 
 
 REFUSED = [
-    ([1, 2], [filled((3,)), filled((3, 2))], ValueError, "key 2 has shape (2, 3), but the value given has shape (3"),
+    ([1, 2], [filled((3,)), filled((3, 2))], ValueError, "key 2 has shape (2, 3), but the value has shape (3"),
     ([1], [np.zeros(3, np.uint16)], TypeError, "key 1: arrays of dtype uint16 are not supported"),
     ([1], [np.zeros(3, object)], TypeError, "key 1: arrays of dtype object are not supported"),
     ([1, 9], [filled((3,)), filled((3,))], KeyNotInitialised, "key 9 has not been initialised"),
-    ([1, 2], [filled((3,))], ValueError, "there are 2 keys and 1 values"),
+    ([1, 2], [filled((3,))], ValueError, "2 keys need as many values, got 1"),
     ([], [], ValueError, "the list of keys is empty"),
     ([True], [filled((3,))], TypeError, "a key must be an int or a str, not bool"),
     ([True, False], [filled((3,)), filled((3,))], TypeError, "a key must be an int or a str, not bool"),
@@ -169,7 +169,7 @@ REFUSED = [
     ([1, "1"], [filled((3,)), filled((3,))], TypeError, "all int or all str, not mixed"),
     ([1.0], [filled((3,))], TypeError, "a key must be an int or a str, not float"),
     ([None], [filled((3,))], TypeError, "a key must be an int or a str, not NoneType"),
-    ([1, 2], filled((2, 3)), TypeError, "for a list of keys give a list of values"),
+    ([1, 2], filled((2, 3)), TypeError, "a list of keys needs a list of values"),
     ([1], [[]], ValueError, "key 1 has an empty list of values"),
     ([1], [[1.0, 2.0, 3.0]], TypeError, "key 1: a value must be a NumPy array or a torch tensor, not float"),
     (["1"], [filled((3,))], KeyNotInitialised, "key '1' has not been initialised"),

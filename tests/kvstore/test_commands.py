@@ -48,7 +48,7 @@ def test_the_same_definition_again_replaces_the_old_one_and_another_may_not(hand
         (1 << 31, "", ValueError, "from 0 to 2147483647, not 2147483648"),
         (3, b"x", TypeError, "the body of a command is a str, not bytes"),
         (3, "\udcff", ValueError, "cannot be written as UTF-8"),
-        (3, "é" * 32768 + "x", ValueError, "has 65537 bytes of UTF-8, where 65536 are allowed"),
+        (3, "é" * 32768 + "x", ValueError, "has 65537 bytes of UTF-8, more than the limit of 65536"),
     ],
 )
 def test_what_is_no_command_is_refused_at_the_call(store, head, body, error, words):

@@ -104,7 +104,7 @@ def test_what_comes_from_the_host_later_is_brought_to_the_key(machine):
 
 def test_values_on_the_host_and_on_a_gpu_for_one_key_are_refused_and_nothing_has_changed(machine):
     machine.store.init(["v", "w"], [machine.on(0, floats(0)), machine.on(0, floats(1))])
-    with pytest.raises(DeviceError, match=r"the values of key 'w' lie on cuda:0, cpu: .* move all of them"):
+    with pytest.raises(DeviceError, match=r"the values of key 'w' are on cuda:0, cpu, .*: move them"):
         machine.store.push(["v", "w"], [machine.on(0, floats(2)), [machine.on(0, floats(3)), floats(4)]])
     assert np.array_equal(machine.store.pull("v").memory, floats(0))
 
@@ -243,7 +243,7 @@ def test_without_a_library_a_value_on_a_gpu_is_refused_with_what_to_install():
 
     opening = functools.partial(open_gpu, libraries={"numba": missing})
     store = KVStore(LocalBackend("device", devices=Devices("auto", insists=True, open_device=opening)))
-    refusal = r"nothing here can compute on cuda:3: .*pip install kvdist\[gpu\].*KVDIST_GPU=host"
+    refusal = r"no installed library can compute on cuda:3: .*pip install kvdist\[gpu\].*KVDIST_GPU=host"
     with pytest.raises(DeviceError, match=refusal):
         store.init("w", NumpyDevice(3).array(floats(0)))
 

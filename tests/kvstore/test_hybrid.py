@@ -98,7 +98,7 @@ def test_what_workers_could_not_save_servers_do_not_save():
 def test_a_call_that_is_wrong_on_one_worker_is_told_to_the_others_who_would_wait():
     calls = []
     store = with_keys(calls)
-    with pytest.raises(ValueError, match="2 keys and 1 values"):
+    with pytest.raises(ValueError, match="2 keys need as many values, got 1"):
         store.init(["b", "c"], [ARRAY])
     assert calls == [("workers", "reported")]
 

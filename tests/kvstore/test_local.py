@@ -233,7 +233,7 @@ def test_an_unknown_key_is_named_with_those_there_are(store, call):
     with pytest.raises(KeyNotInitialised, match="key 'w' has not been initialised, and neither has any other"):
         getattr(store, call)("w", numpy_full(1))
     store.init(list(range(7)), [numpy_full(1)] * 7)
-    message = r"key 'w' has not been initialised; call init first. The keys there are: 0, 1, 2, 3, 4, … \(7 in all\)"
+    message = r"key 'w' has not been initialised; call init first. The store has the keys 0, 1, 2, 3, 4, … \(7 in all\)"
     with pytest.raises(KeyNotInitialised, match=message):
         getattr(store, call)("w", numpy_full(1))
 
@@ -242,7 +242,7 @@ def test_an_unknown_key_is_named_with_those_there_are(store, call):
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        (np.zeros((4, 5), np.float32), ValueError, r"key 2 has shape \(4, 4\), but the value given has shape \(4, 5\)"),
+        (np.zeros((4, 5), np.float32), ValueError, r"key 2 has shape \(4, 4\), but the value has shape \(4, 5\)"),
         (np.zeros(SHAPE, bool), TypeError, "key 2: arrays of dtype bool are not supported"),
         ("text", TypeError, "key 2: a value must be a NumPy array or a torch tensor, not str"),
     ],
@@ -258,7 +258,7 @@ def test_a_wrong_value_is_refused_before_anything_is_changed(store, call, value,
 def test_init_needs_a_value_for_every_key(store):
     with pytest.raises(ValueError, match="key 2 has no value"):
         store.init([1, 2], [numpy_full(1), None])
-    with pytest.raises(ValueError, match=r"key 1 has shape \(4, 4\), but the value given has shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"key 1 has shape \(4, 4\), but the value has shape \(1,\)"):
         store.init(1, [numpy_full(1), np.zeros(1, np.float32)])
     with pytest.raises(TypeError, match="key 1: a value must be"):
         store.init(1, 3.5)

@@ -188,7 +188,7 @@ def test_a_second_init_of_the_same_table_changes_nothing_and_of_another_is_refus
     [
         ([10], ValueError, "rows 0 to 9, and row 10 was asked for"),
         ([-1], ValueError, "rows 0 to 9, and row -1"),
-        ([1.0], TypeError, "row ids are integers, and these are float64"),
+        ([1.0], TypeError, "row ids must be integers, not float64"),
         ([[1], [2, 3]], ValueError, "key 't': the lists of row ids differ in length"),
         (None, ValueError, "needs row_ids"),
     ],
@@ -226,7 +226,7 @@ def test_all_rows_of_a_table_for_which_there_is_no_memory_are_refused_by_name(st
         raise MemoryError("Unable to allocate 1.00 TiB")
 
     monkeypatch.setattr(sparse, "_room", nothing_left)
-    with pytest.raises(MemoryError, match="key 't': there is no memory for all 34359738368 rows of the table"):
+    with pytest.raises(MemoryError, match="key 't': no memory for all 34359738368 rows of the table"):
         store.pull("t", ignore_sparse=False)
     with pytest.raises(ValueError, match="key 't' is a table of shape"):
         store.pull("t", out=rows_of([1], 1), ignore_sparse=False)
@@ -234,9 +234,9 @@ def test_all_rows_of_a_table_for_which_there_is_no_memory_are_refused_by_name(st
 
 def test_results_that_cannot_take_rows_are_refused(store):
     store.init(["t", "w"], [table(), np.ones(3, np.float32)])
-    with pytest.raises(TypeError, match=r"rows are pulled into a RowSparse, not into ndarray; RowSparse.zeros"):
+    with pytest.raises(TypeError, match=r"rows are pulled into a RowSparse, not into ndarray; use RowSparse.zeros"):
         store.row_sparse_pull("t", out=np.ones((10, 3), np.float32), row_ids=[1])
-    with pytest.raises(TypeError, match="key 'w' is not a table of rows"):
+    with pytest.raises(TypeError, match="key 'w' is an array, not a table of rows"):
         store.row_sparse_pull("w", row_ids=[1])
     for rows in (RowSparse([1], [np.float32(1)], (3,)), torch.ones(3).to_sparse()):
         with pytest.raises(TypeError, match="key 'w' is an array, which cannot be written into rows: give an array"):
@@ -246,7 +246,7 @@ def test_results_that_cannot_take_rows_are_refused(store):
         store.row_sparse_pull("u", row_ids=[1])
     with pytest.raises(ValueError, match="key 't' is a table of rows: row_sparse_pull"):
         store.pull("t")
-    with pytest.raises(ValueError, match="2 results and 3 row_ids"):
+    with pytest.raises(ValueError, match="2 results need as many row_ids, got 3"):
         store.row_sparse_pull("t", out=[rows_of([], 0)] * 2, row_ids=[np.array([1])] * 3)
 
 
@@ -315,7 +315,7 @@ def test_one_result_for_a_list_of_one_key_and_none_too_few(store):
     store.init("t", table(5))
     store.row_sparse_pull(["t"], out=(out := rows_of([], 0)), row_ids=[[3]])
     assert out.values.tolist() == [[5, 5, 5]]
-    with pytest.raises(ValueError, match="there are 2 keys, 2 row_ids and 1 places for results"):
+    with pytest.raises(ValueError, match="2 keys need as many row_ids and results, got 2 and 1"):
         store.row_sparse_pull(["t", "t"], out=out, row_ids=[[1], [2]])
 
 

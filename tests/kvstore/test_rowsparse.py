@@ -56,18 +56,18 @@ def test_there_may_be_no_rows_and_rows_may_have_any_shape():
         (np.array([1.0]), rows(1), None, TypeError, "row ids must be integers, not float64: cast them"),
         (torch.tensor([1.0]), rows(1), None, TypeError, "row ids must be integers, not float32"),
         (np.array([True]), rows(1), None, TypeError, "row ids must be integers, not bool"),
-        ([[1], [2]], rows(2), None, ValueError, r"one dimension, and these have shape \(2, 1\)"),
+        ([[1], [2]], rows(2), None, ValueError, r"one dimension, not the shape \(2, 1\)"),
         ([2, -3], rows(2), None, ValueError, "at least 0 and fit int64, and -3 is among them"),
         (np.array([2**63], np.uint64), rows(1), None, ValueError, "fit int64, and 9223372036854775808"),
         ([0, 5], rows(2), (5, 2), ValueError, r"row 5 is out of range: an array of shape \(5, 2\) has 5 rows"),
-        ([0], rows(2), None, ValueError, "1 row ids and 2 rows of values: give one row for each id"),
-        ([0], rows(1), (5, 3), ValueError, r"rows of an array of shape \(5, 3\) have shape \(3,\), and those given"),
-        ([0], rows(1), (5,), ValueError, r"have shape \(\), and those given \(2,\)"),
-        ([0], rows(1), (5, -2), ValueError, "none below 0"),
-        ([0], rows(1), (), ValueError, "at least one whole number"),
+        ([0], rows(2), None, ValueError, "1 row ids need as many rows of values, got 2"),
+        ([0], rows(1), (5, 3), ValueError, r"rows of an array of shape \(5, 3\) have shape \(3,\), got"),
+        ([0], rows(1), (5,), ValueError, r"have shape \(\), got \(2,\)"),
+        ([0], rows(1), (5, -2), ValueError, "whole numbers of at least 0"),
+        ([0], rows(1), (), ValueError, "one or more whole numbers"),
         ([0], rows(1), 5, ValueError, "a shape is a tuple of whole numbers, not 5"),
         ([0], np.float32(3), None, TypeError, "must be a NumPy array or a torch tensor, not float32"),
-        ([0], np.array(3.0), None, ValueError, "no dimension at all"),
+        ([0], np.array(3.0), None, ValueError, "but are a scalar"),
         ([0], rows(1, dtype=np.complex64), None, TypeError, "values of dtype complex64 are not supported"),
         ([0], "rows", None, TypeError, "not str"),
         ([0], torch.eye(1).to_sparse(), None, TypeError, "RowSparse.from_torch takes sparse tensors"),
@@ -135,7 +135,7 @@ def test_from_torch_refuses_dense_tensors_and_several_sparse_dimensions():
         RowSparse.from_torch(torch.ones(2, 2))
     with pytest.raises(TypeError, match="not ndarray"):
         RowSparse.from_torch(np.ones(2))
-    with pytest.raises(ValueError, match=r"2 sparse dimensions: make it with one, such as by dense.to_sparse\(1\)"):
+    with pytest.raises(ValueError, match=r"2 sparse dimensions: convert it, such as by dense.to_sparse\(1\)"):
         RowSparse.from_torch(torch.eye(2).to_sparse())
 
 
@@ -250,9 +250,9 @@ def test_a_declared_table_costs_nothing_and_knows_what_it_would_take():
 @each(
     "arguments, error, said",
     [
-        (((), "float32"), ValueError, "at least one whole number"),
+        (((), "float32"), ValueError, "one or more whole numbers"),
         (((3.5, 2), "float32"), ValueError, "whole number"),
-        (((-1, 2), "float32"), ValueError, "none below 0"),
+        (((-1, 2), "float32"), ValueError, "whole numbers of at least 0"),
         (((3, 2), "float31"), TypeError, "float31"),
         (((3, 2), "complex64"), TypeError, "complex64"),
         (((3, 2), "float32", "ones"), ValueError, "an initialiser is written"),

@@ -277,7 +277,7 @@ def test_a_step_that_is_no_count_is_refused(tmp_path, kind, number):
 @each("kind", STORES)
 @each("keep", [0, -1, True, "1", 1.5, 1 << 32])
 def test_a_number_to_keep_that_keeps_nothing_is_refused(tmp_path, kind, keep):
-    with started(kind) as store, pytest.raises(ValueError, match="it says how many of the newest checkpoints stay"):
+    with started(kind) as store, pytest.raises(ValueError, match="it is the number of newest checkpoints to keep"):
         store.save_checkpoint(tmp_path, 1, keep=keep)
     assert list(tmp_path.iterdir()) == []
 
@@ -285,9 +285,9 @@ def test_a_number_to_keep_that_keeps_nothing_is_refused(tmp_path, kind, keep):
 @each("kind", STORES)
 def test_a_state_that_json_cannot_say_is_refused(tmp_path, kind):
     with started(kind) as store:
-        with pytest.raises(TypeError, match="the state of a checkpoint is made of"):
+        with pytest.raises(TypeError, match="the state of a checkpoint must consist of"):
             store.save_checkpoint(tmp_path, 1, state=torch.ones(3))
-        with pytest.raises(TypeError, match="names is a dict, key → name"):
+        with pytest.raises(TypeError, match="names must be a dict of key to name"):
             store.save_checkpoint(tmp_path, 1, names=["w"])
     assert list(tmp_path.iterdir()) == []
 
@@ -310,7 +310,7 @@ def test_a_folder_that_no_message_carries_is_refused(tmp_path, kind, folder):
 def test_a_store_without_keys_has_nothing_to_save(tmp_path, kind):
     with kv.create(kind) as store:
         for call in (lambda: store.save_checkpoint(tmp_path, 1), lambda: store.save_optimizer_states(tmp_path)):
-            with pytest.raises(ValueError, match="no keys to save: init them before"):
+            with pytest.raises(ValueError, match="no keys to save: call init first"):
                 call()
     assert list(tmp_path.iterdir()) == []
 

@@ -324,9 +324,9 @@ def test_ids_that_are_in_order_already_are_a_copy_of_the_callers() -> None:
         ([10], ValueError, "has rows 0 to 9, and row 10 was asked for"),
         (np.array([1 << 63], np.uint64), ValueError, f"and row {1 << 63} was asked for"),
         ([-1, 3], ValueError, "and row -1 was asked for"),
-        ([True], TypeError, "row ids are integers, and these are bool"),
-        (["1"], TypeError, "row ids are integers"),
-        (torch.tensor([1.5]), TypeError, "row ids are integers, and these are float32"),
+        ([True], TypeError, "row ids must be integers, not bool"),
+        (["1"], TypeError, "row ids must be integers"),
+        (torch.tensor([1.5]), TypeError, "row ids must be integers, not float32"),
     ],
 )
 def test_wanted_rows_that_are_none_are_refused(ids: Any, error: type[Exception], words: str) -> None:

@@ -172,9 +172,9 @@ def test_what_is_not_a_supported_array_is_refused(value, message):
 
 
 def test_a_value_that_does_not_fit_its_key_is_refused_by_key_expected_and_given():
-    with pytest.raises(ValueError, match=r"key 'w' has shape \(2, 3\), but the value given has shape \(3, 2\)"):
+    with pytest.raises(ValueError, match=r"key 'w' has shape \(2, 3\), but the value has shape \(3, 2\)"):
         values.require("w", np.zeros((3, 2), np.float32), (2, 3), DType.FLOAT32)
-    with pytest.raises(TypeError, match="key 5 holds float32, but the value given is float64"):
+    with pytest.raises(TypeError, match="key 5 holds float32, but the value is float64"):
         values.require(5, np.zeros((2, 3)), (2, 3), DType.FLOAT32)
     with pytest.raises(TypeError, match="key 5: a value must be a NumPy array or a torch tensor, not str"):
         values.require(5, "text", (2, 3), DType.FLOAT32)
@@ -214,8 +214,8 @@ def test_keys_and_values_become_pairs(key, value, expected):
         (None, A, TypeError, "must be an int or a str, not NoneType"),
         ([1, "a"], [A, A], TypeError, "all int or all str, not mixed"),
         ([1, True], [A, A], TypeError, "not bool"),
-        ([1, 2], A, TypeError, "give a list of values, one for each key, not one ndarray"),
-        ([1, 2], [A], ValueError, "2 keys and 1 values"),
+        ([1, 2], A, TypeError, "a list of values, one for each key, not a single ndarray"),
+        ([1, 2], [A], ValueError, "2 keys need as many values, got 1"),
         ([], [], ValueError, "list of keys is empty"),
         (1, [], ValueError, "key 1 has an empty list of values"),
         ([1, 2], [A, []], ValueError, "key 2 has an empty list of values"),

@@ -45,8 +45,8 @@ from tests.ports import held_port
             "encryption is turned off (--security",
         ),
         (["-n", "2", "-s", "0", "-x", "KVDIST_SECRET_FILE=/x", "true"], 2, "KVDIST_SECRET_FILE asks for encryption"),
-        (["-n", "1", "-x", "KVDIST_SECRET_FILE=/x", "--emit", "sbatch", "true"], 2, "makes a secret of its own"),
-        (["-n", "1", "-x", "KVDIST_SECRET_FILE=/x", "--launcher", "none", "true"], 2, "makes a secret of its own"),
+        (["-n", "1", "-x", "KVDIST_SECRET_FILE=/x", "--emit", "sbatch", "true"], 2, "draws its own secret"),
+        (["-n", "1", "-x", "KVDIST_SECRET_FILE=/x", "--launcher", "none", "true"], 2, "draws its own secret"),
         (["-n", "1", "-s", "0", "--server-device", "cpu", "true"], 2, "--server-device is for jobs with servers"),
         (["-n", "1", "-s", "0", "--env-server", "A=1", "true"], 2, "--env-server is for jobs with servers, and -s 0"),
         (["-n", "1", "-s", "0", "-H", "a", "--scheduler-on", "a", "true"], 2, "--scheduler-on is for jobs with serv"),
@@ -60,12 +60,12 @@ from tests.ports import held_port
         (
             ["-n", "2", "--on-loss", "continue", "--restart", "3", "--on-worker-exit", "restart:2", "true"],
             2,
-            "--on-worker-exit restart:2 starts the whole job anew after a loss, and --restart 3 lets it go on",
+            "--on-worker-exit restart:2 starts the whole job again after a loss, but with --restart 3 the job goes on",
         ),
         (
             ["-n", "2", "--on-loss", "continue", "--on-worker-exit", "restart:2", "true"],
             2,
-            "and --on-loss continue lets it go on; leave one of them out",
+            "but with --on-loss continue the job goes on; leave one of them out",
         ),
         (
             ["-n", "2", "--max-workers", "3", "true"],
@@ -97,8 +97,8 @@ from tests.ports import held_port
         (["-n", "1", "-H", "d1", "--launcher", "local", "true"], 2, "on this machine only, and -H names d1"),
         (["-n", "2", "-H", "localhost:1", "true"], 2, "-n asks for 2 workers, but the hosts have 1 slots"),
         (["-n", "1", "--log-dir", "/dev/null/logs", "true"], 2, "log files cannot be written to /dev/null/logs"),
-        (["-n", "1", "-H", "~no-such-user/x", "true"], 2, "begins with '~no-such-user', which stands for no folder"),
-        (["-n", "1", "-x", "NO_SUCH_VARIABLE_HERE", "true"], 2, "no such variable is set here"),
+        (["-n", "1", "-H", "~no-such-user/x", "true"], 2, "begins with '~no-such-user', but this machine has no home"),
+        (["-n", "1", "-x", "NO_SUCH_VARIABLE_HERE", "true"], 2, "this variable is not set"),
         (["-n", "1", "-x", "KVDIST_RANK=1", "true"], 2, "KVDIST_RANK is set by the launcher"),
         (["-n", "1", "--env-file", "/nonexistent", "true"], 2, "--env-file /nonexistent cannot be read"),
         (["-n", "1", "--env", "A", "true"], 2, "'A' does not set a variable"),
@@ -121,7 +121,7 @@ def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, 
         (["-n", "1", "--grace", "-1", "true"], "'-1' is not a number of seconds; write a number of at least 0"),
         (["-n", "two", "true"], "'two' is not a whole number"),
         *(
-            (["-n", "1", option, "~no-such-user/x", "true"], "begins with '~no-such-user', which stands for no folder")
+            (["-n", "1", option, "~no-such-user/x", "true"], "begins with '~no-such-user', but this machine has no")
             for option in ("--log-dir", "--json-summary", "--dump", "--env-file", "--snapshots")
         ),
         (["-n", "1", "--policy", "fast", "true"], "--policy: there is no policy 'fast': write sync, local_sgd:STEPS"),

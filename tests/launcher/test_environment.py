@@ -167,7 +167,7 @@ def test_an_export_takes_a_variable_as_it_is_here_or_sets_it():
 @each(
     "text, message",
     [
-        ("ABSENT", "no such variable is set here; set it, or write -x ABSENT=VALUE"),
+        ("ABSENT", "this variable is not set; set it, or write -x ABSENT=VALUE"),
         ("A-B", "is not the name of a variable"),
         ("=x", "is not the name of a variable"),
         ("$(id)", "is not the name of a variable"),

@@ -427,8 +427,8 @@ def test_local_ranks_count_within_role_and_host():
     "hosts, message",
     [
         ([Host("a", slots=2), Host("b", slots=1)], r"-n asks for 4 workers, but the hosts have 3 slots \(a: 2, b: 1\)"),
-        ([Host("a", role=SERVER)], "no host takes workers: every one has role=server"),
-        ([Host("a", role=WORKER)], "no host takes servers: every one has role=worker"),
+        ([Host("a", role=SERVER)], "every host has role=server, so none can run workers"),
+        ([Host("a", role=WORKER)], "every host has role=worker, so none can run servers"),
         ([Host(f"h{n}", slots=n // 9) for n in range(10)], r"h5: 0 and 4 more"),
     ],
 )
@@ -441,7 +441,7 @@ def test_the_slots_give_the_number_of_workers_where_nobody_says_it():
     assert workers_of_slots([Host("a", slots=2), Host("b", role=SERVER), Host("c", slots=3)]) == 5
     with pytest.raises(ConfigError, match=r"write -n WORKERS, or slots= for every host \(b, c have none\)"):
         workers_of_slots([Host("a", slots=2), Host("b"), Host("c")])
-    with pytest.raises(ConfigError, match="no host takes workers"):
+    with pytest.raises(ConfigError, match="none can run workers"):
         workers_of_slots([Host("b", role=SERVER)])
 
 

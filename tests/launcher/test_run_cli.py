@@ -62,7 +62,7 @@ def test_a_hostfile_has_lines_with_slots(tmp_path):
         (["-H", "a:2,b"], "b has no number of slots: write HOST:SLOTS after -H"),
         (["-H", "a:2:3"], "not a valid host name"),
         (["-hostfile", "/no/such"], "the hostfile /no/such cannot be read"),
-        (["-H", "a:4", "--hostfile", "b"], "-H and -hostfile both say which hosts there are"),
+        (["-H", "a:4", "--hostfile", "b"], "-H and -hostfile both name the hosts"),
     ],
 )
 def test_hosts_that_are_wrong_are_told(words, message):

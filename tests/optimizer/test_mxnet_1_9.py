@@ -106,7 +106,7 @@ def test_with_its_defaults_an_optimizer_does_what_it_does_in_1_9(name, numbers, 
 
 @each("name, numbers, there", OTHERWISE)
 def test_another_equation_gives_other_numbers_and_a_warning(name, numbers, there):
-    with pytest.warns(UserWarning, match=f"{name} has the defaults of MXNet 1.9, but not its equation: there "):
+    with pytest.warns(UserWarning, match=f"{name} has the defaults of MXNet 1.9, but not its equation: in 1.9 "):
         chosen = create(name, defaults=NAME, **numbers)
     assert np.abs(updated(chosen) - there).max() > DIFFERS
 
@@ -162,7 +162,7 @@ def test_numbers_that_are_given_win_and_a_schedule_keeps_its_rate():
         ("adamw", NAME, ValueError, "MXNet 1.9 has no optimizer 'adamw'"),
         ("adabelief", NAME, ValueError, "MXNet 1.9 has no optimizer 'adabelief'"),
         ("lans", NAME, ValueError, "MXNet 1.9 has no optimizer 'lans'"),
-        (create("sgd"), NAME, TypeError, r"takes no hyper-parameters \(defaults\)"),
+        (create("sgd"), NAME, TypeError, r"takes no further hyper-parameters \(defaults\)"),
     ],
 )
 def test_defaults_that_there_are_not_are_refused(arguments, defaults, error, words):

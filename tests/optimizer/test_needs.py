@@ -114,7 +114,7 @@ def test_a_row_longer_than_a_chunk_has_one_history():
 @each("shape", [(), (6,), (1, 2, 3)])
 def test_group_adagrad_refuses_what_is_no_matrix(shape):
     weight = np.ones(math.prod(shape))
-    with pytest.raises(ValueError, match="updates matrices, and the parameter 'w' has shape"):
+    with pytest.raises(ValueError, match="updates matrices, but the parameter 'w' has shape"):
         Updater(create("groupadagrad")).update("w", weight, [weight], [1.0], F64, weight, extent=Extent("w", shape))
 
 
@@ -141,7 +141,7 @@ def test_a_matrix_without_elements_is_updated_to_itself(shape):
 @each("name", ["ftrl", "ftml"])
 def test_rules_that_divide_by_the_learning_rate_refuse_0_and_change_nothing(name):
     updater, weight = Updater(create(name)), np.ones(3)
-    with pytest.raises(ValueError, match="divides by the learning rate, and that of 'w' is 0"):
+    with pytest.raises(ValueError, match="divides by the learning rate, but that of 'w' is 0"):
         updater.update("w", weight, [weight], [1.0], F64, weight, lr=0.0)
     assert not updater.states
     np.testing.assert_array_equal(weight, np.ones(3))

@@ -58,7 +58,7 @@ def test_a_name_is_found_in_any_case(spelling, cls):
 def test_an_instance_is_returned_as_it_is_and_takes_no_numbers():
     optimizer = SGD(momentum=0.9)
     assert create(optimizer) is optimizer
-    with pytest.raises(TypeError, match=r"takes no hyper-parameters \(wd\)"):
+    with pytest.raises(TypeError, match=r"takes no further hyper-parameters \(wd\)"):
         create(optimizer, wd=0.1)
     with pytest.raises(TypeError, match="an optimizer is a name, .* or an Optimizer of kvdist, not int"):
         create(3)

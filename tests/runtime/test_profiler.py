@@ -233,7 +233,7 @@ def test_settings_cannot_change_within_a_trace_but_may_be_said_again(folder):
     profiler.set_config(filename="a.json")
     profiler.start()
     profiler.set_config(filename="a.json")
-    with pytest.raises(KvdistError, match=r"a trace is being made: finish it with profiler\.dump"):
+    with pytest.raises(KvdistError, match=r"a trace is in progress: finish it with profiler\.dump"):
         profiler.set_config(filename="b.json")
     profiler.stop()
     profiler.dump()
@@ -253,7 +253,7 @@ def test_a_trace_that_the_environment_began_goes_on_under_the_settings_of_a_call
         store.barrier()
         for process in ("worker", "server"):
             profiler.start(process)
-            with pytest.raises(KvdistError, match=r"a trace is being made: finish it with profiler\.dump"):
+            with pytest.raises(KvdistError, match=r"a trace is in progress: finish it with profiler\.dump"):
                 profiler.set_config(filename="other", profile_process=process)
             profiler.dump(profile_process=process)
     let_threads_end()
@@ -386,7 +386,7 @@ def test_a_state_is_run_or_stop(folder):
 
 
 def test_servers_need_a_store_to_be_told(folder):
-    with pytest.raises(KvdistError, match=r"call kv\.create\('dist'\) before their profiler is used"):
+    with pytest.raises(KvdistError, match=r"the profiler of the servers needs a store: call kv\.create"):
         profiler.start(profile_process="server")
 
 

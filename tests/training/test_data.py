@@ -257,7 +257,7 @@ def test_another_drop_last_needs_the_states_of_all_parts():
     seen, states = advance([SplitSampler(11, 2, rank, seed=3) for rank in range(2)], [2, 2])
     samplers = samplers_from(states, 11, 2, drop_last=False)
     assert sorted(seen + [index for sampler in samplers for index in sampler]) == list(range(10))
-    with pytest.raises(ValueError, match="part 1 of 2 with drop_last=True, and this is part 0 of 2 with drop_last=F"):
+    with pytest.raises(ValueError, match="part 1 of 2 with drop_last=True, but this is part 0 of 2 with drop_last=F"):
         samplers[0].load_state_dict(states["1"])
 
 
@@ -285,7 +285,7 @@ def test_examples_that_were_read_ahead_can_be_left_out():
     assert resumed.state_dict()["visited"] == 9
     assert list(resumed) == order[9:]
     for wrong in (8, 21):
-        with pytest.raises(ValueError, match=f"visited is {wrong}, but this worker has begun at 9 of epoch 0"):
+        with pytest.raises(ValueError, match=f"visited is {wrong}; it counts .* epoch 0, and this worker began at 9"):
             resumed.state_dict(visited=wrong)
     assert resumed.state_dict(visited=20) == {**sampler.state_dict(), "epoch": 1, "visited": 0}
 
@@ -303,7 +303,7 @@ def test_before_the_first_example_none_can_have_been_visited():
     sampler = SplitSampler(20, seed=2)
     assert sampler.state_dict(visited=0) == sampler.state_dict()
     assert sampler.state_dict()["epoch"] == 0
-    with pytest.raises(ValueError, match="visited is 1, but this worker has begun at 0 of epoch 0"):
+    with pytest.raises(ValueError, match="visited is 1; it counts .* epoch 0, and this worker began at 0"):
         sampler.state_dict(visited=1)
 
 
@@ -326,35 +326,35 @@ HOW = r"sampler.load_state_dict\(\{rank: state\[\"sampler\"\] for rank, state in
 @each(
     "state, message",
     [
-        (None, "the state is None: nothing was saved there"),
+        (None, "the state is None: that worker saved no state"),
         (3, "the state is of type int"),
         ({}, r"the state lacks length, shuffle, .*generations \(it has nothing\)"),
         ({"part_index": 0}, r"the state lacks length, .* \(it has part_index\)"),
         ({"epoch": 1, "sampler": places()[0]}, r"the state lacks length, .* \(it has epoch, sampler\)"),
-        ({0: None, 1: places()[1]}, "the state of rank 0 is None: nothing was saved there"),
+        ({0: None, 1: places()[1]}, "the state of rank 0 is None: that worker saved no state"),
         ({"0": {"epoch": 0, "sampler": places()[0]}}, r"the state of rank 0 lacks .* \(it has epoch, sampler\)"),
-        ({0: places()[0], 1: places()[0]}, "there are 2 states of 1 parts"),
+        ({0: places()[0], 1: places()[0]}, "2 states belong to 1 parts"),
         (places(visited=-5), "rank 1 has visited=-5, which must be a whole number of at least 0"),
-        (places(visited=11), "part 1 is said to have visited=11, but it had 10 examples"),
-        (places(visited=1000)[1], "part 1 is said to have visited=1000, but it had 10 examples"),
+        (places(visited=11), "part 1 has visited=11, but the part had 10 examples"),
+        (places(visited=1000)[1], "part 1 has visited=1000, but the part had 10 examples"),
         (places(visited=2.5), "rank 1 has visited=2.5"),
         (places(visited=True), "rank 1 has visited=True"),
         (places(epoch="1"), "rank 1 has epoch='1'"),
         (places(num_parts=0), "rank 1 has num_parts=0, which must be a whole number of at least 1"),
         (places(part_index=2), "rank 1 is of part_index=2, but num_parts is 2"),
         (places(drop_last=1), "rank 1 has drop_last=1, which must be true or false"),
-        (places(num_parts=3), "not of one moment: num_parts is 2 in that of part 0 and 3 in that of part 1"),
-        (places(drop_last=False), "not of one moment: drop_last is True in that of part 0 and False in"),
-        (places(epoch=1), "not of one moment: epoch is 0 in that of part 0 and 1 in that of part 1"),
-        (places(epoch=2, visited=0), "not of one moment: epoch is 0 in that of part 0 and 2 in that of part 1"),
-        (places(generations=[GENERATION]), "not of one moment: generations is"),
+        (places(num_parts=3), "of different times: num_parts is 2 in that of part 0 and 3 in that of part 1"),
+        (places(drop_last=False), "of different times: drop_last is True in that of part 0 and False in"),
+        (places(epoch=1), "of different times: epoch is 0 in that of part 0 and 1 in that of part 1"),
+        (places(epoch=2, visited=0), "of different times: epoch is 0 in that of part 0 and 2 in that of part 1"),
+        (places(generations=[GENERATION]), "of different times: generations is"),
         (places(generations=None), "rank 1 has generations=None, which must be a list"),
         (places(generations=[[2, 2]]), r"has the generation \[2, 2\], which must hold drop_last"),
         (places(generations=[{**GENERATION, "visited": [1, -1]}]), "has the generation .*-1.*, which must hold"),
         (places(generations=[{**GENERATION, "visited": []}]), "has the generation .*, which must hold"),
         (
             places(generations=[{**GENERATION, "visited": [7, 0, 0]}])[1],
-            "part 0 is said to have visited=7, but it had 6",
+            "part 0 has visited=7, but the part had 6",
         ),
     ],
 )
@@ -372,7 +372,7 @@ def test_as_many_parts_need_their_own_state_and_another_number_those_of_all():
     own.load_state_dict({1: states["1"]})
     assert len(own) == 7
     for state in ({1: states["1"]}, states["1"]):
-        with pytest.raises(ValueError, match=f"part 1 of 2, and this is part 0 of 3: that of every part.*{HOW}"):
+        with pytest.raises(ValueError, match=f"part 1 of 2, but this is part 0 of 3, which needs .* all parts.*{HOW}"):
             SplitSampler(20, 3, 0, seed=3).load_state_dict(state)
 
 
@@ -384,21 +384,21 @@ def test_a_part_whose_state_is_missing_goes_on_where_the_others_are():
 
 
 def test_a_place_within_an_order_that_nobody_can_make_again_is_refused():
-    with pytest.raises(ValueError, match="order cannot be made again without a seed"):
+    with pytest.raises(ValueError, match="order cannot be reproduced without a seed"):
         SplitSampler(20).load_state_dict({**SplitSampler(20).state_dict(), "visited": 3})
 
 
 def test_a_place_that_does_not_belong_here_is_refused():
     running = SplitSampler(20)
     next(iter(running))
-    with pytest.raises(ValueError, match="give SplitSampler a seed"):
+    with pytest.raises(ValueError, match="pass a seed to SplitSampler"):
         running.state_dict()
     place = SplitSampler(20, 2, 0, seed=1).state_dict()
     with pytest.raises(ValueError, match=r"length=20, but this sampler has length=21"):
         SplitSampler(21, 2, 0, seed=1).load_state_dict(place)
     with pytest.raises(ValueError, match=r"seed=1, but this sampler has seed=2"):
         SplitSampler(20, 2, 0, seed=2).load_state_dict(place)
-    with pytest.raises(ValueError, match="part 0 of 2, and this is part 1 of 2: that of every part is needed; give"):
+    with pytest.raises(ValueError, match="part 0 of 2, but this is part 1 of 2, which needs .* all parts; give"):
         SplitSampler(20, 2, 1, seed=1).load_state_dict(place)
 
 

@@ -259,7 +259,7 @@ def test_a_layer_that_is_unfrozen_later_is_an_error_and_not_left_out_in_silence(
     frozen.requires_grad_(True)
     trained.grad = None
     backward(trained, frozen)
-    with pytest.raises(RuntimeError, match="'frozen' was frozen when the trainer was made, and has a gradient now"):
+    with pytest.raises(RuntimeError, match="'frozen' was frozen when the trainer was created, but has a gradient now"):
         trainer.step()
 
 

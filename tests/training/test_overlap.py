@@ -244,7 +244,7 @@ def test_a_step_after_passes_that_only_accumulated_sends_their_gradients():
 def test_two_passes_in_one_step_raise_in_the_second_and_the_step_says_so_again(update_on_kvstore):
     trainer = started([weight := parameter()], update_on_kvstore=update_on_kvstore)
     backward(weight)
-    with pytest.raises(RuntimeError, match="an earlier one has sent already and no step"):
+    with pytest.raises(RuntimeError, match="an earlier pass has sent already and no step"):
         weight.sum().backward()
     with pytest.raises(
         RuntimeError, match=r"the gradient of parameter 0 of shape \(10,\) was changed after it had been sent"

@@ -156,7 +156,7 @@ def test_networks_that_cannot_be_replicated_are_refused_with_what_to_do():
 def test_a_network_that_is_spread_over_devices_is_refused():
     net = network()
     net[2].to("meta")
-    with pytest.raises(ValueError, match="spread over cpu and meta, and a replica lies on one device"):
+    with pytest.raises(ValueError, match="spread over cpu and meta, but a replica must be on a single device"):
         replicate(net, ["cpu", "cpu"])
 
 

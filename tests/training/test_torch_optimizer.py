@@ -211,7 +211,7 @@ def test_a_rate_that_is_set_is_what_schedules_go_on_from():
 def test_two_schedules_are_one_too_many():
     schedule = FactorScheduler(10, 0.5, base_lr=0.1)
     trainer = Trainer(network().parameters(), "sgd", {"lr_scheduler": schedule}, kvstore=None)
-    with pytest.raises(ValueError, match="the optimizer has a schedule of its own"):
+    with pytest.raises(ValueError, match="the optimizer has an lr_scheduler"):
         trainer.as_torch_optimizer()
 
 

@@ -223,7 +223,7 @@ def test_a_store_of_ones_own_says_that_it_cannot_be_saved(tmp_path):
             raise NotImplementedError
 
     trainer, _ = made(kvstore=Mine())
-    with pytest.raises(NotImplementedError, match="no way to save"):
+    with pytest.raises(NotImplementedError, match="cannot save its values"):
         trainer.save_states(tmp_path / "states")
 
 

@@ -78,7 +78,7 @@ class Taken(InprocNetwork):
 def test_every_process_begins_at_a_port_of_its_own_and_tries_all(role, rank, order):
     config = replace(CONFIG, role=role, rank=rank, port_range=(50, 56))
     network = Taken(*range(50, 57))
-    with pytest.raises(ConfigError, match=r"every port of ::1 from 50 to 56 is taken \(KVDIST_PORT_RANGE\)"):
+    with pytest.raises(ConfigError, match=r"every port of ::1 from 50 to 56 is in use \(KVDIST_PORT_RANGE\)"):
         bind_port(network.transport_, config, "::1")
     assert network.tried == order
 

@@ -410,8 +410,8 @@ class Membership:
         if not self._is_free(node):
             taken = self.peers[node]
             raise ConfigError(
-                f"{taken.member} is taken by process {taken.pid} on {taken.host}; process {hello.pid} on"
-                f" {hello.host} claims the same rank: each needs a KVDIST_RANK of its own"
+                f"{taken.member} is taken by process {taken.pid} on {taken.host}; process {hello.pid} on {hello.host}"
+                " claims the same rank: each process needs a different KVDIST_RANK"
             )
         return node
 

@@ -42,7 +42,7 @@ def turn(block: Block, contributions: Sequence[Contribution], optimizer: Optimiz
     if len({one.flags & _CLIPPED for one in contributions}) > 1:
         said = "; ".join(f"{one.member} pushes {_PUSHED.get(one.flags & _CLIPPED, 'both')}" for one in contributions)
         raise OptimizerMismatch(
-            f"workers do not clip {name_of(block.key)} alike: {said}. Give all of them one clip_norm"
+            f"workers clip {name_of(block.key)} differently: {said}. Pass the same clip_norm on all workers"
         )
     if contributions[0].flags & _MEASURE:
         block.squares = squares(block, contributions, optimizer)
@@ -55,7 +55,7 @@ def turn(block: Block, contributions: Sequence[Contribution], optimizer: Optimiz
     if len(set(factors)) > 1:
         said = "; ".join(f"{one.member} multiplies by {one.setting[2]}" for one in contributions)
         raise OptimizerMismatch(
-            f"workers disagree on the gradient of {name_of(block.key)}: {said}. Give all of them one clip_norm"
+            f"workers disagree on the gradient of {name_of(block.key)}: {said}. Pass the same clip_norm on all workers"
         )
     return [replace(one, setting=(*one.setting[:2], factor * rescale_of(one, optimizer))) for one in kept]
 

@@ -588,8 +588,8 @@ def came_too_late(key: int | str) -> str:
     """Why a key is refused where all wait for lost workers."""
     return (
         f"{name_of(key)} is declared after the first steps, and KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss): a"
-        " worker that comes back begins at a step, which only versions of keys tell that are pushed in each step from"
-        " the first one on. Declare it before the first step and push it in each, or use continue"
+        " worker that comes back finds its step by the versions of the keys, so every key must be pushed in each step"
+        " from the first on. Declare it before the first step and push it in each, or use continue"
     )
 
 

@@ -394,7 +394,7 @@ class Snapshots:
                     saved = [replace(one, counted=counted) for one in saved]
             except MemoryError:
                 key = source.key_of(numbers[0])
-                snapshot.fail(f"there is no memory for a copy of what is saved of {name_of(key)}: use more servers")
+                snapshot.fail(f"no memory for the copy of {name_of(key)} that a checkpoint needs: use more servers")
             else:
                 snapshot.taken.update(zip(numbers, saved, strict=True))
                 snapshot.leased += [] if leased is None else [leased]

@@ -390,9 +390,9 @@ class TableRows:
             self._weight.reserve(rows, exactly=True)
         except MemoryError as error:
             raise MemoryError(
-                f"there is no memory for {rows} rows of table {self.key!r}, {rows * self._weight.row_nbytes} bytes, on"
-                " this machine: declare it with LazyRows, whose rows take memory once they are updated, or start more"
-                " servers"
+                f"this machine has no memory for {rows} rows of table {self.key!r}, {rows * self._weight.row_nbytes}"
+                " bytes: declare the table with LazyRows, whose rows take no memory before their first update, or start"
+                " more servers"
             ) from error
 
     def _replace(self, ids: Sequence[Slots], values: Sequence[Array], scales: Sequence[float]) -> None:
@@ -505,17 +505,17 @@ def obstacle(
     if optimizer.average_half_life is not None:
         return (
             f"the weights of the table of rows {key!r} are not averaged, and {optimizer.name} has average_half_life="
-            f"{optimizer.average_half_life:g}: give tables a store of their own with an optimizer without it"
+            f"{optimizer.average_half_life:g}: put tables into another store with an optimizer without it"
         )
     if optimizer.needs_norms:
         return (
-            f"{optimizer.name} needs the norm of the whole parameter, and the table {key!r} is cut by rows: give it a"
-            " store of its own with another optimizer, such as adagrad"
+            f"{optimizer.name} needs the norm of the whole parameter, and the table {key!r} is cut by rows: put it into"
+            " another store with another optimizer, such as adagrad"
         )
     if optimizer.by_place and (is_lazy or optimizer.lazy_update):
         return (
-            f"{optimizer.name} moves every element in every update, so the table {key!r} must be given whole, and"
-            " lazy_update must be False: or choose another optimizer, such as adagrad"
+            f"{optimizer.name} changes every element in every update, so the table {key!r} must be declared with all"
+            " its rows, and lazy_update must be False: or choose another optimizer, such as adagrad"
         )
     if is_lazy and not (optimizer.lazy_update or optimizer.rests(decay)):
         return (

@@ -404,7 +404,7 @@ def _check_copy(source: Array, target: Array) -> None:
 def _missing(error: Any) -> str:
     """Why there is no GPU at all."""
     if error.status == _NO_DEVICE:
-        return "no GPU is visible here: run where there is one, or look at CUDA_VISIBLE_DEVICES"
+        return "no GPU is visible: run on a machine with a GPU, or check CUDA_VISIBLE_DEVICES"
     if error.status == _OLD_DRIVER:
         version = runtime.runtimeGetVersion()
         return (

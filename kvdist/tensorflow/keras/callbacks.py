@@ -1,4 +1,4 @@
-"""The callbacks of `kvdist.keras`, which are the same on TensorFlow but for the order of some arguments."""
+"""Callbacks of `kvdist.keras`, with some arguments in the order of horovod.tensorflow.keras."""
 
 from typing import Any
 

@@ -211,9 +211,9 @@ class Arena:
         allowed = (self.bytes_max - self.bytes_reserved) // PAGE_BYTES * PAGE_BYTES
         if least > allowed:
             raise MemoryError(
-                f"{size} bytes of shared memory were asked for, no free stretch is as long, and of {self.bytes_max}"
-                f" bytes {self.bytes_reserved} are taken from the system and {self.bytes_used} in use;"
-                " raise the limit, or drop arrays that are no longer needed"
+                f"cannot allocate {size} bytes of shared memory: no free range is large enough, and of {self.bytes_max}"
+                f" bytes {self.bytes_reserved} are reserved and {self.bytes_used} in use; raise the limit, or drop"
+                " arrays that are no longer needed"
             )
         try:
             usual = min(max(self._segment_bytes, self.bytes_reserved), SEGMENT_BYTES_MAX)

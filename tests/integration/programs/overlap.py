@@ -175,7 +175,7 @@ def twice():
         x = batches(own.rank)[0]
         net(x).sum().backward()
         if own.rank == 0:
-            refused(lambda net=net, x=x: net(x).sum().backward(), "an earlier one has sent already")
+            refused(lambda net=net, x=x: net(x).sum().backward(), "an earlier pass has sent already")
             refused(trainer.step, "was changed after it had been sent")
         else:
             trainer.step()
