@@ -24,8 +24,9 @@ README = ROOT / "README.md"
 WALK = ROOT / "docs" / "walk.md"
 MANUAL = ROOT / "docs" / "manual-start.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
-DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-PROSE = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for folder in (".", "measured", "reference") for page in sorted((ROOT / "docs" / folder).glob("*.md"))]
+DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *PAGES]
+PROSE = [README, *PAGES]
 
 FOLDERS = (ROOT, ROOT / "kvdist", ROOT / "launcher", ROOT / "launcher" / "kvdist_launch")
 """Where a file may lie that a document names by a path."""
