@@ -218,13 +218,8 @@ def _bytes_of_elements(text: str) -> str:
     return str(4 * elements)
 
 
-IDENTITY = "Who a process is"
-BEHAVIOUR = "How it behaves"
-LIMITS = "Limits"
-COLLECTIVE = "Without servers"
-
 TABLE: dict[str, tuple[Setting, ...]] = {
-    IDENTITY: (
+    "Who a process is": (
         Setting("KVDIST_ROLE", ROLE, None, "`scheduler`, `server` or `worker`", twin="DMLC_ROLE"),
         Setting(
             "KVDIST_ROOT_URI", TEXT, None, "host name or address of the scheduler; of rank 0 in a job without servers",
@@ -250,6 +245,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             shown_default="the next free one",
         ),
         Setting("KVDIST_JOB", TEXT, "default", "name of the job: messages of another job are refused"),
+    ),
+    "Set by the launcher": (
         Setting(
             "KVDIST_SUPERVISED", FLAG, False,
             "`1` on a scheduler whose standard input carries a line for each ended process",
@@ -284,7 +281,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "Set by the launcher for a scheduler, and for rank 0 of a job without servers",
         ),
     ),
-    BEHAVIOUR: (
+    "Network and security": (
         Setting(
             "KVDIST_NODE_HOST", TEXT, None, "the address that a server binds and announces", twin="DMLC_NODE_HOST",
             shown_default="the address towards the scheduler",
@@ -321,6 +318,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "Servers, and workers that listen for their host, take a free port of it. Without it the system chooses."
             " The scheduler's port is always `DMLC_PS_ROOT_PORT`",
         ),
+    ),
+    "Where keys live and how values travel": (
         Setting(
             "KVDIST_BIGARRAY_BOUND", whole_number(1), 1_000_000,
             "keys with at least this many elements are split over all servers; a smaller key is on a single server",
@@ -351,6 +350,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " synchronous stores, and only with more than one worker on the host and `KVDIST_TRANSPORT=auto`. Give"
             " every worker the same: one that says otherwise makes the others of its host wait",
         ),
+    ),
+    "When a process is lost": (
         Setting(
             "KVDIST_ON_LOSS", word("fail", "wait", "continue"), "fail",
             "reaction to the loss of a worker: `fail` ends the job, `wait` makes the other workers wait until it is"
@@ -410,6 +411,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " server is lost each hour: the root of 7200 s times what a snapshot takes",
             shown_default="by what a snapshot takes",
         ),
+    ),
+    "When workers exchange": (
         Setting(
             "KVDIST_PRIORITY_SLICES", FLAG, False,
             "`1`: every `dist` and `dist_async` store of this worker has [priority"
@@ -432,6 +435,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " gives to `kv.create` comes first. Give every worker the same; `kvdist-launch --policy` does",
             shown_default="gradients in each step",
         ),
+    ),
+    "What computes": (
         Setting(
             "KVDIST_KERNELS", word("auto", "numpy", "numba"), "auto",
             "library for the arithmetic of servers, of local stores, and of workers that update their weights",
@@ -454,9 +459,12 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "`cupy`, `numba`, or `auto`, the first of them that is installed; `host` brings the values to the host's"
             " memory instead ([gpu.md](gpu.md))",
         ),
+    ),
+    "Traces and dumps": (
         Setting(
             "KVDIST_PROFILER_AUTOSTART", FLAG, False,
-            "`1`: workers and servers [trace themselves](#traces) from their start", twin="MXNET_PROFILER_AUTOSTART",
+            "`1`: workers and servers [trace themselves](output.md#traces) from their start",
+            twin="MXNET_PROFILER_AUTOSTART",
         ),
         Setting(
             "KVDIST_PROFILE_DIR", PATH, None, "directory for traces whose file name has no directory",
@@ -480,10 +488,12 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "largest number of events in a dump",
             "`kvdist why --replay` needs all of a process, so take more for that",
         ),
+    ),
+    "Modules and checkpoints": (
         Setting(
             "KVDIST_SERVER_MODULE", MODULES, (),
             "a module with optimizers or handlers of commands of your own, which scheduler and servers import",
-            "Several have commas between. See [handlers of commands](#commands-to-servers). `kvdist-launch"
+            "Several have commas between. See [handlers of commands](stores.md#commands-to-servers). `kvdist-launch"
             " --server-module NAME` and `python -m kvdist --server-module NAME` do the same. It must be importable on"
             " every machine",
         ),
@@ -500,7 +510,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             shown_default="the folder in which it was started",
         ),
     ),
-    LIMITS: (
+    "Limits of memory and messages": (
         Setting(
             "KVDIST_SLICE_BYTES", whole_number(8), 4 * MIB,
             "largest piece in which a key is sent and updated; small values are joined up to this size",
@@ -540,6 +550,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         Setting(
             "KVDIST_FRAME_BYTES_MAX", whole_number(8), 64 * MIB, "the largest frame that a socket accepts or sends"
         ),
+    ),
+    "Waits": (
         Setting(
             "KVDIST_CONNECT_TIMEOUT_S", seconds(0, positive=True), 30.0,
             "seconds that a server or worker waits for the scheduler's first answer",
@@ -571,7 +583,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "seconds that the scheduler waits for its servers to end, and a failing worker for its goodbye to arrive",
         ),
     ),
-    COLLECTIVE: (
+    "Without servers": (
         Setting(
             "KVDIST_START_TIMEOUT_S", seconds(0, positive=True), 30.0,
             "seconds until the ranks must have found each other; an error names the missing ranks",

@@ -31,7 +31,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 COPY_BYTES_PER_S = 4.3e12
-"""At which `docs/gpu.md` computes what a kernel takes at least."""
+"""At which `docs/measured/gpu.md` computes what a kernel takes at least."""
 
 
 class StandIn(NumpyDevice):
@@ -126,8 +126,8 @@ def test_the_bytes_of_a_row_are_those_of_its_formula(found: dict[str, Any]) -> N
 
 
 def told() -> dict[str, list[float]]:
-    """The rows of the tables in `docs/gpu.md` that begin with a kernel, and the numbers in them."""
-    text = (ROOT / "docs" / "gpu.md").read_text("utf-8").partition("## Roofline")[2]
+    """The rows of the tables in `docs/measured/gpu.md` that begin with a kernel, and the numbers in them."""
+    text = (ROOT / "docs" / "measured" / "gpu.md").read_text("utf-8").partition("## Roofline")[2]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:2] == "| "]
     number = re.compile(r"\d+(\.\d+)?")
     return {cells[0]: [float(cell) for cell in cells[1:] if number.fullmatch(cell)] for cells in rows}

@@ -20,7 +20,7 @@ from tests.cases import each
 
 torch = pytest.importorskip("torch")
 
-PAGE = Path(__file__).parents[2] / "docs" / "pytorch.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "rules.md"
 STEPS, SIZE = 100, 300
 SETTINGS = [
     ("SGD", {}),
@@ -49,6 +49,12 @@ SETTINGS = [
     ("Adadelta", {}),
     ("Adadelta", {"rho": 0.5, "weight_decay": 0.1, "maximize": True}),
 ]
+
+
+def section(heading):
+    """The text below a heading of the page of rules, up to the next of its level."""
+    (text,) = PAGE.read_text("utf-8").split(f"\n## {heading}\n")[1:]
+    return text.split("\n## ")[0]
 
 
 def rule(name, **numbers):
@@ -90,7 +96,7 @@ def test_the_product_of_nadam_is_float32_also_where_torch_keeps_it_in_float64():
 
 
 def test_the_page_lists_the_rules():
-    (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| rules |")]
+    row = section("Torch's rules").split(" have ")[0]
     assert re.findall(r"`(.*?)`", row) == [cls.name for cls in TORCH_RULES]
 
 
@@ -173,13 +179,13 @@ ROWS = [
     ("adadelta", {}, "Adadelta", {}, None),
     ("rmsprop", {"rho": 0.9}, "RMSprop", {"alpha": 0.9}, {"centered": True, "momentum": 0.5}),
 ]
-"""Rows of the table of docs/pytorch.md: where rule and torch agree; and what makes them differ, {} a new rate."""
+"""Rows of the table of docs/reference/rules.md: where rule and torch agree; and what makes them differ, {} a new rate."""
 SPELLED = {"epsilon": "eps", "wd": "weight_decay"}
 
 
 @each("name, numbers, theirs, their_numbers, difference", ROWS)
-def test_the_table_of_docs_pytorch_says_where_rules_of_one_name_agree(name, numbers, theirs, their_numbers, difference):
-    assert f"\n| `{name}` | `{theirs}" in PAGE.read_text("utf-8")
+def test_the_table_of_the_page_of_rules_says_where_rules_of_one_name_agree(name, numbers, theirs, their_numbers, difference):
+    assert f"\n| `{name}` | `{theirs}" in section("The same name, another rule")
     assert distance(name, numbers, theirs, their_numbers) < 1e-6
     if difference is not None:
         other = {SPELLED.get(word, word): value for word, value in difference.items()}
@@ -191,9 +197,10 @@ TORCHS = {"rmsprop": {"rho": "alpha"}, "nadam": {"schedule_decay": "momentum_dec
 
 
 @each("name, theirs", [(name, theirs) for name, _, theirs, _, _ in ROWS if name != "nag"])
-def test_the_table_of_docs_pytorch_names_every_number_with_another_default(name, theirs):
+def test_the_table_of_the_page_of_rules_names_every_number_with_another_default(name, theirs):
     """Also what only one side has; but for kvdist's own settings, and the momentum that only some settings use."""
-    (row,) = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith(f"| `{name}`")]
+    lines = section("The same name, another rule").splitlines()
+    (row,) = [line for line in lines if line.startswith(f"| `{name}`")]
     said, spelled = set(re.findall(r"[\w.-]+", row)), {**SPELLED, **TORCHS.get(name, {}), "learning_rate": "lr"}
     ours = create(name)
     words = {spelled.get(word, word): value for word, value in ours.describe().items()}
