@@ -1,4 +1,4 @@
-"""What `make docs` does besides mkdocs: pages that lie outside docs/, links into the source, the version, the reference.
+"""What `make docs` does besides mkdocs: pages from outside docs/, links into the source, the version, the reference.
 
 A link to a file of the project, be it relative or through the address of the repository, leads to the file's page, or
 to the repository if the file has no page. A link to a file that does not exist fails the build. In the reference
@@ -69,8 +69,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: objec
     uri = page.file.src_uri
     source = next((file for file, target in ELSEWHERE.items() if target == uri), f"docs/{uri}")
     parts = FENCE.split(_with_exports(markdown))
-    relinked = (part if part.startswith("```") else _relinked(part, source, uri, config.repo_url or "") for part in parts)
-    return "".join(relinked)
+    repository = config.repo_url or ""
+    return "".join(part if part.startswith("```") else _relinked(part, source, uri, repository) for part in parts)
 
 
 def _relinked(text: str, source: str, uri: str, repository: str) -> str:

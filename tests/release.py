@@ -71,15 +71,16 @@ def quickstart(readme: str) -> tuple[str, list[str]]:
     script = section and re.search(r"^```python\n(.*?)^```$", section[1], re.MULTILINE | re.DOTALL)
     command = section and re.search(r"^\$ (kvdist-launch .*)$", section[1], re.MULTILINE)
     if not script or not command:
-        raise ValueError("the README has no section 'Quickstart' with a block of python and a line '$ kvdist-launch …'")
+        raise ValueError("the README has no section 'Quickstart' with a python block and a line '$ kvdist-launch …'")
     return script[1], command[1].split()
 
 
 def interpreters() -> Iterator[tuple[str, str | None]]:
     """Each version, and a Python of it, or None."""
     for version in PYTHONS:
-        of_pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")).glob(f"versions/{version}.*/bin/python3")
-        for python in (shutil.which(f"python{version}"), *map(str, sorted(of_pyenv))):
+        pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+        there = sorted(pyenv.glob(f"versions/{version}.*/bin/python3"))
+        for python in (shutil.which(f"python{version}"), *map(str, there)):
             if python and subprocess.run([python, "-c", ""], capture_output=True).returncode == 0:
                 yield version, python
                 break

@@ -92,16 +92,16 @@ def test_a_command_leads_to_a_function(name: str) -> None:
 
 
 def test_a_relative_link_of_a_page_is_noticed_as_rendered() -> None:
-    page = "| [a](docs/a.md) |\n|---|\n| ![b](b.png) |\n\n[c](https://example.org/c) [d](#here) <img src='d.png'> `[e](e.md)`"
-    assert relative_links(page) == ["docs/a.md", "b.png", "d.png"]
+    page = "| [a](docs/a.md) |\n|---|\n| ![b](b.png) |\n\n[c](https://c.org/c) [d](#d) <img src='e.png'> `[f](f.md)`"
+    assert relative_links(page) == ["docs/a.md", "b.png", "e.png"]
 
 
 def test_the_quickstart_is_the_script_and_the_command_of_its_section() -> None:
-    block = "```python\n{}\n```\n"
-    page = block.format("no") + "## Quickstart: fast\n" + block.format("yes") + "```\n$ kvdist-launch -n 3 x.py\n```\n## More\n"
-    assert quickstart(page) == ("yes\n", ["kvdist-launch", "-n", "3", "x.py"])
+    other = "```python\nno\n```\n"
+    section = "## Quickstart: fast\n```python\nyes\n```\n```\n$ kvdist-launch -n 3 x.py\n```\n"
+    assert quickstart(f"{other}{section}## More\n") == ("yes\n", ["kvdist-launch", "-n", "3", "x.py"])
     with pytest.raises(ValueError, match="no section 'Quickstart'"):
-        quickstart(block.format("no") + "## More\n")
+        quickstart(f"{other}## More\n")
 
 
 @pytest.mark.slow
