@@ -26,7 +26,6 @@ from urllib.parse import urlsplit
 from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).resolve().parent.parent
-CONSTRAINTS = ROOT / "constraints.txt"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 TIMEOUT_S = 1200.0
 
@@ -88,11 +87,18 @@ def interpreters() -> Iterator[tuple[str, str | None]]:
             yield version, None
 
 
-def has_cuda(python: str, requirement: str) -> bool:
-    """Whether pip, asked for PyTorch, would bring CUDA with it."""
-    words = ["install", "--dry-run", "--quiet", "--report", "-", "--constraint", str(CONSTRAINTS), requirement]
+def has_cuda(python: str) -> bool:
+    """Whether the build of PyTorch that pip takes for this Python needs CUDA's packages."""
+    words = ["install", "--dry-run", "--quiet", "--no-deps", "--report", "-", torch_version()]
     report = json.loads(_run([python, "-m", "pip", *words], ROOT))
-    return any(one["metadata"]["name"].startswith(("nvidia-", "cuda-")) for one in report["install"])
+    needed = report["install"][0]["metadata"]["requires_dist"]
+    return any(name.startswith(("nvidia-", "cuda-")) for name in needed)
+
+
+def torch_version() -> str:
+    """The requirement of the PyTorch with which kvdist is tested, as in ``torch==2.13.0``."""
+    (line,) = re.findall(r"^torch==\S+$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE)
+    return line
 
 
 def try_wheel(wheel: Path, base: str, readme: str, folder: Path) -> str:
@@ -103,15 +109,16 @@ def try_wheel(wheel: Path, base: str, readme: str, folder: Path) -> str:
     """
     _run([base, "-m", "venv", str(folder / "env")], folder)
     python, launch = str(folder / "env/bin/python"), str(folder / "env/bin/kvdist-launch")
+    _run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], folder)
     _run([python, "-m", "pip", "install", "--quiet", str(wheel)], folder)
     version = _run([python, "-m", "kvdist", "--version"], folder).split()[-1]
     if f"-{version}-" not in wheel.name:
         raise RuntimeError(f"{wheel.name} says that it is kvdist {version}")
     (folder / "arrays.py").write_text(ARRAYS, "utf-8")
     _run([launch, "-n", "2", "-s", "2", python, "arrays.py"], folder)
-    if has_cuda(python, f"{wheel}[torch]"):
+    if has_cuda(python):
         return "a program of arrays; THE QUICKSTART WAS NOT RUN: pip has no PyTorch without CUDA for it here"
-    _run([python, "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS), f"{wheel}[torch]"], folder)
+    _run([python, "-m", "pip", "install", "--quiet", f"{wheel}[torch]", torch_version()], folder)
     script, command = quickstart(readme)
     (folder / "train.py").write_text(script, "utf-8")
     said = _run([launch, *command[1:]], folder)
