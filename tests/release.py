@@ -109,6 +109,7 @@ def try_wheel(wheel: Path, base: str, readme: str, folder: Path) -> str:
     """
     _run([base, "-m", "venv", str(folder / "env")], folder)
     python, launch = str(folder / "env/bin/python"), str(folder / "env/bin/kvdist-launch")
+    # An old pip downloads a package to see what it needs.
     _run([python, "-m", "pip", "install", "--quiet", "--upgrade", "pip"], folder)
     _run([python, "-m", "pip", "install", "--quiet", str(wheel)], folder)
     version = _run([python, "-m", "kvdist", "--version"], folder).split()[-1]
