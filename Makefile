@@ -16,6 +16,8 @@
 # make bench-other start-up, memory of servers, how soon a killed process is noticed, tables of rows, thin lines, encryption
 # make gpu       on a machine with a CUDA device: the tests that need one, and the benchmark of the GPU kernels. Installs nothing: it takes
 #                the machine's python3, or PYTHON=..., with torch, CuPy or numba-cuda, and pytest
+# make release   builds sdist and wheel into dist/; then each Python from 3.10 to 3.13 that is here installs the wheel into an empty
+#                environment and runs the quickstart in another folder, and no link of the README may be relative
 # make clean     back to a fresh checkout
 #
 # Everything is installed into .venv with the versions of constraints.txt; a stamp there remembers what for, so a
@@ -37,7 +39,7 @@ FUZZ_SECONDS ?= 60
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo demo-faults test test-machines test-tensorflow test-all scenarios soak fuzz lint types docs bench bench-full bench-other gpu clean
+.PHONY: help demo demo-faults test test-machines test-tensorflow test-all scenarios soak fuzz lint types docs bench bench-full bench-other gpu release clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -124,6 +126,13 @@ gpu:
 	$(GPU_PYTHON) -m pytest -m gpu || failed=1; \
 	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_FLAGS) || failed=1; \
 	exit $$failed
+
+# Both from a copy of what git has: files that lie about here must not be in a release.
+release: $(VENV)/.installed-release
+	rm -rf dist build/release && mkdir -p build/release
+	git archive HEAD | tar -x -C build/release
+	$(BIN)/python -m build --quiet --outdir dist build/release
+	$(BIN)/python -m tests.release dist
 
 clean:
 	rm -rf $(VENV) .venv-mxnet .venv-bridge .venv-bridge-2 .venv-horovod .venv-tensorflow build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

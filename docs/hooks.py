@@ -1,8 +1,9 @@
-"""What `make docs` does besides mkdocs: pages that lie outside docs/, links into the source, and the reference's names.
+"""What `make docs` does besides mkdocs: pages from outside docs/, links into the source, the version, the reference.
 
-A link to a file that is not on the site becomes its text; one to a file that does not exist fails the build. In the
-reference ``<!-- exports: MODULE -->`` stands for every public name of a module. Every public name must be in the
-reference and have a docstring.
+A link to a file of the project, be it relative or through the address of the repository, leads to the file's page, or
+to the repository if the file has no page. A link to a file that does not exist fails the build. In the reference
+``<!-- exports: MODULE -->`` stands for every public name of a module. Every public name must be in the reference and
+have a docstring.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from kvdist.version import __version__
+
 ROOT = Path(__file__).resolve().parent.parent
 
 ELSEWHERE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
-    "benchmarks/results/headline.md": "benchmarks/headline.md",
-    "benchmarks/results/headline.png": "benchmarks/headline.png",
-    "benchmarks/results/full.png": "benchmarks/full.png",
-    "benchmarks/results/limping.png": "benchmarks/limping.png",
     "kvdist/protocol/WIRE.md": "protocol/wire.md",
     "kvdist/protocol/COLLECTIVE.md": "protocol/collective.md",
+    **{f"examples/{name}/README.md": f"examples/{name}.md" for name in ("limping", "mxnet_bridge", "recommender")},
+    **{
+        f"benchmarks/results/{path.name}": f"benchmarks/{path.name}"
+        for path in sorted((ROOT / "benchmarks" / "results").iterdir())
+        if path.suffix in (".md", ".png")
+    },
 }
 """Files of the project outside docs/ → where they are on the site."""
 
@@ -46,6 +51,12 @@ EXPORTS = re.compile(r"<!-- exports: ([\w.]+)(?: except ([\w.]+))? -->")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Show the version beside the name, in the head of each page."""
+    config.site_name += f" {__version__}"
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files that lie outside docs/."""
     for source, target in ELSEWHERE.items():
@@ -53,26 +64,29 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: object) -> str:
     """Turn links between files of the project into links of the site, and name the exports of modules."""
     uri = page.file.src_uri
     source = next((file for file, target in ELSEWHERE.items() if target == uri), f"docs/{uri}")
     parts = FENCE.split(_with_exports(markdown))
-    return "".join(part if part.startswith("```") else _relinked(part, source, uri) for part in parts)
+    repository = config.repo_url or ""
+    return "".join(part if part.startswith("```") else _relinked(part, source, uri, repository) for part in parts)
 
 
-def _relinked(text: str, source: str, uri: str) -> str:
+def _relinked(text: str, source: str, uri: str, repository: str) -> str:
     def relink(match: re.Match[str]) -> str:
         image, shown, target = match.groups()
         file, mark, anchor = target.partition("#")
-        if "://" in target or not file:
+        of_project = re.fullmatch(re.escape(repository) + r"/(?:blob|raw|tree)/main/(.+)", file)
+        if not of_project and ("://" in target or not file):
             return match[0]
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), file))
+        path = of_project[1] if of_project else posixpath.join(posixpath.dirname(source), file)
+        path = posixpath.normpath(path)
         if not (ROOT / path).exists():
             raise PluginError(f"{source}: the link to {target} leads to no file")
         goal = ELSEWHERE.get(path, path.removeprefix("docs/") if path.startswith("docs/") else "")
         if not goal:
-            return shown
+            return shown if image else f"[{shown}]({repository}/blob/main/{path}{mark}{anchor})"
         return f"{image}[{shown}]({posixpath.relpath(goal, posixpath.dirname(uri) or '.')}{mark}{anchor})"
 
     return LINK.sub(relink, text)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cases import each
+from tests.release import quickstart, relative_links
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -74,7 +75,7 @@ def test_every_library_that_is_required_is_imported() -> None:
 
 def test_every_library_that_make_installs_is_pinned() -> None:
     extras = PROJECT["optional-dependencies"]
-    names = ("keras", "tensorflow", "examples", "test", "docs", "dev", "bench")
+    names = ("keras", "tensorflow", "examples", "test", "docs", "dev", "bench", "release")
     needed = PROJECT["dependencies"] + [requirement for name in names for requirement in extras[name]]
     pinned = {distribution_name(line) for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {distribution_name(requirement) for requirement in needed} - {"kvdist"} <= pinned
@@ -88,6 +89,19 @@ def test_the_extras_that_users_were_promised_exist() -> None:
 def test_a_command_leads_to_a_function(name: str) -> None:
     entry = importlib.metadata.EntryPoint(name, PROJECT["scripts"][name], "console_scripts")
     assert callable(entry.load())
+
+
+def test_a_relative_link_of_a_page_is_noticed_as_rendered() -> None:
+    page = "| [a](docs/a.md) |\n|---|\n| ![b](b.png) |\n\n[c](https://c.org/c) [d](#d) <img src='e.png'> `[f](f.md)`"
+    assert relative_links(page) == ["docs/a.md", "b.png", "e.png"]
+
+
+def test_the_quickstart_is_the_script_and_the_command_of_its_section() -> None:
+    other = "```python\nno\n```\n"
+    section = "## Quickstart: fast\n```python\nyes\n```\n```\n$ kvdist-launch -n 3 x.py\n```\n"
+    assert quickstart(f"{other}{section}## More\n") == ("yes\n", ["kvdist-launch", "-n", "3", "x.py"])
+    with pytest.raises(ValueError, match="no section 'Quickstart'"):
+        quickstart(f"{other}## More\n")
 
 
 @pytest.mark.slow

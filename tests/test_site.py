@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvdist.version import __version__
+
 pytest.importorskip("mkdocs", reason="THE SITE IS NOT BUILT: pip install -e '.[docs]'")
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,6 +38,10 @@ def test_the_site_is_built_without_a_warning_and_each_page_has_a_name_in_the_men
     start = (tmp_path / "index.html").read_text("utf-8")
     menu = re.findall(r'<span class="md-ellipsis">\s*(.*?)\s*</span>', start, re.DOTALL)
     assert len(menu) > 40 and {"", "None"}.isdisjoint(menu), menu
+    assert f"kvdist {__version__}" in start and 'href="unequal.html"' in start
+    texts = {path.name: path.read_text("utf-8") for path in tmp_path.rglob("*.html")}
+    away = {name for name, text in texts.items() if re.search(r'href="https://[^"]*/(blob|raw)/main/docs/', text)}
+    assert away == set(), "a page of the site is linked to by its address in the repository"
 
 
 def test_a_page_that_is_not_there_and_an_argument_that_is_not_described_fail_the_build(tmp_path):
