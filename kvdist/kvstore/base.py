@@ -803,7 +803,7 @@ class KVStore(KVStoreBase):
         """Every call begins here: the store is open, it can do this, and no push before has failed unheard."""
         backend = self._backend
         if self._closed:
-            raise StoreClosed(f"this {self.type!r} store has been closed; close it behind its last use")
+            raise StoreClosed(f"this {self.type!r} store has been closed; close it after its last use")
         if ability is not None:
             backend.require_able(ability)
         backend.check()

@@ -467,7 +467,7 @@ class DistBackend(Backend):
     def _require_usable(self) -> None:
         """What a push that waits for room asks from time to time."""
         if self._is_closed:
-            raise StoreClosed(f"this {self.type!r} store has been closed; close it behind its last use")
+            raise StoreClosed(f"this {self.type!r} store has been closed; close it after its last use")
         self.check()
         if self.errors:
             raise self.errors.popleft()

@@ -152,7 +152,7 @@ def test_every_call_on_a_closed_store_says_so():
         "set_optimizer": ("sgd",),
     }
     for name, arguments in calls.items():
-        with pytest.raises(StoreClosed, match="this 'dist' store has been closed; close it behind its last use"):
+        with pytest.raises(StoreClosed, match="this 'dist' store has been closed; close it after its last use"):
             getattr(store, name)(*arguments)
 
 
