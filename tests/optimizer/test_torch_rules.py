@@ -184,7 +184,9 @@ SPELLED = {"epsilon": "eps", "wd": "weight_decay"}
 
 
 @each("name, numbers, theirs, their_numbers, difference", ROWS)
-def test_the_table_of_the_page_of_rules_says_where_rules_of_one_name_agree(name, numbers, theirs, their_numbers, difference):
+def test_the_table_of_the_page_of_rules_says_where_rules_of_one_name_agree(
+    name, numbers, theirs, their_numbers, difference
+):
     assert f"\n| `{name}` | `{theirs}" in section("The same name, another rule")
     assert distance(name, numbers, theirs, their_numbers) < 1e-6
     if difference is not None:
