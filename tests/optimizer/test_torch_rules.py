@@ -179,7 +179,7 @@ ROWS = [
     ("adadelta", {}, "Adadelta", {}, None),
     ("rmsprop", {"rho": 0.9}, "RMSprop", {"alpha": 0.9}, {"centered": True, "momentum": 0.5}),
 ]
-"""Rows of the table of docs/reference/rules.md: where rule and torch agree; and what makes them differ, {} a new rate."""
+"""Rows of a table of docs/reference/rules.md: where rule and torch agree; and what makes them differ, {} a new rate."""
 SPELLED = {"epsilon": "eps", "wd": "weight_decay"}
 
 
