@@ -179,12 +179,14 @@ ROWS = [
     ("adadelta", {}, "Adadelta", {}, None),
     ("rmsprop", {"rho": 0.9}, "RMSprop", {"alpha": 0.9}, {"centered": True, "momentum": 0.5}),
 ]
-"""Rows of the table of docs/reference/rules.md: where rule and torch agree; and what makes them differ, {} a new rate."""
+"""Rows of a table of docs/reference/rules.md: where rule and torch agree; and what makes them differ, {} a new rate."""
 SPELLED = {"epsilon": "eps", "wd": "weight_decay"}
 
 
 @each("name, numbers, theirs, their_numbers, difference", ROWS)
-def test_the_table_of_the_page_of_rules_says_where_rules_of_one_name_agree(name, numbers, theirs, their_numbers, difference):
+def test_the_table_of_the_page_of_rules_says_where_rules_of_one_name_agree(
+    name, numbers, theirs, their_numbers, difference
+):
     assert f"\n| `{name}` | `{theirs}" in section("The same name, another rule")
     assert distance(name, numbers, theirs, their_numbers) < 1e-6
     if difference is not None:
