@@ -111,7 +111,7 @@ def test_a_range_with_taken_ports_is_walked_without_a_look_at_whose_they_are(mon
     monkeypatch.setattr("kvdist.transport.endpoints.owner_of_port", lambda port: pytest.fail(f"asked for {port}"))
     with contextlib.closing(open_sockets(CONFIG)) as taken, contextlib.closing(open_sockets(CONFIG)) as transport:
         port = int(taken.bind("tcp://127.0.0.1:0").rpartition(":")[2])
-        with pytest.raises(ConfigError, match=rf"every port of 127\.0\.0\.1 from {port} to {port} is taken"):
+        with pytest.raises(ConfigError, match=rf"every port of 127\.0\.0\.1 from {port} to {port} is in use"):
             bind_port(transport, replace(CONFIG, port_range=(port, port)), "127.0.0.1")
 
 
