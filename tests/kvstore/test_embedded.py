@@ -158,7 +158,8 @@ def test_every_call_on_a_closed_store_says_so():
 
 def test_mistakes_raise_at_the_call_and_leave_the_store_as_it_was(store):
     store.init("w", ones(3))
-    with pytest.raises(KeyNotInitialised, match="key 'v' has not been initialised; call init first. The store has the keys"):
+    known = "key 'v' has not been initialised; call init first. The store has the keys"
+    with pytest.raises(KeyNotInitialised, match=known):
         store.push("v", ones(3))
     with pytest.raises(ValueError, match=r"key 'w' has shape \(3,\), but the value has shape \(4,\)"):
         store.push("w", ones(4))
