@@ -74,10 +74,9 @@ def create(optimizer: str | Optimizer, /, *, defaults: str | None = None, **hype
             )
         return optimizer
     if not isinstance(optimizer, str):
-        kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise TypeError(
-            f"an optimizer is a name, such as 'adam' or 'torch.adamw', or an Optimizer of kvdist, not {kind}; one of"
-            " torch.optim belongs in a Trainer"
+            f"an optimizer is a name, such as 'adam' or 'torch.adamw', or an Optimizer of kvdist, not"
+            f" {_kind_of(optimizer)}; one of torch.optim belongs in a Trainer"
         )
     cls = _BY_NAME.get(optimizer.lower())
     if cls is None:
@@ -143,3 +142,8 @@ def from_description(description: object) -> Optimizer:
 
 def _of_schedule(entry: object) -> bool:
     return type(entry) is str and (entry == schedules.ENTRY or entry.startswith(f"{schedules.ENTRY}."))
+
+
+def _kind_of(value: object) -> str:
+    """What a message calls a value of a wrong type."""
+    return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
