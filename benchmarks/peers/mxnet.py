@@ -1,6 +1,4 @@
-"""Starts MXNet's scheduler, servers and workers on this machine, or its workers with kvdist's servers: by the bridge, or
-by `kvdist.mxnet`.
-"""
+"""Starts MXNet's processes on this machine: scheduler, servers and workers, or workers with kvdist's servers."""
 
 from __future__ import annotations
 

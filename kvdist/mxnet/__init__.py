@@ -88,7 +88,7 @@ def shutdown() -> None:
             LOG.warning(
                 "broadcast_parameters() never broadcast %s, which got no value: run a forward pass that uses it, or"
                 " leave it out",
-                ", ".join(map(repr, ranks.awaited)),
+                ", ".join(map(repr, ranks.awaited.values())),
             )
         ranks.store.close()
 
@@ -309,11 +309,11 @@ def _broadcast_later(name: str, parameter: Any, root_rank: int) -> None:
     def give_value_and_broadcast(*args: Any, **kwargs: Any) -> None:
         del parameter._init_impl  # from now on it is the method of the class again
         give_value(*args, **kwargs)
-        del ranks.awaited[name]
+        del ranks.awaited[parameter]
         ranks.broadcast([(f"parameter {name!r}", parameter.list_data())], root_rank)
 
     parameter._init_impl = give_value_and_broadcast
-    ranks.awaited[name] = parameter
+    ranks.awaited[parameter] = name
 
 
 # Checks.

@@ -44,13 +44,13 @@ class Ranks:
     Attributes:
         store: their store.
         world: who this worker is.
-        awaited: parameters that are to be broadcast once they have a value, by their names.
+        awaited: parameters that are to be broadcast once they have a value → what they are called.
     """
 
     def __init__(self) -> None:
         self.store = create("dist", policy="sync")
         self.world = World(self.store.rank, self.store.num_workers, launcher="the cluster")
-        self.awaited: dict[str, Any] = {}
+        self.awaited: dict[Any, str] = {}
         self._declared: set[str] = set()
         self._table = self.world.size * ROWS_MAX, ROW_ELEMENTS
         """The shape of the table of gathered bytes."""

@@ -74,7 +74,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         named = zip(lists[0], lists[2], strict=True)
         groups = [(f"gradient {index} {_name_of(optimizer, index)!r}", [grad]) for index, grad in named]
         current().reduce(groups, before=1.0 / self._predivide)
-        step = optimizer.aggregate_num
+        step = min(optimizer.aggregate_num, len(groups))  # some of MXNet 2 have infinity
         if step > 0:
             for start in range(0, len(groups), step):
                 getattr(optimizer, method)(*[one[start : start + step] for one in lists])

@@ -208,7 +208,8 @@ def trainers() -> None:
         opt = hvd.DistributedOptimizer(inner, gradient_predivide_factor=float(n))
         assert isinstance(opt, mx.optimizer.Optimizer) and (opt.rescale_grad, opt.learning_rate) == (1.0, 0.5)
         trainer = gluon.Trainer(params, opt, kvstore=None)
-        reference, update = mx.nd.ones((3,)), mx.optimizer.get_updater(mx.optimizer.create(name, learning_rate=0.5, **numbers))
+        update = mx.optimizer.get_updater(mx.optimizer.create(name, learning_rate=0.5, **numbers))
+        reference = mx.nd.ones((3,))
         for step in range(4):
             if step == 2:
                 trainer.set_learning_rate(0.25)
@@ -247,7 +248,8 @@ def whole_batch() -> None:
     """Twenty steps end where one process ends that has all examples of a step."""
     n, mine = hvd.size(), hvd.rank()
     loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
-    for name, numbers in (("sgd", {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}), ("adam", {"learning_rate": 0.01})):
+    sgd, adam = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}, {"learning_rate": 0.01}
+    for name, numbers in (("sgd", sgd), ("adam", adam)):
         for way in ("trainer", "optimizer"):
             data = np.random.RandomState(3)
             nets = [net_of(np.random.RandomState(5)) for _ in range(2)]
@@ -283,7 +285,8 @@ def differences() -> None:
     """What ranks give that differs is an error on all of them that names it; then they go on."""
     mine = hvd.rank()
     trailing = "every rank must give the same"
-    refused(kvdist.InitMismatch, f"'x' float32 (2,) (3,) worker-0 {trailing}", hvd.allreduce, mx.nd.ones((2 + mine,)), name="x")
+    given = mx.nd.ones((2 + mine,))
+    refused(kvdist.InitMismatch, f"'x' float32 (2,) (3,) worker-0 {trailing}", hvd.allreduce, given, name="x")
     dtype = "float64" if mine else "float32"
     refused(kvdist.InitMismatch, "'y' float32 float64 worker-1", hvd.allreduce, mx.nd.ones((2,), dtype=dtype), name="y")
     refused(kvdist.InitMismatch, "'z0' 'z1'", hvd.allreduce, mx.nd.ones((2,)), name=f"z{mine}")
@@ -311,13 +314,15 @@ def wrong_calls() -> None:
     hvd.init()
     assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()) == (0, 1, 0, 1)
     params, ones = [parameter("p", (2,))], mx.nd.ones((2,))
-    refused(TypeError, "no kvstore 'dist_sync' leave it out", hvd.DistributedTrainer, params, "sgd", kvstore="dist_sync")
+    store = {"kvstore": "dist_sync"}
+    refused(TypeError, "no kvstore 'dist_sync' leave it out", hvd.DistributedTrainer, params, "sgd", **store)
     ours = kvdist.optimizer.create("sgd")
     for make in (lambda opt: hvd.DistributedTrainer(params, opt), hvd.DistributedOptimizer):
         refused(TypeError, "optimizer of MXNet kvdist.optimizer.sgd.SGD mx.optimizer.create", make, ours)
-    refused(ValueError, "gradient_predivide_factor is 0", hvd.DistributedTrainer, params, "sgd", gradient_predivide_factor=0)
+    zero = {"gradient_predivide_factor": 0.0}
+    refused(ValueError, "gradient_predivide_factor is 0.0", hvd.DistributedTrainer, params, "sgd", **zero)
     refused(ValueError, "num_groups is -1", hvd.DistributedOptimizer, mx.optimizer.create("sgd"), num_groups=-1)
-    refused(TypeError, "compression 'fp16' Compression.fp16", hvd.DistributedTrainer, params, "sgd", compression="fp16")
+    refused(TypeError, "compression 'fp16' Compression.fp16", hvd.DistributedTrainer, params, "sgd", None, "fp16")
     for call in (hvd.allreduce, hvd.allreduce_, hvd.allgather, lambda one: hvd.broadcast(one, 0)):
         refused(TypeError, "arrays of MXNet numpy.ndarray of float64 mx.nd.array(value,", call, np.ones(2))
     refused(TypeError, "'w' numpy.ndarray", hvd.broadcast_parameters, {"w": np.ones(2)})
@@ -325,8 +330,9 @@ def wrong_calls() -> None:
     refused(ValueError, "root_rank is 1; the ranks are 0 to 0", hvd.broadcast, ones, 1)
     refused(ValueError, "Adasum; servers have Average and Sum", hvd.allreduce, ones, op=2)
     refused(ValueError, "supersedes average", hvd.allreduce, ones, average=True, op=hvd.Sum)
-    refused(TypeError, "row_sparse .tostype('default')", hvd.broadcast, ones.tostype("row_sparse"), 0)
-    refused(TypeError, "allgather dense row_sparse float32 (2,)", hvd.allgather, ones.reshape((2, 1)).tostype("row_sparse"))
+    rows = mx.nd.ones((2, 1)).tostype("row_sparse")
+    refused(TypeError, "row_sparse .tostype('default')", hvd.broadcast, rows, 0)
+    refused(TypeError, "allgather dense row_sparse float32 (2, 1)", hvd.allgather, rows)
 
     bare = gluon.Parameter("bare", shape=(2,))
     refused(RuntimeError, "'bare' no value no initializer net.initialize()", hvd.broadcast_parameters, {"bare": bare})
