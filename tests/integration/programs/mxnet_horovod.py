@@ -50,8 +50,8 @@ def parameter(name: str, shape: tuple[int, ...], init: Any = "ones", **kwargs: A
 def backward(params: list[gluon.Parameter], factor: float) -> None:
     """The gradient of every parameter is `factor`, whatever its weights are."""
     with autograd.record():
-        loss = sum((one.data() * factor).sum() for one in params)
-    loss.backward()
+        losses = [(one.data() * factor).sum() for one in params]
+    autograd.backward(losses)
 
 
 def sums() -> None:
@@ -267,7 +267,8 @@ def whole_batch() -> None:
                         loss = loss_of(net(mx.nd.array(inputs[part])), mx.nd.array(targets[part]))
                     loss.backward()
                     trainer.step(len(inputs[part]))
-            for (label, one), other in zip(nets[1].collect_params().items(), nets[0].collect_params().values()):
+            pairs = zip(nets[1].collect_params().items(), nets[0].collect_params().values(), strict=True)
+            for (label, one), other in pairs:
                 ours, theirs = one.data().asnumpy(), other.data().asnumpy()
                 off = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
                 print(f"{name} by {way}: {label} is off by {off:.1e}", flush=True)
@@ -344,7 +345,7 @@ def wrong_calls() -> None:
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd")
     hvd.broadcast_parameters(net.collect_params())
     net[0](mx.nd.ones((1, 2)))
-    refused(RuntimeError, "have no value at the first step net.collect_params(select)", trainer.step, 1)
+    refused(RuntimeError, "_weight has no value at the first step net.collect_params(select)", trainer.step, 1)
     hvd.shutdown()  # which says what was never broadcast
     hvd.shutdown()
     hvd.init()
