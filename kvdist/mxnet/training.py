@@ -40,8 +40,8 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
     def __init__(self, optimizer: Any, gradient_predivide_factor: float = 1.0, num_groups: int = 0) -> None:
         _require_optimizer("DistributedOptimizer", optimizer, mx.optimizer.Optimizer)
         _require_numbers(gradient_predivide_factor, num_groups)
-        vars(self).update(_optimizer=optimizer, _predivide=gradient_predivide_factor)
-        vars(self).update(aggregate_num=sys.maxsize)  # MXNet's Updater then gives all parameters of a step at once
+        self.__dict__.update(_optimizer=optimizer, _predivide=gradient_predivide_factor)
+        self.__dict__["aggregate_num"] = sys.maxsize  # MXNet's Updater then gives all parameters of a step at once
         self.rescale_grad = optimizer.rescale_grad
 
     def __getattribute__(self, name: str) -> Any:
@@ -51,7 +51,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "rescale_grad":
-            vars(self)[name] = value  # as users know it; sums become means by the other one
+            self.__dict__[name] = value  # as users know it; sums become means by the other one
             value *= self._predivide / current().world.size
         setattr(self._optimizer, name, value)
 
