@@ -22,6 +22,7 @@ except ImportError as error:
     ) from error
 
 from kvdist.config.environment import has_servers_from_env, world_from_env
+from kvdist.config.exit_codes import shorten_tracebacks
 from kvdist.errors import ConfigError
 from kvdist.mxnet.arrays import MXArray, array_of, class_of, described, is_sparse, leaf_of
 from kvdist.mxnet.ranks import Ranks, current, of_process, require_same
@@ -68,6 +69,7 @@ def init() -> None:
         ConfigError: the job has several processes and no servers; the message has the line to type.
         DeadlineExceeded: the cluster does not become complete.
     """
+    shorten_tracebacks()
     if of_process:
         LOG.warning("init() was called before: this process already is rank %d of %d", rank(), size())
         return
