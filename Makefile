@@ -3,7 +3,7 @@
 # make test      lint, strict types, the documentation, and the tests but for the slow ones
 # make test-machines  jobs on several machines: namespaces with real ssh daemons, Slurm, Open MPI; as root it installs those
 # make test-tensorflow  the tests of kvdist.tensorflow, in an environment of its own
-# make test-all  the slow tests too, those of kvdist.tensorflow, and those of the bridge to MXNet, in an environment of its own; numba's kernels compiled for GPUs
+# make test-all  the slow tests too, those of kvdist.tensorflow, and those of kvdist.mxnet and the bridge to MXNet, in an environment of their own; numba's kernels compiled for GPUs
 # make scenarios  three times in a row, slow ones too: the tests by which docs/decisions/proof.md shows what becomes of each fault; half an hour; as root
 # make soak      100000 runs of the simulated cluster, spread over its scenarios, on all cores: 0.4 CPU seconds each, so 6 hours on
 #                two cores; SOAK_FLAGS="--minutes 30" for as many as are done by then, SOAK_FLAGS="--first 400" for others
@@ -72,7 +72,7 @@ test-all: lint types docs
 	@$(PIP_INSTALL) lightning transformers accelerate || \
 	  echo "make: Lightning and transformers cannot be installed here: THEIR PROGRAMS ARE NOT TESTED" >&2
 	@examples/mxnet_bridge/environment.sh >/dev/null && examples/mxnet_bridge/environment.sh 2.0.0b1 >/dev/null || \
-	  echo "make: MXNet cannot be installed here: THE TESTS OF examples/mxnet_bridge ARE SKIPPED" >&2
+	  echo "make: MXNet cannot be installed here: THE TESTS OF examples/mxnet_bridge AND kvdist.mxnet ARE SKIPPED" >&2
 	SIMULATION_SEEDS=10 $(PYTEST)
 	@$(MAKE) --no-print-directory test-tensorflow
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from cluster import PLAIN_TCP, Start, environment, launch_command, run_together, worker_command
 from peers.environments import Absent
 from peers.horovod import horovod_starts
-from peers.mxnet import bridge_starts, mxnet_starts
+from peers.mxnet import bridge_starts, hvd_starts, mxnet_starts
 from peers.torch_gloo import torch_starts
 from workers.workload import Spec
 
@@ -162,6 +162,19 @@ SYSTEMS: dict[str, System] = {
     ),
     "horovod": System(
         "Horovod 0.28.1 (gloo)", lambda work, words: horovod_starts(work.workers, words), _collective_refuses
+    ),
+    "horovod-trainer": System(
+        "Horovod 0.28.1 (gloo), Trainer",
+        lambda work, words: horovod_starts(work.workers, words, script="hvd_trainer_worker.py"),
+        _trainer_refuses,
+    ),
+    "hvd-trainer": System(
+        "kvdist.mxnet, Trainer", lambda work, words: hvd_starts(work.workers, work.servers, words), _trainer_refuses
+    ),
+    "hvd-trainer-numba": System(
+        "kvdist.mxnet, Trainer, servers with numba",
+        lambda work, words: hvd_starts(work.workers, work.servers, words, has_numba=True),
+        _trainer_refuses,
     ),
     "gloo-tensors": _torch_system("torch gloo, per tensor"),
     "gloo-flat": _torch_system("torch gloo, one flat tensor"),

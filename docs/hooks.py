@@ -41,7 +41,7 @@ ELSEWHERE = {
 
 PUBLIC = (
     "kvdist", "kvdist.kv", "kvdist.optimizer", "kvdist.lr_scheduler", "kvdist.collective", "kvdist.horovod",
-    "kvdist.keras", "kvdist.tensorflow", "kvdist.profiler",
+    "kvdist.keras", "kvdist.mxnet", "kvdist.tensorflow", "kvdist.profiler",
 )  # fmt: skip
 """Modules whose ``__all__`` users import from."""
 

@@ -27,6 +27,7 @@ FLOORS = {
     "kvdist.estimate": 1,
     "kvdist.naming": 1,
     "kvdist.nodes": 1,
+    "kvdist.reduce_op": 1,
     "kvdist.schema": 1,
     "kvdist.kernels": 2,
     "kvdist.protocol": 2,
@@ -47,6 +48,7 @@ FLOORS = {
     "kvdist.why": 7,
     "kvdist.horovod": 9,
     "kvdist.keras": 9,
+    "kvdist.mxnet": 9,
     "kvdist.tensorflow": 9,
     "kvdist": 10,
 }
@@ -112,7 +114,7 @@ resolved late, and modules that whoever starts a server names on its command lin
 
 FUNCTION_LINES_MAX = 70
 
-HEAVY = ("torch", "numba", "cupy", "sklearn", "scipy", "keras", "tensorflow")
+HEAVY = ("torch", "numba", "cupy", "sklearn", "scipy", "keras", "tensorflow", "mxnet")
 """Libraries that `import kvdist` and a server do without until something asks for them."""
 
 

@@ -412,6 +412,36 @@ SHOWN: dict[str, tuple[Shown, ...]] = {
         "test_the_parts_of_a_data_set_are_contiguous_and_of_one_length",
         "test_padded_parts_are_equal_and_lose_no_example",
     ),
+    # Horovod's scripts
+    "`init()`, `shutdown()`, `is_initialized()`": (
+        "test_a_wrong_call_is_refused_with_what_to_do",
+        "test_a_job_without_servers_is_refused_with_the_line_to_type",
+    ),
+    "`rank()`, `size()`, `local_rank()`, `local_size()`, `cross_rank()`, `cross_size()`": (
+        "test_every_rank_has_what_is_computed_by_hand_or_by_one_process",
+        "test_a_wrong_call_is_refused_with_what_to_do",
+    ),
+    "`DistributedTrainer(params, optimizer, optimizer_params=None, compression=Compression.none,"
+    " gradient_predivide_factor=1.0, prefix=None, num_groups=0)`": (
+        "test_horovods_scripts_end_with_equal_weights_on_ranks_that_begin_differently",
+        "test_every_rank_has_what_is_computed_by_hand_or_by_one_process",
+        "test_a_wrong_call_is_refused_with_what_to_do",
+    ),
+    "`DistributedOptimizer(optimizer, gradient_predivide_factor=1.0, num_groups=0)`": (
+        "test_horovods_scripts_end_with_equal_weights_on_ranks_that_begin_differently",
+        "test_every_rank_has_what_is_computed_by_hand_or_by_one_process",
+    ),
+    "`broadcast_parameters(params, root_rank=0, prefix=None)`": (
+        "test_every_rank_has_what_is_computed_by_hand_or_by_one_process",
+        "test_a_wrong_call_is_refused_with_what_to_do",
+    ),
+    "`allreduce`, `allreduce_`, `grouped_allreduce`, `grouped_allreduce_`": (
+        "test_every_rank_has_what_is_computed_by_hand_or_by_one_process",
+    ),
+    "`allgather`, `allgather_object`, `broadcast`, `broadcast_`, `broadcast_object`": (
+        "test_every_rank_has_what_is_computed_by_hand_or_by_one_process",
+    ),
+    "`Compression.none`, `Compression.fp16`": ("test_every_rank_has_what_is_computed_by_hand_or_by_one_process",),
     # Optimizers and schedules
     "`Optimizer(rescale_grad, wd, clip_gradient, learning_rate, …)`": (
         "test_defaults_are_those_of_the_mirrored_system",
@@ -562,7 +592,8 @@ def test_every_row_has_a_case():
     sections = ("Stores", "Methods of a store", "Trainer", "Optimizers and schedules", "Profiler")
     assert [row for section in sections for row in rows(section)] == list(CASES)
     assert rows("Launcher") == list(LAUNCHER)
-    offered = (*sections[:2], "Keys and values", *sections[2:], "Launcher", "Environment variables")
+    after = ("Horovod's scripts", *sections[3:], "Launcher", "Environment variables")
+    offered = (*sections[:2], "Keys and values", "Trainer", *after)
     assert [row for section in offered for row in rows(section, OFFERED)] == list(SHOWN)
     everything = DOCUMENT.read_text().count("| not offered |")
     assert everything == len(CASES) + len(LAUNCHER) + len(rows("Environment variables"))

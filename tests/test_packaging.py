@@ -61,7 +61,7 @@ def third_party_imports(folder: Path) -> set[str]:
 
 def test_every_library_that_is_imported_is_declared() -> None:
     extras = PROJECT["optional-dependencies"]
-    frameworks = extras["torch"] + extras["keras"] + extras["tensorflow"]
+    frameworks = extras["torch"] + extras["keras"] + extras["tensorflow"] + extras["mxnet"]
     declared = import_names(PROJECT["dependencies"] + frameworks + extras["gpu"])
     assert third_party_imports(ROOT / "kvdist") <= declared
     optional = extras["completion"] + extras["notebook"] + extras["yaml"]

@@ -1,4 +1,4 @@
-"""Starts MXNet's scheduler, servers and workers on this machine, or its workers with kvdist's servers by the bridge."""
+"""Starts MXNet's processes on this machine: scheduler, servers and workers, or workers with kvdist's servers."""
 
 from __future__ import annotations
 
@@ -33,3 +33,17 @@ def bridge_starts(workers: int, servers: int, arguments: list[str]) -> list[Star
     python = python_made_by(BRIDGE / "environment.sh")
     command = [python, str(BRIDGE / "run.py"), worker_script("gluon_worker.py"), *arguments]
     return [Start(launch_command(workers, servers, command), environment(KMP_BLOCKTIME="0"))]
+
+
+def hvd_starts(workers: int, servers: int, arguments: list[str], has_numba: bool = False) -> list[Start]:
+    """A cluster of kvdist in which a DistributedTrainer of `kvdist.mxnet` does the work.
+
+    Args:
+        workers, servers: how many.
+        arguments: of the workers.
+        has_numba: whether servers run with the Python of this process, not with that of MXNet's environment.
+    """
+    python = python_made_by(BRIDGE / "environment.sh")
+    command = [python, worker_script("hvd_trainer_worker.py"), *arguments]
+    launched = launch_command(workers, servers, command)
+    return [Start(launched if has_numba else [python, *launched[1:]], environment(KMP_BLOCKTIME="0"))]

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import mxnet as mx
 import numpy as np
-from kvdist_arrays import is_sparse, listed, read, room, write, write_rows
 from kvdist_translation import require_same_on_dense, tell, translated
 from mxnet.base import MXNetError
 
 from kvdist import RowSparse, kv, profiler
+from kvdist.mxnet.arrays import is_sparse, listed, read, write_rows, written
 
 NAMES = (
     *("kvdist", "kvdist_sync", "dist", "dist_sync", "dist_device_sync", "dist_sync_device"),
@@ -392,16 +392,6 @@ class Sums(KVDist):
             NotImplementedError: always.
         """
         raise NotImplementedError(f"{self.type} only sums: leave out update_on_kvstore, or use dist_sync")
-
-
-@contextmanager
-def written(outs):
-    """Room for the results of keys, which the arrays of `outs` have when the block ends."""
-    mx.nd.waitall()  # once: waiting to write costs a thread's turn for each array
-    given = [[room(one) for one in arrays] for arrays in outs]
-    yield given
-    for results, arrays in zip(given, outs, strict=True):
-        write(results, arrays)
 
 
 def counts_beside(fname) -> Path:

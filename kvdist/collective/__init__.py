@@ -62,8 +62,9 @@ from kvdist.collective.functions import (
 )
 from kvdist.collective.optimizer import DistributedOptimizer
 from kvdist.collective.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from kvdist.collective.reduction import Adasum, Average, Compression, Max, Min, Product, ReduceOp, Sum
+from kvdist.collective.reduction import Compression
 from kvdist.collective.sync_batch_norm import SyncBatchNorm
+from kvdist.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 
 __all__ = [
     "Adasum",

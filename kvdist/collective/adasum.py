@@ -18,7 +18,8 @@ from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
 from kvdist.collective.operations import AllReduce, writing
-from kvdist.collective.reduction import Adasum, scale_
+from kvdist.collective.reduction import scale_
+from kvdist.reduce_op import Adasum
 
 TINY = torch.finfo(torch.float64).tiny ** 0.5
 """A squared norm below it counts as zero."""

@@ -39,9 +39,10 @@ from kvdist.collective.operations import (
 )
 from kvdist.collective.process_sets import ProcessSet as ProcessSet
 from kvdist.collective.process_sets import global_process_set as global_process_set
-from kvdist.collective.reduction import Adasum, Average, Compression, NoneCompressor, ReduceOp, Sum, op_of
+from kvdist.collective.reduction import Compression, NoneCompressor
 from kvdist.collective.signature import kind_of
 from kvdist.protocol.collective import TEXT_BYTES_MAX
+from kvdist.reduce_op import Adasum, Average, ReduceOp, Sum, op_of
 
 Tensors = Sequence[torch.Tensor]
 TensorList = list[torch.Tensor]

@@ -22,8 +22,9 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work  # type: ignore[attr-defined]
 
 from kvdist.collective import shared_memory
-from kvdist.collective.reduction import TORCH_OPS, Average, ReduceOp, Sum
+from kvdist.collective.reduction import TORCH_OPS
 from kvdist.errors import CollectiveError
+from kvdist.reduce_op import Average, ReduceOp, Sum
 
 GLOO_THREADS = 2
 """Operations of one group that gloo performs at the same time."""

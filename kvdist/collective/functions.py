@@ -29,10 +29,10 @@ from kvdist.collective.api import (
 from kvdist.collective.channel import Channel
 from kvdist.collective.operations import AllGather, Operation, contiguous_values
 from kvdist.collective.optimizer import require_torch_optimizer
-from kvdist.collective.reduction import Average
 from kvdist.collective.signature import Signature, kind_of, span
-from kvdist.errors import CollectiveError, ProtocolError
-from kvdist.protocol.objects import Leaf, decode, encode
+from kvdist.errors import ProtocolError
+from kvdist.protocol.objects import Leaf, decode_from, encode_or_reason
+from kvdist.reduce_op import Average
 
 Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor]
 
@@ -162,8 +162,6 @@ def metric_average(
     return float(allreduce(mine, name=name, op=Average, process_set=process_set))
 
 
-_OBJECT, _SENTENCE = 0, 1
-"""The first byte: an object follows, or the reason why it cannot be sent."""
 _DTYPES = {
     f"torch.{name}": getattr(torch, name)
     for name in (
@@ -261,22 +259,12 @@ class _BroadcastBytes(Operation):
 
 def _encoded(obj: Any) -> tuple[torch.Tensor, Exception | None]:
     """The bytes to send for an object, and the error if it cannot be sent."""
-    try:
-        raw_bytes, failure = encode(obj, _translated), None
-    except (TypeError, ValueError) as error:
-        raw_bytes, failure = np.frombuffer(str(error).encode("utf-8", "replace"), np.uint8), error
-    first = np.array([_OBJECT if failure is None else _SENTENCE], np.uint8)
-    return torch.from_numpy(np.concatenate([first, raw_bytes])), failure
+    octets, failure = encode_or_reason(obj, _translated)
+    return torch.from_numpy(octets), failure
 
 
 def _decoded(received: torch.Tensor, rank: int) -> Any:
-    raw_bytes = received.numpy()
-    if raw_bytes[0] == _SENTENCE:
-        raise CollectiveError(f"rank {rank} has an object that cannot be sent: {raw_bytes[1:].tobytes().decode()}")
-    try:
-        return decode(raw_bytes[1:], _tensor_of)
-    except ProtocolError as error:
-        raise CollectiveError(f"rank {rank} sent an invalid object: {error}") from error
+    return decode_from(rank, received.numpy(), _tensor_of)
 
 
 def _translated(value: object) -> object | None:

@@ -28,8 +28,9 @@ from kvdist.collective.api import (
     submit,
 )
 from kvdist.collective.operations import AllReduce
-from kvdist.collective.reduction import Adasum, Average, Compression, Max, NoneCompressor, ReduceOp, Sum
+from kvdist.collective.reduction import Compression, NoneCompressor
 from kvdist.collective.signature import kind_of, span
+from kvdist.reduce_op import Adasum, Average, Max, ReduceOp, Sum
 
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 

@@ -23,10 +23,11 @@ from torch._utils import _unflatten_dense_tensors
 from torch.distributed import Work
 
 from kvdist.collective.channel import Channel
-from kvdist.collective.reduction import Average, ReduceOp, Sum, check_reducible, scale_, settle_
+from kvdist.collective.reduction import check_reducible, scale_, settle_
 from kvdist.collective.signature import REFUSED, Signature, kind_of
 from kvdist.errors import CollectiveError
 from kvdist.protocol.collective import Participate
+from kvdist.reduce_op import Average, ReduceOp, Sum
 
 
 class Operation(abc.ABC):

@@ -19,7 +19,8 @@ import torch
 
 from kvdist.collective.api import ProcessSet, allreduce, global_process_set, grouped_allreduce
 from kvdist.collective.gradients import Distributed, GradientReducer, Groups, ReduceOptions, put_before
-from kvdist.collective.reduction import Adasum, Average, Compression, NoneCompressor, ReduceOp
+from kvdist.collective.reduction import Compression, NoneCompressor
+from kvdist.reduce_op import Adasum, Average, ReduceOp
 
 Named = list[tuple[str, torch.Tensor]]
 

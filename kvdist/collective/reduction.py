@@ -1,37 +1,13 @@
-"""Reduction operators with Horovod's numbers, and the compression of tensors for the way."""
+"""What torch makes of the reduction operators, and the compression of tensors for the way."""
 
 from __future__ import annotations
 
-import enum
 from typing import ClassVar
 
 import torch
 from torch.distributed import ReduceOp as TorchOp
 
-
-class ReduceOp(enum.IntEnum):
-    """How a reduction combines the ranks' tensors."""
-
-    Average = 0
-    Sum = 1
-    Adasum = 2
-    Min = 3
-    Max = 4
-    Product = 5
-
-
-Average = ReduceOp.Average
-"""The mean over the ranks."""
-Sum = ReduceOp.Sum
-"""The sum over the ranks."""
-Adasum = ReduceOp.Adasum
-"""The adaptive sum of Adasum: orthogonal gradients are added, parallel ones averaged."""
-Min = ReduceOp.Min
-"""The smallest value, element by element."""
-Max = ReduceOp.Max
-"""The largest value, element by element."""
-Product = ReduceOp.Product
-"""The product over the ranks, element by element."""
+from kvdist.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 
 TORCH_OPS = {Average: TorchOp.SUM, Sum: TorchOp.SUM, Min: TorchOp.MIN, Max: TorchOp.MAX, Product: TorchOp.PRODUCT}
 """Torch's operators. An average is a sum that is divided afterwards: gloo has none for integers."""
@@ -39,22 +15,6 @@ TORCH_OPS = {Average: TorchOp.SUM, Sum: TorchOp.SUM, Min: TorchOp.MIN, Max: Torc
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 REALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
-
-
-def op_of(average: bool | None, op: ReduceOp | int | None) -> ReduceOp:
-    """The operator for Horovod's two arguments.
-
-    Raises:
-        ValueError: both are given, or the operator is unknown.
-    """
-    if average is not None and op is not None:
-        raise ValueError(
-            "The op parameter supersedes average. Please provide only one of them: average=True is op=Average,"
-            " average=False is op=Sum"
-        )
-    if op is None:
-        return Average if average in (None, True) else Sum
-    return ReduceOp(op)
 
 
 def check_reducible(kind: str, dtype: torch.dtype, op: ReduceOp, is_scaled: bool) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from kvdist.collective.api import ProcessSet, allreduce, global_process_set, group_of, refuse
-from kvdist.collective.reduction import Sum
+from kvdist.reduce_op import Sum
 
 
 class SyncBatchNorm(_BatchNorm):

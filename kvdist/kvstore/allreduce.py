@@ -27,13 +27,13 @@ from torch.autograd.graph import increment_version
 from kvdist.collective.channel import Channel
 from kvdist.collective.engine import ALL_RANKS, CollectiveEngine
 from kvdist.collective.operations import AllGather, AllReduce, BarrierOperation, Broadcast, Operation
-from kvdist.collective.reduction import Sum
 from kvdist.collective.signature import ASIDE
 from kvdist.errors import BarrierTimeout, CollectiveError, InitMismatch, KvdistError
 from kvdist.kvstore import values
 from kvdist.kvstore.backend import Reduction
 from kvdist.kvstore.values import Key, Shape
 from kvdist.naming import NamedKey, who_says_what
+from kvdist.reduce_op import Sum
 
 KEYS_NAMED_MAX = 8
 """Keys that are named where people read of a call; of more, the first and the last."""

@@ -30,7 +30,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdist.errors import ProtocolError
+from kvdist.errors import CollectiveError, ProtocolError
 
 Octets = NDArray[np.uint8]
 
@@ -45,6 +45,8 @@ _TUPLE, _BIG_INTEGER, _ARRAY, _SET = 1, 2, 3, 4
 _PLAIN = (type(None), bool, float, str, bytes)
 _NUMPY_DTYPE = re.compile(r"[<>|=][biufcSUMm][0-9]{1,9}(\[[0-9A-Za-z]{1,16}\])?")
 _NUMPY, _SCALAR = "numpy", "numpy scalar"
+_OBJECT, _SENTENCE = 0, 1
+"""The first byte of what a rank sends: an object follows, or the reason why it cannot be sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,3 +268,38 @@ class _Reader:
         if kind in (_NUMPY, _SCALAR):
             return array if kind == _NUMPY else array[()]
         return self._build(kind, array)
+
+
+# Between ranks: where an object cannot be sent the reason travels in its place, so that every rank raises.
+
+
+def encode_or_reason(
+    value: object, translate: Callable[[object], object | None] = _nothing
+) -> tuple[Octets, TypeError | ValueError | None]:
+    """What a rank sends for an object, and the error of `encode` if the object cannot be sent."""
+    failure: TypeError | ValueError | None = None
+    try:
+        octets = encode(value, translate)
+    except (TypeError, ValueError) as error:
+        failure, octets = error, np.frombuffer(str(error).encode("utf-8", "replace"), np.uint8)
+    first = np.array([_OBJECT if failure is None else _SENTENCE], np.uint8)
+    return np.concatenate([first, octets]), failure
+
+
+def decode_from(rank: int, octets: Octets, build: Callable[[str, NDArray[Any]], Any] = _refuse) -> Any:
+    """The object of another rank.
+
+    Args:
+        rank: the rank.
+        octets: the bytes that `encode_or_reason` has made there.
+        build: as for `decode`.
+
+    Raises:
+        CollectiveError: the rank has sent a reason in place of an object, or bytes that describe none.
+    """
+    if len(octets) and octets[0] == _SENTENCE:
+        raise CollectiveError(f"rank {rank} has an object that cannot be sent: {octets[1:].tobytes().decode()}")
+    try:
+        return decode(octets[1:], build)
+    except ProtocolError as error:
+        raise CollectiveError(f"rank {rank} sent an invalid object: {error}") from error

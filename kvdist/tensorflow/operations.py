@@ -21,7 +21,7 @@ from kvdist import collective
 from kvdist.collective import Average, Compression, ProcessSet, ReduceOp, Sum, global_process_set, tensorflow_bridge
 from kvdist.collective.api import group_of
 from kvdist.collective.engine import current, using
-from kvdist.collective.reduction import NoneCompressor, op_of
+from kvdist.collective.reduction import NoneCompressor
 from kvdist.collective.tensorflow_bridge import (
     call,
     check_rows,
@@ -33,6 +33,7 @@ from kvdist.collective.tensorflow_bridge import (
     operation,
     reduced,
 )
+from kvdist.reduce_op import op_of
 
 
 def allreduce(
