@@ -71,10 +71,9 @@ def create(optimizer: str | Optimizer, /, *, defaults: str | None = None, **hype
             )
         return optimizer
     if not isinstance(optimizer, str):
-        kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise TypeError(
-            f"an optimizer is a name, such as 'adam' or 'torch.adamw', or an Optimizer of kvdist, not {kind}; one of"
-            " torch.optim belongs in a Trainer"
+            "an optimizer is a name, such as 'adam' or 'torch.adamw', or an Optimizer of kvdist, not"
+            f" {getattr(optimizer, '__name__', type(optimizer).__name__)}; one of torch.optim belongs in a Trainer"
         )
     cls = _BY_NAME.get(optimizer.lower())
     if cls is None:
