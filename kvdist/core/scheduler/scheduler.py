@@ -118,8 +118,7 @@ class Scheduler(Machine):
         self.term = term
         self.limits = config.limits
         self.me = SCHEDULER_MEMBER
-        self.epoch = 0
-        self.step = 0
+        self.epoch = self.step = 0
         self.membership = Membership(config, first_incarnation)
         self.steps: dict[Member, int] = {}
         # Whatever comes late of an earlier term is no answer to a question of this one.
@@ -177,8 +176,7 @@ class Scheduler(Machine):
         self._ending: set[Member] = set()
         """Who has said goodbye as its process ends, until the launcher says with which code."""
         self._returns: dict[NodeId, tuple[float, Callable[[], list[Effect]]]] = {}
-        """Who may come back, because all wait for it or nobody else is left → until when, and what ends the job if it
-        has not."""
+        """Awaited rejoins: node → (deadline, what ends the job when it passes)."""
         self._stop_by = NEVER
         self._stopped = False
         self._now = now
