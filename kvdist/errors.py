@@ -167,4 +167,4 @@ def failure_of(error: BaseException | None) -> str:
         code = error.code if isinstance(error.code, int | None) else 1
         return f"{EXITED}{code}" if code else ""
     text = "" if error is None else " ".join(str(error).split("\n"))[:1000]
-    return "" if error is None else f"ended by an unhandled {type(error).__name__}: {text}"
+    return "" if error is None else f"ended by an unhandled {type(error).__name__}{text and f': {text}'}"

@@ -28,7 +28,7 @@ PAGES = [page for folder in (".", "measured", "reference") for page in sorted((R
 DOCUMENTS = [README, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *PAGES]
 PROSE = [README, *PAGES]
 
-FOLDERS = (ROOT, ROOT / "kvdist", ROOT / "launcher", ROOT / "launcher" / "kvdist_launch")
+FOLDERS = (ROOT, ROOT / "examples", ROOT / "kvdist", ROOT / "launcher", ROOT / "launcher" / "kvdist_launch")
 """Where a file may lie that a document names by a path."""
 OF_USERS = {"keras_mnist.py", "queue.py", "train.py", "sums.py", "my_rules.py", "job.sh"}
 """Files that a reader makes, or has from others."""

@@ -242,7 +242,7 @@ def test_each_example_of_a_queue_is_handed_out_once(word):
 
 @three
 def test_what_does_not_go_with_a_policy_is_told():
-    for policy, said in (("backup:3", "at most 2"), ("diloco:5,quorum=4", "a quorum of 4 workers, and there are 3")):
+    for policy, said in (("backup:3", "at most 2"), ("diloco:5,quorum=4", "a quorum of 4 workers, but the job has 3")):
         with kv.create("dist", policy=policy) as store:
             weight, trainer = weight_of(store)
             weight.grad = torch.ones_like(weight)

@@ -182,7 +182,7 @@ def test_without_init_the_first_step_says_what_to_call():
     model = model_of(2, 2)
     optimizer = hvd.DistributedOptimizer(sgd(model.parameters()))
     model(torch.ones(2)).sum().backward()
-    with pytest.raises(ConfigError, match=r"call init\(\) first"):
+    with pytest.raises(ConfigError, match=r"use hvd.init\(\)"):
         optimizer.step()
 
 

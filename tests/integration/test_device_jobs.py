@@ -164,7 +164,7 @@ def test_values_of_a_key_on_both_sides_are_refused_before_anything_is_sent(worke
     def run(rank: int, store: KVStore) -> None:
         gpu = workers.gpus[rank][0]
         store.init("small", gpu.array(np.zeros(7, np.float32)))
-        with pytest.raises(DeviceError, match=r"the values of key 'small' lie on cuda:0, cpu"):
+        with pytest.raises(DeviceError, match=r"the values of key 'small' are on cuda:0, cpu"):
             store.push("small", [gpu.array(np.ones(7, np.float32)), np.ones(7, np.float32)])
         out = gpu.array(np.zeros(7, np.float32))
         store.pushpull("small", gpu.array(np.ones(7, np.float32)), out=out)

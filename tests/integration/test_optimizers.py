@@ -73,7 +73,7 @@ def test_an_optimizer_of_the_operators_own_runs_on_the_servers(job, rule):
 def test_an_optimizer_that_only_workers_know_is_refused_with_advice(job, rule):
     refused = [line for line in run(job, 2, "own_rule_unknown", PYTHONPATH=rule) if line.startswith("refused")]
     assert len(refused) == 2
-    assert all("unknown optimizer 'quartering'" in line and "--optimizer-module" in line for line in refused)
+    assert all("unknown optimizer 'quartering'" in line and "--server-module" in line for line in refused)
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def test_a_second_pass_over_a_started_bucket_raises_in_that_pass(paused):
     buckets = Recorder([[one], [other]], bucket_bytes=4)
     backward((other, 1.0))
     backward((one, 1.0))  # the passes of two losses that share nothing are one step
-    message = r"gradient of layer 1, which an earlier one has sent.*no_sync\(\).*call step\(\)"
+    message = r"gradient of layer 1, which an earlier pass has sent.*no_sync\(\).*call step\(\)"
     with pytest.raises(RuntimeError, match=message):
         if paused:
             with buckets.paused():

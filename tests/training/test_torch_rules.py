@@ -351,7 +351,7 @@ def test_groups_with_unknown_numbers_and_numbers_beside_an_instance_are_refused(
         Trainer([{"params": weights, "beta1": 0.9}], "torch.adam", kvstore=None)
     with pytest.raises(ValueError, match="cannot have 'lr': .*'torch.sgd'"):
         Trainer([{"params": weights, "lr": 0.9}], "sgd", kvstore=None)
-    with pytest.raises(TypeError, match="takes no further hyper-parameters"):
+    with pytest.raises(TypeError, match="takes no hyper-parameters"):
         Trainer(weights, torch.optim.SGD(weights), {"lr": 0.1}, kvstore=None)
     many = [nn.Parameter(torch.ones(1)) for _ in range(60)]
     Trainer([{"params": [one], "lr": 0.01 * i} for i, one in enumerate(many)], "torch.adam", kvstore=None)

@@ -80,7 +80,7 @@ def test_beyond_its_limit_the_arena_says_so_and_goes_on_when_something_is_droppe
     kept = arena.allocate(SEGMENT - HEADER_BYTES)
     small = arena.allocate(4 * PAGE_BYTES)  # in what the limit leaves for a second segment
     with pytest.raises(
-        MemoryError, match=r"64 bytes .* asked for.* of 1069056 bytes 1069056 are .* 1060864 in use; raise"
+        MemoryError, match=r"allocate 64 bytes .* of 1069056 bytes 1069056 are .* 1060864 in use; raise"
     ):
         arena.allocate(1)
     del small

@@ -330,7 +330,7 @@ def mistaken(folder: Path, where: str) -> None:
         made.save_checkpoint(folder, 1, state={} if store.rank == 0 else {1: 2}).result()
         raise AssertionError("it was written")
     except TypeError as error:
-        assert store.rank == 1 and "no text" in str(error)
+        assert store.rank == 1 and "not text" in str(error)
     except CheckpointError as error:
         assert store.rank == 0, error
     assert made.save_checkpoint(folder, 2).result().name == "step-2"
