@@ -95,8 +95,7 @@ class _Launch:
         """Run the job, write the summary, and return the exit code."""
         if self._summary_path is not None:
             remove_summary(self._summary_path)
-        with handling_interruptions(self._interrupt):
-            code, reason = self._run_or_explain()
+        code, reason = self._run_or_explain()
         if self._summary_path is not None:
             try:
                 fields = summary([one.job for one in self._attempts], code, time.monotonic(), reason)
@@ -140,7 +139,8 @@ class _Launch:
     def _run_or_explain(self) -> tuple[int, str]:
         """Run the job. Returns the exit code, and what was wrong if the job was not started, or not all of it."""
         try:
-            return self._run(), ""
+            with handling_interruptions(self._interrupt):  # which may raise as soon as the first of them is handled
+                return self._run(), ""
         except Interrupted as interruption:
             self._err.say(str(interruption))
             return SIGNAL_BASE + interruption.number, str(interruption)

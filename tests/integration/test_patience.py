@@ -82,6 +82,6 @@ def test_a_closed_store_says_so(job):
     job.succeed()
     said = launcher.lines_with("StoreClosed: ")
     assert len(said) == 2 * 8, job.transcript()
-    closed = [line for line in said if "this 'dist' store has been closed; close it behind" in line]
+    closed = [line for line in said if "this 'dist' store has been closed; close it after" in line]
     left = [line for line in said if "has left the cluster and cannot join it again" in line]
     assert (len(closed), len(left)) == (14, 2), job.transcript()

@@ -63,7 +63,7 @@ def run(argv: list[str], env: dict[str, str], **settings: object) -> subprocess.
         (["--emit", "kubernetes"], "--emit kubernetes needs --image IMAGE"),
         (["--emit", "sbatch", "--image", "me/x"], "--image is for --emit kubernetes; leave it out"),
         (["--emit", "sbatch", "--grace", "3"], "--grace is for processes that kvdist-launch itself starts and"),
-        (["--launcher", "mpi", "-H", "me@127.0.0.2"], "mpirun takes no ssh user or port with a host, and 127.0.0.2"),
+        (["--launcher", "mpi", "-H", "me@127.0.0.2"], "mpirun takes no user, port or other option of ssh with a host"),
         (["--emit", "kubernetes", "--image", "x", "-x", "A=\udcff"], "bytes that are not UTF-8"),
     ],
 )
