@@ -118,6 +118,9 @@ class Round(Generic[C, P]):
     policy: Policy
     version: int = 0
     """How many rounds have been closed."""
+    restored: int = 0
+    """How many updates more the value has had than there were rounds: those before a checkpoint that was loaded, less
+    the rounds that were made of nothing."""
     slots: dict[int, C] = field(default_factory=dict)
     """Worker rank → its contribution."""
     counted: dict[int, int] = field(default_factory=dict)
@@ -201,6 +204,7 @@ class Round(Generic[C, P]):
         """
         contributions = [self.slots.pop(rank) for rank in ranks or self.policy.chosen(self.ready())]
         self.version += 1
+        self.restored -= not contributions
         self._unsatisfied = 0
         for contribution in contributions:
             self.counted[contribution.member.node.rank] = contribution.step + 1

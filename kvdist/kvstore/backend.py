@@ -416,7 +416,7 @@ class Backend(abc.ABC):
         """Give the optimizer these states in place of its own."""
 
     def totals(self, keys: Sequence[Key]) -> tuple[int, int] | None:
-        """Of how many examples the values of keys are made, all workers' together, and of how many updates: 0 where
+        """Of how many examples the values of keys are made, all workers' together, and of how many updates: -1 where
         each worker has its own; of the key that has most. None where no server counts them."""
         return None
 

@@ -982,7 +982,7 @@ def pull_states(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> lis
 
 
 def pull_totals(ask: Ask, infos: Sequence[KeyInfo]) -> tuple[int, int]:
-    """Of how many examples keys are made, and of how many updates: the slice that has most."""
+    """Of how many examples keys are made, and of how many updates: the slice that has most; -1 without rounds."""
     found = [np.empty((len(info.slices), 2)) for info in infos]
     _move_states(ask, RunKind.PULL_STATE, infos, [(i, TOTALS, own) for i, own in enumerate(found)])
     samples, updates = np.concatenate(found).max(axis=0).tolist()

@@ -1235,7 +1235,7 @@ class Fill(WireMessage):
     limit: FromMinusOne
     """No version above this is made yet; -1: there is no limit."""
     restored: Int64
-    """How many updates more the store's weights have had than there were rounds."""
+    """How many updates more the slice has had than there were rounds."""
     has_value: Boolean
     """Whether its first values are complete."""
     initializer: Name

@@ -415,6 +415,8 @@ class QueueSampler(DrivenSampler):
                 self._lease(rests=True)
         if self._leasing.is_shared:
             trainer._catch_up(self._version)
+            trainer._recount()
+            self._version = trainer._updates
         if self._is_over:
             self._leasing.number += 1
         return self._leasing.number <= self._leasing.begun

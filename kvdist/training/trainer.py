@@ -1189,10 +1189,19 @@ class Trainer:
         if self._exchange is not None and self._update_on_kvstore:
             self._exchange.fetch()
             self._note_weights()
-            assert isinstance(self._kvstore, KVStore)
-            totals = self._kvstore._backend.totals(self._counted_keys) if self._trained else None
-            if totals is not None and (self._between is None or not self._between.counts_steps):
-                self._updates = max(self._updates, totals[1])  # whoever made the last of them may be lost
+
+    def _recount(self) -> None:
+        """Ask servers how many updates there were, while no step is under way.
+
+        Who made the last of them may be lost; and before the version from which on a worker that joins takes part,
+        others may have found no data, so that some versions are made of nothing.
+        """
+        store = self._kvstore
+        is_counted = self._between is None or not self._between.counts_steps
+        if isinstance(store, KVStore) and self._update_on_kvstore and self._trained and is_counted:
+            totals = store._backend.totals(self._counted_keys)
+            if totals is not None and totals[1] >= 0:
+                self._updates = totals[1]
 
     @contextlib.contextmanager
     def _skipping_rollback(self) -> Iterator[None]:

@@ -202,3 +202,30 @@ def test_the_pass_is_over_for_all_when_all_is_used_and_the_next_one_begins(wired
     assert wired.servers[0].peers.awaited == {0, 1, 2}
     assert wired.completed[lease(wired, 2, plan=short)].is_over, "who comes late is told, too"
     assert given(wired, lease(wired, 2, number=1, plan=short)) == Range(0, 0, 10)
+
+
+def test_versions_that_nobody_makes_before_who_joins_takes_part_are_no_updates() -> None:
+    wired, short = Wired(2, 1, on_loss="continue"), (15, 1, False, 0)
+    wired.initialise({"w": [0.0]})
+    for rank in (0, 1):
+        wired.set_optimizer(rank, "test")
+    wired.settle()
+    lease(wired, 0, plan=short)
+    for _ in range(3):
+        for rank in (0, 1):
+            wired.push(rank, {"w": [1.0]})
+        wired.settle()
+    wired.kill("worker-1")
+    wired.settle()
+    wired.come_back(1)
+    wired.declare(1, {"w": (1,)})
+    wired.settle()
+    place = wired.take_part(1)
+    wired.settle()
+    assert wired.completed[place] == 4, "it looks on until the others have made the version that is open"
+    lease(wired, 0, 10, plan=short)
+    ended = [lease(wired, 0, 15, plan=short, rests=True), lease(wired, 1, plan=short, rests=True)]
+    assert all(wired.completed[request].is_over for request in ended)
+    (block,) = wired.servers[0].dense
+    assert block.version == 4, "and nobody has made it"
+    assert wired.servers[0].dense._updates(block, block.version) == 3

@@ -99,6 +99,18 @@ def test_the_others_know_of_the_last_updates_whose_worker_dies_before_it_says_so
     assert launcher.lines_with("used 16 in 2 steps, version 3"), job.transcript()
 
 
+def test_who_joins_when_all_examples_are_used_counts_the_updates_that_were_made(job, tmp_path):
+    command = ("leases.py", f"{10 * BATCH}", "1", f"{BATCH}", "0", "dist", f"{{1: {BATCH}}}")
+    launcher = job.launch(2, 2, *command, options=[*GOES_ON, "--restart", "1"], JOINS_LAST=str(tmp_path))
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    (joins,) = launcher.lines_with("joins at version ")
+    used, counts = found(job)
+    assert (0, 0) in used and counts == {(1, 1): 10 * BATCH}
+    (made,) = {int(one.rpartition(" version ")[2].partition(";")[0]) for one in launcher.lines_with(" steps, version ")}
+    assert int(joins.rpartition(" ")[2]) == made + 1, "it was promised to take part in a version that nobody made"
+
+
 @pytest.mark.slow
 def test_copies_of_servers_know_how_many_examples_are_in_the_weights(job):
     options = [*GOES_ON, "--replicas", "1", "--restart", "9"]

@@ -361,7 +361,8 @@ class Block:
             and other.version >= other.merge_after
             and not (self.joint or other.joint)
             and (self.store, self.dtype, self.pulled_as) == (other.store, other.dtype, other.pulled_as)
-            and (mine.version, mine.counted, mine.examples) == (its.version, its.counted, its.examples)
+            and (mine.version, mine.restored) == (its.version, its.restored)
+            and (mine.counted, mine.examples) == (its.counted, its.examples)
             and mine.admission is its.admission is None
             and self.published is not None
             and other.published is not None

@@ -147,11 +147,10 @@ class _Replicated(Shard[Any]):
         if holder.has_value or isinstance(holder, SparseTable):
             saved, leased = self.taken(ids, EVERYTHING)
         standings, limit = _standings(holder.round)
-        restored = self._restored.get(holder.store, 0)
         for number, one in zip(ids, saved, strict=True):
             del self.alone[number]
             initializer = "" if one is None else one.initializer
-            about = (holder.round.version, standings, limit, restored, holder.has_value, initializer)
+            about = (holder.round.version, standings, limit, holder.round.restored, holder.has_value, initializer)
             messages = [] if one is None else list(_messages(_pieces(one)))
             for parts, arrays in messages or [(np.zeros(1, np.uint8), _packed([np.zeros(0)], [DType.FLOAT64]))]:
                 is_last = one is None or arrays is messages[-1][1]
@@ -169,7 +168,6 @@ class ReplicatedDense(_Replicated, DenseShard):
 
     def absorb(self, other: DenseShard) -> None:
         """Take a copy over, with its states."""
-        self._restored |= {block.store: other._restored.get(block.store, 0) for block in other}
         self._credited = other._credited | self._credited
         for block in other:
             self.alone.update(dict.fromkeys(block.ids.tolist()))
@@ -284,7 +282,6 @@ class ReplicatedSparse(_Replicated, SparseShard):
 
     def absorb(self, other: SparseShard) -> None:
         """Take a copy over."""
-        self._restored |= {table.store: other._restored.get(table.store, 0) for table in other}
         self._credited = other._credited | self._credited
         self.alone.update(dict.fromkeys(other.all))
         self.all.update(other.all)
@@ -406,7 +403,6 @@ class Copy(Server):
         if isinstance(holder, SparseTable):
             holder.has_value = message.has_value
         _stand(holder.round, message)
-        shard._restored[holder.store] = message.restored
 
     @property
     def fates(self) -> Settled:
@@ -927,7 +923,7 @@ def _standings(round_: Round[Any, Any]) -> tuple[tuple[Standing, ...], int]:
 def _stand(round_: Round[Any, Any], message: Fill) -> None:
     """Go on from what another round knew."""
     known = message.standings
-    round_.version = message.version
+    round_.version, round_.restored = message.version, message.restored
     round_.counted = {one.rank: one.counted for one in known}
     round_.examples = {one.rank: one.examples for one in known if one.examples}
     round_.began = {one.rank: one.began for one in known if one.began >= 0}

@@ -136,9 +136,6 @@ class Shard(abc.ABC, Generic[H]):
     def __init__(self, replies: Replies, snapshots: Snapshots) -> None:
         self.ledger: Ledger | None = None
         """What becomes of every push is written there."""
-        self._restored: dict[int, int] = {}
-        """Store → how many updates more its weights have had than there were rounds: those before a checkpoint that was
-        loaded, less the rounds that were made of nothing."""
         self._credited: dict[tuple[int, int], int] = {}
         """(incarnation of a lost worker, store) → of how many of its examples the slices are taken to be made."""
         self.peers = replies.peers
@@ -275,8 +272,9 @@ class Shard(abc.ABC, Generic[H]):
     def admit(self, message: Cut) -> list[tuple[int, int, int, int]]:
         """Let workers that came later take part: see `Cut`. Returns (rank, slice, and the columns of `Counters`)."""
         found: list[tuple[int, int, int, int]] = []
-        if message.store < 0 and self.peers.awaited <= set(message.ranks):
-            self._count_skipped(message.version)
+        # Where nobody else is there, versions from the present one up to that of the cut are made of nothing.
+        is_alone = message.store < 0 and self.peers.awaited <= set(message.ranks)
+        made = self._versions_made() if is_alone else {}
         for holder in self:
             ranks = message.ranks if message.store < 0 else _lacking(holder, message)
             if not ranks and message.store >= 0:
@@ -292,7 +290,7 @@ class Shard(abc.ABC, Generic[H]):
             version = self._version_for(holder, message) if holder.round.policy.is_lockstep else 0
             holder.round.admit(ranks, version)
             step = LATER if version is None else version
-            updates = self._updates(holder, version or 0)
+            updates = self._updates(holder, min(version or 0, made.get(holder.store, LATER)))
             found += [(rank, number, step, updates) for rank in ranks for number in holder.ids.tolist()]
         self._close_open()
         return found
@@ -310,18 +308,18 @@ class Shard(abc.ABC, Generic[H]):
                 found += [(rank, number, 0, updates) for rank in ranks for number in holder.ids.tolist()]
         return found
 
-    def _updates(self, holder: H, version: int) -> int:
+    @staticmethod
+    def _updates(holder: StoredHolder, version: int) -> int:
         """How many updates its weights have had at this version."""
-        return max(version + self._restored.get(holder.store, 0), 0)
+        return max(version + holder.round.restored, 0)
 
-    def _count_skipped(self, version: int) -> None:
-        """Nobody else is there: the versions up to that one are made of nothing."""
+    def _versions_made(self) -> dict[int, int]:
+        """Store → the highest version of its slices that are pushed in each step."""
         highest: dict[int, int] = {}
         for holder in self:
             if holder.round.policy.is_lockstep:
                 highest[holder.store] = max(highest.get(holder.store, 0), holder.round.version)
-        for store, found in highest.items():
-            self._restored[store] = self._restored.get(store, 0) - max(version - found, 0)
+        return highest
 
     def _is_awaited(self, holder: H, version: int) -> bool:
         """Whether a worker that has come back goes on here at this version, the lowest one of its step.
@@ -424,12 +422,12 @@ class Shard(abc.ABC, Generic[H]):
 
     def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
         """Continue from a checkpoint. Contributions of departed workers to open rounds belong to the old values."""
-        version = 0
+        counts = [0 if one.state is None else one.state.count for one in found if one.is_fresh or one.state is not None]
+        version = max((holder.round.version for holder in self._of(store)), default=0)
         for holder in self._of(store):
             holder.round.drop_departed(self.peers.workers)
-            version = max(version, holder.round.version)
-        updates = max((one.state.count for one in found if one.state is not None), default=0)
-        self._restored[store] = max(updates - version, 0)
+            if counts:  # else the weights alone are loaded
+                holder.round.restored = max(counts) - version
         self._load(store, found)
         self._close_open()
 
@@ -654,7 +652,7 @@ class DenseShard(Shard[Block]):
             part, run, ids = int(message.parts[row]), int(message.runs[row]), message.ids[row : row + 1]
             if part == block_state.TOTALS:
                 block = self._seen_by(PullRequest(sender, run, int(message.steps[row]), 0), block)
-                updates = self._updates(block, block.version) if block.round.policy.is_lockstep else 0
+                updates = self._updates(block, block.version) if block.round.policy.is_lockstep else -1
                 totals = np.array([block.round.samples, updates], np.float64)
                 self._to(sender).state(run, ids, block.version, DType.FLOAT64, [totals])
                 continue

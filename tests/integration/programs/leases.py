@@ -7,7 +7,8 @@ one of the number of examples in its version. VICTIMS maps ranks to the
 example counts after which they kill themselves, some milliseconds into the step that follows. With SNAPSHOTS rank 0
 waits in the middle, when there is a snapshot in that folder, until SNAPSHOTS/go is there. Rank 1 sends itself SIGTERM
 in the batch that TERMINATED counts; under a quota, where nobody waits for it, the others do before their third batch,
-for the file HERE. With DIES_LAST the worker that has the last batch alone dies behind its step. With
+for the file HERE. With JOINS_LAST rank 0 waits
+behind the last step until rank 1, which has died and was started again, has joined. With DIES_LAST the worker that has the last batch alone dies behind its step. With
 INTERRUPTED an error comes to rank 1 while it waits in its fifth step: it
 leaves by it, or catches it and begins its loop again.
 """
@@ -66,6 +67,14 @@ def counts_in(weight):
     return [0 if not size else 1 if size in complete else 2 for size in sizes]
 
 
+def join_last(trainer, folder):
+    """In the second life: take part before there is any data to train on."""
+    if (folder / "begun").exists():
+        print(f"joins at version {trainer.version}", flush=True)
+        (folder / "joined").touch()
+    (folder / "begun").touch()
+
+
 def kill_soon(after_s):
     threading.Timer(after_s, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
 
@@ -100,6 +109,8 @@ def train(store):
     other = store.rank if "OTHER_LENGTH" in os.environ else 0
     sampler = QueueSampler(LENGTH + other, epochs=EPOCHS, seed=7)
     loader = DataLoader(Numbers(), BATCH, sampler=sampler, num_workers=LOADER_WORKERS)
+    if "JOINS_LAST" in os.environ and store.rank == 1:
+        join_last(trainer, Path(os.environ["JOINS_LAST"]))
     used = 0
     victim_after = VICTIMS.get(store.rank, None)
     steps = 0
@@ -128,6 +139,10 @@ def train(store):
                     weight.grad = None
                 used += len(numbers)
                 steps += 1
+                while "JOINS_LAST" in os.environ and store.rank == 0 and trainer.samples_seen == LENGTH:
+                    if Path(os.environ["JOINS_LAST"], "joined").exists():
+                        break
+                    time.sleep(0.01)
                 if "DIES_LAST" in os.environ and trainer.samples_seen == LENGTH:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if saves and trainer.version == 20:
