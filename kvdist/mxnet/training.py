@@ -127,24 +127,37 @@ class DistributedTrainer(mx.gluon.Trainer):
         after = gradient_predivide_factor / current().world.size
         super().__init__(params, optimizer, optimizer_params=optimizer_params, kvstore=None)
         self._scale *= after
+        named = params.items() if hasattr(params, "items") else ()
+        self._labels = {id(one): name for name, one in named}  # in MXNet 2 all weights have the name 'weight'
 
     def _check_contexts(self) -> Any:
+        return self._places("_check_contexts")
+
+    def _check_devices(self) -> Any:  # its name in MXNet 2
+        return self._places("_check_devices")
+
+    def _places(self, check: str) -> Any:
         if any(one._data is None and not one._deferred_init for one in self._params):
             return [mx.current_context()]  # until it is known at the first step
-        return super()._check_contexts()
+        return getattr(super(), check)()
 
     def _init_kvstore(self) -> None:
-        missing = [one.name for one in self._params if one._data is None]
+        missing = [self._label(one) for one in self._params if one._data is None]
         if missing:
             said = f"{', '.join(map(repr, missing))} {'has' if len(missing) == 1 else 'have'}"
             raise RuntimeError(
                 f"{said} no value at the first step: call net.initialize() and run a forward pass that uses all of the"
                 " trainer's parameters, or give it fewer, by net.collect_params(select)"
             )
-        self._contexts = self._check_contexts()
-        while len(self._updaters) < len(self._contexts):
+        name = "contexts" if hasattr(self, "_contexts") else "devices"
+        places = self._places(f"_check_{name}")
+        setattr(self, f"_{name}", places)
+        while len(self._updaters) < len(places):
             self._updaters.append(mx.optimizer.get_updater(self._optimizer))
         super()._init_kvstore()
+
+    def _label(self, parameter: Any) -> str:
+        return str(self._labels.get(id(parameter), parameter.name))
 
     def _allreduce_grads(self) -> None:
         groups, halved = [], []
@@ -155,7 +168,7 @@ class DistributedTrainer(mx.gluon.Trainer):
             if self._compression and np.dtype(one.dtype) == np.float32 and grads[0].stype == "default":
                 travelling = [grad.astype(self._compression) for grad in grads]
                 halved += list(zip(grads, travelling, strict=True))
-            groups.append((f"gradient {i} {one.name!r}", travelling))
+            groups.append((f"gradient {i} {self._label(one)!r}", travelling))
         current().reduce(groups, before=self._before)
         for grad, half in halved:
             grad[:] = half

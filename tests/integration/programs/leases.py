@@ -3,14 +3,13 @@
     python leases.py LENGTH EPOCHS BATCH LOADER_WORKERS STORE VICTIMS [FOLDER]
 
 Example i moves element i of one parameter by 1, and element LENGTH - 1 - i of another; under KVDIST_POLICY, a quota, by
-one of the number of examples in its version. VICTIMS maps ranks to the
-example counts after which they kill themselves, some milliseconds into the step that follows. With SNAPSHOTS rank 0
-waits in the middle, when there is a snapshot in that folder, until SNAPSHOTS/go is there. Rank 1 sends itself SIGTERM
-in the batch that TERMINATED counts; under a quota, where nobody waits for it, the others do before their third batch,
-for the file HERE. With JOINS_LAST rank 0 waits
-behind the last step until rank 1, which has died and was started again, has joined. With DIES_LAST the worker that has the last batch alone dies behind its step. With
-INTERRUPTED an error comes to rank 1 while it waits in its fifth step: it
-leaves by it, or catches it and begins its loop again.
+one of the number of examples in its version. VICTIMS maps ranks to the example counts after which they kill themselves,
+some milliseconds into the step that follows. With SNAPSHOTS rank 0 waits in the middle, when there is a snapshot in
+that folder, until SNAPSHOTS/go is there. Rank 1 sends itself SIGTERM in the batch that TERMINATED counts; under a
+quota, where nobody waits for it, the others do before their third batch, for the file HERE. With JOINS_LAST rank 0
+waits behind the last step until rank 1, which has died and was started again, has joined. With DIES_LAST the worker
+that has the last batch alone dies behind its step. With INTERRUPTED an error comes to rank 1 while it waits in its
+fifth step: it leaves by it, or catches it and begins its loop again.
 """
 
 import ast

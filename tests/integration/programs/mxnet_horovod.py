@@ -20,6 +20,8 @@ import kvdist
 import kvdist.mxnet as hvd
 
 IS_1 = mx.__version__.startswith("1.")
+arrays_of = mx.nd if IS_1 else mx.np
+"""What Gluon's layers take and give."""
 LARGE = (700, 801)
 """More elements than a slice has."""
 
@@ -105,6 +107,8 @@ def rows() -> None:
     empty = mx.nd.sparse.zeros("row_sparse", (9, 3))
     expect(hvd.allreduce(empty, average=False).tostype("default"), np.zeros((9, 3)))
 
+    if not IS_1:
+        return  # Gluon 2 has no sparse gradients
     table = gluon.nn.Embedding(50, 4, sparse_grad=True)
     table.initialize(mx.init.One())
     other = parameter("other", (3,))
@@ -165,7 +169,7 @@ def broadcasts() -> None:
     net.hybridize()
     hvd.broadcast_parameters(net.collect_params(), root_rank=1)
     hvd.broadcast_parameters(net.collect_params(), root_rank=1)  # what is awaited is awaited once
-    net(mx.nd.ones((1, 2)))
+    net(arrays_of.ones((1, 2)))
     for name, one in net.collect_params().items():
         everywhere = hvd.allgather_object(one.data().asnumpy())
         assert all((other == everywhere[1]).all() for other in everywhere), name
@@ -193,9 +197,9 @@ def trainers() -> None:
             backward(params[:3], 4.0 * mine)
             trainer.step(4)
             moved = 0.5 * (step + 1) * mean
-            expect(params[0].data(), np.full(LARGE, 1 - moved))
-            expect(params[1].data(), np.full(7, 1 - 3 * moved))
-            expect(params[2].data(), np.full(2, 1 - moved))
+            expect(params[0].data(), np.full(LARGE, 1 - moved), 1e-6)
+            expect(params[1].data(), np.full(7, 1 - 3 * moved), 1e-6)
+            expect(params[2].data(), np.full(2, 1 - moved), 1e-6)
         expect(params[3].data(), np.ones(2))
         backward(params[:3], 4.0 * mine)
         trainer.allreduce_grads()
@@ -240,7 +244,7 @@ def net_of(weights: np.random.RandomState) -> gluon.nn.HybridSequential:
     net.add(gluon.nn.Dense(32, in_units=20, activation="tanh"), gluon.nn.Dense(5, in_units=32))
     net.initialize()
     for one in net.collect_params().values():
-        one.set_data(mx.nd.array(weights.randn(*one.shape) * 0.3))
+        one.set_data(arrays_of.array(weights.randn(*one.shape) * 0.3))
     return net
 
 
@@ -264,7 +268,7 @@ def whole_batch() -> None:
                 inputs, targets = data.randn(16 * n, 20).astype(np.float32), data.randint(0, 5, 16 * n)
                 for net, trainer, part in ((nets[0], alone, slice(None)), (nets[1], together, slice(mine, None, n))):
                     with autograd.record():
-                        loss = loss_of(net(mx.nd.array(inputs[part])), mx.nd.array(targets[part]))
+                        loss = loss_of(net(arrays_of.array(inputs[part])), arrays_of.array(targets[part]))
                     loss.backward()
                     trainer.step(len(inputs[part]))
             pairs = zip(nets[1].collect_params().items(), nets[0].collect_params().values(), strict=True)
@@ -344,8 +348,8 @@ def wrong_calls() -> None:
     net.initialize()
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd")
     hvd.broadcast_parameters(net.collect_params())
-    net[0](mx.nd.ones((1, 2)))
-    refused(RuntimeError, "_weight has no value at the first step net.collect_params(select)", trainer.step, 1)
+    net[0](arrays_of.ones((1, 2)))
+    refused(RuntimeError, "weight' has no value at the first step net.collect_params(select)", trainer.step, 1)
     hvd.shutdown()  # which says what was never broadcast
     hvd.shutdown()
     hvd.init()
