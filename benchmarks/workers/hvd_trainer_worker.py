@@ -29,12 +29,13 @@ def main() -> None:
     nothing = mx.nd.zeros((1,))
 
     def prepare() -> None:
-        for param in params:
-            param.grad()[:] = hvd.rank() + 1
+        with mx.autograd.record():
+            outputs = [param.data() * (hvd.rank() + 1) for param in params]
+        mx.autograd.backward(outputs)  # a Trainer updates by gradients of a backward pass alone
         mx.nd.waitall()
 
     def exchange() -> None:
-        trainer.step(1 / hvd.size(), ignore_stale_grad=True)  # the sum of all gradients, as in the other systems
+        trainer.step(1 / hvd.size())  # the sum of all gradients, as in the other systems
         mx.nd.waitall()
 
     def barrier() -> None:
