@@ -17,8 +17,9 @@ PYTHON = shlex.quote(sys.executable)
 NAMESPACE = ["unshare", "-m", "sh", "-c"]
 READ_ONLY = "mount -t tmpfs -o ro none /tmp && cd / && "
 
-STORE = shlex.quote("from kvdist import kv; s = kv.create('dist'); print('done', s.rank); s.close()")
-RANK = shlex.quote("import kvdist.horovod as hvd; hvd.init(); hvd.barrier(); print('done', hvd.rank())")
+DONE = "import os; os.write(1, b'done %d\\n' %"  # whole: two processes may have one pipe
+STORE = shlex.quote(f"from kvdist import kv; s = kv.create('dist'); {DONE} s.rank); s.close()")
+RANK = shlex.quote(f"import kvdist.horovod as hvd; hvd.init(); hvd.barrier(); {DONE} hvd.rank())")
 CALL = shlex.quote("import kvdist_launch as k; print(k.run(lambda: print('done', 0), np=1, servers=1))")
 BY_HAND = f"""
 export KVDIST_RANK=0 DMLC_PS_ROOT_URI=127.0.0.1 DMLC_PS_ROOT_PORT={{port}} DMLC_NUM_WORKER=1 DMLC_NUM_SERVER=1
