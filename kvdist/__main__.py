@@ -49,13 +49,13 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
     "before a job": {
         "doctor": Subcommand("check this machine, or hosts and the network between them", "kvdist_launch.doctor"),
         "estimate": Subcommand(
-            "say which way of training suits machines of given speeds", "kvdist.estimate:add_arguments"
+            "predict how fast each training mode is on unequal machines", "kvdist.estimate:add_arguments"
         ),
     },
     "after a failure": {
-        "why": Subcommand("say from the dumps of a job why it failed or waits", "kvdist.why:add_arguments"),
+        "why": Subcommand("name the process that failed or is awaited, from a job's dumps", "kvdist.why:add_arguments"),
         "ledger": Subcommand(
-            "say from the servers' ledgers what became of a push", "kvdist.runtime.ledger:add_arguments"
+            "say whether servers counted, refused or dropped a gradient", "kvdist.runtime.ledger:add_arguments"
         ),
     },
     "checkpoints": {

@@ -168,11 +168,11 @@ def measure_gflops() -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``kvdist estimate``, and as `command` what answers."""
-    parser.add_argument("--speeds", type=positive, nargs="+", metavar="V", help="of each machine; the fastest is 1")
+    parser.add_argument("--speeds", type=positive, nargs="+", metavar="V", help="speeds of the machines; the fastest is 1")
     parser.add_argument(
-        "--mb-per-s", type=positive, nargs="+", metavar="MB", help="of each machine's line, or one for all"
+        "--mb-per-s", type=positive, nargs="+", metavar="MB", help="network speeds of the machines, or one"
     )
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="of the machines; default: machine-0 and so on")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="host names (default: machine-0 …)")
     add_model_arguments(parser)
     parser.add_argument("--measure", action="store_true", help="print this machine's speed in GFLOP/s instead")
     parser.set_defaults(command=_answer)
@@ -180,9 +180,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the arguments that describe the model to be trained."""
-    parser.add_argument("--parameters", type=positive, metavar="N", help="weights of the model, such as 30e6")
-    parser.add_argument("--step", type=positive, metavar="S", help="seconds of a step on the fastest machine alone")
-    about = "examples of a step on each machine (default: %(default)s)"
+    parser.add_argument("--parameters", type=positive, metavar="N", help="parameters of the model, such as 30e6")
+    parser.add_argument("--step", type=positive, metavar="S", help="seconds per batch on the fastest machine")
+    about = "batch size of each machine (default: %(default)s)"
     parser.add_argument("--batch", type=_whole, metavar="B", default=BATCH, help=about)
 
 

@@ -402,8 +402,12 @@ def clock(wall: float) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``kvdist why``, and as `command` what answers."""
-    parser.add_argument("folder", metavar="FOLDER", help="what kvdist-launch --dump or KVDIST_DUMP named")
-    parser.add_argument("--replay", action="store_true", help="tell new machines all that the dumps say, and compare")
+    parser.add_argument("folder", metavar="FOLDER", help="the folder given to kvdist-launch --dump, or KVDIST_DUMP")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="run the recorded messages through kvdist again and show the first difference, for a bug report",
+    )
     parser.set_defaults(command=_answer)
 
 

@@ -167,9 +167,9 @@ def _fate(folder: Path, rank: int, incarnation: int, push: int, who: str) -> str
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``kvdist ledger``, and as `command` what answers."""
-    parser.add_argument("folder", metavar="DIR", help="the folder of the ledgers, which KVDIST_LEDGER named")
-    parser.add_argument("--worker", type=int, required=True, metavar="RANK", help="whose push")
-    parser.add_argument("--push", type=int, required=True, metavar="N", help="its number, from 1")
+    parser.add_argument("folder", metavar="DIR", help="the folder that KVDIST_LEDGER named during the job")
+    parser.add_argument("--worker", type=int, required=True, metavar="RANK", help="rank of the worker that pushed")
+    parser.add_argument("--push", type=int, required=True, metavar="N", help="which of its pushes, from 1")
     parser.set_defaults(command=_answer)
 
 
