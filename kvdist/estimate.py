@@ -168,9 +168,9 @@ def measure_gflops() -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``kvdist estimate``, and as `command` what answers."""
-    parser.add_argument("--speeds", type=positive, nargs="+", metavar="V", help="speeds of the machines; the fastest is 1")
+    parser.add_argument("--speeds", type=positive, nargs="+", metavar="V", help="machine speeds; the fastest is 1")
     parser.add_argument(
-        "--mb-per-s", type=positive, nargs="+", metavar="MB", help="network speeds of the machines, or one"
+        "--mb-per-s", type=positive, nargs="+", metavar="MB", help="network speed of each machine, or of all"
     )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="host names (default: machine-0 …)")
     add_model_arguments(parser)
