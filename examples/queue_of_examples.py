@@ -30,11 +30,11 @@ def main() -> None:
         loader = DataLoader(data, 20, sampler=QueueSampler(len(data), epochs=arguments.epochs))
         used = 0
         for some, wanted in trainer.batches(loader):
-            loss = torch.nn.functional.mse_loss(net(some), wanted)
-            loss.backward()
+            torch.nn.functional.mse_loss(net(some), wanted).backward()
             trainer.step()
             net.zero_grad()
             used += len(some)
+        loss = torch.nn.functional.mse_loss(net(inputs), targets)
         print(f"worker {store.rank}: used {used} examples, version {trainer.version}, loss {loss.item():.2g}")
 
 
