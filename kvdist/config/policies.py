@@ -325,15 +325,16 @@ def diloco(
         fragments: number of groups of parameters, of about equal bytes. They are exchanged in turn, each once in
             `every` steps, so that the network load is even.
         delay: number of steps between the push of a fragment and the use of the result; the exchange overlaps with
-            these steps, and the worker waits for it at their end. Changes of the weights in between are kept. Default:
-            the distance of two fragments, or 0 without fragments.
+            these steps, and the worker waits for it at their end. Changes of the weights in between are kept. None for
+            the number of steps between the pushes of two successive fragments, or 0 without fragments.
         bits: bits per pushed number, 32, 16, 8 or 4. The rounding error is added to the next push. Below 32 all
             parameters must be float32.
         quorum: number of workers whose steps start an exchange; None for all, which then wait for each other. With a
             quorum no worker waits: each goes on with its steps until the exchange begins, and steps during the exchange
-            are kept. Late workers get a grace period, derived from how far apart the workers arrived lately. A push
-            that is later still counts in the next exchange. Pushes are weighted by examples, so every step needs
-            ``trainer.step(samples=n)``. Not with `fragments` or `delay`.
+            are kept. Late workers get a grace period, derived from how far apart the workers arrived lately. What a
+            worker pushes after that counts in the next exchange. Pushes are weighted by examples, which
+            `Trainer.batches` counts with a `QueueSampler`; without it pass them, ``trainer.step(samples=n)``. Not with
+            `fragments` or `delay`.
 
     Raises:
         ValueError: a number is out of range.
@@ -358,12 +359,13 @@ def quota(
 
     The examples of all workers count together, and no worker waits for a slow worker. Each worker accumulates the
     gradients of its micro-batches, or with `local_steps` makes steps of its local optimizer. When the quota is reached,
-    each worker pushes its mean at the end of its current micro-batch, weighted by its examples, and goes on with its
-    current weights; later examples count in the next version.
+    each worker pushes the mean of its gradients, or with `local_steps` the change of its weights, weighted by its
+    examples, and goes on with its current weights; later examples count in the next version.
 
     A gradient is therefore computed with weights that are at most one version old, plus the number of versions during
-    its micro-batch. A version has at least `samples` examples, and at most an additional micro-batch per worker. Every
-    step passes its examples, ``trainer.step(samples=n)``; use a `QueueSampler` for the data.
+    its micro-batch. A version has at least `samples` examples, and at most an additional micro-batch per worker. Use a
+    `QueueSampler` for the data: then `Trainer.batches` counts the examples of each step. In a loop without `batches`
+    pass their number, ``trainer.step(samples=n)``.
 
     Args:
         samples: examples per version: the batch size for a single machine, or 4 to 8 times as many with `local_steps`.

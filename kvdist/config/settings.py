@@ -563,8 +563,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             # Less would take an ordinary delay of a busy machine for a loss; more does not fit the options of sockets.
             "KVDIST_PATIENCE_S", seconds(1, 1_000_000), 10.0,
             "seconds of silence after which a process or its host counts as lost",
-            "A shorter silence ends nothing, one of half as much again is a loss; `kvdist-launch --patience` sets it."
-            " See [patience](#patience)",
+            "A shorter silence ends nothing, one of 1.5 times this and 0.5 s is a loss; `kvdist-launch --patience` sets"
+            " it. See [patience](#patience)",
         ),
         Setting(
             "KVDIST_EXPLAIN_AFTER_S", seconds(0, positive=True), 10.0,

@@ -314,7 +314,11 @@ class KVStore(KVStoreBase):
         average: Average = False,
         samples: int = 0,
     ) -> None:
-        """Push keys and pull the result in a single round trip. Blocks until the result is written.
+        """Push keys and pull their new values in a single round trip. Blocks until the values are written.
+
+        The new values are those that include this push: with an optimizer or updater the updated weights, without one
+        the sum of the contributions (their mean with `average`). A synchronous ``dist`` store has them when every live
+        worker has pushed the key, so the call waits for all; ``dist_async`` and local stores have them at once.
 
         Args:
             key: a key or a list of keys.

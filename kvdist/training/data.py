@@ -297,14 +297,15 @@ _UNKNOWN_BATCHES = (
 class SplitSampler:
     """Sampler for ``DataLoader(sampler=...)`` that yields the indices of this worker's fixed part of a data set.
 
-    Typical use is ``SplitSampler(len(dataset), store.num_workers, store.rank)``. Parts are contiguous and of equal
-    length, so all workers make the same number of steps.
+    Typical use is ``SplitSampler(len(dataset), store.num_workers, store.rank)``. Parts are of equal length, so all
+    workers make the same number of steps. Each part is a contiguous range of the data set and is shuffled within
+    itself, unlike with torch's ``DistributedSampler``: shuffle data that is sorted, for example by class, beforehand.
 
     Train on ``for batch in trainer.batches(loader)``; then `state_dict` is the position after the last step. Without
     `batches`, every index that was requested from the sampler counts as visited. A ``DataLoader`` with ``num_workers``
     above 0 requests indices ahead of the steps, so `state_dict` then needs the number of used examples:
-    ``state_dict(visited=batches_done * batch_size)``, minus the examples that a short last batch lacks. The number
-    counts from the start of the epoch, also after a resume within it; ``state_dict()["visited"]`` after
+    ``state_dict(visited=n)``, where n is ``batches_done * batch_size``, or less if the last batch was shorter. The
+    number counts from the start of the epoch, also after a resume within it; ``state_dict()["visited"]`` after
     `load_state_dict` is the number to continue from.
 
     Args:

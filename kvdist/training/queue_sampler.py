@@ -190,8 +190,8 @@ class QueueSampler(DrivenSampler):
 
     Each example is used once per epoch, whatever the number and speed of the workers, and even if some of them are
     lost. The scheduler leases each worker a few batches at a time. Examples that a lost worker has not used are leased
-    to other workers, as soon as the servers have reported how many of its pushes count. If its last push was counted in
-    part, it counts as used, and the log says so.
+    to other workers, as soon as the servers have reported how many of its pushes count. If the last push of a lost
+    worker is in only some slices of the weights, its examples count as used, and the log says so.
 
     Iterate ``for batch in trainer.batches(loader)`` a single time: the loop makes all `epochs`, and ends on all workers
     when every example is used. A worker that gets no lease is not awaited in the meantime. Every checkpoint includes

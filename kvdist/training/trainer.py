@@ -271,7 +271,15 @@ class Trainer:
     def step(
         self, batch_size: float | None = None, ignore_stale_grad: bool = False, *, samples: int | None = None
     ) -> None:
-        """Make a training step: sum the gradients over devices and workers, update, and fetch the new weights.
+        """Make a training step: combine the gradients of all devices and workers, update the weights, and fetch them.
+
+        The first call of a trainer copies the weights of rank 0 to all workers before the update. Under a policy with
+        local steps (`kvdist.local_sgd`, `kvdist.diloco`, `kvdist.quota`) the step updates the weights of this worker
+        alone, and an exchange follows when it is due; under a quota without local steps it adds up gradients until the
+        quota is reached. After a rollback (``--snapshots``) the call makes no step: it fetches the weights of the
+        snapshot and returns, and `version` is lower than before.
+
+        What becomes of the gradients:
 
         - ``step()``: losses are means over the examples of a device, as in torch. Gradients are averaged over workers
           and devices, as in DistributedDataParallel.
@@ -328,9 +336,13 @@ class Trainer:
         step (`no_sync`, or several backward passes). A run that resumes from it, in the same process after a ``break``
         or in another process, makes the remaining steps and uses each example once.
 
-        The result has the length of the loader. It may be iterated once per epoch, or created anew each time; with a
-        `QueueSampler` a single iteration covers all epochs. For validation iterate the loader itself, because no step
-        follows. A loader without such a sampler is iterated unchanged.
+        Call it once and iterate the result in each epoch, or call it anew in each epoch; both do the same. With a
+        `QueueSampler` a single iteration covers all epochs. ``len()`` of the result is the length of the loader. For
+        validation iterate the loader itself, because no step follows. A loader without such a sampler is iterated
+        unchanged.
+
+        A worker that was started again while the others went on gets fewer batches than that, and none of epochs that
+        are over. A loop may then be empty, so that variables of its body, such as ``loss``, are unset after it.
 
         Args:
             loader: a ``torch.utils.data.DataLoader`` with ``sampler=SplitSampler(...)`` or
@@ -490,8 +502,9 @@ class Trainer:
         """Under a policy, exchange the steps since the last exchange, so that all workers have the same weights.
 
         Call it on all workers before an evaluation and after the last step: after equally many steps if the policy
-        counts steps (`kvdist.local_sgd`, `kvdist.diloco`), at any time under `kvdist.quota`. `save_checkpoint` calls
-        it. Without a policy, or without steps since the last exchange, it does nothing.
+        counts steps (`kvdist.local_sgd`, `kvdist.diloco`), at any time under `kvdist.quota`. The trainer's
+        `save_checkpoint` makes an exchange itself. Without a policy, or without steps since the last exchange, it does
+        nothing.
         """
         self._finish_exchange(together=True)
 
@@ -759,7 +772,7 @@ class Trainer:
 
         A step counts the examples that `batches` has delivered from a `SplitSampler` or `QueueSampler`; otherwise
         `samples` of ``step(samples=n)``, or `batch_size` if it is the number of examples of this worker alone. Other
-        steps count 0. The last step of a lost worker counts if it is in any of the weights.
+        steps count 0. The last step of a lost worker counts if its gradient is in at least one slice of the weights.
 
         If servers update, they keep the count, with the steps of workers that have left and the steps before a
         checkpoint; reading it costs a small message. Under a policy of local steps it covers what was exchanged, and on
