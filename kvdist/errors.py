@@ -159,6 +159,8 @@ NO_COPY = (
 """What a scheduler and the launcher say of a lost server where the job could have gone on with a copy."""
 EXITED = "exited with code "
 """Start of a cause that is known from an exit code."""
+UNHANDLED = "ended by an unhandled "
+"""Start of a cause that is an exception, before its class."""
 
 
 def failure_of(error: BaseException | None) -> str:
@@ -167,4 +169,4 @@ def failure_of(error: BaseException | None) -> str:
         code = error.code if isinstance(error.code, int | None) else 1
         return f"{EXITED}{code}" if code else ""
     text = "" if error is None else " ".join(str(error).split("\n"))[:1000]
-    return "" if error is None else f"ended by an unhandled {type(error).__name__}{text and f': {text}'}"
+    return "" if error is None else f"{UNHANDLED}{type(error).__name__}{text and f': {text}'}"

@@ -126,7 +126,7 @@ class _Launch:
         supervisor = Supervisor(
             output,
             self._err,
-            grace_of(options),
+            grace_of(options, os.environ),
             self._launched,
             goes_on=goes_on,
             waits=waits,

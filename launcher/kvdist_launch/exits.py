@@ -7,9 +7,9 @@ import signal
 from dataclasses import dataclass
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
-from kvdist.errors import DeadlockError, PeerLostError, RankLostError
+from kvdist.errors import UNHANDLED, DeadlockError, PeerLostError, RankLostError
 from kvdist.nodes import NodeId, Role
-from kvdist_launch.output import TEXT_MAX, printable
+from kvdist_launch.output import TEXT_MAX, printable, shortened
 
 PEER_LOST_TRACEBACK = re.compile(
     rb"(?:\[rank[0-9]+\]: )?(?:%s):"
@@ -36,7 +36,10 @@ VERDICT_MAX = 4 * TEXT_MAX
 """Characters of a scheduler's verdict, which may name eight workers, and ends with what to do."""
 
 SENTENCE_MAX = 300
-"""Characters of another process's last line that are repeated."""
+"""Characters of a last line by which two failures are compared."""
+
+CLAUSE_MAX = 150
+"""Characters that are repeated of a text that is shown elsewhere."""
 
 SIGNAL_BASE = 128
 """A shell's exit code for a process that a signal killed is this plus the signal's number."""
@@ -118,7 +121,8 @@ class ProcessExit:
     def exit_code(self) -> int:
         """The launcher's exit code if this is the cause."""
         if self.is_consequence:
-            return EXIT_PEER_LOST
+            # A peer that ended by an exception of its own may be slow to end: trying again would not help it.
+            return 1 if f": {UNHANDLED}" in self.lost_peer else EXIT_PEER_LOST
         return SIGNAL_BASE - self.status if self.status < 0 else self.status
 
     @property
@@ -136,7 +140,7 @@ class ProcessExit:
         if self.status < 0:
             return f"was killed by {signal_name(-self.status)}"
         if self.is_consequence:
-            lost = self.lost_peer[:SENTENCE_MAX]
+            lost = shortened(self.lost_peer, CLAUSE_MAX)
             return f"lost a peer and ended with exit code {self.status}" + (f" ({lost})" if lost else "")
         return f"{'failed' if self.status else 'ended early'} with exit code {self.status}"
 

@@ -95,9 +95,17 @@ def short_name(node: NodeId) -> str:
 
 
 def printable(text: str, most: int = TEXT_MAX) -> str:
-    """The first `most` characters of the text, invisible ones escaped, as in ``\\x1b``."""
-    visible = (one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text[:most])
+    """The first words of the text, of at most `most` characters, invisible ones escaped, as in ``\\x1b``."""
+    words = shortened(text, most)
+    visible = (one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in words)
     return "".join(visible)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its first words of at most `most` characters and an ellipsis."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most + 1].rpartition(' ')[0].rstrip(' ,;:.') or text[:most]} …"
 
 
 def all_printable(value: Any) -> Any:

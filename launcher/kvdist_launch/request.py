@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from kvdist.config.environment import limits_from_env
 from kvdist.config.processes import module_words
-from kvdist.config.settings import SETTINGS
+from kvdist.config.settings import SETTINGS, Limits
 from kvdist.errors import ConfigError
 from kvdist_launch.environment import (
     ON_LOSS,
@@ -256,11 +256,16 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
     )
 
 
-def grace_of(options: argparse.Namespace) -> GracePeriods:
-    """How long to wait for processes that should end."""
+def grace_of(options: argparse.Namespace, environ: Mapping[str, str]) -> GracePeriods:
+    """How long to wait for processes that should end, or are stopped. A wrong patience is refused by `job_of`."""
     default_s = GRACE_WITHOUT_SERVERS_S if options.num_servers == 0 else GRACE_S
     grace_s = default_s if options.grace is None else options.grace
-    return GracePeriods(grace_s=grace_s, farewell_s=grace_s)
+    given = None if options.patience is None else f"{options.patience:g}"
+    try:
+        patience_s = float(_word_of(options, given, "KVDIST_PATIENCE_S", environ))
+    except ValueError:
+        patience_s = Limits.patience_s
+    return GracePeriods(grace_s=grace_s, farewell_s=grace_s, patience_s=patience_s)
 
 
 def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_workers: int) -> None:
