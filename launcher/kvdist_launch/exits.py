@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
-from kvdist.errors import UNHANDLED, DeadlockError, PeerLostError, RankLostError
+from kvdist.errors import UNHANDLED, DeadlineExceeded, DeadlockError, PeerLostError, RankLostError
 from kvdist.nodes import NodeId, Role
 from kvdist_launch.output import TEXT_MAX, printable, shortened
 
@@ -28,6 +28,12 @@ ROLE_PREFIX = "kvdist: "
 """What a scheduler or a server writes before the reason why it ends."""
 
 DEADLOCK = re.compile(rf"(?:{ROLE_PREFIX}|{DeadlockError.__module__}\.{DeadlockError.__qualname__}: )deadlock: (.+)")
+
+GAVE_UP = re.compile(
+    rf"{DeadlineExceeded.__module__}\.{DeadlineExceeded.__qualname__}: (?P<waiting>.*); the job ends after"
+    r" (?P<limit>\S+ s) of this \(KVDIST_STALL_SHUTDOWN_S\)"
+)
+"""The error of a worker that has waited for another one for as long as the user allows."""
 
 HOST_LOST = 255
 """The exit code of ssh after a lost connection, and of a job that loses a host."""
@@ -96,6 +102,17 @@ class ProcessExit:
         if self.node.role is not Role.WORKER and last.startswith(ROLE_PREFIX):
             return printable(last.removeprefix(ROLE_PREFIX))
         return printable(last if EXCEPTION.fullmatch(last) else raised)
+
+    @property
+    def gave_up(self) -> str:
+        """For whom it has waited until the user's limit, so that the other one is the cause; empty if it has not."""
+        found = GAVE_UP.fullmatch(self.error)
+        if found is None:
+            return ""
+        return (
+            f"{self.node} gave up {found['waiting'].removeprefix(f'{self.node}: ')} (KVDIST_STALL_SHUTDOWN_S allows"
+            f" {found['limit']})"
+        )
 
     @property
     def last_words(self) -> str:

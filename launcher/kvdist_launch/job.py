@@ -230,7 +230,7 @@ class Job:
         self._stopped: dict[NodeId, int] = {}
         """Of those: whom a signal has stopped, or the process that it waits for, by its process id."""
         self._lost_peer = ""
-        """Which process the job lost and why, if only those ended that noticed it."""
+        """Which process the job lost or awaited and why, if the process that ended is not the cause of that."""
         self._untold: dict[NodeId, str] = {}
         """What is to be told of those, after `STILL_S`."""
         self._changed_at = now
@@ -634,14 +634,14 @@ class Job:
             self._why = "; the job had waited for nothing but its end"
 
     def _loss_behind(self, one: ProcessExit) -> str:
-        """Which process a consequence lost, and why: the scheduler does not see that a silent one is stopped."""
+        """Which process this one lost or awaited, and why: the scheduler does not see that a silent one is stopped."""
         for node, pid in self._stopped.items():
             if one.lost_peer.startswith(f"{node} (") and UNHANDLED not in one.lost_peer:
                 return (
                     f"{self._names([node])} was stopped by a signal and silent for longer than"
                     f" {self._grace.patience_s:g} s (KVDIST_PATIENCE_S); kill -CONT {pid} in time lets it go on"
                 )
-        return one.lost_peer
+        return one.lost_peer or one.gave_up
 
     def _fail(self, now: float) -> list[Action]:
         self._enter(Phase.FAILING, now + self._grace.grace_s)

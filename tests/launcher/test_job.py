@@ -674,6 +674,17 @@ def test_a_lost_process_that_a_signal_had_stopped_is_named_as_such(stopped, reas
     assert sentence(job, 119.0) == f"job ended with exit code 75 after 12.0 s: {last}"
 
 
+def test_a_worker_that_gave_up_waiting_names_the_other_one_as_the_cause():
+    job = of(new_job(), *((node, 42) for node in NODES))
+    awaited = "waiting 25.1 s for worker-1 (vm) to push key 'w' (step 6), in push"
+    said = f"{awaited}; the job ends after 25 s of this (KVDIST_STALL_SHUTDOWN_S)"
+    line = f"kvdist.errors.DeadlineExceeded: worker-0: {said}".encode()
+    job.ended([ProcessExit(worker(0), 42, 1, line, exception_line=line)], 126.0)
+    assert sentence(job, 132.0) == (
+        f"job ended with exit code 1 after 26.0 s: worker-0 gave up {awaited} (KVDIST_STALL_SHUTDOWN_S allows 25 s)"
+    )
+
+
 def test_a_peer_that_an_exception_ends_slowly_does_not_make_75_of_the_exit_code():
     job = of(new_job(), *((node, 42) for node in NODES))
     text = "worker-1 (host vm, pid 42) was lost: ended by an unhandled ConfigError: a QueueSampler needs continue"
