@@ -164,7 +164,7 @@ def _collective(name: str, number: int = 0, updates: bool = False, predivide: fl
         from kvdist.kvstore.engine_lifecycle import ENGINE
     except ImportError as error:
         raise ImportError(
-            f"the store {name!r} needs torch, which is not installed or too old: pip install 'kvdist[torch]'"
+            f"the store {name!r} needs torch, which is not installed or too old: pip install 'torch>=2.1'"
         ) from error
     kernels, devices = choose(read_setting("KVDIST_KERNELS")), _devices(name)
     engine, store, leave = ENGINE.join()

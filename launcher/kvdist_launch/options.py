@@ -159,7 +159,7 @@ class ShowCompletion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            parser.error("--print-completion needs shtab; install it: pip install 'kvdist[completion]'")
+            parser.error("--print-completion needs shtab; install it: pip install shtab")
         print(shtab.complete(parser, str(shell)))
         parser.exit()
 

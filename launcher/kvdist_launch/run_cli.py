@@ -120,7 +120,7 @@ def words_of_config(path: str) -> list[str]:
     try:
         import yaml  # type: ignore[import-untyped]  # a feature at a seam: loaded where it is used
     except ImportError:
-        raise ConfigError("--config-file needs PyYAML; install it: pip install 'kvdist[yaml]'") from None
+        raise ConfigError("--config-file needs PyYAML; install it: pip install PyYAML") from None
     try:
         sections = yaml.safe_load(Path(path).read_text("utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -111,7 +111,7 @@ def _cloudpickle() -> Any:
         import cloudpickle
     except ImportError:
         raise ConfigError(
-            "kvdist_launch.run needs cloudpickle to send functions; install it: pip install 'kvdist[notebook]'"
+            "kvdist_launch.run needs cloudpickle to send functions; install it: pip install cloudpickle"
         ) from None
     return cloudpickle
 

@@ -291,7 +291,7 @@ def test_the_current_folder_stands_where_it_does_here_though_it_is_another_one_t
 
 def test_without_cloudpickle_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvdist\[notebook\]'"):
+    with pytest.raises(ConfigError, match=r"pip install cloudpickle"):
         kvdist_launch.run(print)
 
 
