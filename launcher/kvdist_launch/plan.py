@@ -479,6 +479,10 @@ def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping
     return settings
 
 
+UNBOUND = 1
+"""The root's port until it is bound; a preview says that it is chosen at the start."""
+ROOT_PORT = "DMLC_PS_ROOT_PORT"
+
 PLACEMENT_TITLES = ("machine", "scheduler", "servers", "workers", "threads each", "GPUs")
 
 
@@ -496,7 +500,7 @@ def placement(processes: Sequence[Process], hosts: Sequence[Host]) -> list[tuple
 
 
 def _cells(processes: Sequence[Process]) -> tuple[str, ...]:
-    ranks = {role: _ranges([one.node.rank for one in processes if one.node.role is role]) for role in Role}
+    ranks = {role: _names(role, [one.node.rank for one in processes if one.node.role is role]) for role in Role}
     workers = [{**one.environment.defaults, **one.environment.settings} for one in processes if _is_worker(one)]
     threads = dict.fromkeys(variables.get(THREADS, "") for variables in workers)
     devices = [variables[DEVICES] for variables in workers if DEVICES in variables]
@@ -508,15 +512,15 @@ def _is_worker(process: Process) -> bool:
     return process.node.role is Role.WORKER
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """Rising ranks in few characters, such as ``0-3, 7``."""
+def _names(role: Role, ranks: Sequence[int]) -> str:
+    """Processes of rising ranks in few characters, such as ``worker-0..3, worker-7``."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    return ", ".join(f"{role}-{part[0]}" + (f"..{part[-1]}" if len(part) > 1 else "") for part in parts)
 
 
 def preview(processes: Sequence[Process], hosts: Sequence[Host]) -> str:
@@ -533,9 +537,13 @@ def _process_text(process: Process, hosts: Sequence[Host]) -> str:
     folder = "" if process.cwd is None else f" in {quoted(process.cwd)}"
     lines = [f"{process.node} on {place_name(process, hosts)}{folder}"]
     for label, variables in (("default", layers.defaults), ("front", layers.front), ("set", layers.settings)):
-        lines += [f"  {label:7} {name}={quoted(value)}" for name, value in sorted(redacted(variables).items())]
+        lines += [f"  {label:7} {name}={_shown(name, value)}" for name, value in sorted(redacted(variables).items())]
     lines.append(f"  run     {' '.join(quoted(word) for word in process.argv)}")
     return "".join(line + "\n" for line in lines)
+
+
+def _shown(name: str, value: str) -> str:
+    return "(a free port, chosen at the start)" if (name, value) == (ROOT_PORT, str(UNBOUND)) else quoted(value)
 
 
 def place_name(process: Process, hosts: Sequence[Host]) -> str:
