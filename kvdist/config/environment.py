@@ -28,6 +28,7 @@ from kvdist.config.settings import (
     HOROVOD_LOG_LEVELS,
     HOROVOD_WITHOUT_EFFECT,
     PATHS,
+    REPLACED_BY_PATIENCE,
     SETTINGS,
     TWINS,
     WITHOUT_EFFECT,
@@ -42,6 +43,7 @@ from kvdist.config.settings import (
     read_view,
     with_twins,
 )
+from kvdist.config.suggestions import did_you_mean
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
@@ -59,6 +61,20 @@ def read_setting(variable: str, environ: Variables | None = None) -> Any:
     """
     row = SETTINGS[variable]
     return row.read(_with_paths(_variables(environ), [row]))
+
+
+INTERNAL = frozenset({"KVDIST_TAKEN_BY", "KVDIST_WATCHDOG", *REPLACED_BY_PATIENCE})
+"""Variables of our name that are no settings: the launcher's own, and those that are refused with a sentence."""
+
+
+def unknown_variables(environ: Variables | None = None) -> list[str]:
+    """A sentence for each variable that is called like a setting, but that nothing reads."""
+    names = [name for name, value in sorted(_variables(environ).items()) if value and name.startswith("KVDIST_")]
+    return [
+        f"{name} is no setting; {did_you_mean(name, list(SETTINGS), 1) or 'kvdist config lists all'}"
+        for name in names
+        if name not in SETTINGS and name not in INTERNAL
+    ]
 
 
 def limits_from_env(environ: Variables | None = None) -> Limits:

@@ -266,6 +266,16 @@ def test_a_dry_run_refuses_a_script_that_is_missing_on_this_machine_as_a_launch_
         assert "there is no script no_such_script.py in " in capfd.readouterr().err
 
 
+def test_a_mistyped_variable_is_told_once(capfd, monkeypatch):
+    monkeypatch.setenv("KVDIST_ONLOSS", "continue")
+    assert main(["-n", "1", "-s", "1", "--env", "KVDIST_PATIENCE=3", "--dry-run", "true"]) == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if "is no setting" in line]
+    assert lines == [
+        "kvdist-launch: KVDIST_ONLOSS is no setting; did you mean KVDIST_ON_LOSS?",
+        "kvdist-launch: KVDIST_PATIENCE is no setting; did you mean KVDIST_PATIENCE_S?",
+    ]
+
+
 def test_a_mistyped_program_has_a_hint(capfd):
     assert main(["-n", "1", "pyhton", "train.py"]) == 127
     assert "it is not in any directory of PATH; did you mean python" in capfd.readouterr().err
