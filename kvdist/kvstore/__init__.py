@@ -100,8 +100,8 @@ def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -
     advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
     known = [*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *registry.REGISTERED]
     near = "" if advice else did_you_mean(name, known)
-    listed = f"{', '.join(known)}{near and f'; {near}'}"
-    raise ValueError(f"there is no store called {name!r}{advice}; known are: {listed}")
+    before = f"{near} Known" if near else "known"
+    raise ValueError(f"there is no store called {name!r}{advice}; {before} are: {', '.join(known)}")
 
 
 def _chosen_policy(name: str, given: str | TrainingPolicy | None) -> TrainingPolicy | None:
