@@ -14,6 +14,7 @@ import threading
 import time
 import tracemalloc
 from importlib.util import find_spec
+from types import CodeType
 
 import pytest
 
@@ -24,7 +25,7 @@ from kvdist_launch.processes import READ_BYTES
 from kvdist_launch.serialization import SerializationError, pack_call, pack_result, unpack_call
 from tests.cases import each
 
-pytest.importorskip("cloudpickle", reason="functions are sent by cloudpickle, which is not installed")
+cloudpickle = pytest.importorskip("cloudpickle", reason="functions are sent by cloudpickle, which is not installed")
 
 TIMEOUT_S = 150
 IS_RANK_1 = "os.environ['KVDIST_RANK'] == '1'"
@@ -176,6 +177,17 @@ def test_a_deadlock_is_raised_as_the_workers_have_it():
     with pytest.raises(kvdist_launch.WorkerFailure, match="raised kvdist.errors.DeadlockError .*exit code 1") as caught:
         kvdist_launch.run(fn, np=2, servers=1)
     assert "deadlock: worker-0 waits for worker-1 in init of key 'b'" in str(caught.value)
+
+
+def test_code_keeps_its_file_names_whatever_cloudpickle_writes_for_them(monkeypatch):
+    reduce = cloudpickle.Pickler.dispatch_table[CodeType]
+    monkeypatch.setitem(  # as version 3.1.3 does
+        cloudpickle.Pickler.dispatch_table.maps[0], CodeType, lambda code: reduce(code.replace(co_filename="<dynamic>"))
+    )
+    names = {"__name__": "__main__"}
+    exec(compile("def fn():\n    return lambda: 3\n", "/tmp/ipykernel_1/98.py", "exec"), names)
+    fn, _, _ = unpack_call(pack_call(names["fn"], (), {}))
+    assert [fn.__code__.co_filename, fn().__code__.co_filename, fn()()] == [*["/tmp/ipykernel_1/98.py"] * 2, 3]
 
 
 def test_a_function_of_a_notebook_shows_its_lines_in_a_traceback(capsys):
