@@ -961,8 +961,8 @@ class ClusterConfig:
             raise ConfigError(f"KVDIST_REPLICAS is {self.replicas}, and only 0 or 1 are possible")
         if self.replicas >= self.num_servers:
             raise ConfigError(
-                f"KVDIST_REPLICAS is {self.replicas}, which keeps each copy on another server, but the job has only"
-                f" {self.num_servers}: start two servers or more (kvdist-launch -s 2), or leave KVDIST_REPLICAS out"
+                f"--replicas {self.replicas} (KVDIST_REPLICAS) keeps each copy on another server, but the job has only"
+                f" {self.num_servers}: start two servers or more (-s 2), or leave the copies out"
             )
         if self.snapshots is not None:
             raise ConfigError(

@@ -83,7 +83,7 @@ def place(
     counts: dict[Role, list[int]] = {Role.SERVER: [0] * len(hosts), Role.WORKER: [0] * len(hosts)}
     turn = 0
     for role, number in ((Role.SERVER, num_servers), (Role.WORKER, num_workers)):
-        _require_room(hosts, role, number)
+        require_room(hosts, role, number)
         for _ in range(number):
             while not _has_room(hosts[turn % len(hosts)], role, counts[role][turn % len(hosts)]):
                 turn += 1
@@ -139,7 +139,12 @@ def _has_room(host: Host, role: Role, taken: int) -> bool:
     return host.takes(role) and (role is not Role.WORKER or host.slots is None or taken < host.slots)
 
 
-def _require_room(hosts: Sequence[Host], role: Role, number: int) -> None:
+def require_room(hosts: Sequence[Host], role: Role, number: int) -> None:
+    """Refuse more processes of a role than hosts take.
+
+    Raises:
+        ConfigError: no host takes the role, or all slots are too few.
+    """
     willing = [host for host in hosts if host.takes(role)]
     if number and not willing:
         other = Role.SERVER if role is Role.WORKER else Role.WORKER
@@ -150,9 +155,14 @@ def _require_room(hosts: Sequence[Host], role: Role, number: int) -> None:
     if role is Role.WORKER and len(slots) == len(willing) and sum(slots) < number:
         sums = _listed([f"{host}: {host.slots}" for host in willing])
         raise ConfigError(
-            f"-n asks for {number} workers, but the hosts have {sum(slots)} slots ({sums}); add slots or hosts, or ask"
-            f" for -n {sum(slots)}"
+            f"-n asks for {number} workers, but the hosts have {slots_word(sum(slots))} ({sums}); add slots or hosts,"
+            f" or ask for -n {sum(slots)}"
         )
+
+
+def slots_word(number: int) -> str:
+    """``1 slot``, ``2 slots``."""
+    return f"{number} slot{'s' if number != 1 else ''}"
 
 
 def _listed(names: Sequence[str], most: int = 6) -> str:

@@ -20,6 +20,7 @@ from kvdist.config.environment import limits_from_env
 from kvdist.config.processes import module_words
 from kvdist.config.settings import SETTINGS, Limits
 from kvdist.errors import ConfigError
+from kvdist.nodes import Role
 from kvdist_launch.environment import (
     ON_LOSS,
     REPLICAS,
@@ -34,7 +35,7 @@ from kvdist_launch.environment import (
 from kvdist_launch.hosts import Host, read_hosts
 from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import asked, target_of
-from kvdist_launch.plan import PYTHON, UNBOUND, JobSpec, workers_of_slots
+from kvdist_launch.plan import PYTHON, UNBOUND, JobSpec, require_room, workers_of_slots
 from kvdist_launch.processes import NOT_EXECUTABLE, NOT_FOUND, CommandError
 from kvdist_launch.security import Security, security_of
 
@@ -225,6 +226,8 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         raise ConfigError(f"-n is {num_workers}; a job needs at least 1 worker")
     if num_servers < 0:
         raise ConfigError(f"-s is {num_servers}; write the number of servers, or 0 for a job without servers")
+    for role, number in ((Role.SERVER, num_servers), (Role.WORKER, num_workers)):
+        require_room(hosts, role, number)
     env, env_worker = _variables(options, environ), parse_assignments(options.env_worker or ())
     env_server = parse_assignments(options.env_server or ())
     limits_from_env({**environ, **env})  # before anything starts

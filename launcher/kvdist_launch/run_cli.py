@@ -38,6 +38,7 @@ from kvdist_launch.options import (
     to_seconds,
     valued,
 )
+from kvdist_launch.plan import slots_word
 from kvdist_launch.request import Request
 from kvdist_launch.start import begin, end
 
@@ -422,8 +423,8 @@ def hosts_of(hosts_text: str | None, hostfile: str | None, num_proc: int, this_m
     if slots < num_proc:
         each = ", ".join(f"{host}: {host.slots}" for host in hosts)
         raise ConfigError(
-            f"-np asks for {num_proc} processes, but the hosts have {slots} slots ({each}); add slots or hosts, or"
-            f" ask for -np {slots}"
+            f"-np asks for {num_proc} processes, but the hosts have {slots_word(slots)} ({each}); add slots or hosts,"
+            f" or ask for -np {slots}"
         )
     return hosts
 
