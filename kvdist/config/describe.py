@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``kvdist config``, and as `command` what answers."""
     about = "show this setting alone, by its variable, such as KVDIST_ON_LOSS, or its alias, such as DMLC_ROLE"
     parser.add_argument("name", metavar="NAME", nargs="?", help=about)
-    parser.add_argument("--update", metavar="FILE", help="write the tables of settings into FILE instead")
+    parser.add_argument("--update", metavar="FILE", help="print nothing, but write the tables into the document FILE")
     parser.set_defaults(command=_answer)
 
 

@@ -98,6 +98,7 @@ def cluster_from_env(environ: Variables | None = None) -> ClusterConfig | None:
     if given in ({}, {"KVDIST_ROLE": "worker"}):
         _refuse_other_launchers(_variables(environ))
         return None
+    SETTINGS["KVDIST_ROLE"].read(env)  # a mistyped role is worse than what is missing
     present = list(given)
     missing = [name for name in CLUSTER_VARIABLES if name not in present]
     if missing:
@@ -243,7 +244,7 @@ def require_own_place(place: str) -> None:
     raise ConfigError(
         f"this process ({os.getpid()}) is a child of {name} (process {word.partition('.')[0]}){by} and cannot have its"
         " place in the job, whose variables it has inherited. A script that starts processes by spawn or forkserver,"
-        " as a DataLoader can, is run again by each of them: put what it does below `if __name__ == \"__main__\":`."
+        ' as a DataLoader can, is run again by each of them: put what it does below `if __name__ == "__main__":`.'
         " Another program must be started without the variables that describe this job"
     )
 

@@ -103,7 +103,9 @@ TEXT = Kind("a text", str)
 FLAG = Kind(
     "0 or 1", lambda text: {"0": False, "1": True, "false": False, "true": True}[text.lower()], lambda on: str(int(on))
 )
-ROLE = Kind("scheduler, server or worker", lambda text: Role(text.strip().lower()))
+ROLE = Kind(
+    "scheduler, server or worker", lambda text: Role(text.strip().lower()), words=("scheduler", "server", "worker")
+)
 PORT_RANGE = Kind(
     "a range of ports within 1-65535, the smaller one first, such as 20000-20100",
     _port_range,
@@ -501,8 +503,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_OPTIMIZER_MODULE", MODULES, (),
-            "module with custom optimizers, which scheduler and servers import",
-            "The older spelling of `KVDIST_SERVER_MODULE`, with `--optimizer-module NAME`",
+            "the older name of `KVDIST_SERVER_MODULE`",
+            "With `--optimizer-module NAME`, for a module that has optimizers alone",
         ),
         Setting(
             "KVDIST_CHECKPOINT_ROOT", ABSOLUTE_PATH, None,

@@ -62,6 +62,9 @@ LOSS = re.compile(rb"kvdist: (\S+ (\(.*\) )?was lost[,:] |\S+ ended without havi
 """What the scheduler and the servers print of a lost peer, or of a deadlock. It is not shown: they all do, and the
 launcher names it."""
 
+FORMING = re.compile(rb"(worker|server)-[0-9]+ has waited [0-9.]+ s for the cluster of .* to be complete")
+"""What all but the scheduler print while others start. It is not shown: the scheduler says who is missing."""
+
 TORCH_PREFIX = re.compile(rb"^\[rank[0-9]+\]: ")
 """What torch.distributed writes before the lines of a traceback."""
 
@@ -712,8 +715,8 @@ class JobOutput:
     def _show(self, node: NodeId, number: int, lines: list[bytes]) -> None:
         """Write the lines that are not hidden, unless they were written as they came, and count them."""
         stream = self._streams[node, number]
-        hides = node.role is not Role.WORKER and not self._patterns
-        shown = [line for line in lines if not (hides and LOSS.match(line))]
+        hidden = [] if self._patterns else [FORMING] if node.role is Role.WORKER else [FORMING, LOSS]
+        shown = [line for line in lines if not any(pattern.match(line) for pattern in hidden)]
         if not stream.is_raw:
             stream.sink.write_lines(stream.prefix, shown)
         if shown and self._is_seen[number]:
