@@ -156,7 +156,7 @@ NO_COPY = (
     "no other process has its weights. --replicas 1 (KVDIST_REPLICAS) lets another server keep a copy and go on; with"
     " --snapshots DIR (KVDIST_SNAPSHOTS) and --restart N all go back to the newest snapshot"
 )
-"""What a scheduler and the launcher say of a lost server where the job could have gone on with a copy."""
+"""What a scheduler says of a lost server where the job could have gone on with a copy."""
 EXITED = "exited with code "
 """Start of a cause that is known from an exit code."""
 UNHANDLED = "ended by an unhandled "

@@ -56,7 +56,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdist.config.settings import Limits
-from kvdist.errors import INCOMPLETE, NO_COPY, UNHANDLED
+from kvdist.errors import INCOMPLETE, UNHANDLED
 from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist.version import __version__
 from kvdist_launch.exits import CLAUSE_MAX, SIGNAL_BASE, ProcessExit, process_name, signal_name
@@ -79,6 +79,11 @@ STILL_S = 10.0
 
 STOPPED_S_MAX = 3.0
 """How long a signal may have stopped a process before it is told of."""
+
+WITHOUT_COPY = (
+    "no other process has its weights. --replicas 1 would keep a copy, or --snapshots DIR with --restart N a snapshot"
+)
+"""What to do about a lost server where the others would have gone on; workers have printed more."""
 
 INDENT = "    "
 
@@ -504,7 +509,7 @@ class Job:
             returns = self._restarts is not None and self._restarts.concerns(cause.node)
             with_copy = "--on-loss continue --replicas 1 lets another server go on with a copy of the weights"
             keeps = self._replicas or returns
-            hints += [] if keeps else [NO_COPY if self._goes_on and not self._waits else with_copy]
+            hints += [] if keeps else [WITHOUT_COPY if self._goes_on and not self._waits else with_copy]
         elif not self._goes_on:
             hints.append("--on-loss continue --restart N lets the others go on, and starts it again")
         return "; ".join(hints)

@@ -9,11 +9,21 @@ import signal
 import pytest
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
-from kvdist.errors import INCOMPLETE, NO_COPY
+from kvdist.errors import INCOMPLETE
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
 from kvdist.version import __version__
 from kvdist_launch.exits import ProcessExit
-from kvdist_launch.job import GracePeriods, Job, Say, SendSignal, last_concluded, remove_summary, summary, write_summary
+from kvdist_launch.job import (
+    WITHOUT_COPY,
+    GracePeriods,
+    Job,
+    Say,
+    SendSignal,
+    last_concluded,
+    remove_summary,
+    summary,
+    write_summary,
+)
 from tests.cases import each
 
 NODES = [SCHEDULER, server(0), server(1), worker(0), worker(1)]
@@ -81,7 +91,7 @@ def test_the_first_failure_is_named_and_later_ones_are_not():
 @each(
     "node, status, options, cure",
     [
-        (server(1), -9, {"goes_on": True}, NO_COPY),
+        (server(1), -9, {"goes_on": True}, WITHOUT_COPY),
         (server(1), -9, {"goes_on": True, "waits": True}, "--on-loss continue --replicas 1 lets another server go on"),
         (server(1), -15, {}, "--on-loss continue --replicas 1 lets another server go on"),
         (worker(1), -11, {}, "-x PYTHONFAULTHANDLER=1 shows the line where it crashed; --on-loss continue"),
