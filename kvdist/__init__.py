@@ -168,7 +168,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ImportError(
-            f"kvdist.{name} needs torch, which is not installed: pip install 'kvdist[torch]'", name="torch"
+            f"kvdist.{name} needs torch, which is not installed: pip install 'torch>=2.1'", name="torch"
         ) from error
     globals()[name] = value
     return value

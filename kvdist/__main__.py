@@ -140,13 +140,16 @@ def _parser() -> Parser:
         usage=USAGE,
         description=f"kvdist {__version__}: {SUMMARY}\n\n{groups}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        instead={name: f"kvdist launch {name} ... starts a job" for name in ("-n", "-s", "-H")},
     )
-    process = parser.add_argument_group("options of a scheduler or a server, which kvdist is where DMLC_ROLE says so")
-    for option, what in (
-        ("--server-module", " or handlers of commands (kvdist.kv.register_command)"),
-        ("--optimizer-module", ""),
+    process = parser.add_argument_group("options of the process that kvdist is where DMLC_ROLE is scheduler or server")
+    for option, about in (
+        (
+            "--server-module",
+            "import a module with optimizers (kvdist.optimizer.register) or commands (kvdist.kv.register_command)",
+        ),
+        ("--optimizer-module", "the older name of --server-module"),
     ):
-        about = f"import a module that registers optimizers (kvdist.optimizer.register){what}"
         process.add_argument(option, action="append", default=[], metavar="MODULE", help=about)
     process.add_argument(
         "--server-device",

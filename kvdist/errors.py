@@ -156,9 +156,11 @@ NO_COPY = (
     "no other process has its weights. --replicas 1 (KVDIST_REPLICAS) lets another server keep a copy and go on; with"
     " --snapshots DIR (KVDIST_SNAPSHOTS) and --restart N all go back to the newest snapshot"
 )
-"""What a scheduler and the launcher say of a lost server where the job could have gone on with a copy."""
+"""What a scheduler says of a lost server where the job could have gone on with a copy."""
 EXITED = "exited with code "
 """Start of a cause that is known from an exit code."""
+UNHANDLED = "ended by an unhandled "
+"""Start of a cause that is an exception, before its class."""
 
 
 def failure_of(error: BaseException | None) -> str:
@@ -167,4 +169,4 @@ def failure_of(error: BaseException | None) -> str:
         code = error.code if isinstance(error.code, int | None) else 1
         return f"{EXITED}{code}" if code else ""
     text = "" if error is None else " ".join(str(error).split("\n"))[:1000]
-    return "" if error is None else f"ended by an unhandled {type(error).__name__}{text and f': {text}'}"
+    return "" if error is None else f"{UNHANDLED}{type(error).__name__}{text and f': {text}'}"

@@ -11,7 +11,7 @@ import argparse
 import math
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 BACKWARD = 2 / 3
@@ -168,13 +168,13 @@ def measure_gflops() -> float:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``kvdist estimate``, and as `command` what answers."""
-    parser.add_argument("--speeds", type=positive, nargs="+", metavar="V", help="machine speeds; the fastest is 1")
+    parser.add_argument("--speeds", type=positives, nargs="+", metavar="V", help="machine speeds; the fastest is 1")
     parser.add_argument(
-        "--mb-per-s", type=positive, nargs="+", metavar="MB", help="network speed of each machine, or of all"
+        "--mb-per-s", type=positives, nargs="+", metavar="MB", help="network speed of each machine, or of all"
     )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="host names (default: machine-0 …)")
     add_model_arguments(parser)
-    parser.add_argument("--measure", action="store_true", help="print this machine's speed in GFLOP/s instead")
+    parser.add_argument("--measure", action="store_true", help="print only this machine's speed in GFLOP/s")
     parser.set_defaults(command=_answer)
 
 
@@ -201,6 +201,20 @@ def positive(text: str) -> float:
     return value
 
 
+def positives(text: str) -> list[float]:
+    """Numbers above 0, with commas or blanks between them.
+
+    Raises:
+        argparse.ArgumentTypeError: a part of the text is no such number.
+    """
+    return [positive(one) for one in text.replace(",", " ").split() or [text]]
+
+
+def flat(lists: Iterable[Iterable[float]]) -> list[float]:
+    """All numbers of the words of an argument, of which each may have several."""
+    return [number for numbers in lists for number in numbers]
+
+
 def _whole(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
@@ -217,15 +231,15 @@ def _answer(options: argparse.Namespace) -> tuple[str, int]:
     ]
     if missing:
         return f"kvdist estimate: {', '.join(missing)} missing", 2
-    count = len(options.speeds)
-    lines = options.mb_per_s * count if len(options.mb_per_s) == 1 else options.mb_per_s
-    names = options.names or [f"machine-{number}" for number in range(count)]
-    for option, given in (("--mb-per-s", lines), ("--names", names)):
-        if len(given) != count:
-            return f"kvdist estimate: {option} has {len(given)} values for {count} machines of --speeds", 2
-    most = max(options.speeds)
-    machines = [
-        MachineSpeed(name, speed / most, line) for name, speed, line in zip(names, options.speeds, lines, strict=True)
-    ]
+    speeds, lines = flat(options.speeds), flat(options.mb_per_s)
+    count = len(speeds)
+    lines = lines * count if len(lines) == 1 else lines
+    names = [name for word in options.names or () for name in word.replace(",", " ").split()]
+    names = names or [f"machine-{number}" for number in range(count)]
+    for option, values in (("--mb-per-s", len(lines)), ("--names", len(names))):
+        if values != count:
+            return f"kvdist estimate: {option} has {values} values for {count} machines of --speeds", 2
+    most = max(speeds)
+    machines = [MachineSpeed(name, speed / most, line) for name, speed, line in zip(names, speeds, lines, strict=True)]
     found = modes(machines, options.parameters, options.step, options.batch)
     return f"{estimate(found)}\n  {line_to_paste(best_of(found))}", 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 try:
     import torch
 except ImportError as error:
-    raise ImportError("kvdist.horovod needs torch, which is not installed: pip install 'kvdist[torch]'") from error
+    raise ImportError("kvdist.horovod needs torch, which is not installed: pip install 'torch>=2.1'") from error
 
 from kvdist import collective
 from kvdist.collective import *  # noqa: F403

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ NAME = re.compile(r"(?:worker|server)-\d+|scheduler")
 WAITING = re.compile(r"waiting (?P<seconds>[\d.]+) s for (?P<who>.*?) to (?P<deed>.*)", re.DOTALL)
 INTERRUPTED = re.compile(r"ended by signal (?:1|2|15) |KeyboardInterrupt")
 NOT_THE_USERS = re.compile(r"/kvdist/|/lib/python[^/]*/(?!site-packages/)|/site-packages/|<frozen ")
+GAVE_UP = "(KVDIST_STALL_SHUTDOWN_S)"
+"""How the reason ends of a worker that has waited for as long as the user allows."""
 OF_A_WAIT = "a long wait"
 """The reason of a dump that was written while its process waited (`kvdist.runtime.ring`)."""
 LISTED_MAX = 4
@@ -127,11 +130,15 @@ def read_dumps(folder: Path) -> list[Dump]:
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             refused.append(f"{path.name} is not a dump of this version of kvdist ({type(error).__name__}: {error})")
     if not dumps:
-        why = "; ".join(refused) or "it has no file *.dump"
-        raise NoDumps(
-            f"{folder} has no dumps to explain: {why}. Start the job with kvdist-launch --dump {folder}, or with"
-            f" KVDIST_DUMP={folder} in the environment; they are written when it fails or waits long"
-        )
+        start = f"start the job with kvdist-launch --dump {folder}, or with KVDIST_DUMP={folder} in the environment"
+        if not folder.is_dir():
+            raise NoDumps(f"there is no folder {folder}; {start}")
+        if not refused:
+            raise NoDumps(
+                f"{folder} has no dumps to explain. A job leaves them where it was started with --dump {folder} and has"
+                " failed, was interrupted or waits long; a job that ended well leaves none"
+            )
+        raise NoDumps(f"{folder} has no dumps to explain: {'; '.join(refused)}. To have new ones, {start}")
     newest = max(dumps, key=lambda dump: dump.ended_at).beginning.job
     dumps = [dump for dump in dumps if dump.beginning.job == newest]
     align(dumps)
@@ -197,7 +204,11 @@ class Story:
         self.by_name = {dump.process: dump for dump in sorted(self.dumps, key=lambda dump: dump.ended_at)}
         scheduler_first = sorted(self.dumps, key=lambda dump: (dump.process != "scheduler", dump.ended_at))
         failures = [dump.about["failure"] for dump in scheduler_first if dump.about["failure"]]
-        self.interrupted = any(INTERRUPTED.search(dump.about["reason"]) for dump in self.dumps)
+        failed_at = min((dump.ended_at for dump in self.dumps if dump.about["failure"]), default=inf)
+        # The launcher interrupts, too, once the job has failed.
+        self.interrupted = any(
+            INTERRUPTED.search(dump.about["reason"]) and dump.ended_at < failed_at for dump in self.dumps
+        ) or any(INTERRUPTED.search(failure["text"]) for failure in failures[:1])
         self.verdict = None if self.interrupted or not failures else failures[0]
         self.waits = {dump.process: wait for dump in self.dumps if (wait := self._wait_of(dump))}
 
@@ -215,6 +226,8 @@ class Story:
         verdict = self.verdict
         if verdict is None:
             sentences = self._of_a_wait()
+        elif GAVE_UP in verdict["text"]:
+            sentences = self._of_a_wait_that_was_given_up(verdict)
         elif verdict["type"] == "PeerLostError":
             sentences = self._of_a_loss(verdict)
         elif verdict["type"] == "DeadlockError":
@@ -239,6 +252,12 @@ class Story:
         others = [dump.process for dump in self.dumps if dump.process != node]
         if others:
             yield f"{listed(others)} ended only because of that."
+
+    def _of_a_wait_that_was_given_up(self, verdict: Mapping[str, Any]) -> Iterator[str]:
+        name = verdict.get("node") or "a worker"
+        cause = verdict.get("cause", verdict["text"]).removeprefix(f"{name}: ")
+        yield f"No process was lost; {name} gave up {cause}."
+        yield from self._of_a_wait(False)
 
     def _of_a_deadlock(self, verdict: Mapping[str, Any]) -> Iterator[str]:
         _, _, rest = verdict["text"].partition("deadlock: ")

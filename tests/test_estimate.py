@@ -86,5 +86,14 @@ def test_a_speed_must_be_a_number_above_0(word, capsys):
     assert ended.value.code == 2 and f"'{word}' is not a number above 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("speeds", [["1,.5"], ["1", ".5"], ["1, .5"], ["1,", ".5"], ["1 .5"]])
+def test_speeds_have_commas_or_blanks_between_them(speeds, capsys):
+    rest = ["--mb-per-s", "110,55", "--names", "a,b", "--parameters", "30e6", "--step", ".3"]
+    assert main(["estimate", "--speeds", *speeds, *rest]) == 0
+    shown = capsys.readouterr().out
+    assert main(["estimate", "--speeds", "1", ".5", "--mb-per-s", "110", "55", "--names", "a", "b", *rest[4:]]) == 0
+    assert shown == capsys.readouterr().out
+
+
 def test_this_machine_has_a_speed():
     assert measure_gflops() > 0

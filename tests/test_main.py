@@ -53,6 +53,7 @@ def test_an_unknown_command_is_refused_in_a_sentence_with_the_nearest_one(words,
 @each(
     "words, said",
     [
+        (["-n", "2", "python", "a.py"], "kvdist: error: unknown option -n; kvdist launch -n ... starts a job"),
         (["--verion"], "kvdist: error: unknown option --verion; did you mean --version?"),
         (["export", "a", "b", "--forc"], "kvdist export: error: unknown option --forc; did you mean --force?"),
         (["checkpoints", "a", "--zzz"], "kvdist checkpoints: error: unknown option --zzz; --help lists all"),

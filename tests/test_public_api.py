@@ -215,7 +215,7 @@ except ImportError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=True)
     assert done.stdout.splitlines() == [
-        f"kvdist.{name} needs torch, which is not installed: pip install 'kvdist[torch]'"
+        f"kvdist.{name} needs torch, which is not installed: pip install 'torch>=2.1'"
         for name in ("Trainer", "Embedding", "horovod", "collective", "horovod")
     ]
 

@@ -98,6 +98,39 @@ def test_what_is_no_dump_is_refused_with_a_sentence(text: str, tmp_path: Path) -
 
 
 @each(
+    "made, told",
+    [
+        (False, "there is no folder {}; start the job with kvdist-launch --dump {}"),
+        (True, "that ended well leaves none"),
+    ],
+)
+def test_a_missing_folder_and_a_folder_without_dumps_are_told_apart(made: bool, told: str, tmp_path: Path) -> None:
+    folder = tmp_path / "dumps"
+    if made:
+        folder.mkdir()
+    with pytest.raises(NoDumps) as refused:
+        read_dumps(folder)
+    assert told.format(folder, folder) in str(refused.value)
+
+
+def test_a_wait_that_a_worker_gave_up_is_not_called_an_interruption_nor_its_fault(tmp_path: Path) -> None:
+    run(1, replace(SCENARIOS["killed worker"], victims=("worker-1",)), tmp_path)
+    dumps = read_dumps(tmp_path)
+    wait = "waiting 25.0 s for worker-1 to push key 'w' (step 6)"
+    cause = f"worker-0: {wait}; the job ends after 25 s of this (KVDIST_STALL_SHUTDOWN_S)"
+    (scheduler,) = [dump for dump in dumps if dump.process == "scheduler"]
+    (first,) = [dump for dump in dumps if dump.process == "worker-0"]
+    failure = {"type": "PeerLostError", "node": "worker-0", "cause": cause, "text": f"worker-0 was lost: {cause}"}
+    scheduler.about = {**scheduler.about, "failure": failure, "wait": ""}
+    first.about = {**first.about, "failure": None, "wait": wait, "reason": f"an uncaught DeadlineExceeded: {cause}"}
+    end = {"wall": scheduler.about["wall"] + 9.0, "reason": "ended by signal 15 (SIGTERM)", "failure": None, "wait": ""}
+    last = replace(first, about={**first.about, **end, "process": "worker-1"}, entries=[])
+    text = Story([scheduler, first, last]).paragraph()
+    assert text.startswith("No process was lost; worker-0 gave up waiting 25.0 s for worker-1 to push key 'w'"), text
+    assert "interrupted" not in text and "Everybody waited for worker-1" in text
+
+
+@each(
     "text, told",
     [
         (

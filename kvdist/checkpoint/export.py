@@ -221,7 +221,8 @@ def _list(options: argparse.Namespace) -> tuple[str, int]:
         is_one = (directory / NAME).exists()
         folders = [directory] if is_one else [folder_of(directory, step) for step in all_steps(directory)]
     if not folders:
-        raise CheckpointError(f"there is no checkpoint in {directory}: no folder step-<number>")
+        why = "no folder step-<number>" if directory.is_dir() else "there is no such folder"
+        raise CheckpointError(f"there is no checkpoint in {directory}: {why}")
     lines = [_line(folder, options.verify) for folder in folders]
     return "\n".join(line for line, _ in lines), max(code for _, code in lines)
 

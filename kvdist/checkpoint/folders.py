@@ -77,7 +77,8 @@ def find(directory: Path, step: int | None) -> Path:
     with explained(f"{directory} could not be searched for checkpoints"):
         steps = complete_steps(directory)
     if not steps:
-        raise NoCheckpoint(f"there is no checkpoint in {directory}: no folder step-<number> with a {NAME}")
+        why = f"no folder step-<number> with a {NAME}" if directory.is_dir() else "there is no such folder"
+        raise NoCheckpoint(f"there is no checkpoint in {directory}: {why}")
     if step is not None and step not in steps:
         more = f"{len(steps) - NAMED_MAX} more and " if len(steps) > NAMED_MAX else ""
         last = ", ".join(map(str, steps[-NAMED_MAX:]))

@@ -7,7 +7,7 @@ in the same order.
 try:
     import torch  # noqa: F401
 except ImportError as error:
-    raise ImportError("kvdist.collective needs torch, which is not installed: pip install 'kvdist[torch]'") from error
+    raise ImportError("kvdist.collective needs torch, which is not installed: pip install 'torch>=2.1'") from error
 
 from kvdist.collective.api import (
     Handle,

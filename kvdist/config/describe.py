@@ -8,7 +8,7 @@ import shutil
 import textwrap
 from pathlib import Path
 
-from kvdist.config.environment import is_launched, read_setting, source_of
+from kvdist.config.environment import is_launched, read_setting, source_of, unknown_variables
 from kvdist.config.paths import expanded
 from kvdist.config.settings import (
     HOROVOD_WITHOUT_EFFECT,
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``kvdist config``, and as `command` what answers."""
     about = "show this setting alone, by its variable, such as KVDIST_ON_LOSS, or its alias, such as DMLC_ROLE"
     parser.add_argument("name", metavar="NAME", nargs="?", help=about)
-    parser.add_argument("--update", metavar="FILE", help="write the tables of settings into FILE instead")
+    parser.add_argument("--update", metavar="FILE", help="print nothing, but write the tables into the document FILE")
     parser.set_defaults(command=_answer)
 
 
@@ -72,6 +72,10 @@ def all_settings(width: int, environ: Variables | None = None) -> tuple[str, int
             if problem:
                 lines += _wrapped(f"NOT VALID: {problem}", width)
                 code = NOT_VALID
+    unknown = unknown_variables(environ)
+    for number, sentence in enumerate(unknown):
+        lines += [] if number else ["", "Without effect", ""]
+        lines += _wrapped(sentence, width)
     return "\n".join(lines[1:]), code
 
 

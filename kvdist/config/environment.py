@@ -28,6 +28,7 @@ from kvdist.config.settings import (
     HOROVOD_LOG_LEVELS,
     HOROVOD_WITHOUT_EFFECT,
     PATHS,
+    REPLACED_BY_PATIENCE,
     SETTINGS,
     TWINS,
     WITHOUT_EFFECT,
@@ -42,6 +43,7 @@ from kvdist.config.settings import (
     read_view,
     with_twins,
 )
+from kvdist.config.suggestions import did_you_mean
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
 
@@ -59,6 +61,20 @@ def read_setting(variable: str, environ: Variables | None = None) -> Any:
     """
     row = SETTINGS[variable]
     return row.read(_with_paths(_variables(environ), [row]))
+
+
+INTERNAL = frozenset({"KVDIST_TAKEN_BY", "KVDIST_WATCHDOG", *REPLACED_BY_PATIENCE})
+"""Variables of our name that are no settings: the launcher's own, and those that are refused with a sentence."""
+
+
+def unknown_variables(environ: Variables | None = None) -> list[str]:
+    """A sentence for each variable that is called like a setting, but that nothing reads."""
+    names = [name for name, value in sorted(_variables(environ).items()) if value and name.startswith("KVDIST_")]
+    return [
+        f"{name} is no setting; {did_you_mean(name, list(SETTINGS), 1) or 'kvdist config lists all'}"
+        for name in names
+        if name not in SETTINGS and name not in INTERNAL
+    ]
 
 
 def limits_from_env(environ: Variables | None = None) -> Limits:
@@ -82,6 +98,7 @@ def cluster_from_env(environ: Variables | None = None) -> ClusterConfig | None:
     if given in ({}, {"KVDIST_ROLE": "worker"}):
         _refuse_other_launchers(_variables(environ))
         return None
+    SETTINGS["KVDIST_ROLE"].read(env)  # a mistyped role is worse than what is missing
     present = list(given)
     missing = [name for name in CLUSTER_VARIABLES if name not in present]
     if missing:
@@ -227,7 +244,7 @@ def require_own_place(place: str) -> None:
     raise ConfigError(
         f"this process ({os.getpid()}) is a child of {name} (process {word.partition('.')[0]}){by} and cannot have its"
         " place in the job, whose variables it has inherited. A script that starts processes by spawn or forkserver,"
-        " as a DataLoader can, is run again by each of them: put what it does below `if __name__ == \"__main__\":`."
+        ' as a DataLoader can, is run again by each of them: put what it does below `if __name__ == "__main__":`.'
         " Another program must be started without the variables that describe this job"
     )
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, TypeAlias
 
@@ -261,7 +262,7 @@ def updates_between(policy: TrainingPolicy | None) -> bool:
 
 def _require_whole(before: str, number: object, unit: str, least: int, most: int) -> None:
     if type(number) is not int or not least <= number <= most:
-        found = f"{before} {number} {unit}".strip()
+        found = f"{before} {number!r} {unit}".strip()
         raise ValueError(f"{found}; it must be a whole number from {least} to {most}")
 
 
@@ -514,7 +515,11 @@ POLICIES = {
     "async": _TextForm(_asynchronous, "async:[MAX_DELAY][,none|sqrt|inverse]"),
     "ssp": _TextForm(StaleSynchronous, "ssp:STEPS"),
 }
-FORMS = " or ".join([", ".join([one.forms for one in POLICIES.values()][:-1]), [*POLICIES.values()][-1].forms])
+OFFERED = {name: form.forms for name, form in POLICIES.items() if name not in ("buffered", "backup", "ssp")}
+"""The forms that messages offer, by name: without those that leave with a later version."""
+EXAMPLES = {"quota": 512, "local_sgd": 20, "diloco": 100}
+"""Numbers for a policy whose number is missing."""
+FORMS = " or ".join([", ".join([*OFFERED.values()][:-1]), [*OFFERED.values()][-1]])
 
 
 def policy_from(text: str) -> TrainingPolicy | None:
@@ -538,16 +543,29 @@ def policy_from(text: str) -> TrainingPolicy | None:
                 positional.append(_number(word))
         reader = POLICIES[name].of
     except KeyError:
-        near = did_you_mean(name, {known: form.forms for known, form in POLICIES.items()})
+        near = did_you_mean(name, OFFERED)
         raise ValueError(f"there is no policy {text!r}: {near or f'write {FORMS}'}") from None
     except ValueError:
         raise ValueError(f"there is no policy {text!r}: write {FORMS}") from None
     try:
         return reader(*positional, **named)
     except TypeError:
-        raise ValueError(f"there is no policy {text!r}: write {FORMS}") from None
+        raise ValueError(_misfit(text, name, rest, named)) from None
     except ValueError as error:
         raise ValueError(f"the policy {text!r} is not possible: {error}; write {POLICIES[name].forms}") from None
+
+
+def _misfit(text: str, name: str, rest: str, named: Iterable[str]) -> str:
+    """What a policy's text has too much or too little of, and what to write."""
+    forms = POLICIES[name].forms
+    required = re.match(rf"{name}:([A-Z_]+)", forms)
+    if not rest and required:
+        return f"the policy {text!r} lacks its number of {required[1]}: write {name}:{EXAMPLES.get(name, 1)}"
+    words = re.findall(r"(?<![a-z_])[a-z_]+(?![a-z_:])", forms.removeprefix(name))
+    for word in named:
+        if word not in words and (near := did_you_mean(word, words)):
+            return f"the policy {text!r} has an unknown word {word!r}: {near}"
+    return f"there is no policy {text!r}: write {forms if ':' in forms else FORMS}"
 
 
 def _number(word: str) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from kvdist.config.endpoints import is_loopback
-from kvdist.config.policies import FORMS, POLICIES, policy_from
+from kvdist.config.policies import FORMS, OFFERED, policy_from
 from kvdist.config.suggestions import did_you_mean
 from kvdist.errors import ConfigError
 from kvdist.nodes import Role
@@ -74,7 +74,7 @@ def word(*words: str) -> Kind:
     return Kind(f"one of: {', '.join(words)}", lambda text: known[text.strip().lower()], words=words)
 
 
-POLICY = Kind(f"a policy: {FORMS}", policy_from, str, tuple(POLICIES))
+POLICY = Kind(f"a policy: {FORMS}", policy_from, str, tuple(OFFERED))
 
 
 def _require(value: Any, holds: Callable[[Any], bool]) -> Any:
@@ -103,7 +103,9 @@ TEXT = Kind("a text", str)
 FLAG = Kind(
     "0 or 1", lambda text: {"0": False, "1": True, "false": False, "true": True}[text.lower()], lambda on: str(int(on))
 )
-ROLE = Kind("scheduler, server or worker", lambda text: Role(text.strip().lower()))
+ROLE = Kind(
+    "scheduler, server or worker", lambda text: Role(text.strip().lower()), words=("scheduler", "server", "worker")
+)
 PORT_RANGE = Kind(
     "a range of ports within 1-65535, the smaller one first, such as 20000-20100",
     _port_range,
@@ -167,11 +169,13 @@ class Setting:
         """
         try:
             return self.kind.parse(text)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError) as error:
+            if self.kind is POLICY:  # whose message says it all
+                raise ConfigError(f"{name or self.name}: {error}") from None
             shown = text if re.fullmatch(r"-?[0-9.]+", text) else repr(text)
             near = did_you_mean(text.partition(":")[0], self.kind.words)
-            expected = f"{self.kind.expected}{near and f'; {near}'}"
-            raise ConfigError(f"{name or self.name} is {shown}; it must be {expected}") from None
+            must = f"{near} It must be" if near else "it must be"
+            raise ConfigError(f"{name or self.name} is {shown}; {must} {self.kind.expected}") from None
 
     def text(self, env: Variables) -> tuple[str, str]:
         """The text that is set for it, and the variable that it stands in; both '' where none is set."""
@@ -428,7 +432,7 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " `,bits=8`;"
             " `local_sgd:STEPS` or `diloco:STEPS`, with or without `,LEARNING_RATE,MOMENTUM`,"
             " `,fragments=NUMBER`, `,delay=STEPS`, `,bits=8` or `,quorum=WORKERS`;"
-            " `backup:WORKERS`, `buffered:STEPS`, `async:MAX_DELAY` or `ssp:STEPS`; `sync` for gradients in each step",
+            " `async:MAX_DELAY`; `sync` for gradients in each step",
             "After so many examples of all workers together ([training.md](training.md#machines-of-unequal-speed)),"
             " after so many steps that each worker makes of its own ([training.md](training.md#local-steps)), or by"
             " [other rules](training.md#other-policies). Unless it is set, gradients travel in each step. What a script"
@@ -499,8 +503,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_OPTIMIZER_MODULE", MODULES, (),
-            "module with custom optimizers, which scheduler and servers import",
-            "The older spelling of `KVDIST_SERVER_MODULE`, with `--optimizer-module NAME`",
+            "the older name of `KVDIST_SERVER_MODULE`",
+            "With `--optimizer-module NAME`, for a module that has optimizers alone",
         ),
         Setting(
             "KVDIST_CHECKPOINT_ROOT", ABSOLUTE_PATH, None,
@@ -959,8 +963,8 @@ class ClusterConfig:
             raise ConfigError(f"KVDIST_REPLICAS is {self.replicas}, and only 0 or 1 are possible")
         if self.replicas >= self.num_servers:
             raise ConfigError(
-                f"KVDIST_REPLICAS is {self.replicas}, which keeps each copy on another server, but the job has only"
-                f" {self.num_servers}: start two servers or more (kvdist-launch -s 2), or leave KVDIST_REPLICAS out"
+                f"--replicas {self.replicas} (KVDIST_REPLICAS) keeps each copy on another server, but the job has only"
+                f" {self.num_servers}: start two servers or more (-s 2), or leave the copies out"
             )
         if self.snapshots is not None:
             raise ConfigError(

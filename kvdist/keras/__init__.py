@@ -11,8 +11,8 @@ try:
     import keras as _keras
 except ImportError as error:
     raise ImportError(
-        f"Keras 3 cannot be imported ({error}): pip install 'kvdist[keras]' and set KERAS_BACKEND=torch, because the"
-        " default backend of Keras is TensorFlow; or pip install 'kvdist[tensorflow]'"
+        f"Keras 3 cannot be imported ({error}): pip install 'keras>=3.12' and set KERAS_BACKEND=torch, because the"
+        " default backend of Keras is TensorFlow; or pip install 'tensorflow-cpu>=2.20'"
     ) from error
 
 from kvdist.collective import (

@@ -89,7 +89,7 @@ def open_gpu(
             return device
     raise DeviceError(
         f"no installed library can compute on cuda:{index}: {'; '.join(missing)}. Install a library with `pip install"
-        f" kvdist[gpu]`, {otherwise}"
+        f" cupy-cuda12x 'numba-cuda[cu12]'`, {otherwise}"
     )
 
 

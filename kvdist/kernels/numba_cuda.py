@@ -40,7 +40,7 @@ SIMULATED = bool(numba.config.ENABLE_CUDASIM)
 """Whether kernels run in numba's simulator."""
 
 if not SIMULATED and cuda.implementation != "NVIDIA":
-    raise ImportError("numba needs the package numba-cuda for GPUs: pip install numba-cuda[cu12]")
+    raise ImportError("numba needs the package numba-cuda for GPUs: pip install 'numba-cuda[cu12]'")
 
 LIBRARY = f"numba {numba.__version__}, {'simulated' if SIMULATED else cuda.implementation}"
 
@@ -647,7 +647,7 @@ class NumbaDevice:
         if what not in self._warned:
             self._warned.add(what)
             LOG.warning("%s: numba has no kernel for %s, which are computed in the host's memory, and slower; with cupy"
-                        " they are computed on the GPU: pip install 'kvdist[gpu]'", self.name, what)  # fmt: skip
+                        " they are computed on the GPU: pip install cupy-cuda12x", self.name, what)  # fmt: skip
         hosts: dict[int, Array] = {}
 
         def fetched(value: Any) -> Any:

@@ -100,8 +100,8 @@ def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -
     advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
     known = [*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *registry.REGISTERED]
     near = "" if advice else did_you_mean(name, known)
-    listed = f"{', '.join(known)}{near and f'; {near}'}"
-    raise ValueError(f"there is no store called {name!r}{advice}; known are: {listed}")
+    before = f"{near} Known" if near else "known"
+    raise ValueError(f"there is no store called {name!r}{advice}; {before} are: {', '.join(known)}")
 
 
 def _chosen_policy(name: str, given: str | TrainingPolicy | None) -> TrainingPolicy | None:
@@ -164,7 +164,7 @@ def _collective(name: str, number: int = 0, updates: bool = False, predivide: fl
         from kvdist.kvstore.engine_lifecycle import ENGINE
     except ImportError as error:
         raise ImportError(
-            f"the store {name!r} needs torch, which is not installed or too old: pip install 'kvdist[torch]'"
+            f"the store {name!r} needs torch, which is not installed or too old: pip install 'torch>=2.1'"
         ) from error
     kernels, devices = choose(read_setting("KVDIST_KERNELS")), _devices(name)
     engine, store, leave = ENGINE.join()

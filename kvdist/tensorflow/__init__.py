@@ -11,7 +11,8 @@ try:
     import tensorflow as _tensorflow  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        f"TensorFlow cannot be imported ({error}): pip install 'kvdist[tensorflow]', which is for Python 3.10 to 3.13"
+        f"TensorFlow cannot be imported ({error}): pip install torch 'keras>=3.12' 'tensorflow-cpu>=2.20', which is for"
+        " Python 3.10 to 3.13"
     ) from error
 
 from kvdist.collective import (

@@ -477,6 +477,6 @@ def _why_refused(event: int, value: int, encrypts: bool) -> str:
     if value == OTHER_MECHANISM:
         return "it does not encrypt" if encrypts else "it encrypts, and this process does not"
     if event == BROKEN_OFF:
-        otherwise = "has another secret or none" if encrypts else "encrypts"
-        return f"it broke off the handshake: it has ended, found this process too busy, or {otherwise}"
+        otherwise = "has another secret or none" if encrypts else "encrypts, unlike this job"
+        return f"it broke off the handshake: it is no process of kvdist, has ended, gave up waiting, or {otherwise}"
     return ""

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from kvdist.config.addresses import host_name
+from kvdist.config.environment import unknown_variables
 from kvdist.config.exit_codes import EXIT_CONFIG
 from kvdist.config.sockets import open_files_warning, raise_open_files_limit
 from kvdist.errors import ConfigError
@@ -126,7 +127,7 @@ class _Launch:
         supervisor = Supervisor(
             output,
             self._err,
-            grace_of(options),
+            grace_of(options, os.environ),
             self._launched,
             goes_on=goes_on,
             waits=waits,
@@ -153,6 +154,8 @@ class _Launch:
         hosts = hosts_of(request)
         launcher = _launcher_facts(hosts)
         job = job_of(request, hosts, launcher.environ)
+        for note in unknown_variables({**launcher.environ, **job.env, **job.env_server, **job.env_worker}):
+            self._err.say(note)
         if target_of(options):
             return _run_elsewhere(options, job, hosts, launcher)
         if options.dry_run:

@@ -28,9 +28,10 @@ from kvdist.estimate import (
     add_model_arguments,
     best_of,
     estimate,
+    flat,
     line_to_paste,
     modes,
-    positive,
+    positives,
 )
 from kvdist.nodes import Role
 from kvdist_launch.agent_protocol import REPLIES
@@ -93,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError("--parameters and --step need each other")
         if options.speeds is not None and options.step is None:
             raise ConfigError("--speeds needs --parameters and --step")
+        options.speeds = None if options.speeds is None else flat(options.speeds)
         text, problems = _examine(options)
     except ConfigError as error:
         return end_with(f"error: {error}", USAGE_ERROR, PROGRAM)
@@ -113,12 +115,8 @@ def _parser() -> Parser:
     model = parser.add_argument_group("the model to be trained, to be told what each mode would do")
     add_model_arguments(model)
     about = "of the hosts, in their order, instead of measuring them: for GPUs, say"
-    model.add_argument("--speeds", type=_speeds, metavar="V,V,…", help=about)
+    model.add_argument("--speeds", type=positives, nargs="+", metavar="V", help=about)
     return parser
-
-
-def _speeds(text: str) -> list[float]:
-    return [positive(one) for one in text.split(",")]
 
 
 def _examine(options: argparse.Namespace) -> tuple[str, list[str]]:
@@ -160,7 +158,7 @@ def name_twice_named(connections: Sequence[HostConnection]) -> None:
         if one.problem:
             continue
         first = firsts.setdefault(str(one.facts.get("machine")), one)
-        if first is not one:
+        if first is not one and not (one.host.is_local and first.host.is_local):  # two names of this machine
             name = first.host.name
             one.problem = f"the same machine as {name}: name it once, with the slots of both, as in -H {name}:2"
 

@@ -7,9 +7,9 @@ import signal
 from dataclasses import dataclass
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
-from kvdist.errors import DeadlockError, PeerLostError, RankLostError
+from kvdist.errors import UNHANDLED, DeadlineExceeded, DeadlockError, PeerLostError, RankLostError
 from kvdist.nodes import NodeId, Role
-from kvdist_launch.output import TEXT_MAX, printable
+from kvdist_launch.output import TEXT_MAX, printable, shortened
 
 PEER_LOST_TRACEBACK = re.compile(
     rb"(?:\[rank[0-9]+\]: )?(?:%s):"
@@ -29,6 +29,12 @@ ROLE_PREFIX = "kvdist: "
 
 DEADLOCK = re.compile(rf"(?:{ROLE_PREFIX}|{DeadlockError.__module__}\.{DeadlockError.__qualname__}: )deadlock: (.+)")
 
+GAVE_UP = re.compile(
+    rf"{DeadlineExceeded.__module__}\.{DeadlineExceeded.__qualname__}: (?P<waiting>.*); the job ends after"
+    r" (?P<limit>\S+ s) of this \(KVDIST_STALL_SHUTDOWN_S\)"
+)
+"""The error of a worker that has waited for another one for as long as the user allows."""
+
 HOST_LOST = 255
 """The exit code of ssh after a lost connection, and of a job that loses a host."""
 
@@ -36,7 +42,10 @@ VERDICT_MAX = 4 * TEXT_MAX
 """Characters of a scheduler's verdict, which may name eight workers, and ends with what to do."""
 
 SENTENCE_MAX = 300
-"""Characters of another process's last line that are repeated."""
+"""Characters of a last line by which two failures are compared."""
+
+CLAUSE_MAX = 150
+"""Characters that are repeated of a text that is shown elsewhere."""
 
 SIGNAL_BASE = 128
 """A shell's exit code for a process that a signal killed is this plus the signal's number."""
@@ -95,6 +104,17 @@ class ProcessExit:
         return printable(last if EXCEPTION.fullmatch(last) else raised)
 
     @property
+    def gave_up(self) -> str:
+        """For whom it has waited until the user's limit, so that the other one is the cause; empty if it has not."""
+        found = GAVE_UP.fullmatch(self.error)
+        if found is None:
+            return ""
+        return (
+            f"{self.node} gave up {found['waiting'].removeprefix(f'{self.node}: ')} (KVDIST_STALL_SHUTDOWN_S allows"
+            f" {found['limit']})"
+        )
+
+    @property
     def last_words(self) -> str:
         """The last line of its standard error, as what follows a sentence; empty if it has written none."""
         line = printable(self.last_error_line.decode(errors="replace").strip())
@@ -118,7 +138,8 @@ class ProcessExit:
     def exit_code(self) -> int:
         """The launcher's exit code if this is the cause."""
         if self.is_consequence:
-            return EXIT_PEER_LOST
+            # A peer that ended by an exception of its own may be slow to end: trying again would not help it.
+            return 1 if f": {UNHANDLED}" in self.lost_peer else EXIT_PEER_LOST
         return SIGNAL_BASE - self.status if self.status < 0 else self.status
 
     @property
@@ -136,7 +157,7 @@ class ProcessExit:
         if self.status < 0:
             return f"was killed by {signal_name(-self.status)}"
         if self.is_consequence:
-            lost = self.lost_peer[:SENTENCE_MAX]
+            lost = shortened(self.lost_peer, CLAUSE_MAX)
             return f"lost a peer and ended with exit code {self.status}" + (f" ({lost})" if lost else "")
         return f"{'failed' if self.status else 'ended early'} with exit code {self.status}"
 

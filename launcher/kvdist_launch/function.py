@@ -120,7 +120,7 @@ def run(
     """Call a function on every worker of a new job, and return the results in rank order.
 
     The arguments are those of ``horovod.run``, in its order, and four of our own by name. What workers print is shown
-    here, each line with the name of its process. Needs cloudpickle (``pip install 'kvdist[notebook]'``).
+    here, each line with the name of its process. Needs cloudpickle (``pip install cloudpickle``).
 
     Args:
         func: what every worker calls; ``kvdist.horovod.init()`` and ``kvdist.kv.create('collective')`` in it are of the

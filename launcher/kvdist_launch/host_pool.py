@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shlex
 import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any
 
 from kvdist.config.addresses import this_machine
@@ -52,7 +54,7 @@ from kvdist_launch.processes import (
     LocalProcesses,
     ProcessListener,
 )
-from kvdist_launch.ssh import SshOptions, agent_command
+from kvdist_launch.ssh import SshOptions, agent_command, login_of, words_of_host
 from kvdist_launch.supervisor import Supervisor
 
 NOISE_LINES_MAX = 20
@@ -506,13 +508,16 @@ def _problems(one: HostConnection, destination: str | None, root: str) -> list[s
     if facts["version"] != __version__:
         wrong.append(
             f"it has kvdist {facts['version']} and this machine {__version__}; install the same:"
-            f" {facts['python']} -m pip install kvdist=={__version__}"
+            f" {install_command(one.host, str(facts['python']))}"
         )
     folder = found.get("folder", {})
     if destination and folder.get("problem"):
         wrong.append(str(folder["problem"]))
     elif destination and folder.get("free_bytes", 0) < FREE_BYTES_MIN:
-        wrong.append(f"{destination} has {_size(folder.get('free_bytes', 0))} free")
+        wrong.append(
+            f"{destination} has {_size(folder.get('free_bytes', 0))} free, and needs {_size(FREE_BYTES_MIN)}; make room"
+            " or name another folder with --sync-dst-dir"
+        )
     if found.get("problem"):
         wrong.append(str(found["problem"]))
     if found.get("has_cwd") is False:
@@ -537,21 +542,24 @@ def explained(failure: str, python: str, host: Host) -> str:
         failure: the message.
         python: the interpreter that was to run the agent.
     """
-    known_as = host.name if host.port is None else f"'[{host.name}]:{host.port}'"
-    login = ("" if host.port is None else f"-p {host.port} ") + (f"{host.user}@" if host.user else "") + host.name
+    known_as = host.name if host.port is None else f"[{host.name}]:{host.port}"
+    known = [] if host.known_hosts is None else ["-f", host.known_hosts]
+    port = [] if host.port is None else ["-p", str(host.port)]
+    key = [] if host.identity is None else ["-i", host.identity]
+    login, ssh = login_of(host), shlex.join(["ssh", *words_of_host(host), login_of(host)])
     advice = {
         # First, as ssh then also prints what it prints for an unknown key.
         KEY_CHANGED: f"the key of {host.name} has changed: find out why, as another machine may answer in its place;"
-        f" ssh-keygen -R {known_as} forgets the old key",
-        "Permission denied": f"ssh must log in by key, without a password: ssh-copy-id {login}",
-        "Host key verification failed": "give --accept-new-host-keys, or connect once by hand to see the key:"
-        f" ssh {login}",
+        f" {shlex.join(['ssh-keygen', '-R', known_as, *known])} forgets the old key",
+        "Permission denied": "ssh must log in by key, without a password:"
+        f" {shlex.join(['ssh-copy-id', *key, *port, login])}",
+        "Host key verification failed": f"give --accept-new-host-keys, or connect once by hand to see the key: {ssh}",
         "Could not resolve": f"there is neither a host nor a hostfile of the name {host.name}"
         if host.is_alone
         else "check the name, or add it to ~/.ssh/config",
-        "Connection timed out": "is it up, and does a firewall let ssh through?",
+        "timed out": f"is the machine on, is the name {host.name} right, does a firewall block port {host.port or 22}?",
         "Connection refused": "does an ssh daemon run there, at that port?",
-        "No module named": f"install kvdist there: ssh {login} {python} -m pip install kvdist=={__version__}",
+        "No module named": f"install kvdist there: {install_command(host, python)}",
         "No such file or directory": f"there is no {python}; give the interpreter of that host by python= or --python",
         "not found": f"there is no {python}; give the interpreter of that host by python= or --python",
     }
@@ -559,6 +567,20 @@ def explained(failure: str, python: str, host: Host) -> str:
         if sign in failure:
             return f"{failure}: {what}"
     return failure
+
+
+def install_command(host: Host, python: str) -> str:
+    """The command that copies this machine's kvdist to a host, and installs it there: no package index has it."""
+    words = words_of_host(host)
+    install = shlex.join(["ssh", *words, login_of(host), f"{python} -m pip install ./kvdist"])
+    source = Path(__file__).resolve().parents[2]
+    if not (source / "pyproject.toml").is_file():
+        return f"copy a clone of kvdist {__version__} there, as the folder kvdist, and call {install}"
+    shell = shlex.join(["ssh", *words])
+    name = f"[{host.name}]" if ":" in host.name else host.name
+    target = f"{login_of(host).removesuffix(host.name)}{name}:kvdist/"
+    skip = ["--exclude", ".git", "--exclude", ".venv"]
+    return f"{shlex.join(['rsync', '-a', *skip, '-e', shell, f'{source}/', target])} && {install}"
 
 
 def require_all(connections: Sequence[HostConnection]) -> None:

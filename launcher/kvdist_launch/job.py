@@ -18,8 +18,9 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
 - Where single processes are started again (``--restart N``), `Restarts` says whether and when. Each start is a life of
   its own, and the end of an earlier life changes nothing. Once the job fails, is interrupted, or was dissolved by the
   scheduler, nothing is started any more.
-- A process that a signal has stopped for 10 s is told of, in every phase. So are, after 10 s, workers for whose end the
-  job waits: when all have left the cluster, or have said goodbye and are awaited by the others (``--on-loss wait``), or
+- A process that a signal has stopped for 3 s, or a third of the patience, is told of, in every phase. If the others
+  lose it because it was silent, the closing line says so. Told of are, after 10 s, workers for whose end the job waits:
+  when all have left the cluster, or have said goodbye and are awaited by the others (``--on-loss wait``), or
   in a job without servers when others have finished. They may have work of their own, and are left alone; but if each
   of them is stopped, or has ended but for threads, they are killed after the grace.
 - Where all workers wait for each other, that deadlock is the cause, whichever process is seen to end first.
@@ -54,10 +55,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvdist.errors import INCOMPLETE, NO_COPY
+from kvdist.config.settings import Limits
+from kvdist.errors import INCOMPLETE, UNHANDLED
 from kvdist.nodes import SCHEDULER, NodeId, Role
 from kvdist.version import __version__
-from kvdist_launch.exits import SENTENCE_MAX, SIGNAL_BASE, ProcessExit, process_name, signal_name
+from kvdist_launch.exits import CLAUSE_MAX, SIGNAL_BASE, ProcessExit, process_name, signal_name
+from kvdist_launch.output import shortened
 
 if TYPE_CHECKING:
     from kvdist_launch.restarts import Restarts
@@ -72,7 +75,15 @@ CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGIL
 """Signals by which a mistake in compiled code ends a process."""
 
 STILL_S = 10.0
-"""How long a process may stand still, or keep a job from ending, before it is told of."""
+"""How long a process may keep a job from ending before it is told of."""
+
+STOPPED_S_MAX = 3.0
+"""How long a signal may have stopped a process before it is told of."""
+
+WITHOUT_COPY = (
+    "no other process has its weights. --replicas 1 would keep a copy, or --snapshots DIR with --restart N a snapshot"
+)
+"""What to do about a lost server where the others would have gone on; workers have printed more."""
 
 INDENT = "    "
 
@@ -85,11 +96,18 @@ class GracePeriods:
         grace_s: for the others to end by themselves after a failure or an interruption.
         farewell_s: for scheduler and servers to end after the last worker has.
         terminate_s: between SIGTERM and SIGKILL.
+        patience_s: after which the others lose a process that is silent.
     """
 
     grace_s: float = 5.0
     farewell_s: float = 5.0
     terminate_s: float = 2.0
+    patience_s: float = Limits.patience_s
+
+    @property
+    def stopped_s(self) -> float:
+        """How long a signal may have stopped a process before the user is told, who can let it go on in time."""
+        return min(STOPPED_S_MAX, self.patience_s / 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +232,10 @@ class Job:
         """Whether a worker has ended with 0."""
         self._still: dict[NodeId, float] = {}
         """Who stands still, or has ended but for threads, and since when."""
+        self._stopped: dict[NodeId, int] = {}
+        """Of those: whom a signal has stopped, or the process that it waits for, by its process id."""
+        self._lost_peer = ""
+        """Which process the job lost or awaited and why, if the process that ended is not the cause of that."""
         self._untold: dict[NodeId, str] = {}
         """What is to be told of those, after `STILL_S`."""
         self._changed_at = now
@@ -233,7 +255,7 @@ class Job:
     @property
     def deadline(self) -> float | None:
         """When `tick` must be called next; None if only an event can change anything."""
-        told = (self._still[node] + STILL_S for node in self._untold)
+        told = (self._still[node] + self._grace.stopped_s for node in self._untold)
         times = (self._phase_until, *self._due.values(), *told, self._end_told_at(), self._kill_at)
         return min((at for at in times if at is not None), default=None)
 
@@ -261,7 +283,10 @@ class Job:
             self._forget_still(node, now)
             if pid:
                 self._still[node] = now
-                self._untold[node] = f"has been stopped by a signal for {STILL_S:g} s; kill -CONT {pid} lets it go on"
+                self._stopped[node] = pid
+                self._untold[node] = (
+                    f"has been stopped by a signal for {self._grace.stopped_s:.2g} s; kill -CONT {pid} lets it go on"
+                )
 
     def lingers(self, node: NodeId, now: float) -> None:
         """A worker has said that it has ended but for threads, for as long as is told of."""
@@ -271,6 +296,7 @@ class Job:
 
     def _forget_still(self, node: NodeId, now: float) -> None:
         self._still.pop(node, None)
+        self._stopped.pop(node, None)
         self._untold.pop(node, None)
         self._changed_at, self._is_end_told, self._kill_at = now, False, None
 
@@ -357,7 +383,7 @@ class Job:
         return [Restart(node, self._lives[node]) for node in nodes]
 
     def _tell_still(self, now: float) -> list[Action]:
-        due = [node for node in self._untold if self._still[node] + STILL_S <= now]
+        due = [node for node in self._untold if self._still[node] + self._grace.stopped_s <= now]
         return [Say(f"{self._names([node])} {self._untold.pop(node)}") for node in due]
 
     def _awaited(self) -> list[NodeId]:
@@ -415,7 +441,7 @@ class Job:
         shown: list[str] = []
         if self.cause is not None:
             facts += filter(None, [self._fates_of_others()])
-            if last_lines and not is_on_screen and not self._deadlock:
+            if last_lines and not (is_on_screen or self._deadlock or self._lost_peer):
                 shown = [f"the last lines of {self.cause.node}:", *(INDENT + line for line in last_lines)]
         return [*shown, *([". ".join(facts)] if facts else []), self.sentence]
 
@@ -426,8 +452,8 @@ class Job:
     def _closing_sentence(self, now: float) -> str:
         if self.cause is not None:
             after = f"after {_seconds(self._cause_at - self._began)}"
-            if self.cause.lost_peer:
-                return f"job ended with exit code {self.exit_code()} {after}: {self.cause.lost_peer}"
+            if self._lost_peer:
+                return f"job ended with exit code {self.exit_code()} {after}: {self._lost_peer}"
             what = f"{'deadlock' if self._deadlock else self.cause} {after}{self._why}"
         elif self._interruption is not None:
             what = f"interrupted by {signal_name(self._interruption)} after {_seconds(now - self._began)}"
@@ -483,7 +509,7 @@ class Job:
             returns = self._restarts is not None and self._restarts.concerns(cause.node)
             with_copy = "--on-loss continue --replicas 1 lets another server go on with a copy of the weights"
             keeps = self._replicas or returns
-            hints += [] if keeps else [NO_COPY if self._goes_on and not self._waits else with_copy]
+            hints += [] if keeps else [WITHOUT_COPY if self._goes_on and not self._waits else with_copy]
         elif not self._goes_on:
             hints.append("--on-loss continue --restart N lets the others go on, and starts it again")
         return "; ".join(hints)
@@ -544,6 +570,7 @@ class Job:
     def _survive(self, one: ProcessExit, now: float) -> list[Action] | None:
         """Let the others go on after a failure, if they can. Returns what to say; None if it fails the job."""
         if self.cause is not None:
+            self._note_repeated(one)
             return None
         if self._goes_on and self._is_done() and one.node.role is not Role.WORKER and (one.status < 0 or one.lost):
             self._losses.append((one, now))
@@ -567,6 +594,12 @@ class Job:
         workers = "the other workers wait for it" if self._waits else "the other workers go on"
         others = workers if one.node.role is Role.WORKER else "the others go on if one has a copy of all that it had"
         return [] if one.is_consequence and not why else [Say(f"{one}{why}; {others}")]
+
+    def _note_repeated(self, one: ProcessExit) -> None:
+        """Say of an error that has come twice that it has, also where its consequences were seen first."""
+        if self._restarts and not (self._why or one.is_consequence) and self._phase is Phase.FAILING:
+            verdict = self._restarts.judge(one, self._lived_s(one))
+            self._why = f"; {verdict.text}" if verdict is not None and verdict.ends_job else ""
 
     def _lived_s(self, one: ProcessExit) -> float:
         return next((record.ended_s - record.started_s for record in self.records if record.exit is one), 0.0)
@@ -601,16 +634,26 @@ class Job:
             self._early_server, self._phase_until = (one, now), now + self._grace.grace_s
 
     def _blame(self, one: ProcessExit, at: float) -> None:
-        self.cause, self._cause_at = one, at
+        self.cause, self._cause_at, self._lost_peer = one, at, self._loss_behind(one)
         if one.node in self.killed:
             self._why = "; the job had waited for nothing but its end"
+
+    def _loss_behind(self, one: ProcessExit) -> str:
+        """Which process this one lost or awaited, and why: the scheduler does not see that a silent one is stopped."""
+        for node, pid in self._stopped.items():
+            if one.lost_peer.startswith(f"{node} (") and UNHANDLED not in one.lost_peer:
+                return (
+                    f"{self._names([node])} was stopped by a signal and silent for longer than"
+                    f" {self._grace.patience_s:g} s (KVDIST_PATIENCE_S); kill -CONT {pid} in time lets it go on"
+                )
+        return one.lost_peer or one.gave_up
 
     def _fail(self, now: float) -> list[Action]:
         self._enter(Phase.FAILING, now + self._grace.grace_s)
         if self.is_over:
             return []
         named = "a deadlock" if self.cause is not None and self.cause.deadlock else self.cause
-        what = (self.cause.lost_peer[:SENTENCE_MAX] if self.cause is not None else "") or named
+        what = shortened(self._lost_peer, CLAUSE_MAX) or named
         return [Say(f"{what}{self._why}; waiting up to {self._grace.grace_s:g} s for the other processes to exit")]
 
     def _enter(self, phase: Phase, until: float | None) -> None:

@@ -18,6 +18,7 @@ from kvdist.config.command_line import Parser
 from kvdist.config.paths import expanded
 from kvdist.config.policies import policy_from
 from kvdist.config.settings import SETTINGS
+from kvdist.config.suggestions import did_you_mean
 from kvdist.errors import ConfigError
 from kvdist.version import __version__
 
@@ -159,7 +160,7 @@ class ShowCompletion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            parser.error("--print-completion needs shtab; install it: pip install 'kvdist[completion]'")
+            parser.error("--print-completion needs shtab; install it: pip install shtab")
         print(shtab.complete(parser, str(shell)))
         parser.exit()
 
@@ -259,7 +260,7 @@ def to_path(text: str) -> str:
 
 def _policy(text: str) -> str:
     try:
-        return str(policy_from(text) or text)  # sync is none
+        return str(policy_from(text) or text)  # sync is no policy
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -291,7 +292,13 @@ def repeated(kind: Callable[[str], object], metavar: str, text: str) -> dict[str
 
 
 def _choice(choices: Sequence[str], text: str) -> dict[str, Any]:
-    return {"choices": choices, "metavar": "|".join(choices), "help": text}
+    def chosen(word: str) -> str:
+        near = "" if word in choices else did_you_mean(word, choices)
+        if near:
+            raise argparse.ArgumentTypeError(f"{word!r} is unknown; {near} (choose from {', '.join(choices)})")
+        return word
+
+    return {"type": chosen, "choices": choices, "metavar": "|".join(choices), "help": text}
 
 
 def flag(text: str) -> dict[str, Any]:
@@ -310,8 +317,8 @@ GROUPS: tuple[tuple[str, tuple[Option, ...]], ...] = (
     )),
     ("hosts", (
         (("-H", "--hostfile"), valued(str, "HOSTS", "a hostfile, or a list HOST:SLOTS,... (default: this machine)")),
-        (("--launcher",), {"type": _launcher, **_choice(LAUNCHERS, "how to start processes (default: local, with -H"
-         " ssh); none only prints the commands")}),
+        (("--launcher",), {**_choice(LAUNCHERS, "how to start processes (default: local, with -H"
+         " ssh); none only prints the commands"), "type": _launcher}),
         (("--scheduler-on",), valued(_word, "HOST", "host of the scheduler (default: the launching machine)")),
         (("--sync-dst-dir",), valued(_remote_folder, "DIR", "copy the current folder to DIR on every host, and run in"
          " DIR")),

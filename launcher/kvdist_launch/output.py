@@ -62,6 +62,9 @@ LOSS = re.compile(rb"kvdist: (\S+ (\(.*\) )?was lost[,:] |\S+ ended without havi
 """What the scheduler and the servers print of a lost peer, or of a deadlock. It is not shown: they all do, and the
 launcher names it."""
 
+FORMING = re.compile(rb"(worker|server)-[0-9]+ has waited [0-9.]+ s for the cluster of .* to be complete")
+"""What all but the scheduler print while others start. It is not shown: the scheduler says who is missing."""
+
 TORCH_PREFIX = re.compile(rb"^\[rank[0-9]+\]: ")
 """What torch.distributed writes before the lines of a traceback."""
 
@@ -95,9 +98,17 @@ def short_name(node: NodeId) -> str:
 
 
 def printable(text: str, most: int = TEXT_MAX) -> str:
-    """The first `most` characters of the text, invisible ones escaped, as in ``\\x1b``."""
-    visible = (one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in text[:most])
+    """The first words of the text, of at most `most` characters, invisible ones escaped, as in ``\\x1b``."""
+    words = shortened(text, most)
+    visible = (one if one.isprintable() else one.encode("unicode_escape").decode("ascii") for one in words)
     return "".join(visible)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, or its first words of at most `most` characters and an ellipsis."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most + 1].rpartition(' ')[0].rstrip(' ,;:.') or text[:most]} …"
 
 
 def all_printable(value: Any) -> Any:
@@ -704,8 +715,8 @@ class JobOutput:
     def _show(self, node: NodeId, number: int, lines: list[bytes]) -> None:
         """Write the lines that are not hidden, unless they were written as they came, and count them."""
         stream = self._streams[node, number]
-        hides = node.role is not Role.WORKER and not self._patterns
-        shown = [line for line in lines if not (hides and LOSS.match(line))]
+        hidden = [] if self._patterns else [FORMING] if node.role is Role.WORKER else [FORMING, LOSS]
+        shown = [line for line in lines if not any(pattern.match(line) for pattern in hidden)]
         if not stream.is_raw:
             stream.sink.write_lines(stream.prefix, shown)
         if shown and self._is_seen[number]:

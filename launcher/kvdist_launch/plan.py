@@ -83,7 +83,7 @@ def place(
     counts: dict[Role, list[int]] = {Role.SERVER: [0] * len(hosts), Role.WORKER: [0] * len(hosts)}
     turn = 0
     for role, number in ((Role.SERVER, num_servers), (Role.WORKER, num_workers)):
-        _require_room(hosts, role, number)
+        require_room(hosts, role, number)
         for _ in range(number):
             while not _has_room(hosts[turn % len(hosts)], role, counts[role][turn % len(hosts)]):
                 turn += 1
@@ -139,7 +139,12 @@ def _has_room(host: Host, role: Role, taken: int) -> bool:
     return host.takes(role) and (role is not Role.WORKER or host.slots is None or taken < host.slots)
 
 
-def _require_room(hosts: Sequence[Host], role: Role, number: int) -> None:
+def require_room(hosts: Sequence[Host], role: Role, number: int) -> None:
+    """Refuse more processes of a role than hosts take.
+
+    Raises:
+        ConfigError: no host takes the role, or all slots are too few.
+    """
     willing = [host for host in hosts if host.takes(role)]
     if number and not willing:
         other = Role.SERVER if role is Role.WORKER else Role.WORKER
@@ -150,9 +155,14 @@ def _require_room(hosts: Sequence[Host], role: Role, number: int) -> None:
     if role is Role.WORKER and len(slots) == len(willing) and sum(slots) < number:
         sums = _listed([f"{host}: {host.slots}" for host in willing])
         raise ConfigError(
-            f"-n asks for {number} workers, but the hosts have {sum(slots)} slots ({sums}); add slots or hosts, or ask"
-            f" for -n {sum(slots)}"
+            f"-n asks for {number} workers, but the hosts have {slots_word(sum(slots))} ({sums}); add slots or hosts,"
+            f" or ask for -n {sum(slots)}"
         )
+
+
+def slots_word(number: int) -> str:
+    """``1 slot``, ``2 slots``."""
+    return f"{number} slot{'s' if number != 1 else ''}"
 
 
 def _listed(names: Sequence[str], most: int = 6) -> str:
@@ -479,6 +489,10 @@ def _cluster_settings(job: JobSpec, address: str, node: NodeId, environ: Mapping
     return settings
 
 
+UNBOUND = 1
+"""The root's port until it is bound; a preview says that it is chosen at the start."""
+ROOT_PORT = "DMLC_PS_ROOT_PORT"
+
 PLACEMENT_TITLES = ("machine", "scheduler", "servers", "workers", "threads each", "GPUs")
 
 
@@ -496,7 +510,7 @@ def placement(processes: Sequence[Process], hosts: Sequence[Host]) -> list[tuple
 
 
 def _cells(processes: Sequence[Process]) -> tuple[str, ...]:
-    ranks = {role: _ranges([one.node.rank for one in processes if one.node.role is role]) for role in Role}
+    ranks = {role: _names(role, [one.node.rank for one in processes if one.node.role is role]) for role in Role}
     workers = [{**one.environment.defaults, **one.environment.settings} for one in processes if _is_worker(one)]
     threads = dict.fromkeys(variables.get(THREADS, "") for variables in workers)
     devices = [variables[DEVICES] for variables in workers if DEVICES in variables]
@@ -508,15 +522,15 @@ def _is_worker(process: Process) -> bool:
     return process.node.role is Role.WORKER
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """Rising ranks in few characters, such as ``0-3, 7``."""
+def _names(role: Role, ranks: Sequence[int]) -> str:
+    """Processes of rising ranks in few characters, such as ``worker-0..3, worker-7``."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:
             parts[-1].append(rank)
         else:
             parts.append([rank])
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+    return ", ".join(f"{role}-{part[0]}" + (f"..{part[-1]}" if len(part) > 1 else "") for part in parts)
 
 
 def preview(processes: Sequence[Process], hosts: Sequence[Host]) -> str:
@@ -533,9 +547,13 @@ def _process_text(process: Process, hosts: Sequence[Host]) -> str:
     folder = "" if process.cwd is None else f" in {quoted(process.cwd)}"
     lines = [f"{process.node} on {place_name(process, hosts)}{folder}"]
     for label, variables in (("default", layers.defaults), ("front", layers.front), ("set", layers.settings)):
-        lines += [f"  {label:7} {name}={quoted(value)}" for name, value in sorted(redacted(variables).items())]
+        lines += [f"  {label:7} {name}={_shown(name, value)}" for name, value in sorted(redacted(variables).items())]
     lines.append(f"  run     {' '.join(quoted(word) for word in process.argv)}")
     return "".join(line + "\n" for line in lines)
+
+
+def _shown(name: str, value: str) -> str:
+    return "(a free port, chosen at the start)" if (name, value) == (ROOT_PORT, str(UNBOUND)) else quoted(value)
 
 
 def place_name(process: Process, hosts: Sequence[Host]) -> str:

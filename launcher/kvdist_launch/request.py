@@ -18,8 +18,9 @@ from dataclasses import dataclass
 
 from kvdist.config.environment import limits_from_env
 from kvdist.config.processes import module_words
-from kvdist.config.settings import SETTINGS
+from kvdist.config.settings import SETTINGS, Limits
 from kvdist.errors import ConfigError
+from kvdist.nodes import Role
 from kvdist_launch.environment import (
     ON_LOSS,
     REPLICAS,
@@ -34,7 +35,7 @@ from kvdist_launch.environment import (
 from kvdist_launch.hosts import Host, read_hosts
 from kvdist_launch.job import GracePeriods
 from kvdist_launch.options import asked, target_of
-from kvdist_launch.plan import PYTHON, JobSpec, workers_of_slots
+from kvdist_launch.plan import PYTHON, UNBOUND, JobSpec, require_room, workers_of_slots
 from kvdist_launch.processes import NOT_EXECUTABLE, NOT_FOUND, CommandError
 from kvdist_launch.security import Security, security_of
 
@@ -49,14 +50,14 @@ INTERPRETERS = {
 
 
 def parse_command(
-    words: Sequence[str], path: str | None, is_here: bool = True, is_copied: bool = False
+    words: Sequence[str], path: str | None, is_here: bool = True, is_read_here: bool = False
 ) -> tuple[str, ...]:
     """The argument list of the user's command: the words, or if there is only one, the words quoted in it.
 
     Args:
         path: where programs are searched, as in the variable PATH; None is the system's default.
         is_here: whether it runs on this machine, so that the program, and the script that it runs, must exist.
-        is_copied: whether the current folder is copied to where it runs, so that a script in it must exist.
+        is_read_here: whether a script of the current folder must exist, as it runs here too, or is copied from here.
 
     Raises:
         CommandError: the program or its script does not exist, or the program cannot be executed.
@@ -70,7 +71,7 @@ def parse_command(
     if is_here:
         _require_program(command[0], path)
     script = _script_of(command)
-    if script and (is_here or (is_copied and not os.path.isabs(script))):
+    if script and (is_here or (is_read_here and not os.path.isabs(script))):
         _require_script(script)
     return tuple(command)
 
@@ -125,6 +126,8 @@ def _require_program(program: str, path: str | None) -> None:
             NOT_EXECUTABLE,
         )
     where = "there is no such file" if os.path.dirname(program) else "it is not in any directory of PATH"
+    near = "" if os.path.dirname(program) else _near_program(program, path)
+    where += f"; did you mean {near}?" if near else ""
     if re.fullmatch(r"[A-Za-z_]\w*=.*", program, re.DOTALL):
         where = f"it sets a variable; write it as an option before the command: -x {shlex.quote(program)}"
     if os.path.isfile(program):
@@ -132,11 +135,19 @@ def _require_program(program: str, path: str | None) -> None:
     raise CommandError(f"the command {program!r} does not exist: {where}", NOT_FOUND)
 
 
+def _near_program(program: str, path: str | None) -> str:
+    """The program of the PATH whose name is most like this one; '' if none is."""
+    from difflib import get_close_matches  # here, as few need it and every job would wait for it
+
+    names: set[str] = set()
+    for folder in os.get_exec_path(None if path is None else {"PATH": path}):
+        with contextlib.suppress(OSError):
+            names.update(os.listdir(folder))
+    return next(iter(get_close_matches(program, sorted(names), 1, 0.8)), "")
+
+
 ROLE_COMMAND = (PYTHON, *module_words("kvdist"))
 """What schedulers and servers run."""
-
-UNBOUND = 1
-"""The root's port until it is bound; only a preview shows it."""
 
 RETURN_S = "120"
 """How many seconds the servers keep the weights for a worker that is started again, if it was the last one."""
@@ -215,6 +226,8 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         raise ConfigError(f"-n is {num_workers}; a job needs at least 1 worker")
     if num_servers < 0:
         raise ConfigError(f"-s is {num_servers}; write the number of servers, or 0 for a job without servers")
+    for role, number in ((Role.SERVER, num_servers), (Role.WORKER, num_workers)):
+        require_room(hosts, role, number)
     env, env_worker = _variables(options, environ), parse_assignments(options.env_worker or ())
     env_server = parse_assignments(options.env_server or ())
     limits_from_env({**environ, **env})  # before anything starts
@@ -237,7 +250,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
             request.words,
             seen.get("PATH"),
             is_here=not others and options.emit is None,
-            is_copied=bool(options.sync_dst_dir),
+            is_read_here=bool(options.sync_dst_dir) or (options.emit is None and any(host.is_local for host in hosts)),
         ),
         role_command=request.role_command
         + (("--verbose",) if options.verbose else ())
@@ -256,11 +269,16 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
     )
 
 
-def grace_of(options: argparse.Namespace) -> GracePeriods:
-    """How long to wait for processes that should end."""
+def grace_of(options: argparse.Namespace, environ: Mapping[str, str]) -> GracePeriods:
+    """How long to wait for processes that should end, or are stopped. A wrong patience is refused by `job_of`."""
     default_s = GRACE_WITHOUT_SERVERS_S if options.num_servers == 0 else GRACE_S
     grace_s = default_s if options.grace is None else options.grace
-    return GracePeriods(grace_s=grace_s, farewell_s=grace_s)
+    given = None if options.patience is None else f"{options.patience:g}"
+    try:
+        patience_s = float(_word_of(options, given, "KVDIST_PATIENCE_S", environ))
+    except ValueError:
+        patience_s = Limits.patience_s
+    return GracePeriods(grace_s=grace_s, farewell_s=grace_s, patience_s=patience_s)
 
 
 def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_workers: int) -> None:

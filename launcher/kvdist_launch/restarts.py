@@ -26,7 +26,8 @@ from dataclasses import dataclass
 
 from kvdist.errors import FencedError
 from kvdist.nodes import NodeId, Role
-from kvdist_launch.exits import EXCEPTION, SENTENCE_MAX, SIGNAL_BASE, TORCH_PREFIX, ProcessExit
+from kvdist_launch.exits import SENTENCE_MAX, SIGNAL_BASE, TORCH_PREFIX, ProcessExit
+from kvdist_launch.output import shortened
 
 RESTARTED = frozenset({Role.WORKER, Role.SCHEDULER})
 """The roles whose processes can join the cluster that they were lost to. Servers can where there are snapshots, or
@@ -92,8 +93,10 @@ class Restarts:
         words = _own_words(one, lived_s)
         failure = words, one.status
         if failure in self._said:
-            before = "it" if self._said[failure] == one.node else str(self._said[failure])
-            return Verdict(f"{before} had ended by the same before, so it is not started again: {words}", ends_job=True)
+            first = self._said[failure]
+            whom = f"{first} twice" if first == one.node else f"{first} before"
+            text = f"the same error ended {whom}, so it is not started again (correct the error first): {words}"
+            return Verdict(text, ends_job=True)
         if words:
             self._said[failure] = one.node
         if self._count[one.node] >= self._limit:
@@ -114,11 +117,11 @@ def _own_words(one: ProcessExit, lived_s: float) -> str:
     """Why it ended, where that is its own doing; empty if it is not, or not known."""
     if one.status <= 0 or one.lost or one.is_consequence:
         return ""
-    line = TORCH_PREFIX.sub("", one.last_error_line.decode(errors="replace").strip())[:SENTENCE_MAX]
+    line = shortened(TORCH_PREFIX.sub("", one.last_error_line.decode(errors="replace").strip()), SENTENCE_MAX)
     if line.startswith(FENCED):
         return ""  # the others gave it up, whatever it did
-    if EXCEPTION.fullmatch(line):
-        return line
+    if one.error:
+        return shortened(one.error, SENTENCE_MAX)
     if SIGNAL_BASE < one.status < SIGNAL_BASE + signal.NSIG:
         return ""  # a shell's word for a signal
     return (line or f"exit code {one.status}") if lived_s < HEALTHY_S else ""

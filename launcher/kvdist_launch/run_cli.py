@@ -38,6 +38,7 @@ from kvdist_launch.options import (
     to_seconds,
     valued,
 )
+from kvdist_launch.plan import slots_word
 from kvdist_launch.request import Request
 from kvdist_launch.start import begin, end
 
@@ -120,7 +121,7 @@ def words_of_config(path: str) -> list[str]:
     try:
         import yaml  # type: ignore[import-untyped]  # a feature at a seam: loaded where it is used
     except ImportError:
-        raise ConfigError("--config-file needs PyYAML; install it: pip install 'kvdist[yaml]'") from None
+        raise ConfigError("--config-file needs PyYAML; install it: pip install PyYAML") from None
     try:
         sections = yaml.safe_load(Path(path).read_text("utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -422,8 +423,8 @@ def hosts_of(hosts_text: str | None, hostfile: str | None, num_proc: int, this_m
     if slots < num_proc:
         each = ", ".join(f"{host}: {host.slots}" for host in hosts)
         raise ConfigError(
-            f"-np asks for {num_proc} processes, but the hosts have {slots} slots ({each}); add slots or hosts, or"
-            f" ask for -np {slots}"
+            f"-np asks for {num_proc} processes, but the hosts have {slots_word(slots)} ({each}); add slots or hosts,"
+            f" or ask for -np {slots}"
         )
     return hosts
 

@@ -89,6 +89,18 @@ def rsync_command(host: Host, source: str, destination: str, wanted: SshOptions,
     return ["rsync", "-a", "-s", *extra, "-e", shell, "--", f"{source.rstrip('/')}/", f"{name}:{destination}/"]
 
 
+def login_of(host: Host) -> str:
+    """Whom and where to log in at, as a person writes it for ssh."""
+    return f"{host.user}@{host.name}" if host.user else host.name
+
+
+def words_of_host(host: Host) -> list[str]:
+    """The options of ssh that a host needs: its files of keys and its port."""
+    words = [] if host.known_hosts is None else ["-o", f'UserKnownHostsFile="{host.known_hosts}"']
+    words += [] if host.port is None else ["-p", str(host.port)]
+    return [*words, *([] if host.identity is None else ["-i", host.identity])]
+
+
 def _ssh_words(host: Host, wanted: SshOptions) -> list[str]:
     settings = [
         "BatchMode=yes",
@@ -96,18 +108,12 @@ def _ssh_words(host: Host, wanted: SshOptions) -> list[str]:
         f"ServerAliveInterval={ALIVE_S}",
         f"ServerAliveCountMax={math.ceil(wanted.patience_s / ALIVE_S)}",
         f"StrictHostKeyChecking={'accept-new' if wanted.accepts_new_host_keys else 'yes'}",
-        # The first value counts, so what is said of this host comes before what is said of all.
-        *([] if host.known_hosts is None else [f'UserKnownHostsFile="{host.known_hosts}"']),
-        *wanted.options,
     ]
     words = [word for setting in settings for word in ("-o", setting)]
-    if host.port is not None:
-        words += ["-p", str(host.port)]
-    if host.user is not None:
-        words += ["-l", host.user]
-    if host.identity is not None:
-        words += ["-i", host.identity]
-    return words
+    # The first value counts, so what is said of this host comes before what is said of all.
+    words += words_of_host(host)
+    words += [word for setting in wanted.options for word in ("-o", setting)]
+    return words if host.user is None else [*words, "-l", host.user]
 
 
 ALWAYS_EXCLUDED = (".git/", "__pycache__/", ".venv/")

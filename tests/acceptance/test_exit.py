@@ -86,7 +86,7 @@ GOES_ON = ("--on-loss", "continue", "--restart", "3")
 def test_a_worker_that_does_not_end_after_its_goodbye_is_told_of_and_killed(job, script, how, options, code):
     launcher = job.launch(2, 1, sys.executable, script(DOES_NOT_END), how, options=options)
     assert job.finish() == {"launcher": code}, job.transcript()
-    why = "has been stopped by a signal for 10 s" if how == "stopped" else "the main thread ended 10 s ago"
+    why = "has been stopped by a signal for 3 s" if how == "stopped" else "the main thread ended 10 s ago"
     assert launcher.lines_with(why), job.transcript()
     (waits,) = launcher.lines_with(", and kills it in 5 s")
     assert "the job waits for the end of worker-1 (pid " in waits

@@ -310,11 +310,11 @@ def test_damage_is_listed_as_such_and_found_by_reading_all(tmp_path, capsys, how
 
 
 def test_an_empty_folder_has_none(tmp_path, capsys):
-    for folder in (tmp_path, tmp_path / "gone"):
+    for folder, why in ((tmp_path, "no folder step-<number>"), (tmp_path / "gone", "there is no such folder")):
         assert told(capsys, "checkpoints", folder) == (
             1,
             "",
-            f"kvdist: there is no checkpoint in {folder}: no folder step-<number>\n",
+            f"kvdist: there is no checkpoint in {folder}: {why}\n",
         )
 
 

@@ -50,7 +50,8 @@ def test_the_highest_step_is_found_or_the_one_that_is_named(tmp_path):
 @each("where", ["", "gone", "gone/deeper"])
 def test_where_there_is_none_it_says_what_was_looked_for(tmp_path, where):
     folder_of(tmp_path, 1).mkdir()
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*: no folder step-<number> with a manifest"):
+    why = "there is no such folder" if where else "no folder step-<number> with a manifest"
+    with pytest.raises(CheckpointError, match=f"there is no checkpoint in .*: {why}"):
         find(tmp_path / where, None)
 
 

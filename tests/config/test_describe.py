@@ -6,6 +6,7 @@ import pytest
 
 from kvdist.__main__ import main
 from kvdist.config.describe import all_settings, one_setting
+from kvdist.config.environment import unknown_variables
 from kvdist.config.settings import SETTINGS
 from kvdist.errors import ConfigError
 from tests.cases import each
@@ -23,6 +24,20 @@ def test_every_setting_has_a_line_and_its_sentence():
     assert code == 0 and list(heads({})) == list(SETTINGS)
     assert all(f"\n    {row.sentence.split('[')[0].replace('`', '')}" in text for row in SETTINGS.values())
     assert "`" not in text and "](" not in text
+
+
+@each(
+    "environ, sentences",
+    [
+        ({"KVDIST_ONLOSS": "wait"}, ["KVDIST_ONLOSS is no setting; did you mean KVDIST_ON_LOSS?"]),
+        ({"KVDIST_PATIENCE": "3"}, ["KVDIST_PATIENCE is no setting; did you mean KVDIST_PATIENCE_S?"]),
+        ({"KVDIST_QQQ": "3"}, ["KVDIST_QQQ is no setting; kvdist config lists all"]),
+        ({"KVDIST_ON_LOSS": "wait", "KVDIST_RANK": "0", "KVDIST_WATCHDOG": "x", "KVDIST_ONLOS": ""}, []),
+    ],
+)
+def test_a_variable_that_no_setting_knows_is_told_with_the_nearest_one(environ, sentences):
+    assert unknown_variables(environ) == sentences
+    assert all(sentence in all_settings(160, environ)[0] for sentence in sentences)
 
 
 @each(

@@ -94,6 +94,11 @@ def test_half_a_cluster_is_refused_and_what_is_missing_is_named(missing):
     assert "kvdist-launch" in message
 
 
+def test_a_mistyped_role_is_told_before_what_is_missing():
+    told = "DMLC_ROLE is 'wroker'; did you mean worker? It must be scheduler, server or worker"
+    assert refused(DMLC_ROLE="wroker", DMLC_NUM_WORKER="") == told
+
+
 @each("role", ["server", "scheduler"])
 def test_a_server_without_a_cluster_is_refused_and_everything_missing_is_named(role):
     with pytest.raises(ConfigError, match=r"DMLC_ROLE is set.*DMLC_PS_ROOT_URI.*DMLC_NUM_SERVER are missing"):

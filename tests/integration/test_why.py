@@ -129,4 +129,4 @@ def test_a_job_that_ends_well_leaves_no_dump(job, tmp_path_factory):
 def test_a_folder_without_dumps_is_refused(tmp_path):
     command = [sys.executable, "-m", "kvdist", "why", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and "kvdist-launch --dump" in done.stderr, done.stderr
+    assert done.returncode == 1 and "--dump" in done.stderr, done.stderr

@@ -51,7 +51,7 @@ def test_local_is_the_default_and_upper_case_is_the_same():
     ],
 )
 def test_a_name_that_people_try_is_refused_with_what_to_use(name, advice):
-    with pytest.raises(ValueError, match=f"there is no store called {name!r}: .*{advice}.*; known are: "):
+    with pytest.raises(ValueError, match=f"there is no store called {name!r}: .*{advice}.*; (Known|known) are: "):
         kv.create(name)
 
 
@@ -79,7 +79,7 @@ def test_an_unknown_name_is_a_value_error_that_lists_the_known_ones(name):
 
 @each("name, near", [("dst", "dist"), ("Dist_Asinc", "dist_async or dist_sync"), ("sync", "dist_sync or dist_async")])
 def test_an_unknown_name_that_is_like_a_known_one_is_refused_with_that(name, near):
-    with pytest.raises(ValueError, match=rf"; did you mean {near}\?$"):
+    with pytest.raises(ValueError, match=rf"; did you mean {near}\? Known are: local"):
         kv.create(name)
 
 
@@ -182,8 +182,27 @@ def test_what_is_no_policy_is_refused_with_those_there_are(monkeypatch, text):
     with pytest.raises(ValueError, match=f"there is no policy {text!r}: write sync, local_sgd:STEPS"):
         kv.create("dist", policy=text)
     monkeypatch.setenv("KVDIST_POLICY", text or "?")
-    with pytest.raises(ConfigError, match=r"KVDIST_POLICY is '.*'; it must be a policy: sync, local_sgd:STEPS"):
+    with pytest.raises(ConfigError, match=r"KVDIST_POLICY: there is no policy '.*': write sync, local_sgd:STEPS"):
         kv.create("dist")
+
+
+@each(
+    "text, message",
+    [
+        ("quota", "the policy 'quota' lacks its number of SAMPLES: write quota:512"),
+        ("quota:512,localsteps", ".*has an unknown word 'localsteps': did you mean local_steps"),
+        ("quta:3", r"there is no policy 'quta:3': did you mean quota:SAMPLES\["),
+        ("bufered:3", "there is no policy 'bufered:3': write (?!.*(buffered|backup|ssp):)"),
+    ],
+)
+def test_a_policy_that_is_nearly_right_is_answered_with_what_is_missing(monkeypatch, text, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        kv.create("dist", policy=text)
+    monkeypatch.setenv("KVDIST_POLICY", text)
+    with pytest.raises(ConfigError, match=f"^KVDIST_POLICY: {message}"):
+        kv.create("dist")
+    with pytest.raises(ValueError, match="a quota of '512' examples"):
+        quota("512")
 
 
 def test_a_server_does_not_create_stores(monkeypatch):

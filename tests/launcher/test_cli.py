@@ -95,7 +95,8 @@ from tests.ports import held_port
         (["-n", "1", "-H", "a;id", "true"], 2, "not a valid host name"),
         (["-n", "1", "--launcher", "ssh", "true"], 2, "--launcher ssh needs the names of the machines: write -H HOSTS"),
         (["-n", "1", "-H", "d1", "--launcher", "local", "true"], 2, "on this machine only, and -H names d1"),
-        (["-n", "2", "-H", "localhost:1", "true"], 2, "-n asks for 2 workers, but the hosts have 1 slots"),
+        (["-n", "2", "-H", "localhost:1", "true"], 2, "-n asks for 2 workers, but the hosts have 1 slot ("),
+        (["-n", "2", "-H", "no-such-host-of-ours:1", "true"], 2, "-n asks for 2 workers, but the hosts have 1 slot ("),
         (["-n", "1", "--log-dir", "/dev/null/logs", "true"], 2, "log files cannot be written to /dev/null/logs"),
         (["-n", "1", "-H", "~no-such-user/x", "true"], 2, "begins with '~no-such-user', but this machine has no home"),
         (["-n", "1", "-x", "NO_SUCH_VARIABLE_HERE", "true"], 2, "this variable is not set"),
@@ -234,9 +235,9 @@ def test_a_dry_run_shows_what_would_run_where_and_starts_nothing(capfd, monkeypa
     assert [line.replace("threads each", "threads").replace("this machine", "here").split() for line in lines[:5]] == [
         ["machine", "scheduler", "servers", "workers", "threads", "GPUs"],
         ["─" * len(lines[1].strip())],
-        ["here", "yes", "0", "0", "6", "4,5,6"],
-        ["d1", "1-2", "4", "|", "5,6"],
-        ["d2", "3-4", "4", "|", "5,6"],
+        ["here", "yes", "server-0", "worker-0", "6", "4,5,6"],
+        ["d1", "worker-1..2", "4", "|", "5,6"],
+        ["d2", "worker-3..4", "4", "|", "5,6"],
     ]
     assert "workers run: no-such-program 'a b'" in lines and f"in folder:   {os.getcwd()}" in lines
     assert max(map(len, lines)) <= 80 or len(os.getcwd()) > 60
@@ -253,10 +254,32 @@ def test_a_dry_run_shows_every_command_where_it_is_asked_for(capfd, monkeypatch)
         "worker-2 on d2",
     ]  # fmt: skip
     assert shown.count("  run     no-such-program 'a b'\n") == 3
+    assert shown.count("DMLC_PS_ROOT_PORT=(a free port, chosen at the start)\n") == 5
     assert "geheim" not in shown and "MY_KEY='(hidden)'" in shown
     assert "not forwarded, as their names look secret (-x NAME forwards one): MXNET_TOKEN\n" in shown
     assert main([*words, "-x", "MXNET_TOKEN", "true"], role_command=["/nonexistent"]) == 0
     assert "not forwarded" not in capfd.readouterr().out
+
+
+def test_a_dry_run_refuses_a_script_that_is_missing_on_this_machine_as_a_launch_does(capfd):
+    for hosts in ((), ("-H", "localhost,d1")):
+        assert main(["-n", "2", "-s", "1", *hosts, "--dry-run", "python", "no_such_script.py"]) == 127
+        assert "there is no script no_such_script.py in " in capfd.readouterr().err
+
+
+def test_a_mistyped_variable_is_told_once(capfd, monkeypatch):
+    monkeypatch.setenv("KVDIST_ONLOSS", "continue")
+    assert main(["-n", "1", "-s", "1", "--env", "KVDIST_PATIENCE=3", "--dry-run", "true"]) == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if "is no setting" in line]
+    assert lines == [
+        "kvdist-launch: KVDIST_ONLOSS is no setting; did you mean KVDIST_ON_LOSS?",
+        "kvdist-launch: KVDIST_PATIENCE is no setting; did you mean KVDIST_PATIENCE_S?",
+    ]
+
+
+def test_a_mistyped_program_has_a_hint(capfd):
+    assert main(["-n", "1", "pyhton", "train.py"]) == 127
+    assert "it is not in any directory of PATH; did you mean python" in capfd.readouterr().err
 
 
 def test_hosts_that_are_this_machine_need_no_ssh(launch, tmp_path):
@@ -288,7 +311,7 @@ def test_the_example_hostfile_is_printed(capsys):
 
 @each("shell", ["bash", "zsh"])
 def test_a_shell_can_be_taught_the_options(capsys, shell):
-    pytest.importorskip("shtab", reason="SHELL COMPLETION IS NOT TESTED: pip install 'kvdist[completion]'")
+    pytest.importorskip("shtab", reason="SHELL COMPLETION IS NOT TESTED: pip install shtab")
     with pytest.raises(SystemExit) as caught:
         main(["--print-completion", shell])
     assert caught.value.code == 0

@@ -90,6 +90,12 @@ def test_two_names_of_one_machine_are_a_problem_of_the_second():
     ]
 
 
+def test_two_names_of_this_machine_are_no_problem_as_the_launcher_takes_them():
+    hosts = [connected("localhost", "a1"), connected("127.0.0.1", "a1")]
+    name_twice_named(hosts)
+    assert [one.problem for one in hosts] == ["", ""]
+
+
 def test_a_host_that_is_this_machine_is_shown_as_such_and_has_no_link_to_itself():
     mine, other = connected("my-name", this_machine()), connected("d2", "b2")
     first, second = table([mine, other]).splitlines()[2:]

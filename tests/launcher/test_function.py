@@ -14,6 +14,7 @@ import threading
 import time
 import tracemalloc
 from importlib.util import find_spec
+from types import CodeType
 
 import pytest
 
@@ -24,7 +25,7 @@ from kvdist_launch.processes import READ_BYTES
 from kvdist_launch.serialization import SerializationError, pack_call, pack_result, unpack_call
 from tests.cases import each
 
-pytest.importorskip("cloudpickle", reason="functions are sent by cloudpickle, which is not installed")
+cloudpickle = pytest.importorskip("cloudpickle", reason="functions are sent by cloudpickle, which is not installed")
 
 TIMEOUT_S = 150
 IS_RANK_1 = "os.environ['KVDIST_RANK'] == '1'"
@@ -178,6 +179,17 @@ def test_a_deadlock_is_raised_as_the_workers_have_it():
     assert "deadlock: worker-0 waits for worker-1 in init of key 'b'" in str(caught.value)
 
 
+def test_code_keeps_its_file_names_whatever_cloudpickle_writes_for_them(monkeypatch):
+    reduce = cloudpickle.Pickler.dispatch_table[CodeType]
+    monkeypatch.setitem(  # as version 3.1.3 does
+        cloudpickle.Pickler.dispatch_table.maps[0], CodeType, lambda code: reduce(code.replace(co_filename="<dynamic>"))
+    )
+    names = {"__name__": "__main__"}
+    exec(compile("def fn():\n    return lambda: 3\n", "/tmp/ipykernel_1/98.py", "exec"), names)
+    fn, _, _ = unpack_call(pack_call(names["fn"], (), {}))
+    assert [fn.__code__.co_filename, fn().__code__.co_filename, fn()()] == [*["/tmp/ipykernel_1/98.py"] * 2, 3]
+
+
 def test_a_function_of_a_notebook_shows_its_lines_in_a_traceback(capsys):
     # As IPython does it: the name is of no file, and `linecache` knows the lines.
     name = "/tmp/ipykernel_1/987654.py"
@@ -291,7 +303,7 @@ def test_the_current_folder_stands_where_it_does_here_though_it_is_another_one_t
 
 def test_without_cloudpickle_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvdist\[notebook\]'"):
+    with pytest.raises(ConfigError, match=r"pip install cloudpickle"):
         kvdist_launch.run(print)
 
 
@@ -364,7 +376,7 @@ def test_the_interpreter_and_the_time_to_start_reach_the_workers(tmp_path):
         ({"hosts": "elsewhere:1", "network_interfaces": "eth0,eth1"}, "'eth0,eth1': name one interface"),
         ({"hosts": "elsewhere:1", "network_interfaces": ["eth0", "eth1"]}, "'eth1']: name one interface"),
         ({"hosts": "elsewhere:1", "env": {"KVDIST_SECURITY": "curve"}}, "KVDIST_SECURITY is curve, and what processes"),
-        ({"hosts": "localhost:1", "num_proc": 2}, "-np asks for 2 processes, but the hosts have 1 slots"),
+        ({"hosts": "localhost:1", "num_proc": 2}, "-np asks for 2 processes, but the hosts have 1 slot"),
         ({"min_num_proc": 1}, "min_num_proc is 1: training while processes come and go is not possible yet"),
         ({"max_np": 4}, "max_np is 4: training while processes come and go is not possible yet"),
         ({"slots": 2}, "slots is 2: "),

@@ -9,11 +9,21 @@ import signal
 import pytest
 
 from kvdist.config.exit_codes import EXIT_PEER_LOST
-from kvdist.errors import INCOMPLETE, NO_COPY
+from kvdist.errors import INCOMPLETE
 from kvdist.nodes import SCHEDULER, NodeId, Role, server, worker
 from kvdist.version import __version__
 from kvdist_launch.exits import ProcessExit
-from kvdist_launch.job import GracePeriods, Job, Say, SendSignal, last_concluded, remove_summary, summary, write_summary
+from kvdist_launch.job import (
+    WITHOUT_COPY,
+    GracePeriods,
+    Job,
+    Say,
+    SendSignal,
+    last_concluded,
+    remove_summary,
+    summary,
+    write_summary,
+)
 from tests.cases import each
 
 NODES = [SCHEDULER, server(0), server(1), worker(0), worker(1)]
@@ -81,7 +91,7 @@ def test_the_first_failure_is_named_and_later_ones_are_not():
 @each(
     "node, status, options, cure",
     [
-        (server(1), -9, {"goes_on": True}, NO_COPY),
+        (server(1), -9, {"goes_on": True}, WITHOUT_COPY),
         (server(1), -9, {"goes_on": True, "waits": True}, "--on-loss continue --replicas 1 lets another server go on"),
         (server(1), -15, {}, "--on-loss continue --replicas 1 lets another server go on"),
         (worker(1), -11, {}, "-x PYTHONFAULTHANDLER=1 shows the line where it crashed; --on-loss continue"),
@@ -629,21 +639,72 @@ def of(job: Job, *pids: tuple[NodeId, int]) -> Job:
     "node, has_begun_to_end",
     [*((node, False) for node in NODES), *((node, True) for node in NODES if node.role is not Role.WORKER)],
 )
-def test_who_stands_still_is_told_of_after_10_s_in_every_role_and_phase(node, has_begun_to_end):
+def test_who_is_stopped_is_told_of_after_3_s_in_every_role_and_phase(node, has_begun_to_end):
     job = of(Job(NODES, now=100.0, grace=GracePeriods(farewell_s=60.0)), (node, 42))
     if has_begun_to_end:
         end(job, 101.0, (worker(0), 0), (worker(1), 0))
     job.stopped(node, 43, 101.0)
-    assert job.deadline == 111.0 and job.tick(110.9) == []
-    told = f"{node} (pid 42) has been stopped by a signal for 10 s; kill -CONT 43 lets it go on"
-    assert job.tick(111.0) == [Say(told)] and job.tick(112.0) == []
+    assert job.deadline == 104.0 and job.tick(103.9) == []
+    told = f"{node} (pid 42) has been stopped by a signal for 3 s; kill -CONT 43 lets it go on"
+    assert job.tick(104.0) == [Say(told)] and job.tick(112.0) == []
 
 
-def test_who_goes_on_within_10_s_is_not_told_of():
-    job = of(new_job(), (worker(1), 42))
+def test_who_goes_on_within_a_third_of_the_patience_is_not_told_of():
+    job = of(Job(NODES, now=100.0, grace=GracePeriods(patience_s=6.0)), (worker(1), 42))
     job.stopped(worker(1), 42, 101.0)
-    job.stopped(worker(1), 0, 110.0)
+    assert job.deadline == 103.0
+    job.stopped(worker(1), 0, 102.9)
     assert job.deadline is None and job.tick(120.0) == []
+
+
+PATIENCE_ADVICE = "(KVDIST_PATIENCE_S); kill -CONT 43 in time lets it go on"
+SILENT = "worker-1 (host vm, pid 42) was lost, last heard of in step 44: the connection was closed"
+
+
+@each(
+    "stopped, reason, last",
+    [
+        (
+            worker(1),
+            SILENT,
+            f"worker-1 (pid 42) was stopped by a signal and silent for longer than 10 s {PATIENCE_ADVICE}",
+        ),
+        (worker(0), SILENT, SILENT),
+    ],
+)
+def test_a_lost_process_that_a_signal_had_stopped_is_named_as_such(stopped, reason, last):
+    job = of(Job(NODES, now=100.0, grace=GRACE), *((node, 42) for node in NODES))
+    job.stopped(stopped, 43, 101.0)
+    peers = [node for node in NODES if node != worker(1)]
+    line = f"kvdist.errors.PeerLostError: {reason}".encode()
+    (said,) = job.ended([ProcessExit(node, 42, EXIT_PEER_LOST, line) for node in peers], 112.0)
+    assert isinstance(said, Say) and said.text.startswith(last.partition(";")[0])
+    job.tick(117.0)
+    job.ended([ProcessExit(worker(1), 42, -9)], 119.0)
+    assert sentence(job, 119.0) == f"job ended with exit code 75 after 12.0 s: {last}"
+
+
+def test_a_worker_that_gave_up_waiting_names_the_other_one_as_the_cause():
+    job = of(new_job(), *((node, 42) for node in NODES))
+    awaited = "waiting 25.1 s for worker-1 (vm) to push key 'w' (step 6), in push"
+    said = f"{awaited}; the job ends after 25 s of this (KVDIST_STALL_SHUTDOWN_S)"
+    line = f"kvdist.errors.DeadlineExceeded: worker-0: {said}".encode()
+    job.ended([ProcessExit(worker(0), 42, 1, line, exception_line=line)], 126.0)
+    assert sentence(job, 132.0) == (
+        f"job ended with exit code 1 after 26.0 s: worker-0 gave up {awaited} (KVDIST_STALL_SHUTDOWN_S allows 25 s)"
+    )
+
+
+def test_a_peer_that_an_exception_ends_slowly_does_not_make_75_of_the_exit_code():
+    job = of(new_job(), *((node, 42) for node in NODES))
+    text = "worker-1 (host vm, pid 42) was lost: ended by an unhandled ConfigError: a QueueSampler needs continue"
+    line = f"kvdist.errors.PeerLostError: {text}".encode()
+    job.ended([ProcessExit(node, 42, EXIT_PEER_LOST, line) for node in NODES if node != worker(1)], 101.0)
+    job.tick(106.0)
+    job.ended([ProcessExit(worker(1), 42, -15)], 108.0)
+    assert job.exit_code() == 1
+    lines = job.conclude(108.0, ["the last line of a server"])
+    assert lines[-1] == f"job ended with exit code 1 after 1.0 s: {text}" and "the last line" not in "".join(lines)
 
 
 def dissolve(job: Job, now: float) -> None:

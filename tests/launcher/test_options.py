@@ -89,6 +89,7 @@ def test_an_options_text_becomes_a_value(words, name, value):
         (["--launcher=yarn"], "'yarn', which only MXNet's launcher has; --launcher none prints"),
         (["--p3"], "unknown option --p3; -x DMLC_PS_VAN_TYPE=p3, or kv.create('p3'), gives priority slices"),
         (["--emit", "pdf"], "invalid choice: 'pdf'"),
+        (["--on-loss", "contine"], "'contine' is unknown; did you mean continue?"),
         (["--activate", "a\nb"], "must be a line of text"),
     ],
 )

@@ -217,6 +217,17 @@ def test_what_servers_print_of_a_lost_peer_is_not_shown_unless_asked_for_but_log
     assert output.last_error_line(server(0)) == LOST
 
 
+@each("patterns, count", [((), 0), (("w0", "s0"), 2)])
+def test_that_others_wait_for_the_cluster_is_left_to_the_scheduler_unless_asked_for(screen, patterns, count):
+    output = JobOutput(screen.sink, screen.sink, patterns)
+    output.open([(server(0), ""), (worker(0), "")])
+    for node in (server(0), worker(0)):
+        text = f"{node} has waited 10.1 s for the cluster of 2 worker(s) and 1 server(s) to be complete\n"
+        output.feed(node, ERR, text.encode())
+    output.close()
+    assert screen.text().count("to be complete") == count
+
+
 def test_the_end_of_an_output_is_on_the_screen_until_many_lines_follow(screen):
     output = JobOutput(screen.sink, screen.sink)
     output.open([(worker(0), ""), (worker(1), "")])

@@ -41,7 +41,10 @@ def test_a_host_with_everything_has_no_problem():
 @each(
     "problem, words",
     [
-        ({"facts": {"version": "0.0.9"}}, ["kvdist 0.0.9", f"pip install kvdist=={__version__}", "/opt/bin/python"]),
+        (
+            {"facts": {"version": "0.0.9"}},
+            ["kvdist 0.0.9", f"this machine {__version__}", "/opt/bin/python -m pip install ./kvdist"],
+        ),
         ({"folder": {"free_bytes": 12_000_000, "problem": ""}}, ["/srv/job has 12 MB free"]),
         ({"folder": {"free_bytes": 0, "problem": "/srv cannot be written to"}}, ["/srv cannot be written to"]),
         ({"unreachable": "no answer from 10.0.0.1:7"}, ["scheduler cannot be reached", "no answer from 10.0.0.1:7"]),
@@ -83,7 +86,8 @@ def test_all_hosts_with_problems_are_named_at_once():
         ("ssh: Could not resolve hostname d1: Name or service not known", "~/.ssh/config"),
         ("ssh: connect to host d1 port 22: Connection refused", "does an ssh daemon run there"),
         ("ssh: connect to host d1 port 22: Connection timed out", "firewall"),
-        ("/usr/bin/python: Error while finding module ... No module named 'kvdist_launch'", "-m pip install kvdist"),
+        ("/usr/bin/python: Error while finding module ... No module named 'kvdist_launch'", "-m pip install ./kvdist"),
+        ("ssh: connect to host d1 port 22: Operation timed out", "does a firewall block port 22?"),
         ("bash: line 1: /opt/python: No such file or directory", "--python"),
         ("sh: 1: /opt/python: not found", "--python"),
     ],
@@ -97,6 +101,22 @@ def test_who_has_another_key_than_before_is_not_to_be_accepted_as_new():
     last_words = "REMOTE HOST IDENTIFICATION HAS CHANGED!: Host key verification failed."
     said = explained(last_words, "python", Host("d1", port=7))
     assert "--accept-new-host-keys" not in said and "ssh-keygen -R '[d1]:7'" in said
+
+
+@each(
+    "last_words, command",
+    [
+        ("ann@d1: Permission denied (publickey).", "ssh-copy-id -i /k/lab -p 7 ann@d1"),
+        ("Host key verification failed.", "ssh -o 'UserKnownHostsFile=\"/k/hosts\"' -p 7 -i /k/lab ann@d1"),
+        ("REMOTE HOST IDENTIFICATION HAS CHANGED!", "ssh-keygen -R '[d1]:7' -f /k/hosts forgets"),
+        ("No module named 'kvdist_launch'", "-i /k/lab' /"),
+        ("No module named 'kvdist_launch'", "/ ann@d1:kvdist/ && ssh -o "),
+        ("No module named 'kvdist_launch'", "-p 7 -i /k/lab ann@d1 '/opt/python -m pip install ./kvdist'"),
+    ],
+)
+def test_advised_commands_log_in_as_the_launcher_does(last_words, command):
+    host = Host("d1", port=7, user="ann", identity="/k/lab", known_hosts="/k/hosts")
+    assert command in explained(last_words, "/opt/python", host)
 
 
 def test_one_name_that_is_neither_a_host_nor_a_file_is_told_as_both():

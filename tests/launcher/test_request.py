@@ -108,7 +108,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_script_that_exists_or_is_none_is_not_refused(here, text):
-    assert parse_command(text.split(), None, is_here=False, is_copied=True) == tuple(text.split())
+    assert parse_command(text.split(), None, is_here=False, is_read_here=True) == tuple(text.split())
 
 
 @each(
@@ -121,12 +121,12 @@ def test_a_script_that_exists_or_is_none_is_not_refused(here, text):
 )
 def test_a_script_that_does_not_exist_is_named_with_the_nearest_one(here, text, message):
     with pytest.raises(CommandError, match=message) as caught:
-        parse_command(text.split(), None, is_here=False, is_copied=True)
+        parse_command(text.split(), None, is_here=False, is_read_here=True)
     assert caught.value.exit_code == 127
 
 
 def test_a_script_of_another_machine_may_not_be_here(here):
     assert parse_command(["python", "absent.py"], None, is_here=False)
-    assert parse_command(["python", "/srv/absent.py"], None, is_here=False, is_copied=True)
+    assert parse_command(["python", "/srv/absent.py"], None, is_here=False, is_read_here=True)
     with pytest.raises(CommandError, match=r"there is no script /srv/absent.py; name it"):
         parse_command([sys.executable, "/srv/absent.py"], None)

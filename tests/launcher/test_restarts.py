@@ -19,6 +19,7 @@ from tests.cases import each
 
 KILLED = -signal.SIGKILL
 NODES = [SCHEDULER, server(0), worker(0), worker(1)]
+NOT_AGAIN = "so it is not started again (correct the error first)"
 FENCED = b"kvdist.errors.FencedError: worker-1 was given up 14.2 s ago"
 
 
@@ -234,7 +235,7 @@ def test_the_same_exception_twice_fails_the_job_with_a_sentence():
     job.ended([ended(worker(0), 1, b"ValueError: loss is nan")], 101.0)
     again(job, worker(0), 101.0)
     (said,) = job.ended([ended(status=1, line=b"ValueError: loss is nan")], 102.0)
-    reason = "worker-0 had ended by the same before, so it is not started again: ValueError: loss is nan"
+    reason = f"the same error ended worker-0 before, {NOT_AGAIN}: ValueError: loss is nan"
     assert said == Say(
         f"worker-1 (pid 7) failed with exit code 1; {reason}; waiting up to 5 s for the other processes to exit"
     )
@@ -397,9 +398,23 @@ def test_an_exception_that_comes_again_ends_the_job(launch):
     words = (*WORDS, "--restart", "9", "--grace", "0.2", "python", "-c", script)
     code, _, err = launch("-n", "1", "-s", "1", *words).finish()
     assert code == 1
-    assert (
-        "it had ended by the same before, so it is not started again: ValueError: loss is nan" in err.splitlines()[-1]
-    )
+    assert f"the same error ended worker-0 twice, {NOT_AGAIN}: ValueError: loss is nan" in err.splitlines()[-1]
+
+
+LOST_AGAIN = b"kvdist.errors.PeerLostError: worker-1 (host vm, pid 7) was lost: ended by an unhandled NameError: x"
+
+
+@each("peers", [[SCHEDULER], [worker(0)], [server(0), worker(0)]])
+def test_the_same_exception_twice_is_told_also_if_its_consequences_are_seen_first(peers):
+    job = new_job()
+    job.ended([ended(status=1, line=b"NameError: x")], 101.0)
+    again(job, worker(1), 101.0)
+    job.ended([ended(node, 75, LOST_AGAIN) for node in peers], 102.0)
+    job.ended([ended(status=1, line=b"NameError: x", life=1)], 103.0)
+    job.ended([ended(node, 75, LOST_AGAIN) for node in NODES[:3] if node not in peers], 104.0)
+    assert job.is_over and job.exit_code() == 1
+    why = f"the same error ended worker-1 twice, {NOT_AGAIN}: NameError: x; job ended with exit code 1"
+    assert job.conclude(104.0)[-1] == f"worker-1 (pid 7) failed with exit code 1 after 3.0 s; {why}"
 
 
 def test_a_program_that_is_gone_when_it_is_to_start_again_counts_as_having_ended(launch, tmp_path):

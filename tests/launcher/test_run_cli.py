@@ -229,7 +229,7 @@ def test_the_first_failure_gives_the_exit_code(capfd):
     assert main(["-np", "2"]) == 2
     said = capfd.readouterr().err
     assert "kvdist-run: worker-1 (pid " in said
-    assert "kvdist-run: error: -np asks for 2 processes, but the hosts have 1 slots (localhost: 1)" in said
+    assert "kvdist-run: error: -np asks for 2 processes, but the hosts have 1 slot (localhost: 1)" in said
     assert "kvdist-run: error: the command is missing" in said
 
 

@@ -186,7 +186,7 @@ def test_a_worker_that_is_stopped_when_the_others_have_finished_is_told_of_and_k
     job = launch(*words, "-n", "2", "-s", "0", "--grace", "0.2", *shell)
     code, _, err = job.finish()
     who = rf"worker-1{place} \(pid \d+\)"
-    assert re.search(rf"{who} has been stopped by a signal for 10 s; kill -CONT \d+ lets it go on", err), err
+    assert re.search(rf"{who} has been stopped by a signal for 3 s; kill -CONT \d+ lets it go on", err), err
     assert re.search(rf"the job waits for the end of {who}, and kills it in 0.2 s", err), err
     assert code == 137 and re.search(
         rf"{who} was killed by signal 9 .*; the job had waited for nothing but its end", err

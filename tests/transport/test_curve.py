@@ -362,7 +362,7 @@ def test_a_peer_that_ran_out_of_patience_with_a_busy_listener_is_not_called_one_
                 bound.recv(0.01)  # its second connection may be noticed before the end of the first one
         if refusals(caplog, ""):  # else the first one had ended before its handshake began, on a busy machine
             break
-    said = "it has ended, found this process too busy, or has another secret or none"
+    said = "it is no process of kvdist, has ended, gave up waiting, or has another secret or none"
     assert refusals(caplog, "") == refusals(caplog, said) != []
 
 
