@@ -79,6 +79,15 @@ def test_a_deadlock_names_the_calls_and_what_lets_workers_have_different_numbers
     assert launcher.code == 1
 
 
+@each("call", ["average(1.0)", "barrier()", "init('v', np.zeros(4))"])
+def test_a_deadlock_of_a_call_that_rank_0_makes_alone_says_that_every_worker_must_make_it(job, script, call):
+    alone = f"    store.barrier()\n    if rank == 0:\n        store.{call}\n    store.pushpull('w', np.ones(4, np.float32))\n"
+    job.launch(2, 1, script(START + alone))
+    job.finish()
+    last = closing_lines(job)[-1]
+    assert ". Every worker must make the call of worker-0, outside of any `if rank == 0:`; where workers" in last, last
+
+
 def test_a_deadlock_in_which_no_round_is_awaited_asks_for_the_same_order_alone(job, script):
     order = "    for key in 'ab' if rank == 0 else 'ba':\n        store.init(key, np.zeros(4, np.float32))\n"
     job.launch(2, 1, script(START + order))
