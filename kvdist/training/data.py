@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import itertools
-import operator
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvdist.kvstore.values import is_tensor
+from kvdist.schema import whole_number
 
 State: TypeAlias = dict[str, Any]
 """A `SamplerPosition` in numbers, texts and lists."""
@@ -415,7 +415,7 @@ class SplitSampler:
         else:
             before, found, end = self._begun, self._visited, self._end
         if visited is not None:
-            found = operator.index(visited)
+            found = require_whole("visited", visited)
         if not before.visited <= found <= end:
             raise ValueError(
                 f"visited is {found}; it counts from the beginning of epoch {before.epoch}, and this worker began at"
@@ -456,7 +456,7 @@ class SplitSampler:
         Raises:
             ValueError: `epoch` is negative.
         """
-        if epoch < 0:
+        if require_whole("epoch", epoch) < 0:
             raise ValueError(f"the epoch is {epoch}; epochs count from 0")
         if epoch != self._next.epoch:
             self._next, self._rest = self._next.beginning_of(epoch), None
@@ -711,7 +711,23 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
     return [data[(*before, slice(start, stop))] for start, stop in itertools.pairwise(bounds)]
 
 
+def require_whole(name: str, value: object) -> int:
+    """Return a number of a sampler.
+
+    Raises:
+        TypeError: it is no whole number, but perhaps the data set itself.
+    """
+    try:
+        return whole_number(name, value)
+    except TypeError as error:
+        if name != "length" or isinstance(value, str) or not hasattr(value, "__len__"):
+            raise
+        raise TypeError(f"{error}; give len(data)") from None
+
+
 def _check_parts(length: int, num_parts: int, part_index: int) -> None:
+    for name, value in (("length", length), ("num_parts", num_parts), ("part_index", part_index)):
+        require_whole(name, value)
     if length < 0:
         raise ValueError(f"length is {length}; it counts the examples of the data set, at least 0")
     if num_parts < 1:

@@ -46,6 +46,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
 from kvdist.protocol.messages import Due, DueWhen
+from kvdist.schema import real_number, whole_number
 from kvdist.training.ballot import Ballot
 from kvdist.training.batch_sizes import Speed
 from kvdist.training.data import Batches, DrivenSampler, HandedOut, SplitSampler, count_as_used
@@ -818,7 +819,7 @@ class Trainer:
             ValueError: `batch_size` is below 1.
             ConfigError: workers do not make each step together (``dist_async``, or a policy).
         """
-        if batch_size < 1:
+        if whole_number("batch_size", batch_size) < 1:
             raise ValueError(f"batch_size is {batch_size}; it is the number of examples of a batch, at least 1")
         self._start()
         store = self._kvstore
@@ -983,7 +984,7 @@ class Trainer:
 
     def _divisor(self, batch_size: float | None) -> float:
         divisor = self._num_devices if batch_size is None else batch_size
-        if not 0 < divisor < BATCH_SIZE_LIMIT:
+        if not 0 < real_number("batch_size", divisor) < BATCH_SIZE_LIMIT:
             raise ValueError(
                 f"batch_size is {batch_size}; it is the number of examples in the gradients, above 0 and below 2^32"
             )

@@ -427,6 +427,23 @@ def test_impossible_parts_are_refused(arguments, message):
         SplitSampler(1).set_epoch(-1)
 
 
+@each(
+    "arguments, message",
+    [
+        ((TensorDataset(torch.zeros(8)), 2, 0), "length must be a whole number, not a TensorDataset; give len(data)"),
+        ((torch.zeros(8, 20), 2, 0), "length must be a whole number, not a Tensor; give len(data)"),
+        ((8, "2", 0), "num_parts must be a whole number, not '2' of type str"),
+        ((8, 2, TensorDataset(torch.zeros(8))), "part_index must be a whole number, not a TensorDataset"),
+    ],
+)
+def test_what_is_no_number_of_a_part_is_named(arguments, message):
+    with pytest.raises(TypeError) as caught:
+        SplitSampler(*arguments)
+    assert str(caught.value) == message
+    with pytest.raises(TypeError, match="epoch must be a whole number, not '1' of type str"):
+        SplitSampler(1).set_epoch("1")  # type: ignore[arg-type]
+
+
 @each("make", [np.asarray, torch.tensor])
 @each("num_slice, axis", [(8, 0), (3, 1), (4, -1), (1, 0), (4, 1), (15, 0), (129, 0)])
 def test_parts_of_a_batch_are_those_of_array_split(make, num_slice, axis):

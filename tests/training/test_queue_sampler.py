@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from kvdist import QueueSampler, Trainer, kv
 from kvdist.errors import ConfigError
@@ -174,6 +174,13 @@ def test_a_skipped_step_uses_its_examples(trainer_on):
 def test_numbers_out_of_range_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
         QueueSampler(**{"length": 5, **options})
+
+
+def test_a_data_set_in_place_of_its_length_is_refused():
+    with pytest.raises(TypeError, match=r"length must be a whole number, not a TensorDataset; give len\(data\)"):
+        QueueSampler(TensorDataset(torch.zeros(8)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="epochs must be a whole number, not '3' of type str"):
+        QueueSampler(8, epochs="3")  # type: ignore[arg-type]
 
 
 def test_an_empty_data_set_ends_at_once(trainer_on):

@@ -451,6 +451,11 @@ def test_settings_that_cannot_work_are_refused():
     for batch_size in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="batch_size is"):
             Trainer([parameter()], "sgd", kvstore=None).step(batch_size)
+    for wrong, shown in (("32", "'32' of type str"), (torch.zeros(3), "a Tensor|of type Tensor")):
+        with pytest.raises(TypeError, match=f"batch_size must be a number, not .*({shown})"):
+            Trainer([parameter()], "sgd", kvstore=None).step(wrong)
+        with pytest.raises(TypeError, match=f"samples must be a number, not .*({shown})"):
+            Trainer([parameter()], "sgd", kvstore=None).step(samples=wrong)
 
 
 @each("kvstore", [None, "local", "dist"])
