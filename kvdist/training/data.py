@@ -547,6 +547,8 @@ class Batches:
         if has_joined and isinstance(sampler, SplitSampler) and self._skip(sampler, batch_size, drops_last):
             return
         if sampler is None:
+            if self._trainer is not None and (undivided := _undivided(self._loader)):
+                self._trainer._warn_of_whole_data(undivided)
             yield from self._timed(self._loader)
             return
         if isinstance(sampler, DrivenSampler):
@@ -632,6 +634,19 @@ def _batching(loader: Any) -> tuple[SplitSampler | DrivenSampler | None, int | N
         if type(maker) is BatchSampler or type(maker).__module__ == "torchdata.stateful_dataloader.sampler":
             return sampler, maker.batch_size, maker.drop_last
     return sampler, None, False
+
+
+def _undivided(loader: Any) -> int:
+    """The examples of a torch loader that visits its whole data set; 0 where it may visit a part, or is another one."""
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
+
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, Subset):
+        return 0
+    maker = loader.batch_sampler
+    sampler = maker.sampler if type(maker) is BatchSampler else loader.sampler if maker is None else maker
+    if type(sampler) not in (RandomSampler, SequentialSampler) or getattr(sampler, "replacement", False):
+        return 0
+    return len(loader.dataset)  # type: ignore[arg-type]
 
 
 def _asks_ahead() -> bool:

@@ -203,6 +203,8 @@ class Trainer:
         self._is_void = False
         """Whether all have gone back to a snapshot, and the weights here are not yet those."""
         self._handed_out: HandedOut = {}
+        self._undivided = 0
+        """Examples that `batches` reads on every worker, as no sampler divides them; 0 for none."""
         self._queue: DrivenSampler | None = None
         """What `batches` has iterated last."""
         self._position: Mapping[str, Any] | None = None
@@ -873,6 +875,8 @@ class Trainer:
         self._loaded_states = ()
         if any(isinstance(one, SplitSampler) for one in self._handed_out):  # before this the store had but a name
             self._warn_of_parts()
+        if self._undivided:
+            self._warn_of_whole_data(self._undivided)
 
     def _start_with(self, store: KVStoreBase | None) -> None:
         if store is not None:
@@ -1081,7 +1085,7 @@ class Trainer:
     def _warn_of_parts(self) -> None:
         """Say once that a fixed part of the data does not go with workers at their own pace, if the store is known."""
         store = self._kvstore_wanted if self._kvstore is None else self._kvstore
-        if not isinstance(store, KVStore) or self._has_warned:
+        if not isinstance(store, KVStore) or store.rank or self._has_warned:
             return
         policy = policy_of(store)
         if policy is not None and policy.pace is not Pace.TOGETHER:
@@ -1096,6 +1100,21 @@ class Trainer:
             " fast workers finish their parts first: with QueueSampler(len(data)) each takes as many examples as it"
             " can",
             where,
+        )
+
+    def _warn_of_whole_data(self, examples: int) -> None:
+        """Say once that nothing divides the data over the workers; at the first step where the store has but a name."""
+        self._undivided = examples
+        store = self._kvstore_wanted if self._kvstore is None else self._kvstore
+        if not isinstance(store, KVStore) or store.num_workers == 1 or store.rank or self._has_warned:
+            return
+        self._has_warned = True
+        LOG.warning(
+            "this DataLoader has no sampler of kvdist, so each of the %d workers reads all %d examples of its data set."
+            " Unless that is the part of one worker, pass sampler=QueueSampler(len(data)), or"
+            " SplitSampler(len(data), store.num_workers, store.rank)",
+            store.num_workers,
+            examples,
         )
 
     def _warn_without(self, has_grads: bool) -> None:

@@ -641,10 +641,10 @@ class Scheduler(Machine):
         names = ", ".join(f"worker-{rank}" for rank in open_[:NAMED_MAX])
         more = f" and {len(open_) - NAMED_MAX} more" if len(open_) > NAMED_MAX else ""
         text = (
-            f"WARNING: worker-{most} made {counts[most]} rounds and worker-{least} {counts[least]}: the last rounds"
-            f" lack the gradients of those that had ended, and {names}{more} ended without store.close(). Give all"
-            " workers the same number of batches (`with trainer.join():`, or a QueueSampler); or, if they are to"
-            " differ, call store.close() where a worker is done"
+            f"WARNING: worker-{most} made {counts[most]} steps and worker-{least} {counts[least]}: the last steps lack"
+            " the gradients of workers that had ended. Give all workers the same number of batches: a SplitSampler or"
+            " QueueSampler for the data, or `with trainer.join():`. Where the numbers are meant to differ, end the"
+            f" script with store.close(), which {names}{more} did not call"
         )
         return [Log(text)]
 
