@@ -1123,10 +1123,9 @@ class Trainer:
             return
         self._has_warned_of_grads = True
         LOG.warning(
-            "a step without a gradient for any of the %d trained parameters of this Trainer (%s, ...): this worker"
-            " adds nothing to it, and if no other worker does, the weights stay unchanged. Parameters that were"
-            " replaced since the Trainer was created are not trained by it (load_state_dict(assign=True), weight_norm,"
-            " a new layer): create the Trainer after that. A worker without examples calls skip_step()",
+            "step() found no gradient of the %d trained parameters (%s, ...): call loss.backward() before step(). Where"
+            " it was called, the parameters were replaced after the Trainer was created (a new layer, weight_norm,"
+            " load_state_dict(assign=True)): create it later. A worker without examples calls skip_step()",
             len(self._trained),
             self._trained[0][1].label,
         )

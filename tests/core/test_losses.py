@@ -62,7 +62,7 @@ def test_what_is_not_counted_is_dropped_and_the_round_is_closed_by_the_others(wi
     assert any(
         report.startswith("worker-1 (host ") and report.endswith("; 2 workers go on") for report in wired.reports
     )
-    assert "worker-1: 2 pushes of each key count, and nothing of the next" in wired.reports
+    assert "worker-1: its first 2 pushes are in the weights, and nothing of the next" in wired.reports
     for block in wired.servers[0].dense:
         assert set(block.round.counted) == {0, 2}, "blocks with other counters would not merge"
 
@@ -88,7 +88,9 @@ def test_the_pushes_of_each_life_are_counted_from_its_own_beginning(wired: Wired
     wired.kill("worker-1")
     wired.advance(10.0)
     said = [report for report in wired.reports if "nothing of the next" in report]
-    assert [report.partition(": ")[2].split()[0] for report in said] == ["4", str(turns)]
+    last = "its first push is" if turns == 1 else f"its first {turns} pushes are"
+    texts = [f"{one} in the weights, and nothing of the next" for one in ("its first 4 pushes are", last)]
+    assert said == [f"worker-1: {text}" for text in texts]
 
 
 def test_what_is_counted_on_one_server_and_not_on_another_is_said_to_count_in_part() -> None:
@@ -103,7 +105,7 @@ def test_what_is_counted_on_one_server_and_not_on_another_is_said_to_count_in_pa
     read = wired.pull(0, "w")
     wired.settle()
     assert sorted(set(wired.value(read, "w"))) == [1, 11]
-    assert any("0 pushes of each key count, and push 1 in part: in 1 of 2 slices" in one for one in wired.reports)
+    assert any("no push of it is in the weights, and push 1 in part: in 1 of 2 slices" in one for one in wired.reports)
 
 
 @each("asks", ["scheduler", "server-0"])

@@ -719,7 +719,7 @@ class Scheduler(Machine):
         step = self.steps.get(member) if member.node.role is Role.WORKER else None
         where = self._where(member)
         # Workers tell their step once a second, and with each message to the scheduler.
-        when = "" if step is None else f", last heard of in step {step}"
+        when = "" if step is None else f", last reported in step {step}"
         sentence = f"{where} was lost{when}: {cause}"
         if self.rollback is not None and self.membership.servers.get(member.node) == member and not self._is_over:
             obstacle = self.rollback.obstacle()
