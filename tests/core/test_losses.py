@@ -108,6 +108,20 @@ def test_what_is_counted_on_one_server_and_not_on_another_is_said_to_count_in_pa
     assert any("no push of it is in the weights, and push 1 in part: in 1 of 2 slices" in one for one in wired.reports)
 
 
+def test_a_worker_knows_within_half_the_time_until_it_speaks_of_a_wait_which_lost_worker_it_waits_for() -> None:
+    wired = Wired(2, 2, on_loss="wait")
+    wired.initialise({"w": [0.0], "b": [0.0]})
+    for rank in (0, 1):
+        wired.set_optimizer(rank, "test")
+    wired.settle()
+    wired.pushpull(0, {"w": [1], "b": [1]})
+    wired.settle()
+    wired.kill("worker-1")
+    wired.advance(wired.workers[0].limits.explain_after_s / 2)
+    said = str(wired.workers[0].explain(wired.now))
+    assert "for worker-1 (lost, its return is awaited) to push key 'b' (step 1), in pushpull" in said
+
+
 @each("asks", ["scheduler", "server-0"])
 def test_who_was_silent_for_too_long_is_told_that_the_others_went_on(asks: str) -> None:
     wired = going_on()
