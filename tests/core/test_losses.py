@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +121,16 @@ def test_a_worker_knows_within_half_the_time_until_it_speaks_of_a_wait_which_los
     wired.advance(wired.workers[0].limits.explain_after_s / 2)
     said = str(wired.workers[0].explain(wired.now))
     assert "for worker-1 (lost, its return is awaited) to push key 'b' (step 1), in pushpull" in said
+
+
+def test_a_worker_whose_connection_is_broken_for_its_silence_is_lost_for_that(wired: Wired) -> None:
+    wired.advance(1.0)
+    wired.stopped["worker-1"] = None
+    wired.advance(30.0)
+    wired.observe("scheduler", PeerDisconnected(wired.member("worker-1"), "the connection was closed or broke"))
+    wired.advance(60.0)
+    (said,) = [report for report in wired.reports if report.startswith("worker-1 (host ")]
+    assert re.search(r"was lost, .*: was silent for (29|3\d)\.\d s \(KVDIST_PATIENCE_S\); 2 workers go on", said), said
 
 
 @each("asks", ["scheduler", "server-0"])

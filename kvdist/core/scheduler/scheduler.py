@@ -308,10 +308,12 @@ class Scheduler(Machine):
             case PeerDisconnected(member, reason, after_silence):
                 # libzmq does not say whether it was itself that closed a silent connection within a host.
                 heard = self._heard.get(member, now)
-                is_silent = after_silence or now - heard > self.limits.quiet_s
+                is_quiet = now - heard > self.limits.quiet_s
+                is_silent = after_silence or is_quiet
                 is_judged = self.membership.is_complete or not is_silent
                 grace_s = self._grace_s(after_silence, silent_s=now - max(heard, self._awake_since))
                 due = now + grace_s if is_judged else NEVER
+                reason = f"was silent for {now - heard:.1f} s (KVDIST_PATIENCE_S)" if is_quiet else reason
                 self.membership.suspect(member, due, reason, is_silent)
             case PeerConnected(member):
                 self.membership.trust(member)
