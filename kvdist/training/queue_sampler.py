@@ -261,8 +261,7 @@ class QueueSampler(DrivenSampler):
     def __iter__(self) -> Iterator[int]:
         if not self._is_driven:
             raise RuntimeError(
-                "iterate a QueueSampler by `for batch in trainer.batches(loader)`, which reports the used examples:"
-                " this loader, or the sampler, was iterated directly"
+                "a QueueSampler was iterated without a Trainer: write `for batch in trainer.batches(loader):`"
             )
         self._iterations += 1
         self._yielded = self._end = 0

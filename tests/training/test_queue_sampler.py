@@ -189,10 +189,10 @@ def test_an_empty_data_set_ends_at_once(trainer_on):
 
 def test_a_loader_that_is_iterated_by_itself_says_how_it_is_done(trainer_on):
     sampler = QueueSampler(LENGTH)
-    with pytest.raises(RuntimeError, match="iterate a QueueSampler by `for batch in trainer.batches"):
+    with pytest.raises(RuntimeError, match="iterated without a Trainer: write `for batch in trainer.batches"):
         list(loader_of(sampler))
     train(trainer_on(), loader_of(sampler))
-    with pytest.raises(RuntimeError, match="iterate a QueueSampler by `for batch in trainer.batches"):
+    with pytest.raises(RuntimeError, match="iterated without a Trainer: write `for batch in trainer.batches"):
         list(loader_of(sampler))
 
 
