@@ -21,6 +21,8 @@ WHOLE_MAX = (1 << 53) - 1
 TEXT_BYTES_MAX = 1024
 """The longest text of a description: `WireLimits.name_bytes_max`."""
 
+SHOWN_MAX = 40
+"""Characters of a wrong value that a message shows."""
 _SCHEMA = "kvdist"
 _Number = TypeVar("_Number", float, int)
 
@@ -142,6 +144,24 @@ def schema_of(cls: type[Any], *, without: Collection[str] = ()) -> dict[str, Sch
     return schemas
 
 
+def _shown(value: object) -> str:
+    """A value that is wrong, for a message: its text where that is short, else its type alone."""
+    text, kind = repr(value), type(value).__name__
+    is_short = len(text) <= SHOWN_MAX and "\n" not in text and " at 0x" not in text
+    return f"{text} of type {kind}" if is_short else f"a {kind}"
+
+
+def real_number(name: str, value: object) -> float:
+    """Return `value`, which is a number.
+
+    Raises:
+        TypeError: it is not a real number (a bool is not one here).
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, not {_shown(value)}")
+    return value  # type: ignore[return-value]
+
+
 def finite_number(name: str, value: object) -> float:
     """Return `value` as a float.
 
@@ -149,10 +169,8 @@ def finite_number(name: str, value: object) -> float:
         TypeError: it is not a real number (a bool is not one here).
         ValueError: it is infinite, NaN or too large.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, not {value!r} of type {type(value).__name__}")
     try:
-        result = float(value)
+        result = float(real_number(name, value))
     except OverflowError:
         raise ValueError(f"{name} is too large for a float") from None
     if not math.isfinite(result):
@@ -167,5 +185,5 @@ def whole_number(name: str, value: object) -> int:
         TypeError: it is not a whole number (neither a bool nor a float is one here).
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be a whole number, not {value!r} of type {type(value).__name__}")
+        raise TypeError(f"{name} must be a whole number, not {_shown(value)}")
     return int(value)

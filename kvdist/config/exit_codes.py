@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from kvdist.config.environment import read_setting
-from kvdist.errors import FencedError, JobOver, PeerLostError
+from kvdist.errors import FencedError, JobOver, KvdistError, PeerLostError
 
 EXIT_PEER_LOST = 75
 """This process ended because another one was lost: sysexits.h's EX_TEMPFAIL, which says that trying again may help."""
@@ -25,9 +25,9 @@ EXIT_CONFIG = 2
 
 
 FRAMES_OF_OURS_MAX = 3
-"""How many frames of kvdist a traceback shows."""
-INNER_MODULES = ("concurrent", "contextlib")
-"""Modules of Python whose frames count as ours where kvdist calls them."""
+"""How many frames of kvdist a traceback shows; of an exception of `kvdist.errors`, whose text says it all, one."""
+INNER_MODULES = ("concurrent", "contextlib", "torch")
+"""Modules whose frames count as ours where kvdist calls them."""
 
 
 LINGER_S = 10.0
@@ -83,7 +83,7 @@ class _Hook:
         ends = self.ends and isinstance(error, PeerLostError | FencedError) and not is_interactive
         if not (is_interactive or sys.flags.dev_mode):
             for one in _chain(error):
-                _cut(one.__traceback__)
+                _cut(one.__traceback__, 1 if isinstance(one, KvdistError) else FRAMES_OF_OURS_MAX)
             if ends and self.is_launched:
                 trace = error.__traceback__ = None
         self._hook(kind, error, trace)
@@ -100,14 +100,14 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _cut(trace: TracebackType | None) -> None:
+def _cut(trace: TracebackType | None, frames_max: int) -> None:
     """Take all but the first frames of kvdist out of a traceback, as the others do not help its reader."""
     is_ours, ours, shown = False, 0, trace
     while trace is not None and shown is not None:
         package = str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0]
         is_ours = package == "kvdist" or (is_ours and package in INNER_MODULES)
         ours += is_ours
-        if is_ours and ours > FRAMES_OF_OURS_MAX:
+        if is_ours and ours > frames_max:
             shown.tb_next = trace.tb_next
         else:
             shown = trace

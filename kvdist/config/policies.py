@@ -82,17 +82,17 @@ class LocalSteps:
     def __post_init__(self) -> None:
         if type(self.every) is not int or not 1 <= self.every <= EVERY_MAX:
             raise ValueError(
-                f"{self.every} steps between two exchanges; it must be a whole number from 1 to {EVERY_MAX}"
+                f"{self.every!r} steps between two exchanges; it must be a whole number from 1 to {EVERY_MAX}"
             )
         _require_outer(self.learning_rate, self.momentum)
         if type(self.fragments) is not int or not 1 <= self.fragments <= self.every:
             raise ValueError(
-                f"{self.fragments} fragments in {self.every} steps; each is exchanged at a step of its own, so it must"
-                f" be a whole number from 1 to {self.every}"
+                f"{self.fragments!r} fragments in {self.every} steps; each is exchanged at a step of its own, so it"
+                f" must be a whole number from 1 to {self.every}"
             )
         if self.delay is not None and (type(self.delay) is not int or not 0 <= self.delay < self.every):
             raise ValueError(
-                f"a delay of {self.delay} steps; a fragment is back before it leaves again, so it must be a whole"
+                f"a delay of {self.delay!r} steps; a fragment is back before it leaves again, so it must be a whole"
                 f" number from 0 to {self.every - 1}"
             )
         _require_bits(self.bits)
@@ -268,7 +268,7 @@ def _require_whole(before: str, number: object, unit: str, least: int, most: int
 
 def _require_bits(bits: object) -> None:
     if bits not in COMPRESSIONS:
-        raise ValueError(f"numbers of {bits} bits; they can be of 32, 16, 8 or 4")
+        raise ValueError(f"numbers of {bits!r} bits; they can be of 32, 16, 8 or 4")
 
 
 def _bits_word(bits: int) -> str:
@@ -281,9 +281,10 @@ def _require_damping(damping: object) -> None:
 
 
 def _require_outer(learning_rate: float, momentum: float) -> None:
-    if not (0 < learning_rate < math.inf and 0 <= momentum < 1):
+    are_numbers = isinstance(learning_rate, float | int) and isinstance(momentum, float | int)
+    if not (are_numbers and 0 < learning_rate < math.inf and 0 <= momentum < 1):
         raise ValueError(
-            f"the outer optimizer has learning rate {learning_rate} and momentum {momentum}; the rate"
+            f"the outer optimizer has learning rate {learning_rate!r} and momentum {momentum!r}; the rate"
             " must be above 0, and the momentum from 0 to below 1"
         )
 

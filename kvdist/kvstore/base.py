@@ -472,9 +472,9 @@ class KVStore(KVStoreBase):
             ValueError: `timeout` is not positive.
         """
         self._begin()
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (isinstance(timeout, float | int) and timeout > 0):
             raise ValueError(
-                f"the time-out of a barrier is {timeout}; it must be a positive number of seconds, or None"
+                f"the time-out of a barrier is {timeout!r}; it must be a positive number of seconds, or None"
             )
         self._backend.meet(timeout)
 

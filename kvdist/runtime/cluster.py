@@ -483,8 +483,7 @@ def _endpoint_for_neighbours(config: ClusterConfig, transport: Transport) -> str
 def _embedded() -> Cluster:
     """A scheduler, a server and a worker in this process, in one thread, without sockets."""
     LOG.warning(
-        "kv.create('dist') found no cluster in the environment: running alone, with an embedded server in this process."
-        " Start with `kvdist-launch -n WORKERS -s SERVERS COMMAND` to train on several"
+        "kv.create('dist'): running alone. For several workers, start by `kvdist-launch -n WORKERS -s SERVERS COMMAND`"
     )
     config = embedded_cluster_from_env()
     device = open_server_device(config.server_device(0))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import abc
 import itertools
-import operator
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from kvdist.kvstore.values import is_tensor
+from kvdist.schema import whole_number
 
 State: TypeAlias = dict[str, Any]
 """A `SamplerPosition` in numbers, texts and lists."""
@@ -416,7 +416,7 @@ class SplitSampler:
         else:
             before, found, end = self._begun, self._visited, self._end
         if visited is not None:
-            found = operator.index(visited)
+            found = require_whole("visited", visited)
         if not before.visited <= found <= end:
             raise ValueError(
                 f"visited is {found}; it counts from the beginning of epoch {before.epoch}, and this worker began at"
@@ -457,7 +457,7 @@ class SplitSampler:
         Raises:
             ValueError: `epoch` is negative.
         """
-        if epoch < 0:
+        if require_whole("epoch", epoch) < 0:
             raise ValueError(f"the epoch is {epoch}; epochs count from 0")
         if epoch != self._next.epoch:
             self._next, self._rest = self._next.beginning_of(epoch), None
@@ -548,6 +548,8 @@ class Batches:
         if has_joined and isinstance(sampler, SplitSampler) and self._skip(sampler, batch_size, drops_last):
             return
         if sampler is None:
+            if self._trainer is not None and (undivided := _undivided(self._loader)):
+                self._trainer._warn_of_whole_data(undivided)
             yield from self._timed(self._loader)
             return
         if isinstance(sampler, DrivenSampler):
@@ -635,6 +637,19 @@ def _batching(loader: Any) -> tuple[SplitSampler | DrivenSampler | None, int | N
     return sampler, None, False
 
 
+def _undivided(loader: Any) -> int:
+    """The examples of a torch loader that visits its whole data set; 0 where it may visit a part, or is another one."""
+    from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset
+
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, Subset):
+        return 0
+    maker = loader.batch_sampler
+    sampler = maker.sampler if type(maker) is BatchSampler else loader.sampler if maker is None else maker
+    if type(sampler) not in (RandomSampler, SequentialSampler) or getattr(sampler, "replacement", False):
+        return 0
+    return len(loader.dataset)  # type: ignore[arg-type]
+
+
 def _asks_ahead() -> bool:
     """Whether a ``DataLoader`` with worker processes, which reads ahead, is iterating the sampler.
 
@@ -712,7 +727,23 @@ def split_data(data: Any, num_slice: int, batch_axis: int = 0, even_split: bool 
     return [data[(*before, slice(start, stop))] for start, stop in itertools.pairwise(bounds)]
 
 
+def require_whole(name: str, value: object) -> int:
+    """Return a number of a sampler.
+
+    Raises:
+        TypeError: it is no whole number, but perhaps the data set itself.
+    """
+    try:
+        return whole_number(name, value)
+    except TypeError as error:
+        if name != "length" or isinstance(value, str) or not hasattr(value, "__len__"):
+            raise
+        raise TypeError(f"{error}; give len(data)") from None
+
+
 def _check_parts(length: int, num_parts: int, part_index: int) -> None:
+    for name, value in (("length", length), ("num_parts", num_parts), ("part_index", part_index)):
+        require_whole(name, value)
     if length < 0:
         raise ValueError(f"length is {length}; it counts the examples of the data set, at least 0")
     if num_parts < 1:

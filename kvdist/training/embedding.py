@@ -21,6 +21,7 @@ from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.rowsparse import LazyRows, RowSparse
 from kvdist.kvstore.values import Key
 from kvdist.optimizer.initializer import Initializer
+from kvdist.schema import real_number
 from kvdist.training.trainer_config import require_samples
 
 Ids = npt.NDArray[np.int64]
@@ -216,7 +217,7 @@ class Embedding(torch.nn.Module):
                 f"the store of the Embedding {self.key!r} has no optimizer, so gradients would replace its rows: call"
                 " store.set_optimizer on every worker"
             )
-        if batch_size is not None and not 0 < batch_size < float("inf"):
+        if batch_size is not None and not 0 < real_number("batch_size", batch_size) < float("inf"):
             raise ValueError(f"batch_size is {batch_size}; it must be a positive number")
         if samples is not None:
             samples = require_samples(samples, batch_size)

@@ -115,7 +115,8 @@ class Watch:
         if stale:
             names = [self._parameters[position].label for position in sorted({position for position, _ in stale})]
             raise RuntimeError(
-                f"the gradient of {_some(names)} used by the last step, and no backward pass has renewed it"
+                f"{'the gradients' if len(names) > 1 else 'the gradient'} of {_some(names)} used by the last step, and"
+                f" no backward pass has renewed {'them' if len(names) > 1 else 'it'}"
                 f" ({consequence}). Call zero_grad() before each backward pass, or pass ignore_stale_grad=True to leave"
                 " such parameters out. Torch must see that a gradient is new: write it by grad.copy_(), not by"
                 " grad.data or NumPy"
@@ -167,7 +168,7 @@ def refuse_untrained(parameters: Sequence[Parameter]) -> None:
     ]
     if names:
         raise RuntimeError(
-            f"{_some(names)} frozen when the trainer was created, but has a gradient now: workers agree on the trained"
+            f"{_some(names)} frozen when the trainer was created, but with a gradient now: workers agree on the trained"
             " parameters at the beginning. Create the trainer with all parameters that will be trained (a parameter"
             " without a gradient stays as it is), or close it and create another one"
         )

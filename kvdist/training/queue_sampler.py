@@ -11,7 +11,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import logging
-import operator
 import signal
 import threading
 import weakref
@@ -29,7 +28,7 @@ from kvdist.errors import ConfigError, KvdistError
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.dist import DistBackend
 from kvdist.protocol.messages import Lease, Used
-from kvdist.training.data import DrivenSampler
+from kvdist.training.data import DrivenSampler, require_whole
 
 if TYPE_CHECKING:
     from kvdist.training.trainer import Trainer
@@ -219,9 +218,9 @@ class QueueSampler(DrivenSampler):
     ) -> None:
         numbers = (("length", length, 0, LENGTH_MAX), ("epochs", epochs, 1, EPOCHS_MAX), ("seed", seed, 0, SEED_MAX))
         for name, number, least, most in numbers:
-            if not least <= operator.index(number) <= most:
+            if not least <= require_whole(name, number) <= most:
                 raise ValueError(f"{name} is {number}; it must be a whole number from {least} to {most}")
-        self._plan = Plan(operator.index(length), operator.index(epochs), bool(shuffle), operator.index(seed))
+        self._plan = Plan(int(length), int(epochs), bool(shuffle), int(seed))
         self._store = store
         self._leasing: Leasing | None = None
         self._first_pass = 0
@@ -262,8 +261,7 @@ class QueueSampler(DrivenSampler):
     def __iter__(self) -> Iterator[int]:
         if not self._is_driven:
             raise RuntimeError(
-                "iterate a QueueSampler by `for batch in trainer.batches(loader)`, which reports the used examples:"
-                " this loader, or the sampler, was iterated directly"
+                "a QueueSampler was iterated without a Trainer: write `for batch in trainer.batches(loader):`"
             )
         self._iterations += 1
         self._yielded = self._end = 0

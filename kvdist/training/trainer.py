@@ -46,6 +46,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState, digest
 from kvdist.optimizer.torch_rules import TorchRule
 from kvdist.protocol.messages import Due, DueWhen
+from kvdist.schema import real_number, whole_number
 from kvdist.training.ballot import Ballot
 from kvdist.training.batch_sizes import Speed
 from kvdist.training.data import Batches, DrivenSampler, HandedOut, SplitSampler, count_as_used
@@ -202,6 +203,8 @@ class Trainer:
         self._is_void = False
         """Whether all have gone back to a snapshot, and the weights here are not yet those."""
         self._handed_out: HandedOut = {}
+        self._undivided = 0
+        """Examples that `batches` reads on every worker, as no sampler divides them; 0 for none."""
         self._queue: DrivenSampler | None = None
         """What `batches` has iterated last."""
         self._position: Mapping[str, Any] | None = None
@@ -831,7 +834,7 @@ class Trainer:
             ValueError: `batch_size` is below 1.
             ConfigError: workers do not make each step together (``dist_async``, or a policy).
         """
-        if batch_size < 1:
+        if whole_number("batch_size", batch_size) < 1:
             raise ValueError(f"batch_size is {batch_size}; it is the number of examples of a batch, at least 1")
         self._start()
         store = self._kvstore
@@ -885,6 +888,8 @@ class Trainer:
         self._loaded_states = ()
         if any(isinstance(one, SplitSampler) for one in self._handed_out):  # before this the store had but a name
             self._warn_of_parts()
+        if self._undivided:
+            self._warn_of_whole_data(self._undivided)
 
     def _start_with(self, store: KVStoreBase | None) -> None:
         if store is not None:
@@ -996,7 +1001,7 @@ class Trainer:
 
     def _divisor(self, batch_size: float | None) -> float:
         divisor = self._num_devices if batch_size is None else batch_size
-        if not 0 < divisor < BATCH_SIZE_LIMIT:
+        if not 0 < real_number("batch_size", divisor) < BATCH_SIZE_LIMIT:
             raise ValueError(
                 f"batch_size is {batch_size}; it is the number of examples in the gradients, above 0 and below 2^32"
             )
@@ -1093,7 +1098,7 @@ class Trainer:
     def _warn_of_parts(self) -> None:
         """Say once that a fixed part of the data does not go with workers at their own pace, if the store is known."""
         store = self._kvstore_wanted if self._kvstore is None else self._kvstore
-        if not isinstance(store, KVStore) or self._has_warned:
+        if not isinstance(store, KVStore) or store.rank or self._has_warned:
             return
         policy = policy_of(store)
         if policy is not None and policy.pace is not Pace.TOGETHER:
@@ -1110,16 +1115,30 @@ class Trainer:
             where,
         )
 
+    def _warn_of_whole_data(self, examples: int) -> None:
+        """Say once that nothing divides the data over the workers; at the first step where the store has but a name."""
+        self._undivided = examples
+        store = self._kvstore_wanted if self._kvstore is None else self._kvstore
+        if not isinstance(store, KVStore) or store.num_workers == 1 or store.rank or self._has_warned:
+            return
+        self._has_warned = True
+        LOG.warning(
+            "this DataLoader has no sampler of kvdist, so each of the %d workers reads all %d examples of its data set."
+            " Unless that is the part of one worker, pass sampler=QueueSampler(len(data)), or"
+            " SplitSampler(len(data), store.num_workers, store.rank)",
+            store.num_workers,
+            examples,
+        )
+
     def _warn_without(self, has_grads: bool) -> None:
         """Say once that a step has no gradient at all here; other workers may have some."""
         if self._has_warned_of_grads or has_grads:
             return
         self._has_warned_of_grads = True
         LOG.warning(
-            "a step without a gradient for any of the %d trained parameters of this Trainer (%s, ...): this worker"
-            " adds nothing to it, and if no other worker does, the weights stay unchanged. Parameters that were"
-            " replaced since the Trainer was created are not trained by it (load_state_dict(assign=True), weight_norm,"
-            " a new layer): create the Trainer after that. A worker without examples calls skip_step()",
+            "step() found no gradient of the %d trained parameters (%s, ...): call loss.backward() before step(). Where"
+            " it was called, the parameters were replaced after the Trainer was created (a new layer, weight_norm,"
+            " load_state_dict(assign=True)): create it later. A worker without examples calls skip_step()",
             len(self._trained),
             self._trained[0][1].label,
         )

@@ -35,6 +35,7 @@ from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.compression import from_params
 from kvdist.optimizer.registry import create as create_optimizer
 from kvdist.optimizer.torch_rules import IGNORED, TORCH_RULES, TorchRule, known_words
+from kvdist.schema import real_number
 from kvdist.training.parameters import GROUP_ENTRIES, Grads, Parameter, ranges
 
 BIG_PARAMETER_ELEMENTS = 16 * 1024 * 1024
@@ -588,7 +589,7 @@ def require_samples(samples: float, batch_size: float | None, overlaps: bool = F
             f"step({batch_size}, samples={samples}): batch_size is for losses that are sums, samples for losses that"
             " are means; pass one of them"
         )
-    if isinstance(samples, bool) or not 0 < samples <= SAMPLES_MAX or int(samples) != samples:
+    if not 0 < real_number("samples", samples) <= SAMPLES_MAX or int(samples) != samples:
         raise ValueError(
             f"samples is {samples}; it is the number of examples of this worker's loss, whole, from 1 to {SAMPLES_MAX}."
             " Trainer.skip_step() is for a worker without any"

@@ -189,7 +189,8 @@ class MonitoredSocket(abc.ABC):
     def report_lost(self, events: list[Event]) -> None:
         for peer in self.lost:
             why = "brought nothing for long (KVDIST_PATIENCE_S)" if peer.fell_silent else "was closed or broke"
-            events.append(Disconnected(peer, f"the connection at {self.endpoint} {why}", peer.fell_silent))
+            where = "" if self.endpoint.startswith(SCHEME) else f" at {self.endpoint}"
+            events.append(Disconnected(peer, f"the connection{where} {why}", peer.fell_silent))
         self.lost.clear()
 
     @property

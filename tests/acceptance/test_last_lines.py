@@ -79,6 +79,15 @@ def test_a_deadlock_names_the_calls_and_what_lets_workers_have_different_numbers
     assert launcher.code == 1
 
 
+@each("call", ["average(1.0)", "barrier()", "init('v', np.zeros(4))"])
+def test_a_deadlock_of_a_call_that_rank_0_makes_alone_says_that_every_worker_must_make_it(job, script, call):
+    alone = f"    if rank == 0:\n        store.{call}\n    store.pushpull('w', np.ones(4, np.float32))\n"
+    job.launch(2, 1, script(START + alone))
+    job.finish()
+    last = closing_lines(job)[-1]
+    assert ". Every worker must make the call of worker-0, outside of any `if rank == 0:`; where workers" in last, last
+
+
 def test_a_deadlock_in_which_no_round_is_awaited_asks_for_the_same_order_alone(job, script):
     order = "    for key in 'ab' if rank == 0 else 'ba':\n        store.init(key, np.zeros(4, np.float32))\n"
     job.launch(2, 1, script(START + order))
@@ -133,7 +142,7 @@ def test_a_lost_peer_is_told_by_one_of_the_workers_that_lost_it(job, script):
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_rounds_that_some_workers_did_not_make_are_told_unless_all_have_closed_their_stores(job, script, closes):
+def test_steps_that_some_workers_did_not_make_are_told_unless_all_have_closed_their_stores(job, script, closes):
     rounds = f"""
     for step in range(5 if rank == 0 else 3):
         store.push("w", np.ones(4, np.float32))
@@ -143,7 +152,8 @@ def test_rounds_that_some_workers_did_not_make_are_told_unless_all_have_closed_t
     launcher = job.launch(2, 1, script(START + rounds))
     job.finish()
     assert launcher.code == 0, job.transcript()
-    told = launcher.lines_with("WARNING: worker-0 made 5 rounds and worker-1 3: the last rounds lack the gradients")
+    told = launcher.lines_with("WARNING: worker-0 made 5 steps and worker-1 3: the last steps lack the gradients")
     assert len(told) == (not closes), job.transcript()
     if told:
-        assert "ended without store.close()" in told[0] and "trainer.join()" in told[0] and "QueueSampler" in told[0]
+        assert "trainer.join()" in told[0] and "QueueSampler" in told[0]
+        assert told[0].endswith("store.close(), which worker-0, worker-1 did not call")

@@ -66,7 +66,7 @@ def test_a_key_that_is_placed_is_answered_at_once_to_a_worker_that_declares_it_l
     assert [answer.request for answer in answered(store)] == [101]
 
 
-ALIKE = "; every worker must initialise a key alike"
+ALIKE = "; every worker must build the same model: a key has the same shape and dtype on all"
 
 
 def reason_of(store: StoreKeys) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_what_is_not_counted_is_dropped_and_the_round_is_closed_by_the_others(wi
     assert any(
         report.startswith("worker-1 (host ") and report.endswith("; 2 workers go on") for report in wired.reports
     )
-    assert "worker-1: 2 pushes of each key count, and nothing of the next" in wired.reports
+    assert "worker-1: its first 2 pushes are in the weights, and nothing of the next" in wired.reports
     for block in wired.servers[0].dense:
         assert set(block.round.counted) == {0, 2}, "blocks with other counters would not merge"
 
@@ -88,7 +89,9 @@ def test_the_pushes_of_each_life_are_counted_from_its_own_beginning(wired: Wired
     wired.kill("worker-1")
     wired.advance(10.0)
     said = [report for report in wired.reports if "nothing of the next" in report]
-    assert [report.partition(": ")[2].split()[0] for report in said] == ["4", str(turns)]
+    last = "its first push is" if turns == 1 else f"its first {turns} pushes are"
+    texts = [f"{one} in the weights, and nothing of the next" for one in ("its first 4 pushes are", last)]
+    assert said == [f"worker-1: {text}" for text in texts]
 
 
 def test_what_is_counted_on_one_server_and_not_on_another_is_said_to_count_in_part() -> None:
@@ -103,7 +106,31 @@ def test_what_is_counted_on_one_server_and_not_on_another_is_said_to_count_in_pa
     read = wired.pull(0, "w")
     wired.settle()
     assert sorted(set(wired.value(read, "w"))) == [1, 11]
-    assert any("0 pushes of each key count, and push 1 in part: in 1 of 2 slices" in one for one in wired.reports)
+    assert any("no push of it is in the weights, and push 1 in part: in 1 of 2 slices" in one for one in wired.reports)
+
+
+def test_a_worker_knows_within_half_the_time_until_it_speaks_of_a_wait_which_lost_worker_it_waits_for() -> None:
+    wired = Wired(2, 2, on_loss="wait")
+    wired.initialise({"w": [0.0], "b": [0.0]})
+    for rank in (0, 1):
+        wired.set_optimizer(rank, "test")
+    wired.settle()
+    wired.pushpull(0, {"w": [1], "b": [1]})
+    wired.settle()
+    wired.kill("worker-1")
+    wired.advance(wired.workers[0].limits.explain_after_s / 2)
+    said = str(wired.workers[0].explain(wired.now))
+    assert "for worker-1 (lost, its return is awaited) to push key 'b' (step 1), in pushpull" in said
+
+
+def test_a_worker_whose_connection_is_broken_for_its_silence_is_lost_for_that(wired: Wired) -> None:
+    wired.advance(1.0)
+    wired.stopped["worker-1"] = None
+    wired.advance(30.0)
+    wired.observe("scheduler", PeerDisconnected(wired.member("worker-1"), "the connection was closed or broke"))
+    wired.advance(60.0)
+    (said,) = [report for report in wired.reports if report.startswith("worker-1 (host ")]
+    assert re.search(r"was lost, .*: was silent for (29|3\d)\.\d s \(KVDIST_PATIENCE_S\); 2 workers go on", said), said
 
 
 @each("asks", ["scheduler", "server-0"])

@@ -141,7 +141,7 @@ def noisy(plan: Plan, spread: float, seed: int = 0) -> Plan:
 
 
 QUOTA = " With --policy quota:512,local_steps nothing would wait for it (docs/unequal.md)."
-WITHOUT = "and would take 0.30 s without this."
+WITHOUT = "and would take 0.30 s without this delay."
 SLOW = {
     "a slow machine": (
         only(2, Step(compute=1.2)),
@@ -155,14 +155,14 @@ SLOW = {
     ),
     "slow data": (
         only(1, Step(data=0.4)),
-        "worker-1 (box1) waits for its data for 0.40 s in a step (the others: 0 ms), since the start.",
+        "worker-1 (box1) waits for its data for 0.40 s in a step (the others: 0.00 s), since the start.",
         f"A round takes 0.70 s, {WITHOUT} Give its DataLoader more workers, or bring the data nearer to it.",
     ),
     "a slow line": (
         only(1, Step(sending=0.42)),
-        "worker-1 (box1) waits for its slow line for 0.40 s in a step (the others: 0 ms), since the start.",
+        "worker-1 (box1) waits for its slow line for 0.40 s in a step (the others: 0.00 s), since the start.",
         (
-            "A round takes 0.72 s, and would take 0.32 s without this. Look at its cable and Wi-Fi, or send less:"
+            "A round takes 0.72 s, and would take 0.32 s without this delay. Look at its cable and Wi-Fi, or send less:"
             " compression, or --policy diloco:100,bits=8."
         ),
     ),
@@ -181,14 +181,14 @@ def test_a_slow_worker_is_named_with_cause_beginning_cost_and_remedy(name: str) 
     job.run(90, plan)
     assert job.said == [f"{sentence} {more}"]
     (told,) = job.at_end()
-    assert told.startswith(f"{sentence} In all the others have waited ")
+    assert told.startswith(f"{sentence} The job has waited ")
 
 
 def test_a_worker_that_stands_still_once_is_named() -> None:
     job = Job()
     job.run(60, only(1, Step(compute=2.3), since=50, until=51))
     assert job.said == ["worker-1 (box1) stood still once, for 2.00 s, about step 49."]
-    assert job.at_end() == [f"{job.said[0]} In all the others have waited 2.00 s for it."]
+    assert job.at_end() == [f"{job.said[0]} The job has waited 2.00 s for it in all."]
 
 
 def test_it_is_said_within_20_rounds_and_what_it_takes_to_report_them() -> None:
@@ -207,7 +207,7 @@ def test_the_end_of_the_job_names_what_has_cost_most_and_no_more_than_three() ->
     assert len(job.said) == 3
     told = job.at_end()
     assert [text.split()[0] for text in told] == ["worker-5", "worker-4", "worker-3"]
-    assert "In all the others have waited" in told[0]
+    assert "The job has waited" in told[0]
 
 
 def test_of_two_workers_one_is_the_other() -> None:
@@ -278,9 +278,9 @@ def test_of_one_workers_pauses_two_are_said() -> None:
 def test_a_slow_server_is_named_with_its_bytes() -> None:
     job = Job(servers=2, busy=(0.4, 0.02))
     job.run(60)
-    sentence = "server-0 (rack) computes for 0.40 s in a round (the other: 20 ms)."
+    sentence = "server-0 (rack) computes for 0.40 s in a round (the other: 0.02 s)."
     assert job.said == [f"{sentence} It has 60% of the bytes. Look what else runs there, and for heat and swapping."]
-    assert job.at_end()[0].startswith(f"{sentence} In all the others have waited ")
+    assert job.at_end()[0].startswith(f"{sentence} The job has waited ")
 
 
 def test_a_server_that_computes_while_all_compute_is_not_slow() -> None:
@@ -331,4 +331,4 @@ def test_a_cluster_hears_of_it_while_it_trains_and_when_the_last_worker_leaves()
     wired.leave(0)
     wired.leave(1)
     wired.settle()
-    assert "In all the others have waited" in wired.reports[1]
+    assert "The job has waited" in wired.reports[1]

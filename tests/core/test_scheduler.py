@@ -362,7 +362,7 @@ def test_a_lost_worker_is_named_with_host_process_step_and_cause() -> None:
     wired.advance(0.3)
     assert "scheduler" not in wired.stopped
     wired.advance(0.2)
-    sentence = "worker-1 (host host-1, pid 101) was lost, last heard of in step 1: connection reset"
+    sentence = "worker-1 (host host-1, pid 101) was lost, last reported in step 1: connection reset"
     error = wired.stopped["worker-0"]
     assert isinstance(error, PeerLostError)
     assert (str(error), error.node, error.host, error.cause) == (sentence, "worker-1", "host-1", "connection reset")
@@ -379,7 +379,7 @@ def test_the_verdict_tells_the_step_that_a_worker_was_heard_in() -> None:
     wired.settle()
     error = wired.stopped["worker-0"]
     assert isinstance(error, PeerLostError) and error.step == 1
-    assert str(error) == "worker-1 (host host-1, pid 101) was lost, last heard of in step 1: killed by signal 9"
+    assert str(error) == "worker-1 (host host-1, pid 101) was lost, last reported in step 1: killed by signal 9"
 
 
 @each("who", ["scheduler", "worker-0", "server-0"])

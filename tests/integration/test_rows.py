@@ -123,5 +123,5 @@ def test_tables_that_differ_between_workers_are_told_to_all_of_them(job):
             assert line.startswith(f"InitMismatch: worker-1 declares key {key} with "), job.transcript()
             others, odd = words
             told, _, rest = line.partition("worker-0 and worker-2 with ")
-            assert odd in told and others in f"with {rest}" and "every worker must initialise a key alike" in rest
+            assert odd in told and others in f"with {rest}" and "every worker must build the same model" in rest
         assert said[-2] == "works"

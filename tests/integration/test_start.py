@@ -75,7 +75,7 @@ def test_processes_may_start_in_any_order(job, last):
 def test_a_script_runs_alone_with_one_warning(job, scenario, store):
     alone = job.start("alone", program("values.py", scenario, store))
     job.succeed()
-    assert len(alone.lines_with("running alone, with an embedded server")) == 1
+    assert len(alone.lines_with("running alone")) == 1
     assert alone.lines_with("checked on 0 of 1")
 
 

@@ -413,7 +413,7 @@ def test_the_launcher_ends_a_worker_that_stands_still_for_good_and_was_given_up(
     assert launcher.code == 0, job.transcript()
     assert launcher.lines_with("worker-1 has been given up, and its process is ended"), job.transcript()
     assert not [line for line in launcher.lines_with("given up worker 1 life 0") if "│" in line], "for the launcher"
-    assert launcher.lines_with("brought nothing for long") or launcher.lines_with("was closed or broke")
+    assert launcher.lines_with("was silent for") or launcher.lines_with("brought nothing for long")
     assert masks_of(job, 0) == {0: [ALL], 1: [0b111]}, job.transcript()
     assert len(launcher.lines_with("went on to the end")) == 1
 

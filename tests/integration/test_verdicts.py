@@ -8,5 +8,5 @@ def test_a_worker_that_sleeps_is_named_when_that_is_known_and_at_the_end(job, tm
     named = r"sched │ worker-1 \(\S+\) computes \d+\.\dx slower than the others?, since \D*\d*\."
     job.match("launcher", rf"{named} A round takes .* With --policy quota:\d+,local_steps .*")
     (tmp_path / "said").touch()
-    job.match("launcher", rf"{named} In all the others have waited .* s for it\.")
+    job.match("launcher", rf"{named} The job has waited .* s for it in all\.")
     job.succeed()

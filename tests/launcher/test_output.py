@@ -202,7 +202,7 @@ def test_what_is_filtered_is_not_shown_but_logged_and_remembered(screen, tmp_pat
     assert output.last_lines(worker(1)) == [b"not seen"]
 
 
-LOST = b"kvdist: worker-1 (host d1, pid 7) was lost, last heard of in step 3: killed by signal 9 (SIGKILL)\n"
+LOST = b"kvdist: worker-1 (host d1, pid 7) was lost, last reported in step 3: killed by signal 9 (SIGKILL)\n"
 
 
 @each("patterns, shown", [((), "w0 │ seen\n"), (("s*", "w0"), f"s0 │ {LOST.decode()}w0 │ seen\n")])

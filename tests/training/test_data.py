@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, Subset, TensorDataset
 
 from kvdist import Trainer, kv, quota
 from kvdist.kvstore.base import KVStore
@@ -427,6 +427,23 @@ def test_impossible_parts_are_refused(arguments, message):
         SplitSampler(1).set_epoch(-1)
 
 
+@each(
+    "arguments, message",
+    [
+        ((TensorDataset(torch.zeros(8)), 2, 0), "length must be a whole number, not a TensorDataset; give len(data)"),
+        ((torch.zeros(8, 20), 2, 0), "length must be a whole number, not a Tensor; give len(data)"),
+        ((8, "2", 0), "num_parts must be a whole number, not '2' of type str"),
+        ((8, 2, TensorDataset(torch.zeros(8))), "part_index must be a whole number, not a TensorDataset"),
+    ],
+)
+def test_what_is_no_number_of_a_part_is_named(arguments, message):
+    with pytest.raises(TypeError) as caught:
+        SplitSampler(*arguments)
+    assert str(caught.value) == message
+    with pytest.raises(TypeError, match="epoch must be a whole number, not '1' of type str"):
+        SplitSampler(1).set_epoch("1")  # type: ignore[arg-type]
+
+
 @each("make", [np.asarray, torch.tensor])
 @each("num_slice, axis", [(8, 0), (3, 1), (4, -1), (1, 0), (4, 1), (15, 0), (129, 0)])
 def test_parts_of_a_batch_are_those_of_array_split(make, num_slice, axis):
@@ -473,12 +490,20 @@ def test_arrays_stay_arrays_on_the_host():
 class Two(KVStore):
     """A local store that passes for that of one of two workers."""
 
-    def __init__(self, name):
+    def __init__(self, name, own_rank=0):
         super().__init__(LocalBackend(name))
+        self.own_rank = own_rank
 
     @property
     def num_workers(self):
         return 2
+
+    @property
+    def rank(self):
+        return self.own_rank
+
+
+DATA = TensorDataset(torch.ones(8, 2))
 
 
 def train(store, sampler, epochs=2):
@@ -490,6 +515,40 @@ def train(store, sampler, epochs=2):
             (inputs * weight).sum().backward()
             trainer.step(samples=4)
     trainer.close()
+
+
+class Own(Sampler[int]):
+    """A sampler of the user's, which may be of a part."""
+
+    def __iter__(self):
+        return iter(range(8))
+
+    def __len__(self):
+        return 8
+
+
+@each(
+    "options, warns",
+    [
+        ({"shuffle": True, "batch_size": 4}, True),
+        ({"batch_size": None}, True),
+        ({"sampler": Own(), "batch_size": 4}, False),
+        ({"batch_sampler": BatchSampler(Own(), 4, False)}, False),
+        ({"sampler": RandomSampler(range(8), replacement=True), "batch_size": 4}, False),
+        ({"dataset": Subset(DATA, range(8)), "batch_size": 4}, False),
+    ],
+)
+def test_batches_of_data_that_nothing_divides_are_warned_of_once_by_worker_0(caplog, options, warns):
+    for rank in (0, 1):
+        caplog.clear()
+        trainer = Trainer([torch.nn.Parameter(torch.zeros(2))], "sgd", kvstore=Two("dist", rank))
+        for _ in range(2):
+            assert list(trainer.batches(DataLoader(**{"dataset": DATA, **options})))
+        said = [one.getMessage() for one in caplog.records if "no sampler of kvdist" in one.getMessage()]
+        assert len(said) == (warns and rank == 0)
+        if said:
+            assert "each of the 2 workers reads all 8 examples" in said[0] and "QueueSampler(len(data))" in said[0]
+        trainer.close()
 
 
 def parts(caplog):
@@ -510,8 +569,9 @@ def test_it_warns_in_the_first_epoch_where_the_first_step_makes_the_store(caplog
     assert "under the policy quota:8 " in said and "QueueSampler(len(data))" in said
 
 
-def test_an_asynchronous_store_of_several_workers_warns_of_equal_parts_once(caplog):
+def test_an_asynchronous_store_of_several_workers_warns_of_equal_parts_once_on_worker_0(caplog):
     train(Two("dist_async"), SplitSampler(8))
+    train(Two("dist_async", 1), SplitSampler(8))
     (said,) = parts(caplog)
     assert "on dist_async workers do not wait" in said and "QueueSampler(len(data))" in said
 

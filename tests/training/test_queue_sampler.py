@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from kvdist import QueueSampler, Trainer, kv
 from kvdist.errors import ConfigError
@@ -176,16 +176,23 @@ def test_numbers_out_of_range_are_refused(options, said):
         QueueSampler(**{"length": 5, **options})
 
 
+def test_a_data_set_in_place_of_its_length_is_refused():
+    with pytest.raises(TypeError, match=r"length must be a whole number, not a TensorDataset; give len\(data\)"):
+        QueueSampler(TensorDataset(torch.zeros(8)))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="epochs must be a whole number, not '3' of type str"):
+        QueueSampler(8, epochs="3")  # type: ignore[arg-type]
+
+
 def test_an_empty_data_set_ends_at_once(trainer_on):
     assert train(trainer_on(), loader_of(QueueSampler(0))) == []
 
 
 def test_a_loader_that_is_iterated_by_itself_says_how_it_is_done(trainer_on):
     sampler = QueueSampler(LENGTH)
-    with pytest.raises(RuntimeError, match="iterate a QueueSampler by `for batch in trainer.batches"):
+    with pytest.raises(RuntimeError, match="iterated without a Trainer: write `for batch in trainer.batches"):
         list(loader_of(sampler))
     train(trainer_on(), loader_of(sampler))
-    with pytest.raises(RuntimeError, match="iterate a QueueSampler by `for batch in trainer.batches"):
+    with pytest.raises(RuntimeError, match="iterated without a Trainer: write `for batch in trainer.batches"):
         list(loader_of(sampler))
 
 

@@ -451,6 +451,11 @@ def test_settings_that_cannot_work_are_refused():
     for batch_size in (0, -1, float("nan")):
         with pytest.raises(ValueError, match="batch_size is"):
             Trainer([parameter()], "sgd", kvstore=None).step(batch_size)
+    for wrong, shown in (("32", "'32' of type str"), (torch.zeros(3), "a Tensor|of type Tensor")):
+        with pytest.raises(TypeError, match=f"batch_size must be a number, not .*({shown})"):
+            Trainer([parameter()], "sgd", kvstore=None).step(wrong)
+        with pytest.raises(TypeError, match=f"samples must be a number, not .*({shown})"):
+            Trainer([parameter()], "sgd", kvstore=None).step(samples=wrong)
 
 
 @each("kvstore", [None, "local", "dist"])
@@ -641,21 +646,19 @@ def test_a_step_without_any_gradient_is_told_once(caplog, kvstore, options, late
     for step in range(4):
         if step == 2 * late:
             net.load_state_dict({name: value.clone() for name, value in net.state_dict().items()}, assign=True)
-            assert "without a gradient" not in caplog.text
+            assert "found no gradient" not in caplog.text
         for one in trainer._parameters:
             one.replicas[0].grad = None
         net.zero_grad()
         net(torch.ones(4, 2)).sum().backward()
         trainer.step()
     trainer.close()
-    assert (
-        caplog.text.count("a step without a gradient for any of the 2 trained parameters of this Trainer ('weight'")
-        == 1
-    )
+    said = "step() found no gradient of the 2 trained parameters ('weight', ...): call loss.backward() before step()."
+    assert caplog.text.count(said) == 1
     trainer = Trainer([parameter()], "sgd", kvstore=kvstore)
     trainer.skip_step()
     trainer.close()
-    assert caplog.text.count("a step without a gradient") == 1
+    assert caplog.text.count("step() found no gradient") == 1
 
 
 class Unsteady(Cluster):

@@ -27,6 +27,8 @@ LOOK_AFTER_S = 0.5
 CONFIRM_S = 2.0
 NAMED_MAX = 8
 """Workers that the sentence names."""
+LEAVING = "leaving the cluster"
+"""The call of a worker whose program has ended."""
 
 Waits = Mapping[tuple[int, int], Set[int]]
 """(rank of a worker, its request) → the ranks of the workers that have to act first."""
@@ -150,10 +152,14 @@ def _sentence(members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> s
     texts = [_place(rank, members, waits, key_of) for rank in shown]
     if len(shown) < len(members):
         texts.append(f"{len(members) - len(shown)} more workers wait as well")
-    advice = "Every worker must make the same calls in the same order"
-    if any(one.said.place.startswith("checkpoint") for one in members.values()):
-        advice += "; save_checkpoint is a call of every worker, not of one alone"
-    elif any(_slice(members[rank].said)[0] >= 0 for rank in members):
+    calls = [rank for rank in shown if _slice(members[rank].said)[0] < 0 and members[rank].said.place != LEAVING]
+    pushes = any(_slice(one.said)[0] >= 0 for one in members.values())
+    if calls and len(calls) < len(members):
+        names = " and ".join(f"worker-{rank}" for rank in calls)
+        advice = f"Every worker must make the call of {names}, outside of any `if rank == 0:`"
+    else:
+        advice = "Every worker must make the same calls in the same order"
+    if pushes:
         advice += "; where workers have different numbers of batches, take `with trainer.join():` or a QueueSampler"
     return f"deadlock: {'; '.join(texts)}. {advice}"
 

@@ -46,6 +46,8 @@ from kvdist.protocol.messages import (
 DISPUTE_S = 1.0
 """How long a key that workers declare differently waits for the others, so that the error names the odd one out."""
 
+ALIKE = "every worker must build the same model: a key has the same shape and dtype on all"
+"""What to do where workers have declared a key otherwise."""
 REFUSED = (
     "This process was refused, and nothing was changed: start it with the program of the others, or start the whole job"
     " again"
@@ -113,7 +115,7 @@ class DeclaredKey:
             verb = "" if clauses else f" {'declare' if ' ' in who else 'declares'} {name_of(self.key)}"
             told = [f"shape {shape}"] * (shapes or forms) + [f"dtype {DType(dtype).label}"] * (dtypes or forms)
             clauses.append(f"{who}{verb} with {' and '.join(told)}{_kind(form) if forms else ''}")
-        return f"{'; '.join(clauses)}; every worker must initialise a key alike"
+        return f"{'; '.join(clauses)}; {ALIKE}"
 
     def is_split(self, keep: Keep, num_servers: int, slice_bytes: int) -> bool:
         """Whether it has been placed otherwise than an optimizer needs that must have so much together."""

@@ -157,7 +157,8 @@ class Losses:
             else:
                 effects.append(Log(f"{member}: {_told(one)}"))
         if before:
-            effects.append(Log(f"of the workers that were lost before, these pushes count: {', '.join(before)}"))
+            counts = ", ".join(before)
+            effects.append(Log(f"of the workers that were lost before, these pushes are in the weights: {counts}"))
         if self.leases is not None:
             effects += self.leases.settled(epoch, fates)
         if any(fate.examples for fate in fates):
@@ -175,11 +176,11 @@ def _joined(one: Fate, other: Fate) -> Fate:
 
 def _told(fate: Fate) -> str:
     store = f" in store {fate.store}" if fate.store else ""
-    where, counts = f"{fate.slices} of {fate.of} slices", "push of each key counts"
-    if fate.least != 1:
-        counts = "pushes of each key count"
+    where, whole = f"{fate.slices} of {fate.of} slices", f"its first {fate.least} pushes are in the weights"
+    if fate.least < 2:
+        whole = "its first push is in the weights" if fate.least else "no push of it is in the weights"
     if fate.least == fate.most:
-        return f"{fate.least} {counts}{store}, and nothing of the next"
+        return f"{whole}{store}, and nothing of the next"
     if fate.least + 1 == fate.most:
-        return f"{fate.least} {counts}{store}, and push {fate.most} in part: in {where}"
-    return f"{fate.least} to {fate.most} pushes of a key count{store}, the most in {where}"
+        return f"{whole}{store}, and push {fate.most} in part: in {where}"
+    return f"{whole}{store}, and of some keys its first {fate.most}: in {where}"

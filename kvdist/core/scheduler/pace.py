@@ -193,7 +193,7 @@ class Verdicts:
     def summary(self) -> list[Effect]:
         """What has cost the job most."""
         costly = sorted([one for one in self._said if one.cost_s >= PAUSE_S], key=lambda one: -one.cost_s)[:SAID_MAX]
-        return [Log(f"{one.sentence} In all the others have waited {_s(one.cost_s)} for it.") for one in costly]
+        return [Log(f"{one.sentence} The job has waited {_s(one.cost_s)} for it in all.") for one in costly]
 
     def _look(self, now: float) -> Iterator[str]:
         there = {*self._membership.there.values(), *self._membership.servers.values()}
@@ -259,12 +259,13 @@ class Verdicts:
         part = part if excess[part] >= COVERS * (one.own - typical["own"]) else "own"
         kind = "changed" if has_changed and part == "compute" else part
         count = len(ordered["own"])
+        mine, theirs = _both_s(getattr(one, part) * one.samples, typical[part] * one.samples)
         sentence = SENTENCES[kind].format(
             factor=one.own / typical["own"],
             change=one.worse,
             others=_others(count - 1),
-            mine=_s(getattr(one, part) * one.samples),
-            theirs=_s(typical[part] * one.samples),
+            mine=mine,
+            theirs=theirs,
         )
         saved_s = one.step - ordered["step"][-2 if one.step == ordered["step"][-1] else -1]
         since = _since(one, part, typical[part])
@@ -273,7 +274,8 @@ class Verdicts:
         if is_awaited and saved_s < MATTERS * one.period:
             words.append(f"A round takes {_s(one.period)}, and others are as slow.")
         elif is_awaited:
-            words.append(f"A round takes {_s(one.period)}, and would take {_s(one.period - saved_s)} without this.")
+            takes, would_take = _both_s(one.period, one.period - saved_s)
+            words.append(f"A round takes {takes}, and would take {would_take} without this delay.")
         if kind in ADVICE:
             words.append(ADVICE[kind])
         elif is_awaited:
@@ -320,7 +322,8 @@ class Verdicts:
             elif low >= BUSY * typical and cost_s >= MATTERS * period_s:
                 has = loads[member] / max(sum(loads.values()), 1)
                 others = _others(len(busy) - 1)
-                sentence = f"computes for {_s(share * period_s)} in a round ({others}: {_s(typical * period_s)})."
+                mine, theirs = _both_s(share * period_s, typical * period_s)
+                sentence = f"computes for {mine} in a round ({others}: {theirs})."
                 spread = "More servers (-s), or a lower KVDIST_BIGARRAY_BOUND, spread them."
                 advice = spread if has >= CALM / len(busy) else ADVICE["changed"]
                 yield self._begin(member, [sentence, f"It has {has:.0%} of the bytes.", advice], now)
@@ -364,5 +367,12 @@ def _others(count: int) -> str:
     return "the others" if count > 1 else "the other"
 
 
-def _s(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.0f} ms"
+def _s(seconds: float, other: float = 0.0) -> str:
+    """A time, in the unit of the longer of it and the one that it is compared with."""
+    longer = max(seconds, other)
+    return f"{seconds:.0f} s" if longer >= 10 else f"{seconds:.2f} s" if longer >= 0.1 else f"{1e3 * seconds:.0f} ms"
+
+
+def _both_s(one: float, other: float) -> tuple[str, str]:
+    """Two times that are compared, in the same unit."""
+    return _s(one, other), _s(other, one)

@@ -308,10 +308,12 @@ class Scheduler(Machine):
             case PeerDisconnected(member, reason, after_silence):
                 # libzmq does not say whether it was itself that closed a silent connection within a host.
                 heard = self._heard.get(member, now)
-                is_silent = after_silence or now - heard > self.limits.quiet_s
+                is_quiet = now - heard > self.limits.quiet_s
+                is_silent = after_silence or is_quiet
                 is_judged = self.membership.is_complete or not is_silent
                 grace_s = self._grace_s(after_silence, silent_s=now - max(heard, self._awake_since))
                 due = now + grace_s if is_judged else NEVER
+                reason = f"was silent for {now - heard:.1f} s (KVDIST_PATIENCE_S)" if is_quiet else reason
                 self.membership.suspect(member, due, reason, is_silent)
             case PeerConnected(member):
                 self.membership.trust(member)
@@ -641,10 +643,10 @@ class Scheduler(Machine):
         names = ", ".join(f"worker-{rank}" for rank in open_[:NAMED_MAX])
         more = f" and {len(open_) - NAMED_MAX} more" if len(open_) > NAMED_MAX else ""
         text = (
-            f"WARNING: worker-{most} made {counts[most]} rounds and worker-{least} {counts[least]}: the last rounds"
-            f" lack the gradients of those that had ended, and {names}{more} ended without store.close(). Give all"
-            " workers the same number of batches (`with trainer.join():`, or a QueueSampler); or, if they are to"
-            " differ, call store.close() where a worker is done"
+            f"WARNING: worker-{most} made {counts[most]} steps and worker-{least} {counts[least]}: the last steps lack"
+            " the gradients of workers that had ended. Give all workers the same number of batches: a SplitSampler or"
+            " QueueSampler for the data, or `with trainer.join():`. Where the numbers are meant to differ, end the"
+            f" script with store.close(), which {names}{more} did not call"
         )
         return [Log(text)]
 
@@ -719,7 +721,7 @@ class Scheduler(Machine):
         step = self.steps.get(member) if member.node.role is Role.WORKER else None
         where = self._where(member)
         # Workers tell their step once a second, and with each message to the scheduler.
-        when = "" if step is None else f", last heard of in step {step}"
+        when = "" if step is None else f", last reported in step {step}"
         sentence = f"{where} was lost{when}: {cause}"
         if self.rollback is not None and self.membership.servers.get(member.node) == member and not self._is_over:
             obstacle = self.rollback.obstacle()

@@ -282,11 +282,9 @@ class Server(Machine):
             self._next_alive = now + self.limits.heartbeat_s
             effects.append(Send(SCHEDULER_MEMBER, Alive()))
         if now >= self._next_look:
-            # A worker speaks of a wait after `explain_after_s`, and should know by then for whom it waits.
-            interval = self.limits.explain_after_s / HINTS_PER_WAIT
-            self._next_look = now + interval
+            self._next_look = now + self._look_every_s
             for shard in self._shards:
-                effects += hints(shard.waits(now - interval), now)
+                effects += hints(shard.waits(now - self._look_every_s), now)
         if self._quotas is not None:
             effects += self._quotas.tick(now)
         return effects
@@ -433,6 +431,11 @@ class Server(Machine):
         return Done(message.request)
 
     @property
+    def _look_every_s(self) -> float:
+        """Between two looks for workers that wait, which speak of it after `explain_after_s` and should know why."""
+        return self.limits.explain_after_s / HINTS_PER_WAIT
+
+    @property
     def _is_too_late(self) -> bool:
         """Whether a key that comes now would have no place in the steps of a worker for whose return all wait."""
         return self.peers.waits and any(shard.steps_made > 1 for shard in self._shards)
@@ -442,7 +445,7 @@ class Server(Machine):
         gone = self.peers.update(message, self.joining.introduction.endpoint)
         self.peers.name = str(self.me.node)
         self.epoch = message.epoch
-        self._next_look = now + self.limits.explain_after_s
+        self._next_look = min(self._next_look, now + self._look_every_s)
         lost = {member.node.rank: member for member in gone if member in self.peers.lost}
         fates = self._drop(lost) if lost else {}
         self._fates |= {member: fates[rank] for rank, member in lost.items()}

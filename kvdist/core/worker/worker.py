@@ -983,4 +983,4 @@ class Worker(Machine):
         for peer in self.peers:
             if peer.member.node.role is Role.WORKER and peer.member.node.rank == rank:
                 return f"worker-{rank} ({peer.host})"
-        return f"worker-{rank}"
+        return f"worker-{rank} (lost, its return is awaited)" if self.on_loss is OnLoss.WAIT else f"worker-{rank}"
