@@ -54,7 +54,7 @@ def _of_module(module: ModuleType) -> Iterator[str]:
 
 
 def _of_class(label: str, owner: type) -> Iterator[str]:
-    if owner.__init__ is not object.__init__ and not issubclass(owner, BaseException):
+    if inspect.getattr_static(owner, "__init__") is not object.__init__ and not issubclass(owner, BaseException):
         yield f"call {label}{_signature(owner)}"
     for name in dir(owner):
         homes = [base for base in owner.__mro__ if name in vars(base)]
