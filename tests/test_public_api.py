@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import re
@@ -13,6 +14,7 @@ import pytest
 
 import kvdist
 from kvdist import KVStore, Trainer, kv
+from tests import surface
 from tests.cases import each
 
 STORE = [
@@ -226,3 +228,12 @@ def test_an_installed_package_says_the_version_that_the_module_says():
     except metadata.PackageNotFoundError:
         pytest.skip("kvdist is not installed here as a package")
     assert installed == kvdist.__version__
+
+
+def test_what_users_rely_on_is_as_it_was_meant():
+    meant, found = surface.FILE.read_text("utf-8").splitlines(), surface.lines()
+    difference = list(difflib.unified_diff(meant, found, "meant", "found", n=0, lineterm=""))
+    assert not difference, (
+        "names, options or settings of users have changed; if that is meant, say it in CHANGELOG.md and run"
+        " python -m tests.surface --write:\n" + "\n".join(difference)
+    )

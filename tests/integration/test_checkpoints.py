@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -168,3 +169,14 @@ def test_workers_of_another_number_begin_their_own_optimizers_anew_and_say_so(jo
     assert "it has those of worker 0" in found[1][1][0]
     assert all("worker-0-states" in files[0] for _, _, files in found), "keep=1 left those of the last one alone"
     assert "worker-1-states" in found[1][2][0] and "worker-1" not in found[2][2][0]
+
+
+KEPT = Path(__file__).resolve().parents[1] / "checkpoint" / "kept"
+"""Written by kvdist 0.2.0, with two workers, two servers and slices of at most 1,000 elements, by programs/kept.py."""
+
+
+def test_checkpoints_and_a_snapshot_of_an_earlier_version_go_on_with_the_same_bits(job):
+    launcher = job.launch(2, 3, "kept.py", "read", str(KEPT), KVDIST_CHECKPOINT_ROOT=str(KEPT))
+    job.succeed()
+    assert len(launcher.lines_with("the same 8 arrays")) == 2
+    assert len(launcher.lines_with("the same weights after ")) == 2
