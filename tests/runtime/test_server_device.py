@@ -57,7 +57,7 @@ def test_a_server_without_a_library_is_not_told_to_do_what_it_would_refuse(monke
 
     opening = functools.partial(gpu.open_gpu, libraries={"cupy": missing})
     monkeypatch.setattr(gpu, "open_gpu", opening)
-    with pytest.raises(DeviceError, match=r"pip install cupy-cuda12x 'numba-cuda\[cu12\]'`, or let servers compute on their hosts$"):
+    with pytest.raises(DeviceError, match="pip install cupy-cuda12x .*, or let servers compute on their hosts$"):
         open_server_device("cuda:0")
 
 
