@@ -151,6 +151,8 @@ class Trainer:
     """
 
     _has_warned = _has_warned_of_grads = False
+    _undivided = 0
+    """Examples that `batches` reads on every worker, as no sampler divides them; 0 for none."""
 
     def __init__(
         self,
@@ -203,8 +205,6 @@ class Trainer:
         self._is_void = False
         """Whether all have gone back to a snapshot, and the weights here are not yet those."""
         self._handed_out: HandedOut = {}
-        self._undivided = 0
-        """Examples that `batches` reads on every worker, as no sampler divides them; 0 for none."""
         self._queue: DrivenSampler | None = None
         """What `batches` has iterated last."""
         self._position: Mapping[str, Any] | None = None

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvdist.config.addresses import this_machine
+from kvdist.estimate import flat
 from kvdist_launch import doctor
 from kvdist_launch.doctor import LinkTable, main, measure_links, name_twice_named
 from kvdist_launch.host_pool import HostConnection, table
@@ -171,6 +172,7 @@ def test_the_best_mode_is_started_on_the_hosts_that_take_part():
         ("1,0.001,0.001", None),
     ):
         options = doctor._parser().parse_args([*words, speeds])
+        options.speeds = flat(options.speeds)
         line = pasted(doctor._advice(options, hosts, doctor._modes(options, hosts, links)))
         assert line == (["kvdist-launch", *expected.split()] if expected else ["python", "train.py"])
 

@@ -364,7 +364,7 @@ def test_a_prompt_is_shown_at_once_without_a_prefix_and_lines_of_others_begin_af
         ("\x1b]0;title\x07\x1b[2Jred", "\\x1b]0;title\\x07\\x1b[2Jred"),
         ("a\r\nb\tc\x00", "a\\r\\nb\\tc\\x00"),
         ("\x9b1m \u202e \udcff", "\\x9b1m \\u202e \\udcff"),
-        ("x" * 3 * TEXT_MAX, "x" * TEXT_MAX),
+        ("x" * 3 * TEXT_MAX, "x" * TEXT_MAX + " …"),
         ("", ""),
     ],
 )
