@@ -162,7 +162,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Buffered:
-    """Policy that leaves with a later version: an exchange after `steps` steps of all workers. Use `quota`.
+    """Policy that will be removed: an exchange after `steps` steps of all workers. Use `quota`.
 
     Attributes:
         steps: least number of steps per exchange.
@@ -186,7 +186,7 @@ class Buffered:
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """Policy that leaves with a later version: a step without the `spare` slowest workers. Use `quota`.
+    """Policy that will be removed: a step without the `spare` slowest workers. Use `quota`.
 
     Attributes:
         spare: number of workers whose gradients are not awaited.
@@ -233,7 +233,7 @@ class Asynchronous:
 
 @dataclass(frozen=True, slots=True)
 class StaleSynchronous:
-    """Policy that leaves with a later version: asynchronous steps with a bounded lead. Use `quota` or `asynchronous`.
+    """Policy that will be removed: asynchronous steps with a bounded lead. Use `quota` or `asynchronous`.
 
     Attributes:
         lead: greatest number of steps by which a worker may be ahead of the slowest.
@@ -388,7 +388,7 @@ def quota(
 
 
 def buffered(steps: int, *, damping: str = "sqrt") -> Buffered:
-    """Return a policy that leaves with a later version (use `quota`): a quota that is counted in steps.
+    """Return a policy that will be removed (use `quota`): a quota that is counted in steps.
 
     Every step passes its examples, ``trainer.step(samples=n)``. A gradient of weights that are τ versions old is
     multiplied by its damping.
@@ -406,7 +406,7 @@ def buffered(steps: int, *, damping: str = "sqrt") -> Buffered:
 
 
 def backup(spare: int) -> Backup:
-    """Return a policy that leaves with a later version (use `quota`): drop the latest gradients of each version.
+    """Return a policy that will be removed (use `quota`): drop the latest gradients of each version.
 
     A version is the mean of the first gradients of all workers except `spare`. `trainer.samples_dropped` counts the
     examples of dropped gradients. Use a `QueueSampler`; every step passes its examples, ``trainer.step(samples=n)``.
@@ -443,7 +443,7 @@ def asynchronous(max_delay: int | None = None, *, damping: str = "none") -> Asyn
 
 
 def ssp(lead: int) -> StaleSynchronous:
-    """Return a policy that leaves with a later version (use `quota`): asynchronous steps with a bounded lead.
+    """Return a policy that will be removed (use `quota`): asynchronous steps with a bounded lead.
 
     Each gradient is an update, as on ``dist_async``. A worker with c pushes waits in `trainer.step` until every other
     worker has made c - lead pushes, and then fetches weights that include them. Workers that are lost, have left or
@@ -517,7 +517,7 @@ POLICIES = {
     "ssp": _TextForm(StaleSynchronous, "ssp:STEPS"),
 }
 OFFERED = {name: form.forms for name, form in POLICIES.items() if name not in ("buffered", "backup", "ssp")}
-"""The forms that messages offer, by name: without those that leave with a later version."""
+"""The forms that messages offer, by name: without those that will be removed."""
 EXAMPLES = {"quota": 512, "local_sgd": 20, "diloco": 100}
 """Numbers for a policy whose number is missing."""
 FORMS = " or ".join([", ".join([*OFFERED.values()][:-1]), [*OFFERED.values()][-1]])

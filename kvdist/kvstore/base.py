@@ -279,7 +279,7 @@ class KVStore(KVStoreBase):
             priority: keys with a higher number are sent first.
             ignore_sparse: treatment of tables of rows. True leaves a `RowSparse` in `out` unchanged, and is an error
                 without `out`. False pulls all rows. A dense array in `out` gets all rows in both cases.
-            average: leaves with a later version, like `Optimizer.average_half_life`; use
+            average: will be removed, like `Optimizer.average_half_life`; use
                 ``torch.optim.swa_utils.AveragedModel``.
 
         Returns:

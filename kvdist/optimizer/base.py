@@ -76,7 +76,7 @@ class Optimizer(ABC):
             rounded master. If the weight is changed otherwise, the master follows.
         lazy_update: in a row-sparse table, update only rows with a gradient in the round, including their momentum and
             decay. False: the other rows get a gradient of zeros, as in a dense parameter.
-        average_half_life: leaves with a later version; use ``torch.optim.swa_utils.AveragedModel`` on a worker. Number
+        average_half_life: will be removed; use ``torch.optim.swa_utils.AveragedModel`` on a worker. Number
             of updates after which a weight counts half in the exponential average ā ← ā + (1 −
             ½^(1/average_half_life))·(w − ā), which starts from the weight before the first update; None or 0: no
             average. It is float32 for half-precision keys, and the average of the master if there is a master.

@@ -434,7 +434,7 @@ class SplitSampler:
 
         Args:
             state: result of `state_dict` of the same part. A dict of all parts' states by rank also works after a
-                change of the number of workers, which leaves with a later version: use a `QueueSampler` for that. Such
+                change of the number of workers, which will be removed: use a `QueueSampler` for that. Such
                 a dict is ``{rank: state["sampler"] for rank, state in checkpoint.states.items()}`` if each worker saved
                 ``{"sampler": sampler.state_dict()}``; the unvisited examples are split anew, and `visited` counts from
                 that point.

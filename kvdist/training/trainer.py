@@ -141,7 +141,7 @@ class Trainer:
             only measures `grad_norm`. The workers update, or with ``update_on_kvstore=True`` the servers of a
             synchronous ``dist`` store, where a norm that is not finite raises `FloatingPointError`. Not with `overlap`,
             `share_weights` or ``dist_async``. None: no clipping.
-        average_half_life: leaves with a later version; use ``torch.optim.swa_utils.AveragedModel`` on a worker. Sets
+        average_half_life: will be removed; use ``torch.optim.swa_utils.AveragedModel`` on a worker. Sets
             `Optimizer.average_half_life`; under a policy of local steps an update is an exchange.
 
     Raises:
@@ -539,7 +539,7 @@ class Trainer:
     def averaged_weights(self) -> Iterator[None]:
         """Return a context in which the parameters are the servers' averages of the weights (`average_half_life`).
 
-        Leaves with a later version; use ``torch.optim.swa_utils.AveragedModel``. Usage: ``with
+        Will be removed in a later version; use ``torch.optim.swa_utils.AveragedModel``. Usage: ``with
         trainer.averaged_weights(): evaluate(net)``, on any number of workers. The parameters are the training weights
         again afterwards. Inside the block memory holds the weights twice, and no call may make a step or transfer
         weights. Buffers are not averaged; for BatchNorm see ``torch.optim.swa_utils.update_bn``.
@@ -810,18 +810,18 @@ class Trainer:
     def samples_dropped(self) -> int:
         """Number of examples of this worker whose gradients came too late and were dropped.
 
-        Only `kvdist.asynchronous` with ``max_delay`` drops gradients (and `kvdist.backup`, which leaves). A step of
-        unknown size counts as 1. A warning is logged once when more than a fifth of all examples are dropped.
+        Only `kvdist.asynchronous` with ``max_delay`` drops gradients (and `kvdist.backup`, which will be removed). A
+        step of unknown size counts as 1. A warning is logged once when more than a fifth of all examples are dropped.
         """
         return 0 if self._between is None else self._between.samples_dropped
 
     def advise_batch_size(self, batch_size: int) -> int:
         """Return the batch size at which this worker computes as long as the others, if the mean size is `batch_size`.
 
-        Leaves with a later version; use ``kvdist.quota`` for machines of unequal speed. All workers call it at the same
-        step, for example every 20 steps, and wait for each other; it compares the examples per second of their last 16
-        steps. Measuring begins with the first call, which returns `batch_size`, and waits for CUDA devices in each
-        step. The total of the sizes stays about the same. Use ``step(samples=n)``, and assign the result to
+        Will be removed in a later version; use ``kvdist.quota`` for machines of unequal speed. All workers call it at
+        the same step, for example every 20 steps, and wait for each other; it compares the examples per second of their
+        last 16 steps. Measuring begins with the first call, which returns `batch_size`, and waits for CUDA devices in
+        each step. The total of the sizes stays about the same. Use ``step(samples=n)``, and assign the result to
         ``loader.batch_sampler.batch_size``.
 
         Args:
