@@ -483,7 +483,8 @@ def _endpoint_for_neighbours(config: ClusterConfig, transport: Transport) -> str
 def _embedded() -> Cluster:
     """A scheduler, a server and a worker in this process, in one thread, without sockets."""
     LOG.warning(
-        "kv.create('dist'): running alone. For several workers, start by `kvdist-launch -n WORKERS -s SERVERS COMMAND`"
+        "kv.create('dist'): running alone, as the environment names no cluster. For several workers, start by"
+        " `kvdist-launch -n WORKERS -s SERVERS COMMAND`"
     )
     config = embedded_cluster_from_env()
     device = open_server_device(config.server_device(0))

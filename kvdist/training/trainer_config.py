@@ -589,7 +589,7 @@ def require_samples(samples: float, batch_size: float | None, overlaps: bool = F
             f"step({batch_size}, samples={samples}): batch_size is for losses that are sums, samples for losses that"
             " are means; pass one of them"
         )
-    if not 0 < real_number("samples", samples) <= SAMPLES_MAX or int(samples) != samples:
+    if isinstance(samples, bool) or not 0 < real_number("samples", samples) <= SAMPLES_MAX or int(samples) != samples:
         raise ValueError(
             f"samples is {samples}; it is the number of examples of this worker's loss, whole, from 1 to {SAMPLES_MAX}."
             " Trainer.skip_step() is for a worker without any"

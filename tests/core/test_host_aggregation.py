@@ -205,8 +205,8 @@ def test_who_waits_is_told_that_its_push_goes_through_another_worker() -> None:
     for rank in (0, 2):
         wired.push(rank, {"b": [1]})
     wired.settle()
-    text = "waiting 3.0 s for server-0 (host-0)"
-    wired.advance(3.0)
+    text = "waiting 1.5 s for server-0 (host-0)"
+    wired.advance(1.5)
     assert wired.workers[0].explain(wired.now) == f"worker-0: {text} to answer push of key 'b'"
     through = "through worker-0 (host-0) that pushes for its host"
     assert wired.workers[2].explain(wired.now) == f"worker-2: {text}, {through}, to answer push of key 'b'"

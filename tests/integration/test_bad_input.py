@@ -55,7 +55,7 @@ def test_wrong_calls_name_key_and_reason_and_break_nothing(job):
         r"ValueError: the time-out of a barrier is 0; it must be a positive number of seconds, or None",
         r"TypeError: .*servers run no functions from workers: use set_optimizer, or a 'local' store",
         r"ValueError: .*sgdd.*sgd",
-        r"ValueError: there is no store called 'dist_sink'; known are: local, .*dist_async",
+        r"ValueError: there is no store called 'dist_sink'; did you mean dist_sync\? Known are: local, .*dist_async",
         r"works",
     ]
     assert len(said) == len(expected), job.transcript()

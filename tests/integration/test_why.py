@@ -110,7 +110,8 @@ def test_a_worker_that_stops_pushing_is_named_with_its_line(job, tmp_path_factor
 def test_a_worker_that_never_came_is_named_when_the_job_is_interrupted(job, tmp_path_factory):
     folder, fifo = tmp_path_factory.mktemp("dumps"), tmp_path_factory.mktemp("fifo") / "fifo"
     os.mkfifo(fifo)
-    job.launch(2, 1, "why.py", "comes late", str(fifo), KVDIST_DUMP=str(folder), **PROMPT)
+    shown = ["--filter", "w*,scheduler"]
+    job.launch(2, 1, "why.py", "comes late", str(fifo), options=shown, KVDIST_DUMP=str(folder), **PROMPT)
     job.line("launcher", "w0 │ worker-0 has waited")
     job.line("launcher", "sched │ 1/1 servers, 1/2 workers")
     job.kill("launcher", signal.SIGTERM)
