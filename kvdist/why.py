@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +203,8 @@ class Story:
         self.by_name = {dump.process: dump for dump in sorted(self.dumps, key=lambda dump: dump.ended_at)}
         scheduler_first = sorted(self.dumps, key=lambda dump: (dump.process != "scheduler", dump.ended_at))
         failures = [dump.about["failure"] for dump in scheduler_first if dump.about["failure"]]
-        failed_at = min((dump.ended_at for dump in self.dumps if dump.about["failure"]), default=inf)
-        # The launcher interrupts, too, once the job has failed.
-        self.interrupted = any(
-            INTERRUPTED.search(dump.about["reason"]) and dump.ended_at < failed_at for dump in self.dumps
-        ) or any(INTERRUPTED.search(failure["text"]) for failure in failures[:1])
+        has_given_up = any(GAVE_UP in failure["text"] for failure in failures)  # then the launcher interrupts the others
+        self.interrupted = not has_given_up and any(INTERRUPTED.search(dump.about["reason"]) for dump in self.dumps)
         self.verdict = None if self.interrupted or not failures else failures[0]
         self.waits = {dump.process: wait for dump in self.dumps if (wait := self._wait_of(dump))}
 
