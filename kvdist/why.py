@@ -203,7 +203,7 @@ class Story:
         self.by_name = {dump.process: dump for dump in sorted(self.dumps, key=lambda dump: dump.ended_at)}
         scheduler_first = sorted(self.dumps, key=lambda dump: (dump.process != "scheduler", dump.ended_at))
         failures = [dump.about["failure"] for dump in scheduler_first if dump.about["failure"]]
-        has_given_up = any(GAVE_UP in failure["text"] for failure in failures)  # then the launcher interrupts the others
+        has_given_up = any(GAVE_UP in failure["text"] for failure in failures)  # the launcher interrupts the others
         self.interrupted = not has_given_up and any(INTERRUPTED.search(dump.about["reason"]) for dump in self.dumps)
         self.verdict = None if self.interrupted or not failures else failures[0]
         self.waits = {dump.process: wait for dump in self.dumps if (wait := self._wait_of(dump))}
