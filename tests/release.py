@@ -150,18 +150,21 @@ def main(argv: list[str]) -> int:
     if relative:
         print(f"the README has relative links, which lead nowhere on the page of a package index: {relative}")
         return 1
-    failed = 0
+    failed = tried = 0
     for version, python in interpreters():
         if python is None:
             print(f"Python {version}: not to be had here, NOT TRIED", flush=True)
             continue
+        tried += 1
         with tempfile.TemporaryDirectory(prefix="kvdist-release-") as folder:
             try:
                 print(f"Python {version}: {try_wheel(wheel, python, readme, Path(folder))}", flush=True)
             except RuntimeError as error:
                 failed += 1
                 print(f"Python {version}: FAILED: {error}", flush=True)
-    return int(failed > 0)
+    if not tried:
+        print("FAILED: no Python from 3.10 to 3.13 is here to try the wheel", flush=True)
+    return int(failed > 0 or not tried)
 
 
 if __name__ == "__main__":

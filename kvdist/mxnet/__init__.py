@@ -6,6 +6,7 @@ returns, and nothing is done to arrays behind it: MXNet's engine is waited for.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import shlex
 import sys
@@ -74,25 +75,31 @@ def init() -> None:
         LOG.warning("init() was called before: this process already is rank %d of %d", rank(), size())
         return
     if not has_servers_from_env() and (world := world_from_env()).size > 1:
-        line = shlex.join(["kvdist-launch", "-n", str(world.size), "-s", "1", "python", *sys.argv])
+        line = shlex.join(["kvdist-launch", "-n", str(world.size), "-s", "1", "python", *sys.orig_argv[1:]])
         raise ConfigError(
             f"kvdist.mxnet sums on servers, and this job of {world.size} processes, started by {world.launcher}, has"
             f" none: start it with {line}"
         )
     of_process.append(Ranks())
+    atexit.register(_tell_awaited)
 
 
 def shutdown() -> None:
     """Leave the job; a second call does nothing. A process that has left a cluster cannot join it again."""
     while of_process:
-        ranks = of_process.pop()
+        _tell_awaited()
+        of_process.pop().store.close()
+
+
+def _tell_awaited() -> None:
+    """Name the parameters that were to be broadcast as soon as they have a value, and have none at the end."""
+    for ranks in of_process:
         if ranks.awaited:
             LOG.warning(
                 "broadcast_parameters() never broadcast %s, which got no value: run a forward pass that uses it, or"
                 " leave it out",
                 ", ".join(map(repr, ranks.awaited.values())),
             )
-        ranks.store.close()
 
 
 def is_initialized() -> bool:
@@ -154,6 +161,7 @@ def allreduce(
         ValueError: both `average` and `op` are given, or `op` is another operator.
         InitMismatch: ranks differ in names, shapes, dtypes or operators; all of them raise.
     """
+    _require_arrays("allreduce", [tensor])
     return grouped_allreduce([tensor], average, name, priority, prescale_factor, postscale_factor, op)[0]
 
 
@@ -162,6 +170,7 @@ def allreduce_(
     prescale_factor: float = 1.0, postscale_factor: float = 1.0, op: ReduceOp | None = None,
 ) -> MXArray:  # fmt: skip
     """Average or sum an array in place, and return it. Everything else is as for `allreduce`."""
+    _require_arrays("allreduce_", [tensor])
     return grouped_allreduce_([tensor], average, name, priority, prescale_factor, postscale_factor, op)[0]
 
 
@@ -328,6 +337,9 @@ def _copies(what: str, tensors: Sequence[Any]) -> list[MXArray]:
 
 
 def _require_arrays(what: str, values: Sequence[Any], name: str = "") -> None:
+    if isinstance(values, mx.nd.NDArray):
+        single = what.removeprefix("grouped_")
+        raise TypeError(f"{what} takes a list of arrays, not an array: write a list, or call {single}")
     for value in values:
         if not isinstance(value, mx.nd.NDArray):
             dtype = f" of {value.dtype}" if hasattr(value, "dtype") else ""
@@ -338,5 +350,5 @@ def _require_arrays(what: str, values: Sequence[Any], name: str = "") -> None:
 
 
 def _require_root(root_rank: int) -> None:
-    if not 0 <= root_rank < size():
-        raise ValueError(f"root_rank is {root_rank}; the ranks are 0 to {size() - 1}")
+    if not isinstance(root_rank, int) or not 0 <= root_rank < size():
+        raise ValueError(f"root_rank is {root_rank!r}; the ranks are 0 to {size() - 1}")

@@ -127,8 +127,16 @@ def scaled(values: Any, factor: float, divisor: int = 1) -> Any:
 
 
 def leaf_of(value: object) -> Leaf | None:
-    """How a dense array of MXNet travels within an object."""
-    return Leaf("mxnet", value.asnumpy()) if isinstance(value, mx.nd.NDArray) else None
+    """How a dense array of MXNet travels within an object.
+
+    Raises:
+        TypeError: it is row_sparse.
+    """
+    if not isinstance(value, mx.nd.NDArray):
+        return None
+    if is_sparse(value):
+        raise TypeError(f"it is {described(value)}: send its .tostype('default')")
+    return Leaf("mxnet" if type(value) is mx.nd.NDArray else "mxnet.np", value.asnumpy())
 
 
 def array_of(kind: str, values: Array) -> MXArray:
@@ -137,6 +145,6 @@ def array_of(kind: str, values: Array) -> MXArray:
     Raises:
         ProtocolError: it was another library's.
     """
-    if kind != "mxnet":
+    if kind not in ("mxnet", "mxnet.np"):
         raise ProtocolError(f"an array of the unknown kind {kind[:40]!r}")
-    return mx.nd.array(values, dtype=values.dtype)
+    return (mx.nd if kind == "mxnet" else mx.np).array(values, dtype=values.dtype)

@@ -165,7 +165,7 @@ def current() -> Ranks:
         ConfigError: `init` was not called.
     """
     if not of_process:
-        raise ConfigError("kvdist.mxnet has not been initialized: call init() first")
+        raise ConfigError("kvdist.mxnet has not been initialized; use hvd.init()")
     return of_process[0]
 
 

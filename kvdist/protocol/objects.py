@@ -127,7 +127,7 @@ def _tree(value: Any, place: Place, translate: Callable[[object], object | None]
     if leaf is None:
         raise TypeError(
             f"{_shown(place)} is a {_name(kind)}, which cannot be sent: only None, bool, int, float, str, bytes, list,"
-            " tuple, set, dict, NumPy arrays and torch tensors can"
+            " tuple, set, dict and arrays can"
         )
     if not isinstance(leaf, Leaf):
         return _tree(leaf, place, translate, leaves)

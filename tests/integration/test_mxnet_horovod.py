@@ -52,6 +52,12 @@ def test_a_wrong_call_is_refused_with_what_to_do(job, version):
     assert re.search(r"'\S*1\S*weight', which got no value: run a forward pass", line), line
 
 
+def test_the_end_of_a_process_names_parameters_that_were_never_broadcast(job):
+    alone = job.start("alone", [python_of("1.9.1"), str(CHECKS), "ends"])
+    job.succeed(TIMEOUT_S)
+    assert alone.lines_with("broadcast_parameters() never broadcast "), job.transcript()
+
+
 WITHOUT_SERVERS = {
     "kvdist-run": {},
     "Open MPI's mpirun": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"},

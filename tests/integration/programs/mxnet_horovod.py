@@ -138,6 +138,8 @@ def gathered() -> None:
         found = hvd.broadcast_object(given, root_rank=root)
         assert found["epoch"] == root and found["names"] == ("a", {1, 2}) and len(found["raw"]) == root
         expect(found["weights"], [root, root])
+        given = arrays_of.full((2,), mine)
+        assert type(hvd.broadcast_object(given, root_rank=root)) is type(given)
     assert hvd.allgather_object("x" * (5000 * mine)) == ["x" * (5000 * k) for k in range(n)]
     expected = TypeError if mine == 0 else kvdist.CollectiveError
     refused(expected, "cannot sent", hvd.broadcast_object, object(), root_rank=0)
@@ -312,8 +314,8 @@ def differences() -> None:
 
 def wrong_calls() -> None:
     """In one process: what is refused before anything travels."""
-    refused(kvdist.ConfigError, "kvdist.mxnet has not been initialized: call init() first", hvd.size)
-    refused(kvdist.ConfigError, "call init() first", hvd.DistributedTrainer, [parameter("p", (1,))], "sgd")
+    refused(kvdist.ConfigError, "kvdist.mxnet has not been initialized; use hvd.init()", hvd.size)
+    refused(kvdist.ConfigError, "use hvd.init()", hvd.DistributedTrainer, [parameter("p", (1,))], "sgd")
     assert not hvd.is_initialized()
     hvd.init()
     hvd.init()
@@ -335,7 +337,11 @@ def wrong_calls() -> None:
     refused(ValueError, "root_rank is 1; the ranks are 0 to 0", hvd.broadcast, ones, 1)
     refused(ValueError, "Adasum; servers have Average and Sum", hvd.allreduce, ones, op=2)
     refused(ValueError, "supersedes average", hvd.allreduce, ones, average=True, op=hvd.Sum)
+    refused(TypeError, "allreduce takes arrays", hvd.allreduce, 1.0)
+    refused(TypeError, "grouped_allreduce list of arrays call allreduce", hvd.grouped_allreduce, ones)
+    refused(ValueError, "root_rank is 'a'", hvd.broadcast, ones, "a")
     rows = mx.nd.ones((2, 1)).tostype("row_sparse")
+    refused(TypeError, "row_sparse .tostype('default')", hvd.broadcast_object, rows)
     refused(TypeError, "row_sparse .tostype('default')", hvd.broadcast, rows, 0)
     refused(TypeError, "allgather dense row_sparse float32 (2, 1)", hvd.allgather, rows)
 
@@ -355,6 +361,13 @@ def wrong_calls() -> None:
     hvd.init()
     expect(hvd.allreduce(ones), [1, 1])
     hvd.shutdown()
+
+
+def ends() -> None:
+    """The end of the process says, too, what was never broadcast."""
+    net = gluon.nn.Dense(2)
+    net.initialize()
+    hvd.broadcast_parameters(net.collect_params())
 
 
 if __name__ == "__main__":
