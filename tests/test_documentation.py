@@ -314,7 +314,7 @@ def test_each_python_example_runs_alone_in_the_embedded_cluster(
         assert process.returncode == 0, f"{body}\n{said}"
         # A module of optimizers, say, makes no store, and what starts a job has a cluster.
         is_alone = 'create("dist' in body and "kvdist_launch" not in body
-        expected = ["kv.create('dist'): running alone"] * is_alone
+        expected = ["kv.create('dist'): running alone, as the environment names no cluster"] * is_alone
         assert [line.partition(". ")[0] for line in said.splitlines()[:1]] == expected
 
 
