@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import numbers
 import shlex
 import sys
 from collections.abc import Sequence
@@ -350,5 +351,5 @@ def _require_arrays(what: str, values: Sequence[Any], name: str = "") -> None:
 
 
 def _require_root(root_rank: int) -> None:
-    if not isinstance(root_rank, int) or not 0 <= root_rank < size():
+    if not isinstance(root_rank, numbers.Integral) or not 0 <= root_rank < size():
         raise ValueError(f"root_rank is {root_rank!r}; the ranks are 0 to {size() - 1}")
