@@ -19,7 +19,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import math
-import numbers
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -473,7 +472,7 @@ class KVStore(KVStoreBase):
             ValueError: `timeout` is not positive.
         """
         self._begin()
-        if timeout is not None and not (isinstance(timeout, numbers.Real) and timeout > 0):
+        if timeout is not None and not (isinstance(timeout, float | int) and timeout > 0):
             raise ValueError(
                 f"the time-out of a barrier is {timeout!r}; it must be a positive number of seconds, or None"
             )

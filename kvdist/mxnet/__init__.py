@@ -350,6 +350,6 @@ def _require_arrays(what: str, values: Sequence[Any], name: str = "") -> None:
             )
 
 
-def _require_root(root_rank: int) -> None:
-    if not isinstance(root_rank, numbers.Integral) or not 0 <= root_rank < size():
+def _require_root(root_rank: object) -> None:
+    if not isinstance(root_rank, numbers.Integral) or not 0 <= int(root_rank) < size():
         raise ValueError(f"root_rank is {root_rank!r}; the ranks are 0 to {size() - 1}")
