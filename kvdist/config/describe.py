@@ -143,5 +143,10 @@ def _wrapped(text: str, width: int, first: str = "    ") -> list[str]:
 
 
 def _plain(markdown: str) -> str:
-    """The text without links and the signs of code."""
-    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", markdown).replace("`", "")
+    """The text without the signs of code; a link is its text and, unless that names it, the page of docs/."""
+
+    def shown(link: re.Match[str]) -> str:
+        text, page, place = link.groups()
+        return text if text == page else f"{text} (docs/{page or 'configuration.md'}{place or ''})"
+
+    return re.sub(r"\[([^\]]+)\]\(([\w/.-]*)(#[\w-]+)?\)", shown, markdown).replace("`", "")

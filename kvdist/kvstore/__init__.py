@@ -12,7 +12,6 @@ import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of 
 from kvdist.config import exit_codes
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
 from kvdist.config.policies import Pace, TrainingPolicy, policy_from
-from kvdist.config.suggestions import did_you_mean
 from kvdist.core.policy import ASYNC, QUOTA, with_priority_slices
 from kvdist.errors import ConfigError
 from kvdist.kernels.cpu import choose
@@ -26,7 +25,6 @@ from kvdist.kvstore.registry import (
     COLLECTIVE_NAMES,
     DEVICE_NAMES,
     DIST_NAMES,
-    ELSEWHERE,
     HOST_NAMES,
     HYBRID,
     LOCAL_NAMES,
@@ -83,6 +81,7 @@ def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -
     exit_codes.shorten_tracebacks()
     if not isinstance(name, str):
         raise TypeError(f"the name of a store is a string, not {type(name).__name__}")
+    registry.require_known(name)
     lowered = name.lower()
     chosen = _chosen_policy(lowered, policy)
     if lowered in registry.REGISTERED:
@@ -95,13 +94,7 @@ def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -
         if lowered == "nccl":
             LOG.warning("kv.create('nccl') in a process that is alone: the store is what 'device' gives")
         return KVStore(LocalBackend(lowered, choose(read_setting("KVDIST_KERNELS")), _devices(lowered)))
-    if lowered in DIST_NAMES:
-        return KVStore(_dist(lowered, chosen))
-    advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
-    known = [*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *registry.REGISTERED]
-    near = "" if advice else did_you_mean(name, known)
-    before = f"{near} Known" if near else "known"
-    raise ValueError(f"there is no store called {name!r}{advice}; {before} are: {', '.join(known)}")
+    return KVStore(_dist(lowered, chosen))
 
 
 def _chosen_policy(name: str, given: str | TrainingPolicy | None) -> TrainingPolicy | None:

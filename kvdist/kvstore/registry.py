@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from kvdist.config.suggestions import did_you_mean
 from kvdist.core.commands import Handler
 from kvdist.core.policy import ASYNC, P3, SYNC, Policy
 from kvdist.protocol.limits import DEFAULT
@@ -101,6 +102,22 @@ def register(cls: Store) -> Store:
         warnings.warn(f"the store {name!r} is now {cls.__module__}.{cls.__qualname__}", stacklevel=2)
     REGISTERED[name] = cls
     return cls
+
+
+def require_known(name: str) -> None:
+    """Refuse a name that `create` does not know.
+
+    Raises:
+        ValueError: it is unknown; the message lists the known ones.
+    """
+    lowered = name.lower()
+    known = [*LOCAL_NAMES, *DIST_NAMES, *COLLECTIVE_NAMES, HYBRID, *REGISTERED]
+    if lowered in known:
+        return
+    advice = f": {ELSEWHERE[lowered]}" if lowered in ELSEWHERE else ""
+    near = "" if advice else did_you_mean(name, known)
+    before = f"{near} Known" if near else "known"
+    raise ValueError(f"there is no store called {name!r}{advice}; {before} are: {', '.join(known)}")
 
 
 _Function = TypeVar("_Function", bound=Handler)

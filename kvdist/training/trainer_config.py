@@ -30,7 +30,7 @@ from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import SAMPLES_MAX, Ability
 from kvdist.kvstore.base import KVStore
-from kvdist.kvstore.registry import DIST_NAMES
+from kvdist.kvstore.registry import DIST_NAMES, require_known
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.compression import from_params
 from kvdist.optimizer.registry import create as create_optimizer
@@ -135,7 +135,6 @@ def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -
     Raises:
         TypeError, ValueError: it is unknown, or its hyper-parameters are invalid; or another Trainer has it.
     """
-    _require_hyperparameters(optimizer_params)
     made = _made(optimizer, optimizer_params)
     if made.is_taken:
         raise ValueError(
@@ -145,8 +144,27 @@ def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -
     return made
 
 
-def _require_hyperparameters(given: object) -> None:
-    """Refuse another argument in the place of the Trainer's third one, such as its store."""
+def require_order(params: object, optimizer: object, given: object) -> None:
+    """Refuse an argument in the place of another one, such as a store in the place of the optimizer.
+
+    Args:
+        params, optimizer: the Trainer's first and second argument.
+        given: its third one, ``optimizer_params``.
+
+    Raises:
+        TypeError: one of them is in the place of another.
+    """
+    if isinstance(params, str | KVStoreBase | Optimizer | torch.optim.Optimizer):
+        what = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
+        raise TypeError(
+            "the first argument, params, has the network's parameters, such as net.named_parameters(), and not"
+            f" {what}; write Trainer(params, optimizer, kvstore=…)"
+        )
+    if isinstance(optimizer, KVStoreBase):
+        raise TypeError(
+            f"the second argument, optimizer, is the name of an optimizer or an optimizer, and not a"
+            f" {type(optimizer).__name__}; write Trainer(params, 'sgd', {{'learning_rate': 0.1}}, kvstore=…)"
+        )
     if given is None or isinstance(given, Mapping):
         return
     kind = repr(given) if isinstance(given, str) else type(given).__name__
@@ -228,6 +246,8 @@ def refuse_what_contradicts(
             "kvstore must be the name of a store, a KVStore (or your own subclass of kvdist.kv.KVStoreBase), or None,"
             f" not {type(kvstore).__name__}"
         )
+    if isinstance(kvstore, str):
+        require_known(kvstore)
     if share_weights and (overlap or devices > 1 or update_on_kvstore is False):
         raise ValueError(
             "share_weights=True needs one device, a store that updates the weights, and overlap=False: parameters"

@@ -24,9 +24,10 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
   in a job without servers when others have finished. They may have work of their own, and are left alone; but if each
   of them is stopped, or has ended but for threads, they are killed after the grace.
 - Where all workers wait for each other, that deadlock is the cause, whichever process is seen to end first.
+- If other processes are still there half a second after a failure, the user is told of it, and how long the job waits.
 - The closing lines are one paragraph: the last lines of the cause, if the user has not just seen them; how often which
-  process was started, and how the others ended; and last the cause, its error, on how many workers it was the same, and
-  what to do if the error does not say that.
+  process was started, and how the others ended, if not for the loss of another one; and last the cause, its error, on
+  how many workers it was the same, and what to do if the error does not say that.
 - A first interruption sends SIGINT to the workers; servers live on so that workers can still save. What is left after
   the grace is terminated. A second interruption kills.
 
@@ -76,6 +77,9 @@ CRASHES = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGIL
 
 STILL_S = 10.0
 """How long a process may keep a job from ending before it is told of."""
+
+NOTICE_S = 0.5
+"""How long other processes may still be there after a failure before the user is told of it."""
 
 STOPPED_S_MAX = 3.0
 """How long a signal may have stopped a process before it is told of."""
@@ -248,6 +252,8 @@ class Job:
         self.cause: ProcessExit | None = None
         self._phase_until: float | None = None
         """The end of the phase."""
+        self._notice: tuple[float, str] | None = None
+        """When the user is told why the job fails, if other processes are still there, and the sentence."""
         self.records: list[ProcessRecord] = []
         self.sentence = ""
         self.last_lines: list[str] = []
@@ -256,7 +262,8 @@ class Job:
     def deadline(self) -> float | None:
         """When `tick` must be called next; None if only an event can change anything."""
         told = (self._still[node] + self._grace.stopped_s for node in self._untold)
-        times = (self._phase_until, *self._due.values(), *told, self._end_told_at(), self._kill_at)
+        noticed = self._notice[0] if self._notice and not self.is_over else None
+        times = (self._phase_until, *self._due.values(), *told, self._end_told_at(), self._kill_at, noticed)
         return min((at for at in times if at is not None), default=None)
 
     @property
@@ -311,7 +318,8 @@ class Job:
                 record.exit, record.ended_s = one, now - self.launched
         told = [action for one in batch for action in self._judge(one, now)]
         if self._phase in (Phase.RUNNING, Phase.CLOSING) and self.cause is not None:
-            return self._fail(now)
+            self._fail(now)
+            return []
         return [*told, *self._go_on(now)]
 
     def _go_on(self, now: float) -> list[Action]:
@@ -360,7 +368,7 @@ class Job:
 
     def tick(self, now: float) -> list[Action]:
         """Do what is due at `now`."""
-        again = self._start_due(now) + self._tell_still(now) + self._await_end(now)
+        again = self._start_due(now) + self._tell_still(now) + self._await_end(now) + self._tell_failure(now)
         if self._phase_until is None or now < self._phase_until:
             return again
         if self._phase is Phase.KILLING:
@@ -385,6 +393,12 @@ class Job:
     def _tell_still(self, now: float) -> list[Action]:
         due = [node for node in self._untold if self._still[node] + self._grace.stopped_s <= now]
         return [Say(f"{self._names([node])} {self._untold.pop(node)}") for node in due]
+
+    def _tell_failure(self, now: float) -> list[Action]:
+        if self._notice is None or now < self._notice[0]:
+            return []
+        (_, text), self._notice = self._notice, None
+        return [Say(text)]
 
     def _awaited(self) -> list[NodeId]:
         """The workers for whose end the job waits: all have left it, or without a scheduler others have finished."""
@@ -522,6 +536,8 @@ class Job:
             how = record.exit
             if how is None or how is self.cause or how.deadlock or self._is_same(how):
                 continue
+            if how.is_consequence and not record.was_signalled:
+                continue  # it ended as every process does that loses another one
             if any(how is one for one in last):
                 fates.setdefault(_fate(record, how), Counter())[record.node.role] += 1
         return "; ".join(_clause(fate, counts) for fate, counts in fates.items())
@@ -648,16 +664,15 @@ class Job:
                 )
         return one.lost_peer or one.gave_up
 
-    def _fail(self, now: float) -> list[Action]:
+    def _fail(self, now: float) -> None:
         self._enter(Phase.FAILING, now + self._grace.grace_s)
-        if self.is_over:
-            return []
         named = "a deadlock" if self.cause is not None and self.cause.deadlock else self.cause
         what = shortened(self._lost_peer, CLAUSE_MAX) or named
-        return [Say(f"{what}{self._why}; waiting up to {self._grace.grace_s:g} s for the other processes to exit")]
+        text = f"{what}{self._why}; waiting up to {self._grace.grace_s:g} s for the other processes to exit"
+        self._notice = (now + NOTICE_S, text)
 
     def _enter(self, phase: Phase, until: float | None) -> None:
-        self._phase, self._phase_until = phase, until
+        self._phase, self._phase_until, self._notice = phase, until, None
         self._due.clear()
 
     def _overdue(self) -> list[Action]:
@@ -726,8 +741,6 @@ def _fate(record: ProcessRecord, how: ProcessExit) -> str:
         return "finished"
     if record.was_signalled:
         return "was ended by the launcher"
-    if how.is_consequence:
-        return "lost a peer"
     return f"was killed by {signal_name(-how.status)}" if how.status < 0 else f"failed with exit code {how.status}"
 
 

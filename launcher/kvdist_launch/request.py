@@ -50,7 +50,7 @@ INTERPRETERS = {
 
 
 def parse_command(
-    words: Sequence[str], path: str | None, is_here: bool = True, is_read_here: bool = False
+    words: Sequence[str], path: str | None, is_here: bool = True, is_read_here: bool = False, modules: str = ""
 ) -> tuple[str, ...]:
     """The argument list of the user's command: the words, or if there is only one, the words quoted in it.
 
@@ -58,9 +58,10 @@ def parse_command(
         path: where programs are searched, as in the variable PATH; None is the system's default.
         is_here: whether it runs on this machine, so that the program, and the script that it runs, must exist.
         is_read_here: whether a script of the current folder must exist, as it runs here too, or is copied from here.
+        modules: folders in which Python finds modules besides, as in the variable PYTHONPATH.
 
     Raises:
-        CommandError: the program or its script does not exist, or the program cannot be executed.
+        CommandError: the program, its script or its module does not exist, or the program cannot be executed.
         ConfigError: the command is missing, its quotes do not match, or it is written for a shell.
     """
     command = list(words)
@@ -70,34 +71,63 @@ def parse_command(
         raise ConfigError("the command is missing; write it last, after the options, as in: ... python train.py")
     if is_here:
         _require_program(command[0], path)
-    script = _script_of(command)
+    words = _interpreted(command)
+    script = words[0] if words and not words[0].startswith(("-", "+")) else ""
     if script and (is_here or (is_read_here and not os.path.isabs(script))):
         _require_script(script)
+    if is_here and words[:1] == ["-m"] and len(words) > 1 and _is_this_python(command[0], path):
+        _require_module(words[1].partition(".")[0], modules)
     return tuple(command)
 
 
-def _script_of(command: Sequence[str]) -> str:
-    """The file that an interpreter is to run; '' if the command names none, or may name none."""
+def _interpreted(command: Sequence[str]) -> list[str]:
+    """What an interpreter is to run, and its arguments: the command without the interpreter and its plain options."""
     program = os.path.basename(command[0])
     plain = next((options for name, options in INTERPRETERS.items() if name.fullmatch(program)), None)
     words = list(command[1:]) if plain is not None else []
     while words and plain is not None and (plain.fullmatch(words[0]) or words[0] in ("-W", "-X")):
         del words[: 2 if words[0] in ("-W", "-X") else 1]
-    return words[0] if words and not words[0].startswith(("-", "+")) else ""
+    return words
 
 
 def _require_script(script: str) -> None:
     if os.path.exists(script):
         return
-    folder, name = os.path.split(script)
+    near = _near_file(script)
+    where = "" if os.path.isabs(script) else f" in {os.getcwd()}"
+    advice = f"did you mean {near}?" if near else "name it by its path from here"
+    raise CommandError(f"there is no script {script}{where}; {advice}", NOT_FOUND)
+
+
+def _near_file(path: str) -> str:
+    """The file of the same folder whose name is most like this path's; '' if none is."""
     from difflib import get_close_matches  # here, as few need it and every job would wait for it
 
+    folder, name = os.path.split(path)
     near: list[str] = []
     with contextlib.suppress(OSError):
         near = get_close_matches(name, os.listdir(folder or "."), 1, 0.7)
-    where = "" if os.path.isabs(script) else f" in {os.getcwd()}"
-    advice = f"did you mean {os.path.join(folder, near[0])}?" if near else "name it by its path from here"
-    raise CommandError(f"there is no script {script}{where}; {advice}", NOT_FOUND)
+    return os.path.join(folder, near[0]) if near else ""
+
+
+def _is_this_python(program: str, path: str | None) -> bool:
+    """Whether a program is of the same environment as this process, and so has the same packages."""
+    found = shutil.which(program, path=path)
+    return found is not None and os.path.dirname(os.path.abspath(found)) == os.path.dirname(sys.executable)
+
+
+def _require_module(name: str, modules: str) -> None:
+    folders = ["", *filter(None, modules.split(os.pathsep))]
+    if any(os.path.exists(os.path.join(folder, name + ending)) for folder in folders for ending in ("", ".py")):
+        return
+    from importlib.util import find_spec  # here, as few need it
+
+    with contextlib.suppress(ValueError):  # __main__ has none
+        if find_spec(name) is not None:
+            return
+    near = os.path.splitext(_near_file(f"{name}.py"))[0]
+    advice = f"did you mean python -m {near}?" if near else "install it, or start the job in the folder that has it"
+    raise CommandError(f"there is no module {name} in {os.getcwd()} or installed for this Python; {advice}", NOT_FOUND)
 
 
 def _split_words(text: str) -> list[str]:
@@ -126,8 +156,9 @@ def _require_program(program: str, path: str | None) -> None:
             NOT_EXECUTABLE,
         )
     where = "there is no such file" if os.path.dirname(program) else "it is not in any directory of PATH"
-    near = "" if os.path.dirname(program) else _near_program(program, path)
-    where += f"; did you mean {near}?" if near else ""
+    script = _near_file(program) if program.endswith(".py") else ""
+    near = f"python {script}" if script else "" if os.path.dirname(program) else _near_program(program, path)
+    where += f"; did you mean {near}?" if near and not os.path.isfile(program) else ""
     if re.fullmatch(r"[A-Za-z_]\w*=.*", program, re.DOTALL):
         where = f"it sets a variable; write it as an option before the command: -x {shlex.quote(program)}"
     if os.path.isfile(program):
@@ -251,6 +282,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
             seen.get("PATH"),
             is_here=not others and options.emit is None,
             is_read_here=bool(options.sync_dst_dir) or (options.emit is None and any(host.is_local for host in hosts)),
+            modules=seen.get("PYTHONPATH", ""),
         ),
         role_command=request.role_command
         + (("--verbose",) if options.verbose else ())

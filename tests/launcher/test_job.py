@@ -74,10 +74,7 @@ def test_what_remains_after_the_farewell_is_terminated_then_killed_and_the_job_s
 
 def test_the_first_failure_is_named_and_later_ones_are_not():
     job = new_job()
-    said = end(job, 112.3, (worker(1), -9))
-    assert said == [
-        Say("worker-1 (pid 1004) was killed by signal 9 (SIGKILL); waiting up to 5 s for the other processes to exit")
-    ]
+    end(job, 112.3, (worker(1), -9))
     end(job, 112.5, (worker(0), 1), *((node, EXIT_PEER_LOST) for node in (server(0), server(1), SCHEDULER)))
     assert job.is_over
     assert job.exit_code() == 137
@@ -153,18 +150,28 @@ def test_a_deadlock_is_the_cause_whoever_is_seen_to_end_first():
             for node in HOSTS
         }
         ends = {node: ProcessExit(node, 7, 1, line.encode()) for node, line in said.items()}
-        assert job.ended([ends.pop(first)], 104.5) == [
-            Say("a deadlock; waiting up to 4.9 s for the other processes to exit")
-        ]
-        job.ended(ends.values(), 104.6)
+        job.ended([ends.pop(first)], 104.5)
+        assert job.tick(105.0) == [Say("a deadlock; waiting up to 4.9 s for the other processes to exit")]
+        job.ended(ends.values(), 105.1)
         assert job.conclude(110.0, ["its last line"]) == [
             f"deadlock after 4.5 s; job ended with exit code 1: {DEADLOCKED}"
         ]
 
 
+def test_a_failure_is_told_after_half_a_second_if_other_processes_are_still_there():
+    job = new_job()
+    assert end(job, 112.3, (worker(1), -9)) == []
+    assert job.deadline == 112.8 and job.tick(112.7) == []
+    assert job.tick(112.8) == [
+        Say("worker-1 (pid 1004) was killed by signal 9 (SIGKILL); waiting up to 5 s for the other processes to exit")
+    ]
+    assert job.tick(113.3) == [] and job.deadline == 117.3
+
+
 def test_those_that_do_not_notice_a_failure_are_terminated_then_killed():
     job = new_job()
     end(job, 110.0, (worker(1), 3))
+    job.tick(110.5)
     assert job.deadline == 115.0
     assert signals(job.tick(115.0)) == dict.fromkeys(NODES[:4], signal.SIGTERM)
     end(job, 115.5, *((node, -15) for node in NODES[:3]))
@@ -209,10 +216,11 @@ def test_a_lost_peer_is_named_when_nothing_else_failed():
 def test_a_worker_that_lost_a_peer_is_not_named_even_if_it_ends_before_the_one_that_failed():
     job = new_job()
     lost = ProcessExit(worker(0), 1003, 1, b"kvdist.errors.PeerLostError: worker-1 was lost\n")
-    assert job.ended([lost], 101.0) == [
+    job.ended([lost], 101.0)
+    assert job.tick(101.5) == [
         Say("worker-1 was lost; waiting up to 5 s for the other processes to exit")  # the culprit, not who noticed
     ]
-    job.ended([ProcessExit(worker(1), 1004, 1, b"ValueError: mine\n")], 101.1)
+    job.ended([ProcessExit(worker(1), 1004, 1, b"ValueError: mine\n")], 101.6)
     assert job.cause is not None
     assert job.cause.node == worker(1)
 
@@ -404,7 +412,7 @@ def test_a_failure_is_told_with_last_lines_and_how_the_others_ended():
         "the last lines of worker-1:",
         "    Traceback",
         "    ValueError: x",
-        "2 servers and the scheduler lost a peer; 2 workers were ended by the launcher",
+        "2 workers were ended by the launcher",
         FAILED,
     ]
 
@@ -583,7 +591,7 @@ def test_a_job_that_goes_on_tells_who_was_lost_and_ends_well_with_the_others():
 def test_a_job_goes_on_without_a_server_of_which_another_has_a_copy(replicas):
     job = Job(NODES, now=100.0, grace=GRACE, goes_on=True, replicas=replicas)
     job.started([(node, "") for node in NODES], 100.0)
-    (said,) = end(job, 101.0, (server(0), -signal.SIGKILL))
+    (said,) = end(job, 101.0, (server(0), -signal.SIGKILL)) or job.tick(101.5)
     told = "; the others go on if one has a copy of all that it had"
     assert isinstance(said, Say) and said.text.endswith(told) is replicas
     end(job, 102.0, (worker(0), 0), (worker(1), 0))
@@ -610,7 +618,8 @@ def test_what_the_scheduler_says_of_why_the_others_cannot_go_on_follows_the_caus
     (said,) = end(job, 101.0, (worker(0), -signal.SIGTERM))
     assert isinstance(said, Say) and said.text.endswith("the other workers go on")
     line = f"kvdist: worker-0 was lost: killed by signal 15 (SIGTERM); {INCOMPLETE}".encode()
-    (said,) = job.ended([ProcessExit(SCHEDULER, 1000, EXIT_PEER_LOST, line)], 101.5)
+    job.ended([ProcessExit(SCHEDULER, 1000, EXIT_PEER_LOST, line)], 101.5)
+    (said,) = job.tick(102.0)
     cause = "worker-0 (pid 1003) was killed by signal 15 (SIGTERM)"
     assert isinstance(said, Say) and said.text.startswith(f"{cause}; {INCOMPLETE}; waiting")
     end(job, 102.0, *((node, EXIT_PEER_LOST) for node in (server(0), server(1), worker(1))))
@@ -677,7 +686,8 @@ def test_a_lost_process_that_a_signal_had_stopped_is_named_as_such(stopped, reas
     job.stopped(stopped, 43, 101.0)
     peers = [node for node in NODES if node != worker(1)]
     line = f"kvdist.errors.PeerLostError: {reason}".encode()
-    (said,) = job.ended([ProcessExit(node, 42, EXIT_PEER_LOST, line) for node in peers], 112.0)
+    job.ended([ProcessExit(node, 42, EXIT_PEER_LOST, line) for node in peers], 112.0)
+    *_, said = job.tick(112.5)
     assert isinstance(said, Say) and said.text.startswith(last.partition(";")[0])
     job.tick(117.0)
     job.ended([ProcessExit(worker(1), 42, -9)], 119.0)

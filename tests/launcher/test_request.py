@@ -130,3 +130,21 @@ def test_a_script_of_another_machine_may_not_be_here(here):
     assert parse_command(["python", "/srv/absent.py"], None, is_here=False, is_read_here=True)
     with pytest.raises(CommandError, match=r"there is no script /srv/absent.py; name it"):
         parse_command([sys.executable, "/srv/absent.py"], None)
+
+
+def test_a_module_that_does_not_exist_is_named_with_the_nearest_one(here):
+    with pytest.raises(CommandError, match=r"there is no module trian in .*/here or .*; did you mean python -m train"):
+        parse_command([sys.executable, "-u", "-m", "trian.main"], None)
+    for module in ("train", "json.tool", "pytest"):
+        assert parse_command([sys.executable, "-m", module], None)
+    assert parse_command(["python", "-m", "absent"], None, is_here=False)
+
+
+def test_a_module_may_lie_in_a_folder_of_pythonpath(here, tmp_path: Path):
+    (tmp_path / "elsewhere").write_text("")
+    assert parse_command([sys.executable, "-m", "elsewhere"], None, modules=f"{here}:{tmp_path}")
+
+
+def test_a_misspelled_script_without_its_interpreter_is_named_with_the_nearest_one(here):
+    with pytest.raises(CommandError, match=r"the command 'trian.py' does not exist: .*; did you mean python train.py"):
+        parse_command(["trian.py"], None)

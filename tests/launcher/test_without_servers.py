@@ -92,7 +92,6 @@ def test_a_rank_that_ends_for_the_loss_of_another_is_not_blamed_though_it_ends_f
     words = ("-n", "2", "-s", "0", "--grace", "5", "python", "-c", LOSES, str(tmp_path / "fifo"))
     code, _, err = launch(*words).finish()
     assert code == 9, err
-    assert "1 worker lost a peer" in err
     assert "worker-1 (pid " in err.splitlines()[-1]
 
 

@@ -439,6 +439,20 @@ def test_a_store_in_the_place_of_hyper_parameters_is_told_where_it_belongs(optim
         Trainer([parameter()], optimizer, 0.1)
 
 
+def test_a_store_in_the_place_of_parameters_or_optimizer_is_told_where_it_belongs():
+    with pytest.raises(TypeError, match="the first argument, params, .* not a Cluster; write Trainer"):
+        Trainer(Cluster(), [parameter()], "sgd")
+    with pytest.raises(TypeError, match="the first argument, params, .* not 'sgd'; write Trainer"):
+        Trainer("sgd", [parameter()])
+    with pytest.raises(TypeError, match=r"the second argument, optimizer, .* not a Cluster; write .* kvstore=…\)"):
+        Trainer([parameter()], Cluster())
+
+
+def test_a_misspelled_store_is_refused_when_the_trainer_is_created():
+    with pytest.raises(ValueError, match=r"there is no store called 'dst'; did you mean dist\?"):
+        Trainer([parameter()], "sgd", kvstore="dst")
+
+
 def test_settings_that_cannot_work_are_refused():
     with pytest.raises(ValueError, match="replicas on 2 devices, whose gradients only a store sums"):
         Trainer([[parameter(), parameter()]], "sgd", kvstore=None)
