@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from kvdist.core.machine import Effect, Send
+from kvdist.core import machine as fx
 from kvdist.naming import waiting
 from kvdist.nodes import Member, NodeId, Role
-from kvdist.protocol.messages import Message, Waiting
+from kvdist.protocol import messages as msg
 
 Statement = TypeVar("Statement")
 Said = TypeVar("Said")
@@ -26,7 +26,7 @@ Said = TypeVar("Said")
 Live = Mapping[NodeId, Member]
 """Members that are in the cluster. `Membership` changes it as they come and go."""
 
-Answer = Callable[[int], Message]
+Answer = Callable[[int], msg.Message]
 """Makes the answer to the request of that number."""
 
 
@@ -53,10 +53,10 @@ class MemberWait:
         """The ranks of the missing workers."""
         return tuple([node.rank for node in self.missing if node.role is Role.WORKER])
 
-    def hint(self, now: float) -> Send:
+    def hint(self, now: float) -> fx.Send:
         """The message that tells the member for whom it waits."""
         who = "" if self.workers else f"{self.who or _names(self.missing)} to "
-        return Send(self.member, Waiting(f"{who}{self._awaited_deed}", self.workers, now - self.since))
+        return fx.Send(self.member, msg.Waiting(f"{who}{self._awaited_deed}", self.workers, now - self.since))
 
     def sentence(self, now: float) -> str:
         """Who has to do what, for how long."""
@@ -121,18 +121,18 @@ class Agreement(Generic[Statement]):
         """Whether this very process has spoken."""
         return self.said.get(member.node, (None,))[0] == member
 
-    def ask(self, member: Member, request: int) -> list[Effect]:
+    def ask(self, member: Member, request: int) -> list[fx.Effect]:
         """Answer a request: now, if there is an answer, else by `settle`."""
         if self._answer is not None:
-            return [Send(member, self._answer(request))]
+            return [fx.Send(member, self._answer(request))]
         self._asked[member, request] = None
         return []
 
-    def settle(self, answer: Answer) -> list[Effect]:
+    def settle(self, answer: Answer) -> list[fx.Effect]:
         """Give this answer to all that have asked, and will ask."""
         self._answer = answer
         asked, self._asked = self._asked, {}
-        return [Send(member, answer(request)) for member, request in asked if self._is_live(member)]
+        return [fx.Send(member, answer(request)) for member, request in asked if self._is_live(member)]
 
     def missing(self) -> tuple[NodeId, ...]:
         """The members whose word is needed and not given, of the first group that lacks one."""
@@ -178,18 +178,18 @@ class Questions:
 
     def __init__(self, servers: Live, first_request: int = 1) -> None:
         self._servers = servers
-        self._open: dict[int, tuple[Agreement[str], Callable[[str], list[Effect]]]] = {}
-        self._asked: dict[int, Callable[[int], Message]] = {}
+        self._open: dict[int, tuple[Agreement[str], Callable[[str], list[fx.Effect]]]] = {}
+        self._asked: dict[int, Callable[[int], msg.Message]] = {}
         """What is open, for a server that takes the place of a lost one."""
         self._next_request = first_request
 
     def ask(
         self,
-        make: Callable[[int], Message],
-        then: Callable[[str], list[Effect]],
+        make: Callable[[int], msg.Message],
+        then: Callable[[str], list[fx.Effect]],
         cause: Agreement[Any] | None = None,
         servers: Live | None = None,
-    ) -> list[Effect]:
+    ) -> list[fx.Effect]:
         """Send all servers a message.
 
         Args:
@@ -207,7 +207,7 @@ class Questions:
         self._open[request] = (question, then)
         if servers is None:
             self._asked[request] = make
-        return [Send(server, make(request)) for server in sorted(asked.values(), key=lambda one: one.node.rank)]
+        return [fx.Send(server, make(request)) for server in sorted(asked.values(), key=lambda one: one.node.rank)]
 
     def spare(self, server: Member) -> None:
         """What is open was not asked of this server, which has come since."""
@@ -220,11 +220,11 @@ class Questions:
             del self._open[request]
             self._asked.pop(request, None)
 
-    def repeated(self, server: Member) -> list[Message]:
+    def repeated(self, server: Member) -> list[msg.Message]:
         """What a server has to answer that takes the place of a lost one."""
         return [make(request) for request, make in self._asked.items()]
 
-    def answered(self, sender: Member, request: int, failure: str) -> list[Effect]:
+    def answered(self, sender: Member, request: int, failure: str) -> list[fx.Effect]:
         """A server has answered, with '' or with why it could not."""
         question, _ = self._open.get(request, (None, None))
         if question is None or question.has_heard(sender):
@@ -232,11 +232,11 @@ class Questions:
         question.say(sender, failure)
         return self._end(request)
 
-    def advance(self) -> list[Effect]:
+    def advance(self) -> list[fx.Effect]:
         """A server is gone: whatever has waited for nobody else goes on."""
         return [effect for request in list(self._open) for effect in self._end(request)]
 
-    def _end(self, request: int) -> list[Effect]:
+    def _end(self, request: int) -> list[fx.Effect]:
         question, then = self._open[request]
         if not question.is_complete:
             return []

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvdist.core.worker.requests import RunPlan, travels_alone
+from kvdist.core.worker import requests as req
 from kvdist.nodes import Member
-from kvdist.protocol.messages import OnLoss
+from kvdist.protocol import messages as msg
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ClusterView:
     summed_small: frozenset[int] = frozenset()
     leader_shares: bool = False
     members: tuple[int, ...] = ()
-    on_loss: OnLoss = OnLoss.FAIL
+    on_loss: msg.OnLoss = msg.OnLoss.FAIL
     lost: int = 0
 
     def shares_memory(self, server: int) -> bool:
@@ -48,9 +48,9 @@ class ClusterView:
         """Whether what is sent to this server crosses a network."""
         return server in self.far and server not in self.sharing
 
-    def reads_pushes(self, run: RunPlan) -> bool:
+    def reads_pushes(self, run: req.RunPlan) -> bool:
         """Whether a push of this run is read where it lies: by its server, or by the worker that sums for this host."""
-        is_large = len(run.ids) == 1 and travels_alone(run.nbytes)
+        is_large = len(run.ids) == 1 and req.travels_alone(run.nbytes)
         is_summed = run.server in (self.summed if is_large else self.summed_small)
         return self.leader_shares if is_summed else run.server in self.sharing
 

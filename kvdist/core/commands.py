@@ -7,27 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Done, ErrorCode, Failed, Perform
+from kvdist.protocol import messages as msg
 
 Handler = Callable[[int, str, int], object]
 """Called as ``handler(head, body, rank)`` with the server's rank; what it returns is not looked at."""
 
 
-def perform(handlers: Mapping[int, Handler], message: Perform, rank: int) -> Done | Failed:
+def perform(handlers: Mapping[int, Handler], message: msg.Perform, rank: int) -> msg.Done | msg.Failed:
     """The server's part: run the handler, and say how that went."""
     handler = handlers.get(message.head)
     if handler is None:
-        return Failed(message.request, ErrorCode.INTERNAL, _unknown(message.head, handlers))
+        return msg.Failed(message.request, msg.ErrorCode.INTERNAL, _unknown(message.head, handlers))
     try:
         handler(message.head, message.body, rank)
     except (Exception, SystemExit) as error:  # noqa: BLE001  # whatever a handler raised belongs to the caller
-        failed = f"command {message.head} failed with " if message.head <= HEAD_OF_USERS_MAX else ""
-        return Failed(message.request, ErrorCode.INTERNAL, f"{failed}{type(error).__name__}: {error}")
-    return Done(message.request)
+        failed = f"command {message.head} failed with " if message.head <= msg.HEAD_OF_USERS_MAX else ""
+        return msg.Failed(message.request, msg.ErrorCode.INTERNAL, f"{failed}{type(error).__name__}: {error}")
+    return msg.Done(message.request)
 
 
 def _unknown(head: int, handlers: Mapping[int, Handler]) -> str:
-    known = ", ".join(str(one) for one in sorted(handlers) if one <= HEAD_OF_USERS_MAX)
+    known = ", ".join(str(one) for one in sorted(handlers) if one <= msg.HEAD_OF_USERS_MAX)
     return (
         f"no handler is registered for command {head}; known are: {known or 'none'}. Servers know those of the modules"
         " that they are started with: kvdist-launch --server-module"

@@ -2,64 +2,57 @@
 
 from __future__ import annotations
 
-from kvdist.errors import (
-    CheckpointError,
-    ConfigError,
-    DeadlockError,
-    InitMismatch,
-    KvdistError,
-    OptimizerMismatch,
-    PeerLostError,
-    PushRefused,
-)
+from kvdist import errors
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Abort, ErrorCode
+from kvdist.protocol import messages as msg
 
-_REFUSALS: dict[int, type[KvdistError]] = {
-    ErrorCode.INTERNAL: KvdistError,
-    ErrorCode.INIT_MISMATCH: InitMismatch,
-    ErrorCode.OPTIMIZER_MISMATCH: OptimizerMismatch,
-    ErrorCode.REFUSED: PushRefused,
-    ErrorCode.CONFIG: ConfigError,
-    ErrorCode.CHECKPOINT: CheckpointError,
-    ErrorCode.PEER_LOST: PeerLostError,
-    ErrorCode.DEADLOCK: DeadlockError,
+_REFUSALS: dict[int, type[errors.KvdistError]] = {
+    msg.ErrorCode.INTERNAL: errors.KvdistError,
+    msg.ErrorCode.INIT_MISMATCH: errors.InitMismatch,
+    msg.ErrorCode.OPTIMIZER_MISMATCH: errors.OptimizerMismatch,
+    msg.ErrorCode.REFUSED: errors.PushRefused,
+    msg.ErrorCode.CONFIG: errors.ConfigError,
+    msg.ErrorCode.CHECKPOINT: errors.CheckpointError,
+    msg.ErrorCode.PEER_LOST: errors.PeerLostError,
+    msg.ErrorCode.DEADLOCK: errors.DeadlockError,
 }
 
 
-def refusal(code: int, text: str) -> KvdistError:
+def refusal(code: int, text: str) -> errors.KvdistError:
     """A request was refused, for the reason of this code."""
-    return _REFUSALS.get(code, KvdistError)(text)
+    return _REFUSALS.get(code, errors.KvdistError)(text)
 
 
-def verdict(message: Abort) -> KvdistError:
+def verdict(message: msg.Abort) -> errors.KvdistError:
     """The scheduler's verdict as an exception."""
-    if message.code == ErrorCode.DEADLOCK:
-        return DeadlockError(message.sentence)
+    if message.code == msg.ErrorCode.DEADLOCK:
+        return errors.DeadlockError(message.sentence)
     step = None if message.step < 0 else message.step
-    return PeerLostError(message.sentence, message.node, message.host, message.cause, step)
+    return errors.PeerLostError(message.sentence, message.node, message.host, message.cause, step)
 
 
 def scheduler_lost(
     endpoint: str, me: Member, cause: str = "its connection closed and did not come back"
-) -> PeerLostError:
+) -> errors.PeerLostError:
     """The scheduler itself is gone, or cannot be reached; `me` noticed."""
-    return PeerLostError(f"scheduler (at {endpoint}) was lost: {cause}; noticed by {me}", "scheduler", endpoint, cause)
+    return errors.PeerLostError(
+        f"scheduler (at {endpoint}) was lost: {cause}; noticed by {me}", "scheduler", endpoint, cause
+    )
 
 
-def scheduler_away(endpoint: str, me: Member, away_s: float) -> PeerLostError:
+def scheduler_away(endpoint: str, me: Member, away_s: float) -> errors.PeerLostError:
     """The scheduler is gone; `me` has waited for it to be started again."""
     if not away_s:
         return scheduler_lost(endpoint, me)
     return scheduler_lost(endpoint, me, f"it was not started again within {away_s:g} s (KVDIST_SCHEDULER_AWAY_S)")
 
 
-def scheduler_forgot(endpoint: str, me: Member) -> PeerLostError:
+def scheduler_forgot(endpoint: str, me: Member) -> errors.PeerLostError:
     """The scheduler was started again, and cannot know of `me`, which was not in any roster yet."""
     return scheduler_lost(endpoint, me, "it was started again before this process had heard who is there")
 
 
-def scheduler_lost_on_way_back(endpoint: str, me: Member) -> PeerLostError:
+def scheduler_lost_on_way_back(endpoint: str, me: Member) -> errors.PeerLostError:
     """The scheduler was started again while a server that was lost, or all, went back to a snapshot."""
     cause = (
         "it was started again while servers went back to a snapshot, which a new scheduler cannot complete: start the"
@@ -68,20 +61,20 @@ def scheduler_lost_on_way_back(endpoint: str, me: Member) -> PeerLostError:
     return scheduler_lost(endpoint, me, cause)
 
 
-def link_lost(member: Member, host: str, me: Member, reason: str) -> PeerLostError:
+def link_lost(member: Member, host: str, me: Member, reason: str) -> errors.PeerLostError:
     """`me` has lost its connection to `member` for good, and the scheduler has not said why."""
     cause = f"its connection to {me} broke ({reason}) and did not come back, though the scheduler still sees it"
-    return PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
+    return errors.PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
 
 
-def unreachable(member: Member, host: str, me: Member, reason: str) -> PeerLostError:
+def unreachable(member: Member, host: str, me: Member, reason: str) -> errors.PeerLostError:
     """`member` is there, but nothing that `me` says gets through to it."""
     cause = f"{me} cannot reach it: {reason}"
-    return PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
+    return errors.PeerLostError(f"{member} (host {host}) was lost: {cause}", str(member), host, cause)
 
 
-def replicas_differ(me: Member, own: int, others: int) -> ConfigError:
+def replicas_differ(me: Member, own: int, others: int) -> errors.ConfigError:
     """`me` was started with another number of copies than the scheduler."""
-    return ConfigError(
+    return errors.ConfigError(
         f"{me} was started with KVDIST_REPLICAS={own} and the scheduler with {others}: give all processes the same"
     )

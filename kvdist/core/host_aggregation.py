@@ -23,34 +23,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvdist.config.settings import Limits
-from kvdist.core.machine import NEVER, Connect, Effect, Forget, Send
+from kvdist.core import machine as fx
 from kvdist.core.round import Setting, setting_of
 from kvdist.core.server.buffers import Allocate, ordinary_memory
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, Run, RunPart, travels_alone
+from kvdist.core.worker import requests as req
 from kvdist.core.worker.transfers import LEADER, SETTINGS_PER_MESSAGE_MAX, Ready, Transfers, push_of
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, Role, host_of
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U32, Arrays, Bits, PayloadView, offsets, padded
-from kvdist.protocol.messages import (
-    Counted,
-    Done,
-    Flag,
-    Goodbye,
-    HandedBack,
-    JoinedPush,
-    Message,
-    Peer,
-    Push,
-    Refused,
-    Values,
-)
 
 ROWS_PER_MESSAGE_MAX = 1 << 16
 """Keeps the columns of a message far below the longest header."""
-_EMPTY, _CARRIED, _HOLD, _WEIGHTED = map(int, (Flag.EMPTY, Flag.CARRIED, Flag.HOLD, Flag.WEIGHTED))
+_EMPTY, _CARRIED, _HOLD, _WEIGHTED = map(int, (msg.Flag.EMPTY, msg.Flag.CARRIED, msg.Flag.HOLD, msg.Flag.WEIGHTED))
 _NAN = float("nan")
 
 
@@ -123,7 +111,7 @@ class HostAggregation:
 
         By default small ones are not: their bytes are few, and a server applies many of them in one round.
         """
-        return server in self.servers and (self._setting == "on" or travels_alone(nbytes))
+        return server in self.servers and (self._setting == "on" or req.travels_alone(nbytes))
 
     def is_member(self, source: Member) -> bool:
         """Whether messages of this worker are accepted: the leader listens to all of its host, they to the leader."""
@@ -137,7 +125,7 @@ class HostAggregation:
 
     # The roster.
 
-    def roster(self, me: Member, peers: Sequence[Peer]) -> list[Effect]:
+    def roster(self, me: Member, peers: Sequence[msg.Peer]) -> list[fx.Effect]:
         """Take the live processes of the cluster."""
         if self._me is None:
             self._me = me
@@ -157,9 +145,9 @@ class HostAggregation:
         elif heard:
             self.leader = None
             self._transfers.reclaim()
-        return [Forget(member) for member in heard]
+        return [fx.Forget(member) for member in heard]
 
-    def _meet(self, peers: Sequence[Peer]) -> list[Effect]:
+    def _meet(self, peers: Sequence[msg.Peer]) -> list[fx.Effect]:
         me = self._me
         assert me is not None
         hosts = {peer.member: host_of(peer.endpoint) for peer in peers}
@@ -185,7 +173,7 @@ class HostAggregation:
             self.leader = leader
             self._transfers.add_server(LEADER, is_near=True)
             endpoint = next(peer.endpoint for peer in peers if peer.member == leader)
-            return [Connect(leader, endpoint)]
+            return [fx.Connect(leader, endpoint)]
         return []
 
     def _lead(self, me: Member) -> None:
@@ -200,7 +188,7 @@ class HostAggregation:
 
     # What leaves.
 
-    def settle(self, now: float) -> list[Effect]:
+    def settle(self, now: float) -> list[fx.Effect]:
         """Send everything that may leave: to the leader, forwarded, or handed back."""
         for part in self._transfers.take_aggregated():
             if self._rounds is not None:
@@ -211,7 +199,7 @@ class HostAggregation:
                 self._transfers.send_directly(part)
         return [] if self._rounds is None else self._forward(self._rounds)
 
-    def _forward(self, host_rounds: HostRounds) -> list[Effect]:
+    def _forward(self, host_rounds: HostRounds) -> list[fx.Effect]:
         assert self._joiner is not None
         if not (host_rounds.full or host_rounds.own_back or host_rounds.back):
             return self._farewells()  # asked at each message of this worker
@@ -232,12 +220,12 @@ class HostAggregation:
             self._transfers.send_ready(ready)
         own, host_rounds.own_back = host_rounds.own_back, {}
         for run, numbers in own.values():
-            self._transfers.send_directly(RunPart(run, sorted(run.plan.positions[number] for number in numbers)))
+            self._transfers.send_directly(req.RunPart(run, sorted(run.plan.positions[number] for number in numbers)))
         back, host_rounds.back = host_rounds.back, {}
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for member, slices in back.items():
             runs, ids = zip(*slices, strict=True)
-            effects.append(Send(member, HandedBack(_u32(runs), _u32(ids))))
+            effects.append(fx.Send(member, msg.HandedBack(_u32(runs), _u32(ids))))
         return effects + self._farewells()
 
     def arrived(self, members: Sequence[Member]) -> None:
@@ -247,30 +235,30 @@ class HostAggregation:
 
     # What the others say.
 
-    def handle(self, sender: Member, message: Message, now: float) -> None:
+    def handle(self, sender: Member, message: msg.Message, now: float) -> None:
         """React to a message of another worker of this host."""
         match message:
-            case Push() if self._rounds is not None:
+            case msg.Push() if self._rounds is not None:
                 self._rounds.offer(sender, message, now)
-            case HandedBack():
+            case msg.HandedBack():
                 self._transfers.handed_back(message)
-            case Goodbye(request=0) if self._rounds is not None:
+            case msg.Goodbye(request=0) if self._rounds is not None:
                 self._rounds.rest(sender)
-            case Goodbye() if self._rounds is not None:  # a follower wants to leave: finish what it contributed to
+            case msg.Goodbye() if self._rounds is not None:  # a follower wants to leave: finish what it contributed to
                 self._leaving[sender] = message.request
                 self._rounds.hand_back_of(sender)
-            case Done():  # the servers have all contributions of this follower
+            case msg.Done():  # the servers have all contributions of this follower
                 self._may_leave = True
             case _:
                 pass
 
-    def _farewells(self) -> list[Effect]:
+    def _farewells(self) -> list[fx.Effect]:
         ready = [member for member in self._leaving if not self._unarrived.get(member)]
-        return [Send(member, Done(self._leaving.pop(member))) for member in ready]
+        return [fx.Send(member, msg.Done(self._leaving.pop(member))) for member in ready]
 
     # Leaving.
 
-    def leave(self, request: int) -> list[Effect]:
+    def leave(self, request: int) -> list[fx.Effect]:
         """Leave the host, once everything pushed has been received by servers or the leader.
 
         The leader hands back what is incomplete, a follower asks the leader to.
@@ -279,15 +267,15 @@ class HostAggregation:
             self._may_leave = True
         elif not self._goodbye_said:
             self._goodbye_said = True
-            return [Send(self.leader, Goodbye(request, ""))]
+            return [fx.Send(self.leader, msg.Goodbye(request, ""))]
         return []
 
-    def rest(self) -> list[Effect]:
+    def rest(self) -> list[fx.Effect]:
         """Push nothing for a while: the others of this host do not wait until this worker pushes again."""
         if self._rounds is not None:
             self._rounds.rest(self._rounds.me)
         elif self.leader is not None:
-            return [Send(self.leader, Goodbye(0, ""))]
+            return [fx.Send(self.leader, msg.Goodbye(0, ""))]
         return []
 
     def stop_leading(self) -> None:
@@ -302,7 +290,7 @@ class HostAggregation:
 
     # Replies.
 
-    def pass_on(self, message: Values | Counted | Refused) -> list[Effect]:
+    def pass_on(self, message: msg.Values | msg.Counted | msg.Refused) -> list[fx.Effect]:
         """The replies to the followers that follow from a server's reply to this leader."""
         if self._rounds is None or not (self._sums or self._awaiting):
             return []
@@ -320,7 +308,7 @@ class HostAggregation:
                         told.setdefault((one.member, one.pull), []).append((position, one.run))
         return self._told(message, told)
 
-    def handed_back(self, message: HandedBack) -> None:
+    def handed_back(self, message: msg.HandedBack) -> None:
         """A server has dropped sums with these slices: every worker in them sends its own contribution."""
         if self._rounds is not None:
             for number in message.ids.tolist():
@@ -330,23 +318,23 @@ class HostAggregation:
                         self._rounds.back.setdefault(one.member, []).append((one.run, number))
 
     def _told(
-        self, message: Values | Counted | Refused, told: dict[tuple[Member, bool], list[tuple[int, int]]]
-    ) -> list[Effect]:
+        self, message: msg.Values | msg.Counted | msg.Refused, told: dict[tuple[Member, bool], list[tuple[int, int]]]
+    ) -> list[fx.Effect]:
         block: memoryview | None = None
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for (member, pull), places in told.items():
             positions = np.array([position for position, _ in places], np.intp)
             runs, ids = _u32([run for _, run in places]), message.ids[positions]
-            if isinstance(message, Refused):
-                effects.append(Send(member, Refused(runs, ids, message.code, message.reason)))
+            if isinstance(message, msg.Refused):
+                effects.append(fx.Send(member, msg.Refused(runs, ids, message.code, message.reason)))
                 continue
             versions, outcomes = message.versions[positions], message.outcomes[positions]
-            if isinstance(message, Values) and pull:
+            if isinstance(message, msg.Values) and pull:
                 block = self._copied(message.arrays) if block is None else block
                 arrays = _chosen(message.arrays, block, positions)
-                effects.append(Send(member, Values(runs, ids, versions, outcomes, arrays)))
+                effects.append(fx.Send(member, msg.Values(runs, ids, versions, outcomes, arrays)))
             else:
-                effects.append(Send(member, Counted(runs, ids, versions, outcomes)))
+                effects.append(fx.Send(member, msg.Counted(runs, ids, versions, outcomes)))
         return effects
 
     def _copied(self, arrays: Arrays) -> memoryview:
@@ -365,7 +353,7 @@ class HostAggregation:
     @property
     def deadline(self) -> float:
         """When `tick` should run next."""
-        return NEVER if self._rounds is None else self._rounds.deadline
+        return fx.NEVER if self._rounds is None else self._rounds.deadline
 
     def tick(self, now: float) -> None:
         """Hand back what waits for too long."""
@@ -395,7 +383,7 @@ class Share:
     values: Bits
     """In place: in the worker's memory, or where they arrived."""
     pull: bool
-    own: Run | None = None
+    own: req.Run | None = None
     """The run of the leader's own share."""
 
 
@@ -425,7 +413,7 @@ class HostRounds:
         self.members = dict(members)
         self.full: list[HostRound] = []
         """To be forwarded."""
-        self.own_back: dict[int, tuple[Run, list[int]]] = {}
+        self.own_back: dict[int, tuple[req.Run, list[int]]] = {}
         """Run → its slices that the leader sends unsummed."""
         self.back: dict[Member, list[tuple[int, int]]] = {}
         """Follower → (run, slice) that it has to send itself."""
@@ -443,9 +431,9 @@ class HostRounds:
     def deadline(self) -> float:
         """When the oldest open round is handed back."""
         oldest = next(iter(self._rounds.values()), None)
-        return NEVER if oldest is None else oldest.since + self._patience_s
+        return fx.NEVER if oldest is None else oldest.since + self._patience_s
 
-    def offer(self, sender: Member, message: Push, now: float, own: Run | None = None) -> None:
+    def offer(self, sender: Member, message: msg.Push, now: float, own: req.Run | None = None) -> None:
         """The contributions of a worker; `own` is the run of the leader's own ones.
 
         Raises:
@@ -625,7 +613,7 @@ class PushJoiner:
             pull = any(share.pull for share in host_round.shares.values())
             key = (own.plan.server, pull, own.priority)
             rows = self._rows(host_round)
-            if _nbytes(rows) >= ALONE_BYTES_MIN:
+            if _nbytes(rows) >= req.ALONE_BYTES_MIN:
                 yield self._ready(key, rows)
                 continue
             batch = batches.setdefault(key, SmallRows())
@@ -660,7 +648,7 @@ class PushJoiner:
         settings = {setting: i for i, setting in enumerate(dict.fromkeys(row.share.setting for row in rows))}
         shares = [row.share for row in rows]
         arrays = self._summed(rows)
-        message = JoinedPush(
+        message = msg.JoinedPush(
             pull=pull,
             runs=np.array([row.run for row in rows], np.uint32),
             ids=np.array([row.number for row in rows], np.uint32),

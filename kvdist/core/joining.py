@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvdist.core.machine import NEVER, Connect, Effect, Send
-from kvdist.errors import ConfigError, DeadlineExceeded, JobOver, KvdistError
+from kvdist import errors
+from kvdist.core import machine as fx
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
-from kvdist.protocol.messages import Hello, Peer, Rejected, Roster, Welcome
+from kvdist.protocol import messages as msg
 
 SCHEDULER_MEMBER = Member(SCHEDULER, 1)
 HELLO_INTERVAL_S = 0.5
@@ -69,12 +69,12 @@ class Joining:
     def deadline(self) -> float:
         """When `tick` should run next."""
         if self.complete:
-            return NEVER
+            return fx.NEVER
         if self.welcomed_at is None:
             return min(self._next_hello, self._heard_at + self.connect_timeout_s)
         return self.welcomed_at + self.form_timeout_s
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[fx.Effect]:
         """Say hello again if it is time.
 
         Raises:
@@ -84,22 +84,22 @@ class Joining:
             return []
         if self.welcomed_at is not None:
             if now >= self.welcomed_at + self.form_timeout_s:
-                raise DeadlineExceeded(self.explain(now) or "")
+                raise errors.DeadlineExceeded(self.explain(now) or "")
             return []
         if now >= self._heard_at + self.connect_timeout_s:
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"the scheduler at {self.introduction.scheduler_endpoint} did not answer within"
                 f" {self.connect_timeout_s:g} s: is it running, and are DMLC_PS_ROOT_URI and DMLC_PS_ROOT_PORT"
                 " right? (KVDIST_CONNECT_TIMEOUT_S sets the time)"
             )
         if now < self._next_hello:
             return []
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         if not self._dialled:
             self._dialled = True
-            effects.append(Connect(SCHEDULER_MEMBER, self.introduction.scheduler_endpoint))
+            effects.append(fx.Connect(SCHEDULER_MEMBER, self.introduction.scheduler_endpoint))
         self._next_hello = now + HELLO_INTERVAL_S
-        return [*effects, Send(SCHEDULER_MEMBER, self._hello())]
+        return [*effects, fx.Send(SCHEDULER_MEMBER, self._hello())]
 
     def hinted(self, deed: str, now: float) -> None:
         """The scheduler says who is missing. It is there, so its answer may take long."""
@@ -119,30 +119,30 @@ class Joining:
         Before the cluster is complete nobody counts as lost for its silence: `form_timeout_s` bounds that.
         """
         is_judged = self.complete or not after_silence
-        return now + grace_s + self.scheduler_absence_s if is_judged else NEVER
+        return now + grace_s + self.scheduler_absence_s if is_judged else fx.NEVER
 
     @property
     def scheduler_absence_s(self) -> float:
         """How long the scheduler may be away beyond a broken connection; one that knows no roster has no seat yet."""
         return self.away_s if self.complete else 0.0
 
-    def welcome(self, message: Welcome, now: float) -> None:
+    def welcome(self, message: msg.Welcome, now: float) -> None:
         """Take the seat that the scheduler gave."""
         if self.welcomed_at is None:
             self.me = Member(NodeId(self.introduction.role, message.rank), message.incarnation)
             self.welcomed_at = now
             self.away_s = message.away_s
 
-    def roster(self, message: Roster) -> tuple[Peer, ...]:
+    def roster(self, message: msg.Roster) -> tuple[msg.Peer, ...]:
         """Take the list of members; the first one ends the joining."""
         self.complete = True
         return message.peers
 
-    def refusal(self, message: Rejected) -> KvdistError:
+    def refusal(self, message: msg.Rejected) -> errors.KvdistError:
         """What a refusal means for the user."""
         if message.is_over:
-            return JobOver(message.reason)
-        return ConfigError(
+            return errors.JobOver(message.reason)
+        return errors.ConfigError(
             f"{self.introduction.scheduler_endpoint} refused this {self.introduction.role}: {message.reason}"
         )
 
@@ -163,10 +163,10 @@ class Joining:
             + (f": waiting for {self.hint}" if self.hint else "")
         )
 
-    def _hello(self) -> Hello:
+    def _hello(self) -> msg.Hello:
         intro = self.introduction
         wanted = -1 if intro.wanted_rank is None else intro.wanted_rank
-        return Hello(
+        return msg.Hello(
             wanted,
             intro.host,
             intro.pid,

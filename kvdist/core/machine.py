@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvdist.checkpoint.snapshot import DiskResult, DiskTask
 from kvdist.nodes import Member, NodeId
-from kvdist.protocol.messages import Message, Packet
+from kvdist.protocol import messages as msg
 
 ACK_BYTES_MAX = 8 << 20
 """Of `Machine.ack_bytes_max`: an eighth of the usual window."""
@@ -23,7 +23,7 @@ class Send:
     """Say `message` to `to`. `token` comes back through `Machine.acknowledged` when `to` has acknowledged it."""
 
     to: Member
-    message: Message
+    message: msg.Message
     token: object = None
 
 
@@ -32,7 +32,7 @@ class Transmit:
     """Put a stamped message on the wire. Only `Reliable` makes these, out of `Send`."""
 
     to: Member
-    packet: Packet
+    packet: msg.Packet
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class Machine(abc.ABC):
     """Payload bytes after which a peer is told at once that they have arrived, because its window waits for it."""
 
     @abc.abstractmethod
-    def refuses(self, source: Member, message: Message) -> str | None:
+    def refuses(self, source: Member, message: msg.Message) -> str | None:
         """Why nothing from `source` is listened to: a sentence to answer with, '' to say nothing; None to listen.
 
         Only members of the roster, by their incarnations, may change anything: not a stranger, not a process of an
@@ -232,7 +232,7 @@ class Machine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+    def handle(self, sender: Member, message: msg.Message, now: float) -> list[Effect]:
         """React to a message."""
 
     @abc.abstractmethod

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from kvdist.config.settings import Limits
-from kvdist.protocol.messages import DueWhen, Progress
+from kvdist.protocol import messages as msg
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +85,20 @@ def with_priority_slices(policy: Policy) -> Policy:
 
 
 _DEEDS = {
-    DueWhen.MADE: "make their part of {} examples, or steps",
-    DueWhen.SPARED: "have gradients, all but {} of them",
-    DueWhen.QUORUM: "make their steps, {} of them at least",
-    DueWhen.LED: "be at most {} pushes behind",
-    DueWhen.DELAYED: "say how late a gradient is, of at most {} versions",
+    msg.DueWhen.MADE: "make their part of {} examples, or steps",
+    msg.DueWhen.SPARED: "have gradients, all but {} of them",
+    msg.DueWhen.QUORUM: "make their steps, {} of them at least",
+    msg.DueWhen.LED: "be at most {} pushes behind",
+    msg.DueWhen.DELAYED: "say how late a gradient is, of at most {} versions",
 }
 
 
-def deed_of(progress: Progress) -> str:
+def deed_of(progress: msg.Progress) -> str:
     """What other workers have to do before the push that a worker reports progress for is due, for people."""
     if progress.together:
         deed = "make an exchange of all workers"
     elif progress.now:
         deed = "push what they have"
     else:
-        deed = _DEEDS[DueWhen(progress.when)].format(progress.quota)
+        deed = _DEEDS[msg.DueWhen(progress.when)].format(progress.quota)
     return f"{deed} (step {progress.step + 1})"

@@ -18,56 +18,18 @@ import numpy.typing as npt
 
 from kvdist.checkpoint.snapshot import FileRecord, Manifest, ReadSlice, SavedKey
 from kvdist.config.settings import ClusterConfig, Limits
+from kvdist.core import machine as fx
 from kvdist.core.joining import Introduction
-from kvdist.core.machine import (
-    Bind,
-    CompleteKeys,
-    CompleteRequest,
-    Connect,
-    Effect,
-    Event,
-    FailRequest,
-    Halt,
-    Log,
-    Persist,
-    Persisted,
-)
 from kvdist.core.server.block_state import NUMBERS
 from kvdist.core.sharding import Slice
-from kvdist.core.worker.requests import (
-    Encoded,
-    KeyInfo,
-    Request,
-    RowChunk,
-    Run,
-    RunKind,
-    RunPlan,
-    RunSlice,
-    Transfer,
-    UseKernels,
-)
+from kvdist.core.worker import requests as req
 from kvdist.dtypes import DType
 from kvdist.kernels.reference import REFERENCE
 from kvdist.naming import NamedKey
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.optimizer.states import SliceState
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import INDEX, Arrays, Coded, Encoding, as_octets, offsets
-from kvdist.protocol.messages import (
-    ROW_IDS,
-    CompressedPush,
-    DueWhen,
-    Fill,
-    InitRows,
-    Message,
-    Packet,
-    Progress,
-    PullRows,
-    PushRows,
-    ReplaceState,
-    ReplicateRows,
-    SavedFile,
-    StepTimes,
-)
 from kvdist.protocol.wire import decode
 
 ROW_ID = np.dtype("<i8")
@@ -93,7 +55,7 @@ class Received:
     nbytes: int
     ids: tuple[Ascending, ...] = ()
 
-    def packet(self) -> Packet:
+    def packet(self) -> msg.Packet:
         """The message, with zeros for values."""
         if self.nbytes < 0:
             return decode([self.envelope, self.header])
@@ -109,7 +71,7 @@ class Observed:
     """An event that is no message; `work` is which work with the disk it ends, counted from 0, or -1."""
 
     now: float
-    event: Event
+    event: fx.Event
     work: int = -1
 
 
@@ -195,7 +157,7 @@ class Beginning:
 class RecordedRun:
     """A `Run` without the memory of its user."""
 
-    plan: RunPlan
+    plan: req.RunPlan
     nbytes: int
     """Of its payload; -1 for none."""
     sinks: int
@@ -209,12 +171,12 @@ class RecordedRun:
     chunks: tuple[tuple[int, int], ...]
     """(rows, bytes) of each."""
     row_length: int
-    encoded: Encoded | None
+    encoded: req.Encoded | None
     states: Any
 
-    def run(self) -> Run:
+    def run(self) -> req.Run:
         """The run, with zeros for values."""
-        return Run(
+        return req.Run(
             self.plan,
             None if self.nbytes < 0 else _zeros(self.nbytes),
             self._sinks(),
@@ -224,7 +186,7 @@ class RecordedRun:
             {} if self.keeps else None,
             self.stays,
             self.samples,
-            [RowChunk(rows, _zeros(nbytes)) for rows, nbytes in self.chunks],
+            [req.RowChunk(rows, _zeros(nbytes)) for rows, nbytes in self.chunks],
             self.row_length,
             self.encoded,
             self.states,
@@ -240,15 +202,15 @@ def _zeros(nbytes: int) -> memoryview:
     return memoryview(bytearray(nbytes))
 
 
-def recorded(request: Request) -> Any:
+def recorded(request: req.Request) -> Any:
     """A request without the memory of its user."""
-    if not isinstance(request, Transfer):
+    if not isinstance(request, req.Transfer):
         return request
     runs: Any = tuple(map(_recorded_run, request.runs))
     return dataclasses.replace(request, runs=runs)
 
 
-def _recorded_run(run: Run) -> RecordedRun:
+def _recorded_run(run: req.Run) -> RecordedRun:
     return RecordedRun(
         run.plan,
         -1 if run.payload is None else len(run.payload),
@@ -266,24 +228,24 @@ def _recorded_run(run: Run) -> RecordedRun:
     )
 
 
-def played(request: Any) -> Request:
+def played(request: Any) -> req.Request:
     """A request as a machine takes it, of a recorded one."""
-    if not isinstance(request, Transfer):
+    if not isinstance(request, req.Transfer):
         return request  # type: ignore[no-any-return]
     return dataclasses.replace(request, runs=[run.run() for run in request.runs])  # type: ignore[attr-defined]
 
 
-def ids_of(message: Message) -> tuple[Ascending, ...]:
+def ids_of(message: msg.Message) -> tuple[Ascending, ...]:
     """The ids in the payload of a message, which a record keeps."""
     match message:
-        case CompressedPush(arrays=coded) if coded.encoding == Encoding.TOP_K:
+        case msg.CompressedPush(arrays=coded) if coded.encoding == Encoding.TOP_K:
             return _top_k(coded)
-        case PullRows(arrays=arrays):
+        case msg.PullRows(arrays=arrays):
             return _row_ids(arrays, range(len(arrays.counts)))
-        case InitRows(arrays=arrays) | PushRows(arrays=arrays) | ReplicateRows(arrays=arrays):
+        case msg.InitRows(arrays=arrays) | msg.PushRows(arrays=arrays) | msg.ReplicateRows(arrays=arrays):
             return _row_ids(arrays, range(0, len(arrays.counts), 2))
-        case Fill(parts=parts, arrays=arrays) | ReplaceState(parts=parts, arrays=arrays):
-            ids = _row_ids(arrays, np.flatnonzero(parts == ROW_IDS).tolist())
+        case msg.Fill(parts=parts, arrays=arrays) | msg.ReplaceState(parts=parts, arrays=arrays):
+            ids = _row_ids(arrays, np.flatnonzero(parts == msg.ROW_IDS).tolist())
             return (*ids, *_numbers(arrays, (parts == NUMBERS) & (arrays.dtypes == DType.FLOAT64)))
     return ()
 
@@ -314,24 +276,24 @@ def _top_k(coded: Coded) -> tuple[Ascending, ...]:
     return tuple(Ascending(start, count, INDEX.itemsize, count - 1) for start, count in pairs if count)
 
 
-def words_of(effect: Effect, work: int = -1) -> tuple[Any, ...]:
+def words_of(effect: fx.Effect, work: int = -1) -> tuple[Any, ...]:
     """An effect that sends nothing, in words; `work` counts works with the disk."""
     match effect:
-        case Connect(to, endpoint):
+        case fx.Connect(to, endpoint):
             return "connect", str(to), endpoint
-        case Bind(_, member):
+        case fx.Bind(_, member):
             return "bind", str(member), member.incarnation
-        case CompleteRequest(request):
+        case fx.CompleteRequest(request):
             return "complete", request
-        case CompleteKeys(request, keys, error):
+        case fx.CompleteKeys(request, keys, error):
             return "complete keys", request, tuple(keys), "" if error is None else str(error)
-        case FailRequest(request, error):
+        case fx.FailRequest(request, error):
             return "fail", request, f"{type(error).__name__}: {error}"
-        case Log(text):
+        case fx.Log(text):
             return "log", text
-        case Persist(_, task):
+        case fx.Persist(_, task):
             return "persist", work, type(task).__name__, task.folder
-        case Halt(error):
+        case fx.Halt(error):
             return "halt", "" if error is None else f"{type(error).__name__}: {error}"
     return type(effect).__name__, *[str(getattr(effect, field.name)) for field in dataclasses.fields(effect)]
 
@@ -341,12 +303,12 @@ def words_of(effect: Effect, work: int = -1) -> tuple[Any, ...]:
 _DATACLASSES: dict[str, type[Any]] = {
     one.__name__: one
     for one in (
-        *get_args(Entry), *get_args(Event), *get_args(Request), Ascending, Beginning, ClusterConfig, Encoded,
-        FileRecord, Introduction, KeyInfo, Limits, Manifest, Member, NodeId, Progress, ReadSlice, RecordedRun, RunPlan,
-        RunSlice, SavedFile, SavedKey, Slice, SliceState, StepTimes,
+        *get_args(Entry), *get_args(fx.Event), *get_args(req.Request), Ascending, Beginning, ClusterConfig, req.Encoded,
+        FileRecord, Introduction, req.KeyInfo, Limits, Manifest, Member, NodeId, msg.Progress, ReadSlice, RecordedRun,
+        req.RunPlan, req.RunSlice, msg.SavedFile, SavedKey, Slice, SliceState, msg.StepTimes,
     )
 }  # fmt: skip
-_ENUMS: dict[str, type[enum.Enum]] = {one.__name__: one for one in (DType, DueWhen, Encoding, Role, RunKind)}
+_ENUMS: dict[str, type[enum.Enum]] = {one.__name__: one for one in (DType, msg.DueWhen, Encoding, Role, req.RunKind)}
 
 
 class Writer:
@@ -373,16 +335,16 @@ class Writer:
                 return value.item()
             case Mapping():
                 return {"$": "map", "v": [[self.plain(key), self.plain(one)] for key, one in value.items()]}
-            case RunPlan() if id(value) in self._plans:
+            case req.RunPlan() if id(value) in self._plans:
                 return {"$": "plan", "v": self._plans[id(value)]}
-            case UseKernels():
+            case req.UseKernels():
                 return {"$": "UseKernels", "v": value.request}
             case _ if type(value).__name__ in _DATACLASSES:
                 return self._object(value)
         return [self.plain(one) for one in value]
 
     def _object(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, RunPlan):
+        if isinstance(value, req.RunPlan):
             self._plans[id(value)] = len(self._plans)
         names = [field.name for field in dataclasses.fields(value) if field.init]
         return {"$": type(value).__name__, **{name: self.plain(getattr(value, name)) for name in names}}
@@ -417,7 +379,7 @@ class Reader:
             case "NamedKey":
                 return NamedKey(plain["v"], plain["name"])
             case "UseKernels":
-                return UseKernels(plain["v"], REFERENCE)
+                return req.UseKernels(plain["v"], REFERENCE)
             case str() if name in _ENUMS:
                 return _ENUMS[name](inner)
             case str() if name in _DATACLASSES:
@@ -426,15 +388,15 @@ class Reader:
 
     def _object(self, kind: type[Any], plain: dict[str, Any]) -> Any:
         place = len(self._plans)
-        if kind is RunPlan:
+        if kind is req.RunPlan:
             self._plans.append(None)
         value = kind(**{name: self.value(one) for name, one in plain.items() if name != "$"})
-        if kind is RunPlan:
+        if kind is req.RunPlan:
             self._plans[place] = value
         return value
 
 
-def without_values(event: Persisted) -> Persisted:
+def without_values(event: fx.Persisted) -> fx.Persisted:
     """What came of a work with the disk, with zeros for values and without its token."""
 
     def zeros(value: Any) -> Any:
@@ -446,4 +408,4 @@ def without_values(event: Persisted) -> Persisted:
             return dataclasses.replace(value, weight=zeros(value.weight), state=zeros(value.state))
         return dataclasses.replace(value, arrays=zeros(value.arrays)) if isinstance(value, SliceState) else value
 
-    return Persisted(None, zeros(event.product), event.failure)
+    return fx.Persisted(None, zeros(event.product), event.failure)

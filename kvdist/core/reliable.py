@@ -20,25 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from kvdist.core.machine import (
-    NEVER,
-    Bind,
-    Effect,
-    Event,
-    Forget,
-    Halt,
-    Machine,
-    PeerConnected,
-    PeerDisconnected,
-    SchedulerReturned,
-    Send,
-    Transmit,
-    Unreachable,
-)
-from kvdist.errors import FencedError
+from kvdist import errors
+from kvdist.core import machine as fx
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import Arrays, Coded
-from kvdist.protocol.messages import Ack, Message, Packet, Rejected, Stamp
 
 ACK_DELAY_S = 0.02
 """An acknowledgement waits this long for a message to ride on."""
@@ -98,14 +84,14 @@ class Deadlines(Generic[Thing]):
             if listed == thing.listed:
                 self._forget(thing)
                 self.enter(thing)
-        return NEVER
+        return fx.NEVER
 
     def enter(self, thing: Thing) -> None:
         """A thing may be due earlier than it was. If it is due later, or never, this need not be called."""
         due = thing.due
         if due >= thing.listed:
             return
-        self._listed += thing.listed == NEVER
+        self._listed += thing.listed == fx.NEVER
         thing.listed = due
         heapq.heappush(self._heap, (due, next(self._numbers), thing))
         if len(self._heap) > 4 * self._listed + SPARE_ENTRIES:
@@ -121,7 +107,7 @@ class Deadlines(Generic[Thing]):
             self.enter(thing)
 
     def _forget(self, thing: Thing) -> None:
-        thing.listed = NEVER
+        thing.listed = fx.NEVER
         self._listed -= 1
 
 
@@ -131,16 +117,16 @@ class PeerLink:
 
     peer: Member
     next_seq: int = 1
-    unacknowledged: deque[tuple[int, Message, object]] = field(default_factory=deque)
+    unacknowledged: deque[tuple[int, msg.Message, object]] = field(default_factory=deque)
     received: int = 0
     """Every message up to this number has been handed to the machine."""
     flying_bytes: int = 0
     """Of the payloads that are not acknowledged."""
     owed_bytes: int = 0
-    ack_due: float = NEVER
+    ack_due: float = fx.NEVER
     retry_s: float = RETRY_S
-    retry_due: float = NEVER
-    listed: float = NEVER
+    retry_due: float = fx.NEVER
+    listed: float = fx.NEVER
     """Its place in the heap of due times."""
     broken: bool = False
     asked_at: int = -1
@@ -156,7 +142,7 @@ class PeerLink:
     def expect_answer(self, now: float) -> None:
         """From now on the peer has a while to acknowledge what is under way."""
         patience_s = self.retry_s + min(self.flying_bytes / SLOWEST_BYTES_PER_S, ANSWER_S_MAX)
-        self.retry_due = now + patience_s if self.unacknowledged else NEVER
+        self.retry_due = now + patience_s if self.unacknowledged else fx.NEVER
 
 
 class Reliable:
@@ -167,7 +153,7 @@ class Reliable:
         job: the job's tag; packets of another job are refused.
     """
 
-    def __init__(self, machine: Machine, job: int) -> None:
+    def __init__(self, machine: fx.Machine, job: int) -> None:
         self.machine = machine
         self.job = job
         self.links: dict[Member, PeerLink] = {}
@@ -180,25 +166,25 @@ class Reliable:
         """When `tick` should run next."""
         return min(self._dues.first, self.machine.deadline)
 
-    def receive(self, packet: Packet, now: float) -> list[Effect]:
+    def receive(self, packet: msg.Packet, now: float) -> list[fx.Effect]:
         """React to a packet from the transport."""
         stamp = packet.stamp
         refusal = self.refusal(packet)
         if refusal is not None:
             self.strangers_refused += bool(refusal) and self.is_stranger(stamp)
-            return [Transmit(stamp.source, self.rejection(refusal, stamp))] if refusal else []
-        if stamp.term != self.machine.term and not isinstance(packet.message, Rejected):
+            return [fx.Transmit(stamp.source, self.rejection(refusal, stamp))] if refusal else []
+        if stamp.term != self.machine.term and not isinstance(packet.message, msg.Rejected):
             effects = self._of_other_term(packet, now)
             if effects is not None:
                 return effects
-        if isinstance(packet.message, Rejected):
+        if isinstance(packet.message, msg.Rejected):
             return self._stamped(self.machine.handle(stamp.source, packet.message, now), now)
         if stamp.source.node.rank == UNRANKED:
             return self._introduced(self.machine.handle(stamp.source, packet.message, now), now)
         link = self._link(stamp.source)
         self.machine.steps[stamp.source] = stamp.step
         effects = self._acknowledge(link, stamp.ack, now)
-        if isinstance(packet.message, Ack):
+        if isinstance(packet.message, msg.Ack):
             return effects + (self._repeat(link, now) if packet.message.wanted else [])
         if stamp.seq:
             verdict = self._sequence(link, stamp.seq, packet.message, now)
@@ -206,12 +192,12 @@ class Reliable:
                 return effects + verdict
         return effects + self._stamped(self.machine.handle(stamp.source, packet.message, now), now)
 
-    def observe(self, event: Event, now: float) -> list[Effect]:
+    def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         """React to something that is not a packet."""
-        effects: list[Effect] = []
-        if isinstance(event, PeerDisconnected) and event.member in self.links:
+        effects: list[fx.Effect] = []
+        if isinstance(event, fx.PeerDisconnected) and event.member in self.links:
             self.links[event.member].broken = True
-        if isinstance(event, PeerConnected):
+        if isinstance(event, fx.PeerConnected):
             link = self.links.get(event.member)
             if link is not None and link.broken:
                 link.broken = False
@@ -219,27 +205,27 @@ class Reliable:
                 if link.fruitless >= FRUITLESS_CONNECTIONS_MAX:
                     return self._stamped(self.machine.observe(_unreachable(link), now), now)
                 # What was under way is lost in both directions: say it all again, and ask for the same.
-                effects = [*self._repeat(link, now), self._unsequenced(event.member, Ack(wanted=True))]
+                effects = [*self._repeat(link, now), self._unsequenced(event.member, msg.Ack(wanted=True))]
         return effects + self._stamped(self.machine.observe(event, now), now)
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[fx.Effect]:
         """Send the acknowledgements and repetitions that are due, then let the machine tick."""
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for link in self._dues.take(now):
             if link.retry_due <= now:
                 link.retry_s = min(2 * link.retry_s, RETRY_MAX_S)
                 effects += self._repeat(link, now, 1)
             elif link.ack_due <= now:
-                effects.append(self._unsequenced(link.peer, Ack(wanted=False)))
+                effects.append(self._unsequenced(link.peer, msg.Ack(wanted=False)))
         if self.machine.deadline <= now:
             effects += self._stamped(self.machine.tick(now), now)
         return effects
 
-    def perform(self, action: Callable[[], list[Effect]], now: float) -> list[Effect]:
+    def perform(self, action: Callable[[], list[fx.Effect]], now: float) -> list[fx.Effect]:
         """Run any other method of the machine and stamp what it sends."""
         return self._stamped(action(), now)
 
-    def rejection(self, reason: str, asked: Stamp | None = None, is_over: bool = False) -> Packet:
+    def rejection(self, reason: str, asked: msg.Stamp | None = None, is_over: bool = False) -> msg.Packet:
         """A refusal, which says nothing of this job or process that a stranger could use.
 
         Args:
@@ -250,14 +236,14 @@ class Reliable:
         role = self.machine.me.node.role
         me = Member(NodeId(role, 0 if role is Role.SCHEDULER else UNRANKED), 0)
         job, to = (0, 0) if asked is None else (asked.job, asked.source.incarnation)
-        return Packet(Stamp(job, self.machine.term, 0, me, to, 0, 0, 0), Rejected(reason, is_over))
+        return msg.Packet(msg.Stamp(job, self.machine.term, 0, me, to, 0, 0, 0), msg.Rejected(reason, is_over))
 
     def validate(self) -> None:
         """Check every invariant of the links and of the machine."""
         first = self._dues.first
         for link in self.links.values():
             waiting = link.unacknowledged
-            assert bool(waiting) == (link.retry_due < NEVER), "what is unacknowledged will be repeated"
+            assert bool(waiting) == (link.retry_due < fx.NEVER), "what is unacknowledged will be repeated"
             assert first <= link.due, "no link waits longer than it should"
             flying, seq = 0, link.next_seq - len(waiting)
             for number, message, _ in waiting:
@@ -266,10 +252,10 @@ class Reliable:
             assert flying == link.flying_bytes, "bytes are counted once out and once back"
         self.machine.validate()
 
-    def refusal(self, packet: Packet) -> str | None:
+    def refusal(self, packet: msg.Packet) -> str | None:
         """None to accept a packet, a sentence to refuse it with, or '' to drop it without a word."""
         stamp, me = packet.stamp, self.machine.me
-        if isinstance(packet.message, Rejected):
+        if isinstance(packet.message, msg.Rejected):
             # It does not name its sender, but only a process that we have sent something to knows our incarnation.
             return None if stamp.destination == me.incarnation and me.node.role is not Role.SCHEDULER else ""
         if stamp.job != self.job:
@@ -282,11 +268,11 @@ class Reliable:
             return ""
         return self.machine.refuses(stamp.source, packet.message)
 
-    def is_stranger(self, stamp: Stamp) -> bool:
+    def is_stranger(self, stamp: msg.Stamp) -> bool:
         """Whether the sender of something that is refused was never heard here: not a former life of this job."""
         return stamp.job != self.job or stamp.source not in self.links
 
-    def _of_other_term(self, packet: Packet, now: float) -> list[Effect] | None:
+    def _of_other_term(self, packet: msg.Packet, now: float) -> list[fx.Effect] | None:
         """What to do instead of handling what was not said in this term; None to handle it all the same."""
         stamp, machine = packet.stamp, self.machine
         if stamp.source.node.rank == UNRANKED:
@@ -294,25 +280,25 @@ class Reliable:
         if machine.me.node.role is Role.SCHEDULER:
             if stamp.term > machine.term:
                 text = f"a scheduler of term {stamp.term} has taken the place of this one, of term {machine.term}"
-                return [Halt(FencedError(f"{text}: this process must not go on"))]
+                return [fx.Halt(errors.FencedError(f"{text}: this process must not go on"))]
             # Its sender hears of the new term by the stamp, and starts a new line.
-            return [self._unsequenced(stamp.source, Ack(wanted=False))]
+            return [self._unsequenced(stamp.source, msg.Ack(wanted=False))]
         if stamp.source.node.role is not Role.SCHEDULER:
             return None  # workers and servers need not know of a scheduler to speak with each other
         if stamp.term < machine.term:
             return []
         machine.term = stamp.term
         effects = self._forget(stamp.source, now)
-        self.links.pop(stamp.source).ack_due = NEVER  # it may have a place among those that are due
-        effects += self._stamped(machine.observe(SchedulerReturned(), now), now)
+        self.links.pop(stamp.source).ack_due = fx.NEVER  # it may have a place among those that are due
+        effects += self._stamped(machine.observe(fx.SchedulerReturned(), now), now)
         return effects + self.receive(packet, now)
 
-    def _introduced(self, effects: Sequence[Effect], now: float) -> list[Effect]:
+    def _introduced(self, effects: Sequence[fx.Effect], now: float) -> list[fx.Effect]:
         """A stranger has spoken. If it turns out to be a member, this is a connection to it, perhaps a new one."""
         stamped = self._stamped(effects, now)
         for effect in effects:
-            if isinstance(effect, Bind):
-                stamped += self.observe(PeerConnected(effect.member), now)
+            if isinstance(effect, fx.Bind):
+                stamped += self.observe(fx.PeerConnected(effect.member), now)
         return stamped
 
     def _link(self, member: Member) -> PeerLink:
@@ -321,7 +307,7 @@ class Reliable:
             link = self.links[member] = PeerLink(member)
         return link
 
-    def _acknowledge(self, link: PeerLink, ack: int, now: float) -> list[Effect]:
+    def _acknowledge(self, link: PeerLink, ack: int, now: float) -> list[fx.Effect]:
         waiting = link.unacknowledged
         if not waiting or waiting[0][0] > ack:
             return []
@@ -336,7 +322,7 @@ class Reliable:
         self._expect_answer(link, now)
         return self._stamped(self.machine.acknowledged(link.peer, tokens, now), now) if tokens else []
 
-    def _sequence(self, link: PeerLink, seq: int, message: Message, now: float) -> list[Effect] | None:
+    def _sequence(self, link: PeerLink, seq: int, message: msg.Message, now: float) -> list[fx.Effect] | None:
         """None if the message is the next one; else what to do instead of handling it."""
         if seq == link.received + 1:
             link.received = seq
@@ -353,37 +339,37 @@ class Reliable:
         if link.asked_at == link.received:
             return []
         link.asked_at = link.received
-        return [self._unsequenced(link.peer, Ack(wanted=True))]
+        return [self._unsequenced(link.peer, msg.Ack(wanted=True))]
 
-    def _repeat(self, link: PeerLink, now: float, messages_max: int | None = None) -> list[Effect]:
+    def _repeat(self, link: PeerLink, now: float, messages_max: int | None = None) -> list[fx.Effect]:
         self._expect_answer(link, now)
         again = list(link.unacknowledged)[:messages_max]
-        return [Transmit(link.peer, Packet(self._stamp(link.peer, seq), message)) for seq, message, _ in again]
+        return [fx.Transmit(link.peer, msg.Packet(self._stamp(link.peer, seq), message)) for seq, message, _ in again]
 
-    def _stamped(self, effects: Iterable[Effect], now: float) -> list[Effect]:
-        stamped: list[Effect] = []
+    def _stamped(self, effects: Iterable[fx.Effect], now: float) -> list[fx.Effect]:
+        stamped: list[fx.Effect] = []
         for effect in effects:
-            if isinstance(effect, Send):
+            if isinstance(effect, fx.Send):
                 stamped.append(self._transmit(effect, now))
-            elif isinstance(effect, Forget):
+            elif isinstance(effect, fx.Forget):
                 stamped += self._forget(effect.member, now)
             else:
                 stamped.append(effect)
         return stamped
 
-    def _forget(self, member: Member, now: float) -> list[Effect]:
+    def _forget(self, member: Member, now: float) -> list[fx.Effect]:
         """Repeat nothing to a member that has left. What it said stays known, should an echo of it arrive."""
         link = self._link(member)
         tokens = [token for _, _, token in link.unacknowledged if token is not None]
         link.unacknowledged.clear()
         link.flying_bytes = 0
-        link.retry_due = NEVER
+        link.retry_due = fx.NEVER
         return self._stamped(self.machine.acknowledged(member, tokens, now), now) if tokens else []
 
-    def _transmit(self, send: Send, now: float) -> Transmit:
-        if isinstance(send.message, Rejected):
-            asked = Stamp(self.job, self.machine.term, 0, send.to, 0, 0, 0, 0)
-            return Transmit(send.to, self.rejection(send.message.reason, asked, send.message.is_over))
+    def _transmit(self, send: fx.Send, now: float) -> fx.Transmit:
+        if isinstance(send.message, msg.Rejected):
+            asked = msg.Stamp(self.job, self.machine.term, 0, send.to, 0, 0, 0, 0)
+            return fx.Transmit(send.to, self.rejection(send.message.reason, asked, send.message.is_over))
         if not send.message.SEQUENCED or send.to.node.rank == UNRANKED:
             return self._unsequenced(send.to, send.message)
         link = self._link(send.to)
@@ -392,36 +378,36 @@ class Reliable:
         link.unacknowledged.append((seq, send.message, send.token))
         nbytes = _payload_bytes(send.message)
         link.flying_bytes += nbytes
-        if link.retry_due == NEVER:
+        if link.retry_due == fx.NEVER:
             self._expect_answer(link, now)
         else:
             latest = now + link.retry_s + ANSWER_S_MAX
             link.retry_due = min(link.retry_due + nbytes / SLOWEST_BYTES_PER_S, latest)
-        return Transmit(send.to, Packet(self._stamp(send.to, seq), send.message))
+        return fx.Transmit(send.to, msg.Packet(self._stamp(send.to, seq), send.message))
 
     def _expect_answer(self, link: PeerLink, now: float) -> None:
         link.expect_answer(now)
         self._dues.enter(link)
 
-    def _unsequenced(self, to: Member, message: Message) -> Transmit:
-        return Transmit(to, Packet(self._stamp(to, 0), message))
+    def _unsequenced(self, to: Member, message: msg.Message) -> fx.Transmit:
+        return fx.Transmit(to, msg.Packet(self._stamp(to, 0), message))
 
-    def _stamp(self, to: Member, seq: int) -> Stamp:
+    def _stamp(self, to: Member, seq: int) -> msg.Stamp:
         received = 0
         link = self.links.get(to)
         if link is not None:
             received = link.received
-            link.ack_due = NEVER
+            link.ack_due = fx.NEVER
             link.owed_bytes = 0
         machine = self.machine
         # A stranger does not know the scheduler's incarnation: 0 means the present one.
         destination = 0 if to.node.role is Role.SCHEDULER else to.incarnation
-        return Stamp(self.job, machine.term, machine.epoch, machine.me, destination, seq, received, machine.step)
+        return msg.Stamp(self.job, machine.term, machine.epoch, machine.me, destination, seq, received, machine.step)
 
 
-def _unreachable(link: PeerLink) -> Unreachable:
+def _unreachable(link: PeerLink) -> fx.Unreachable:
     messages = len(link.unacknowledged)
-    return Unreachable(
+    return fx.Unreachable(
         link.peer,
         f"{link.fruitless} connections to it were made one after another, and broke before any of {messages} message(s)"
         f" with {link.flying_bytes} payload bytes had arrived: look whether the network loses large packets (its MTU is"
@@ -430,7 +416,7 @@ def _unreachable(link: PeerLink) -> Unreachable:
     )
 
 
-def _payload_bytes(message: Message) -> int:
+def _payload_bytes(message: msg.Message) -> int:
     """The bytes of its payload frames, which every kind that has any declares as its `arrays`."""
     arrays: Arrays | Coded | None = getattr(message, "arrays", None)
     return 0 if arrays is None else arrays.nbytes

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
+from kvdist.core import machine as fx
 from kvdist.core.host_aggregation import HostAggregation
-from kvdist.core.machine import Effect, Machine, Persist, Persisted, Transmit
 from kvdist.core.record import (
     Asked,
     Beginning,
@@ -34,7 +34,7 @@ from kvdist.core.server.server import Server
 from kvdist.core.worker.worker import Worker
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Role
-from kvdist.protocol.messages import ROW_IDS, Fill, ReplicateRows
+from kvdist.protocol import messages as msg
 from kvdist.protocol.wire import encode
 
 
@@ -87,7 +87,7 @@ class RecordedThreads:
         return answers.popleft() if answers else otherwise
 
 
-def machine_of(beginning: Beginning, threads: RecordedThreads) -> Machine:
+def machine_of(beginning: Beginning, threads: RecordedThreads) -> fx.Machine:
     """A machine as it was when it was made."""
     if beginning.config is not None and beginning.term > 1:
         from kvdist.core.scheduler.recovery import ReturnedScheduler  # a feature at a seam: loaded where it is used
@@ -115,7 +115,7 @@ def _do_nothing(head: int, body: str, rank: int) -> None:
     """Take the place of a handler of commands, which is the user's and runs nowhere but on its server."""
 
 
-def replay(beginning: Beginning, entries: Sequence[Entry]) -> Difference | Machine:
+def replay(beginning: Beginning, entries: Sequence[Entry]) -> Difference | fx.Machine:
     """Tell a new machine all that a record says, from its beginning.
 
     Args:
@@ -170,14 +170,14 @@ class _Player:
         self._reliable = reliable
         self._works: list[object] = []
 
-    def tell(self, told: Input) -> list[Effect]:
+    def tell(self, told: Input) -> list[fx.Effect]:
         """What it does with an input."""
         reliable = self._reliable
         match told:
             case Received(now):
                 return reliable.receive(told.packet(), now)
             case Observed(now, event, work):
-                if isinstance(event, Persisted):
+                if isinstance(event, fx.Persisted):
                     event = replace(event, token=self._works[work])
                 return reliable.observe(event, now)
             case Ticked(now):
@@ -185,21 +185,23 @@ class _Player:
         machine = reliable.machine
         assert isinstance(machine, Worker)
         requests = list(map(played, told.requests))
-        submit: Callable[[], list[Effect]] = lambda: machine.submit(requests, told.now)  # noqa: E731
+        submit: Callable[[], list[fx.Effect]] = lambda: machine.submit(requests, told.now)  # noqa: E731
         return reliable.perform(submit, told.now)
 
-    def answer(self, effect: Effect) -> Sent | Did:
+    def answer(self, effect: fx.Effect) -> Sent | Did:
         """An effect as a record has it."""
-        if isinstance(effect, Transmit):
+        if isinstance(effect, fx.Transmit):
             message = effect.packet.message
-            if isinstance(message, ReplicateRows) or (isinstance(message, Fill) and ROW_IDS in message.parts):
+            if isinstance(message, msg.ReplicateRows) or (
+                isinstance(message, msg.Fill) and msg.ROW_IDS in message.parts
+            ):
                 return Sent(effect.to)  # how many rows these are depends on ids of which a record has the last ones
             try:
                 envelope, header, *_ = encode(effect.packet)
             except ValueError:  # ids among zeros do not ascend
                 return Sent(effect.to)
             return Sent(effect.to, bytes(envelope), bytes(header))
-        if isinstance(effect, Persist):
+        if isinstance(effect, fx.Persist):
             self._works.append(effect.token)
         return Did(words_of(effect, len(self._works) - 1))
 

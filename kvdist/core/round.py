@@ -15,21 +15,21 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from kvdist.core.machine import NEVER
+from kvdist import errors
+from kvdist.core import machine as fx
 from kvdist.core.policy import SYNC, Policy
-from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.naming import name_of
 from kvdist.nodes import Member, worker
 from kvdist.optimizer.base import Optimizer
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U32
-from kvdist.protocol.messages import ErrorCode, Flag
 
 # A plain number: operators of enums are written in Python, and this is asked for every block of every push.
-_AVERAGE, _WEIGHTED = int(Flag.AVERAGE), int(Flag.WEIGHTED)
+_AVERAGE, _WEIGHTED = int(msg.Flag.AVERAGE), int(msg.Flag.WEIGHTED)
 
 Setting = tuple[float | None, float | None, float | None]
 """Learning rate, weight decay, rescale; None where the server's optimizer decides."""
-Refusal = tuple[ErrorCode, str]
+Refusal = tuple[msg.ErrorCode, str]
 """Of which kind, and why."""
 
 
@@ -85,7 +85,7 @@ class Admission:
 
     def is_skipped(self, live: Set[int]) -> bool:
         """Whether none of these workers takes part yet, but one will: then a version is made of nothing."""
-        return any(self.since.get(rank, 0) < NEVER for rank in live)
+        return any(self.since.get(rank, 0) < fx.NEVER for rank in live)
 
 
 class Verdict(enum.Enum):
@@ -173,7 +173,7 @@ class Round(Generic[C, P]):
         if contribution.step < expected:
             return Verdict.ALREADY_COUNTED
         if contribution.step > expected:
-            raise PushRefused(
+            raise errors.PushRefused(
                 f"{contribution.member} sent its push {contribution.step} of {name_of(self.key)},"
                 f" but only {expected} of its pushes have been counted"
             )
@@ -240,7 +240,7 @@ class Round(Generic[C, P]):
         admission.limit = None
         self._unsatisfied = 0
         for rank in ranks:
-            admission.since[rank] = NEVER if version is None else version
+            admission.since[rank] = fx.NEVER if version is None else version
             if version is not None:
                 self.counted[rank] = self.began[rank] = version
         self._tidy(admission)
@@ -426,7 +426,7 @@ def scales_of(
     """
     if present and present[0].flags & _WEIGHTED:
         if not all(one.samples for one in present):
-            raise PushRefused("a contribution that is weighted by its samples has none")
+            raise errors.PushRefused("a contribution that is weighted by its samples has none")
         total = sum(one.samples for one in contributions if one.flags & _WEIGHTED)
         return [rescale_of(one, optimizer) * one.samples / total for one in present]
     count = len(contributions)
@@ -463,7 +463,7 @@ def agreed_settings(
     for other in present[1:]:
         if other.flags & _WEIGHTED != weighted:
             said = "; ".join(f"{one.member}: {'yes' if one.flags & _WEIGHTED else 'no'}" for one in present)
-            raise OptimizerMismatch(
+            raise errors.OptimizerMismatch(
                 f"only some workers pass the number of samples of their gradient of {name_of(key)} ({said}): call"
                 " step(samples=n) on all workers, or on none"
             )
@@ -474,7 +474,7 @@ def agreed_settings(
                     eldest = min(present, key=lambda one: one.member.incarnation)
                     return agreed_settings(key, elders or [eldest], frozenset(), policy)
             said = "; ".join(f"{c.member} {_said(c.setting)}" for c in present)
-            raise OptimizerMismatch(
+            raise errors.OptimizerMismatch(
                 f"workers disagree on the learning rate or weight decay of {name_of(key)} in one round: {said}."
                 " Set the optimizer on every worker, and change its numbers at the same step"
             )
@@ -488,7 +488,7 @@ def require_optimizer(key: int | str, policy: Policy, optimizer: object | None) 
         PushRefused: the store has neither.
     """
     if policy.needs_optimizer and optimizer is None:
-        raise PushRefused(
+        raise errors.PushRefused(
             f"{name_of(key)}: a dist_async store has no rounds to sum, so it needs an optimizer:"
             " call set_optimizer before the first push"
         )

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 from kvdist.core.policy import Policy
 from kvdist.optimizer.base import Optimizer
-from kvdist.protocol.messages import Placement
+from kvdist.protocol import messages as msg
 
 PAGE_ELEMENTS = 4096
 """So many elements fill whole pages, whatever their type."""
@@ -94,10 +94,10 @@ def cut(
         slice_bytes: the most bytes a slice may have, but for one row.
         row: elements of a row, where it is cut between those.
     """
-    if home == Placement.CUT_AT_ROWS:
-        rows = cut(size // row, itemsize * row, Placement.CUT, num_servers, first_slice, slice_bytes)
+    if home == msg.Placement.CUT_AT_ROWS:
+        rows = cut(size // row, itemsize * row, msg.Placement.CUT, num_servers, first_slice, slice_bytes)
         return [Slice(one.number, one.server, one.start * row, one.stop * row) for one in rows]
-    if home == Placement.CUT:
+    if home == msg.Placement.CUT:
         pieces = [(server, *bounds) for server, bounds in enumerate(ranges(size, num_servers))]
     else:
         pieces = [(home, 0, size)]
@@ -169,7 +169,7 @@ class Placer:
         keep: Keep = Keep.NOTHING,
         forms: Sequence[str] = (),
         slice_bytes: int = 0,
-    ) -> Placement:
+    ) -> msg.Placement:
         """Give each key a home and numbers. Larger keys choose first, so that the bytes balance well.
 
         Args:
@@ -179,7 +179,7 @@ class Placer:
             slice_bytes: the most bytes of a slice, where it is not the placer's.
         """
         slice_bytes = slice_bytes or self.slice_bytes
-        homes = [Placement.CUT] * len(keys)
+        homes = [msg.Placement.CUT] * len(keys)
         forms = forms or [""] * len(keys)
         nbytes = [math.prod(shape) * itemsize for shape, itemsize in zip(shapes, itemsizes, strict=True)]
         indices = [self._index(key) for key in keys] if self.by_hash else [0] * len(keys)
@@ -193,7 +193,7 @@ class Placer:
                 continue
             where = (home, self.num_servers, self._next_slice, slice_bytes)
             self._next_slice += len(slices_of(shapes[i], itemsizes[i], forms[i], *where))
-        return Placement(tuple(first_slices), tuple(homes), slice_bytes)
+        return msg.Placement(tuple(first_slices), tuple(homes), slice_bytes)
 
     def recall(
         self, key: int | str, shape: Sequence[int], itemsize: int, form: str, home: int, first: int, slice_bytes: int
@@ -231,7 +231,7 @@ class Placer:
             unit_bytes = (row_length(shape) if at_rows else 1) * itemsize
             for server, (start, stop) in enumerate(ranges(nbytes // unit_bytes, self.num_servers)):
                 loads[server] += (stop - start) * unit_bytes
-            return Placement.CUT_AT_ROWS if at_rows and not is_table else Placement.CUT
+            return msg.Placement.CUT_AT_ROWS if at_rows and not is_table else msg.Placement.CUT
         home = index * HASH_MULTIPLIER % self.num_servers if self.by_hash else loads.index(min(loads))
         loads[home] += nbytes
         return home

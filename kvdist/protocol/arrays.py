@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvdist import errors
 from kvdist.dtypes import DType
-from kvdist.errors import ProtocolError
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -264,7 +264,7 @@ def as_octets(coded: Coded) -> Arrays:
     """The same payload as plain arrays of uint8."""
     sizes = coded_sizes(coded.encoding, coded.entries)
     if (sizes >> 32).any():
-        raise ProtocolError("an encoded array of 4 GiB or more")
+        raise errors.ProtocolError("an encoded array of 4 GiB or more")
     return Arrays(np.full(len(sizes), DType.UINT8, np.uint8), sizes.astype(np.uint32), coded.payload)
 
 
@@ -284,21 +284,21 @@ def check_coded(coded: Coded, decoded_bytes_max: int) -> None:
         ProtocolError: says what does not fit.
     """
     if type(coded.encoding) not in (int, Encoding) or coded.encoding not in _ENCODINGS:
-        raise ProtocolError(f"unknown encoding {ascii(coded.encoding)[:40]}")
+        raise errors.ProtocolError(f"unknown encoding {ascii(coded.encoding)[:40]}")
     if not _is_float32(coded.parameter):
-        raise ProtocolError("the parameter of an encoding is not a finite float32 number")
+        raise errors.ProtocolError("the parameter of an encoding is not a finite float32 number")
     if coded.encoding == Encoding.TWO_BIT and not coded.parameter > 0:
-        raise ProtocolError("the threshold of 2-bit is not above 0")
+        raise errors.ProtocolError("the threshold of 2-bit is not above 0")
     if coded.encoding not in _WORD_BITS and coded.parameter != 0:
-        raise ProtocolError(f"encoding {int(coded.encoding)} has no parameter, found {coded.parameter}")
+        raise errors.ProtocolError(f"encoding {int(coded.encoding)} has no parameter, found {coded.parameter}")
     if coded.encoding == Encoding.TOP_K:
         if (coded.entries > coded.counts).any():
-            raise ProtocolError("more entries than elements")
+            raise errors.ProtocolError("more entries than elements")
     elif (coded.entries != coded.counts).any():
-        raise ProtocolError("another number of entries than elements; only top-k may leave elements out")
+        raise errors.ProtocolError("another number of entries than elements; only top-k may leave elements out")
     decoded = int(pad_sizes(coded.counts.astype(np.int64) * VALUE.itemsize).sum())
     if decoded > decoded_bytes_max:
-        raise ProtocolError(f"{decoded} bytes when decoded, where {decoded_bytes_max} are allowed")
+        raise errors.ProtocolError(f"{decoded} bytes when decoded, where {decoded_bytes_max} are allowed")
 
 
 def _is_float32(number: float) -> bool:
@@ -318,4 +318,4 @@ def check_indices(coded: Coded) -> None:
     for data, count in zip(payload, coded.counts.tolist(), strict=True):
         indices = data[: len(data) // 2].view(INDEX)
         if len(indices) and (int(indices[-1]) >= count or bool((indices[1:] <= indices[:-1]).any())):
-            raise ProtocolError("the indices of top-k entries do not ascend, or one is out of range")
+            raise errors.ProtocolError("the indices of top-k entries do not ascend, or one is out of range")

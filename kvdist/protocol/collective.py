@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, get_args
 
-from kvdist.errors import ProtocolError
+from kvdist import errors
 
 MESSAGE_BYTES_MAX = 16 << 20
 TEXT_BYTES_MAX = 4096
@@ -54,7 +54,7 @@ class _Source:
         """The number of items of a list, whose bytes must be there."""
         count = self.number(_U32)
         if count * item_bytes > self.rest:
-            raise ProtocolError(f"{count} items claimed in {self.rest} bytes")
+            raise errors.ProtocolError(f"{count} items claimed in {self.rest} bytes")
         return count
 
 
@@ -70,7 +70,7 @@ class ControlType:
 def _read_flag(source: _Source) -> bool:
     value = source.number(_U8)
     if value > 1:
-        raise ProtocolError(f"a flag of {value}")
+        raise errors.ProtocolError(f"a flag of {value}")
     return value == 1
 
 
@@ -372,13 +372,13 @@ def decode(frame: bytes | memoryview) -> Message:
         ProtocolError: the bytes are not a message; says why.
     """
     if not 0 < len(frame) <= MESSAGE_BYTES_MAX:
-        raise ProtocolError(f"a message of {len(frame)} bytes; from 1 to {MESSAGE_BYTES_MAX} are allowed")
+        raise errors.ProtocolError(f"a message of {len(frame)} bytes; from 1 to {MESSAGE_BYTES_MAX} are allowed")
     source = _Source(bytes(frame))
     try:
         made = _CLASSES[source.number(_U8)]
         message: Message = made(*[kind.read(source) for _, kind in _FIELDS[made]])
-    except (KeyError, struct.error, UnicodeDecodeError, ProtocolError) as error:
-        raise ProtocolError(f"not a message of a collective job: {error}") from None
+    except (KeyError, struct.error, UnicodeDecodeError, errors.ProtocolError) as error:
+        raise errors.ProtocolError(f"not a message of a collective job: {error}") from None
     if source.rest:
-        raise ProtocolError(f"{source.rest} bytes are left over after a message of a collective job")
+        raise errors.ProtocolError(f"{source.rest} bytes are left over after a message of a collective job")
     return message

@@ -30,7 +30,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdist.errors import CollectiveError, ProtocolError
+from kvdist import errors
 
 Octets = NDArray[np.uint8]
 
@@ -67,7 +67,7 @@ def _nothing(_: object) -> None:
 
 
 def _refuse(kind: str, _: NDArray[Any]) -> Any:
-    raise ProtocolError(f"an array of the unknown kind {kind[:40]!r}")
+    raise errors.ProtocolError(f"an array of the unknown kind {kind[:40]!r}")
 
 
 # Encoding.
@@ -209,15 +209,15 @@ def decode(octets: Octets, build: Callable[[str, NDArray[Any]], Any] = _refuse) 
     """
     length = _LENGTH.unpack(octets[: _LENGTH.size].tobytes())[0] if len(octets) >= _LENGTH.size else -1
     if not 0 <= length <= min(len(octets) - _LENGTH.size, TREE_BYTES_MAX):
-        raise ProtocolError("an object's bytes end before its tree does")
+        raise errors.ProtocolError("an object's bytes end before its tree does")
     reader = _Reader(octets, _LENGTH.size + length, build)
     try:
         value = reader.read(octets[_LENGTH.size : _LENGTH.size + length].tobytes())
     # RecursionError: what is nested more deeply than `encode` would nest it.
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"an object's tree is not readable ({type(error).__name__})") from None
+        raise errors.ProtocolError(f"an object's tree is not readable ({type(error).__name__})") from None
     if reader.at != len(octets):
-        raise ProtocolError(f"{len(octets) - reader.at} bytes are left over behind an object")
+        raise errors.ProtocolError(f"{len(octets) - reader.at} bytes are left over behind an object")
     return value
 
 
@@ -238,30 +238,30 @@ class _Reader:
         if code == _BIG_INTEGER and len(data) <= BIG_INTEGER_BYTES_MAX:
             return int.from_bytes(data, "big", signed=True)
         if self._depth > DEPTH_MAX:
-            raise ProtocolError(f"an object is nested more than {DEPTH_MAX} deep")
+            raise errors.ProtocolError(f"an object is nested more than {DEPTH_MAX} deep")
         self._depth += 1
         items = self.read(data) if code in (_TUPLE, _ARRAY, _SET) else None
         self._depth -= 1
         if not isinstance(items, list):
-            raise ProtocolError(f"an object has an extension of type {code} that is not known")
+            raise errors.ProtocolError(f"an object has an extension of type {code} that is not known")
         if code == _ARRAY:
             return self._leaf(items)
         return tuple(items) if code == _TUPLE else set(items)
 
     def _leaf(self, description: list[Any]) -> Any:
         if [type(part) for part in description] != [str, str, list]:
-            raise ProtocolError("an array within an object is not described as one")
+            raise errors.ProtocolError("an array within an object is not described as one")
         kind, dtype, shape = description
         if not _NUMPY_DTYPE.fullmatch(dtype):
-            raise ProtocolError(f"an array within an object has the unknown dtype {dtype[:40]!r}")
+            raise errors.ProtocolError(f"an array within an object has the unknown dtype {dtype[:40]!r}")
         if len(shape) > DIMS_MAX or not all(type(size) is int and size >= 0 for size in shape):
-            raise ProtocolError("an array within an object has an impossible shape")
+            raise errors.ProtocolError("an array within an object has an impossible shape")
         itemsize = np.dtype(dtype).itemsize
         nbytes = math.prod(shape) * itemsize
         if not itemsize:
-            raise ProtocolError(f"an array within an object has the dtype {dtype}, without a size")
+            raise errors.ProtocolError(f"an array within an object has the dtype {dtype}, without a size")
         if nbytes > len(self._octets) - self.at:
-            raise ProtocolError(f"an array within an object claims {nbytes} bytes, which are not there")
+            raise errors.ProtocolError(f"an array within an object claims {nbytes} bytes, which are not there")
         array = np.empty(shape, dtype)
         array.reshape(-1).view(np.uint8)[:] = self._octets[self.at : self.at + nbytes]
         self.at += nbytes
@@ -298,8 +298,8 @@ def decode_from(rank: int, octets: Octets, build: Callable[[str, NDArray[Any]], 
         CollectiveError: the rank has sent a reason in place of an object, or bytes that describe none.
     """
     if len(octets) and octets[0] == _SENTENCE:
-        raise CollectiveError(f"rank {rank} has an object that cannot be sent: {octets[1:].tobytes().decode()}")
+        raise errors.CollectiveError(f"rank {rank} has an object that cannot be sent: {octets[1:].tobytes().decode()}")
     try:
         return decode(octets[1:], build)
-    except ProtocolError as error:
-        raise CollectiveError(f"rank {rank} sent an invalid object: {error}") from error
+    except errors.ProtocolError as error:
+        raise errors.CollectiveError(f"rank {rank} sent an invalid object: {error}") from error

@@ -19,12 +19,12 @@ from typing import Any, get_args
 import msgpack
 import numpy as np
 
+from kvdist import errors
 from kvdist.dtypes import DType
-from kvdist.errors import ProtocolError
 from kvdist.protocol import messages, wire_types
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U8, Arrays, Payload, check_indices
 from kvdist.protocol.limits import DEFAULT, WireLimits
-from kvdist.protocol.messages import Flag, Packet, Stamp
 from kvdist.protocol.wire_types import Source, WireType, wire_fields
 
 MAGIC = b"KVDI"
@@ -35,11 +35,11 @@ LONG_BYTES = 1024
 _long: tuple[Any, WireLimits, bytes] = (None, DEFAULT, b"")
 """The last message without arrays whose header was so long, and that header: what all are told is written once. A
 roster of a thousand takes as long to write as a thousand short messages."""
-_EMPTY = int(Flag.EMPTY)
-_WITHOUT_ELEMENTS = int(Flag.EMPTY | Flag.CARRIED)
+_EMPTY = int(msg.Flag.EMPTY)
+_WITHOUT_ELEMENTS = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
 
 
-class VersionMismatch(ProtocolError):
+class VersionMismatch(errors.ProtocolError):
     """The peer speaks another version of the protocol, `version`; nothing else of its message was looked at."""
 
     def __init__(self, version: int) -> None:
@@ -85,17 +85,17 @@ class MessageFormat:
         for group, columns in self.groups:
             lengths = set(map(len, columns(message)))
             if len(lengths) != 1:
-                raise ProtocolError(f"lists that belong together have lengths {sorted(lengths)}")
+                raise errors.ProtocolError(f"lists that belong together have lengths {sorted(lengths)}")
             count = lengths.pop()
             if group != "keys" and not (group == "slices") <= count <= limits.slices_max:
-                raise ProtocolError(f"{count} {group}, where 1 to {limits.slices_max} are allowed")
+                raise errors.ProtocolError(f"{count} {group}, where 1 to {limits.slices_max} are allowed")
         for name, check in self.checks:
             check(getattr(message, name), limits)
         if self.rule is not None:
             self.rule(message)
 
 
-def encode(packet: Packet, limits: WireLimits = DEFAULT) -> list[Payload]:
+def encode(packet: msg.Packet, limits: WireLimits = DEFAULT) -> list[Payload]:
     """The frames of a message: envelope, header and, for a message with arrays, the payload itself.
 
     Raises:
@@ -121,14 +121,22 @@ def encode(packet: Packet, limits: WireLimits = DEFAULT) -> list[Payload]:
         else:
             _check_header(header, limits)
             kind.check(message, limits)
-    except (ProtocolError, TypeError, ValueError, OverflowError, KeyError, AttributeError, struct.error) as error:
+    except (
+        errors.ProtocolError,
+        TypeError,
+        ValueError,
+        OverflowError,
+        KeyError,
+        AttributeError,
+        struct.error,
+    ) as error:
         raise ValueError(f"cannot send this {kind.message.__name__} ({name}): {error}") from error
     if len(header) >= LONG_BYTES and not kind.has_payload:
         _long = message, limits, header
     return [envelope, header, *payload]
 
 
-def decode(frames: Sequence[memoryview | bytes], limits: WireLimits = DEFAULT) -> Packet:
+def decode(frames: Sequence[memoryview | bytes], limits: WireLimits = DEFAULT) -> msg.Packet:
     """The message that the frames hold. Its arrays show the frames, read-only.
 
     Raises:
@@ -136,20 +144,20 @@ def decode(frames: Sequence[memoryview | bytes], limits: WireLimits = DEFAULT) -
         ProtocolError: anything else that WIRE.md does not allow; says what.
     """
     if not frames:
-        raise ProtocolError("a message without frames")
+        raise errors.ProtocolError("a message without frames")
     kind, stamp = read_stamp(frames[0])
     least, most = (3, 2 + limits.payload_frames_max) if kind.has_payload else (2, 2)
     if not least <= len(frames) <= most:
         wanted = str(least) if least == most else f"{least} to {most}"
-        raise ProtocolError(f"{kind.message.__name__}: expected {wanted} frames, found {len(frames)}")
+        raise errors.ProtocolError(f"{kind.message.__name__}: expected {wanted} frames, found {len(frames)}")
     payload = [memoryview(frame).toreadonly() for frame in frames[2:]]
-    return Packet(stamp, _read_message(kind, frames[1], payload, limits))
+    return msg.Packet(stamp, _read_message(kind, frames[1], payload, limits))
 
 
 # Envelope.
 
 
-def _pack_stamp(stamp: Stamp, kind: int, sequenced: bool) -> bytes:
+def _pack_stamp(stamp: msg.Stamp, kind: int, sequenced: bool) -> bytes:
     if (stamp.seq > 0) is not sequenced:
         raise ValueError(f"seq is {stamp.seq}; sequenced messages count from 1, all others have 0")
     source = stamp.source
@@ -161,7 +169,7 @@ def _pack_stamp(stamp: Stamp, kind: int, sequenced: bool) -> bytes:
     )  # fmt: skip
 
 
-def read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, Stamp]:
+def read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, msg.Stamp]:
     """What an envelope says: the format of the message and its stamp.
 
     Raises:
@@ -169,23 +177,23 @@ def read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, Stamp]:
     """
     start = bytes(memoryview(frame)[:5])
     if start[:4] != MAGIC or len(start) < 5:
-        raise ProtocolError("not a kvdist message: the first frame does not begin with KVDI and a version")
+        raise errors.ProtocolError("not a kvdist message: the first frame does not begin with KVDI and a version")
     if start[4] != VERSION:
         raise VersionMismatch(start[4])
     if len(frame) != _ENVELOPE.size:
-        raise ProtocolError(f"an envelope of {len(frame)} bytes, where {_ENVELOPE.size} are expected")
+        raise errors.ProtocolError(f"an envelope of {len(frame)} bytes, where {_ENVELOPE.size} are expected")
     (_, _, code, flags, job, term, epoch, rank, incarnation, destination, seq, ack, step, role, rest) = (
         _ENVELOPE.unpack(frame)
     )
     kind = KINDS.get(code)
     if kind is None:
-        raise ProtocolError(f"unknown kind of message {code}")
+        raise errors.ProtocolError(f"unknown kind of message {code}")
     if flags or rest != b"\0\0\0":
-        raise ProtocolError("the reserved bytes of the envelope are not zero")
+        raise errors.ProtocolError("the reserved bytes of the envelope are not zero")
     if (seq > 0) is not kind.message.SEQUENCED:
-        raise ProtocolError(f"{kind.message.__name__}: sequence number {seq}")
+        raise errors.ProtocolError(f"{kind.message.__name__}: sequence number {seq}")
     source = wire_types.member_of(role, rank, incarnation)
-    return kind, Stamp(job, term, epoch, source, destination, seq, ack, step)
+    return kind, msg.Stamp(job, term, epoch, source, destination, seq, ack, step)
 
 
 # Header.
@@ -205,20 +213,20 @@ def _read_message(
             values.append(read(source))
         name = "header"
         if reader.tell() != len(header):
-            raise ProtocolError(f"{len(header) - reader.tell()} bytes are left over after the last field")
+            raise errors.ProtocolError(f"{len(header) - reader.tell()} bytes are left over after the last field")
         message = kind.message(*values)
         kind.check(message, limits)
-    except ProtocolError as error:
-        raise ProtocolError(f"{kind.message.__name__}, {name}: {error}") from None
+    except errors.ProtocolError as error:
+        raise errors.ProtocolError(f"{kind.message.__name__}, {name}: {error}") from None
     # RecursionError: msgpack's pure-Python version on deeply nested items.
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"{kind.message.__name__}, {name}: not readable ({type(error).__name__})") from None
+        raise errors.ProtocolError(f"{kind.message.__name__}, {name}: not readable ({type(error).__name__})") from None
     return message
 
 
 def _check_header(header: memoryview | bytes, limits: WireLimits) -> None:
     if len(header) > limits.header_bytes_max:
-        raise ProtocolError(f"{len(header)} bytes, where {limits.header_bytes_max} are allowed")
+        raise errors.ProtocolError(f"{len(header)} bytes, where {limits.header_bytes_max} are allowed")
 
 
 def _reader(header: memoryview | bytes, limits: WireLimits) -> Any:
@@ -238,13 +246,13 @@ def _reader(header: memoryview | bytes, limits: WireLimits) -> Any:
 
 
 def _refuse_extension(code: int, data: bytes) -> None:  # noqa: ARG001 (msgpack calls it so)
-    raise ProtocolError("an extension type")
+    raise errors.ProtocolError("an extension type")
 
 
 def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
-        raise ProtocolError("a map with the same name twice")
+        raise errors.ProtocolError("a map with the same name twice")
     return entries
 
 
@@ -254,7 +262,7 @@ def _distinct(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 def _check_pulled_as(message: messages.Declare | messages.Assign) -> None:
     for dtype, pulled_as in set(zip(message.dtypes, message.pulled_as, strict=True)):
         if pulled_as != dtype and not (dtype == DType.FLOAT32 and pulled_as in (DType.FLOAT16, DType.BFLOAT16)):
-            raise ProtocolError(f"values of dtype {dtype} cannot be pulled as dtype {pulled_as}")
+            raise errors.ProtocolError(f"values of dtype {dtype} cannot be pulled as dtype {pulled_as}")
 
 
 _Contribution = messages.Push | messages.JoinedPush | messages.CompressedPush
@@ -265,13 +273,13 @@ def _check_contributions(message: _Contribution) -> None:
     if int(np.bitwise_or.reduce(flags)) & _WITHOUT_ELEMENTS and (
         message.arrays.counts[flags & _WITHOUT_ELEMENTS != 0].any()
     ):
-        raise ProtocolError("an empty or carried contribution has elements")
+        raise errors.ProtocolError("an empty or carried contribution has elements")
     _check_setting_of(message)
 
 
 def _check_setting_of(message: _Contribution | messages.PushRows) -> None:
     if (highest := int(np.maximum.reduce(message.setting_of))) >= len(message.settings):
-        raise ProtocolError(f"a slice uses setting {highest} of {len(message.settings)}")
+        raise errors.ProtocolError(f"a slice uses setting {highest} of {len(message.settings)}")
 
 
 def _check_compressed_push(message: messages.CompressedPush) -> None:
@@ -290,32 +298,34 @@ def _check_push_rows(message: messages.PushRows) -> None:
 
 def _check_arrays_of_rows(flags: U8, arrays: Arrays) -> None:
     if len(arrays.counts) != 2 * len(flags):
-        raise ProtocolError(f"{len(arrays.counts)} arrays, where ids and values of {len(flags)} slices are expected")
+        raise errors.ProtocolError(
+            f"{len(arrays.counts)} arrays, where ids and values of {len(flags)} slices are expected"
+        )
     if int(np.bitwise_or.reduce(flags)) & _EMPTY and arrays.counts[::2][flags & _EMPTY != 0].any():
-        raise ProtocolError("an empty contribution has rows")
+        raise errors.ProtocolError("an empty contribution has rows")
 
 
 def _check_blocked(message: messages.Blocked) -> None:
     if (message.firsts[1:] <= message.firsts[:-1]).any():
-        raise ProtocolError("the first slices of stretches must ascend")
+        raise errors.ProtocolError("the first slices of stretches must ascend")
 
 
 def _check_round(message: messages.Replicate | messages.ReplicateRows) -> None:
     if len(message.settings) != 1:
-        raise ProtocolError(f"{len(message.settings)} settings of a sum, which has one")
+        raise errors.ProtocolError(f"{len(message.settings)} settings of a sum, which has one")
     if message.code >= 0 and message.code not in {int(code) for code in messages.ErrorCode}:
-        raise ProtocolError(f"unknown error {message.code}")
+        raise errors.ProtocolError(f"unknown error {message.code}")
     rows = isinstance(message, messages.ReplicateRows)
     if rows and (len(message.ids), len(message.arrays.counts)) != (1, 2):
-        raise ProtocolError(f"{len(message.ids)} tables, where one is expected with ids and values of its rows")
+        raise errors.ProtocolError(f"{len(message.ids)} tables, where one is expected with ids and values of its rows")
 
 
 def _check_fill(message: messages.Fill) -> None:
     if (message.ids != message.ids[0]).any():
-        raise ProtocolError("pieces of several slices, where those of one are expected")
+        raise errors.ProtocolError("pieces of several slices, where those of one are expected")
     known = {-1, *(int(code) for code in messages.ErrorCode)}
     if unknown := {one.code for one in message.standings} - known:
-        raise ProtocolError(f"unknown error {min(unknown)}")
+        raise errors.ProtocolError(f"unknown error {min(unknown)}")
 
 
 _RULES: dict[type[Any], Callable[[Any], None]] = {

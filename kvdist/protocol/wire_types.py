@@ -21,8 +21,8 @@ from typing import Annotated, Any, Protocol, cast
 
 import numpy as np
 
+from kvdist import errors
 from kvdist.dtypes import DType
-from kvdist.errors import ProtocolError
 from kvdist.naming import NamedKey
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol.arrays import ITEMSIZES, U8, U32, U64, Arrays, Coded, Payload, as_octets, check_coded, pad_sizes
@@ -96,7 +96,7 @@ def _found(value: object) -> str:
 
 def _check_count(count: int, limit: int) -> None:
     if count > limit:
-        raise ProtocolError(f"a list of {count} items, where {limit} are allowed")
+        raise errors.ProtocolError(f"a list of {count} items, where {limit} are allowed")
 
 
 # Single values.
@@ -108,7 +108,7 @@ def integer(name: str, low: int, high: int) -> WireType:
     def read(source: Source) -> int:
         value = source.reader.unpack()
         if type(value) is not int or not low <= value <= high:
-            raise ProtocolError(f"expected an integer from {low} to {high}, found {_found(value)}")
+            raise errors.ProtocolError(f"expected an integer from {low} to {high}, found {_found(value)}")
         return value
 
     return WireType(name, read)
@@ -121,7 +121,7 @@ def code(name: str, codes: type[Any], meaning: str) -> WireType:
     def read(source: Source) -> int:
         value = source.reader.unpack()
         if type(value) is not int or value not in known:
-            raise ProtocolError(f"expected the code of {meaning}, found {_found(value)}")
+            raise errors.ProtocolError(f"expected the code of {meaning}, found {_found(value)}")
         return value
 
     return WireType(name, read, int)
@@ -130,23 +130,23 @@ def code(name: str, codes: type[Any], meaning: str) -> WireType:
 def _read_flag(source: Source) -> bool:
     value = source.reader.unpack()
     if type(value) is not bool:
-        raise ProtocolError(f"expected true or false, found {_found(value)}")
+        raise errors.ProtocolError(f"expected true or false, found {_found(value)}")
     return value
 
 
 def _read_seconds(source: Source) -> float:
     value = source.reader.unpack()
     if type(value) is not float or not math.isfinite(value):
-        raise ProtocolError(f"expected a finite float, found {_found(value)}")
+        raise errors.ProtocolError(f"expected a finite float, found {_found(value)}")
     return value
 
 
 def _text(value: object, bytes_max: int) -> str:
     if type(value) is not str:
-        raise ProtocolError(f"expected text, found {_found(value)}")
+        raise errors.ProtocolError(f"expected text, found {_found(value)}")
     # A character has one to four bytes, so most texts need not be encoded to be measured.
     if len(value) * 4 > bytes_max and len(value.encode()) > bytes_max:
-        raise ProtocolError(f"a text is longer than {bytes_max} bytes")
+        raise errors.ProtocolError(f"a text is longer than {bytes_max} bytes")
     return value
 
 
@@ -189,10 +189,10 @@ def read_count(source: Source) -> int:
         return first[0] & 0x0F
     width = {b"\xdc": 2, b"\xdd": 4}.get(first)
     if width is None:
-        raise ProtocolError("expected a list")
+        raise errors.ProtocolError("expected a list")
     digits = source.reader.read_bytes(width)
     if len(digits) != width:
-        raise ProtocolError("the header ends inside a list")
+        raise errors.ProtocolError("the header ends inside a list")
     return int.from_bytes(digits, "big")
 
 
@@ -200,7 +200,7 @@ def expect_count(source: Source, wanted: int) -> None:
     """Begin to read a list of that many items."""
     found = read_count(source)
     if found != wanted:
-        raise ProtocolError(f"expected a list of {wanted} items, found {found}")
+        raise errors.ProtocolError(f"expected a list of {wanted} items, found {found}")
 
 
 def list_of(name: str, item: WireType, limit: str) -> WireType:
@@ -236,26 +236,26 @@ def member_of(role: int, rank: int, incarnation: int) -> Member:
     The same object for each message of a process: to make one and to compare two costs more than to look it up.
     """
     if role >= len(ROLES):
-        raise ProtocolError(f"unknown role {role}")
+        raise errors.ProtocolError(f"unknown role {role}")
     if role == 0 and rank != 0:
-        raise ProtocolError(f"a scheduler of rank {rank}; the scheduler has rank 0")
+        raise errors.ProtocolError(f"a scheduler of rank {rank}; the scheduler has rank 0")
     return Member(NodeId(ROLES[role], rank), incarnation)
 
 
 def _read_member(source: Source) -> Member:
     value = source.reader.unpack()
     if type(value) is not tuple or len(value) != 3 or any(type(part) is not int for part in value):
-        raise ProtocolError("expected the role, rank and incarnation of a process")
+        raise errors.ProtocolError("expected the role, rank and incarnation of a process")
     role, rank, incarnation = value
     if not (0 <= role < len(ROLES) and 0 <= rank < 1 << 32 and 0 <= incarnation < 1 << 64):
-        raise ProtocolError("the role, rank or incarnation of a process is out of range")
+        raise errors.ProtocolError("the role, rank or incarnation of a process is out of range")
     return member_of(role, rank, incarnation)
 
 
 def _read_description(source: Source) -> dict[str, str | int | float | bool | None]:
     value = source.reader.unpack()
     if type(value) is not dict or len(value) > source.limits.entries_max:
-        raise ProtocolError(f"expected a map of at most {source.limits.entries_max} entries")
+        raise errors.ProtocolError(f"expected a map of at most {source.limits.entries_max} entries")
     for name, entry in value.items():
         _text(name, source.limits.entry_name_bytes_max)
         _check_scalar(entry, source.limits)
@@ -268,7 +268,9 @@ def _check_scalar(value: object, limits: WireLimits) -> None:
         return
     whole = isinstance(value, int) and -(1 << 63) <= value < 1 << 63
     if not (value is None or whole or (isinstance(value, float) and math.isfinite(value))):
-        raise ProtocolError(f"expected text, a bool, a 64-bit integer, a finite float or nil, found {_found(value)}")
+        raise errors.ProtocolError(
+            f"expected text, a bool, a 64-bit integer, a finite float or nil, found {_found(value)}"
+        )
 
 
 MEMBER = WireType(
@@ -289,7 +291,7 @@ def _read_bytes(source: Source, width: int) -> bytes:
     """A run of bytes that holds numbers of this width."""
     data = source.reader.unpack()
     if type(data) is not bytes or len(data) % width:
-        raise ProtocolError(f"expected a run of bytes that holds items of {width} bytes, found {_found(data)}")
+        raise errors.ProtocolError(f"expected a run of bytes that holds items of {width} bytes, found {_found(data)}")
     _check_count(len(data) // width, source.limits.keys_max)
     return data
 
@@ -319,7 +321,7 @@ def _key_bytes(value: object) -> tuple[int, bytes]:
             return KEY_IS_NUMBER, data
         name = value.name.encode()
         return KEY_HAS_NAME + len(name), data + name
-    raise ProtocolError(f"expected a key (text, or an integer of 64 bits), found {_found(value)}")
+    raise errors.ProtocolError(f"expected a key (text, or an integer of 64 bits), found {_found(value)}")
 
 
 def _read_keys(source: Source) -> tuple[int | str, ...]:
@@ -362,17 +364,17 @@ def _read_lengths(source: Source) -> tuple[Any, bytes]:
     lengths = np.frombuffer(_read_bytes(source, 4), _U32).astype(np.int64)
     content = source.reader.unpack()
     if type(content) is not bytes:
-        raise ProtocolError(f"expected the bytes of texts, found {_found(content)}")
+        raise errors.ProtocolError(f"expected the bytes of texts, found {_found(content)}")
     return lengths, content
 
 
 def _cut(lengths: Any, content: bytes, bytes_max: int) -> list[bytes]:
     """The content, cut into parts of these lengths."""
     if len(lengths) and int(lengths.max()) > bytes_max:
-        raise ProtocolError(f"a text is longer than {bytes_max} bytes")
+        raise errors.ProtocolError(f"a text is longer than {bytes_max} bytes")
     ends = lengths.cumsum()
     if len(content) != (int(ends[-1]) if len(ends) else 0):
-        raise ProtocolError(f"{len(content)} bytes of texts, where their lengths make another number")
+        raise errors.ProtocolError(f"{len(content)} bytes of texts, where their lengths make another number")
     if not content:
         return [b""] * len(lengths)
     stops = ends.tolist()
@@ -383,7 +385,7 @@ def _pack_shapes(values: Sequence[Sequence[int]]) -> list[bytes]:
     """How many dimensions each has, and all dimensions one after the other."""
     lengths = [length for shape in values for length in shape]
     if min(lengths, default=0) < 0:
-        raise ProtocolError(f"expected a dimension of at least 0, found {min(lengths)}")
+        raise errors.ProtocolError(f"expected a dimension of at least 0, found {min(lengths)}")
     return [bytes(map(len, values)), np.array(lengths, _U64).tobytes()]
 
 
@@ -391,17 +393,17 @@ def _read_shapes(source: Source) -> tuple[tuple[int, ...], ...]:
     expect_count(source, 2)
     dims = np.frombuffer(_read_bytes(source, 1), _U8)
     if len(dims) and int(dims.max()) > source.limits.dims_max:
-        raise ProtocolError(f"expected a shape of at most {source.limits.dims_max} dimensions")
+        raise errors.ProtocolError(f"expected a shape of at most {source.limits.dims_max} dimensions")
     data = source.reader.unpack()
     stops = dims.astype(np.int64).cumsum().tolist()
     if type(data) is not bytes or len(data) != 8 * (stops[-1] if stops else 0):
-        raise ProtocolError(f"expected {stops[-1] if stops else 0} dimensions of 8 bytes, found {_found(data)}")
+        raise errors.ProtocolError(f"expected {stops[-1] if stops else 0} dimensions of 8 bytes, found {_found(data)}")
     flat = np.frombuffer(data, _U64).tolist()
     shapes = tuple([tuple(flat[start:stop]) for start, stop in zip([0, *stops], stops, strict=False)])
     for shape in set(shapes):
         # Zeros do not count, so that no other dimension hides behind one.
         if math.prod([length or 1 for length in shape]) > source.limits.elements_max:
-            raise ProtocolError(f"a shape has more than {source.limits.elements_max} elements")
+            raise errors.ProtocolError(f"a shape has more than {source.limits.elements_max} elements")
     return shapes
 
 
@@ -411,7 +413,7 @@ _DTYPE_CODES = frozenset(int(dtype) for dtype in DType)
 def _read_dtypes(source: Source) -> tuple[int, ...]:
     data = _read_bytes(source, 1)
     if wrong := set(data) - _DTYPE_CODES:
-        raise ProtocolError(f"expected the code of a dtype, found {min(wrong)}")
+        raise errors.ProtocolError(f"expected the code of a dtype, found {min(wrong)}")
     return tuple(data)
 
 
@@ -449,7 +451,7 @@ def _reader(dtype: np.dtype[Any]) -> Callable[[Source], Any]:
     def read(source: Source) -> Any:
         data = source.reader.unpack()
         if type(data) is not bytes or len(data) % width:
-            raise ProtocolError(f"expected a run of bytes that holds numbers of {width} bytes")
+            raise errors.ProtocolError(f"expected a run of bytes that holds numbers of {width} bytes")
         return np.frombuffer(data, dtype)
 
     return read
@@ -465,7 +467,7 @@ def bits(known: int) -> WireType:
 
     def check(values: U8, limits: WireLimits) -> None:  # noqa: ARG001
         if found := int(np.bitwise_or.reduce(values)) & unknown:
-            raise ProtocolError(f"unknown flags {found}")
+            raise errors.ProtocolError(f"unknown flags {found}")
 
     return WireType("u8s", _read_u8, _pack_u8, "slices", check=check)
 
@@ -476,7 +478,7 @@ def codes_up_to(highest: int, meaning: str) -> WireType:
 
     def check(values: U8, limits: WireLimits) -> None:  # noqa: ARG001
         if (found := int(np.maximum.reduce(values))) > highest:
-            raise ProtocolError(f"unknown {meaning} {found}")
+            raise errors.ProtocolError(f"unknown {meaning} {found}")
 
     return WireType("u8s", _read_u8, _pack_u8, "slices", check=check)
 
@@ -484,13 +486,13 @@ def codes_up_to(highest: int, meaning: str) -> WireType:
 def _read_settings(source: Source) -> tuple[tuple[float, float, float], ...]:
     value = source.reader.unpack()
     if type(value) is not tuple:
-        raise ProtocolError("expected a list of settings")
+        raise errors.ProtocolError("expected a list of settings")
     for setting in value:
         if type(setting) is not tuple or len(setting) != 3:
-            raise ProtocolError("expected a setting of three floats")
+            raise errors.ProtocolError("expected a setting of three floats")
         for number in setting:
             if type(number) is not float:
-                raise ProtocolError(f"expected a finite float or NaN, found {_found(number)}")
+                raise errors.ProtocolError(f"expected a finite float or NaN, found {_found(number)}")
     return value
 
 
@@ -500,11 +502,11 @@ def _pack_settings(values: tuple[tuple[float, float, float], ...]) -> list[tuple
 
 def _check_settings(values: tuple[tuple[float, float, float], ...], limits: WireLimits) -> None:
     if len(values) > limits.settings_max:
-        raise ProtocolError(f"{len(values)} settings, where {limits.settings_max} are allowed")
+        raise errors.ProtocolError(f"{len(values)} settings, where {limits.settings_max} are allowed")
     for setting in values:
         for number in setting:
             if math.isinf(number):
-                raise ProtocolError(f"expected a finite float or NaN, found {number}")
+                raise errors.ProtocolError(f"expected a finite float or NaN, found {number}")
 
 
 U32s = Annotated[U32, WireType("u32s", _read_u32, _pack_u32, "slices")]
@@ -532,7 +534,7 @@ def _read_arrays(source: Source) -> Arrays:
     dtypes, counts = _read_u8(source), _read_u32(source)
     encoding = source.reader.unpack()
     if type(encoding) is not int or encoding != 0:
-        raise ProtocolError(f"unknown encoding {_found(encoding)}")
+        raise errors.ProtocolError(f"unknown encoding {_found(encoding)}")
     return Arrays(dtypes, counts, _payload(source), encoding)
 
 
@@ -545,39 +547,39 @@ def _read_coded(source: Source) -> Coded:
     counts, entries = _read_u32(source), _read_u32(source)
     encoding, parameter = source.reader.unpack(), source.reader.unpack()
     if type(encoding) is not int:
-        raise ProtocolError(f"expected the code of an encoding, found {_found(encoding)}")
+        raise errors.ProtocolError(f"expected the code of an encoding, found {_found(encoding)}")
     if type(parameter) is not float:
-        raise ProtocolError(f"expected the parameter of an encoding, a float, found {_found(parameter)}")
+        raise errors.ProtocolError(f"expected the parameter of an encoding, a float, found {_found(parameter)}")
     return Coded(counts, entries, encoding, parameter, _payload(source))
 
 
 def _check_arrays(arrays: Arrays, limits: WireLimits) -> None:
     if arrays.encoding != 0:
-        raise ProtocolError(f"unknown encoding {arrays.encoding}")
+        raise errors.ProtocolError(f"unknown encoding {arrays.encoding}")
     itemsizes = ITEMSIZES.take(arrays.dtypes)
     if not np.minimum.reduce(itemsizes):
-        raise ProtocolError("an array has an unknown dtype")
+        raise errors.ProtocolError("an array has an unknown dtype")
     sizes = pad_sizes(itemsizes * arrays.counts)
     wanted = int(np.add.reduce(sizes))
     found = arrays.nbytes
     if found > limits.payload_bytes_max:
-        raise ProtocolError(f"a payload of {found} bytes, where {limits.payload_bytes_max} are allowed")
+        raise errors.ProtocolError(f"a payload of {found} bytes, where {limits.payload_bytes_max} are allowed")
     if wanted != found:
-        raise ProtocolError(f"the payload has {found} bytes where its dtypes and counts make {wanted}")
+        raise errors.ProtocolError(f"the payload has {found} bytes where its dtypes and counts make {wanted}")
     if isinstance(arrays.payload, tuple):
         _check_frames(arrays.payload, sizes, limits)
 
 
 def _check_frames(frames: Sequence[Payload], sizes: np.ndarray[Any, Any], limits: WireLimits) -> None:
     if not 0 < len(frames) <= limits.payload_frames_max:
-        raise ProtocolError(f"{len(frames)} payload frames, where 1 to {limits.payload_frames_max} are allowed")
+        raise errors.ProtocolError(f"{len(frames)} payload frames, where 1 to {limits.payload_frames_max} are allowed")
     if len(frames) == 1:
         return
     lengths = [memoryview(frame).nbytes for frame in frames]
     frame_ends, array_ends = np.cumsum(lengths), sizes.cumsum()
     # The sums agree, so each frame ends at or before the end of the last array.
     if not all(lengths) or (array_ends[array_ends.searchsorted(frame_ends)] != frame_ends).any():
-        raise ProtocolError("a payload frame is empty, or ends within an array")
+        raise errors.ProtocolError("a payload frame is empty, or ends within an array")
 
 
 def _check_coded(coded: Coded, limits: WireLimits) -> None:
@@ -587,19 +589,19 @@ def _check_coded(coded: Coded, limits: WireLimits) -> None:
 
 def _check_row_ids(arrays: Arrays, limits: WireLimits) -> None:
     if (arrays.dtypes != DType.INT64).any():
-        raise ProtocolError("row ids are not int64")
+        raise errors.ProtocolError("row ids are not int64")
     _check_arrays(arrays, limits)
 
 
 def _check_rows(arrays: Arrays, limits: WireLimits) -> None:
     """Whether each slice has ids and values of as many rows, or neither."""
     if len(arrays.counts) % 2 or len(arrays.dtypes) != len(arrays.counts):
-        raise ProtocolError(f"{len(arrays.counts)} arrays, where ids and values of each slice are expected")
+        raise errors.ProtocolError(f"{len(arrays.counts)} arrays, where ids and values of each slice are expected")
     ids, values = arrays.counts[::2], arrays.counts[1::2]
     if (arrays.dtypes[::2] != DType.INT64).any():
-        raise ProtocolError("row ids are not int64")
+        raise errors.ProtocolError("row ids are not int64")
     if ((ids == 0) != (values == 0)).any() or (values % np.maximum(ids, 1)).any():
-        raise ProtocolError("the values of a slice are not a whole number for each of its rows")
+        raise errors.ProtocolError("the values of a slice are not a whole number for each of its rows")
     _check_arrays(arrays, limits)
 
 

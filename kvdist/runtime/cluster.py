@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from kvdist import errors
 from kvdist.config.addresses import host_name
 from kvdist.config.environment import (
     cluster_from_env,
@@ -38,18 +39,8 @@ from kvdist.core.joining import Introduction
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import AcceptRollback, Leave, Register, Request
+from kvdist.core.worker import requests as req
 from kvdist.core.worker.worker import Worker
-from kvdist.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    DeadlockError,
-    DeviceError,
-    KvdistError,
-    RolledBackError,
-    StoreClosed,
-    failure_of,
-)
 from kvdist.kernels.cpu import choose
 from kvdist.kernels.interface import Device
 from kvdist.nodes import Role
@@ -147,7 +138,7 @@ class Cluster:
         """
         self._thread.start()
         try:
-            self.rank = self.ask(Register)
+            self.rank = self.ask(req.Register)
             self.came_late = self.rank not in self.node.view.members
         except BaseException:
             self.leave("it was interrupted while joining")
@@ -161,7 +152,7 @@ class Cluster:
         self._next_store += 1
         return self._next_store - 1
 
-    def ask(self, make: Callable[[int], Request]) -> Any:
+    def ask(self, make: Callable[[int], req.Request]) -> Any:
         """Hand the worker a request and wait for its result."""
         return self.wait(self.node.submit(make))
 
@@ -179,17 +170,17 @@ class Cluster:
         trace = self.node.trace
         try:
             return future.result() if trace is None else trace.wait(future)
-        except RolledBackError as error:
+        except errors.RolledBackError as error:
             raise self.accept_rollback(error) from error
 
     @property
-    def rolled_back(self) -> RolledBackError | None:
+    def rolled_back(self) -> errors.RolledBackError | None:
         """What every call fails with, until the user has seen it; nearly always None."""
         machine = self.node.machine
         assert isinstance(machine, Worker)
         return machine.rolled_back
 
-    def accept_rollback(self, error: RolledBackError) -> RolledBackError:
+    def accept_rollback(self, error: errors.RolledBackError) -> errors.RolledBackError:
         """The user is about to see this error: what is called from now on is meant for after it.
 
         Returns:
@@ -199,7 +190,7 @@ class Cluster:
             return error
         for store in self.stores:
             store.forget_pushes()  # of values that are no more
-        newest: RolledBackError | None = self.node.submit(AcceptRollback).result()
+        newest: errors.RolledBackError | None = self.node.submit(req.AcceptRollback).result()
         if newest is None:
             return error  # another thread has seen it
         if self.leasing is not None:
@@ -230,17 +221,17 @@ class Cluster:
                 future.exception()
         if self.leasing is not None and not (failure or self.node.stopped):
             self.leasing.give_back()
-        endless: KvdistError | None = None
+        endless: errors.KvdistError | None = None
         if not self.node.stopped:
             try:
-                self.ask(lambda number: Leave(number, failure, ends))
-            except RolledBackError as error:
+                self.ask(lambda number: req.Leave(number, failure, ends))
+            except errors.RolledBackError as error:
                 LOG.warning("this worker leaves without repeating the steps that were lost with a server: %s", error)
                 self.leave(failure, wait=wait, ends=ends)
                 return
-            except (DeadlockError, DeadlineExceeded) as error:
+            except (errors.DeadlockError, errors.DeadlineExceeded) as error:
                 endless = error  # leaving itself waited in vain
-            except KvdistError:
+            except errors.KvdistError:
                 pass  # the cluster ended first, and every open request has failed
         self._thread.join()
         # Or a process that goes on without its cluster would keep the servers' memory mapped, when nothing else does.
@@ -288,7 +279,7 @@ class ProcessCluster:
                 if not present.node.stopped:
                     return present
                 if not present.is_embedded:
-                    raise present.node.failure or StoreClosed(
+                    raise present.node.failure or errors.StoreClosed(
                         "this process has left the cluster and cannot join it again; keep one store open until the end"
                     )
             config = cluster_from_env()
@@ -321,12 +312,12 @@ class ProcessCluster:
             return
         try:
             cluster.node.check_fork()
-        except KvdistError:
+        except errors.KvdistError:
             return
         if cluster.node.stopped:
             cluster.wait_for_thread(EXIT_WAIT_S)
             return
-        cluster.leave(failure_of(getattr(sys, "last_value", None)), ends=True)
+        cluster.leave(errors.failure_of(getattr(sys, "last_value", None)), ends=True)
 
 
 PROCESS_CLUSTER = ProcessCluster()
@@ -414,16 +405,16 @@ def open_server_device(name: str) -> Device | None:
 
     setting = read_setting("KVDIST_GPU")
     if setting == gpu.HOST:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"KVDIST_SERVER_DEVICE is {name!r}, but KVDIST_GPU is {gpu.HOST!r}, which keeps a process off its GPUs:"
             " change one of them, or set KVDIST_GPU for workers alone"
         )
     try:
         # KVDIST_GPU=host, which helps a worker, would be refused above.
         device = gpu.open_gpu(int(name.partition(":")[2]), setting, otherwise="or let servers compute on their hosts")
-    except DeviceError as error:
+    except errors.DeviceError as error:
         wish = f"this server was to sum and update on {name}, and without --server-device would do so on its host"
-        raise DeviceError(f"{wish}: {error}") from error
+        raise errors.DeviceError(f"{wish}: {error}") from error
     LOG.info("values rest, and are summed and updated, on %s", device.name)
     return device
 
@@ -449,7 +440,7 @@ def introduction(config: ClusterConfig, endpoint: str, scheduler_endpoint: str) 
 
 def _joined(config: ClusterConfig) -> Cluster:
     if config.role is not Role.WORKER:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"DMLC_ROLE is {config.role}, but only workers create stores; start this process with"
             " `python -m kvdist` instead of your script"
         )
@@ -473,7 +464,7 @@ def _endpoint_for_neighbours(config: ClusterConfig, transport: Transport) -> str
         return ""
     try:
         return bind_port(transport, config, "127.0.0.1")
-    except ConfigError as error:
+    except errors.ConfigError as error:
         if config.local_reduce == "on":
             raise
         LOG.info("this worker does not sum for others of its host: %s", error)

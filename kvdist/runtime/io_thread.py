@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvdist import errors
 from kvdist.checkpoint.snapshot import DiskResult, DiskTask
-from kvdist.errors import CheckpointError
 
 if TYPE_CHECKING:
     from kvdist.checkpoint.locks import Locks
@@ -75,7 +75,7 @@ def outcome(work: DiskTask, locks: Locks, root: Path | None) -> tuple[DiskResult
         from kvdist.checkpoint.folders import perform
 
         return perform(work, locks, root), ""
-    except CheckpointError as error:
+    except errors.CheckpointError as error:
         return None, str(error)
     except Exception as error:  # noqa: BLE001  # whatever went wrong is the outcome
         return None, f"a checkpoint in {work.folder} failed: {type(error).__name__}: {error}"

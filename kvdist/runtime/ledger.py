@@ -30,7 +30,7 @@ from kvdist.core.server.server import Server
 from kvdist.core.server.shard import LatePush, StoredHolder
 from kvdist.naming import name_of
 from kvdist.nodes import Member
-from kvdist.protocol.messages import JoinedPush
+from kvdist.protocol import messages as msg
 
 NAMED_MAX = 8
 """Keys that an answer names."""
@@ -70,7 +70,11 @@ class FileLedger:
 
     def fenced(self, member: Member, message: LatePush, holder: Callable[[int], StoredHolder | None]) -> None:
         """A push of a worker that was given up before has been refused."""
-        own = message.ranks == member.node.rank if isinstance(message, JoinedPush) else np.ones(len(message.ids), bool)
+        own = (
+            message.ranks == member.node.rank
+            if isinstance(message, msg.JoinedPush)
+            else np.ones(len(message.ids), bool)
+        )
         for step in np.unique(message.steps[own]).tolist():
             there = {one: holder(one) for one in message.ids[own & (message.steps == step)].tolist()}
             slices = [one for one, found in there.items() if found is not None]

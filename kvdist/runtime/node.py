@@ -22,47 +22,17 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvdist import errors
 from kvdist.checkpoint.snapshot import DiskResult
 from kvdist.config.exit_codes import exit_with_peer_lost
+from kvdist.core import machine as fx
 from kvdist.core.cluster_view import ClusterView
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import (
-    NEVER,
-    Bind,
-    CompleteKeys,
-    CompleteRequest,
-    Connect,
-    Effect,
-    Event,
-    FailRequest,
-    Forget,
-    Halt,
-    Log,
-    Machine,
-    PeerConnected,
-    PeerDisconnected,
-    Persist,
-    Persisted,
-    Send,
-    TellLauncher,
-    Transmit,
-    Worked,
-)
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
-from kvdist.core.worker.requests import Request
+from kvdist.core.worker import requests as req
 from kvdist.core.worker.worker import Worker
-from kvdist.errors import (
-    AuthenticationError,
-    ConfigError,
-    FencedError,
-    ForkError,
-    KvdistError,
-    PeerLostError,
-    ProtocolError,
-    StoreClosed,
-)
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
-from kvdist.protocol.messages import Hello, Packet, Rejected
+from kvdist.protocol import messages as msg
 from kvdist.protocol.wire import VersionMismatch, decode, encode
 from kvdist.runtime.io_thread import Disk, ThreadedDisk
 from kvdist.runtime.waits import AwaitedFuture, note_call
@@ -82,7 +52,7 @@ LINGER_S = 0.5
 GARBAGE_REPORTS_MAX = 5
 """Invalid messages that are reported one by one; the rest is only counted."""
 
-URGENT = -NEVER
+URGENT = -fx.NEVER
 WAIT_MAX_S = 0.05
 """The longest that anything waits in the mailbox, however much comes after it."""
 
@@ -130,7 +100,7 @@ class Growing(Protocol):
 class Errand:
     """A request that is still to be made: `make` gets its number, on the node's thread."""
 
-    make: Callable[[int], Request]
+    make: Callable[[int], req.Request]
     answer: Answer | AnswerByKey
     finish: Finish | None
     growing: Growing | None = None
@@ -153,12 +123,12 @@ class Mailbox:
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._wake = wake
         self._clock = clock
-        self._items: list[Errand | Event] = []
+        self._items: list[Errand | fx.Event] = []
         # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
         self._lock = threading.RLock()
         self._closed = False
-        self._due = NEVER
-        self._since = NEVER
+        self._due = fx.NEVER
+        self._since = fx.NEVER
         """When the first of what lies here came."""
 
     @property
@@ -166,7 +136,7 @@ class Mailbox:
         """When the node's thread should look; `NEVER` when there is nothing."""
         return self._due
 
-    def put(self, item: Errand | Event) -> bool:
+    def put(self, item: Errand | fx.Event) -> bool:
         """Leave something; False if the mailbox is closed."""
         growing = item.growing if isinstance(item, Errand) else None
         with self._lock:
@@ -187,7 +157,7 @@ class Mailbox:
             if self._items:
                 self._look_by(URGENT)
 
-    def take(self, now: float) -> list[Errand | Event]:
+    def take(self, now: float) -> list[Errand | fx.Event]:
         """All of it, if it is due."""
         if now < self._due:
             return []
@@ -200,21 +170,21 @@ class Mailbox:
                 if now < due:
                     self._due = due
                     return []
-            items, self._items, self._due, self._since = self._items, [], NEVER, NEVER
+            items, self._items, self._due, self._since = self._items, [], fx.NEVER, fx.NEVER
             return items
 
     def _look_by(self, due: float) -> None:
         """Have the node's thread look no later than this; under the lock."""
-        wakes = self._due == NEVER or (due == URGENT and self._due != URGENT)
+        wakes = self._due == fx.NEVER or (due == URGENT and self._due != URGENT)
         self._due = min(self._due, due)
         if wakes:
             self._wake()
 
-    def close(self) -> list[Errand | Event]:
+    def close(self) -> list[Errand | fx.Event]:
         """Take no more; what is left."""
         with self._lock:
             self._closed = True
-            items, self._items, self._due, self._since = self._items, [], NEVER, NEVER
+            items, self._items, self._due, self._since = self._items, [], fx.NEVER, fx.NEVER
             return items
 
 
@@ -238,7 +208,7 @@ class Tracer(abc.ABC):
     # On the node's thread.
 
     @abc.abstractmethod
-    def asked(self, request: Request, since_ns: int) -> None:
+    def asked(self, request: req.Request, since_ns: int) -> None:
         """The machine gets a request; `since_ns` is 0 if tracing began after it was submitted."""
 
     @abc.abstractmethod
@@ -246,7 +216,7 @@ class Tracer(abc.ABC):
         """A request is fulfilled, or cannot be."""
 
     @abc.abstractmethod
-    def handled(self, packet: Packet, since_ns: int) -> None:
+    def handled(self, packet: msg.Packet, since_ns: int) -> None:
         """A message has been dealt with, and what follows from it has been done."""
 
 
@@ -264,7 +234,7 @@ class Node:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: fx.Machine,
         transport: Transport,
         job: int,
         explain_after_s: float,
@@ -289,7 +259,7 @@ class Node:
         self.ring: Ring | None = None
         """Keeps what the machine was told last and what it answered, if that is wanted; set before the node runs."""
         self._explain_after_s = explain_after_s
-        self._explained_until = NEVER
+        self._explained_until = fx.NEVER
         self._clock = clock
         self._work_s = 0.0
         """What turns have taken without their waits, since the machine has heard of it."""
@@ -317,7 +287,7 @@ class Node:
 
     # For other threads.
 
-    def submit(self, make: Callable[[int], Request], finish: Finish | None = None) -> Future[Any]:
+    def submit(self, make: Callable[[int], req.Request], finish: Finish | None = None) -> Future[Any]:
         """Hand the machine a request; `make` gets its number. Every error comes through the future."""
         self.check_fork()
         future: Future[Any] = AwaitedFuture()
@@ -329,7 +299,7 @@ class Node:
     def submit_for(
         self,
         answer: Answer | AnswerByKey,
-        make: Callable[[int], Request],
+        make: Callable[[int], req.Request],
         finish: Finish | None = None,
         growing: Growing | None = None,
     ) -> None:
@@ -351,7 +321,7 @@ class Node:
         """What was submitted and may wait a little is wanted now."""
         self._mailbox.hurry()
 
-    def post(self, event: Event) -> None:
+    def post(self, event: fx.Event) -> None:
         """Hand the machine an event."""
         self._mailbox.put(event)
 
@@ -367,7 +337,7 @@ class Node:
     def check_fork(self) -> None:
         """Raise `ForkError` in a forked child: threads and sockets stay with the parent."""
         if self._forked:
-            raise ForkError(
+            raise errors.ForkError(
                 "this process was forked from one with a kvdist store, and a store does not survive a fork;"
                 " use it in the parent only, or create it after the fork"
             )
@@ -413,7 +383,7 @@ class Node:
                     self._went_away(route, reason, after_silence)
                     self._forget_route(route)
                 case DialRefused(_, reason):
-                    self._stop(AuthenticationError(reason))
+                    self._stop(errors.AuthenticationError(reason))
         asked = self._take_mail()
         due = self.reliable.deadline <= heard_at
         if due:
@@ -431,7 +401,7 @@ class Node:
         passed_s = now - self._work_heard_at
         if passed_s >= TURN_S:
             work_s, self._work_s, self._work_heard_at = self._work_s, 0.0, now
-            self._observe(Worked(work_s, max(passed_s - work_s, 0.0)), now)
+            self._observe(fx.Worked(work_s, max(passed_s - work_s, 0.0)), now)
 
     @property
     def deadline(self) -> float:
@@ -458,13 +428,13 @@ class Node:
 
     def _stop(self, failure: Exception | None) -> None:
         if not self.stopped:
-            if isinstance(failure, PeerLostError | FencedError):
+            if isinstance(failure, errors.PeerLostError | errors.FencedError):
                 exit_with_peer_lost()
             self.failure = failure
             self.stopped = True
 
     def _reason(self) -> Exception:
-        return self.failure or StoreClosed("the store is closed: this process has left the cluster")
+        return self.failure or errors.StoreClosed("the store is closed: this process has left the cluster")
 
     def _arrived(self, route: Route, frames: Sequence[memoryview], sender: NodeId | None) -> None:
         if route in self._refused_routes:
@@ -474,7 +444,7 @@ class Node:
         except VersionMismatch as error:
             self._other_version(route, error)
             return
-        except ProtocolError as error:
+        except errors.ProtocolError as error:
             self._garbage(route, error)
             return
         source = packet.stamp.source
@@ -492,7 +462,7 @@ class Node:
         if trace is not None:
             trace.handled(packet, since_ns)
 
-    def _adopt(self, route: Route, packet: Packet) -> bool:
+    def _adopt(self, route: Route, packet: msg.Packet) -> bool:
         """Take a route for that of the sender, if it may speak there; whether the message is to be read."""
         source = packet.stamp.source
         may_speak = self._may_speak(route, packet)
@@ -506,7 +476,7 @@ class Node:
             else:
                 self.transport.hang_up(route)
             return False
-        if isinstance(packet.message, Rejected):
+        if isinstance(packet.message, msg.Rejected):
             return True
         if self._superseded.get(route) == source:
             # Several connections are read in turn: this was said before the peer dialled anew, and is read after.
@@ -529,7 +499,7 @@ class Node:
         self._members.pop(known, None)
         self._superseded[known] = member
 
-    def _may_speak(self, route: Route, packet: Packet) -> bool:
+    def _may_speak(self, route: Route, packet: msg.Packet) -> bool:
         """Whether the sender of a message can be at the other end of its route.
 
         Servers and workers dial the scheduler, workers dial servers and each other, and a server the one that keeps a
@@ -537,11 +507,11 @@ class Node:
         """
         dialled, source = self._dialled.get(route), packet.stamp.source
         if dialled is not None:
-            return source == dialled or isinstance(packet.message, Rejected)
+            return source == dialled or isinstance(packet.message, msg.Rejected)
         is_worker = self.machine.me.node.role is Role.WORKER
         return source.node.role is Role.WORKER or (not is_worker and source.node.role is Role.SERVER)
 
-    def _refuse(self, route: Route, packet: Packet) -> None:
+    def _refuse(self, route: Route, packet: msg.Packet) -> None:
         """Say once why a route is not listened to any more: answers to a peer that does not read stay in memory."""
         if route not in self._refused_routes:
             self._refused_routes.add(route)
@@ -551,17 +521,17 @@ class Node:
     def _other_version(self, route: Route, error: VersionMismatch) -> None:
         """Stop if the scheduler has another version; refuse any other process that has."""
         if self._members.get(route) == SCHEDULER_MEMBER:
-            self._stop(ConfigError(f"{error}: install the same version of kvdist on every machine"))
+            self._stop(errors.ConfigError(f"{error}: install the same version of kvdist on every machine"))
         else:
             self._garbage(route, error)
             self._refuse(route, self.reliable.rejection(str(error)))
 
-    def _forged(self, route: Route, packet: Packet, sender: NodeId) -> None:
+    def _forged(self, route: Route, packet: msg.Packet, sender: NodeId) -> None:
         """Refuse a process with a key of this job that speaks in another's name, and say why: it may be a mistake."""
         self.forgeries += 1
         stamp = packet.stamp
         claimed = stamp.source.node
-        if isinstance(packet.message, Hello):
+        if isinstance(packet.message, msg.Hello):
             claimed = NodeId(claimed.role, max(packet.message.wanted_rank, -1) % (UNRANKED + 1))
         reason = f"the key of this connection is that of {sender}, but what it says is signed {claimed}"
         if self.forgeries <= GARBAGE_REPORTS_MAX:
@@ -569,7 +539,7 @@ class Node:
         advice = "role and KVDIST_RANK must be those for which its key was made"
         self._refuse(route, self.reliable.rejection(f"{reason}; {advice}", stamp))
 
-    def _garbage(self, route: Route, error: ProtocolError) -> None:
+    def _garbage(self, route: Route, error: errors.ProtocolError) -> None:
         self.garbage_dropped += 1
         sender: Member | str = self._members.get(route, "a stranger")
         if sender == "a stranger":
@@ -579,13 +549,13 @@ class Node:
 
     def _came_back(self, member: Member | None) -> None:
         if member is not None:
-            self._observe(PeerConnected(member), self._clock())
+            self._observe(fx.PeerConnected(member), self._clock())
 
     def _went_away(self, route: Route, reason: str, after_silence: bool = False) -> None:
         member = self._members.get(route)
         # A member that is heard under another route by now has come back already.
         if member is not None and self._routes.get(member) == route:
-            self._observe(PeerDisconnected(member, reason, after_silence), self._clock())
+            self._observe(fx.PeerDisconnected(member, reason, after_silence), self._clock())
 
     def _forget_route(self, route: Route) -> None:
         """The connection of a route is over: nothing of a stranger's is kept, and a member may come back anywhere."""
@@ -599,8 +569,8 @@ class Node:
             self._members.pop(route, None)
 
     def _take_mail(self) -> bool:
-        requests: list[Request] = []
-        events: list[Event] = []
+        requests: list[req.Request] = []
+        events: list[fx.Event] = []
         trace = self.trace
         for item in self._mailbox.take(self._clock()):
             if not isinstance(item, Errand):
@@ -617,7 +587,7 @@ class Node:
                     trace.asked(request, item.since_ns)
         now = self._clock()
         for event in events:
-            if isinstance(event, Persisted) and event.failure and event.token is None:  # else the machine says so
+            if isinstance(event, fx.Persisted) and event.failure and event.token is None:  # else the machine says so
                 LOG.error("%s: %s", self.machine.me, event.failure)
             self._observe(event, now)
         machine = self.machine
@@ -627,7 +597,7 @@ class Node:
             self._carry_out(self.reliable.perform(lambda: machine.submit(requests, now), now))
         return bool(requests or events)
 
-    def _observe(self, event: Event, now: float) -> None:
+    def _observe(self, event: fx.Event, now: float) -> None:
         if self.ring is not None:
             self.ring.observed(now, event)
         self._carry_out(self.reliable.observe(event, now))
@@ -658,68 +628,68 @@ class Node:
             return
         self._publish()
 
-    def _carry_out(self, effects: Sequence[Effect]) -> None:
+    def _carry_out(self, effects: Sequence[fx.Effect]) -> None:
         if self.machine.epoch != self.view.epoch or self.machine.me is not self.view.me:
             self._publish()
         ring = self.ring
         for effect in effects:
-            if ring is not None and type(effect) is not Transmit:
+            if ring is not None and type(effect) is not fx.Transmit:
                 ring.did(effect)
             match effect:
-                case Transmit(to, packet):
+                case fx.Transmit(to, packet):
                     self._transmit(to, packet)
-                case CompleteRequest(request, result):
+                case fx.CompleteRequest(request, result):
                     self._complete(request, result)
-                case CompleteKeys(request, keys, refusal):
+                case fx.CompleteKeys(request, keys, refusal):
                     self._keys_answered(request, keys, refusal)
-                case FailRequest(request, error):
+                case fx.FailRequest(request, error):
                     answer, _ = self._answers.pop(request, (None, None))
                     trace = self.trace
                     if trace is not None:
                         trace.answered(request, error)
                     if answer is not None:
                         answer.set_exception(error)
-                case Connect(to, endpoint):
+                case fx.Connect(to, endpoint):
                     route = self.transport.connect(endpoint, to.node)
                     self._routes[to] = route
                     self._members[route] = self._dialled[route] = to
-                case Bind(stranger, member):
+                case fx.Bind(stranger, member):
                     route, known = self._routes.pop(stranger), self._routes.get(member, None)
                     self._introduced.pop(route, None)
                     if known not in (None, route):
                         self._supersede(known, member)
                     self._routes[member] = route
                     self._members[route] = member
-                case Log(text):
+                case fx.Log(text):
                     LOG.warning("%s", text)
-                case TellLauncher(line):
+                case fx.TellLauncher(line):
                     with contextlib.suppress(OSError):  # the launcher has gone, which is noticed elsewhere
                         print(line, flush=True)  # noqa: T201 (that is what it is for)
-                case Persist(token, work):
+                case fx.Persist(token, work):
                     self._disk.begin(work, partial(self._persisted, token))
-                case Halt(failure):
+                case fx.Halt(failure):
                     self._stop(failure)
-                case Send() | Forget():
+                case fx.Send() | fx.Forget():
                     raise AssertionError("Reliable takes these")
 
     def _persisted(self, token: object, product: DiskResult, failure: str) -> None:
-        self.post(Persisted(token, product, failure))
+        self.post(fx.Persisted(token, product, failure))
 
-    def _transmit(self, to: Member, packet: Packet) -> None:
+    def _transmit(self, to: Member, packet: msg.Packet) -> None:
         route, ring = self._routes.get(to), self.ring
         # Without a route the peer is away: what matters is repeated when it is back.
-        if ring is not None and (route is None or isinstance(packet.message, Rejected)):
+        if ring is not None and (route is None or isinstance(packet.message, msg.Rejected)):
             ring.sent(to, ())
         if route is None:
             return
-        if isinstance(packet.message, Rejected):
+        if isinstance(packet.message, msg.Rejected):
             self._refuse(route, packet)
             return
         try:
             frames = encode(packet)
         except ValueError as error:
             # What a user may hand in is checked at the call; what slips through must not leave others waiting.
-            self._stop(KvdistError(f"{self.machine.me} has something to say that no message can carry: {error}"))
+            self._stop(errors.KvdistError(f"{self.machine.me} has something to say that no message can carry: {error}"))
             return
         if ring is not None:
             ring.sent(to, frames)
@@ -759,12 +729,12 @@ class Node:
     def _explain(self, now: float) -> None:
         since = self.machine.waiting_since
         if since is None:
-            self._explained_until = NEVER
+            self._explained_until = fx.NEVER
             return
         waits = int((now - since) / self._explain_after_s)
         if waits < 1:
             self._explained_until = since
-        elif now >= min(self._explained_until, NEVER) + self._explain_after_s or self._explained_until == NEVER:
+        elif now >= min(self._explained_until, fx.NEVER) + self._explain_after_s or self._explained_until == fx.NEVER:
             self._explained_until = since + waits * self._explain_after_s
             text = self.machine.explain(now)
             LOG.warning("%s", text)
@@ -772,12 +742,12 @@ class Node:
                 self.ring.explained(now, text)
 
 
-def _introduces(packet: Packet, sender: NodeId) -> bool:
+def _introduces(packet: msg.Packet, sender: NodeId) -> bool:
     """Whether this is from a process that has no seat yet, of that role, and wants the very rank of its key."""
     source, message = packet.stamp.source.node, packet.message
     if source.rank != UNRANKED or source.role is not sender.role:
         return False
-    return not isinstance(message, Hello) or message.wanted_rank == sender.rank
+    return not isinstance(message, msg.Hello) or message.wanted_rank == sender.rank
 
 
 def run_together(nodes: Sequence[Node], wait: Callable[[float], object]) -> None:

@@ -26,49 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvdist import errors
 from kvdist.config.environment import profile_dir_from_env, read_setting
 from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import ApplyRound
-from kvdist.core.worker.requests import (
-    AcceptRollback,
-    ClaimFolder,
-    DeclareKeys,
-    EnterBarrier,
-    Leave,
-    LoadStore,
-    Register,
-    ReportProgress,
-    ReportTimes,
-    Request,
-    SaveStore,
-    TakePart,
-    Transfer,
-    UseKernels,
-    label_of,
-)
-from kvdist.errors import KvdistError
+from kvdist.core.worker import requests as req
 from kvdist.nodes import UNRANKED
 from kvdist.optimizer.updater import SliceUpdater
-from kvdist.protocol.messages import (
-    HEAD_OF_USERS_MAX,
-    Ack,
-    Command,
-    CompressedPush,
-    Configure,
-    InitValues,
-    JoinedPush,
-    Lease,
-    Packet,
-    Perform,
-    Pull,
-    Push,
-    ReplaceValues,
-    Roster,
-    Stop,
-    Used,
-    Values,
-)
+from kvdist.protocol import messages as msg
 from kvdist.runtime.cluster import HANDLERS, PREPARATIONS
 from kvdist.runtime.node import Node, Tracer
 from kvdist.runtime.trace import EVENTS_MAX, Trace, TraceCopy, TraceFiles, now_ns, require_writable
@@ -76,7 +42,7 @@ from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")
 
-PROFILER_HEAD = HEAD_OF_USERS_MAX + 1
+PROFILER_HEAD = msg.HEAD_OF_USERS_MAX + 1
 """The number of the command that controls the profiler of a server."""
 REST = 20
 """How many times as long as it took to renew the file it is then left alone."""
@@ -190,7 +156,7 @@ class NodeTrace(Tracer):
 
     # On the node's thread.
 
-    def asked(self, request: Request, since_ns: int) -> None:
+    def asked(self, request: req.Request, since_ns: int) -> None:
         """The machine gets a request; `since_ns` is 0 if tracing began after it was submitted."""
         if since_ns and len(self._calls) < CALLS_OPEN_MAX:
             label, arguments = _told(request)
@@ -204,27 +170,27 @@ class NodeTrace(Tracer):
                 arguments["error"] = f"{type(error).__name__}: {error}"
             self.trace.add(label, "call", since, arguments, overlaps=True)
 
-    def handled(self, packet: Packet, since_ns: int) -> None:
+    def handled(self, packet: msg.Packet, since_ns: int) -> None:
         """A message has been dealt with, and what follows from it has been done."""
         tells = True
         arguments: dict[str, Any] = {"from": str(packet.stamp.source), "step": packet.stamp.step}
         match packet.message:
             case (
-                Push(ids=ids, arrays=arrays)
-                | CompressedPush(ids=ids, arrays=arrays)
-                | JoinedPush(ids=ids, arrays=arrays)
-                | Values(ids=ids, arrays=arrays)
-                | InitValues(ids=ids, arrays=arrays)
-                | ReplaceValues(ids=ids, arrays=arrays)
+                msg.Push(ids=ids, arrays=arrays)
+                | msg.CompressedPush(ids=ids, arrays=arrays)
+                | msg.JoinedPush(ids=ids, arrays=arrays)
+                | msg.Values(ids=ids, arrays=arrays)
+                | msg.InitValues(ids=ids, arrays=arrays)
+                | msg.ReplaceValues(ids=ids, arrays=arrays)
             ):
                 arguments |= {"slices": len(ids), "bytes": arrays.nbytes}
-            case Pull(ids=ids):
+            case msg.Pull(ids=ids):
                 arguments |= {"slices": len(ids)}
-            case Perform(head=head):
+            case msg.Perform(head=head):
                 # Commands of kvdist itself are those of the profiler.
                 arguments |= {"command": head}
-                tells = head <= HEAD_OF_USERS_MAX
-            case Ack() | Roster() | Stop():
+                tells = head <= msg.HEAD_OF_USERS_MAX
+            case msg.Ack() | msg.Roster() | msg.Stop():
                 tells = False
         self.trace.add(type(packet.message).__name__, "message", since_ns, arguments, tells=tells)
 
@@ -247,37 +213,37 @@ def traced_rounds(trace: Trace) -> ApplyRound:
     return apply
 
 
-def _told(request: Request) -> tuple[str, dict[str, Any]]:
+def _told(request: req.Request) -> tuple[str, dict[str, Any]]:
     """What a request is, for people, and what else there is to say of it."""
     match request:
-        case Transfer(label=label, runs=runs, priority=priority):
+        case req.Transfer(label=label, runs=runs, priority=priority):
             nbytes = sum(run.plan.nbytes for run in runs)
             return label, {"bytes": nbytes, "slices": sum(len(run.plan.ids) for run in runs), "priority": priority}
-        case DeclareKeys(keys=keys):
+        case req.DeclareKeys(keys=keys):
             return f"declaration of {len(keys)} key(s)", {"keys": len(keys)}
-        case Configure() | Command() | Lease() | Used():
-            return label_of(request), {}
-        case EnterBarrier():
+        case msg.Configure() | msg.Command() | msg.Lease() | msg.Used():
+            return req.label_of(request), {}
+        case req.EnterBarrier():
             return "barrier", {}
-        case ClaimFolder():
+        case req.ClaimFolder():
             return "lock of a folder of checkpoints", {}
-        case SaveStore(step=step, keys=keys):
+        case req.SaveStore(step=step, keys=keys):
             return f"checkpoint of step {step}", {"keys": len(keys)}
-        case LoadStore():
+        case req.LoadStore():
             return "loading of a checkpoint", {}
-        case UseKernels():
+        case req.UseKernels():
             return "choice of kernels", {}
-        case Register():
+        case req.Register():
             return "joining the cluster", {}
-        case TakePart():
+        case req.TakePart():
             return "taking part in a running job", {}
-        case ReportTimes(times=times):
-            return label_of(request), {"steps": times.steps}
-        case ReportProgress(progress=progress):
+        case req.ReportTimes(times=times):
+            return req.label_of(request), {"steps": times.steps}
+        case req.ReportProgress(progress=progress):
             return "report of progress", {"samples": progress.samples}
-        case Leave():
+        case req.Leave():
             return "leaving the cluster", {}
-        case AcceptRollback():
+        case req.AcceptRollback():
             return "going back to a snapshot", {}
 
 
@@ -327,13 +293,13 @@ class Profiler:
             if settings == self._settings:
                 return
             if self._trace is not None and self._claimed:
-                raise KvdistError("a trace is in progress: finish it with profiler.dump() before set_config()")
+                raise errors.KvdistError("a trace is in progress: finish it with profiler.dump() before set_config()")
             before, self._settings = self._settings, settings
             if self._trace is None:
                 return
             try:
                 self._require_place()
-            except KvdistError:
+            except errors.KvdistError:
                 self._settings = before
                 raise
             self._trace.keep(settings.events_max)
@@ -442,7 +408,7 @@ class Profiler:
         self._trace_number += 1
         try:
             self._require_place()
-        except KvdistError:
+        except errors.KvdistError:
             self._trace = None
             raise
 
@@ -557,12 +523,12 @@ class Profiler:
         try:
             if copy is not None:
                 self._write(copy)
-        except KvdistError as error:
+        except errors.KvdistError as error:
             LOG.warning("%s", error)
 
 
-def _unwritable(path: Path, process: str, error: OSError) -> KvdistError:
-    return KvdistError(
+def _unwritable(path: Path, process: str, error: OSError) -> errors.KvdistError:
+    return errors.KvdistError(
         f"the trace of {process} cannot be written to {path} ({error}); KVDIST_PROFILE_DIR and"
         " profiler.set_config(filename=...) choose where it goes"
     )

@@ -24,8 +24,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from kvdist import errors
 from kvdist.config.addresses import host_name
-from kvdist.core.machine import Effect, Event, Machine, Persist, Persisted
+from kvdist.core import machine as fx
 from kvdist.core.record import (
     Asked,
     Beginning,
@@ -45,12 +46,11 @@ from kvdist.core.record import (
 )
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.server import Server
+from kvdist.core.worker import requests as req
 from kvdist.core.worker.pending import Threads
-from kvdist.core.worker.requests import Leave, Request
 from kvdist.core.worker.worker import Worker
-from kvdist.errors import PeerLostError
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Abort, Message
+from kvdist.protocol import messages as msg
 from kvdist.runtime.trace import write
 from kvdist.runtime.waits import OWN_THREADS
 from kvdist.transport.base import Buffer
@@ -77,7 +77,7 @@ class Ring:
 
     def __init__(
         self,
-        machine: Machine,
+        machine: fx.Machine,
         job: int,
         events_max: int,
         folder: Path | None = None,
@@ -108,19 +108,19 @@ class Ring:
 
     # What the node does.
 
-    def received(self, now: float, frames: Sequence[Buffer], message: Message) -> None:
+    def received(self, now: float, frames: Sequence[Buffer], message: msg.Message) -> None:
         """A message came."""
-        if type(message) is Abort:
+        if type(message) is msg.Abort:
             self._note_wait()
         envelope, header, *payload = frames
         nbytes = sum([memoryview(frame).nbytes for frame in payload]) if payload else -1
         entry = Received(now, bytes(envelope), bytes(header), nbytes, ids_of(message) if payload else ())
         self._keep(entry, len(entry.header))
 
-    def observed(self, now: float, event: Event) -> None:
+    def observed(self, now: float, event: fx.Event) -> None:
         """An event that is no message."""
         work = -1
-        if isinstance(event, Persisted):
+        if isinstance(event, fx.Persisted):
             work = next(number for number, token in self._works.items() if token is event.token)
             del self._works[work]
             event = without_values(event)
@@ -130,10 +130,10 @@ class Ring:
         """Something fell due."""
         self._keep(Ticked(now))
 
-    def asked(self, now: float, requests: Sequence[Request]) -> None:
+    def asked(self, now: float, requests: Sequence[req.Request]) -> None:
         """The user has called."""
         for request in requests:
-            if isinstance(request, Leave):
+            if isinstance(request, req.Leave):
                 self._failure_said = request.failure
                 self._note_wait()
         self._keep(Asked(now, tuple(map(recorded, requests))))
@@ -148,10 +148,10 @@ class Ring:
         entry = Sent(to, bytes(frames[0]), bytes(frames[1])) if frames else Sent(to)
         self._keep(entry, len(entry.header))
 
-    def did(self, effect: Effect) -> None:
+    def did(self, effect: fx.Effect) -> None:
         """Any other effect."""
         work = self._next_work
-        if isinstance(effect, Persist):
+        if isinstance(effect, fx.Persist):
             self._works[work] = effect.token
             self._next_work += 1
         self._keep(Did(words_of(effect, work)))
@@ -263,7 +263,7 @@ class _HeardThreads:
         return self._ring.threads_said("room_wait", self._threads.room_wait())  # type: ignore[no-any-return]
 
 
-def beginning_of(machine: Machine, job: int) -> Beginning:
+def beginning_of(machine: fx.Machine, job: int) -> Beginning:
     """How a machine was made that has not been told anything yet."""
     if isinstance(machine, Scheduler):
         first = machine.membership._next_incarnation
@@ -280,7 +280,7 @@ def beginning_of(machine: Machine, job: int) -> Beginning:
 
 def _told(failure: Exception) -> dict[str, Any]:
     about: dict[str, Any] = {"type": type(failure).__name__, "text": str(failure)}
-    if isinstance(failure, PeerLostError):
+    if isinstance(failure, errors.PeerLostError):
         about |= {"node": failure.node, "host": failure.host, "cause": failure.cause, "step": failure.step}
     return about
 

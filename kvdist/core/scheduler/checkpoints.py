@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from kvdist import errors
 from kvdist.checkpoint.snapshot import (
     FileRecord,
     LockFolder,
@@ -23,31 +24,14 @@ from kvdist.checkpoint.snapshot import (
     WriteManifest,
     directory_of,
 )
+from kvdist.core import machine as fx
 from kvdist.core.agreement import Agreement, MemberWait, Questions
-from kvdist.core.machine import NEVER, Effect, Log, Persist, Persisted
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
-from kvdist.errors import CheckpointError
 from kvdist.naming import minority_first
 from kvdist.nodes import Member, NodeId, Role
-from kvdist.protocol.messages import (
-    SAVING,
-    Claim,
-    Claimed,
-    Done,
-    DropRestored,
-    ErrorCode,
-    Failed,
-    Load,
-    Message,
-    Prepare,
-    Restore,
-    Save,
-    Saved,
-    SavedFile,
-    TakeRestored,
-)
+from kvdist.protocol import messages as msg
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +44,7 @@ class SaveUnderWay:
     """The ranks of the workers that were there when it began."""
     servers: dict[NodeId, Member]
     """The servers that were there when it began: it lacks slices without the file of one that has ended since."""
-    agreement: Agreement[Save | SavedFile]
+    agreement: Agreement[msg.Save | msg.SavedFile]
     """The workers' messages and the servers' files."""
     keys: tuple[SavedKey, ...] = ()
     """Of the store when the first worker called: what is initialised later is in the next checkpoint."""
@@ -73,16 +57,16 @@ class SaveUnderWay:
         self.failure = self.failure or reason
 
     @property
-    def saves(self) -> list[tuple[Member, Save]]:
+    def saves(self) -> list[tuple[Member, msg.Save]]:
         """The workers that have called, in that order, and what they said."""
         said = self.agreement.said.values()
-        return [(member, statement) for member, statement in said if isinstance(statement, Save)]
+        return [(member, statement) for member, statement in said if isinstance(statement, msg.Save)]
 
     @property
-    def files(self) -> list[SavedFile]:
+    def files(self) -> list[msg.SavedFile]:
         """The files of the servers, then those of the workers, by rank."""
         said = sorted(self.agreement.said.values(), key=lambda one: (one[0].node.role is Role.WORKER, one[0].node.rank))
-        files = [statement.file if isinstance(statement, Save) else statement for _, statement in said]
+        files = [statement.file if isinstance(statement, msg.Save) else statement for _, statement in said]
         return [file for file in files if file.name]
 
     @property
@@ -99,7 +83,7 @@ class SaveUnderWay:
     def waits(self) -> Iterator[MemberWait]:
         """The workers that wait for it, and for whom."""
         for wait in self.agreement.waits():
-            subject = f"{SAVING}{self.name})"
+            subject = f"{msg.SAVING}{self.name})"
             yield replace(wait, subject=subject, deed=f"call {subject}")
 
 
@@ -107,14 +91,14 @@ class SaveUnderWay:
 class FolderClaim:
     """A directory into which this job saves, or was asked to."""
 
-    first: Claim
+    first: msg.Claim
     agreement: Agreement[str]
     """What the first worker claims is claimed for all."""
     run: str = ""
     failure: str = ""
     """Why it cannot be: the answer to every claim of this checkpoint."""
 
-    def is_answer_to(self, claim: Claim) -> bool:
+    def is_answer_to(self, claim: msg.Claim) -> bool:
         """Whether the claim need not be looked into: what was refused is, for every further checkpoint. A worker whose
         claim was refused takes part in that checkpoint all the same, so its next claim is of a further one."""
         return not self.failure or (self.first.store, self.first.counter) == (claim.store, claim.counter)
@@ -124,9 +108,9 @@ class FolderClaim:
 class LoadUnderWay:
     """A store that is to be restored."""
 
-    asked: Load
+    asked: msg.Load
     """What the first worker said."""
-    agreement: Agreement[Load]
+    agreement: Agreement[msg.Load]
     is_reading: bool = False
     take_data: Callable[[], None] = lambda: None
     """Lets the workers go on where they were in their data."""
@@ -138,10 +122,10 @@ class DataPositions(Protocol):
     def position(self, place: tuple[int, int]) -> dict[str, Any] | None:
         """Where they were when they called for the checkpoint of this store and counter."""
 
-    def saved(self, place: tuple[int, int]) -> list[Effect]:
+    def saved(self, place: tuple[int, int]) -> list[fx.Effect]:
         """The checkpoint has come to its end, good or bad."""
 
-    def restored(self, then: Callable[[], list[Effect]]) -> list[Effect]:
+    def restored(self, then: Callable[[], list[fx.Effect]]) -> list[fx.Effect]:
         """Workers may go on where they were, once that is known to all who have to know it."""
 
 
@@ -195,7 +179,7 @@ class Checkpoints:
         for loading in self._loading.values():
             loading.agreement.spared.update(members)
 
-    def drop_all(self) -> list[Effect]:
+    def drop_all(self) -> list[fx.Effect]:
         """Forget all that are under way; their callers know, and will give their next ones the same numbers."""
         folders = sorted({save.folder for saving in self._saving.values() for _, save in saving.saves if save.run})
         for counts, dropped in ((self.saves, self._saving), (self.loads, self._loading)):
@@ -205,7 +189,7 @@ class Checkpoints:
             self._questions.drop(loading.agreement.waits_for)
         self._saving.clear()
         self._loading.clear()
-        return [Persist(None, Sweep(folder)) for folder in folders]
+        return [fx.Persist(None, Sweep(folder)) for folder in folders]
 
     @property
     def is_saving(self) -> bool:
@@ -214,47 +198,49 @@ class Checkpoints:
 
     # Saving.
 
-    def claim(self, sender: Member, message: Claim, now: float) -> list[Effect]:
+    def claim(self, sender: Member, message: msg.Claim, now: float) -> list[fx.Effect]:
         """A worker is about to save into a directory for the first time."""
         directory = directory_of(message.folder)
         claim, effects = self._claims.get(directory), []
         if claim is None or not claim.is_answer_to(message):
             agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.workers)
             claim = self._claims[directory] = FolderClaim(message, agreement)
-            effects = [Persist(claim, LockFolder(message.folder))]
+            effects = [fx.Persist(claim, LockFolder(message.folder))]
         return [*effects, *claim.agreement.ask(sender, message.request)]
 
-    def recall(self, folder: str, run: str, now: float) -> list[Effect]:
+    def recall(self, folder: str, run: str, now: float) -> list[fx.Effect]:
         """A worker knows that this folder is this job's: take its lock, which an earlier scheduler had."""
         directory = directory_of(folder)
         if directory in self._claims:
             return []
         agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.workers)
-        claim = self._claims[directory] = FolderClaim(Claim(0, 0, 0, folder, ()), agreement)
-        return [Persist(claim, LockFolder(folder, run))]
+        claim = self._claims[directory] = FolderClaim(msg.Claim(0, 0, 0, folder, ()), agreement)
+        return [fx.Persist(claim, LockFolder(folder, run))]
 
-    def _locked(self, claim: FolderClaim, run: str) -> list[Effect]:
+    def _locked(self, claim: FolderClaim, run: str) -> list[fx.Effect]:
         """The directory is this job's: see whether the servers can write there."""
         claim.run = run
         first = claim.first
 
-        def make(request: int) -> Message:
-            return Prepare(request, first.store, first.folder, first.contents, run)
+        def make(request: int) -> msg.Message:
+            return msg.Prepare(request, first.store, first.folder, first.contents, run)
 
-        def prepared(failure: str) -> list[Effect]:
-            unlock = [Persist(None, UnlockFolder(first.folder))] if failure else []
+        def prepared(failure: str) -> list[fx.Effect]:
+            unlock = [fx.Persist(None, UnlockFolder(first.folder))] if failure else []
             return [*unlock, *self._settle(claim, failure)]
 
         return self._questions.ask(make, prepared, claim.agreement)
 
     @staticmethod
-    def _settle(claim: FolderClaim, failure: str) -> list[Effect]:
+    def _settle(claim: FolderClaim, failure: str) -> list[fx.Effect]:
         claim.failure = failure
         return claim.agreement.settle(
-            lambda request: Failed(request, ErrorCode.CHECKPOINT, failure) if failure else Claimed(request, claim.run)
+            lambda request: (
+                msg.Failed(request, msg.ErrorCode.CHECKPOINT, failure) if failure else msg.Claimed(request, claim.run)
+            )
         )
 
-    def save(self, sender: Member, message: Save, now: float) -> list[Effect]:
+    def save(self, sender: Member, message: msg.Save, now: float) -> list[fx.Effect]:
         """A worker has marked its pushes."""
         saving = self._open(message, now)
         earlier = saving.saves
@@ -281,7 +267,7 @@ class Checkpoints:
             )
         return effects + self._advance(saving)
 
-    def saved(self, sender: Member, message: Saved, now: float) -> list[Effect]:
+    def saved(self, sender: Member, message: msg.Saved, now: float) -> list[fx.Effect]:
         """A server has written its slices, or could not."""
         place = (message.store, message.counter)
         if place not in self._saving and message.counter < self.saves.get(message.store, 0):
@@ -294,7 +280,7 @@ class Checkpoints:
             saving.fail(f"{sender}: {message.failure}")
         return self._advance(saving)
 
-    def advance_all(self) -> list[Effect]:
+    def advance_all(self) -> list[fx.Effect]:
         """A worker has left, and is not awaited any more."""
         effects = [effect for saving in list(self._saving.values()) for effect in self._advance(saving)]
         for loading in list(self._loading.values()):
@@ -321,7 +307,7 @@ class Checkpoints:
 
     def heard(self, member: Member, epoch: int) -> None:
         """A worker knows which servers there were in this roster."""
-        if self._unaware.get(member, (NEVER, ""))[0] <= epoch:
+        if self._unaware.get(member, (fx.NEVER, ""))[0] <= epoch:
             del self._unaware[member]
 
     @property
@@ -329,7 +315,7 @@ class Checkpoints:
         """Whether servers restore something: all workers have called for it, and copies are whole."""
         return any(loading.is_reading for loading in self._loading.values())
 
-    def _open(self, message: Save | Saved, now: float) -> SaveUnderWay:
+    def _open(self, message: msg.Save | msg.Saved, now: float) -> SaveUnderWay:
         place = (message.store, message.counter)
         saving = self._saving.get(place)
         if saving is None:
@@ -337,13 +323,13 @@ class Checkpoints:
             servers = {node: one for node, one in there_now.items() if self._membership.numbers_of(node)}
             there = self._membership.there
             quorum = (*self._membership.quorum, servers)
-            agreement: Agreement[Save | SavedFile] = Agreement("checkpoint", "", now, there, quorum)
+            agreement: Agreement[msg.Save | msg.SavedFile] = Agreement("checkpoint", "", now, there, quorum)
             live = frozenset(node.rank for node in workers)
             saving = self._saving[place] = SaveUnderWay(*place, live, servers, agreement)
             self.saves[message.store] = message.counter + 1
         return saving
 
-    def _advance(self, saving: SaveUnderWay) -> list[Effect]:
+    def _advance(self, saving: SaveUnderWay) -> list[fx.Effect]:
         if saving.is_ending or not saving.is_complete:
             return []
         saving.is_ending = True
@@ -357,18 +343,18 @@ class Checkpoints:
         lost = gone & {member.node.rank for member in self._membership.lost}
         ways = ((lost, "lost before"), (gone - lost, "left instead of"))
         lacks = " and ".join(f"{_names(ranks)} ({how} calling save_checkpoint)" for ranks, how in ways if ranks)
-        written = Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))
-        return [*([Log(f"{saving.name} has no state of {lacks}")] if lacks else []), written]
+        written = fx.Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))
+        return [*([fx.Log(f"{saving.name} has no state of {lacks}")] if lacks else []), written]
 
-    def _sweep(self, saving: SaveUnderWay) -> list[Effect]:
+    def _sweep(self, saving: SaveUnderWay) -> list[fx.Effect]:
         """Remove what was written; only then may any worker try again, perhaps in the same folder."""
         folders = sorted({message.folder for _, message in saving.saves if message.run})
         if not folders:
             return self._end_saving(saving, "")  # nothing was to be written
         *others, last = folders
-        return [*(Persist(None, Sweep(folder)) for folder in others), Persist(saving, Sweep(last))]
+        return [*(fx.Persist(None, Sweep(folder)) for folder in others), fx.Persist(saving, Sweep(last))]
 
-    def _end_saving(self, saving: SaveUnderWay, failure: str, present: Manifest | None = None) -> list[Effect]:
+    def _end_saving(self, saving: SaveUnderWay, failure: str, present: Manifest | None = None) -> list[fx.Effect]:
         if failure and not saving.failure:
             saving.failure = failure
             return self._sweep(saving)
@@ -380,7 +366,7 @@ class Checkpoints:
         effects = saving.agreement.settle(lambda request: _answer(request, saving.failure))
         return effects if self.data is None else effects + self.data.saved((saving.store, saving.counter))
 
-    def _manifest(self, saving: SaveUnderWay, first: Save) -> Manifest:
+    def _manifest(self, saving: SaveUnderWay, first: msg.Save) -> Manifest:
         mode, optimizer = self._keys.stores[saving.store].mode, self._keys.optimizers.get(saving.store)
         return Manifest(
             first.step,
@@ -398,7 +384,7 @@ class Checkpoints:
 
     # Loading.
 
-    def load(self, sender: Member, message: Load, now: float) -> list[Effect]:
+    def load(self, sender: Member, message: msg.Load, now: float) -> list[fx.Effect]:
         """A worker has no push under way, and waits for the store to be restored."""
         place, workers = (message.store, message.counter), self._membership.workers
         loading = self._loading.get(place)
@@ -412,7 +398,7 @@ class Checkpoints:
         loading.agreement.say(sender, message)
         return [*loading.agreement.ask(sender, message.request), *self._begin_loading(loading)]
 
-    def _begin_loading(self, loading: LoadUnderWay) -> list[Effect]:
+    def _begin_loading(self, loading: LoadUnderWay) -> list[fx.Effect]:
         if loading.is_reading or not loading.agreement.is_complete or self._membership.is_filling:
             return []
         loading.is_reading = True
@@ -425,9 +411,9 @@ class Checkpoints:
             return self._end_loading(asked, _differ(differing))
         if not self._keys.saved(asked.store):
             return self._end_loading(asked, "the store has no keys: init them before")
-        return [Persist(asked, ReadManifest(asked.folder))]
+        return [fx.Persist(asked, ReadManifest(asked.folder))]
 
-    def _check(self, asked: Load, manifest: Manifest) -> list[Effect]:
+    def _check(self, asked: msg.Load, manifest: Manifest) -> list[fx.Effect]:
         """The manifest has been read: if it fits, let the servers read."""
         optimizer = self._keys.optimizers.get(asked.store)
         try:
@@ -435,28 +421,28 @@ class Checkpoints:
             manifest.require(self._keys.saved(asked.store), description, asked.contents)
             if manifest.data is not None and self.restoring_data is not None:
                 self._loading[asked.store, asked.counter].take_data = self.restoring_data(manifest.data)
-        except (CheckpointError, ValueError) as error:
+        except (errors.CheckpointError, ValueError) as error:
             return self._end_loading(asked, str(error))
 
-        def make(request: int) -> Message:
-            return Restore(request, asked.store, asked.folder, asked.contents)
+        def make(request: int) -> msg.Message:
+            return msg.Restore(request, asked.store, asked.folder, asked.contents)
 
         return self._questions.ask(make, lambda failure: self._read(asked, failure), self._agreement_of(asked))
 
-    def _read(self, asked: Load, failure: str) -> list[Effect]:
+    def _read(self, asked: msg.Load, failure: str) -> list[fx.Effect]:
         """Every server has read, or one could not."""
-        kind = DropRestored if failure else TakeRestored
+        kind = msg.DropRestored if failure else msg.TakeRestored
         return self._questions.ask(
             lambda request: kind(request, asked.store),
             lambda _: self._end_loading(asked, failure),
             self._agreement_of(asked),
         )
 
-    def _agreement_of(self, asked: Load) -> Agreement[Load] | None:
+    def _agreement_of(self, asked: msg.Load) -> Agreement[msg.Load] | None:
         loading = self._loading.get((asked.store, asked.counter))
         return None if loading is None or loading.asked is not asked else loading.agreement
 
-    def _end_loading(self, asked: Load, failure: str) -> list[Effect]:
+    def _end_loading(self, asked: msg.Load, failure: str) -> list[fx.Effect]:
         if self._agreement_of(asked) is None:
             return []  # it was dropped meanwhile
         loading = self._loading.pop((asked.store, asked.counter))
@@ -464,14 +450,14 @@ class Checkpoints:
             loading.take_data()
             self.after_load()
 
-        def settle() -> list[Effect]:
+        def settle() -> list[fx.Effect]:
             return loading.agreement.settle(lambda request: _answer(request, failure))
 
         return settle() if failure or self.data is None else self.data.restored(settle)
 
     # Both.
 
-    def persisted(self, event: Persisted) -> list[Effect]:
+    def persisted(self, event: fx.Persisted) -> list[fx.Effect]:
         """A manifest is written or read, or could not be; or what was written is removed."""
         match event.token:
             case FolderClaim() as claim if event.failure:
@@ -482,9 +468,9 @@ class Checkpoints:
             case SaveUnderWay() as saving:
                 assert event.product is None or isinstance(event.product, Manifest)
                 return self._end_saving(saving, event.failure, event.product)
-            case Load() as asked if event.failure:
+            case msg.Load() as asked if event.failure:
                 return self._end_loading(asked, event.failure)
-            case Load() as asked if self._agreement_of(asked) is not None:
+            case msg.Load() as asked if self._agreement_of(asked) is not None:
                 assert isinstance(event.product, Manifest)
                 return self._check(asked, event.product)
             case _:
@@ -512,8 +498,8 @@ class Checkpoints:
             assert loading.is_reading or may_wait, "a complete agreement is carried out"
 
 
-def _answer(request: int, failure: str) -> Done | Failed:
-    return Failed(request, ErrorCode.CHECKPOINT, failure) if failure else Done(request)
+def _answer(request: int, failure: str) -> msg.Done | msg.Failed:
+    return msg.Failed(request, msg.ErrorCode.CHECKPOINT, failure) if failure else msg.Done(request)
 
 
 def _with_loss(failure: str, loss: str) -> str:
@@ -524,9 +510,9 @@ def _with_loss(failure: str, loss: str) -> str:
     return f"{failure}; {loss}" if failure else loss
 
 
-def _place(message: Save | Load) -> tuple[Hashable, ...]:
+def _place(message: msg.Save | msg.Load) -> tuple[Hashable, ...]:
     """What all workers must say alike."""
-    more = (message.step, message.keep) if isinstance(message, Save) else ()
+    more = (message.step, message.keep) if isinstance(message, msg.Save) else ()
     return (message.folder, message.contents, *more)
 
 

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvdist.core.machine import NEVER, Effect, Send
+from kvdist.core import machine as fx
 from kvdist.naming import name_of
 from kvdist.nodes import Member
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U32
-from kvdist.protocol.messages import Blocked, CheckBlocked
 
 LOOK_AFTER_S = 0.5
 """Reports that come within this time are looked at together."""
@@ -41,14 +41,14 @@ class _Blocked:
     """A report, and who sent it."""
 
     member: Member
-    said: Blocked
+    said: msg.Blocked
 
 
 class Deadlocks:
     """What workers have reported, and the set of them that is being checked."""
 
     def __init__(self) -> None:
-        self.due = NEVER
+        self.due = fx.NEVER
         """When `look` should run."""
         self._blocked: dict[int, _Blocked] = {}
         self._found: dict[int, int] = {}
@@ -56,7 +56,7 @@ class Deadlocks:
         self._unconfirmed: set[int] | None = None
         """Of those, who has been asked and not answered yet; None before they are asked."""
 
-    def report(self, sender: Member, message: Blocked, now: float) -> None:
+    def report(self, sender: Member, message: msg.Blocked, now: float) -> None:
         """A worker waits, goes on, or confirms."""
         rank = sender.node.rank
         if message.place:
@@ -74,7 +74,7 @@ class Deadlocks:
         if self._blocked:
             self.due = min(self.due, now + LOOK_AFTER_S)
 
-    def look(self, live: Set[int], waits: Waits, key_of: KeyOf, now: float) -> tuple[list[Effect], str]:
+    def look(self, live: Set[int], waits: Waits, key_of: KeyOf, now: float) -> tuple[list[fx.Effect], str]:
         """Search again.
 
         Args:
@@ -90,7 +90,7 @@ class Deadlocks:
         members = self._stuck(live, waits)
         found = {rank: one.said.number for rank, one in members.items()}
         if not found:
-            self._found, self._unconfirmed, self.due = {}, None, NEVER
+            self._found, self._unconfirmed, self.due = {}, None, fx.NEVER
             return [], ""
         if found != self._found:
             self._found, self._unconfirmed = found, None
@@ -98,10 +98,10 @@ class Deadlocks:
             return [], ""
         if self._unconfirmed is None:
             self._unconfirmed = set(found)
-            self.due = NEVER  # until they answer
-            return [Send(one.member, CheckBlocked()) for one in members.values()], ""
+            self.due = fx.NEVER  # until they answer
+            return [fx.Send(one.member, msg.CheckBlocked()) for one in members.values()], ""
         if self._unconfirmed:
-            self.due = NEVER
+            self.due = fx.NEVER
             return [], ""
         return [], _sentence(members, waits, key_of)
 
@@ -129,7 +129,7 @@ def _at(firsts: U32, column: U32, bounds: U32) -> U32:
 
 
 def _waits_for(
-    rank: int, said: Blocked, members: Set[int], live: Set[int], waits: Waits, bounds: U32, fewest: U32
+    rank: int, said: msg.Blocked, members: Set[int], live: Set[int], waits: Waits, bounds: U32, fewest: U32
 ) -> bool:
     """Whether everything that a worker waits for needs one of these to act first."""
     reports_to = live & set(said.awaits)
@@ -185,7 +185,7 @@ def _awaited(rank: int, members: Mapping[int, _Blocked], waits: Waits) -> list[i
     return [other for other, one in sorted(members.items()) if _pushes(one.said.pushed, one.said, number) < awaited]
 
 
-def _slice(said: Blocked) -> tuple[int, int]:
+def _slice(said: msg.Blocked) -> tuple[int, int]:
     """The slice whose round a worker waits for, and how often all must have pushed it; -1 if it waits for no round."""
     if said.slice >= 0 and (awaited := _pushes(said.awaited, said, said.slice)):
         return said.slice, awaited
@@ -195,7 +195,7 @@ def _slice(said: Blocked) -> tuple[int, int]:
     return int(said.firsts[place]), int(said.awaited[place])
 
 
-def _pushes(column: U32, said: Blocked, number: int) -> int:
+def _pushes(column: U32, said: msg.Blocked, number: int) -> int:
     return int(_at(said.firsts, column, np.array([number], np.uint32))[0])
 
 

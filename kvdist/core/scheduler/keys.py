@@ -18,30 +18,18 @@ from itertools import groupby
 from operator import attrgetter, or_
 
 from kvdist.checkpoint.snapshot import SavedKey
+from kvdist.core import machine as fx
 from kvdist.core.agreement import Agreement, MemberWait, Questions
-from kvdist.core.machine import NEVER, Effect, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.server.table_rows import obstacle
 from kvdist.core.sharding import Keep, Placer, cut, keep_for, row_length
-from kvdist.core.worker.requests import KEYS_PER_MESSAGE
+from kvdist.core.worker import requests as req
 from kvdist.dtypes import DType
 from kvdist.naming import minority_first, name_of
 from kvdist.nodes import Member, NodeId, worker
 from kvdist.optimizer.registry import from_description
-from kvdist.protocol.messages import (
-    LATER,
-    ROWS,
-    Assign,
-    Configure,
-    Declare,
-    Done,
-    ErrorCode,
-    Failed,
-    Placed,
-    Placement,
-    SetOptimizer,
-)
+from kvdist.protocol import messages as msg
 
 DISPUTE_S = 1.0
 """How long a key that workers declare differently waits for the others, so that the error names the odd one out."""
@@ -153,7 +141,7 @@ class StoreKeys:
     entries: dict[int | str, DeclaredKey] = field(default_factory=dict)
     requests: dict[KeyRequest, None] = field(default_factory=dict)
     """Those without an answer, in their order."""
-    due: float = NEVER
+    due: float = fx.NEVER
     """When `settle_disputes` waits for no further worker."""
     _disputed: dict[int | str, dict[int, Declared]] = field(default_factory=dict)
     """Key → what was declared otherwise than by the first worker, by rank."""
@@ -164,7 +152,7 @@ class StoreKeys:
     _ready: list[KeyRequest] = field(default_factory=list)
     """The requests all of whose keys are placed."""
 
-    def declare(self, sender: Member, message: Declare, now: float, spared: Collection[Member] = ()) -> str:
+    def declare(self, sender: Member, message: msg.Declare, now: float, spared: Collection[Member] = ()) -> str:
         """Note that a worker is about to initialise keys.
 
         Args:
@@ -201,7 +189,7 @@ class StoreKeys:
             self._enter(KeyRequest(sender, message.request, message.keys, 0, now), entries)
         return conflict
 
-    def misfit(self, sender: Member, message: Declare) -> str:
+    def misfit(self, sender: Member, message: msg.Declare) -> str:
         """Why a worker cannot take part that declares keys which have their places; '' if it can."""
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
@@ -214,7 +202,7 @@ class StoreKeys:
                 return _another_model(entry, (shape, dtype, pulled_as, form))
         return ""
 
-    def _other_type(self, sender: Member, message: Declare) -> str:
+    def _other_type(self, sender: Member, message: msg.Declare) -> str:
         return (
             f"store {message.store} is {self.mode} on {self.opener} and {message.mode} on {sender}: every worker must"
             " create its stores in the same order and with the same types"
@@ -230,7 +218,7 @@ class StoreKeys:
             entry, otherwise = self.entries[key], self._disputed.pop(key)
             entry.conflict = entry.conflict or entry.dispute(otherwise)
         if not self._disputed:
-            self.due = NEVER
+            self.due = fx.NEVER
         return bool(given_up)
 
     def _enter(self, request: KeyRequest, entries: Sequence[DeclaredKey]) -> None:
@@ -292,20 +280,20 @@ class StoreKeys:
                     self._ready.append(request)
             entry.waiters = []
 
-    def take_answers(self) -> list[Effect]:
+    def take_answers(self) -> list[fx.Effect]:
         """The answers to the requests all of whose keys are placed; they are removed."""
         ready, self._ready = [request for request in self._ready if request in self.requests], []
         for request in ready:
             del self.requests[request]
-        return [Send(request.member, self._answer(request)) for request in ready]
+        return [fx.Send(request.member, self._answer(request)) for request in ready]
 
-    def _answer(self, request: KeyRequest) -> Placed:
+    def _answer(self, request: KeyRequest) -> msg.Placed:
         entries = [self.entries[key] for key in request.keys]
-        placement = Placement(
+        placement = msg.Placement(
             tuple([entry.first_slice for entry in entries]), tuple([entry.home for entry in entries]), self.slice_bytes
         )
-        givers = [LATER if self.leaves_out(request.member, entry) else entry.init_rank for entry in entries]
-        return Placed(request.request, placement, tuple(givers))
+        givers = [msg.LATER if self.leaves_out(request.member, entry) else entry.init_rank for entry in entries]
+        return msg.Placed(request.request, placement, tuple(givers))
 
     def leaves_out(self, member: Member, entry: DeclaredKey) -> bool:
         """Whether rounds of a key have begun without this member."""
@@ -346,24 +334,24 @@ class Keys:
         self._by_slice: list[DeclaredKey] = []
         """All keys that have slices, by the numbers of these."""
 
-    def declare(self, sender: Member, message: Declare, now: float) -> list[Effect]:
+    def declare(self, sender: Member, message: msg.Declare, now: float) -> list[fx.Effect]:
         """A worker is about to initialise keys."""
         if message.mode not in POLICIES:
             reason = f"this scheduler knows no policy {message.mode!r}, only {', '.join(POLICIES)}"
-            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+            return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
         reason = _cannot_update(self.optimizers.get(message.store), message)
         if reason:
-            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+            return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
         store = self.stores.get(message.store)
         if store is None:
             slice_bytes = self._placer.slice_bytes_of(POLICIES[message.mode])
             store = self.stores[message.store] = StoreKeys(message.store, message.mode, sender, slice_bytes)
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         conflict = store.declare(sender, message, now, self._membership.spared(message.pushes))
         if conflict:
-            effects.append(Send(sender, Failed(message.request, ErrorCode.INIT_MISMATCH, conflict)))
+            effects.append(fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.INIT_MISMATCH, conflict)))
         if store.settle_disputes(_ranks(self._membership.workers), now) or conflict:
-            effects += _refuse(store, ErrorCode.INIT_MISMATCH)
+            effects += _refuse(store, msg.ErrorCode.INIT_MISMATCH)
         return effects + self._advance(store, message.keys)
 
     @property
@@ -374,28 +362,28 @@ class Keys:
     @property
     def due(self) -> float:
         """When `advance_all` has something to do, whatever workers declare."""
-        return min([store.due for store in self.stores.values()], default=NEVER)
+        return min([store.due for store in self.stores.values()], default=fx.NEVER)
 
-    def advance_all(self, now: float) -> list[Effect]:
+    def advance_all(self, now: float) -> list[fx.Effect]:
         """Fewer workers are awaited, or none for a disputed key any more: place what is agreed, refuse what is not."""
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for store in self.stores.values():
             if store.settle_disputes(_ranks(self._membership.workers), now):
-                effects += _refuse(store, ErrorCode.INIT_MISMATCH)
+                effects += _refuse(store, msg.ErrorCode.INIT_MISMATCH)
             effects += self._advance(store)
         return effects
 
-    def _advance(self, store: StoreKeys, keys: Iterable[int | str] | None = None) -> list[Effect]:
+    def _advance(self, store: StoreKeys, keys: Iterable[int | str] | None = None) -> list[fx.Effect]:
         """Place what is agreed of these keys, or of all, and answer what is placed."""
         entries = store.take_agreed(_ranks(self._membership.workers), keys)
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for _, group in groupby(entries, lambda entry: entry.spared):
             alike = list(group)
-            for start in range(0, len(alike), KEYS_PER_MESSAGE):
-                effects += self._place(store, alike[start : start + KEYS_PER_MESSAGE])
+            for start in range(0, len(alike), req.KEYS_PER_MESSAGE):
+                effects += self._place(store, alike[start : start + req.KEYS_PER_MESSAGE])
         return effects + store.take_answers()
 
-    def _place(self, store: StoreKeys, entries: list[DeclaredKey]) -> list[Effect]:
+    def _place(self, store: StoreKeys, entries: list[DeclaredKey]) -> list[fx.Effect]:
         keys, shapes = [entry.key for entry in entries], [entry.shape for entry in entries]
         forms = [entry.form for entry in entries]
         dtypes = [entry.dtype for entry in entries]
@@ -409,7 +397,7 @@ class Keys:
         self._enter_slices(entries)
         return self._assign(store, entries, placement)
 
-    def _assign(self, store: StoreKeys, entries: list[DeclaredKey], placement: Placement) -> list[Effect]:
+    def _assign(self, store: StoreKeys, entries: list[DeclaredKey], placement: msg.Placement) -> list[fx.Effect]:
         """Tell the servers, then the workers. The first worker that has declared them gives first values."""
         there = self._membership.workers or self._membership.newcomers
         spared = {member for member in self._membership.there.values() if member in entries[0].spared}
@@ -420,39 +408,39 @@ class Keys:
         shapes, dtypes, pulled_as, forms = zip(*said, strict=True)
         columns = (keys, shapes, dtypes, pulled_as, forms)
 
-        def placed(failure: str) -> list[Effect]:
+        def placed(failure: str) -> list[fx.Effect]:
             live = _ranks(self._membership.workers or self._membership.newcomers)
             if live and giver not in live:
                 return self._assign(store, entries, placement)  # nobody knows of the choice yet, and it is gone by now
             for entry in entries:
                 entry.init_rank = giver
             # Only a table can have failed, where no key comes too late; arrays of the same call are there.
-            refused = [entry for entry in entries if failure and (entry.form == ROWS or self._membership.waits)]
+            refused = [entry for entry in entries if failure and (entry.form == msg.ROWS or self._membership.waits)]
             for entry in refused:
                 entry.conflict = failure
             store.mark_placed([entry for entry in entries if entry not in refused] if refused else entries)
-            conflicts = _refuse(store, ErrorCode.CONFIG) if refused else []
+            conflicts = _refuse(store, msg.ErrorCode.CONFIG) if refused else []
             return [*conflicts, *self._advance(store, ())]
 
         return self._questions.ask(
-            lambda request: Assign(request, store.store, store.mode, *columns, placement, giver, later),
+            lambda request: msg.Assign(request, store.store, store.mode, *columns, placement, giver, later),
             placed,
         )
 
-    def told(self) -> list[Assign | SetOptimizer]:
+    def told(self) -> list[msg.Assign | msg.SetOptimizer]:
         """What all servers have been told, for one that takes the place of a lost one."""
-        told: list[Assign | SetOptimizer] = [
-            SetOptimizer(0, store, one.description) for store, one in self.optimizers.items() if not one.failure
+        told: list[msg.Assign | msg.SetOptimizer] = [
+            msg.SetOptimizer(0, store, one.description) for store, one in self.optimizers.items() if not one.failure
         ]
         for store in self.stores.values():
             placed = [entry for entry in store.entries.values() if entry.placed]
-            for start in range(0, len(placed), KEYS_PER_MESSAGE):
-                some = placed[start : start + KEYS_PER_MESSAGE]
+            for start in range(0, len(placed), req.KEYS_PER_MESSAGE):
+                some = placed[start : start + req.KEYS_PER_MESSAGE]
                 shapes, dtypes, pulled_as, forms = zip(*[entry.said for entry in some], strict=True)
                 columns = (tuple([entry.key for entry in some]), shapes, dtypes, pulled_as, forms)
                 firsts, homes = ([entry.first_slice for entry in some], [entry.home for entry in some])
-                placement = Placement(tuple(firsts), tuple(homes), store.slice_bytes)
-                told.append(Assign(0, store.store, store.mode, *columns, placement, some[0].init_rank))
+                placement = msg.Placement(tuple(firsts), tuple(homes), store.slice_bytes)
+                told.append(msg.Assign(0, store.store, store.mode, *columns, placement, some[0].init_rank))
         return told
 
     def saved(self, store: int) -> tuple[SavedKey, ...]:
@@ -463,7 +451,7 @@ class Keys:
 
     # What an earlier scheduler has placed.
 
-    def recall(self, message: Assign, is_told: bool, first: Member) -> list[Effect]:
+    def recall(self, message: msg.Assign, is_told: bool, first: Member) -> list[fx.Effect]:
         """Some server has been told of these keys by an earlier scheduler.
 
         Args:
@@ -490,7 +478,7 @@ class Keys:
         self._enter_slices(entries)
         return [] if is_told else self._assign(store, entries, placement)
 
-    def recall_optimizer(self, message: SetOptimizer, first: Member, now: float) -> list[Effect]:
+    def recall_optimizer(self, message: msg.SetOptimizer, first: Member, now: float) -> list[fx.Effect]:
         """Some server has this optimizer: have all install it."""
         keep = keep_for(from_description(message.description))
         agreement: Agreement[str] = Agreement(
@@ -498,7 +486,7 @@ class Keys:
         )
         return self._install(message.store, InstalledOptimizer(message.description, first, keep, agreement))
 
-    def misfit(self, sender: Member, message: Declare) -> str:
+    def misfit(self, sender: Member, message: msg.Declare) -> str:
         """Why a newcomer cannot take part that declares these keys; '' if it can, as far as they have their places."""
         store = self.stores.get(message.store)
         return "" if store is None else store.misfit(sender, message)
@@ -541,24 +529,24 @@ class Keys:
     def _entry_of(self, number: int) -> DeclaredKey:
         return self._by_slice[bisect_right(self._by_slice, number, key=_first_slice) - 1]
 
-    def configure(self, sender: Member, message: Configure, now: float) -> list[Effect]:
+    def configure(self, sender: Member, message: msg.Configure, now: float) -> list[fx.Effect]:
         """A worker chooses an optimizer."""
         present = self.optimizers.get(message.store)
         if present is None or present.failure:
             try:
                 present = self._choose(sender, message, now)
             except ValueError as error:
-                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, str(error)))]
+                return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, str(error)))]
             return [*present.agreement.ask(sender, message.request), *self._install(message.store, present)]
         if present.description != message.description:
             reason = (
                 f"{present.chosen_by} set the optimizer of this store to {_shown(present.description)}, but {sender}"
                 f" asks for {_shown(message.description)}: every worker must set the same one, and only once"
             )
-            return [Send(sender, Failed(message.request, ErrorCode.OPTIMIZER_MISMATCH, reason))]
+            return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.OPTIMIZER_MISMATCH, reason))]
         return present.agreement.ask(sender, message.request)
 
-    def _choose(self, sender: Member, message: Configure, now: float) -> InstalledOptimizer:
+    def _choose(self, sender: Member, message: msg.Configure, now: float) -> InstalledOptimizer:
         """The optimizer that a worker asks for first.
 
         Raises:
@@ -569,7 +557,7 @@ class Keys:
         store = self.stores.get(message.store)
         entries = () if store is None else store.entries.values()
         for entry in entries:
-            reason = obstacle(optimizer, entry.key, entry.shape, entry.form != ROWS) if entry.form else None
+            reason = obstacle(optimizer, entry.key, entry.shape, entry.form != msg.ROWS) if entry.form else None
             if reason:
                 raise ValueError(reason)
         keep, slice_bytes = keep_for(optimizer), 0 if store is None else store.slice_bytes
@@ -584,17 +572,17 @@ class Keys:
         agreement: Agreement[str] = Agreement(subject, "", now, membership.workers)
         return InstalledOptimizer(message.description, sender, keep, agreement)
 
-    def _install(self, store: int, optimizer: InstalledOptimizer) -> list[Effect]:
+    def _install(self, store: int, optimizer: InstalledOptimizer) -> list[fx.Effect]:
         self.optimizers[store] = optimizer
 
-        def installed(failure: str) -> list[Effect]:
+        def installed(failure: str) -> list[fx.Effect]:
             optimizer.failure = failure
             return optimizer.agreement.settle(
-                lambda request: Failed(request, ErrorCode.CONFIG, failure) if failure else Done(request)
+                lambda request: msg.Failed(request, msg.ErrorCode.CONFIG, failure) if failure else msg.Done(request)
             )
 
         return self._questions.ask(
-            lambda request: SetOptimizer(request, store, optimizer.description), installed, optimizer.agreement
+            lambda request: msg.SetOptimizer(request, store, optimizer.description), installed, optimizer.agreement
         )
 
     def waits(self) -> Iterator[MemberWait]:
@@ -618,18 +606,18 @@ def _bits(ranks: Iterable[int]) -> int:
 _first_slice: Callable[[DeclaredKey], int] = attrgetter("first_slice")
 
 
-def _refuse(store: StoreKeys, code: ErrorCode) -> list[Effect]:
+def _refuse(store: StoreKeys, code: msg.ErrorCode) -> list[fx.Effect]:
     """Fail the requests that wait for keys on which workers disagree."""
-    return [Send(one.member, Failed(one.request, code, reason)) for one, reason in store.take_conflicts()]
+    return [fx.Send(one.member, msg.Failed(one.request, code, reason)) for one, reason in store.take_conflicts()]
 
 
-def _cannot_update(chosen: InstalledOptimizer | None, message: Declare) -> str:
+def _cannot_update(chosen: InstalledOptimizer | None, message: msg.Declare) -> str:
     """Why the optimizer of a store cannot update one of these keys, if that is a table of rows; '' if it can."""
     if chosen is None or not any(message.forms):
         return ""
     optimizer = from_description(chosen.description)
     for key, shape, form in zip(message.keys, message.shapes, message.forms, strict=True):
-        reason = obstacle(optimizer, key, shape, form != ROWS) if form else None
+        reason = obstacle(optimizer, key, shape, form != msg.ROWS) if form else None
         if reason:
             return reason
     return ""
@@ -637,7 +625,9 @@ def _cannot_update(chosen: InstalledOptimizer | None, message: Declare) -> str:
 
 def _kind(form: str) -> str:
     """What rows begin as, if it is a table of rows."""
-    return "" if not form else ", as a table of rows" if form == ROWS else f", as a table of rows that begin as {form}"
+    return (
+        "" if not form else ", as a table of rows" if form == msg.ROWS else f", as a table of rows that begin as {form}"
+    )
 
 
 def _another_model(entry: DeclaredKey, said: Declared) -> str:

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvdist.core import machine as fx
 from kvdist.core.agreement import Agreement, MemberWait, Questions
-from kvdist.core.machine import Effect, Send
 from kvdist.core.scheduler.membership import Membership
 from kvdist.nodes import Member, NodeId, worker
-from kvdist.protocol.messages import Done, ErrorCode, Failed, Fate, Lease, Leased, Rest, Save, Used
+from kvdist.protocol import messages as msg
 
 SHARES = 8
 """A lease is at most 1 / (SHARES · workers) of what is left of an epoch, so that its end waits for little."""
@@ -228,7 +228,7 @@ class Leases:
         self,
         membership: Membership,
         questions: Questions,
-        go_on: Callable[[float], list[Effect]],
+        go_on: Callable[[float], list[fx.Effect]],
         numbers: Callable[[Member | None], Sequence[Sequence[int]]],
         is_saving: Callable[[], bool],
         returns: bool = False,
@@ -249,7 +249,7 @@ class Leases:
         self._is_over = False
         self._version = 0
         self._holders: dict[Member, LeaseHolder] = {}
-        self._waiting: dict[Member, tuple[Lease, float]] = {}
+        self._waiting: dict[Member, tuple[msg.Lease, float]] = {}
         """Those that rest, or were never awaited; what they have asked, and when."""
         self._unsettled: dict[Member, int] = {}
         """Lost worker → the last roster that did not say so."""
@@ -265,11 +265,11 @@ class Leases:
 
     # What workers say.
 
-    def lease(self, sender: Member, message: Lease, now: float) -> list[Effect]:
+    def lease(self, sender: Member, message: msg.Lease, now: float) -> list[fx.Effect]:
         """Give a worker its next range, or let it rest."""
         refusal = self._refusal(sender, message)
         if refusal:
-            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, refusal))]
+            return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, refusal))]
         holder = self._holders.setdefault(sender, LeaseHolder(message.store, message.used))
         holder.use(message.used)
         if message.used or sender not in self._membership.since:  # else nobody may have made that version yet
@@ -289,30 +289,30 @@ class Leases:
         self._waiting[sender] = (message, now)
         return self.advance() or self._rest(sender, now)
 
-    def used(self, sender: Member, message: Used) -> list[Effect]:
+    def used(self, sender: Member, message: msg.Used) -> list[fx.Effect]:
         """A worker is about to save, or to leave."""
         holder = self._holders.get(sender, LeaseHolder(0, message.used))
         if message.used > holder.used + holder.left:
             reason = f"{sender} says that it has used {message.used} examples, but it was leased fewer"
-            return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+            return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
         holder.use(message.used)
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         if message.gives_back and message.request != holder.request:
             if not holder.ranges:
                 reason = f"{sender} gives back examples, but it has none: a lease is given back once"
-                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+                return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
             holder.request = message.request
             effects = self._take_back(sender)
-        return effects + self._note(lambda: [Send(sender, Done(message.request))])
+        return effects + self._note(lambda: [fx.Send(sender, msg.Done(message.request))])
 
-    def left(self, member: Member) -> list[Effect]:
+    def left(self, member: Member) -> list[fx.Effect]:
         """A worker has said goodbye: all that it has pushed counts, and that is all it has used."""
         self._waiting.pop(member, None)
         effects = self._take_back(member)
         self._holders.pop(member, None)
         return effects
 
-    def lost(self, member: Member) -> list[Effect]:
+    def lost(self, member: Member) -> list[fx.Effect]:
         """A worker is given up, and the next roster says so: how much it has used is not known yet."""
         self._waiting.pop(member, None)
         if self._holders.get(member, LeaseHolder(0)).ranges and self._membership.servers:
@@ -321,7 +321,7 @@ class Leases:
             self._count_as_used(member)
         return self.advance()
 
-    def servers_lost(self) -> list[Effect]:
+    def servers_lost(self) -> list[fx.Effect]:
         """No server is left that could say what lost workers have used: what they had leased counts as used."""
         for member in self._unsettled:
             self._count_as_used(member)
@@ -331,7 +331,7 @@ class Leases:
     def _count_as_used(self, member: Member) -> None:
         self._holders.pop(member, None)
 
-    def settled(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
+    def settled(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
         """All servers have applied a roster: what they have not counted of those that it gives up is free again."""
         said = list(fates)
         for member in [member for member, since in self._unsettled.items() if since < epoch]:
@@ -344,7 +344,7 @@ class Leases:
             self._give_back(member, self._holders.pop(member))
         return self.advance()
 
-    def _refusal(self, sender: Member, message: Lease) -> str:
+    def _refusal(self, sender: Member, message: msg.Lease) -> str:
         """Why a worker cannot have what it asks for; opens the next pass."""
         plan = Plan(message.length, message.epochs, message.shuffle, message.seed)
         if self._plan is None or (self._is_over and message.number == self._number + 1):
@@ -356,7 +356,7 @@ class Leases:
             return f"the workers do not agree: {self._said_by} has {self._plan}, {sender} has {plan}"
         return ""
 
-    def _give(self, sender: Member, message: Lease) -> Range | None:
+    def _give(self, sender: Member, message: msg.Lease) -> Range | None:
         taken = self._queue.lease(max(1, message.batch), message.wanted, len(self._membership.there))
         if taken is not None:
             if self._then is not None:
@@ -369,7 +369,7 @@ class Leases:
                     marked.ranges.setdefault(sender, []).append(taken)
         return taken
 
-    def _take_back(self, member: Member) -> list[Effect]:
+    def _take_back(self, member: Member) -> list[fx.Effect]:
         holder = self._holders.get(member)
         if holder is None:
             return []
@@ -385,7 +385,7 @@ class Leases:
 
     # Resting.
 
-    def _rest(self, member: Member, now: float) -> list[Effect]:
+    def _rest(self, member: Member, now: float) -> list[fx.Effect]:
         """Do not wait for this worker any more."""
         if not self._membership.rest(member.node):
             return self._go_on(now)  # it is not waited for yet
@@ -396,7 +396,7 @@ class Leases:
         """How many newcomers find nothing to train on, and are not ready to join before they do."""
         return sum(self._membership.newcomers.get(member.node) == member for member in self._waiting)
 
-    def advance(self) -> list[Effect]:
+    def advance(self) -> list[fx.Effect]:
         """End the pass, or let workers go on that rest, if this is the time."""
         if not self._waiting or self._unsettled or any(one.ranges for one in self._holders.values()):
             return []
@@ -405,7 +405,7 @@ class Leases:
         if self._is_saving():
             return []  # a checkpoint that has begun without them must not wait for them
         self._is_over = not self._queue.free
-        woken: list[tuple[Member, Lease, Range | None, bool, bool]] = []
+        woken: list[tuple[Member, msg.Lease, Range | None, bool, bool]] = []
         for member, (message, _) in list(self._waiting.items()):
             given = self._give(member, message)
             if given or self._is_over:
@@ -414,35 +414,35 @@ class Leases:
                 self._membership.wake(member.node)
         return self._tell(lambda: [self._answer(*one) for one in woken])
 
-    def _tell(self, then: Callable[[], list[Effect]]) -> list[Effect]:
+    def _tell(self, then: Callable[[], list[fx.Effect]]) -> list[fx.Effect]:
         """Tell the servers who rests, and who has what; go on when all know."""
         rest = self.rest(0)
         told: Agreement[str] = Agreement("the list of workers without data", "", 0.0, {})
         return self._questions.ask(lambda request: replace(rest, request=request), lambda _: then(), told)
 
-    def _note(self, then: Callable[[], list[Effect]]) -> list[Effect]:
+    def _note(self, then: Callable[[], list[fx.Effect]]) -> list[fx.Effect]:
         """Go on when all servers know who has what, if a scheduler that is started again would have to know it."""
         return self._tell(then) if self._returns else then()
 
     def _answer(
         self,
         sender: Member,
-        message: Lease,
+        message: msg.Lease,
         given: Range | None,
         is_over: bool = False,
         has_rested: bool = False,
-    ) -> Send:
+    ) -> fx.Send:
         columns = [np.array(column, np.uint32) for column in (self._numbers(sender) if has_rested else NO_NUMBERS)]
-        leased = Leased(message.request, *(given or Range(0, 0, 0)), is_over, self._version, *columns)
-        return Send(sender, leased)
+        leased = msg.Leased(message.request, *(given or Range(0, 0, 0)), is_over, self._version, *columns)
+        return fx.Send(sender, leased)
 
     # Notes.
 
-    def rest(self, request: int) -> Rest:
+    def rest(self, request: int) -> msg.Rest:
         """What servers have to know."""
         ranks = tuple(sorted(node.rank for node in self._membership.resting))
         if not self._returns or self._plan is None:
-            return Rest(request, ranks)
+            return msg.Rest(request, ranks)
         held = [
             (*_numbers_of(member), one.store, one.used, one.ranges, one.request, one.has_rested)
             for member, one in self._holders.items()
@@ -453,11 +453,11 @@ class Leases:
         ]
         note = {"is_over": self._is_over, "version": self._version, "held": held, "marked": marked}
         position = position_of(self._number, self._plan, self._queue.free)
-        return Rest(request, ranks, json.dumps({**position, **note, "numbers": self._numbers(None)}))
+        return msg.Rest(request, ranks, json.dumps({**position, **note, "numbers": self._numbers(None)}))
 
     def recall(
         self, note: str, resting: Iterable[NodeId], saving: Collection[Place]
-    ) -> tuple[list[Effect], Sequence[Sequence[int]]]:
+    ) -> tuple[list[fx.Effect], Sequence[Sequence[int]]]:
         """Take over from an earlier scheduler, and let every server have the same note.
 
         Args:
@@ -490,7 +490,7 @@ class Leases:
 
     # Checkpoints.
 
-    def mark(self, sender: Member, message: Save) -> None:
+    def mark(self, sender: Member, message: msg.Save) -> None:
         """A worker saves: what it uses from now on is not in that checkpoint.
 
         Nor is what newcomers use, which do not call, as rounds wait for them only later.
@@ -512,11 +512,11 @@ class Leases:
         held = [one for holder in self._holders.values() for one in holder.ranges]
         return position_of(self._number, self._plan, [*self._queue.free, *held, *chain.from_iterable(marked)])
 
-    def restored(self, then: Callable[[], list[Effect]]) -> list[Effect]:
+    def restored(self, then: Callable[[], list[fx.Effect]]) -> list[fx.Effect]:
         """A position was taken over; go on when servers know."""
         return self._note(then)
 
-    def saved(self, place: Place) -> list[Effect]:
+    def saved(self, place: Place) -> list[fx.Effect]:
         """A checkpoint has come to its end, made or not: who rests may go on."""
         self._marked.pop(place, None)
         return self.advance()

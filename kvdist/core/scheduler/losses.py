@@ -19,11 +19,11 @@ from typing import Protocol
 
 import numpy as np
 
-from kvdist.core.machine import NEVER, Effect, Log, Send
+from kvdist.core import machine as fx
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.nodes import Member, Role, worker
-from kvdist.protocol.messages import Fate, OnLoss, Settled
+from kvdist.protocol import messages as msg
 
 
 @dataclass(slots=True)
@@ -31,16 +31,16 @@ class Settling:
     """What servers have said of one roster that gives workers up."""
 
     heard: set[Member] = field(default_factory=set)
-    fates: dict[tuple[int, int, int], Fate] = field(default_factory=dict)
+    fates: dict[tuple[int, int, int], msg.Fate] = field(default_factory=dict)
     """(rank, incarnation, store) → over all servers."""
     valueless: list[int] = field(default_factory=list)
 
-    def add(self, server: Member, message: Settled) -> None:
+    def add(self, server: Member, message: msg.Settled) -> None:
         """Take what a server says."""
         self.heard.add(server)
         self.take(message)
 
-    def take(self, message: Settled) -> None:
+    def take(self, message: msg.Settled) -> None:
         """Take what is said of some slices."""
         self.valueless += message.valueless.tolist()
         for fate in message.fates:
@@ -52,7 +52,7 @@ class Settling:
 class SettledLeases(Protocol):
     """Knows what lost workers had leased."""
 
-    def settled(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
+    def settled(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
         """All servers have applied this roster, and say so of those that it gives up."""
 
 
@@ -71,9 +71,9 @@ class Losses:
         self,
         membership: Membership,
         keys: Keys,
-        on_loss: OnLoss,
+        on_loss: msg.OnLoss,
         returns: bool,
-        doomed: Callable[[int | str, Member], list[Effect]],
+        doomed: Callable[[int | str, Member], list[fx.Effect]],
     ) -> None:
         self._membership = membership
         self._keys = keys
@@ -96,7 +96,7 @@ class Losses:
     def may_go_on(self, member: Member, said: str) -> bool:
         """Whether the others go on without this process, which has `said` why it must end, if anything."""
         there = self._membership
-        if self._on_loss is OnLoss.FAIL or not there.is_complete:
+        if self._on_loss is msg.OnLoss.FAIL or not there.is_complete:
             return False
         if member.node.role is Role.SERVER:
             return there.may_lose(member.node)
@@ -109,9 +109,9 @@ class Losses:
         """A worker is given up that has `said` why, if anything."""
         self._said |= {said} - {""}
 
-    def settled(self, server: Member, message: Settled) -> list[Effect]:
+    def settled(self, server: Member, message: msg.Settled) -> list[fx.Effect]:
         """A server counts nothing more of the workers that a roster gives up."""
-        if message.epoch >= self._taking_over.get(server, NEVER):
+        if message.epoch >= self._taking_over.get(server, fx.NEVER):
             del self._taking_over[server]
             for settling in self._settling.values():  # what the lost server may not have said
                 settling.take(message)
@@ -127,7 +127,7 @@ class Losses:
         """A server takes the place of a lost one: it has counted nothing of those that were given up before."""
         self._come_late[server] = self._membership.epoch + 1
 
-    def finish(self) -> list[Effect]:
+    def finish(self) -> list[fx.Effect]:
         """End what all servers have said their word on."""
         servers = self._membership.servers.values()
         ended = [
@@ -135,46 +135,46 @@ class Losses:
             for epoch, settling in sorted(self._settling.items())
             if {one for one in servers if self._come_late.get(one, 0) <= epoch} <= settling.heard
         ]
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for epoch, settling in () if self._taking_over else ended:
             del self._settling[epoch]
             effects += self._finish(epoch, settling)
         return effects
 
-    def _finish(self, epoch: int, settling: Settling) -> list[Effect]:
+    def _finish(self, epoch: int, settling: Settling) -> list[fx.Effect]:
         lost = {member.node.rank: member for member in self._membership.lost if member.node.role is Role.WORKER}
         for number in settling.valueless:
             giver = self._keys.giver_of(number)
             if giver in lost:
                 return self._doomed(self._keys.key_of(number), lost[giver])
         fates = settling.fates.values()
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         before = []
         for one in fates:
             member = Member(worker(one.rank), one.incarnation)
             if member in self.lost_before:
                 before.append(f"{member} ({one.least}{'' if one.least == one.most else ' and the next in part'})")
             else:
-                effects.append(Log(f"{member}: {_told(one)}"))
+                effects.append(fx.Log(f"{member}: {_told(one)}"))
         if before:
             counts = ", ".join(before)
-            effects.append(Log(f"of the workers that were lost before, these pushes are in the weights: {counts}"))
+            effects.append(fx.Log(f"of the workers that were lost before, these pushes are in the weights: {counts}"))
         if self.leases is not None:
             effects += self.leases.settled(epoch, fates)
         if any(fate.examples for fate in fates):
-            said = Settled(epoch, tuple(fates), np.zeros(0, np.uint32))
-            effects += [Send(server, said) for server in self._membership.servers.values()]
+            said = msg.Settled(epoch, tuple(fates), np.zeros(0, np.uint32))
+            effects += [fx.Send(server, said) for server in self._membership.servers.values()]
         return effects
 
 
-def _joined(one: Fate, other: Fate) -> Fate:
+def _joined(one: msg.Fate, other: msg.Fate) -> msg.Fate:
     least, most = min(one.least, other.least), max(one.most, other.most)
     slices = sum(fate.slices for fate in (one, other) if fate.most == most)
     examples = max(one.examples, other.examples)
-    return Fate(one.rank, one.incarnation, one.store, least, most, slices, one.of + other.of, examples)
+    return msg.Fate(one.rank, one.incarnation, one.store, least, most, slices, one.of + other.of, examples)
 
 
-def _told(fate: Fate) -> str:
+def _told(fate: msg.Fate) -> str:
     store = f" in store {fate.store}" if fate.store else ""
     where, whole = f"{fate.slices} of {fate.of} slices", f"its first {fate.least} pushes are in the weights"
     if fate.least < 2:

@@ -10,11 +10,11 @@ from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from kvdist import errors
 from kvdist.config.settings import ClusterConfig
-from kvdist.core.machine import NEVER
-from kvdist.errors import ConfigError
+from kvdist.core import machine as fx
 from kvdist.nodes import Member, NodeId, Role, server, worker
-from kvdist.protocol.messages import Hello, Peer, Roster
+from kvdist.protocol import messages as msg
 from kvdist.version import __version__
 
 INCARNATIONS_SPARED = 1 << 20
@@ -50,7 +50,7 @@ class Membership:
     def __init__(self, config: ClusterConfig, first_incarnation: int) -> None:
         self.epoch = 0
         """How many rosters there have been."""
-        self.peers: dict[NodeId, Peer] = {}
+        self.peers: dict[NodeId, msg.Peer] = {}
         """All that have registered; a rank stays with its process when that has left."""
         self.workers: dict[NodeId, Member] = {}
         """Those that are there, without newcomers; agreements refer to it."""
@@ -100,7 +100,7 @@ class Membership:
 
     # Joining.
 
-    def known(self, stranger: Member, hello: Hello) -> Member | None:
+    def known(self, stranger: Member, hello: msg.Hello) -> Member | None:
         """The member that this stranger has become before, if its hello is a repeated one.
 
         Raises:
@@ -112,12 +112,12 @@ class Membership:
         role, rank = stranger.node.role, hello.wanted_rank
         if role is not member.node.role or (rank >= 0 and rank != member.node.rank):
             wanted = f"{role}-{rank}" if rank >= 0 else f"a {role}"
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"it wants to be {wanted}, with the token of {member.node}, which only {member.node} has: start it anew"
             )
         return member
 
-    def admit(self, stranger: Member, hello: Hello) -> Member:
+    def admit(self, stranger: Member, hello: msg.Hello) -> Member:
         """Give a process its rank and incarnation.
 
         Raises:
@@ -128,7 +128,7 @@ class Membership:
         member = Member(node, self._next_incarnation)
         self._next_incarnation += 1
         self._tokens[stranger.incarnation] = member
-        self.peers[node] = Peer(member, hello.host, hello.pid, hello.endpoint, hello.life)
+        self.peers[node] = msg.Peer(member, hello.host, hello.pid, hello.endpoint, hello.life)
         self.lives[member] = hello.life
         self.left.discard(node)
         self.away.pop(node, None)
@@ -159,7 +159,7 @@ class Membership:
 
     def recall(
         self,
-        peers: Collection[Peer],
+        peers: Collection[msg.Peer],
         left: Set[Member],
         lost: Set[Member],
         epoch: int,
@@ -225,22 +225,22 @@ class Membership:
         return peer is not None and peer.member == member and member not in self.lost
 
     @property
-    def present(self) -> tuple[Peer, ...]:
+    def present(self) -> tuple[msg.Peer, ...]:
         """All that have not left."""
         return tuple(peer for node, peer in self.peers.items() if node not in self.left)
 
-    def next_roster(self) -> Roster:
+    def next_roster(self) -> msg.Roster:
         """Who is there now, in a new epoch."""
         self.epoch += 1
         told, self._untold = self._untold, Untold()
         return replace(self.roster, lost=tuple(sorted(told.lost)), ended=tuple(told.ended))
 
     @property
-    def roster(self) -> Roster:
+    def roster(self) -> msg.Roster:
         """Who is there now, for one that has heard nothing yet."""
         newcomers = tuple(sorted(node.rank for node in self.newcomers))
         is_moved = self.owners != sorted(set(self.owners))
-        return Roster(self.present, self.epoch, newcomers=newcomers, owners=tuple(self.owners) if is_moved else ())
+        return msg.Roster(self.present, self.epoch, newcomers=newcomers, owners=tuple(self.owners) if is_moved else ())
 
     # Leaving and dying.
 
@@ -361,7 +361,7 @@ class Membership:
     @property
     def next_loss(self) -> float:
         """When the first suspect counts as lost, or NEVER."""
-        return min((suspicion.due for suspicion in self._suspects.values()), default=NEVER)
+        return min((suspicion.due for suspicion in self._suspects.values()), default=fx.NEVER)
 
     def take_lost(self, now: float) -> tuple[Member, Suspicion] | None:
         """A suspect whose time is over, and why it was suspected."""
@@ -385,14 +385,14 @@ class Membership:
         assert not self.lost.keys() & set(live.values()), "who was given up is not there"
         assert not self.away.keys() & live.keys(), "who has come back is not away"
 
-    def _rank_for(self, role: Role, hello: Hello) -> NodeId:
+    def _rank_for(self, role: Role, hello: msg.Hello) -> NodeId:
         config = self._config
         if hello.version != __version__:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"it runs kvdist {hello.version}, the scheduler {__version__}: install the same on every machine"
             )
         if (hello.num_workers, hello.num_servers) != (config.num_workers, config.num_servers):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"it expects {hello.num_workers} worker(s) and {hello.num_servers} server(s), the scheduler"
                 f" {config.num_workers} and {config.num_servers}: DMLC_NUM_WORKER and DMLC_NUM_SERVER must agree"
             )
@@ -400,16 +400,16 @@ class Membership:
         if role is Role.WORKER and self.is_complete:
             count = config.most_workers
         if hello.wanted_rank >= count:
-            raise ConfigError(f"it asks for rank {hello.wanted_rank}, but there are only {count} {role}(s)")
+            raise errors.ConfigError(f"it asks for rank {hello.wanted_rank}, but there are only {count} {role}(s)")
         if hello.wanted_rank < 0:
             free = [rank for rank in range(count) if self._is_free(NodeId(role, rank))]
             if not free:
-                raise ConfigError(f"the cluster has its {count} {role}(s) already")
+                raise errors.ConfigError(f"the cluster has its {count} {role}(s) already")
             return NodeId(role, free[0])
         node = NodeId(role, hello.wanted_rank)
         if not self._is_free(node):
             taken = self.peers[node]
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{taken.member} is taken by process {taken.pid} on {taken.host}; process {hello.pid} on {hello.host}"
                 " claims the same rank: each process needs a different KVDIST_RANK"
             )

@@ -25,38 +25,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvdist import errors
 from kvdist.config.settings import ClusterConfig
+from kvdist.core import machine as fx
 from kvdist.core.agreement import Agreement, MemberWait, Questions
-from kvdist.core.machine import Bind, Effect, Log, Send
 from kvdist.core.scheduler.keys import REFUSED, Keys
 from kvdist.core.scheduler.membership import Membership
-from kvdist.errors import ConfigError
 from kvdist.naming import model_of, name_of
 from kvdist.nodes import Member, NodeId, Role
-from kvdist.protocol.messages import (
-    LATER,
-    Barrier,
-    CallAnswer,
-    Claim,
-    Configure,
-    Cut,
-    CutFound,
-    Declare,
-    Done,
-    ErrorCode,
-    Failed,
-    FindCut,
-    Hello,
-    Load,
-    Message,
-    Numbered,
-    OnLoss,
-    Peer,
-    Ready,
-    Rejected,
-    Waiting,
-    Welcome,
-)
+from kvdist.protocol import messages as msg
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +44,7 @@ class Unannounced:
     unaware: set[Member]
 
 
-Call = Barrier | Load | Claim
+Call = msg.Barrier | msg.Load | msg.Claim
 """What all workers do as often, and count."""
 
 
@@ -76,7 +53,7 @@ class WaitingCall:
     """What a newcomer says, and cannot be answered before another worker has said the same."""
 
     sender: Member
-    message: Declare | Configure | Call
+    message: msg.Declare | msg.Configure | Call
     since: float
     settled: int = 0
     """How many of the keys of a declaration have their places, or an error, from its first one on."""
@@ -85,7 +62,7 @@ class WaitingCall:
 class NewcomerScheduler(Protocol):
     """What the scheduler does for newcomers."""
 
-    on_loss: OnLoss
+    on_loss: msg.OnLoss
     config: ClusterConfig
 
     @property
@@ -100,10 +77,10 @@ class NewcomerScheduler(Protocol):
     def calls(self) -> int:
         """How many barriers, checkpoints and loads there have been, those included that are under way."""
 
-    def announce(self) -> list[Effect]:
+    def announce(self) -> list[fx.Effect]:
         """Tell all who is there."""
 
-    def again(self, sender: Member, message: Message) -> list[Effect]:
+    def again(self, sender: Member, message: msg.Message) -> list[fx.Effect]:
         """Handle what had to wait."""
 
     def spare(self, members: Sequence[Member]) -> None:
@@ -139,13 +116,13 @@ class Newcomers:
         """Rank → a process that wants it, though its last process has not been given up yet, and since when."""
         self._line: list[Member] = []
         """Those that become members by the next cut."""
-        self._at_cut: Callable[[int], list[Effect]] | None = None
+        self._at_cut: Callable[[int], list[fx.Effect]] | None = None
         """Wants to know the version of the next cut, before servers do."""
-        self._told_at_cut: Callable[[int], list[Effect]] | None = None
+        self._told_at_cut: Callable[[int], list[fx.Effect]] | None = None
         """The same of the cut that is being made."""
         self._held_since: float | None = None
         """Servers have said how far they are, and the cut waits until enough workers are there."""
-        self._found_by: dict[Member, CutFound] = {}
+        self._found_by: dict[Member, msg.CutFound] = {}
         """Server → how far its slices are."""
         self._is_finding = self._must_find_again = False
         """Whether servers are asked how far they are; and whether they must be asked once more."""
@@ -154,7 +131,7 @@ class Newcomers:
         """What all that waits depended on when it was looked at: see `_state`."""
         self._models: dict[int, str] = {}
         """Store → what all workers have said of the model of their Trainers."""
-        self._aligned: set[tuple[Member, type[Message], int]] = set()
+        self._aligned: set[tuple[Member, type[msg.Message], int]] = set()
         """(who has joined later, kind of call, store) where it gives its calls the numbers that the others do."""
         self._answered: dict[tuple[int, int, int], int] = {}
         """(kind, store, number) of calls that an earlier scheduler has answered → after how many pushes they came."""
@@ -163,23 +140,23 @@ class Newcomers:
 
     # Coming.
 
-    def hello(self, stranger: Member, hello: Hello, now: float) -> list[Effect]:
+    def hello(self, stranger: Member, hello: msg.Hello, now: float) -> list[fx.Effect]:
         """A process wants to join the running job."""
         node = NodeId(Role.WORKER, hello.wanted_rank)
         if hello.wanted_rank >= 0 and self._membership.is_there(node):
             return self.keep(node, stranger, hello, now)
         try:
             member = self._membership.admit(stranger, hello)
-        except ConfigError as error:
-            return [Send(stranger, Rejected(str(error)))]
+        except errors.ConfigError as error:
+            return [fx.Send(stranger, msg.Rejected(str(error)))]
         self._early.pop(member.node, None)
         self.introductions[member] = Unannounced(member, set(self._membership.servers.values()))
         config = self._scheduler.config
         own = (self._scheduler.on_loss, config.away_s, config.replicas)
-        welcome = Welcome(member.node.rank, member.incarnation, *own)
-        return [Send(stranger, welcome), Bind(stranger, member), *self._scheduler.announce()]
+        welcome = msg.Welcome(member.node.rank, member.incarnation, *own)
+        return [fx.Send(stranger, welcome), fx.Bind(stranger, member), *self._scheduler.announce()]
 
-    def keep(self, node: NodeId, stranger: Member, hello: Hello, now: float) -> list[Effect]:
+    def keep(self, node: NodeId, stranger: Member, hello: msg.Hello, now: float) -> list[fx.Effect]:
         """The process that has this rank may be dead: hellos are repeated until that is known, or that it lives."""
         wants, since = self._early.get(node, (stranger, now))
         if wants != stranger:
@@ -193,24 +170,24 @@ class Newcomers:
             f"two processes say that they are {node}: {_process(holder)}, which is alive, and pid {hello.pid} on"
             f" {hello.host}: each needs a KVDIST_RANK of its own"
         )
-        return [Send(stranger, Rejected(reason))]
+        return [fx.Send(stranger, msg.Rejected(reason))]
 
-    def delay(self, stranger: Member, awaited: str) -> list[Effect]:
+    def delay(self, stranger: Member, awaited: str) -> list[fx.Effect]:
         """Let a process ask again soon, and say for what it waits."""
         self._delayed.add(stranger)
-        return [Send(stranger, Waiting(awaited, (), 0.0))]
+        return [fx.Send(stranger, msg.Waiting(awaited, (), 0.0))]
 
-    def acknowledged(self, server: Member, introductions: Iterable[Unannounced]) -> list[Effect]:
+    def acknowledged(self, server: Member, introductions: Iterable[Unannounced]) -> list[fx.Effect]:
         """A server knows of these newcomers; those that all know of may hear of the cluster."""
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for introduction in introductions:
             introduction.unaware.discard(server)
             if not introduction.unaware and introduction.member in self.introductions:
                 del self.introductions[introduction.member]
-                effects.append(Send(introduction.member, self._membership.roster))
+                effects.append(fx.Send(introduction.member, self._membership.roster))
         return effects
 
-    def server_lost(self, server: Member) -> list[Effect]:
+    def server_lost(self, server: Member) -> list[fx.Effect]:
         """A server is gone, and another one has its slices."""
         self._must_find_again = self._is_finding
         return self.acknowledged(server, list(self.introductions.values()))
@@ -225,45 +202,45 @@ class Newcomers:
         self._waiting = [one for one in self._waiting if one.sender != member]
         self._aligned = {place for place in self._aligned if place[0] != member}
 
-    def end(self) -> list[Effect]:
+    def end(self) -> list[fx.Effect]:
         """The last member has finished well: who has only looked on is too late."""
         late = [*self._membership.newcomers.values()]
         for member in late:
             self._membership.leave(member.node)
         self.introductions.clear()
-        return [Send(member, Rejected(self.over, is_over=True)) for member in late]
+        return [fx.Send(member, msg.Rejected(self.over, is_over=True)) for member in late]
 
-    def turn_away(self, answer: Message) -> list[Effect]:
+    def turn_away(self, answer: msg.Message) -> list[fx.Effect]:
         """The job ends: those that wait to be let in must hear so, for soon there is no scheduler to ask again.
 
         Those that have been let in since have other names, by which they hear of it.
         """
         delayed, self._delayed = self._delayed, set()
-        return [Send(stranger, answer) for stranger in sorted(delayed, key=lambda one: one.incarnation)]
+        return [fx.Send(stranger, answer) for stranger in sorted(delayed, key=lambda one: one.incarnation)]
 
     # Looking on.
 
-    def answer(self, sender: Member, message: Message) -> list[Effect] | None:
+    def answer(self, sender: Member, message: msg.Message) -> list[fx.Effect] | None:
         """What a worker hears that looks on; None for what everybody hears.
 
         Its program begins anew, while the others are in the middle of theirs: what they have agreed on stays.
         """
-        if isinstance(message, Ready):
+        if isinstance(message, msg.Ready):
             return self._ready(sender, message)
         if self._membership.newcomers.get(sender.node) != sender:
             return None
         match message:
-            case Barrier(request, store, _, statement) if said := model_of(statement):
+            case msg.Barrier(request, store, _, statement) if said := model_of(statement):
                 agreed = self._models.get(store, said)
                 if said == agreed:
-                    return [Send(sender, Done(request))]
+                    return [fx.Send(sender, msg.Done(request))]
                 reason = f"{sender} says: {said}; the workers that it joins have said: {agreed}. {REFUSED}"
-                return [Send(sender, Failed(request, ErrorCode.INIT_MISMATCH, reason))]
-            case Declare(request):
+                return [fx.Send(sender, msg.Failed(request, msg.ErrorCode.INIT_MISMATCH, reason))]
+            case msg.Declare(request):
                 reason = self._keys.misfit(sender, message)
                 if reason:
-                    return [Send(sender, Failed(request, ErrorCode.INIT_MISMATCH, reason))]
-            case Configure():
+                    return [fx.Send(sender, msg.Failed(request, msg.ErrorCode.INIT_MISMATCH, reason))]
+            case msg.Configure():
                 pass
             case _:
                 return None
@@ -278,11 +255,11 @@ class Newcomers:
         message = waiting.message
         if not self._membership.there:
             return True
-        if isinstance(message, Declare):
+        if isinstance(message, msg.Declare):
             return self._unsettled_key(waiting, message) is None
-        return not isinstance(message, Configure) or message.store in self._keys.optimizers
+        return not isinstance(message, msg.Configure) or message.store in self._keys.optimizers
 
-    def _unsettled_key(self, waiting: WaitingCall, message: Declare) -> int | str | None:
+    def _unsettled_key(self, waiting: WaitingCall, message: msg.Declare) -> int | str | None:
         """The first key of a declaration that has neither its place nor an error; None if there is none."""
         while waiting.settled < len(message.keys):
             key = message.keys[waiting.settled]
@@ -296,9 +273,9 @@ class Newcomers:
         workers = tuple(sorted(self._membership.there, key=lambda node: node.rank))
         for one in self._waiting:
             sender, message = one.sender, one.message
-            if isinstance(message, Declare) and (key := self._unsettled_key(one, message)) is not None:
+            if isinstance(message, msg.Declare) and (key := self._unsettled_key(one, message)) is not None:
                 subject, deed = f"the declaration of {name_of(key)}", f"initialise {name_of(key)}"
-            elif isinstance(message, Configure):
+            elif isinstance(message, msg.Configure):
                 subject, deed = f"the optimizer of store {message.store}", "call set_optimizer"
             else:
                 continue
@@ -319,9 +296,9 @@ class Newcomers:
         if model:
             self._models[store] = model
 
-    def advance(self) -> list[Effect]:
+    def advance(self) -> list[fx.Effect]:
         """Handle again what had to wait, as long as anything that it depends on changes. Called after every message."""
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         while self._waiting and (state := self._state) != self._looked_at:
             self._looked_at = state
             waiting, self._waiting = self._waiting, []
@@ -339,7 +316,7 @@ class Newcomers:
 
     # Becoming a member.
 
-    def _ready(self, sender: Member, message: Ready) -> list[Effect]:
+    def _ready(self, sender: Member, message: msg.Ready) -> list[fx.Effect]:
         if self._membership.newcomers.get(sender.node) == sender:
             self._line.append(sender)
             return self._next_cut()
@@ -348,7 +325,7 @@ class Newcomers:
             return []  # it is told where its counters begin
         return self.join([sender], message.store, lambda _: [])
 
-    def cut(self, at: Callable[[int], list[Effect]]) -> list[Effect]:
+    def cut(self, at: Callable[[int], list[fx.Effect]]) -> list[fx.Effect]:
         """Make a cut, though nobody may join by it; `at` is called with its version, before servers are told."""
         self._at_cut = at
         return self._next_cut()
@@ -360,14 +337,14 @@ class Newcomers:
         self._joined.clear()
         self._keys.spare_nobody()
 
-    def gone_back(self) -> list[Effect]:
+    def gone_back(self) -> list[fx.Effect]:
         """All have gone back, and servers make no version before the next cut."""
         if self._held_since is None:
             return self.cut(lambda _: [])
         self._held_since = None
         return self._find()  # what they have said is of versions that are undone
 
-    def hold_if_few(self) -> list[Effect]:
+    def hold_if_few(self) -> list[fx.Effect]:
         """A worker is gone: if too few are left, let no server close more rounds than one until enough are there."""
         return self._next_cut()
 
@@ -379,7 +356,7 @@ class Newcomers:
         least = self._scheduler.config.min_workers or 0
         return max(0, least - self._membership.workers_counted - joining - self._scheduler.idle)
 
-    def _next_cut(self) -> list[Effect]:
+    def _next_cut(self) -> list[fx.Effect]:
         if self._held_since is not None:
             return self._admit()
         if self._is_finding or not (self._line or self._at_cut or self._lacking()):
@@ -387,35 +364,35 @@ class Newcomers:
         self._told_at_cut, self._at_cut = self._at_cut, None
         return self._find()
 
-    def _find(self) -> list[Effect]:
+    def _find(self) -> list[fx.Effect]:
         self._found_by, self._is_finding, self._must_find_again = {}, True, False
-        return self._questions.ask(FindCut, self._found)
+        return self._questions.ask(msg.FindCut, self._found)
 
-    def found(self, server: Member, message: CutFound) -> list[Effect]:
+    def found(self, server: Member, message: msg.CutFound) -> list[fx.Effect]:
         """A server says how far its slices are."""
         self._found_by[server] = message
         return self._questions.answered(server, message.request, "")
 
-    def _found(self, _: str) -> list[Effect]:
+    def _found(self, _: str) -> list[fx.Effect]:
         """All servers have said how far they are, and make one more version of each slice at most."""
         if self._must_find_again:  # some slices have another server now, which may have been asked before it had them
             return self._find()
         self._is_finding = False
         return self._admit()
 
-    def _admit(self) -> list[Effect]:
+    def _admit(self) -> list[fx.Effect]:
         """Make members of those that wait, if enough are there then."""
-        there, told = self._ready_ones, list[Effect]()
+        there, told = self._ready_ones, list[fx.Effect]()
         least, lacking = self._scheduler.config.min_workers, self._lacking(len(there))
         if lacking:
             if self._held_since is None:
-                told.append(Log(f"training waits for {lacking} more worker(s): at least {least} must be there"))
+                told.append(fx.Log(f"training waits for {lacking} more worker(s): at least {least} must be there"))
                 self._held_since = self._scheduler.now
             return told
         if self._held_since is not None:
             self._held_since = None
             count = self._membership.workers_counted + len(there) + self._scheduler.idle
-            told.append(Log(f"training goes on: {count} workers are there"))
+            told.append(fx.Log(f"training goes on: {count} workers are there"))
         self._line = []
         version, ranks = self._version(), tuple(one.node.rank for one in there)
         for member in there:
@@ -432,9 +409,9 @@ class Newcomers:
     def _ready_ones(self) -> list[Member]:
         return [one for one in self._line if self._membership.newcomers.get(one.node) == one]
 
-    def _make(self, version: int, ranks: Sequence[int]) -> list[Effect]:
+    def _make(self, version: int, ranks: Sequence[int]) -> list[fx.Effect]:
         """Say it to servers. They hear of the next one after that, and are asked how far they are in between."""
-        return self._questions.ask(lambda request: Cut(request, -1, version, tuple(ranks)), lambda _: [])
+        return self._questions.ask(lambda request: msg.Cut(request, -1, version, tuple(ranks)), lambda _: [])
 
     def _version(self) -> int:
         """From which version on newcomers take part.
@@ -443,7 +420,7 @@ class Newcomers:
         are further behind are pushed less often, and say nothing of it.
         """
         highest = max([one.highest for one in self._found_by.values()], default=0)
-        if self._scheduler.on_loss is not OnLoss.WAIT:
+        if self._scheduler.on_loss is not msg.OnLoss.WAIT:
             return highest + 1
         lowest = min([one.lowest for one in self._found_by.values() if one.highest >= highest - 1], default=highest)
         return min(highest, max(lowest, highest - 1))
@@ -458,14 +435,14 @@ class Newcomers:
         self,
         members: Sequence[Member],
         store: int,
-        then: Callable[[str], list[Effect]],
+        then: Callable[[str], list[fx.Effect]],
         cause: Agreement[Any] | None = None,
-    ) -> list[Effect]:
+    ) -> list[fx.Effect]:
         """Let these take part in all slices of a store, if there are some that are not pushed at each step."""
         for member in members:
             self._joined[member].add(store)
         ranks = tuple(member.node.rank for member in members)
-        return self._questions.ask(lambda request: Cut(request, store, 0, ranks), then, cause)
+        return self._questions.ask(lambda request: msg.Cut(request, store, 0, ranks), then, cause)
 
     def number(self, sender: Member, message: Call, opened: Mapping[int, Agreement[Any]], count: int) -> int | None:
         """The number that all workers give to the call of one of them; None if that is not known yet.
@@ -477,7 +454,7 @@ class Newcomers:
             count: how many there were, at least.
         """
         place = (sender, type(message), message.store)
-        if message.counter == LATER:
+        if message.counter == msg.LATER:
             numbers = [number for number, one in opened.items() if sender not in one.spared]
             if not numbers and any(self._knows(other, place) for other in self._membership.workers.values()):
                 self._waiting.append(WaitingCall(sender, message, self._scheduler.now))
@@ -488,29 +465,31 @@ class Newcomers:
 
     def align(self, member: Member, stores: Iterable[int]) -> None:
         """A worker hears the numbers of all that there has been: it counts as the others from now on."""
-        self._aligned.update((member, kind, store) for kind in (Barrier, Load, Claim) for store in stores)
+        self._aligned.update((member, kind, store) for kind in (msg.Barrier, msg.Load, msg.Claim) for store in stores)
 
-    def tell(self, sender: Member, message: Call, number: int) -> list[Effect]:
+    def tell(self, sender: Member, message: Call, number: int) -> list[fx.Effect]:
         """Tell a worker the number of its call, if it does not know it."""
-        if message.counter != LATER:
+        if message.counter != msg.LATER:
             return []
         self._aligned.add((sender, type(message), message.store))
-        return [Send(sender, Numbered(message.request, number))]
+        return [fx.Send(sender, msg.Numbered(message.request, number))]
 
-    def _knows(self, other: Member, place: tuple[Member, type[Message], int]) -> bool:
+    def _knows(self, other: Member, place: tuple[Member, type[msg.Message], int]) -> bool:
         """Whether another worker's calls of this kind say which the next one is."""
         return other != place[0] and (other not in self._membership.since or (other, *place[1:]) in self._aligned)
 
     def answered(self, sender: Member, message: Call) -> int:
         """The number of a worker's first call of a kind, if an earlier scheduler has answered it; else `LATER`."""
-        since = self._membership.since.get(sender, LATER)
+        since = self._membership.since.get(sender, msg.LATER)
         calls = self._answered.items()
         numbers = [
             number for (*place, number), pushes in calls if place == [message.KIND, message.store] and pushes > since
         ]
-        return min(numbers, default=LATER)
+        return min(numbers, default=msg.LATER)
 
-    def recall(self, halfway: Mapping[Member, int], calls: Mapping[Member, Iterable[CallAnswer]]) -> list[Effect]:
+    def recall(
+        self, halfway: Mapping[Member, int], calls: Mapping[Member, Iterable[msg.CallAnswer]]
+    ) -> list[fx.Effect]:
         """Take over from an earlier scheduler, and release what servers have promised it.
 
         Args:
@@ -518,7 +497,7 @@ class Newcomers:
             calls: what workers were answered.
         """
         self._joined = {member: set() for member in self._membership.since}
-        kinds = {kind.KIND: kind for kind in (Barrier, Load)}
+        kinds = {kind.KIND: kind for kind in (msg.Barrier, msg.Load)}
         for member, answers in calls.items():
             for one in answers:
                 self._answered[one.kind, one.store, one.counter] = one.pushes
@@ -530,5 +509,5 @@ class Newcomers:
         return [*self._make(max(halfway.values()), ranks), *self._next_cut()]
 
 
-def _process(peer: Peer) -> str:
+def _process(peer: msg.Peer) -> str:
     return f"{peer.member} (pid {peer.pid} on {peer.host})"

@@ -22,11 +22,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median, quantiles
 
-from kvdist.core.machine import Effect, Log
+from kvdist.core import machine as fx
 from kvdist.core.reliable import ACK_DELAY_S
 from kvdist.core.scheduler.membership import Membership
 from kvdist.nodes import Member, Role
-from kvdist.protocol.messages import StepTimes
+from kvdist.protocol import messages as msg
 
 STEPS_MIN, REPORTS_MIN, KEPT = 20, 5, 64
 """Steps and reports that suffice for a word, and reports of a member that are kept."""
@@ -174,7 +174,7 @@ class Verdicts:
         self._per_example = False
         self._looked_at = self._look_at = 0.0
 
-    def heard(self, sender: Member, message: StepTimes, now: float) -> list[Effect]:
+    def heard(self, sender: Member, message: msg.StepTimes, now: float) -> list[fx.Effect]:
         """A worker says how the time of its last steps went, or a server how much it had to do."""
         if (sender.node.role is Role.WORKER) is not bool(message.steps):
             return []
@@ -186,14 +186,14 @@ class Verdicts:
         history.new += 1
         if now < self._look_at:
             return []
-        said: list[Effect] = [Log(text) for text in self._look(now)]
+        said: list[fx.Effect] = [fx.Log(text) for text in self._look(now)]
         self._looked_at, self._look_at = now, now + LOOK_S + LOOK_MEMBER_S * len(self._of)
         return said
 
-    def summary(self) -> list[Effect]:
+    def summary(self) -> list[fx.Effect]:
         """What has cost the job most."""
         costly = sorted([one for one in self._said if one.cost_s >= PAUSE_S], key=lambda one: -one.cost_s)[:SAID_MAX]
-        return [Log(f"{one.sentence} The job has waited {_s(one.cost_s)} for it in all.") for one in costly]
+        return [fx.Log(f"{one.sentence} The job has waited {_s(one.cost_s)} for it in all.") for one in costly]
 
     def _look(self, now: float) -> Iterator[str]:
         there = {*self._membership.there.values(), *self._membership.servers.values()}

@@ -18,30 +18,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from kvdist.config.settings import ClusterConfig
-from kvdist.core.machine import ChildEnded, Effect, Event, LauncherGone, Log, ProcessStarted, Send
+from kvdist.core import machine as fx
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
-from kvdist.protocol.messages import (
-    LATER,
-    Alive,
-    Assign,
-    Barrier,
-    Copied,
-    Done,
-    Failed,
-    Hello,
-    Lease,
-    Load,
-    Message,
-    Peer,
-    Reregister,
-    Rest,
-    Save,
-    Saved,
-    SetOptimizer,
-    SnapshotTaken,
-    Waiting,
-)
+from kvdist.protocol import messages as msg
 
 Call = tuple[int, int, int]
 """A barrier, a checkpoint or a load: the code of its message, the store, the count."""
@@ -51,8 +31,8 @@ Call = tuple[int, int, int]
 class Memories:
     """What others remember of an earlier scheduler."""
 
-    registered: dict[Member, Reregister] = field(default_factory=dict)
-    peers: dict[Member, Peer] = field(default_factory=dict)
+    registered: dict[Member, msg.Reregister] = field(default_factory=dict)
+    peers: dict[Member, msg.Peer] = field(default_factory=dict)
     """All processes that anybody knows."""
     members: dict[NodeId, Member] = field(default_factory=dict)
     """The newest of each rank."""
@@ -60,24 +40,24 @@ class Memories:
     """Those of them that have left, as anybody knows."""
     lost: set[Member] = field(default_factory=set)
     """Those that were given up."""
-    assigned: dict[tuple[int, int], dict[Member, Assign]] = field(default_factory=dict)
+    assigned: dict[tuple[int, int], dict[Member, msg.Assign]] = field(default_factory=dict)
     """(store, first slice) → by server what it was told."""
-    optimizers: dict[int, SetOptimizer] = field(default_factory=dict)
-    snapshots: dict[str, dict[Member, SnapshotTaken]] = field(default_factory=dict)
+    optimizers: dict[int, msg.SetOptimizer] = field(default_factory=dict)
+    snapshots: dict[str, dict[Member, msg.SnapshotTaken]] = field(default_factory=dict)
     """Folder → what servers have written there by themselves; the newest is the last."""
-    rest: Rest | None = None
+    rest: msg.Rest | None = None
     """The newest one that any server has: who has which data."""
     resting: set[Member] = field(default_factory=set)
     """Those that ask for data, and may not have been awaited."""
-    copied: list[Copied] = field(default_factory=list)
+    copied: list[msg.Copied] = field(default_factory=list)
     """Which servers have a backup with all that they have."""
-    ended: dict[NodeId, ChildEnded] = field(default_factory=dict)
+    ended: dict[NodeId, fx.ChildEnded] = field(default_factory=dict)
     """What the launcher says of processes."""
-    later: list[Callable[[float], list[Effect]]] = field(default_factory=list)
+    later: list[Callable[[float], list[fx.Effect]]] = field(default_factory=list)
     """What has come and is to be handled when everything is known."""
     asked_again: set[Call] = field(default_factory=set)
 
-    def register(self, sender: Member, message: Reregister) -> None:
+    def register(self, sender: Member, message: msg.Reregister) -> None:
         """Take what a process says of itself and of the others."""
         self.registered[sender] = message
         for peer in message.peers:
@@ -95,7 +75,7 @@ class Memories:
         away = [one for one in self.members.values() if one not in known]
         return sorted(away, key=lambda one: (one.node.role is Role.WORKER, one.node.rank))
 
-    def end_of(self, member: Member) -> ChildEnded | None:
+    def end_of(self, member: Member) -> fx.ChildEnded | None:
         """What the launcher says of the end of this process, or of a later one of its rank; None if nothing."""
         ended = self.ended.get(member.node)
         life = self.peers[member].life if member in self.peers else 0
@@ -122,8 +102,8 @@ class Memories:
         for message in self.registered.values():
             for rank, version in zip(message.joined, message.since, strict=False):
                 said.setdefault(members[worker(rank)], []).append(version)
-        since = {member: min(versions) for member, versions in said.items() if min(versions) < LATER}
-        halfway = {member: version for member, version in since.items() if LATER in said[member]}
+        since = {member: min(versions) for member, versions in said.items() if min(versions) < msg.LATER}
+        halfway = {member: version for member, version in since.items() if msg.LATER in said[member]}
         known = [
             {peer.member for peer in one.peers} for by, one in self.registered.items() if by.node.role is Role.SERVER
         ]
@@ -156,57 +136,57 @@ class ReturnedScheduler(Scheduler):
         """When `tick` should run next."""
         return super().deadline if self._memories is None else self._register_by
 
-    def refuses(self, source: Member, message: Message) -> str | None:
+    def refuses(self, source: Member, message: msg.Message) -> str | None:
         """Listen to all that may be members until it is known who is."""
         if self._memories is None or source.node.rank == UNRANKED:
             return super().refuses(source, message)
         return None
 
-    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+    def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         """Collect what others know; then as ever."""
         memories = self._memories
         if memories is None:
             return super().handle(sender, message, now)
         match message:
-            case Hello():
+            case msg.Hello():
                 awaited = f"{self._awaited(memories)} to register with the scheduler that was started again"
                 if self.newcomers is None:
-                    return [Send(sender, Waiting(awaited, (), 0.0))]
+                    return [fx.Send(sender, msg.Waiting(awaited, (), 0.0))]
                 return self.newcomers.delay(sender, awaited)
-            case Alive():
+            case msg.Alive():
                 return []
-            case Assign(store=store, placement=placement):
+            case msg.Assign(store=store, placement=placement):
                 memories.assigned.setdefault((store, min(placement.first_slices)), {})[sender] = message
-            case SetOptimizer(store=store):
+            case msg.SetOptimizer(store=store):
                 memories.optimizers[store] = message
-            case SnapshotTaken():
+            case msg.SnapshotTaken():
                 memories.snapshots.setdefault(message.folder, {})[sender] = message
-            case Rest():
+            case msg.Rest():
                 memories.rest = max(memories.rest or message, message, key=lambda one: one.request)
-            case Copied():
+            case msg.Copied():
                 memories.copied.append(message)
-            case Reregister():
+            case msg.Reregister():
                 memories.register(sender, message)
                 return self._begin_if_known(now)
             case _:
-                if isinstance(message, Barrier | Save | Load):
+                if isinstance(message, msg.Barrier | msg.Save | msg.Load):
                     memories.asked_again.add((message.KIND, message.store, message.counter))
-                if isinstance(message, Lease) and message.rests:
+                if isinstance(message, msg.Lease) and message.rests:
                     memories.resting.add(sender)
                 memories.later.append(partial(self._again, sender, message))
         return []
 
-    def observe(self, event: Event, now: float) -> list[Effect]:
+    def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         """What happens meanwhile is looked at when everything is known."""
         memories = self._memories
-        if memories is None or isinstance(event, LauncherGone | ProcessStarted):
+        if memories is None or isinstance(event, fx.LauncherGone | fx.ProcessStarted):
             return super().observe(event, now)
         memories.later.append(partial(super().observe, event))
-        if isinstance(event, ChildEnded):
+        if isinstance(event, fx.ChildEnded):
             memories.ended[event.node] = event
         return self._begin_if_known(now)
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[fx.Effect]:
         """Wait no longer than others have to register."""
         if self._memories is None:
             return super().tick(now)
@@ -229,13 +209,13 @@ class ReturnedScheduler(Scheduler):
         lines = [memories.peers[member] for member in memories.awaited()]
         return ", ".join(f"{one.member} (pid {one.pid} on {one.host})" for one in lines) or "the members"
 
-    def _begin_if_known(self, now: float) -> list[Effect]:
+    def _begin_if_known(self, now: float) -> list[fx.Effect]:
         memories = self._memories
         assert memories is not None
         is_known = not memories.awaited() if memories.registered else memories.is_over(self.config.num_servers)
         return self._begin(now) if is_known else []
 
-    def _begin(self, now: float) -> list[Effect]:
+    def _begin(self, now: float) -> list[fx.Effect]:
         """Go on with what is known."""
         memories, self._memories = self._memories, None
         assert memories is not None
@@ -255,7 +235,7 @@ class ReturnedScheduler(Scheduler):
         for member in self.membership.lost:
             if member.node.role is Role.SERVER:  # who has not heard of it may have marked pushes there, as ever
                 self.checkpoints.server_lost(member, self.membership.workers.values())
-        effects: list[Effect] = [Log(told), *self._recall_agreements(memories, now)]
+        effects: list[fx.Effect] = [fx.Log(told), *self._recall_agreements(memories, now)]
         if memories.rest is not None and memories.rest.note:
             effects += self._recall_leases(memories, memories.rest)
         if self.newcomers is not None:
@@ -271,8 +251,8 @@ class ReturnedScheduler(Scheduler):
         for event in memories.later:
             effects += event(now)
         for kind, store, counter in (*self._answers, *self._over):  # now that what is under way is known to be
-            counts = self.checkpoints.saves if kind == Save.KIND else self.checkpoints.loads
-            if kind != Barrier.KIND:
+            counts = self.checkpoints.saves if kind == msg.Save.KIND else self.checkpoints.loads
+            if kind != msg.Barrier.KIND:
                 counts[store] = max(counts.get(store, 0), counter + 1)
         return effects + self._without_departed(now)
 
@@ -300,7 +280,7 @@ class ReturnedScheduler(Scheduler):
             still = of is not None and self._copy_of(of, message.rank) == self._copy_of(newest, message.rank)
             self.membership.copied(message.rank, newest.epoch if still else message.epoch)
 
-    def _copy_of(self, roster: Reregister, rank: int) -> tuple[set[Member], Sequence[int]]:
+    def _copy_of(self, roster: msg.Reregister, rank: int) -> tuple[set[Member], Sequence[int]]:
         """A server and the one that keeps its copy, and the slices of which servers the first one has."""
         pair = {server(rank), server((rank + 1) % self.config.num_servers)}
         owners = roster.owners or range(self.config.num_servers)
@@ -308,10 +288,10 @@ class ReturnedScheduler(Scheduler):
         lost = {peer.member for peer in roster.lost}
         return {peer.member for peer in roster.peers if peer.member.node in pair} - lost, numbers
 
-    def _recall_agreements(self, memories: Memories, now: float) -> list[Effect]:
+    def _recall_agreements(self, memories: Memories, now: float) -> list[fx.Effect]:
         """Keys and optimizers, of which servers are told once more; passed barriers; locks of folders."""
         first = min(memories.registered, key=lambda one: (one.node.role is not Role.WORKER, one.node.rank))
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for optimizer in memories.optimizers.values():
             effects += self.keys.recall_optimizer(optimizer, first, now)
         servers = self.membership.servers.items()
@@ -324,27 +304,27 @@ class ReturnedScheduler(Scheduler):
             if is_told and not {one for _, one in servers} <= told.keys():
                 effects += self._questions.ask(partial(_numbered, message), lambda _: [])
         for kind, store, counter in self._answers:
-            if kind == Barrier.KIND:
+            if kind == msg.Barrier.KIND:
                 self._passed[store] = max(self._passed.get(store, 0), counter + 1)
         for register in memories.registered.values():
             for folder in register.folders:
                 effects += self.checkpoints.recall(folder, register.run, now)
         return effects
 
-    def _recall_leases(self, memories: Memories, rest: Rest) -> list[Effect]:
+    def _recall_leases(self, memories: Memories, rest: msg.Rest) -> list[fx.Effect]:
         """Which worker has which part of the data."""
         resting = [one.node for one in memories.resting if one.node.rank in rest.ranks and self.membership.has(one)]
         open_ = memories.asked_again - self._answers.keys()
-        saving = {(store, counter) for kind, store, counter in open_ if kind == Save.KIND}
+        saving = {(store, counter) for kind, store, counter in open_ if kind == msg.Save.KIND}
         effects, (stores, *numbers) = self._with_leases().recall(rest.note, resting, saving)
         for counts, told in zip((self._passed, self.checkpoints.saves, self.checkpoints.loads), numbers, strict=True):
             for store, count in zip(stores, told, strict=True):
                 counts[store] = max(counts.get(store, 0), count)
         return effects
 
-    def _without(self, missing: list[Member], memories: Memories, now: float) -> list[Effect]:
+    def _without(self, missing: list[Member], memories: Memories, now: float) -> list[fx.Effect]:
         """Go on without those that have not registered, or end the job, and name all of them."""
-        silent, replaced, effects = [], [], list[Effect]()
+        silent, replaced, effects = [], [], list[fx.Effect]()
         for member in missing:
             ended = memories.end_of(member)
             if ended is None:
@@ -370,28 +350,28 @@ class ReturnedScheduler(Scheduler):
             effects += self._lost(member, "it has ended, and its rank was started again since", now, has_ended=True)
         return effects
 
-    def _again(self, sender: Member, message: Message, now: float) -> list[Effect]:
+    def _again(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         """Handle what has come before everything was known."""
         if not self.membership.has(sender) or self._stopped:
             return []
-        if isinstance(message, Barrier | Save | Load):
-            counter, effects = message.counter, list[Effect]()
-            if not isinstance(message, Save) and counter == LATER and self.newcomers is not None:
+        if isinstance(message, msg.Barrier | msg.Save | msg.Load):
+            counter, effects = message.counter, list[fx.Effect]()
+            if not isinstance(message, msg.Save) and counter == msg.LATER and self.newcomers is not None:
                 counter = self.newcomers.answered(sender, message)
-                effects = self.newcomers.tell(sender, message, counter) if counter < LATER else []
+                effects = self.newcomers.tell(sender, message, counter) if counter < msg.LATER else []
             answer = self._answers.get((message.KIND, message.store, counter))
             if answer is not None:
                 code, reason = answer
                 request = message.request
-                return [*effects, Send(sender, Done(request) if code < 0 else Failed(request, code, reason))]
-        if isinstance(message, Saved):
+                return [*effects, fx.Send(sender, msg.Done(request) if code < 0 else msg.Failed(request, code, reason))]
+        if isinstance(message, msg.Saved):
             # All workers had marked when it was said. If nobody asks any more, all have been answered.
-            call = (Save.KIND, message.store, message.counter)
+            call = (msg.Save.KIND, message.store, message.counter)
             if call in self._answers or call not in self._asked_again:
                 self._over.add(call)
                 return []
         return super().handle(sender, message, now)
 
 
-def _numbered(message: Assign, request: int) -> Assign:
+def _numbered(message: msg.Assign, request: int) -> msg.Assign:
     return replace(message, request=request)

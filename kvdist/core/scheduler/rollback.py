@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from kvdist import errors
 from kvdist.checkpoint.snapshot import (
     EVERYTHING,
     FileRecord,
@@ -37,29 +38,17 @@ from kvdist.checkpoint.snapshot import (
     WriteManifest,
 )
 from kvdist.config.settings import ClusterConfig
+from kvdist.core import machine as fx
 from kvdist.core.agreement import Agreement, MemberWait, Questions
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import NEVER, Effect, Log, Persist, Persisted, Send
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
-from kvdist.errors import CheckpointError
 from kvdist.naming import name_of
 from kvdist.nodes import Member, NodeId, Role
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U32
-from kvdist.protocol.messages import (
-    Configure,
-    Declare,
-    Missed,
-    Quiet,
-    Restore,
-    Rewind,
-    RollBack,
-    SavedFile,
-    SnapshotTaken,
-    TakeSnapshot,
-)
 
 if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
     from kvdist.core.scheduler.leases import Leases
@@ -87,7 +76,7 @@ class Snapshot:
     folder: str
     keys: tuple[SavedKey, ...]
     begun_at: float
-    taken: dict[Member, SnapshotTaken] = field(default_factory=dict)
+    taken: dict[Member, msg.SnapshotTaken] = field(default_factory=dict)
     position: Mapping[str, Any] | None = None
     """In the data, if workers lease them."""
     is_written: bool = False
@@ -105,7 +94,7 @@ class Snapshot:
     @property
     def files(self) -> tuple[FileRecord, ...]:
         """The files of the servers that keep something of the store."""
-        files: list[SavedFile] = [one.file for one in self.taken.values() if one.file.name]
+        files: list[msg.SavedFile] = [one.file for one in self.taken.values() if one.file.name]
         return tuple(FileRecord(file.name, file.nbytes, file.sha256) for file in files)
 
     @property
@@ -127,7 +116,7 @@ class Snapshot:
 class Recalled:
     """Snapshots of an earlier scheduler: the manifest of the first is being read, and of the others if it has none."""
 
-    found: list[tuple[str, dict[Member, SnapshotTaken]]]
+    found: list[tuple[str, dict[Member, msg.SnapshotTaken]]]
     """Folder, and what every server has written there; the newest first."""
 
 
@@ -183,10 +172,10 @@ class SnapshotScheduler(Protocol):
     def now(self) -> float:
         """The time."""
 
-    def is_whole(self) -> list[Effect]:
+    def is_whole(self) -> list[fx.Effect]:
         """A server has what it had: what has waited for that goes on."""
 
-    def end_job(self, member: Member, cause: str, sentence: str) -> list[Effect]:
+    def end_job(self, member: Member, cause: str, sentence: str) -> list[fx.Effect]:
         """End the job because of this process."""
 
 
@@ -230,7 +219,7 @@ class Rollback:
         """What workers train on; None if nobody has asked for any."""
         self._run = ""
         self._has_lock = self._is_locking = False
-        self._lock_late_at = NEVER
+        self._lock_late_at = fx.NEVER
         """When it is said that the folder is not locked yet."""
         self._next = now
         """When the next snapshot begins."""
@@ -265,15 +254,15 @@ class Rollback:
         """When `tick` should run next."""
         if self.way_back is not None:
             is_whole = len(self._membership.servers) == self._num_servers
-            return NEVER if is_whole else self.way_back.begun_at + self._patience_s
+            return fx.NEVER if is_whole else self.way_back.begun_at + self._patience_s
         if self.returning:
             absent = [one.begun_at for one in self.returning.values() if not one.there]
-            return min(absent, default=NEVER) + self._patience_s
+            return min(absent, default=fx.NEVER) + self._patience_s
         if self._making is not None:
-            return NEVER if self._making.is_late else self._making.begun_at + self._late_s
+            return fx.NEVER if self._making.is_late else self._making.begun_at + self._late_s
         return self._lock_late_at if self._is_locking else self._next
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[fx.Effect]:
         """Begin a snapshot if it is time; give up a server that does not come back."""
         if self.way_back is not None or self.returning:
             assert self._lost is not None
@@ -282,7 +271,7 @@ class Rollback:
         if self._making is not None:
             return self._late(self._making, now)
         if self._is_locking:
-            self._lock_late_at = NEVER
+            self._lock_late_at = fx.NEVER
             told = (
                 f"no snapshot can be written yet: the scheduler has waited {LOCK_LATE_S:g} s for the lock of the folder"
                 f" {self._folder}; another job is taking it (lock.json there says which process on which host), or the"
@@ -294,7 +283,7 @@ class Rollback:
             return []
         if not self._has_lock:
             self._is_locking, self._lock_late_at = True, now + LOCK_LATE_S
-            return [Persist(self, LockFolder(f"{self._folder}/step-0", self._run))]
+            return [fx.Persist(self, LockFolder(f"{self._folder}/step-0", self._run))]
         if self.is_partial:
             self._last = max(self._last + 1, *self._scheduler.steps.values())
             return self._begin(self._last, now)
@@ -304,7 +293,7 @@ class Rollback:
     def _late_s(self) -> float:
         return max(self._explain_after_s, INTERVALS_LATE * max(self._again_s, self._took_s))
 
-    def _late(self, making: Snapshot, now: float) -> list[Effect]:
+    def _late(self, making: Snapshot, now: float) -> list[fx.Effect]:
         """Say who has not done its part; no other snapshot is begun before."""
         making.is_late = True
         silent = sorted(str(one) for one in self._membership.servers.values() if one not in making.taken)
@@ -350,7 +339,7 @@ class Rollback:
         stores = [store for store in self._keys.optimizers if self._keys.saved(store)]
         return stores[0] if stores else None
 
-    def _begin(self, version: int, now: float) -> list[Effect]:
+    def _begin(self, version: int, now: float) -> list[fx.Effect]:
         """Servers promise to make this version at most: let them take it."""
         store = self._store()
         if store is None or self.way_back is not None or self._making is not None:
@@ -358,8 +347,8 @@ class Rollback:
         folder = f"{self._folder}/step-{version}"
         self._making = Snapshot(store, version, folder, self._keys.saved(store), now, gone=self._gone)
         self._note_leases(self._making)
-        message = TakeSnapshot(store, version, folder, self._run)
-        return [Send(server, message) for server in self._membership.servers.values()]
+        message = msg.TakeSnapshot(store, version, folder, self._run)
+        return [fx.Send(server, message) for server in self._membership.servers.values()]
 
     def has_leases(self, leases: Leases) -> None:
         """Workers lease examples from now on, perhaps while servers take a snapshot."""
@@ -372,7 +361,7 @@ class Rollback:
         if self.leases is not None and not self.is_partial:
             self.leases.snapshot_begins(making.version)
 
-    def taken(self, sender: Member, message: SnapshotTaken) -> list[Effect]:
+    def taken(self, sender: Member, message: msg.SnapshotTaken) -> list[fx.Effect]:
         """A server has written its part, or could not."""
         making = self._making
         if making is None or making.folder != message.folder or making.is_written:
@@ -391,8 +380,8 @@ class Rollback:
                 return effects
         making.is_written = True
         useless, self._useless = self._useless, []
-        goes = [Persist(None, Sweep(folder, whole=True)) for folder in useless if folder != making.folder]
-        return [*goes, Persist(making, WriteManifest(making.folder, self._manifest(making), KEPT))]
+        goes = [fx.Persist(None, Sweep(folder, whole=True)) for folder in useless if folder != making.folder]
+        return [*goes, fx.Persist(making, WriteManifest(making.folder, self._manifest(making), KEPT))]
 
     def _manifest(self, making: Snapshot) -> Manifest:
         description = self._keys.optimizers[making.store].description
@@ -411,7 +400,7 @@ class Rollback:
             making.position,
         )
 
-    def persisted(self, event: Persisted, now: float) -> list[Effect]:
+    def persisted(self, event: fx.Persisted, now: float) -> list[fx.Effect]:
         """The folder is this job's, a manifest is written or read; or not."""
         if isinstance(event.token, Snapshot):
             return self._written(event.token, event.failure, now)
@@ -432,7 +421,7 @@ class Rollback:
         self._run = event.product
         return []
 
-    def _written(self, making: Snapshot, failure: str, now: float) -> list[Effect]:
+    def _written(self, making: Snapshot, failure: str, now: float) -> list[fx.Effect]:
         if making is not self._making:
             return []
         if failure:
@@ -440,22 +429,22 @@ class Rollback:
         self.written, self._making = [*self.written, making][-KEPT:], None
         self._took_s = now - making.begun_at
         self._next = now + self._pause_s(self._took_s)
-        told = [Log(f"snapshots are written again: that of step {making.version} is there")] if self._said else []
+        told = [fx.Log(f"snapshots are written again: that of step {making.version} is there")] if self._said else []
         self._said.clear()
         return [*told, *self.advance(now)]
 
-    def _failed(self, making: Snapshot, reason: str) -> list[Effect]:
+    def _failed(self, making: Snapshot, reason: str) -> list[fx.Effect]:
         self._making = None
         self._next = self._scheduler.now + self._again_s
         before = "there is none before" if self.newest is None else f"that of step {self.newest.version} stays"
         told = f"the snapshot of step {making.version} was not made, training goes on, and {before}: {reason}"
-        return [*self._once(reason.replace(making.folder, ""), told), Persist(None, Sweep(making.folder))]
+        return [*self._once(reason.replace(making.folder, ""), told), fx.Persist(None, Sweep(making.folder))]
 
-    def _once(self, cause: str, told: str) -> list[Effect]:
+    def _once(self, cause: str, told: str) -> list[fx.Effect]:
         """What is said of a failure that comes again each time it is tried."""
         is_new = cause not in self._said
         self._said.add(cause)
-        return [Log(told)] if is_new else []
+        return [fx.Log(told)] if is_new else []
 
     @property
     def _again_s(self) -> float:
@@ -467,19 +456,21 @@ class Rollback:
             return max(self._interval_s, took_s)
         return max(took_s, math.sqrt(2.0 * took_s * FAILURES_APART_S), LOOK_AGAIN_S)
 
-    def refusal(self, message: Declare | Configure) -> str:
+    def refusal(self, message: msg.Declare | msg.Configure) -> str:
         """Why this cannot be beside snapshots; '' if it can."""
         obstacle = ""
         modes = {POLICIES[store.mode].is_lockstep for store in self._keys.stores.values()}
-        if isinstance(message, Declare) and modes - {POLICIES[message.mode].is_lockstep}:
+        if isinstance(message, msg.Declare) and modes - {POLICIES[message.mode].is_lockstep}:
             obstacle = "a dist_async store beside one of sums or rounds (store.average makes one)"
-        elif isinstance(message, Configure) and message.store not in self._keys.optimizers and self._keys.optimizers:
+        elif (
+            isinstance(message, msg.Configure) and message.store not in self._keys.optimizers and self._keys.optimizers
+        ):
             obstacle = "a second store with an optimizer"
         return (
             f"snapshots (KVDIST_SNAPSHOTS) cannot bring back {obstacle} yet: leave one of them out" if obstacle else ""
         )
 
-    def recall(self, written: Mapping[str, dict[Member, SnapshotTaken]]) -> list[Effect]:
+    def recall(self, written: Mapping[str, dict[Member, msg.SnapshotTaken]]) -> list[fx.Effect]:
         """Take over from an earlier scheduler: go back to the newest snapshot that all servers have written.
 
         Args:
@@ -493,15 +484,15 @@ class Rollback:
         found = [one for one in reversed(list(written.items())) if one[1].keys() >= servers]
         return self._look_at(Recalled(found))
 
-    def _look_at(self, recalled: Recalled) -> list[Effect]:
+    def _look_at(self, recalled: Recalled) -> list[fx.Effect]:
         self._is_locking = bool(recalled.found)
         if self._is_locking:
-            return [Persist(recalled, ReadManifest(recalled.found[0][0]))]
+            return [fx.Persist(recalled, ReadManifest(recalled.found[0][0]))]
         if self.newest is not None:
-            return [Log(f"the newest snapshot is that of step {self.newest.version}: all can go back to it")]
-        return [Log("no snapshot is known any more: until there is a new one, the loss of a server ends the job")]
+            return [fx.Log(f"the newest snapshot is that of step {self.newest.version}: all can go back to it")]
+        return [fx.Log("no snapshot is known any more: until there is a new one, the loss of a server ends the job")]
 
-    def _recalled(self, recalled: Recalled, event: Persisted, now: float) -> list[Effect]:
+    def _recalled(self, recalled: Recalled, event: fx.Persisted, now: float) -> list[fx.Effect]:
         """Its manifest was read; there is none if the earlier scheduler was lost before it was written."""
         folder, taken = recalled.found.pop(0)
         manifest, store = event.product, self._store()
@@ -540,7 +531,7 @@ class Rollback:
         making = self._making
         return making if self.newest is None and making is not None and making.is_written else self.newest
 
-    def begin(self, lost: Member, now: float) -> list[Effect]:
+    def begin(self, lost: Member, now: float) -> list[fx.Effect]:
         """A server was lost, and has left the membership: let all workers drop what they ask for."""
         self._lost = lost
         to = self._complete()
@@ -550,7 +541,7 @@ class Rollback:
                 self._useless.append(self._making.folder)
                 self.written = self.written[1 - KEPT :]
             self._making = None
-        noted: list[Effect] = []
+        noted: list[fx.Effect] = []
         if self.leases is not None:
             self.leases.go_back(to.position)
             noted = self.leases.restored(list)  # servers hear it before they go back themselves
@@ -558,8 +549,8 @@ class Rollback:
         loud = list(self._membership.workers.values())
         self.way_back = WayBack(self._number, to, set(loud), now)
         self._newcomers.begin_anew()
-        message = Rewind(self._number, to.version, f"{lost} was lost: all go back to step {to.version}")
-        return [*noted, *(Send(member, message) for member in loud), *self._advance(now)]
+        message = msg.Rewind(self._number, to.version, f"{lost} was lost: all go back to step {to.version}")
+        return [*noted, *(fx.Send(member, message) for member in loud), *self._advance(now)]
 
     def ignores(self, sender: Member) -> bool:
         """Whether this worker has called something that it is going to drop."""
@@ -574,24 +565,24 @@ class Rollback:
         """Whether a server says something about checkpoints that were dropped."""
         return self.way_back is not None and sender not in self.way_back.gone_back
 
-    def welcome(self, server: Member) -> list[Effect]:
+    def welcome(self, server: Member) -> list[fx.Effect]:
         """A server has taken the place of a lost one: tell it what all others know."""
         messages = [*self._keys.told(), *self._questions.repeated(server)]
-        return [Send(server, message) for message in messages]
+        return [fx.Send(server, message) for message in messages]
 
-    def quiet(self, sender: Member, message: Quiet, now: float) -> list[Effect]:
+    def quiet(self, sender: Member, message: msg.Quiet, now: float) -> list[fx.Effect]:
         """A worker has dropped what it had asked for, and nothing of it is under way."""
         if self.way_back is not None and self.way_back.number == message.number:
             self.way_back.loud.discard(sender)
         return self._advance(now)
 
-    def advance(self, now: float) -> list[Effect]:
+    def advance(self, now: float) -> list[fx.Effect]:
         """A worker is gone, or a server is back."""
         if self.way_back is not None:
             self.way_back.loud.intersection_update(self._membership.workers.values())
         return [*self._advance(now), *(told for one in list(self.returning.values()) for told in self._return(one))]
 
-    def _advance(self, now: float) -> list[Effect]:
+    def _advance(self, now: float) -> list[fx.Effect]:
         back = self.way_back
         if back is None or len(self._membership.servers) < self._num_servers:
             return []
@@ -602,13 +593,13 @@ class Rollback:
             if self.newest is None:
                 return self._without_any()
             assert back.to is self.newest, "it was said to workers"
-            return [Persist(back, ReadManifest(back.to.folder))]
+            return [fx.Persist(back, ReadManifest(back.to.folder))]
         if not back.is_read or back.loud or back.request >= 0:
             return []
 
-        def make(request: int) -> RollBack:
+        def make(request: int) -> msg.RollBack:
             back.request = request
-            return RollBack(request, back.number, *back.to.versions)
+            return msg.RollBack(request, back.number, *back.to.versions)
 
         back.asked = self._step(back, "go back to")
         return self._questions.ask(make, lambda _: self._ended(back, now), back.asked)
@@ -616,12 +607,12 @@ class Rollback:
     def _step(self, back: WayBack | Returning, deed: str) -> Agreement[str]:
         return Agreement("", deed, back.begun_at, {})
 
-    def _without_any(self) -> list[Effect]:
+    def _without_any(self) -> list[fx.Effect]:
         assert self._lost is not None
         cause = "the only snapshot could not be written"
         return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}")
 
-    def _checked(self, back: WayBack, event: Persisted) -> list[Effect]:
+    def _checked(self, back: WayBack, event: fx.Persisted) -> list[fx.Effect]:
         """The manifest was read: if it is what was written, let the servers read."""
         if back is not self.way_back:
             return []
@@ -633,7 +624,7 @@ class Rollback:
             return self._without(back.to, failure)
         back.asked = self._step(back, "read")
         return self._questions.ask(
-            lambda request: Restore(request, back.to.store, back.to.folder, EVERYTHING),
+            lambda request: msg.Restore(request, back.to.store, back.to.folder, EVERYTHING),
             lambda reason: self._read(back, reason),
             back.asked,
         )
@@ -641,13 +632,13 @@ class Rollback:
     def _misfit(self, manifest: Manifest, to: Snapshot) -> str:
         try:
             manifest.require(to.keys, self._keys.optimizers[to.store].description, EVERYTHING)
-        except CheckpointError as error:
+        except errors.CheckpointError as error:
             return str(error)
         if manifest.run != self._run:
             return f"it was written by run {manifest.run}, and this is {self._run}: give each job a folder of its own"
         return ""
 
-    def _read(self, back: WayBack, failure: str) -> list[Effect]:
+    def _read(self, back: WayBack, failure: str) -> list[fx.Effect]:
         if back is not self.way_back:
             return []
         if failure:
@@ -655,7 +646,7 @@ class Rollback:
         back.is_read = True
         return self._advance(self._scheduler.now)
 
-    def _without(self, damaged: Snapshot, failure: str, one: Returning | None = None) -> list[Effect]:
+    def _without(self, damaged: Snapshot, failure: str, one: Returning | None = None) -> list[fx.Effect]:
         """A snapshot cannot be read: all go back to the one before it, or this server alone does."""
         assert self._lost is not None
         if damaged in self.written:
@@ -665,19 +656,19 @@ class Rollback:
         obstacle = "there is none before it" if before is None else self._lacks(before)
         if before is None or obstacle:
             return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}; {obstacle}")
-        told = Log(f"{cause}; that of step {before.version} takes its place")
+        told = fx.Log(f"{cause}; that of step {before.version} takes its place")
         if one is None:
             return [told, *self.begin(self._lost, self._scheduler.now)]
         one.to = None
         return [told, *self._return(one)]
 
-    def _ended(self, back: WayBack, now: float) -> list[Effect]:
+    def _ended(self, back: WayBack, now: float) -> list[fx.Effect]:
         if back is not self.way_back:
             return []
         self.way_back = None
         self._next = now
         self._membership.go_back(back.to.version)
-        told = Log(f"all have gone back to step {back.to.version}, and go on from there")
+        told = fx.Log(f"all have gone back to step {back.to.version}, and go on from there")
         return [told, *self._newcomers.gone_back()]
 
     # The way back of one server, in an asynchronous store.
@@ -700,7 +691,7 @@ class Rollback:
         written = [one for one in found if one is not None and one.is_written]
         return max([one.trained.get(incarnation, 0) for one in written if self.is_partial], default=0)
 
-    def missed(self, sender: Member, message: Missed) -> list[Effect]:
+    def missed(self, sender: Member, message: msg.Missed) -> list[fx.Effect]:
         """A worker says what a server that has gone back lacks of its pushes."""
         for one in self.returning.values():
             if message.number in one.before | {one.number}:
@@ -710,7 +701,7 @@ class Rollback:
                 one.silent.discard(sender)
         return self.advance(self._scheduler.now)
 
-    def _return(self, one: Returning) -> list[Effect]:
+    def _return(self, one: Returning) -> list[fx.Effect]:
         server = self._membership.servers.get(one.lost.node)
         if server is None or (one.to is None and self.newest is None and self._making is not None):
             return []  # or the manifest of the one to go back to is being written
@@ -720,15 +711,15 @@ class Rollback:
         if one.to is None:
             one.to = self.newest
             assert one.to is not None
-            return [Persist(one, ReadManifest(one.to.folder))]
+            return [fx.Persist(one, ReadManifest(one.to.folder))]
         one.silent.intersection_update(self._membership.there.values())
         if not one.has_gone_back or one.silent:
             return []
         del self.returning[one.lost.node]
         self._next = self._scheduler.now
-        return [Log(self._told(server, one)), *self._scheduler.is_whole()]
+        return [fx.Log(self._told(server, one)), *self._scheduler.is_whole()]
 
-    def _checked_alone(self, one: Returning, event: Persisted) -> list[Effect]:
+    def _checked_alone(self, one: Returning, event: fx.Persisted) -> list[fx.Effect]:
         """The manifest was read: if it is what was written, let the server read."""
         if self.returning.get(one.lost.node) is not one:
             return []
@@ -741,7 +732,7 @@ class Rollback:
         if failure:
             return self._without(to, failure, one)
 
-        def read(failure: str) -> list[Effect]:
+        def read(failure: str) -> list[fx.Effect]:
             if self.returning.get(one.lost.node) is not one:
                 return []
             if failure:
@@ -750,15 +741,15 @@ class Rollback:
             taken = next(said for member, said in to.taken.items() if member.node == one.lost.node)
             where = (one.number, taken.ids, taken.versions)
             one.asked = self._step(one, "go back to")
-            return self._questions.ask(lambda request: RollBack(request, *where), ended, one.asked, one.there)
+            return self._questions.ask(lambda request: msg.RollBack(request, *where), ended, one.asked, one.there)
 
-        def ended(_: str) -> list[Effect]:
+        def ended(_: str) -> list[fx.Effect]:
             one.has_gone_back = True
             return self.advance(self._scheduler.now)
 
         one.asked = self._step(one, "read")
         return self._questions.ask(
-            lambda request: Restore(request, to.store, to.folder, EVERYTHING), read, one.asked, one.there
+            lambda request: msg.Restore(request, to.store, to.folder, EVERYTHING), read, one.asked, one.there
         )
 
     @property

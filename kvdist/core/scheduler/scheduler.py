@@ -11,28 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvdist import errors
 from kvdist.config.settings import ClusterConfig
+from kvdist.core import machine as fx
 from kvdist.core.agreement import Agreement, Answer, MemberWait, Questions
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import (
-    NEVER,
-    Bind,
-    ChildEnded,
-    Effect,
-    Event,
-    Forget,
-    Halt,
-    LauncherGone,
-    Log,
-    Machine,
-    PeerConnected,
-    PeerDisconnected,
-    Persisted,
-    ProcessStarted,
-    Send,
-    TellLauncher,
-    Unreachable,
-)
 from kvdist.core.policy import POLICIES
 from kvdist.core.scheduler.checkpoints import Checkpoints
 from kvdist.core.scheduler.deadlocks import NAMED_MAX, Deadlocks
@@ -40,42 +23,9 @@ from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.sharding import Placer
-from kvdist.errors import EXITED, INCOMPLETE, NO_COPY, ConfigError, DeadlockError, KvdistError, PeerLostError
 from kvdist.naming import name_of, who_says_what
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
-from kvdist.protocol.messages import (
-    Abort,
-    Barrier,
-    Blocked,
-    Claim,
-    Command,
-    Configure,
-    Copied,
-    CutFound,
-    Declare,
-    Done,
-    ErrorCode,
-    Failed,
-    Goodbye,
-    Hello,
-    Lease,
-    Load,
-    Message,
-    Missed,
-    OnLoss,
-    Perform,
-    Quiet,
-    Rejected,
-    Save,
-    Saved,
-    Settled,
-    SnapshotTaken,
-    StepTimes,
-    Stop,
-    Used,
-    Waiting,
-    Welcome,
-)
+from kvdist.protocol import messages as msg
 
 if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
     from kvdist.core.scheduler.leases import Leases
@@ -102,7 +52,7 @@ ROSTER_GAP_S = 0.001
 leave at nearly the same time."""
 
 
-class Scheduler(Machine):
+class Scheduler(fx.Machine):
     """The pure machine of the scheduler.
 
     Args:
@@ -133,9 +83,9 @@ class Scheduler(Machine):
         self._loads_bytes = placer.loads_bytes
         self.keys = Keys(self.membership, placer, self._questions)
         self.checkpoints = Checkpoints(self.membership, self.keys, self._questions)
-        self.on_loss = OnLoss[config.on_loss.upper()]
+        self.on_loss = msg.OnLoss[config.on_loss.upper()]
         self.newcomers: Newcomers | None = None
-        if self.on_loss is not OnLoss.FAIL:
+        if self.on_loss is not msg.OnLoss.FAIL:
             from kvdist.core.scheduler.newcomers import Newcomers  # a feature at a seam: loaded where it is used
 
             patience_s = config.limits.reconnect_grace_s(True) + config.limits.patience_s
@@ -168,16 +118,16 @@ class Scheduler(Machine):
         self._started_at = now
         self._form_by = now + config.limits.form_timeout_s
         self._next_look = now + config.limits.explain_after_s
-        self._announced_at = -NEVER
-        self._announce_at = NEVER
+        self._announced_at = -fx.NEVER
+        self._announce_at = fx.NEVER
         """When a change that has not been told yet must be."""
         self._rounds: dict[int, tuple[int, bool]] = {}
         """Rank of a worker that has left → how many rounds it had made, and whether it had closed its stores."""
         self._ending: set[Member] = set()
         """Who has said goodbye as its process ends, until the launcher says with which code."""
-        self._returns: dict[NodeId, tuple[float, Callable[[], list[Effect]]]] = {}
+        self._returns: dict[NodeId, tuple[float, Callable[[], list[fx.Effect]]]] = {}
         """Awaited rejoins: node → (deadline, what ends the job when it passes)."""
-        self._stop_by = NEVER
+        self._stop_by = fx.NEVER
         self._stopped = False
         self._now = now
         """When the last message or event came."""
@@ -187,23 +137,23 @@ class Scheduler(Machine):
     @property
     def deadline(self) -> float:
         """When `tick` should run next."""
-        form_by = NEVER if self.membership.is_complete else self._form_by
-        snapshot = NEVER if self.rollback is None or self._is_over else self.rollback.deadline
+        form_by = fx.NEVER if self.membership.is_complete else self._form_by
+        snapshot = fx.NEVER if self.rollback is None or self._is_over else self.rollback.deadline
         dues = (form_by, self._next_look, self._announce_at, self._stop_by, self._deadlocks.due, self.keys.due)
-        returns = min([due for due, _ in self._returns.values()], default=NEVER)
+        returns = min([due for due, _ in self._returns.values()], default=fx.NEVER)
         return min(self.membership.next_loss, returns, snapshot, *dues)
 
-    def refuses(self, source: Member, message: Message) -> str | None:
+    def refuses(self, source: Member, message: msg.Message) -> str | None:
         """Listen to members, and to the hello of processes that want to be one."""
         if self.membership.has(source):
             return None
         if source.node.rank == UNRANKED and source.node.role is not Role.SCHEDULER:
-            return None if isinstance(message, Hello) else ""
+            return None if isinstance(message, msg.Hello) else ""
         if source in self.membership.lost:
             return self._fenced(source)
         return f"{source} has no seat in this job: it is of an earlier one, or was replaced; start the whole job again"
 
-    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+    def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         """React to a message of a server or a worker."""
         self._take_time(now)
         effects = self._handle(sender, message, now)
@@ -211,7 +161,7 @@ class Scheduler(Machine):
             return effects
         return effects + self.newcomers.advance() + self._begins_work(sender)
 
-    def _begins_work(self, member: Member) -> list[Effect]:
+    def _begins_work(self, member: Member) -> list[fx.Effect]:
         """The launcher hears of a worker's first step: only a life that had none may end so again and again."""
         is_there = self.config.supervised and self.membership.workers.get(member.node) == member
         if not is_there or member in self._at_work:
@@ -219,18 +169,18 @@ class Scheduler(Machine):
         if self.steps.get(member, 0) <= self.membership.since.get(member, 0):
             return []
         self._at_work.add(member)
-        return [TellLauncher(f"at work worker {member.node.rank} life {self.membership.lives[member]}")]
+        return [fx.TellLauncher(f"at work worker {member.node.rank} life {self.membership.lives[member]}")]
 
     def _take_time(self, now: float) -> None:
         if now - self._now > self.limits.quiet_s:
             self._awake_since = now
         self._now = now
 
-    def again(self, sender: Member, message: Message) -> list[Effect]:
+    def again(self, sender: Member, message: msg.Message) -> list[fx.Effect]:
         """Handle a message that had to wait."""
         return self._handle(sender, message, self._now) if self.membership.has(sender) else []
 
-    def _handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+    def _handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         is_worker = sender.node.role is Role.WORKER
         if sender.node.rank != UNRANKED:
             self._heard[sender] = now
@@ -243,96 +193,98 @@ class Scheduler(Machine):
             if answer is not None:
                 return answer
         match message:
-            case Hello():
+            case msg.Hello():
                 return self._hello(sender, message, now)
-            case Declare(request, mode=mode) if (
+            case msg.Declare(request, mode=mode) if (
                 is_worker and mode in ASYNCHRONOUS and (self.config.min_workers or 0) > 1
             ):
-                return [Send(sender, Failed(request, ErrorCode.CONFIG, NO_LEAST.format(self.config.min_workers)))]
-            case Declare() if is_worker:
+                return [
+                    fx.Send(sender, msg.Failed(request, msg.ErrorCode.CONFIG, NO_LEAST.format(self.config.min_workers)))
+                ]
+            case msg.Declare() if is_worker:
                 return self.keys.declare(sender, message, now)
-            case Configure() if is_worker:
+            case msg.Configure() if is_worker:
                 return self.keys.configure(sender, message, now)
-            case Barrier() if is_worker:
+            case msg.Barrier() if is_worker:
                 return self._barrier(sender, message, now)
-            case Blocked() if is_worker:
+            case msg.Blocked() if is_worker:
                 self._deadlocks.report(sender, message, now)
                 return []
-            case Claim() if is_worker:
+            case msg.Claim() if is_worker:
                 return self._claim(sender, message, now)
-            case Save() if is_worker:
+            case msg.Save() if is_worker:
                 if self.leases is not None:
                     self.leases.mark(sender, message)
                 return self.checkpoints.save(sender, message, now)
-            case Load() if is_worker:
+            case msg.Load() if is_worker:
                 number = self._number(sender, message, *self.checkpoints.loading_of(message.store))
                 if number is None:
                     return []
                 effects = self._tell_number(sender, message, number)
                 return effects + self.checkpoints.load(sender, replace(message, counter=number), now)
-            case Saved() if not is_worker:
+            case msg.Saved() if not is_worker:
                 return self.checkpoints.saved(sender, message, now)
-            case Command() if is_worker:
+            case msg.Command() if is_worker:
                 return self._command(sender, message, now)
-            case StepTimes():
+            case msg.StepTimes():
                 return self._with_verdicts().heard(sender, message, now)
-            case Goodbye() if is_worker:
+            case msg.Goodbye() if is_worker:
                 return self._goodbye(sender, message, now)
-            case Goodbye() if message.failure:
+            case msg.Goodbye() if message.failure:
                 return self._lost(sender, message.failure, now)
-            case Lease() if is_worker and self.on_loss is OnLoss.WAIT:
-                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, NO_LEASES))]
-            case Lease() if is_worker:
+            case msg.Lease() if is_worker and self.on_loss is msg.OnLoss.WAIT:
+                return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, NO_LEASES))]
+            case msg.Lease() if is_worker:
                 return self._with_leases().lease(sender, message, now)
-            case Used() if is_worker:
+            case msg.Used() if is_worker:
                 return self._with_leases().used(sender, message)
-            case Settled() if not is_worker:
+            case msg.Settled() if not is_worker:
                 return self.losses.settled(sender, message)
-            case Copied() if not is_worker:
+            case msg.Copied() if not is_worker:
                 return self._copied(message)
-            case CutFound() if not is_worker and self.newcomers is not None:
+            case msg.CutFound() if not is_worker and self.newcomers is not None:
                 return self.newcomers.found(sender, message)
-            case Done() if not is_worker:
+            case msg.Done() if not is_worker:
                 return self._questions.answered(sender, message.request, "")
-            case Failed() if not is_worker:
+            case msg.Failed() if not is_worker:
                 return self._questions.answered(sender, message.request, f"{sender}: {message.reason}")
             case _:
                 return []
 
-    def observe(self, event: Event, now: float) -> list[Effect]:
+    def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         """React to connections and to what the launcher saw."""
         self._take_time(now)
         match event:
-            case PeerDisconnected(member) if member in self._ending:
+            case fx.PeerDisconnected(member) if member in self._ending:
                 return []
-            case PeerDisconnected(member, reason, after_silence):
+            case fx.PeerDisconnected(member, reason, after_silence):
                 # libzmq does not say whether it was itself that closed a silent connection within a host.
                 heard = self._heard.get(member, now)
                 is_quiet = now - heard > self.limits.quiet_s
                 is_silent = after_silence or is_quiet
                 is_judged = self.membership.is_complete or not is_silent
                 grace_s = self._grace_s(after_silence, silent_s=now - max(heard, self._awake_since))
-                due = now + grace_s if is_judged else NEVER
+                due = now + grace_s if is_judged else fx.NEVER
                 reason = f"was silent for {now - heard:.1f} s (KVDIST_PATIENCE_S)" if is_quiet else reason
                 self.membership.suspect(member, due, reason, is_silent)
-            case PeerConnected(member):
+            case fx.PeerConnected(member):
                 self.membership.trust(member)
-            case Unreachable(member, reason):
+            case fx.Unreachable(member, reason):
                 return self._lost(member, reason, now)
-            case ChildEnded():
+            case fx.ChildEnded():
                 return self._child_ended(event, now)
-            case ProcessStarted(node, host, pid):
+            case fx.ProcessStarted(node, host, pid):
                 self.membership.has_started(node, host, pid)
-            case Persisted():
+            case fx.Persisted():
                 effects = [] if self.rollback is None else self.rollback.persisted(event, now)
                 return effects + self.checkpoints.persisted(event)
-            case LauncherGone():
+            case fx.LauncherGone():
                 return self._abort(
                     "launcher", self.config.root_host, "it ended or was killed", None, "the launcher is gone"
                 )
         return self._stop_if_alone()
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[fx.Effect]:
         """Judge the suspects, hint at who is awaited, enforce deadlines."""
         self._take_time(now)
         lost = self.membership.take_lost(now)
@@ -364,7 +316,7 @@ class Scheduler(Machine):
             return self._hints(now)
         return []
 
-    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
+    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[fx.Effect]:
         """A server has heard that it shall stop, with itself as the token, or who is new; or a worker a roster."""
         if all(isinstance(token, Member) for token in tokens):
             return self._server_gone(member)
@@ -405,74 +357,74 @@ class Scheduler(Machine):
 
     # Joining.
 
-    def _hello(self, sender: Member, message: Hello, now: float) -> list[Effect]:
+    def _hello(self, sender: Member, message: msg.Hello, now: float) -> list[fx.Effect]:
         try:
             known = self.membership.known(sender, message)
             if known is None and self.newcomers is not None and self.membership.is_complete:
                 return self._hello_late(self.newcomers, sender, message, now)
             member = known or self.membership.admit(sender, message)
-        except ConfigError as error:
-            return [Send(sender, Rejected(str(error)))]
+        except errors.ConfigError as error:
+            return [fx.Send(sender, msg.Rejected(str(error)))]
         if member in self.membership.lost:
             # Its welcome is lost, and what it was told as a member it cannot read: it may be started again.
             cause, again = self.membership.lost[member], f"{self._fenced(member)}; start it again"
-            return [Send(sender, Abort(ErrorCode.PEER_LOST, str(member), "", cause, -1, again))]
+            return [fx.Send(sender, msg.Abort(msg.ErrorCode.PEER_LOST, str(member), "", cause, -1, again))]
         own = (self.on_loss, self.config.away_s, self.config.replicas)
-        welcome = Welcome(member.node.rank, member.incarnation, *own)
-        effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
+        welcome = msg.Welcome(member.node.rank, member.incarnation, *own)
+        effects: list[fx.Effect] = [fx.Send(sender, welcome), fx.Bind(sender, member)]
         if known is not None:
             return effects
         if self._is_over and member.node.role is Role.SERVER:
-            effects.append(Send(member, Stop(), member))
+            effects.append(fx.Send(member, msg.Stop(), member))
         elif self.membership.is_complete:
             self.membership.judge_silent(now + self._grace_s(after_silence=True))
-            effects += self._announce(-NEVER)
+            effects += self._announce(-fx.NEVER)
         elif self.membership.absent:
             effects += self._incomplete_for_ever()
         return effects
 
     def _grace_s(self, after_silence: bool, silent_s: float = 0.0) -> float:
         """How long a broken connection may be away, of a peer that had been silent for so long while we were awake."""
-        goes_on = self.on_loss is not OnLoss.FAIL
+        goes_on = self.on_loss is not msg.OnLoss.FAIL
         is_on_host = self.config.is_local  # where libzmq has waited for the whole patience, and no network can break
         if goes_on and is_on_host and not after_silence and silent_s >= self.limits.patience_s:
             return 0.0
         return self.limits.reconnect_grace_s(after_silence, goes_on)
 
-    def _hello_late(self, newcomers: Newcomers, sender: Member, message: Hello, now: float) -> list[Effect]:
+    def _hello_late(self, newcomers: Newcomers, sender: Member, message: msg.Hello, now: float) -> list[fx.Effect]:
         if sender.node.role is not Role.WORKER:
             return self._server_late(newcomers, sender, message, now)
         if self._is_over:
-            return [Send(sender, Rejected(newcomers.over, is_over=True))]
+            return [fx.Send(sender, msg.Rejected(newcomers.over, is_over=True))]
         effects = newcomers.hello(sender, message, now)
         if self.membership.newcomers:
             self._returns = {node: due for node, due in self._returns.items() if node in self.membership.away}
             effects += self._without_departed(now)
-        joined = [effect.member for effect in effects if isinstance(effect, Bind)] if self.config.supervised else []
-        return [*effects, *(TellLauncher(f"joined worker {one.node.rank} life {message.life}") for one in joined)]
+        joined = [effect.member for effect in effects if isinstance(effect, fx.Bind)] if self.config.supervised else []
+        return [*effects, *(fx.TellLauncher(f"joined worker {one.node.rank} life {message.life}") for one in joined)]
 
-    def _announce_soon(self, now: float) -> list[Effect]:
+    def _announce_soon(self, now: float) -> list[fx.Effect]:
         """Tell all who is gone: now, or with the next ones that go if there was a roster just before."""
         self._announce_at = self._announced_at + ROSTER_GAP_S * len(self.membership.peers)
         return self._announce(now) if now >= self._announce_at else []
 
-    def _announce(self, now: float) -> list[Effect]:
+    def _announce(self, now: float) -> list[fx.Effect]:
         """Tell all who is in the cluster."""
-        self._announced_at, self._announce_at = now, NEVER
+        self._announced_at, self._announce_at = now, fx.NEVER
         roster = self.membership.next_roster()
         self.epoch = self.membership.epoch
         if self.newcomers is None or not self.newcomers.introductions:
-            return [Send(peer.member, roster, self._token(peer.member)) for peer in roster.peers]
+            return [fx.Send(peer.member, roster, self._token(peer.member)) for peer in roster.peers]
         introductions = self.newcomers.introductions
         known = [peer.member for peer in roster.peers if peer.member not in introductions]
         token = tuple(introductions.values())
-        return [Send(one, roster, token if one.node.role is Role.SERVER else self._token(one)) for one in known]
+        return [fx.Send(one, roster, token if one.node.role is Role.SERVER else self._token(one)) for one in known]
 
     def _token(self, member: Member) -> int | None:
         """Of a roster for this process, if it is to be known when it has heard it."""
         return self.epoch if self.checkpoints.is_unaware(member) else None
 
-    def announce(self) -> list[Effect]:
+    def announce(self) -> list[fx.Effect]:
         """Tell all who is there, now."""
         return self._announce(self._now)
 
@@ -484,7 +436,7 @@ class Scheduler(Machine):
 
     # Barriers and commands.
 
-    def _barrier(self, sender: Member, message: Barrier, now: float) -> list[Effect]:
+    def _barrier(self, sender: Member, message: msg.Barrier, now: float) -> list[fx.Effect]:
         """A worker arrives, or asks again and hears who is missing.
 
         Each makes a statement, which may be empty. Those of a barrier must be equal, or it fails for all: so workers
@@ -497,7 +449,7 @@ class Scheduler(Machine):
             return []
         effects = self._tell_number(sender, message, number)
         if number < passed:
-            return [*effects, Send(sender, Done(message.request))]
+            return [*effects, fx.Send(sender, msg.Done(message.request))]
         place, workers = (message.store, number), self.membership.workers
         barrier = self._barriers.get(place)
         if barrier is None:
@@ -512,24 +464,24 @@ class Scheduler(Machine):
             return [wait.hint(now) for wait in waits]
         return effects + self._pass_barriers()
 
-    def _pass_barriers(self) -> list[Effect]:
+    def _pass_barriers(self) -> list[fx.Effect]:
         """Let all go on where all live workers have arrived."""
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for (store, counter), barrier in list(self._barriers.items()):
             if barrier.is_complete and barrier.waits_for is None:
                 effects += self._pass(store, counter, barrier)
         return effects
 
-    def _pass(self, store: int, counter: int, barrier: Agreement[BarrierWord]) -> list[Effect]:
+    def _pass(self, store: int, counter: int, barrier: Agreement[BarrierWord]) -> list[fx.Effect]:
         """Let all go on that stand at a barrier; newcomers among them take part in everything from here on."""
 
-        def settle(_: str = "") -> list[Effect]:
+        def settle(_: str = "") -> list[fx.Effect]:
             if self._barriers.get((store, counter)) is not barrier:
                 return []  # it was dropped meanwhile
             del self._barriers[store, counter]
             self._passed[store] = counter + 1
             answer = _barrier_answer(barrier)
-            if self.newcomers is not None and answer is Done:
+            if self.newcomers is not None and answer is msg.Done:
                 self.newcomers.agreed(store, next(iter(barrier.said.values()))[1][0])
             return barrier.settle(answer)
 
@@ -540,75 +492,79 @@ class Scheduler(Machine):
         return self.newcomers.join(joining, store, settle, barrier)
 
     def _number(
-        self, sender: Member, message: Barrier | Load | Claim, opened: Mapping[int, Agreement[Any]], count: int
+        self,
+        sender: Member,
+        message: msg.Barrier | msg.Load | msg.Claim,
+        opened: Mapping[int, Agreement[Any]],
+        count: int,
     ) -> int | None:
         """The number that all workers give to a call; None if that is not known yet, and the call waits."""
         if self.newcomers is None:
             return message.counter
         return self.newcomers.number(sender, message, opened, count)
 
-    def _tell_number(self, sender: Member, message: Barrier | Load | Claim, number: int) -> list[Effect]:
+    def _tell_number(self, sender: Member, message: msg.Barrier | msg.Load | msg.Claim, number: int) -> list[fx.Effect]:
         return [] if self.newcomers is None else self.newcomers.tell(sender, message, number)
 
-    def _claim(self, sender: Member, message: Claim, now: float) -> list[Effect]:
+    def _claim(self, sender: Member, message: msg.Claim, now: float) -> list[fx.Effect]:
         number = self._number(sender, message, *self.checkpoints.saving_of(message.store))
         if number is None:
             return []
         effects = self._tell_number(sender, message, number)
         return effects + self.checkpoints.claim(sender, replace(message, counter=number), now)
 
-    def _command(self, sender: Member, message: Command, now: float) -> list[Effect]:
+    def _command(self, sender: Member, message: msg.Command, now: float) -> list[fx.Effect]:
         """All servers run a worker's command; it is answered when the last one has."""
         command: Agreement[str] = Agreement("the command", "", now, self.membership.workers)
         self._commands.append(command)
 
-        def done(failure: str) -> list[Effect]:
+        def done(failure: str) -> list[fx.Effect]:
             self._commands.remove(command)
             assert command.waits_for is not None
             failures = {node.rank: text for node, (_, text) in command.waits_for.said.items() if text}
             reason = _command_failures(failures, self.config.num_servers)
             return command.settle(
-                lambda request: Failed(request, ErrorCode.INTERNAL, reason) if failure else Done(request)
+                lambda request: msg.Failed(request, msg.ErrorCode.INTERNAL, reason) if failure else msg.Done(request)
             )
 
         effects = command.ask(sender, message.request)
         return effects + self._questions.ask(
-            lambda request: Perform(request, message.head, message.body, sender.incarnation, message.request),
+            lambda request: msg.Perform(request, message.head, message.body, sender.incarnation, message.request),
             done,
             command,
         )
 
     # Leaving, dying, ending.
 
-    def _goodbye(self, sender: Member, message: Goodbye, now: float) -> list[Effect]:
-        effects: list[Effect] = [Send(sender, Done(message.request))]
+    def _goodbye(self, sender: Member, message: msg.Goodbye, now: float) -> list[fx.Effect]:
+        effects: list[fx.Effect] = [fx.Send(sender, msg.Done(message.request))]
         if message.failure:
             # Exit codes are no words of its own: others may end with the same one.
-            said = "" if message.failure.startswith(EXITED) else message.failure
+            said = "" if message.failure.startswith(errors.EXITED) else message.failure
             return effects + self._lost(sender, message.failure, now, said=said)
         if sender.node in self.membership.left:
             return effects
         self._rounds[sender.node.rank] = (self.steps.get(sender, 0), not message.ends)
-        if message.ends and self.config.supervised and self.on_loss is OnLoss.WAIT:
+        if message.ends and self.config.supervised and self.on_loss is msg.OnLoss.WAIT:
             self._ending.add(sender)  # and the launcher says how: others must not go on without one that comes back
             self.membership.trust(sender)
-            return [*effects, TellLauncher(f"leaves worker {sender.node.rank} life {self.membership.lives[sender]}")]
+            return [*effects, fx.TellLauncher(f"leaves worker {sender.node.rank} life {self.membership.lives[sender]}")]
         return effects + self._left(sender, now)
 
-    def _left(self, sender: Member, now: float) -> list[Effect]:
+    def _left(self, sender: Member, now: float) -> list[fx.Effect]:
         """A worker is gone for good."""
         self.membership.leave(sender.node)
         self._at_work.discard(sender)
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         if self.newcomers is not None:
             self.newcomers.forget(sender)
-            is_over = self.on_loss is not OnLoss.WAIT and not self.membership.there
+            is_over = self.on_loss is not msg.OnLoss.WAIT and not self.membership.there
             effects += self.newcomers.end() if is_over else []
         if self.leases is not None:
             effects += self.leases.left(sender)
         return effects + self._announce_soon(now) + self._without_departed(now)
 
-    def _without_departed(self, now: float) -> list[Effect]:
+    def _without_departed(self, now: float) -> list[fx.Effect]:
         """A worker is gone: whatever has waited for nobody else goes on."""
         effects = [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
         return effects + self._end_if_alone(now)
@@ -616,27 +572,27 @@ class Scheduler(Machine):
     @property
     def _is_over(self) -> bool:
         """Whether every worker is gone and the servers have been told to stop."""
-        return self._stop_by < NEVER
+        return self._stop_by < fx.NEVER
 
-    def _end_if_alone(self, now: float) -> list[Effect]:
+    def _end_if_alone(self, now: float) -> list[fx.Effect]:
         """The last worker has gone: stop the servers, those too that have not registered yet."""
         if not self.membership.workers_are_gone or self._is_over or self._returns:
             return []
         self._stop_by = now + self.limits.farewell_s
-        self._announce_at = NEVER
-        effects: list[Effect] = [Send(server, Stop(), server) for server in self.membership.servers.values()]
+        self._announce_at = fx.NEVER
+        effects: list[fx.Effect] = [fx.Send(server, msg.Stop(), server) for server in self.membership.servers.values()]
         effects += self._turn_away_late()
         effects += [] if self._verdicts is None else self._verdicts.summary()
         effects += self._uneven()
         if len(self.membership.absent) == self.config.num_workers:
-            effects.insert(0, Log("no worker joined the cluster: does the script call kv.create('dist')?"))
+            effects.insert(0, fx.Log("no worker joined the cluster: does the script call kv.create('dist')?"))
         return effects
 
-    def _uneven(self) -> list[Effect]:
+    def _uneven(self) -> list[fx.Effect]:
         """Say that workers have made different numbers of rounds, where they did not close their stores on purpose."""
         counts = {rank: count for rank, (count, _) in self._rounds.items()}
         open_ = [rank for rank, (_, has_closed) in sorted(self._rounds.items()) if not has_closed]
-        may_differ = self.on_loss is not OnLoss.FAIL or self.leases is not None or not self.keys.is_lockstep
+        may_differ = self.on_loss is not msg.OnLoss.FAIL or self.leases is not None or not self.keys.is_lockstep
         if may_differ or not open_ or len(set(counts.values())) < 2:
             return []
         most, least = max(counts, key=lambda rank: counts[rank]), min(counts, key=lambda rank: counts[rank])
@@ -648,23 +604,23 @@ class Scheduler(Machine):
             " QueueSampler for the data, or `with trainer.join():`. Where the numbers are meant to differ, end the"
             f" script with store.close(), which {names}{more} did not call"
         )
-        return [Log(text)]
+        return [fx.Log(text)]
 
-    def _turn_away_late(self) -> list[Effect]:
+    def _turn_away_late(self) -> list[fx.Effect]:
         """The job is over for those that still wait to be let in."""
         if self.newcomers is None:
             return []
-        return self.newcomers.turn_away(Rejected(self.newcomers.over, is_over=True))
+        return self.newcomers.turn_away(msg.Rejected(self.newcomers.over, is_over=True))
 
-    def _server_gone(self, server: Member) -> list[Effect]:
+    def _server_gone(self, server: Member) -> list[fx.Effect]:
         """The server has ended after it was told to, or is about to."""
         self.membership.leave(server.node)
         return self._stop_if_alone()
 
-    def _stop_if_alone(self) -> list[Effect]:
+    def _stop_if_alone(self) -> list[fx.Effect]:
         return self._stop(None) if self._is_over and self.membership.servers_are_gone else []
 
-    def _child_ended(self, event: ChildEnded, now: float) -> list[Effect]:
+    def _child_ended(self, event: fx.ChildEnded, now: float) -> list[fx.Effect]:
         node, membership = event.node, self.membership
         peer = membership.peers.get(node)
         if self.newcomers is not None and peer is not None and membership.lives[peer.member] != event.life:
@@ -686,14 +642,14 @@ class Scheduler(Machine):
         cause = event.cause + ("" if peer else " before it had joined the cluster")
         return self._lost(member, cause, now, has_ended=True)
 
-    def _earlier_ended(self, event: ChildEnded, now: float) -> list[Effect]:
+    def _earlier_ended(self, event: fx.ChildEnded, now: float) -> list[fx.Effect]:
         """Not the process that has this rank has ended, but one before it, or the next one before its hello."""
         lives = self.membership.lives
         news = [one for one in self.membership.lost if one.node == event.node and lives[one] == event.life]
         told = [self.membership.has_ended(member) for member in news]
         return self._announce_soon(now) if any(told) else []
 
-    def _incomplete_for_ever(self) -> list[Effect]:
+    def _incomplete_for_ever(self) -> list[fx.Effect]:
         """A worker's process ended without joining: an error if others wait for it."""
         waiting = [node for node in self.membership.peers if node.role is Role.WORKER]
         if not waiting:
@@ -703,7 +659,7 @@ class Scheduler(Machine):
         sentence = f"{absent} {cause}, but {waiting[0]} waits for it: every worker must call kv.create('dist')"
         return self._abort(absent, "", cause, None, sentence)
 
-    def _lost(self, member: Member, cause: str, now: float, has_ended: bool = False, said: str = "") -> list[Effect]:
+    def _lost(self, member: Member, cause: str, now: float, has_ended: bool = False, said: str = "") -> list[fx.Effect]:
         """A process is lost: the job ends, or the others go on without it.
 
         Args:
@@ -736,17 +692,17 @@ class Scheduler(Machine):
         if member.node.role is Role.WORKER and self.losses.may_go_on(member, said):
             self.losses.note(said)
             others = (self.membership.there.keys() | self.membership.newcomers.keys()) - {member.node}
-            if self.on_loss is OnLoss.WAIT or not others:
+            if self.on_loss is msg.OnLoss.WAIT or not others:
                 self._wait_for_return(member, host, cause, step, sentence, now)
             effects = self._go_on_without(member, cause, sentence, has_ended, now)
             effects += [] if self.rollback is None else self.rollback.advance(now)
             # Who says itself why it must end is ending. One that was silent may be stopped, and would be so for ever.
             is_there = member in self.membership.lost and not has_ended and not said
             return [*effects, *self._end_given_up(member)] if is_there else effects
-        if self.on_loss is not OnLoss.FAIL and not self.membership.is_complete:
-            sentence = f"{sentence}; {INCOMPLETE}"
-        elif self.on_loss is OnLoss.CONTINUE and member.node.role is Role.SERVER and not self._keeps_copies:
-            sentence = f"{sentence}; {NO_COPY}"
+        if self.on_loss is not msg.OnLoss.FAIL and not self.membership.is_complete:
+            sentence = f"{sentence}; {errors.INCOMPLETE}"
+        elif self.on_loss is msg.OnLoss.CONTINUE and member.node.role is Role.SERVER and not self._keeps_copies:
+            sentence = f"{sentence}; {errors.NO_COPY}"
         return self._abort(str(member), host, cause, step, sentence)
 
     @property
@@ -759,16 +715,16 @@ class Scheduler(Machine):
         peer = self.membership.peers.get(member.node)
         return f"{member} (host {peer.host}, pid {peer.pid})" if peer else str(member)
 
-    def _copied(self, message: Copied) -> list[Effect]:
+    def _copied(self, message: msg.Copied) -> list[fx.Effect]:
         """A server's backup has all that it has. Nothing is loaded before."""
         node, membership = NodeId(Role.SERVER, message.rank), self.membership
         if not membership.copied(message.rank, message.epoch):
             return []
         server, backup = membership.servers.get(node), membership.backup_of(node)
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         if server is not None and backup is not None and membership.numbers_of(node):
             told = f"{self._where(backup)} has a copy of {server}'s slices: the job survives a loss of {server} again"
-            effects.append(Log(told))
+            effects.append(fx.Log(told))
         return effects + self.checkpoints.advance_all()
 
     def _wait_for_return(
@@ -778,7 +734,7 @@ class Scheduler(Machine):
         if member.node in self.membership.left:
             return
         late = f"it was the last worker, and none has come back within {self.config.return_limit_s:g} s"
-        if self.on_loss is OnLoss.WAIT:
+        if self.on_loss is msg.OnLoss.WAIT:
             late = f"all have waited for its return, and it has not come back within {self.config.return_limit_s:g} s"
         self._returns[member.node] = (
             now + self.config.return_limit_s,
@@ -787,16 +743,18 @@ class Scheduler(Machine):
 
     def _go_back_without(
         self, rollback: Rollback, member: Member, cause: str, sentence: str, has_ended: bool, now: float
-    ) -> list[Effect]:
+    ) -> list[fx.Effect]:
         """Give up a server, and let all go back to the newest snapshot when there is another in its place."""
         who = "the one that takes its place goes" if rollback.is_partial else "all go"
-        effects: list[Effect] = [Log(f"{sentence}; {who} back to the newest snapshot"), Forget(member)]
+        effects: list[fx.Effect] = [fx.Log(f"{sentence}; {who} back to the newest snapshot"), fx.Forget(member)]
         self.membership.lose(member, cause, has_ended)
         effects += [] if has_ended else self._end_given_up(member)
         for newcomer in list(self.membership.newcomers.values()):
             why = f"{member} was lost while it joined"
-            verdict = Abort(ErrorCode.PEER_LOST, str(member), "", cause, -1, f"{newcomer} must start again: {why}")
-            effects += [Send(newcomer, verdict), *self._lost(newcomer, why, now)]
+            verdict = msg.Abort(
+                msg.ErrorCode.PEER_LOST, str(member), "", cause, -1, f"{newcomer} must start again: {why}"
+            )
+            effects += [fx.Send(newcomer, verdict), *self._lost(newcomer, why, now)]
         if rollback.is_partial:
             self.checkpoints.server_lost(member, self.membership.there.values())
             rollback.begin_alone(member, now)
@@ -808,57 +766,63 @@ class Scheduler(Machine):
         self._deadlocks = Deadlocks()
         return [*effects, *self.checkpoints.drop_all(), *self._announce(now), *rollback.begin(member, now)]
 
-    def _server_late(self, newcomers: Newcomers, sender: Member, message: Hello, now: float) -> list[Effect]:
+    def _server_late(self, newcomers: Newcomers, sender: Member, message: msg.Hello, now: float) -> list[fx.Effect]:
         """A server wants to take the place of a lost one."""
         node = NodeId(Role.SERVER, message.wanted_rank)
         if self._is_over:
-            return [Send(sender, Rejected(newcomers.over, is_over=True))]
+            return [fx.Send(sender, msg.Rejected(newcomers.over, is_over=True))]
         if self.rollback is None and not self.config.replicas:
-            return [Send(sender, Rejected(f"the cluster is complete, and a {sender.node.role} cannot join later"))]
+            return [
+                fx.Send(sender, msg.Rejected(f"the cluster is complete, and a {sender.node.role} cannot join later"))
+            ]
         if node in self.membership.servers:
             return newcomers.keep(node, sender, message, now)
         if self.rollback is None and self.checkpoints.is_loading:
             return newcomers.delay(sender, "a checkpoint to be loaded")
         try:
             member = self.membership.admit(sender, message)
-        except ConfigError as error:
-            return [Send(sender, Rejected(str(error)))]
+        except errors.ConfigError as error:
+            return [fx.Send(sender, msg.Rejected(str(error)))]
         own = (self.on_loss, self.config.away_s, self.config.replicas)
-        welcome = Welcome(member.node.rank, member.incarnation, *own)
-        effects: list[Effect] = [Send(sender, welcome), Bind(sender, member)]
+        welcome = msg.Welcome(member.node.rank, member.incarnation, *own)
+        effects: list[fx.Effect] = [fx.Send(sender, welcome), fx.Bind(sender, member)]
         if self.config.supervised:
-            effects.append(TellLauncher(f"at work server {member.node.rank} life {message.life}"))
+            effects.append(fx.TellLauncher(f"at work server {member.node.rank} life {message.life}"))
         if self.leases is not None:
-            effects.append(Send(member, self.leases.rest(0)))
+            effects.append(fx.Send(member, self.leases.rest(0)))
         self.losses.spare(member)
         if self.rollback is None:
             # Of what was asked before, the server before it tells it what lasts; an open command or checkpoint is of
             # those that were there. What is said to all from now on, it hears.
             self._questions.spare(member)
-            told = Log(f"{self._where(member)} is back, and is given a copy of slices while training goes on")
+            told = fx.Log(f"{self._where(member)} is back, and is given a copy of slices while training goes on")
             return [*effects, told, *self._announce(now)]
         return [*effects, *self.rollback.welcome(member), *self._announce(now), *self.rollback.advance(now)]
 
-    def _about_snapshots(self, rollback: Rollback, sender: Member, message: Message, now: float) -> list[Effect] | None:
+    def _about_snapshots(
+        self, rollback: Rollback, sender: Member, message: msg.Message, now: float
+    ) -> list[fx.Effect] | None:
         """The answer to what concerns snapshots; None to all else."""
         match message:
-            case SnapshotTaken():
+            case msg.SnapshotTaken():
                 return rollback.taken(sender, message)
-            case Quiet():
+            case msg.Quiet():
                 return rollback.quiet(sender, message, now)
-            case Missed():
+            case msg.Missed():
                 return rollback.missed(sender, message)
-            case Barrier() | Claim() | Save() | Load() | Lease() | Used() if rollback.ignores(sender):
+            case msg.Barrier() | msg.Claim() | msg.Save() | msg.Load() | msg.Lease() | msg.Used() if rollback.ignores(
+                sender
+            ):
                 return []
-            case Saved() if rollback.is_stale(sender):
+            case msg.Saved() if rollback.is_stale(sender):
                 return []
-            case Done():
+            case msg.Done():
                 rollback.note_done(sender, message.request)
-            case Hello() if sender.node.role is Role.WORKER and (rollback.way_back or rollback.returning):
+            case msg.Hello() if sender.node.role is Role.WORKER and (rollback.way_back or rollback.returning):
                 assert self.newcomers is not None
                 return self.newcomers.delay(sender, "the others to go back to a snapshot")
-            case Declare() | Configure() if reason := rollback.refusal(message):
-                return [Send(sender, Failed(message.request, ErrorCode.CONFIG, reason))]
+            case msg.Declare() | msg.Configure() if reason := rollback.refusal(message):
+                return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
         return None
 
     @property
@@ -866,35 +830,35 @@ class Scheduler(Machine):
         """When the last message or event came."""
         return self._now
 
-    def is_whole(self) -> list[Effect]:
+    def is_whole(self) -> list[fx.Effect]:
         """See `SnapshotScheduler`."""
         return self.checkpoints.advance_all()
 
-    def end_job(self, member: Member, cause: str, sentence: str) -> list[Effect]:
+    def end_job(self, member: Member, cause: str, sentence: str) -> list[fx.Effect]:
         """End the job because of this process."""
         return self._abort(str(member), "", cause, None, sentence)
 
-    def _end_given_up(self, member: Member) -> list[Effect]:
+    def _end_given_up(self, member: Member) -> list[fx.Effect]:
         """Let the launcher end a process that may still run."""
         if not self.config.supervised:
             return []
         life = self.membership.lives[member]
-        return [TellLauncher(f"given up {member.node.role} {member.node.rank} life {life}")]
+        return [fx.TellLauncher(f"given up {member.node.role} {member.node.rank} life {life}")]
 
-    def _go_on_without(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:
+    def _go_on_without(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[fx.Effect]:
         """Give up a worker, and tell all, so that no round waits for it."""
         if member.node in self.membership.left:  # it had finished its part before
-            return [Log(f"{sentence}; it had left before")]
+            return [fx.Log(f"{sentence}; it had left before")]
         self.membership.lose(member, cause, has_ended)
         self._deadlocks.forget(member, now)
         others = len(self.membership.there)
         go_on = f"{others} worker{' goes' if others == 1 else 's go'} on"
-        if self.on_loss is OnLoss.WAIT:
+        if self.on_loss is msg.OnLoss.WAIT:
             go_on = f"all wait up to {self.config.return_limit_s:g} s for its return (KVDIST_RETURN_S)"
         elif self._returns:
             go_on = f"it was the last worker; the weights wait {self.config.return_limit_s:g} s for one that comes back"
-        told = Log(f"{sentence}; {go_on}")
-        effects: list[Effect] = [told, Forget(member)]
+        told = fx.Log(f"{sentence}; {go_on}")
+        effects: list[fx.Effect] = [told, fx.Forget(member)]
         if self.newcomers is not None:
             self.newcomers.forget(member)
             effects += self.newcomers.hold_if_few()  # before servers hear of the loss, and close rounds without it
@@ -902,7 +866,9 @@ class Scheduler(Machine):
             effects += self.leases.lost(member)
         return [*effects, *self._announce_soon(now), *self._without_departed(now)]
 
-    def _go_on_with_heir(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[Effect]:
+    def _go_on_with_heir(
+        self, member: Member, cause: str, sentence: str, has_ended: bool, now: float
+    ) -> list[fx.Effect]:
         """Give up a server, of whose slices another one has a copy, and tell all who has them now."""
         heir, owned = self.membership.backup_of(member.node), self.membership.numbers_of(member.node)
         workers = [*self.membership.there.values(), *self.membership.newcomers.values()]
@@ -912,7 +878,7 @@ class Scheduler(Machine):
         if owned:
             self.checkpoints.server_lost(member, workers)
         go_on = f"{heir} goes on with its slices" if owned else "it had only copies of others' slices"
-        effects: list[Effect] = [Log(f"{sentence}; {go_on}"), Forget(member)]
+        effects: list[fx.Effect] = [fx.Log(f"{sentence}; {go_on}"), fx.Forget(member)]
         effects += self._announce(now)
         if self.newcomers is not None:
             effects += self.newcomers.server_lost(member)
@@ -942,7 +908,7 @@ class Scheduler(Machine):
             self._verdicts = Verdicts(self.membership, self._loads_bytes)
         return self._verdicts
 
-    def _go_on_without_data(self, now: float) -> list[Effect]:
+    def _go_on_without_data(self, now: float) -> list[fx.Effect]:
         """A worker rests: whatever has waited for nobody else goes on."""
         effects = [] if self.newcomers is None else self.newcomers.hold_if_few()
         return [*effects, *self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
@@ -978,7 +944,7 @@ class Scheduler(Machine):
             " must not go on"
         )
 
-    def _doomed(self, key: int | str, giver: Member) -> list[Effect]:
+    def _doomed(self, key: int | str, giver: Member) -> list[fx.Effect]:
         """A key can never get its first value, and whoever uses it would wait for ever."""
         cause = self.membership.lost[giver]
         sentence = (
@@ -987,35 +953,37 @@ class Scheduler(Machine):
         )
         return self._abort(str(giver), "", cause, None, sentence)
 
-    def _abort(self, node: str, host: str, cause: str, step: int | None, sentence: str) -> list[Effect]:
+    def _abort(self, node: str, host: str, cause: str, step: int | None, sentence: str) -> list[fx.Effect]:
         if self._stopped:
             return []
-        verdict = Abort(ErrorCode.PEER_LOST, node, host, cause, -1 if step is None else step, sentence)
-        return self._tell_all(verdict, PeerLostError(sentence, node, host, cause, step))
+        verdict = msg.Abort(msg.ErrorCode.PEER_LOST, node, host, cause, -1 if step is None else step, sentence)
+        return self._tell_all(verdict, errors.PeerLostError(sentence, node, host, cause, step))
 
-    def _look_for_deadlocks(self, now: float) -> list[Effect]:
+    def _look_for_deadlocks(self, now: float) -> list[fx.Effect]:
         live = {node.rank for node in self.membership.workers}
         waits = {(wait.member.node.rank, wait.request): set(wait.workers) for wait in self._waits()}
         effects, sentence = self._deadlocks.look(live, waits, self.keys.key_of, now)
         if not sentence or self._stopped:
             return effects
-        return self._tell_all(Abort(ErrorCode.DEADLOCK, "", "", "deadlock", -1, sentence), DeadlockError(sentence))
+        return self._tell_all(
+            msg.Abort(msg.ErrorCode.DEADLOCK, "", "", "deadlock", -1, sentence), errors.DeadlockError(sentence)
+        )
 
-    def _tell_all(self, verdict: Abort, error: KvdistError) -> list[Effect]:
+    def _tell_all(self, verdict: msg.Abort, error: errors.KvdistError) -> list[fx.Effect]:
         """The job ends, for all but the process that the verdict is about."""
         replaced = {str(member) for member in self.membership.lost}
         present = [peer.member for peer in self.membership.present]
         others = [member for member in present if str(member) != verdict.node or str(member) in replaced]
-        effects: list[Effect] = [Send(member, verdict) for member in others]
+        effects: list[fx.Effect] = [fx.Send(member, verdict) for member in others]
         if self.newcomers is not None:
             effects += self.newcomers.turn_away(verdict)
         return effects + self._stop(error)
 
-    def _stop(self, error: KvdistError | None) -> list[Effect]:
+    def _stop(self, error: errors.KvdistError | None) -> list[fx.Effect]:
         if self._stopped:
             return []
         self._stopped = True
-        return [Halt(error)]
+        return [fx.Halt(error)]
 
     # Waits.
 
@@ -1034,11 +1002,11 @@ class Scheduler(Machine):
             for member in self.membership.there.values():
                 yield replace(self.rollback.wait, member=member)
 
-    def _hints(self, now: float) -> list[Effect]:
+    def _hints(self, now: float) -> list[fx.Effect]:
         """Tell members that may have waited long for whom they wait; of several hints a worker shows the last one."""
         if not self.membership.is_complete:
-            hint = Waiting(f"{', '.join(self.membership.missing())} to register", (), now - self._started_at)
-            return [Send(peer.member, hint) for peer in self.membership.present]
+            hint = msg.Waiting(f"{', '.join(self.membership.missing())} to register", (), now - self._started_at)
+            return [fx.Send(peer.member, hint) for peer in self.membership.present]
         return [wait.hint(now) for wait in sorted(self._waits(), key=lambda wait: wait.since, reverse=True)]
 
 
@@ -1056,12 +1024,12 @@ def _barrier_answer(barrier: Agreement[BarrierWord]) -> Answer:
             reason = (
                 f"{names}, whose values were to be everybody's, was lost or has left in the middle: give them again"
             )
-            return lambda request: Failed(request, ErrorCode.PEER_LOST, reason)
-        return Done
+            return lambda request: msg.Failed(request, msg.ErrorCode.PEER_LOST, reason)
+        return msg.Done
     reason = (
         f"the workers do not agree. {who_says_what(said)}. Every worker must run the same program on the same model"
     )
-    return lambda request: Failed(request, ErrorCode.INIT_MISMATCH, reason)
+    return lambda request: msg.Failed(request, msg.ErrorCode.INIT_MISMATCH, reason)
 
 
 def _command_failures(failures: Mapping[int, str], num_servers: int) -> str:

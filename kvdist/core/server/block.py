@@ -17,6 +17,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from kvdist import errors
 from kvdist.core.policy import Policy
 from kvdist.core.round import (
     PullRequest,
@@ -29,7 +30,6 @@ from kvdist.core.round import (
 )
 from kvdist.core.server.buffers import Allocate, Buffer, BufferPool, ordinary_memory
 from kvdist.dtypes import DType
-from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.naming import name_of
@@ -37,13 +37,13 @@ from kvdist.nodes import Member
 from kvdist.optimizer.base import Extent, Piece
 from kvdist.optimizer.states import Part
 from kvdist.optimizer.updater import SliceUpdater
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U8, U32, Arrays, Bits
-from kvdist.protocol.messages import Flag
 
 # Plain numbers: operators of enums are written in Python, and these are asked for every block of every push.
-_EMPTY = int(Flag.EMPTY)
-_HOLD = int(Flag.HOLD)
-_ADDS_NOTHING = int(Flag.EMPTY | Flag.CARRIED)
+_EMPTY = int(msg.Flag.EMPTY)
+_HOLD = int(msg.Flag.HOLD)
+_ADDS_NOTHING = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
 
 SLICES_MAX = 1024
 """Of one block: cutting off one slice after the other costs the square of it."""
@@ -240,7 +240,7 @@ class Block:
             return Verdict.ALREADY_COUNTED
         for contribution, own in zip(contributions, counted, strict=True):
             if contribution.step != own:
-                raise PushRefused(
+                raise errors.PushRefused(
                     f"push {contribution.step} of {contribution.member} to {name_of(self.key)} came in a sum, but"
                     f" {own} of its pushes have been counted"
                 )
@@ -457,7 +457,7 @@ def apply_round(
     except (TypeError, ValueError) as error:
         for block, target in zip(blocks, targets, strict=True):
             block.pool.give_back(target)
-        raise PushRefused(f"{name_of(first.key)}: {error}") from error
+        raise errors.PushRefused(f"{name_of(first.key)}: {error}") from error
     for block, target in zip(blocks, targets, strict=True):
         block.publish(target)
 

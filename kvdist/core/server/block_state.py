@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvdist import errors
 from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Buffer
 from kvdist.dtypes import DType
-from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
 from kvdist.optimizer.states import SliceState, has_master, is_count
@@ -50,14 +50,14 @@ def replace_part(block: Block, updater: SliceUpdater | None, part: int, values: 
     assert updater is not None
     expected = np.zeros(1 + len(state.scalars)) if part == NUMBERS else _array(block, state, part)
     if (values.size, values.dtype) != (expected.size, expected.dtype):
-        raise PushRefused(
+        raise errors.PushRefused(
             f"part {part} of the optimizer's state of {name_of(block.key)} has {values.size} elements of"
             f" {values.dtype}, where {updater.optimizer.name} keeps {expected.size} of {expected.dtype}"
         )
     if part == NUMBERS:
         count, *scalars = values.tolist()
         if not is_count(count):
-            raise PushRefused(f"the optimizer's state of {name_of(block.key)} cannot have had {count} updates")
+            raise errors.PushRefused(f"the optimizer's state of {name_of(block.key)} cannot have had {count} updates")
         state.count, state.scalars = int(count), tuple(scalars)
         updater.restore(block, state if count else None)
         return
@@ -152,7 +152,7 @@ def load(block: Block, found: ReadSlice, updater: SliceUpdater | None) -> None:
 def _state(block: Block, updater: SliceUpdater | None, kernels: Kernels) -> SliceState:
     """A copy of the present state."""
     if updater is None or block.published is None:
-        raise PushRefused(f"{name_of(block.key)} has no optimizer's state: call set_optimizer before")
+        raise errors.PushRefused(f"{name_of(block.key)} has no optimizer's state: call set_optimizer before")
     state = updater.states.get(block)
     if state is not None:
         return state.copy()
@@ -162,5 +162,5 @@ def _state(block: Block, updater: SliceUpdater | None, kernels: Kernels) -> Slic
 def _array(block: Block, state: SliceState, part: int) -> Bits:
     found = state.master if part == MASTER else state.arrays[part - 1] if part <= len(state.arrays) else None
     if found is None or not block.dtype.is_floating:
-        raise PushRefused(f"the optimizer's state of {name_of(block.key)} has no part {part}")
+        raise errors.PushRefused(f"the optimizer's state of {name_of(block.key)} has no part {part}")
     return found

@@ -19,16 +19,16 @@ from dataclasses import replace
 
 import numpy as np
 
+from kvdist import errors
 from kvdist.core.round import rescale_of, scales_of
 from kvdist.core.server.block import Block, Contribution
-from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
-from kvdist.protocol.messages import Flag
+from kvdist.protocol import messages as msg
 
-_MEASURE = int(Flag.MEASURE)
-_CLIPPED = int(Flag.MEASURE | Flag.APPLY)
-_PUSHED = {0: "a gradient", _MEASURE: "a gradient to be clipped", int(Flag.APPLY): "the factor of a clipped one"}
+_MEASURE = int(msg.Flag.MEASURE)
+_CLIPPED = int(msg.Flag.MEASURE | msg.Flag.APPLY)
+_PUSHED = {0: "a gradient", _MEASURE: "a gradient to be clipped", int(msg.Flag.APPLY): "the factor of a clipped one"}
 
 
 def turn(block: Block, contributions: Sequence[Contribution], optimizer: Optimizer | None) -> Sequence[Contribution]:
@@ -41,7 +41,7 @@ def turn(block: Block, contributions: Sequence[Contribution], optimizer: Optimiz
     kept, block.kept = block.kept, ()
     if len({one.flags & _CLIPPED for one in contributions}) > 1:
         said = "; ".join(f"{one.member} pushes {_PUSHED.get(one.flags & _CLIPPED, 'both')}" for one in contributions)
-        raise OptimizerMismatch(
+        raise errors.OptimizerMismatch(
             f"workers clip {name_of(block.key)} differently: {said}. Pass the same clip_norm on all workers"
         )
     if contributions[0].flags & _MEASURE:
@@ -51,10 +51,10 @@ def turn(block: Block, contributions: Sequence[Contribution], optimizer: Optimiz
     factors = [one.setting[2] for one in contributions]
     factor = factors[0]
     if factor is None or not kept:
-        raise PushRefused(f"{name_of(block.key)} was not measured before it was to be clipped")
+        raise errors.PushRefused(f"{name_of(block.key)} was not measured before it was to be clipped")
     if len(set(factors)) > 1:
         said = "; ".join(f"{one.member} multiplies by {one.setting[2]}" for one in contributions)
-        raise OptimizerMismatch(
+        raise errors.OptimizerMismatch(
             f"workers disagree on the gradient of {name_of(block.key)}: {said}. Pass the same clip_norm on all workers"
         )
     return [replace(one, setting=(*one.setting[:2], factor * rescale_of(one, optimizer))) for one in kept]
@@ -67,7 +67,7 @@ def squares(block: Block, contributions: Sequence[Contribution], optimizer: Opti
         PushRefused: they are of a type that has no norm, or cannot be scaled.
     """
     if not block.dtype.is_floating:
-        raise PushRefused(f"{name_of(block.key)} is of {block.dtype.label}, and only floating types have a norm")
+        raise errors.PushRefused(f"{name_of(block.key)} is of {block.dtype.label}, and only floating types have a norm")
     present = [one for one in contributions if not one.is_empty]
     scales = scales_of(present, contributions, optimizer)
     size, length = block.pool.size if present else 0, block.kernels.chunk_elements
@@ -81,5 +81,5 @@ def squares(block: Block, contributions: Sequence[Contribution], optimizer: Opti
                 block.kernels.weighted_sum([one.values[start:stop] for one in present], scales, block.dtype, part)
                 total += block.kernels.squares(part)
     except (TypeError, ValueError) as error:
-        raise PushRefused(f"{name_of(block.key)}: {error}") from error
+        raise errors.PushRefused(f"{name_of(block.key)}: {error}") from error
     return total

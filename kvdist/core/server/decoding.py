@@ -11,21 +11,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvdist import errors
 from kvdist.core.round import setting_of
 from kvdist.core.server.block import Block, Contribution
 from kvdist.dtypes import DType
-from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
 from kvdist.nodes import Member
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import Arrays, PayloadView, as_octets, decoded_dtypes, offsets, stretches
-from kvdist.protocol.messages import CompressedPush, Flag, JoinedPush, Push
 
 _ITEMSIZE = DType.FLOAT32.itemsize
-_ADDS_NOTHING = int(Flag.EMPTY | Flag.CARRIED)
+_ADDS_NOTHING = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
 
 
-def decoded(message: CompressedPush, kernels: Kernels) -> Push:
+def decoded(message: msg.CompressedPush, kernels: Kernels) -> msg.Push:
     """The same contributions with their elements, in one frame of ordinary memory."""
     from kvdist.optimizer.compression import decode  # a feature at a seam: loaded where it is used
 
@@ -39,7 +39,7 @@ def decoded(message: CompressedPush, kernels: Kernels) -> Push:
         stop = start + count
         decode(coded.encoding, coded.parameter, data, entries, elements[start:stop], kernels)
         elements[stop : stop + count % 2] = 0  # the padding, which is summed with that of the others
-    return Push(
+    return msg.Push(
         message.pull,
         message.runs,
         message.ids,
@@ -86,10 +86,10 @@ class JoinedSlice:
         elif any(count != block.pool.size for count in self.counts) or any(code != block.dtype for code in self.dtypes):
             obstacle = f"slice {self.number} has another size or dtype than was declared"
         if obstacle:
-            raise PushRefused(obstacle)
+            raise errors.PushRefused(obstacle)
 
 
-def joined_slices(sender: Member, message: JoinedPush, neighbours: Mapping[int, Member]) -> Iterator[JoinedSlice]:
+def joined_slices(sender: Member, message: msg.JoinedPush, neighbours: Mapping[int, Member]) -> Iterator[JoinedSlice]:
     """The contributions of a joined push, slice by slice.
 
     Args:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from kvdist.config.endpoints import crosses_network
 from kvdist.nodes import Member, Role, host_of
-from kvdist.protocol.messages import LATER, Peer, Roster
+from kvdist.protocol import messages as msg
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class Peers:
     """The ranks of those."""
     owners: tuple[int, ...] = ()
     """Number of a server, as placement names it → the rank of the one that has its slices; empty: its own."""
-    known: dict[Member, Peer] = field(default_factory=dict)
+    known: dict[Member, msg.Peer] = field(default_factory=dict)
     """All that were in any roster, with their lines."""
     far: set[Member] = field(default_factory=set)
     """The processes to which values cross a network."""
@@ -44,7 +44,7 @@ class Peers:
     """Host → rank → the first worker of that rank, departed ones included, as their pushes may come later.
     One that was started again pushes for itself."""
 
-    def update(self, message: Roster, endpoint: str) -> list[Member]:
+    def update(self, message: msg.Roster, endpoint: str) -> list[Member]:
         """Take a roster.
 
         Args:
@@ -99,11 +99,11 @@ class Peers:
     @property
     def joined(self) -> dict[int, int]:
         """Rank of each worker that is there and has joined later → since when, or `LATER`."""
-        return dict.fromkeys(self.newcomers, LATER) | {
+        return dict.fromkeys(self.newcomers, msg.LATER) | {
             rank: version for rank, version in self.since.items() if rank in self.workers
         }
 
-    def lines_of(self, members: Iterable[Member]) -> tuple[Peer, ...]:
+    def lines_of(self, members: Iterable[Member]) -> tuple[msg.Peer, ...]:
         """The lines of these members in the rosters that they were in."""
         return tuple([self.known[member] for member in members])
 

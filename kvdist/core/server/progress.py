@@ -18,10 +18,10 @@ import math
 from collections import deque
 from collections.abc import Mapping, Set
 
-from kvdist.core.machine import NEVER, Effect, Send
+from kvdist.core import machine as fx
 from kvdist.core.server.peers import Peers
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Due, DueWhen, NotDue, Progress
+from kvdist.protocol import messages as msg
 
 GRACE = 1.5
 """A version waits so many times as long as workers have come after a quorum lately …"""
@@ -40,9 +40,9 @@ class Quotas:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._said: dict[int, dict[Member, Progress]] = {}
+        self._said: dict[int, dict[Member, msg.Progress]] = {}
         """Slice → the newest report of each worker."""
-        self._due: dict[int, Due] = {}
+        self._due: dict[int, msg.Due] = {}
         """Slice → what all were told last."""
         self._graces: dict[int, Grace] = {}
         self._turns: dict[int, Turns] = {}
@@ -50,40 +50,40 @@ class Quotas:
     @property
     def deadline(self) -> float:
         """When `tick` should run next."""
-        return min((grace.until for grace in self._graces.values()), default=NEVER)
+        return min((grace.until for grace in self._graces.values()), default=fx.NEVER)
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[fx.Effect]:
         """Wait no longer for those beyond a quorum."""
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for number, grace in self._graces.items():
             if grace.until <= now:
                 effects += self._look(number, now)
-                grace.until = NEVER  # also if those are gone that were ready
+                grace.until = fx.NEVER  # also if those are gone that were ready
         return effects
 
-    def heard(self, sender: Member, message: Progress, now: float) -> list[Effect]:
+    def heard(self, sender: Member, message: msg.Progress, now: float) -> list[fx.Effect]:
         """A worker reports."""
-        if message.when in (DueWhen.LED, DueWhen.DELAYED):
+        if message.when in (msg.DueWhen.LED, msg.DueWhen.DELAYED):
             return self._turns.setdefault(message.slice, Turns(self._peers)).heard(sender, message)
         said, due = self._said.setdefault(message.slice, {}), self._due.get(message.slice)
         is_repeated, said[sender] = said.get(sender) == message, message
         if due is not None and message.step <= due.step:
-            return [Send(sender, due)]
+            return [fx.Send(sender, due)]
         effects = self._look(message.slice, now)
         if effects or not is_repeated:
             return effects
-        return [Send(sender, NotDue(message.slice, message.step, self._awaited_with(message, sender)))]
+        return [fx.Send(sender, msg.NotDue(message.slice, message.step, self._awaited_with(message, sender)))]
 
-    def _awaited_with(self, report: Progress, sender: Member) -> tuple[int, ...]:
+    def _awaited_with(self, report: msg.Progress, sender: Member) -> tuple[int, ...]:
         """The ranks of the workers any of which may still do something for the push of a report to be due."""
         reports = [(one.node.rank, other) for one, other in self._said[report.slice].items()]
         said = {rank: other for rank, other in reports if other.step == report.step}
         together = {rank for rank, other in said.items() if other.together}
-        ready = {rank for rank, other in said.items() if other.samples and other.when != DueWhen.MADE}
+        ready = {rank for rank, other in said.items() if other.samples and other.when != msg.DueWhen.MADE}
         done = together if report.together else together | ready | {sender.node.rank}
         return tuple(sorted(self._peers.awaited - done))
 
-    def roster(self, now: float) -> list[Effect]:
+    def roster(self, now: float) -> list[fx.Effect]:
         """Others are there, or rest."""
         for number, said in self._said.items():
             self._said[number] = {one: report for one, report in said.items() if self._peers.has(one)}
@@ -96,7 +96,7 @@ class Quotas:
         self._due.clear()
         self._graces.clear()
 
-    def _look(self, number: int, now: float) -> list[Effect]:
+    def _look(self, number: int, now: float) -> list[fx.Effect]:
         """Say whether the next push of a slice is due."""
         said, told = self._said[number], self._due.get(number)
         if not said:
@@ -111,27 +111,27 @@ class Quotas:
         if any(together or report.now or is_enough for report in reports.values()):
             if number in self._graces:
                 self._graces[number].over(awaited, now)
-            return self._tell(Due(number, open_, together, 0))
+            return self._tell(msg.Due(number, open_, together, 0))
         if any(report.step < open_ for report in said.values()) and (told is None or told.step < open_ - 1):
-            return self._tell(Due(number, open_ - 1, False, 0))
+            return self._tell(msg.Due(number, open_ - 1, False, 0))
         return []
 
-    def _is_enough(self, number: int, reports: Mapping[int, Progress], awaited: Set[int], now: float) -> bool:
+    def _is_enough(self, number: int, reports: Mapping[int, msg.Progress], awaited: Set[int], now: float) -> bool:
         """Whether these reports of the open version suffice for it. Who waits for all others is not waited for."""
         one = next(iter(reports.values()), None)
-        if one is None or one.when == DueWhen.MADE:
+        if one is None or one.when == msg.DueWhen.MADE:
             return one is not None and sum(report.samples for report in reports.values()) >= one.quota
         busy = awaited - {rank for rank, report in reports.items() if report.together}
         ready = {rank for rank, report in reports.items() if report.samples and not report.together}
-        if one.when == DueWhen.SPARED:
+        if one.when == msg.DueWhen.SPARED:
             return len(ready) >= max(1, len(busy) - one.quota)
         grace = self._graces.setdefault(number, Grace())
         grace.look(ready, max(1, min(one.quota, len(busy))), now)
         return bool(ready) and (busy <= ready or now >= grace.until)
 
-    def _tell(self, due: Due) -> list[Effect]:
+    def _tell(self, due: msg.Due) -> list[fx.Effect]:
         self._due[due.slice] = due
-        return [Send(member, due) for member in self._peers.workers.values()]
+        return [fx.Send(member, due) for member in self._peers.workers.values()]
 
 
 class Grace:
@@ -141,7 +141,7 @@ class Grace:
     """
 
     def __init__(self) -> None:
-        self.until = NEVER
+        self.until = fx.NEVER
         """When the present version waits no longer; never, while its quorum is not there."""
         self._begun = 0.0
         """When the version before was due."""
@@ -166,7 +166,7 @@ class Grace:
         self._late -= ready
         self._ready |= ready
         if len(ready) < quorum:
-            self._reached, self.until = None, NEVER
+            self._reached, self.until = None, fx.NEVER
         elif self._reached is None:
             self._reached = now
             reach = REACH * (now - self._begun)
@@ -177,7 +177,7 @@ class Grace:
         self._late = set() if self._reached is None else set(awaited) - self._ready
         self._delays += [math.inf] * len(self._late)  # so that what they once needed is forgotten
         self._before = now if self._reached is None else self._reached
-        self._begun, self._reached, self.until = now, None, NEVER
+        self._begun, self._reached, self.until = now, None, fx.NEVER
         self._ready = set()
 
 
@@ -192,9 +192,9 @@ class Turns:
         self._peers = peers
         self._made: dict[Member, int] = {}
         """How many pushes a worker has completed; one that comes later begins where the slowest is."""
-        self._asked: dict[Member, Progress] = {}
+        self._asked: dict[Member, msg.Progress] = {}
         """The questions that have no answer."""
-        self._answered: dict[Member, Due] = {}
+        self._answered: dict[Member, msg.Due] = {}
         """The last answers."""
         self._let_through = 0
         """How many pushes were."""
@@ -205,7 +205,7 @@ class Turns:
         self._passed = 0
         """How many barriers were passed."""
 
-    def heard(self, sender: Member, message: Progress) -> list[Effect]:
+    def heard(self, sender: Member, message: msg.Progress) -> list[fx.Effect]:
         """A worker asks whether it may push."""
         self._enrol()
         self._hear_of_barrier(sender, message)
@@ -213,7 +213,7 @@ class Turns:
             return self._look()
         last = self._answered.get(sender)
         if last is not None and message.step <= last.step:
-            return [Send(sender, last)]
+            return [fx.Send(sender, last)]
         is_repeated = self._asked.get(sender) == message
         if sender not in self._asked:
             self._made[sender] = self._made.get(sender, 0) + (last is not None)
@@ -223,9 +223,9 @@ class Turns:
             return effects
         least = self._made[sender] - message.quota
         behind = [one.node.rank for one in self._not_met if self._made.get(one, 0) < least]
-        return [Send(sender, NotDue(message.slice, message.step, tuple(behind)))]
+        return [fx.Send(sender, msg.NotDue(message.slice, message.step, tuple(behind)))]
 
-    def roster(self) -> list[Effect]:
+    def roster(self) -> list[fx.Effect]:
         """Others are there, or rest."""
         for known in (self._made, self._asked, self._answered, self._seen, self._meeting):
             for gone in [one for one in known if not self._peers.has(one)]:
@@ -233,7 +233,7 @@ class Turns:
         self._enrol()
         return self._look()
 
-    def _hear_of_barrier(self, sender: Member, message: Progress) -> None:
+    def _hear_of_barrier(self, sender: Member, message: msg.Progress) -> None:
         """Who has passed a barrier shows that all have. One that has joined later counts barriers from there on."""
         self._meeting.pop(sender, None)
         joined = self._peers.joined
@@ -241,7 +241,7 @@ class Turns:
             if message.together:
                 self._meeting[sender] = message.samples
         elif not message.together:
-            self._passed = max(self._passed, message.samples if message.when == DueWhen.LED else 0)
+            self._passed = max(self._passed, message.samples if message.when == msg.DueWhen.LED else 0)
             over = [one for one, number in self._meeting.items() if number <= self._passed]
             for one in over:
                 if one.node.rank not in joined:
@@ -264,15 +264,15 @@ class Turns:
             self._made.setdefault(one, least)
             self._seen.setdefault(one, self._let_through)
 
-    def _look(self) -> list[Effect]:
-        effects: list[Effect] = []
+    def _look(self) -> list[fx.Effect]:
+        effects: list[fx.Effect] = []
         for member, message in list(self._asked.items()):
-            if message.when == DueWhen.LED and self._made[member] - self._slowest > message.quota:
+            if message.when == msg.DueWhen.LED and self._made[member] - self._slowest > message.quota:
                 continue
             delay = self._let_through - self._seen.get(member, self._let_through)
-            self._let_through += message.when == DueWhen.LED or delay <= message.quota
+            self._let_through += message.when == msg.DueWhen.LED or delay <= message.quota
             self._seen[member] = self._let_through
-            self._answered[member] = due = Due(message.slice, message.step, False, delay)
+            self._answered[member] = due = msg.Due(message.slice, message.step, False, delay)
             del self._asked[member]
-            effects.append(Send(member, due))
+            effects.append(fx.Send(member, due))
         return effects

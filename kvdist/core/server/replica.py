@@ -29,24 +29,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvdist import errors
 from kvdist.checkpoint.snapshot import EVERYTHING, ReadSlice, SavedSlice
 from kvdist.config.settings import Limits
+from kvdist.core import machine as fx
 from kvdist.core.commands import Handler
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
-from kvdist.core.machine import (
-    NEVER,
-    VERDICT_WAIT_S,
-    Connect,
-    Effect,
-    Event,
-    Forget,
-    Halt,
-    PeerConnected,
-    PeerDisconnected,
-    SchedulerReturned,
-    Send,
-    Unreachable,
-)
 from kvdist.core.round import Admission, Round, agreed_settings, scales_of, setting_of
 from kvdist.core.server.block import Block, Contribution
 from kvdist.core.server.block_state import MASTER, NUMBERS, TOTALS, state_dtype
@@ -57,52 +45,23 @@ from kvdist.core.server.snapshots import Restoring
 from kvdist.core.server.sparse_table import RowContribution, SparseShard, SparseTable
 from kvdist.core.server.table_rows import places_in, union_of
 from kvdist.dtypes import DType
-from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
 from kvdist.nodes import Member, Role, worker
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Arithmetic
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import Arrays, PayloadView, padded, views
 from kvdist.protocol.limits import DEFAULT
-from kvdist.protocol.messages import (
-    LATER,
-    ROW_IDS,
-    WEIGHT,
-    Assign,
-    Contributor,
-    Copied,
-    Counters,
-    Cut,
-    ErrorCode,
-    Fill,
-    FindCut,
-    Flag,
-    Goodbye,
-    InitRows,
-    InitValues,
-    MarkPushes,
-    Message,
-    ReplaceState,
-    ReplaceValues,
-    Replicate,
-    Replicated,
-    ReplicateRows,
-    Rest,
-    Roster,
-    SetOptimizer,
-    Settled,
-    Standing,
-)
 
-GIVEN = (InitValues, ReplaceValues, ReplaceState, InitRows)
+GIVEN = (msg.InitValues, msg.ReplaceValues, msg.ReplaceState, msg.InitRows)
 """What workers give that no round makes."""
-SAID = (Assign, SetOptimizer, Roster, Cut, FindCut, Rest, Settled)
+SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Cut, msg.FindCut, msg.Rest, msg.Settled)
 """What the scheduler says of slices and of those who push to them. It says the same to all servers."""
 NOBODY = Member(worker(0), 0)
 """No process has this incarnation, so it gets no replies."""
-_EMPTY, _CLIPPED = int(Flag.EMPTY), int(Flag.MEASURE | Flag.APPLY)
+_EMPTY, _CLIPPED = int(msg.Flag.EMPTY), int(msg.Flag.MEASURE | msg.Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
 PIECE_BYTES_MAX, FILL_BYTES_MAX = 4 << 20, 8 << 20
@@ -113,9 +72,9 @@ OUT_OF_REACH_S_MIN = 10.0
 FILLS_AHEAD = 2
 """Blocks or tables that are on their way to the backup, without being in the copy. Answers wait behind them."""
 
-Tell = Callable[[Message, tuple[Buffer, ...] | None], None]
+Tell = Callable[[msg.Message, tuple[Buffer, ...] | None], None]
 """Takes what the backup must hear, and the token of that message."""
-Said = tuple[type[Message], int]
+Said = tuple[type[msg.Message], int]
 """A message of the scheduler: its kind, and the number of its request or roster."""
 
 
@@ -139,7 +98,7 @@ class _Replicated(Shard[Any]):
     def beside(self, number: int) -> Sequence[Any]:
         """What is to be in the copy at once with a slice."""
 
-    def fills(self, holder: Block | SparseTable) -> Iterator[tuple[Fill, tuple[Buffer, ...] | None]]:
+    def fills(self, holder: Block | SparseTable) -> Iterator[tuple[msg.Fill, tuple[Buffer, ...] | None]]:
         """What the backup must hear to have these slices, with the token of each message; they are in the copy then."""
         ids = holder.ids.tolist()
         saved: Sequence[SavedSlice | None] = [None] * len(ids)
@@ -155,7 +114,7 @@ class _Replicated(Shard[Any]):
             for parts, arrays in messages or [(np.zeros(1, np.uint8), _packed([np.zeros(0)], [DType.FLOAT64]))]:
                 is_last = one is None or arrays is messages[-1][1]
                 token = (leased,) if leased is not None and is_last and number == ids[-1] else None
-                yield Fill(np.full(len(parts), number, np.uint32), parts, *about, not is_last, arrays), token
+                yield msg.Fill(np.full(len(parts), number, np.uint32), parts, *about, not is_last, arrays), token
 
 
 class ReplicatedDense(_Replicated, DenseShard):
@@ -183,7 +142,7 @@ class ReplicatedDense(_Replicated, DenseShard):
         try:
             sums = self._sums(blocks, rounds)
             super()._apply(blocks, [[summed] for summed, _ in sums] or [()] * len(blocks))
-        except (OptimizerMismatch, PushRefused) as error:
+        except (errors.OptimizerMismatch, errors.PushRefused) as error:
             self._forward(blocks, rounds, (), (code_of(error), str(error)))
             raise
         self._forward(blocks, rounds, sums)
@@ -197,7 +156,7 @@ class ReplicatedDense(_Replicated, DenseShard):
             OptimizerMismatch, PushRefused: they cannot be summed.
         """
         if any(one.flags & _CLIPPED for one in rounds[0]):
-            raise PushRefused(
+            raise errors.PushRefused(
                 f"{name_of(blocks[0].key)}: clip_norm is not possible with replicas of servers: unset clip_norm, or"
                 " start without --replicas"
             )
@@ -215,7 +174,7 @@ class ReplicatedDense(_Replicated, DenseShard):
             try:
                 block.kernels.weighted_sum([one.values for one in own], scales, block.dtype, buffer.array)
             except (TypeError, ValueError) as error:
-                raise PushRefused(f"{name_of(block.key)}: {error}") from error
+                raise errors.PushRefused(f"{name_of(block.key)}: {error}") from error
             summed = replace(spoken[0], flags=0, setting=(lr, wd, 1.0), values=buffer.array)
             sums.append((summed, buffer))
         return sums
@@ -239,7 +198,7 @@ class ReplicatedDense(_Replicated, DenseShard):
                 block.pool.give_back(buffer)
                 token = (buffer,)
             round_ = (block.ids, block.version, _contributors(own), setting, *refusal)
-            self.tell(Replicate(*round_, not sums, i < len(blocks) - 1, arrays), token)
+            self.tell(msg.Replicate(*round_, not sums, i < len(blocks) - 1, arrays), token)
 
 
 class CopiedDense(DenseShard):
@@ -251,7 +210,7 @@ class CopiedDense(DenseShard):
     def close_if_ready(self, holder: Block) -> None:
         """Wait for the server whose slices they are."""
 
-    def replicate(self, message: Replicate) -> None:
+    def replicate(self, message: msg.Replicate) -> None:
         """Count a round, and apply the rule to its sum."""
         payload = PayloadView(message.arrays)
         contributors = _contributions(message)
@@ -294,7 +253,7 @@ class ReplicatedSparse(_Replicated, SparseShard):
         try:
             summed = _merged(table, own, self._optimizers.get(table.store), self.kernels)
             super()._apply(tables, [() if summed is None else (summed,)])
-        except (OptimizerMismatch, PushRefused) as error:
+        except (errors.OptimizerMismatch, errors.PushRefused) as error:
             self._forward(table, own, None, (code_of(error), str(error)))
             raise
         self._forward(table, own, summed)
@@ -315,7 +274,7 @@ class ReplicatedSparse(_Replicated, SparseShard):
             some = slice(start, start + rows_max)
             arrays = _row_arrays(ids[some], values[start * row : (start + rows_max) * row], table.rows.dtype)
             round_ = (table.ids, table.round.version, _contributors(contributions), setting, *refusal)
-            self.tell(ReplicateRows(*round_, summed is None, start + rows_max < len(ids), arrays), None)
+            self.tell(msg.ReplicateRows(*round_, summed is None, start + rows_max < len(ids), arrays), None)
 
 
 class CopiedSparse(SparseShard):
@@ -327,7 +286,7 @@ class CopiedSparse(SparseShard):
     def close_if_ready(self, holder: SparseTable) -> None:
         """Wait for the server whose tables they are."""
 
-    def replicate(self, message: ReplicateRows) -> None:
+    def replicate(self, message: msg.ReplicateRows) -> None:
         """Count a round, and apply the rule to its rows."""
         ids, values = views(message.arrays)
         parts = [*self._parts, (ids, values)]
@@ -361,25 +320,25 @@ class Copy(Server):
         """See `Server`."""
         return self._numbers
 
-    def hear(self, message: Message, now: float) -> list[Effect]:
+    def hear(self, message: msg.Message, now: float) -> list[fx.Effect]:
         """What the server has done, or was told. Returns what it would have answered."""
         match message:
-            case Fill():
+            case msg.Fill():
                 self._fill(message)
-            case Copied():
+            case msg.Copied():
                 self.is_whole_in = message.epoch
-            case Roster():
+            case msg.Roster():
                 self._numbers = _owned(message.owners, self.rank, self.joining.introduction.num_servers)
                 return self.handle(SCHEDULER_MEMBER, message, now)
-            case Replicate():
+            case msg.Replicate():
                 self.dense.replicate(message)
-            case ReplicateRows():
+            case msg.ReplicateRows():
                 self.sparse.replicate(message)
             case _:
                 return self.handle(NOBODY if isinstance(message, GIVEN) else SCHEDULER_MEMBER, message, now)
         return []
 
-    def _fill(self, message: Fill) -> None:
+    def _fill(self, message: msg.Fill) -> None:
         """A slice as it is, or a piece of it."""
         pieces = zip(message.parts.tolist(), views(message.arrays), strict=True)
         self._pieces = [*self._pieces, *((part, array.copy()) for part, array in pieces)]
@@ -391,8 +350,8 @@ class Copy(Server):
         if holder is None:
             return
         parts = {part: np.concatenate([piece for of, piece in found if of == part]) for part, _ in found}
-        numbers, weight = parts.pop(NUMBERS).tolist(), parts.pop(WEIGHT, None)
-        ids, master, state = parts.pop(ROW_IDS, None), parts.pop(MASTER, None), None
+        numbers, weight = parts.pop(NUMBERS).tolist(), parts.pop(msg.WEIGHT, None)
+        ids, master, state = parts.pop(msg.ROW_IDS, None), parts.pop(MASTER, None), None
         totals = parts.pop(TOTALS, np.zeros(1))
         if numbers:
             state = SliceState(int(numbers[0]), tuple(parts[one] for one in sorted(parts)), tuple(numbers[1:]), master)
@@ -405,11 +364,11 @@ class Copy(Server):
         _stand(holder.round, message)
 
     @property
-    def fates(self) -> Settled:
+    def fates(self) -> msg.Settled:
         """What was counted here of all that were given up, and what has no value."""
         valueless = [number for shard in self._shards for number in shard.valueless()]
         told = tuple(fate for fates in self._fates.values() for fate in fates)
-        return Settled(self.epoch, told, np.array(valueless, np.uint32))
+        return msg.Settled(self.epoch, told, np.array(valueless, np.uint32))
 
 
 class ReplicatedServer(Server):
@@ -442,7 +401,7 @@ class ReplicatedServer(Server):
         """Whether there is a way to the backup."""
         self._dialled_by: Member | None = None
         """The server that has spoken to this one, perhaps before the roster with both has come."""
-        self._out_of_reach_at = NEVER
+        self._out_of_reach_at = fx.NEVER
         """When this server gives itself up, because it cannot reach its backup and the scheduler hears both."""
         self._why_out_of_reach = ""
         self._turns = 0
@@ -451,7 +410,7 @@ class ReplicatedServer(Server):
         """Before that time a scheduler that was started again gives nobody up."""
         self._apart: set[Member] = set()
         """Servers to which the link is broken."""
-        self._log: list[tuple[Message, tuple[Buffer, ...] | None]] = []
+        self._log: list[tuple[msg.Message, tuple[Buffer, ...] | None]] = []
         """What the backup must hear of what is being handled."""
         self._told = self._confirmed = self._heard = 0
         """Messages to the backup, those that are in the copy there, and those of the server whose copy is here."""
@@ -459,11 +418,11 @@ class ReplicatedServer(Server):
         """For each block or table on its way to the backup: how many messages that must have for it."""
         self._is_whole = False
         """Whether the scheduler was told of this roster that all is in the copy."""
-        self._held: deque[tuple[int, list[Effect]]] = deque()
+        self._held: deque[tuple[int, list[fx.Effect]]] = deque()
         """(messages that the backup must have, what is done then)"""
-        self._waiting: list[tuple[Member, Message]] = []
+        self._waiting: list[tuple[Member, msg.Message]] = []
         """What workers say of slices of which there is only a copy here."""
-        self._said: dict[Said, Message] = {}
+        self._said: dict[Said, msg.Message] = {}
         """What the scheduler has said, and the server whose copy is here has not passed on."""
         self._early: set[Said] = set()
         """What it has passed on, and is still under way to this one."""
@@ -473,7 +432,7 @@ class ReplicatedServer(Server):
         """See `Server`."""
         return self._numbers
 
-    def refuses(self, source: Member, message: Message) -> str | None:
+    def refuses(self, source: Member, message: msg.Message) -> str | None:
         """Listen to the other servers, too."""
         if source.node.role is not Role.SERVER or source in self.peers.lost:
             return super().refuses(source, message)
@@ -484,14 +443,14 @@ class ReplicatedServer(Server):
         is_new = known is None or known.incarnation < source.incarnation
         return "" if is_new else f"{source} is not a server of this cluster"
 
-    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+    def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         """React to a message; what others hear of it waits for the backup."""
         if sender.node.role is Role.SERVER:
             return self._of_server(sender, message, now)
         if self._is_early(message):
             self._waiting.append((sender, message))
             return []
-        if sender == SCHEDULER_MEMBER and isinstance(message, Roster):
+        if sender == SCHEDULER_MEMBER and isinstance(message, msg.Roster):
             return self._hear_roster(message, now)
         if sender == SCHEDULER_MEMBER and isinstance(message, SAID) and self._servers:
             self._note_said(message)
@@ -499,7 +458,7 @@ class ReplicatedServer(Server):
             self._tell(message, None)
         return self._published(super().handle(sender, message, now))
 
-    def _hear_roster(self, message: Roster, now: float) -> list[Effect]:
+    def _hear_roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         """Hear who is there: other servers, too."""
         self._judged_from = 0.0
         before = self._backup, self._numbers
@@ -533,63 +492,63 @@ class ReplicatedServer(Server):
         same = _owned(owners, rank, count) == _owned(self.peers.owners, rank, count)
         return same and self._servers.get(rank) == servers.get(rank)
 
-    def _introduce(self, message: Roster) -> None:
+    def _introduce(self, message: msg.Roster) -> None:
         """Tell a new backup who is there, and since when: what the copy would know if it had been there before."""
         peers = self.peers
         joined = {rank: version for rank, version in peers.since.items() if rank in peers.workers}
         newcomers = tuple(sorted({*peers.newcomers, *joined}))
         self._tell(replace(message, lost=(), ended=(), newcomers=newcomers), None)
         for version in sorted(set(joined.values())):
-            self._tell(Cut(0, -1, version, tuple(rank for rank in joined if joined[rank] == version)), None)
+            self._tell(msg.Cut(0, -1, version, tuple(rank for rank in joined if joined[rank] == version)), None)
         if peers.resting:
-            self._tell(Rest(0, tuple(sorted(peers.resting))), None)
+            self._tell(msg.Rest(0, tuple(sorted(peers.resting))), None)
 
-    def _is_early(self, message: Message) -> bool:
+    def _is_early(self, message: msg.Message) -> bool:
         """Whether this is about slices of which there is only a copy here: its sender has heard sooner who is lost."""
         copy = self.copy
         if copy is None:
             return False
-        if isinstance(message, MarkPushes) and not self._numbers:
+        if isinstance(message, msg.MarkPushes) and not self._numbers:
             return True
         ids: Sequence[int] = getattr(message, "ids", ())
-        some = ids if isinstance(message, MarkPushes) else ids[:1]  # marks alone are of all that a server has
+        some = ids if isinstance(message, msg.MarkPushes) else ids[:1]  # marks alone are of all that a server has
         return any(shard.holder(int(number)) is not None for number in some for shard in copy._shards)
 
-    def observe(self, event: Event, now: float) -> list[Effect]:
+    def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         """React to something that is not a message."""
         member = getattr(event, "member", None)
         if isinstance(member, Member) and member.node.role is Role.SERVER:
-            if isinstance(event, Unreachable) and member not in self.peers.lost:
-                return [Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {member}: {event.reason}"))]
-            if isinstance(event, PeerDisconnected):
+            if isinstance(event, fx.Unreachable) and member not in self.peers.lost:
+                return [fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, f"it cannot reach {member}: {event.reason}"))]
+            if isinstance(event, fx.PeerDisconnected):
                 self._apart.add(member)
                 if member == self._backup:
                     self._await_backup(event.reason, now)
-            elif isinstance(event, PeerConnected):
+            elif isinstance(event, fx.PeerConnected):
                 self._reached(member)
             return []
         effects = super().observe(event, now)
         # A scheduler that was started again may first have to hear that the backup is lost.
-        return effects if isinstance(event, PeerDisconnected | SchedulerReturned) else self._published(effects)
+        return effects if isinstance(event, fx.PeerDisconnected | fx.SchedulerReturned) else self._published(effects)
 
     @property
     def deadline(self) -> float:
         """When `tick` should run next."""
         return min(super().deadline, self._out_of_reach_at)
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[fx.Effect]:
         """See `Server`; and do not wait for ever for a backup that only this server cannot reach."""
         effects = super().tick(now)
         if now < self._out_of_reach_at:
             return effects
-        self._out_of_reach_at = now + VERDICT_WAIT_S  # it is said again, as it may be lost with a scheduler
-        if self._scheduler_lost_at < NEVER:  # nobody is there to judge
+        self._out_of_reach_at = now + fx.VERDICT_WAIT_S  # it is said again, as it may be lost with a scheduler
+        if self._scheduler_lost_at < fx.NEVER:  # nobody is there to judge
             return effects
         if self._turns < self._turn:
             self._turns += 1
             return effects
         reason = f"it cannot reach {self._backup}, which has the copy of its slices: {self._why_out_of_reach}"
-        return [*effects, Send(SCHEDULER_MEMBER, Goodbye(0, reason))]
+        return [*effects, fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, reason))]
 
     def validate(self) -> None:
         """Check every invariant."""
@@ -614,7 +573,7 @@ class ReplicatedServer(Server):
         """There is a link to another server."""
         self._apart.discard(member)
         if member == self._backup:
-            self._out_of_reach_at = NEVER
+            self._out_of_reach_at = fx.NEVER
 
     @property
     def _turn(self) -> int:
@@ -630,25 +589,25 @@ class ReplicatedServer(Server):
         is_reached = before is not None and self._dialled_by == before and before not in self._apart
         return 1 + (own == 0 if count == 2 else is_reached)
 
-    def _tell(self, message: Message, token: tuple[Buffer, ...] | None) -> None:
+    def _tell(self, message: msg.Message, token: tuple[Buffer, ...] | None) -> None:
         if self._backup is not None:
             self._log.append((message, token))
 
-    def _published(self, effects: list[Effect]) -> list[Effect]:
+    def _published(self, effects: list[fx.Effect]) -> list[fx.Effect]:
         """What is done now: the backup is told; the rest waits until it has all."""
-        told: list[Effect] = []
+        told: list[fx.Effect] = []
         if self._is_linked:
             log, self._log = self._log, []
             self._told += len(log)
-            told = [Send(self._backup, what, token) for what, token in log if self._backup is not None]
+            told = [fx.Send(self._backup, what, token) for what, token in log if self._backup is not None]
         must_have = self._told + len(self._log)
-        if self._confirmed == must_have or any(isinstance(one, Halt) for one in effects):
+        if self._confirmed == must_have or any(isinstance(one, fx.Halt) for one in effects):
             return [*told, *effects]
         if effects:
             self._held.append((must_have, effects))
         return told
 
-    def _fill(self) -> list[Effect]:
+    def _fill(self) -> list[fx.Effect]:
         """Give the backup what is not in the copy, some of it at a time; when all is, the scheduler hears so."""
         if self._backup is None or not self._is_linked:
             return []
@@ -667,25 +626,25 @@ class ReplicatedServer(Server):
         if self._is_whole or self._filling or self.dense.alone or self.sparse.alone:
             return []
         self._is_whole = True
-        copied = Copied(self.me.node.rank, self.epoch)
+        copied = msg.Copied(self.me.node.rank, self.epoch)
         self._tell(copied, None)
-        return [Send(SCHEDULER_MEMBER, copied)]
+        return [fx.Send(SCHEDULER_MEMBER, copied)]
 
-    def _replicated(self, count: int) -> list[Effect]:
+    def _replicated(self, count: int) -> list[fx.Effect]:
         """The backup has so many of the messages."""
         self._confirmed = max(self._confirmed, count)
         while self._filling and self._filling[0] <= self._confirmed:
             self._filling.popleft()
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         while self._held and self._held[0][0] <= self._confirmed:
             effects += self._held.popleft()[1]
         return effects
 
     # From the server whose copy is here, and about both.
 
-    def _of_server(self, sender: Member, message: Message, now: float) -> list[Effect]:
+    def _of_server(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         self._reached(sender)
-        if isinstance(message, Replicated):
+        if isinstance(message, msg.Replicated):
             effects = self._replicated(message.count) if sender == self._backup else []
             return effects + self._published(self._fill())
         if self.copy is None:
@@ -696,7 +655,7 @@ class ReplicatedServer(Server):
             said = _said(message)
             if said[1] and self._said.pop(said, None) is None:
                 self._early.add(said)
-            if not said[1] and isinstance(message, Assign | SetOptimizer):
+            if not said[1] and isinstance(message, msg.Assign | msg.SetOptimizer):
                 super().handle(SCHEDULER_MEMBER, message, now)  # this server may be new, and not know of it either
         try:
             self.copy.hear(message, now)
@@ -704,25 +663,25 @@ class ReplicatedServer(Server):
             self.copy = None
             return _short_of_memory(f"for a copy of what {sender} has")
         self._heard += 1
-        return [Send(sender, Replicated(self._heard)), *self._published(self._fill())]
+        return [fx.Send(sender, msg.Replicated(self._heard)), *self._published(self._fill())]
 
-    def _note_said(self, message: Message) -> None:
+    def _note_said(self, message: msg.Message) -> None:
         said = _said(message)
         if said in self._early:
             self._early.discard(said)
         elif self.copy is not None:
             self._said[said] = message
 
-    def _meet(self, message: Roster, now: float) -> list[Effect]:
+    def _meet(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         """Hear which servers there are, and what each has."""
         there = {one.member.node.rank: one for one in message.peers if one.member.node.role is Role.SERVER}
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         count, own = self.joining.introduction.num_servers, self.me.node.rank
         for rank, member in self._servers.items():
             if member in self.peers.lost or (rank in there and there[rank].member == member):
                 continue
             self.peers.lost.add(member)
-            effects.append(Forget(member))
+            effects.append(fx.Forget(member))
             if member == self._backup:
                 effects += self._go_on_alone()
             if rank == (own - 1) % count:
@@ -745,13 +704,13 @@ class ReplicatedServer(Server):
             if self._dialled_by != backup.member:
                 self._await_backup("there was never a connection between them", now)
             if dials:
-                effects.append(Connect(backup.member, backup.endpoint))
+                effects.append(fx.Connect(backup.member, backup.endpoint))
         return effects
 
-    def _go_on_alone(self) -> list[Effect]:
+    def _go_on_alone(self) -> list[fx.Effect]:
         """The backup is lost: nothing waits for it any more."""
         self._backup = self.dense.tell = self.sparse.tell = None
-        self._out_of_reach_at = NEVER
+        self._out_of_reach_at = fx.NEVER
         for _, token in self._log:
             for buffer in token or ():
                 buffer.leases -= 1
@@ -761,11 +720,11 @@ class ReplicatedServer(Server):
         self.sparse.alone.clear()
         return self._replicated(self._told)
 
-    def _promote(self, epoch: int, now: float) -> list[Effect]:
+    def _promote(self, epoch: int, now: float) -> list[fx.Effect]:
         """Take the copy over: its server is lost."""
         copy, self.copy = self.copy, None
         assert copy is not None
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for message in self._said.values():
             effects += [one for one in copy.hear(message, now) if _is_for_workers(one)]
         self._said.clear()
@@ -777,19 +736,19 @@ class ReplicatedServer(Server):
         self.dense.absorb(copy.dense)
         self.sparse.absorb(copy.sparse)
         self._restoring = Restoring(self._shards)
-        return [*effects, Send(SCHEDULER_MEMBER, replace(copy.fates, epoch=epoch))]
+        return [*effects, fx.Send(SCHEDULER_MEMBER, replace(copy.fates, epoch=epoch))]
 
-    def _reregister(self, now: float) -> list[Effect]:
+    def _reregister(self, now: float) -> list[fx.Effect]:
         """Say, too, what is in copies: of this server, and of the one before it, which may be lost by now."""
         effects = super()._reregister(now)
         # It judges when all have registered that will, and says so with a roster.
         self._judged_from = now + self.joining.scheduler_absence_s + self._link_wait_s
-        if self._out_of_reach_at < NEVER:
+        if self._out_of_reach_at < fx.NEVER:
             self._out_of_reach_at = max(self._out_of_reach_at, self._judged_from)
-        told = [Copied(self.me.node.rank, self.epoch)] if self._is_whole else []
+        told = [msg.Copied(self.me.node.rank, self.epoch)] if self._is_whole else []
         if self.copy is not None and self.copy.is_whole_in >= 0:
-            told.append(Copied(self.copy.rank, self.copy.is_whole_in))
-        return [*(Send(SCHEDULER_MEMBER, one) for one in told), *effects] if effects and self._servers else effects
+            told.append(msg.Copied(self.copy.rank, self.copy.is_whole_in))
+        return [*(fx.Send(SCHEDULER_MEMBER, one) for one in told), *effects] if effects and self._servers else effects
 
 
 def _owned(owners: Sequence[int], rank: int, num_servers: int) -> tuple[int, ...]:
@@ -797,31 +756,33 @@ def _owned(owners: Sequence[int], rank: int, num_servers: int) -> tuple[int, ...
     return tuple(number for number, owner in enumerate(owners or range(num_servers)) if owner == rank)
 
 
-def _short_of_memory(what_for: str) -> list[Effect]:
+def _short_of_memory(what_for: str) -> list[fx.Effect]:
     """Leave: a copy that lacks something must not be taken over, and nobody is to wait for it."""
     reason = f"it has no memory {what_for}: use more servers, or leave out --replicas"
-    return [Send(SCHEDULER_MEMBER, Goodbye(0, reason))]
+    return [fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, reason))]
 
 
-def _said(message: Message) -> Said:
-    return type(message), message.epoch if isinstance(message, Roster | Settled) else getattr(message, "request", 0)
+def _said(message: msg.Message) -> Said:
+    return type(message), message.epoch if isinstance(message, msg.Roster | msg.Settled) else getattr(
+        message, "request", 0
+    )
 
 
-def _is_for_workers(effect: Effect) -> bool:
-    return isinstance(effect, Send) and isinstance(effect.message, Counters)
+def _is_for_workers(effect: fx.Effect) -> bool:
+    return isinstance(effect, fx.Send) and isinstance(effect.message, msg.Counters)
 
 
 def _settings(lr: float | None, wd: float | None) -> tuple[tuple[float, float, float], ...]:
     return ((math.nan if lr is None else lr, math.nan if wd is None else wd, 1.0),)
 
 
-def _contributors(contributions: Sequence[Contribution] | Sequence[RowContribution]) -> tuple[Contributor, ...]:
+def _contributors(contributions: Sequence[Contribution] | Sequence[RowContribution]) -> tuple[msg.Contributor, ...]:
     return tuple(
-        [Contributor(one.member.node.rank, one.member.incarnation, one.step, one.samples) for one in contributions]
+        [msg.Contributor(one.member.node.rank, one.member.incarnation, one.step, one.samples) for one in contributions]
     )
 
 
-def _contributions(message: Replicate) -> list[Contribution]:
+def _contributions(message: msg.Replicate) -> list[Contribution]:
     """Who is in a round, without what they have pushed."""
     setting = setting_of(message.settings[0])
     return [
@@ -832,7 +793,7 @@ def _contributions(message: Replicate) -> list[Contribution]:
     ]
 
 
-def _row_contributions(message: ReplicateRows) -> list[RowContribution]:
+def _row_contributions(message: msg.ReplicateRows) -> list[RowContribution]:
     setting = setting_of(message.settings[0])
     return [
         RowContribution(Member(worker(one.rank), one.incarnation), 0, one.step, 0, one.samples, _EMPTY, setting, [])
@@ -843,7 +804,7 @@ def _row_contributions(message: ReplicateRows) -> list[RowContribution]:
 def _count(
     shard: Shard[Any],
     holder: Block | SparseTable,
-    message: Replicate | ReplicateRows,
+    message: msg.Replicate | msg.ReplicateRows,
     contributions: Sequence[Contribution] | Sequence[RowContribution],
 ) -> None:
     """Count a round of a copy as its server has."""
@@ -854,7 +815,7 @@ def _count(
     if shard.ledger is not None:
         shard.ledger.counted(holder, contributions)
     if message.code >= 0:
-        round_.refuse(contributions, (ErrorCode(message.code), message.reason))
+        round_.refuse(contributions, (msg.ErrorCode(message.code), message.reason))
 
 
 def _merged(
@@ -881,7 +842,7 @@ def _merged(
         summed = np.empty(len(union) * rows.row_length, rows.dtype.storage)
         kernels.weighted_sum(everywhere, scales, rows.dtype, summed)
     except (MemoryError, TypeError, ValueError) as error:
-        raise PushRefused(f"{name_of(table.round.key)}: {error}") from error
+        raise errors.PushRefused(f"{name_of(table.round.key)}: {error}") from error
     return replace(present[0], flags=0, setting=(lr, wd, 1.0), parts=[(union, summed)])
 
 
@@ -906,7 +867,7 @@ def _row_arrays(ids: npt.NDArray[np.int64], values: npt.NDArray[Any], dtype: DTy
 # Filling in.
 
 
-def _standings(round_: Round[Any, Any]) -> tuple[tuple[Standing, ...], int]:
+def _standings(round_: Round[Any, Any]) -> tuple[tuple[msg.Standing, ...], int]:
     """What a round knows of each worker, and its limit or -1."""
     admission = round_.admission or Admission()
     limit = -1 if admission.limit is None else admission.limit
@@ -915,12 +876,16 @@ def _standings(round_: Round[Any, Any]) -> tuple[tuple[Standing, ...], int]:
     for rank in ranks:
         since = admission.since.get(rank, -1)
         refused, (code, reason) = round_.refused.get(rank, (-1, (-1, "")))
-        before = (round_.counted.get(rank, 0), round_.examples.get(rank, 0), LATER if since == NEVER else int(since))
-        found.append(Standing(rank, *before, round_.began.get(rank, -1), refused, code, reason))
+        before = (
+            round_.counted.get(rank, 0),
+            round_.examples.get(rank, 0),
+            msg.LATER if since == fx.NEVER else int(since),
+        )
+        found.append(msg.Standing(rank, *before, round_.began.get(rank, -1), refused, code, reason))
     return tuple(found), limit
 
 
-def _stand(round_: Round[Any, Any], message: Fill) -> None:
+def _stand(round_: Round[Any, Any], message: msg.Fill) -> None:
     """Go on from what another round knew."""
     known = message.standings
     round_.version, round_.restored = message.version, message.restored
@@ -928,8 +893,8 @@ def _stand(round_: Round[Any, Any], message: Fill) -> None:
     round_.examples = {one.rank: one.examples for one in known if one.examples}
     round_.began = {one.rank: one.began for one in known if one.began >= 0}
     refused = [one for one in known if one.refused >= 0]
-    round_.refused = {one.rank: (one.refused, (ErrorCode(one.code), one.reason)) for one in refused}
-    since = {one.rank: NEVER if one.since == LATER else float(one.since) for one in known if one.since >= 0}
+    round_.refused = {one.rank: (one.refused, (msg.ErrorCode(one.code), one.reason)) for one in refused}
+    since = {one.rank: fx.NEVER if one.since == msg.LATER else float(one.since) for one in known if one.since >= 0}
     limit = None if message.limit < 0 else message.limit
     round_.admission = None if limit is None and not since else Admission(limit, since)
 
@@ -941,8 +906,8 @@ def _pieces(saved: SavedSlice) -> Iterator[tuple[int, npt.NDArray[Any], DType]]:
     state = state_dtype(saved.dtype)
     parts: list[tuple[int, npt.NDArray[Any], DType]] = [(NUMBERS, np.array(numbers, np.float64), DType.FLOAT64)]
     parts += [(TOTALS, np.array([saved.samples], np.float64), DType.FLOAT64)] if saved.samples else []
-    parts += [] if saved.ids is None else [(ROW_IDS, saved.ids, DType.INT64)]
-    parts += [] if saved.weight is None else [(WEIGHT, saved.weight, saved.dtype)]
+    parts += [] if saved.ids is None else [(msg.ROW_IDS, saved.ids, DType.INT64)]
+    parts += [] if saved.weight is None else [(msg.WEIGHT, saved.weight, saved.dtype)]
     parts += [(1 + i, array, state) for i, array in enumerate(saved.states.values())]
     parts += [] if saved.master is None else [(MASTER, saved.master, state)]
     for part, array, dtype in parts:

@@ -10,25 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvdist import errors
 from kvdist.config.settings import Limits
+from kvdist.core import machine as fx
 from kvdist.core.commands import Handler, perform
 from kvdist.core.error_mapping import replicas_differ, scheduler_away, scheduler_forgot, scheduler_lost, verdict
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
-from kvdist.core.machine import (
-    NEVER,
-    Effect,
-    Event,
-    Forget,
-    Halt,
-    Log,
-    Machine,
-    PeerDisconnected,
-    Persisted,
-    SchedulerReturned,
-    Send,
-    Unreachable,
-    Worked,
-)
 from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.decoding import decoded
@@ -38,62 +25,12 @@ from kvdist.core.server.snapshots import Restoring, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, SparseShard
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.transfers import PRIORITY_MESSAGES_PER_WINDOW
-from kvdist.errors import DeviceError, FencedError, KvdistError
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
 from kvdist.nodes import Member, Role
 from kvdist.optimizer.registry import from_description
 from kvdist.optimizer.updater import Arithmetic, Updater
-from kvdist.protocol.messages import (
-    LATER,
-    Abort,
-    Ack,
-    Alive,
-    Assign,
-    CompressedPush,
-    Counters,
-    Cut,
-    CutFound,
-    Done,
-    DropRestored,
-    ErrorCode,
-    Failed,
-    Fate,
-    FindCut,
-    Goodbye,
-    InitRows,
-    InitValues,
-    JoinedPush,
-    MarkPushes,
-    Message,
-    OnLoss,
-    Perform,
-    Prepare,
-    Progress,
-    Pull,
-    PullRows,
-    PullState,
-    Push,
-    PushRows,
-    Rejected,
-    ReplaceState,
-    ReplaceValues,
-    Reregister,
-    Rest,
-    Restore,
-    Resume,
-    Rewound,
-    RollBack,
-    Roster,
-    SetOptimizer,
-    Settled,
-    StepTimes,
-    Stop,
-    TakeRestored,
-    TakeSnapshot,
-    Waiting,
-    Welcome,
-)
+from kvdist.protocol import messages as msg
 
 if TYPE_CHECKING:  # a feature at a seam: servers run without it
     from kvdist.core.server.progress import Quotas
@@ -105,7 +42,7 @@ HINTS_PER_WAIT = 5
 """Of a server, to workers that wait for a round, until they speak of it."""
 
 
-class Server(Machine):
+class Server(fx.Machine):
     """The pure machine of a server.
 
     Class attributes say what its slices are kept in, and how many other servers keep copies of them.
@@ -137,7 +74,7 @@ class Server(Machine):
     ) -> None:
         self.limits = limits
         self.joining = Joining(introduction, limits.connect_timeout_s, limits.form_timeout_s, now)
-        self.on_loss = OnLoss.FAIL
+        self.on_loss = msg.OnLoss.FAIL
         self.epoch = 0
         self.step = 0
         self.steps: dict[Member, int] = {}
@@ -151,21 +88,21 @@ class Server(Machine):
         self._shards = (self.dense, self.sparse)
         self._restoring = Restoring(self._shards)
         self._handlers = handlers
-        self._assigned: dict[tuple[int, int], Assign] = {}
+        self._assigned: dict[tuple[int, int], msg.Assign] = {}
         """(store, first slice) → what the scheduler has said; here for one that is started again, and for a backup."""
-        self._optimizers: dict[int, SetOptimizer] = {}
-        self._fates: dict[Member, tuple[Fate, ...]] = {}
+        self._optimizers: dict[int, msg.SetOptimizer] = {}
+        self._fates: dict[Member, tuple[msg.Fate, ...]] = {}
         """Of the lost."""
         self._settles_again = False
         """The scheduler was started again, and has not heard of them."""
-        self._rested: Rest | None = None
+        self._rested: msg.Rest | None = None
         """The newest that the scheduler has said."""
         self._quotas: Quotas | None = None
         """If a policy counts examples, and this server is the one that does."""
-        self._performed: dict[tuple[int, int], Done | Failed] = {}
-        self._next_alive = NEVER
-        self._next_look = NEVER
-        self._scheduler_lost_at = NEVER
+        self._performed: dict[tuple[int, int], msg.Done | msg.Failed] = {}
+        self._next_alive = fx.NEVER
+        self._next_look = fx.NEVER
+        self._scheduler_lost_at = fx.NEVER
         self._stopping = False
 
     @property
@@ -181,10 +118,10 @@ class Server(Machine):
     @property
     def deadline(self) -> float:
         """When `tick` should run next."""
-        due = NEVER if self._quotas is None else self._quotas.deadline
+        due = fx.NEVER if self._quotas is None else self._quotas.deadline
         return min(self.joining.deadline, self._next_alive, self._next_look, self._scheduler_lost_at, due)
 
-    def refuses(self, source: Member, message: Message) -> str | None:
+    def refuses(self, source: Member, message: msg.Message) -> str | None:
         """Listen to the scheduler and to the live workers of the roster."""
         if source == SCHEDULER_MEMBER or self.peers.has(source):
             return None
@@ -195,51 +132,51 @@ class Server(Machine):
             return _given_up(source)
         return f"{source} is not a worker of this cluster: it belongs to an earlier job, or was replaced"
 
-    def _note_late(self, lost: Member, message: Message) -> None:
+    def _note_late(self, lost: Member, message: msg.Message) -> None:
         """A worker that was given up may wake up and push: the ledger says that this was refused."""
         if not isinstance(message, LatePush):
             return
-        shard: Shard[Any] = self.sparse if isinstance(message, PushRows) else self.dense
+        shard: Shard[Any] = self.sparse if isinstance(message, msg.PushRows) else self.dense
         if shard.ledger is not None:
             shard.ledger.fenced(lost, message, shard.holder)
 
-    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+    def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         """React to a message of a worker or of the scheduler."""
         match message:
-            case Push():
+            case msg.Push():
                 self.dense.push(sender, message, now)
-            case CompressedPush():
+            case msg.CompressedPush():
                 self.dense.push(sender, decoded(message, self.dense.kernels), now)
-            case JoinedPush():
+            case msg.JoinedPush():
                 self.dense.push_joined(sender, message, self.peers.neighbours_of(sender), now)
-            case Pull():
+            case msg.Pull():
                 self.dense.pull(sender, message, now)
-            case PullState():
+            case msg.PullState():
                 self.dense.pull_state(sender, message, now)
-            case ReplaceState():
+            case msg.ReplaceState():
                 self.dense.replace_state(sender, message)
-            case MarkPushes():
+            case msg.MarkPushes():
                 self.snapshots.mark(sender, message)
-            case Progress():
+            case msg.Progress():
                 return self._progress(sender, message, now)
-            case InitValues() | ReplaceValues():
+            case msg.InitValues() | msg.ReplaceValues():
                 self.dense.initialise(sender, message)
-            case InitRows():
+            case msg.InitRows():
                 self.sparse.initialise(sender, message)
-            case PushRows():
+            case msg.PushRows():
                 self.sparse.push(sender, message, now)
-            case PullRows():
+            case msg.PullRows():
                 self.sparse.pull(sender, message, now)
-            case Resume():
+            case msg.Resume():
                 for shard in self._shards:
                     shard.resume(sender, message)
             case _:
                 return self._control(message, now) if sender.node.role is Role.SCHEDULER else []
         return self._replies()
 
-    def observe(self, event: Event, now: float) -> list[Effect]:
+    def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         """React to a broken or mended connection. Only that of the scheduler matters: it judges the others."""
-        if isinstance(event, PeerDisconnected):
+        if isinstance(event, fx.PeerDisconnected):
             if event.member == SCHEDULER_MEMBER and not self._stopping:
                 # The heartbeat leaves with the next connection, and tells the scheduler whose it is.
                 self.joining.disconnected(now)
@@ -247,40 +184,40 @@ class Server(Machine):
                     self._next_alive = now
                     grace_s = self.limits.reconnect_grace_s(event.after_silence)
                     self._scheduler_lost_at = self.joining.scheduler_due(grace_s, event.after_silence, now)
-        elif isinstance(event, Unreachable):
+        elif isinstance(event, fx.Unreachable):
             if event.member == SCHEDULER_MEMBER:
-                return [Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
+                return [fx.Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
             if event.member in self.peers.lost:
                 return []  # it is told so whenever it comes, and acknowledges nothing
-            if self.on_loss is not OnLoss.FAIL:  # the worker ends, and the others go on
-                return [Send(event.member, Rejected(f"{self.me} cannot reach {event.member}: {event.reason}"))]
-            return [Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {event.member}: {event.reason}"))]
-        elif isinstance(event, Persisted):
-            if isinstance(event.token, Restore | Prepare):
+            if self.on_loss is not msg.OnLoss.FAIL:  # the worker ends, and the others go on
+                return [fx.Send(event.member, msg.Rejected(f"{self.me} cannot reach {event.member}: {event.reason}"))]
+            return [fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, f"it cannot reach {event.member}: {event.reason}"))]
+        elif isinstance(event, fx.Persisted):
+            if isinstance(event.token, msg.Restore | msg.Prepare):
                 return self._restoring.persisted(event)
             return self.snapshots.persisted(event)
-        elif isinstance(event, SchedulerReturned):
+        elif isinstance(event, fx.SchedulerReturned):
             return self._reregister(now)
-        elif isinstance(event, Worked):
+        elif isinstance(event, fx.Worked):
             if self.joining.complete and not self._stopping:
                 computed_us, waited_us = round(event.computed_s * 1e6), round(event.waited_s * 1e6)
-                return [Send(SCHEDULER_MEMBER, StepTimes(0, 0, 0, computed_us, waited_us, 0))]
+                return [fx.Send(SCHEDULER_MEMBER, msg.StepTimes(0, 0, 0, computed_us, waited_us, 0))]
         elif getattr(event, "member", None) == SCHEDULER_MEMBER:
-            self._scheduler_lost_at = NEVER
+            self._scheduler_lost_at = fx.NEVER
         return []
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[fx.Effect]:
         """Heartbeat, hints to workers that wait, deadlines."""
         try:
             effects = self.joining.tick(now)
-        except KvdistError as error:
-            return [Halt(error)]
+        except errors.KvdistError as error:
+            return [fx.Halt(error)]
         if now >= self._scheduler_lost_at:
             endpoint, away_s = self.joining.introduction.scheduler_endpoint, self.joining.scheduler_absence_s
-            return [Halt(scheduler_away(endpoint, self.me, away_s))]
+            return [fx.Halt(scheduler_away(endpoint, self.me, away_s))]
         if now >= self._next_alive:
             self._next_alive = now + self.limits.heartbeat_s
-            effects.append(Send(SCHEDULER_MEMBER, Alive()))
+            effects.append(fx.Send(SCHEDULER_MEMBER, msg.Alive()))
         if now >= self._next_look:
             self._next_look = now + self._look_every_s
             for shard in self._shards:
@@ -289,7 +226,7 @@ class Server(Machine):
             effects += self._quotas.tick(now)
         return effects
 
-    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
+    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[fx.Effect]:
         """Release the buffers of values that have arrived."""
         for token in tokens:
             assert isinstance(token, tuple)
@@ -322,7 +259,7 @@ class Server(Machine):
         for shard in self._shards:
             shard.validate()
 
-    def _progress(self, sender: Member, message: Progress, now: float) -> list[Effect]:
+    def _progress(self, sender: Member, message: msg.Progress, now: float) -> list[fx.Effect]:
         if self._quotas is None:
             from kvdist.core.server.progress import Quotas  # a feature at a seam: loaded where it is used
 
@@ -331,62 +268,62 @@ class Server(Machine):
 
     # What the scheduler says.
 
-    def _control(self, message: Message, now: float) -> list[Effect]:
+    def _control(self, message: msg.Message, now: float) -> list[fx.Effect]:
         match message:
-            case Welcome():
+            case msg.Welcome():
                 self.joining.welcome(message, now)
-                self.on_loss = OnLoss(message.on_loss)
-                self.peers.waits = self.on_loss is OnLoss.WAIT
+                self.on_loss = msg.OnLoss(message.on_loss)
+                self.peers.waits = self.on_loss is msg.OnLoss.WAIT
                 self._next_alive = now + self.limits.heartbeat_s
                 if message.replicas != self.REPLICAS:
-                    return [Halt(replicas_differ(self.me, self.REPLICAS, message.replicas))]
-            case Rejected():
+                    return [fx.Halt(replicas_differ(self.me, self.REPLICAS, message.replicas))]
+            case msg.Rejected():
                 is_fenced = self.joining.complete  # else it never had a seat
-                return [Halt(FencedError(message.reason) if is_fenced else self.joining.refusal(message))]
-            case Roster():
+                return [fx.Halt(errors.FencedError(message.reason) if is_fenced else self.joining.refusal(message))]
+            case msg.Roster():
                 return self._roster(message, now)
-            case FindCut():
-                return [Send(SCHEDULER_MEMBER, self._hold(message))]
-            case Cut():
+            case msg.FindCut():
+                return [fx.Send(SCHEDULER_MEMBER, self._hold(message))]
+            case msg.Cut():
                 return self._cut(message)
-            case Assign():
+            case msg.Assign():
                 assigned = self._assign(message)
-                return [*self._begin_together(message.store), Send(SCHEDULER_MEMBER, assigned)]
-            case SetOptimizer():
+                return [*self._begin_together(message.store), fx.Send(SCHEDULER_MEMBER, assigned)]
+            case msg.SetOptimizer():
                 return self._set_optimizer(message, now)
-            case Prepare():
+            case msg.Prepare():
                 return self._restoring.prepare(message, str(self.me.node))
-            case Restore():
+            case msg.Restore():
                 return self._restoring.read(message)
-            case TakeRestored() | DropRestored():
-                if isinstance(message, TakeRestored):
+            case msg.TakeRestored() | msg.DropRestored():
+                if isinstance(message, msg.TakeRestored):
                     self.snapshots.taken.clear()
                 return self._restoring.end(message)
-            case TakeSnapshot():
+            case msg.TakeSnapshot():
                 versions = [one.versions_at(message) for one in self._shards]
                 self.snapshots.take_at(message, {number: at for own in versions for number, at in own.items()})
                 return self._replies()
-            case RollBack():
+            case msg.RollBack():
                 return self._roll_back(message)
-            case Perform():
-                return [Send(SCHEDULER_MEMBER, self._perform(message))]
-            case Abort():
-                return [Halt(verdict(message))]
-            case Waiting():
+            case msg.Perform():
+                return [fx.Send(SCHEDULER_MEMBER, self._perform(message))]
+            case msg.Abort():
+                return [fx.Halt(verdict(message))]
+            case msg.Waiting():
                 pass  # a hint for members that join; the scheduler prints it too
-            case Rest():
+            case msg.Rest():
                 return self._rest(message, now)
-            case Settled():
+            case msg.Settled():
                 for shard in self._shards:
                     shard.credit(message.fates)
-            case Stop():
+            case msg.Stop():
                 self._stopping = True
-                return [Halt()]
+                return [fx.Halt()]
             case _:
-                return [Log(f"ignored an unexpected {type(message).__name__} from the scheduler")]
+                return [fx.Log(f"ignored an unexpected {type(message).__name__} from the scheduler")]
         return []
 
-    def _perform(self, message: Perform) -> Done | Failed:
+    def _perform(self, message: msg.Perform) -> msg.Done | msg.Failed:
         """Run a command, but once: a worker has it repeated if the scheduler was started again meanwhile."""
         which = (message.asker, message.number)
         performed = self._performed.get(which)
@@ -396,39 +333,39 @@ class Server(Machine):
                 del self._performed[next(iter(self._performed))]
         return replace(performed, request=message.request)
 
-    def _reregister(self, now: float) -> list[Effect]:
+    def _reregister(self, now: float) -> list[fx.Effect]:
         """The scheduler was started again: tell it what its predecessor has said and heard."""
         if self._stopping or not self.joining.welcomed:
             return []
         if not self.joining.complete:
-            return [Halt(scheduler_forgot(self.joining.introduction.scheduler_endpoint, self.me))]
-        self._scheduler_lost_at = NEVER
+            return [fx.Halt(scheduler_forgot(self.joining.introduction.scheduler_endpoint, self.me))]
+        self._scheduler_lost_at = fx.NEVER
         self._settles_again = True
         self._next_alive = now + self.limits.heartbeat_s
         left, lost = self.peers.lines_of(self.peers.left), self.peers.lines_of(self.peers.lost)
         joined = self.peers.joined
         own = (self.epoch, tuple(self.peers.known.values()), left, lost, tuple(joined), tuple(joined.values()))
-        register = Reregister(*own, (), "", (), self.peers.owners)
-        told: list[Message] = [*self._optimizers.values(), *self._assigned.values(), *self.snapshots.reported]
+        register = msg.Reregister(*own, (), "", (), self.peers.owners)
+        told: list[msg.Message] = [*self._optimizers.values(), *self._assigned.values(), *self.snapshots.reported]
         if self._rested is not None:
             told.append(replace(self._rested, ranks=tuple(sorted(self.peers.resting))))
-        return [Send(SCHEDULER_MEMBER, message) for message in (*told, *self.snapshots.taken, register)]
+        return [fx.Send(SCHEDULER_MEMBER, message) for message in (*told, *self.snapshots.taken, register)]
 
-    def _assign(self, message: Assign) -> Done | Failed:
+    def _assign(self, message: msg.Assign) -> msg.Done | msg.Failed:
         servers = self.joining.introduction.num_servers
         if POLICIES[message.mode].by_priority:
             self.ack_bytes_max = self.limits.priority_window_bytes // servers // PRIORITY_MESSAGES_PER_WINDOW
         failure = ""
         if message.store in self._optimizers and self._is_too_late:
-            return Failed(message.request, ErrorCode.CONFIG, came_too_late(message.keys[0]))
+            return msg.Failed(message.request, msg.ErrorCode.CONFIG, came_too_late(message.keys[0]))
         for number in self.numbers:
             self.dense.assign(message, number, servers)
             failure = self.sparse.assign(message, number, servers) or failure
         if failure:
-            return Failed(message.request, ErrorCode.CONFIG, failure)
+            return msg.Failed(message.request, msg.ErrorCode.CONFIG, failure)
         if self.joining.away_s or self.REPLICAS:
             self._assigned[message.store, min(message.placement.first_slices)] = message
-        return Done(message.request)
+        return msg.Done(message.request)
 
     @property
     def _look_every_s(self) -> float:
@@ -440,7 +377,7 @@ class Server(Machine):
         """Whether a key that comes now would have no place in the steps of a worker for whose return all wait."""
         return self.peers.waits and any(shard.steps_made > 1 for shard in self._shards)
 
-    def _roster(self, message: Roster, now: float) -> list[Effect]:
+    def _roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         self.joining.roster(message)
         gone = self.peers.update(message, self.joining.introduction.endpoint)
         self.peers.name = str(self.me.node)
@@ -452,23 +389,23 @@ class Server(Machine):
         for shard in self._shards:
             shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         if message.lost and (lost or self._settles_again):
             valueless = [number for shard in self._shards for number in shard.valueless()]
             about = self._fates if self._settles_again else lost.values()
             told = tuple(fate for member in about for fate in self._fates[member])
             self._settles_again = False
             # Before it is said of checkpoints that they are saved: they say what of the data is not used.
-            effects.append(Send(SCHEDULER_MEMBER, Settled(message.epoch, told, np.array(valueless, np.uint32))))
-        effects += [*self._replies(), *(Forget(member) for member in gone if member not in self.peers.lost)]
+            effects.append(fx.Send(SCHEDULER_MEMBER, msg.Settled(message.epoch, told, np.array(valueless, np.uint32))))
+        effects += [*self._replies(), *(fx.Forget(member) for member in gone if member not in self.peers.lost)]
         # One that is cut off from the scheduler may wait here for values.
-        effects += [Send(member, Rejected(_given_up(member))) for member in lost.values()]
+        effects += [fx.Send(member, msg.Rejected(_given_up(member))) for member in lost.values()]
         effects += [] if self._quotas is None else self._quotas.roster(now)
         effects += self._ended(message.ended)
         # A newcomer waits until all servers know of it, so that is not left to a message that may come by.
-        return [*effects, Send(SCHEDULER_MEMBER, Ack(wanted=False))] if message.newcomers else effects
+        return [*effects, fx.Send(SCHEDULER_MEMBER, msg.Ack(wanted=False))] if message.newcomers else effects
 
-    def _rest(self, message: Rest, now: float) -> list[Effect]:
+    def _rest(self, message: msg.Rest, now: float) -> list[fx.Effect]:
         """Go on without the workers that have no data; what waited only for them goes on."""
         self._rested = message
         if self.peers.resting != set(message.ranks):
@@ -477,9 +414,9 @@ class Server(Machine):
                 shard.roster(set())
             self.snapshots.roster()
         due = [] if self._quotas is None else self._quotas.roster(now)
-        return [*self._replies(), *due, Send(SCHEDULER_MEMBER, Done(message.request))]
+        return [*self._replies(), *due, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
-    def _drop(self, lost: Mapping[int, Member]) -> dict[int, tuple[Fate, ...]]:
+    def _drop(self, lost: Mapping[int, Member]) -> dict[int, tuple[msg.Fate, ...]]:
         """Nothing of these workers is counted from now on. Before any round closes without them.
 
         Marks go first, or a checkpoint would wait for pushes that nobody counts. Where all wait for their return, they
@@ -490,20 +427,20 @@ class Server(Machine):
                 holder.round.drop_open(lost.keys())
             return dict.fromkeys(lost, ())
         self.snapshots.unmark(lost.keys())
-        fates: dict[int, tuple[Fate, ...]] = dict.fromkeys(lost, ())
+        fates: dict[int, tuple[msg.Fate, ...]] = dict.fromkeys(lost, ())
         for shard in self._shards:
             for fate in shard.drop(lost):
                 fates[fate.rank] += (fate,)
         return fates
 
-    def _hold(self, message: FindCut) -> CutFound:
+    def _hold(self, message: msg.FindCut) -> msg.CutFound:
         """Say how far the slices are, and let them make one version more at most; none, where others wait anyway."""
         versions = [version for shard in self._shards for version in shard.hold(0 if self.peers.waits else 1)]
         highest = max(versions, default=0)
-        lowest = min((version for version in versions if version >= highest - 1), default=LATER)
-        return CutFound(message.request, highest, lowest)
+        lowest = min((version for version in versions if version >= highest - 1), default=msg.LATER)
+        return msg.CutFound(message.request, highest, lowest)
 
-    def _cut(self, message: Cut) -> list[Effect]:
+    def _cut(self, message: msg.Cut) -> list[fx.Effect]:
         """Let rounds wait for workers that came later, and tell them from when on."""
         if message.store < 0:  # a scheduler that was started again repeats what some servers have not heard
             message = replace(message, ranks=tuple([rank for rank in message.ranks if rank in self.peers.newcomers]))
@@ -512,26 +449,30 @@ class Server(Machine):
         found = [one for shard in self._shards for one in shard.admit(message)]
         if self.peers.waits:
             self.snapshots.roster()  # some have waited for those that were away
-        return [*self._replies(), *self._counters(message.ranks, found), Send(SCHEDULER_MEMBER, Done(message.request))]
+        return [
+            *self._replies(),
+            *self._counters(message.ranks, found),
+            fx.Send(SCHEDULER_MEMBER, msg.Done(message.request)),
+        ]
 
-    def _counters(self, ranks: Iterable[int], found: Sequence[tuple[int, int, int, int]]) -> list[Effect]:
+    def _counters(self, ranks: Iterable[int], found: Sequence[tuple[int, int, int, int]]) -> list[fx.Effect]:
         """Tell workers that came later where their counters begin: see `Shard.admit`."""
         rows: dict[int, list[list[int]]] = {rank: [] for rank in ranks}
         for rank, *row in found:
             if rank in rows:
                 rows[rank].append(row)
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for rank, own in rows.items():
             mine = np.array(own, np.uint32).reshape(-1, 3)
-            effects.append(Send(self.peers.workers[rank], Counters(*(column.copy() for column in mine.T))))
+            effects.append(fx.Send(self.peers.workers[rank], msg.Counters(*(column.copy() for column in mine.T))))
         return effects
 
-    def _begin_together(self, store: int) -> list[Effect]:
+    def _begin_together(self, store: int) -> list[fx.Effect]:
         """Let new slices wait for those that have come back, where all wait for lost workers."""
         found = [one for shard in self._shards for one in shard.begin_together(store)] if self.peers.waits else []
         return self._counters({rank for rank, *_ in found} & self.peers.workers.keys(), found)
 
-    def _roll_back(self, message: RollBack) -> list[Effect]:
+    def _roll_back(self, message: msg.RollBack) -> list[fx.Effect]:
         """Go on from a snapshot that has been read, and tell the workers where their counters begin.
 
         In an asynchronous store the others go on where they are, and workers say by `Resume` how far that is.
@@ -547,13 +488,13 @@ class Server(Machine):
         there = [(number, one.round) for shard in self._shards for number, one in shard.roll_back(versions, read)]
         ids = np.array([number for number, _ in there], np.uint32)
         made = np.array([round_.version for _, round_ in there], np.uint32)
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for rank, member in self.peers.workers.items():
             steps = np.array([round_.counted.get(rank, 0) for _, round_ in there], np.uint32)
-            effects.append(Send(member, Rewound(message.number, ids, made, steps)))
-        return [*effects, Send(SCHEDULER_MEMBER, Done(message.request))]
+            effects.append(fx.Send(member, msg.Rewound(message.number, ids, made, steps)))
+        return [*effects, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
-    def _ended(self, members: Sequence[Member]) -> list[Effect]:
+    def _ended(self, members: Sequence[Member]) -> list[fx.Effect]:
         """The processes of these lost workers are gone: what they could still have read may be written again.
 
         One that was only silent may go on, and must not see values change before it hears that it was given up.
@@ -561,30 +502,32 @@ class Server(Machine):
         ended = [member for member in members if member in self.peers.lost]
         for member in ended:
             self.dense.release(member)
-        return [Forget(member) for member in ended]
+        return [fx.Forget(member) for member in ended]
 
-    def _replies(self) -> list[Effect]:
+    def _replies(self) -> list[fx.Effect]:
         effects = self.replies.take()
         if self.snapshots.ready:
             effects += self.snapshots.take_effects()
         return effects
 
-    def _set_optimizer(self, message: SetOptimizer, now: float) -> list[Effect]:
+    def _set_optimizer(self, message: msg.SetOptimizer, now: float) -> list[fx.Effect]:
         present = self._optimizers.get(message.store)
         if present is not None and present.description == message.description:
-            return [Send(SCHEDULER_MEMBER, Done(message.request))]  # and its state stays
+            return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]  # and its state stays
         there = [one.round.key for shard in self._shards for one in shard if one.store == message.store]
         if there and self._is_too_late:
-            return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, came_too_late(there[0])))]
+            return [
+                fx.Send(SCHEDULER_MEMBER, msg.Failed(message.request, msg.ErrorCode.CONFIG, came_too_late(there[0])))
+            ]
         try:
             optimizer = from_description(message.description)
             self.dense.set_optimizer(message.store, optimizer)
-        except (ValueError, TypeError, DeviceError) as error:
-            return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CONFIG, str(error)))]
+        except (ValueError, TypeError, errors.DeviceError) as error:
+            return [fx.Send(SCHEDULER_MEMBER, msg.Failed(message.request, msg.ErrorCode.CONFIG, str(error)))]
         self.sparse.set_optimizer(message.store, optimizer)
         self._optimizers[message.store] = message
         together = self._begin_together(message.store)
-        return [*self._replies(), *together, Send(SCHEDULER_MEMBER, Done(message.request))]
+        return [*self._replies(), *together, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
 
 def came_too_late(key: int | str) -> str:

@@ -18,9 +18,10 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from kvdist import errors
 from kvdist.checkpoint.snapshot import CountedPushes, ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
-from kvdist.core.machine import NEVER, Effect, Send
+from kvdist.core import machine as fx
 from kvdist.core.policy import POLICIES
 from kvdist.core.round import Holder, PullRequest, Round, Verdict, contributors, is_complete, setting_of, take_round
 from kvdist.core.server import block_state
@@ -31,46 +32,20 @@ from kvdist.core.server.peers import Peers
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.sharding import Slice, slices_of
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import travels_alone
+from kvdist.core.worker import requests as req
 from kvdist.dtypes import DType
-from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.naming import name_of, waiting
 from kvdist.nodes import Member
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.updater import Arithmetic, SliceUpdater
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U8, U32, Arrays, Bits, Payload, PayloadView, padded, stretches, views
-from kvdist.protocol.messages import (
-    LATER,
-    Assign,
-    CompressedPush,
-    Counted,
-    Cut,
-    ErrorCode,
-    Fate,
-    Flag,
-    HandedBack,
-    InitValues,
-    JoinedPush,
-    Outcome,
-    Pull,
-    PullState,
-    Push,
-    PushRows,
-    Refused,
-    ReplaceState,
-    ReplaceValues,
-    Resume,
-    RowValues,
-    TakeSnapshot,
-    Values,
-    Waiting,
-)
 
 # Plain numbers: operators of enums are written in Python, and these are asked for every block of every push.
-_EMPTY = int(Flag.EMPTY)
-_CARRIED = int(Flag.CARRIED)
-_MEASURE = int(Flag.MEASURE)
-_CLIPPED = int(Flag.MEASURE | Flag.APPLY)
+_EMPTY = int(msg.Flag.EMPTY)
+_CARRIED = int(msg.Flag.CARRIED)
+_MEASURE = int(msg.Flag.MEASURE)
+_CLIPPED = int(msg.Flag.MEASURE | msg.Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
 
@@ -103,7 +78,7 @@ class StoredHolder(Holder, Protocol):
 H = TypeVar("H", bound=StoredHolder)
 
 
-LatePush: TypeAlias = Push | CompressedPush | JoinedPush | PushRows
+LatePush: TypeAlias = msg.Push | msg.CompressedPush | msg.JoinedPush | msg.PushRows
 
 
 class Ledger(Protocol):
@@ -172,7 +147,7 @@ class Shard(abc.ABC, Generic[H]):
                     self.ledger.counted(one, contributions)
             try:
                 self._apply(together, rounds)
-            except (OptimizerMismatch, PushRefused) as error:
+            except (errors.OptimizerMismatch, errors.PushRefused) as error:
                 for one, contributions in zip(together, rounds, strict=True):
                     others = len(one.ids) - 1
                     more = f". So it is for {others} other keys of the same push" if others else ""
@@ -222,11 +197,11 @@ class Shard(abc.ABC, Generic[H]):
             self._snapshots.look(holder.ids.tolist())
 
     def _refuse(self, member: Member, run: int, ids: U32, reason: object) -> None:
-        self._to(member).refuse(run, ids, ErrorCode.REFUSED, str(reason))
+        self._to(member).refuse(run, ids, msg.ErrorCode.REFUSED, str(reason))
 
     # What the scheduler says.
 
-    def drop(self, lost: Mapping[int, Member]) -> list[Fate]:
+    def drop(self, lost: Mapping[int, Member]) -> list[msg.Fate]:
         """Drop what these lost workers have pushed and is not counted; say how much is."""
         counted: dict[tuple[int, int], list[tuple[int, int]]] = {}
         examples: dict[tuple[int, int], int] = {}
@@ -246,7 +221,7 @@ class Shard(abc.ABC, Generic[H]):
                 self.ledger.dropped(holder, lost)
         return [_fate(lost[place[0]], place[1], found, examples.get(place, 0)) for place, found in counted.items()]
 
-    def credit(self, fates: Iterable[Fate]) -> None:
+    def credit(self, fates: Iterable[msg.Fate]) -> None:
         """Count the examples of lost workers that slices elsewhere have, and those here have not."""
         for fate in fates:
             place = (fate.incarnation, fate.store)
@@ -269,7 +244,7 @@ class Shard(abc.ABC, Generic[H]):
     def _rounds_of_steps(self) -> list[Round[Any, Any]]:
         return [one.round for one in self if one.round.policy.is_lockstep and self.updates(one.store)]
 
-    def admit(self, message: Cut) -> list[tuple[int, int, int, int]]:
+    def admit(self, message: msg.Cut) -> list[tuple[int, int, int, int]]:
         """Let workers that came later take part: see `Cut`. Returns (rank, slice, and the columns of `Counters`)."""
         found: list[tuple[int, int, int, int]] = []
         # Where nobody else is there, versions from the present one up to that of the cut are made of nothing.
@@ -289,8 +264,8 @@ class Shard(abc.ABC, Generic[H]):
                 holder.drop(set(ranks))
             version = self._version_for(holder, message) if holder.round.policy.is_lockstep else 0
             holder.round.admit(ranks, version)
-            step = LATER if version is None else version
-            updates = self._updates(holder, min(version or 0, made.get(holder.store, LATER)))
+            step = msg.LATER if version is None else version
+            updates = self._updates(holder, min(version or 0, made.get(holder.store, msg.LATER)))
             found += [(rank, number, step, updates) for rank in ranks for number in holder.ids.tolist()]
         self._close_open()
         return found
@@ -301,7 +276,7 @@ class Shard(abc.ABC, Generic[H]):
         found: list[tuple[int, int, int, int]] = []
         for holder in self._of(store) if self.updates(store) else ():
             since = {} if holder.round.admission is None else holder.round.admission.since
-            ranks = [rank for rank, version in since.items() if version == NEVER]
+            ranks = [rank for rank, version in since.items() if version == fx.NEVER]
             if ranks and not (holder.round.version or holder.round.slots):
                 holder.round.admit(ranks, 0)
                 updates = self._updates(holder, 0)
@@ -331,7 +306,7 @@ class Shard(abc.ABC, Generic[H]):
             return self.updates(holder.store) or not version
         return self.updates(holder.store) and version <= round_.version <= version + 1
 
-    def _version_for(self, holder: H, message: Cut) -> int | None:
+    def _version_for(self, holder: H, message: msg.Cut) -> int | None:
         """From which version on workers take part that came later; None for not yet.
 
         All slices of a step have the same one. Slices that are pushed less often, such as means of an epoch, have other
@@ -343,7 +318,7 @@ class Shard(abc.ABC, Generic[H]):
             return None
         return message.version if _is_in_step(holder, message.version) else None
 
-    def versions_at(self, message: TakeSnapshot) -> dict[int, int]:
+    def versions_at(self, message: msg.TakeSnapshot) -> dict[int, int]:
         """Slice of a store → the version at which a snapshot has it. To be asked between `hold` and `admit`."""
         found: dict[int, int] = {}
         for holder in self._of(message.store):
@@ -379,7 +354,7 @@ class Shard(abc.ABC, Generic[H]):
         self.hold(0)  # until a cut, as too few workers may be there
         return [(number, holder) for holder in self for number in holder.ids.tolist()]
 
-    def resume(self, sender: Member, message: Resume) -> None:
+    def resume(self, sender: Member, message: msg.Resume) -> None:
         """A worker says what a server had counted of its pushes that is lost."""
         columns = (message.ids.tolist(), message.steps.tolist(), message.examples.tolist())
         for number, pushes, examples in zip(*columns, strict=True):
@@ -483,7 +458,7 @@ class DenseShard(Shard[Block]):
 
     # What the scheduler decides.
 
-    def assign(self, message: Assign, rank: int, num_servers: int) -> None:
+    def assign(self, message: msg.Assign, rank: int, num_servers: int) -> None:
         """Add the slices of these keys that are for the server of this rank; small neighbours are one block."""
         placement, alone = message.placement, not self._may_share_blocks(message.store)
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
@@ -501,7 +476,7 @@ class DenseShard(Shard[Block]):
                 if piece.server == rank and piece.number not in self.blocks
             ]
             own_bytes = sum(padded(piece.count * itemsizes[code]) for piece, _ in pieces)
-            if len(pieces) > 1 or travels_alone(own_bytes):
+            if len(pieces) > 1 or req.travels_alone(own_bytes):
                 blocks = [self._add(message, [piece], code, pulled_as) for piece in pieces]
                 for block in blocks if len(blocks) > 1 else ():
                     block.joint = blocks
@@ -515,7 +490,7 @@ class DenseShard(Shard[Block]):
         if small:
             self._add(message, small, *types)
 
-    def _add(self, message: Assign, pieces: Sequence[tuple[Slice, Extent]], code: int, pulled_as: int) -> Block:
+    def _add(self, message: msg.Assign, pieces: Sequence[tuple[Slice, Extent]], code: int, pulled_as: int) -> Block:
         """A block of these slices."""
         block = Block.of(
             message.store,
@@ -537,7 +512,7 @@ class DenseShard(Shard[Block]):
         updater = self._updaters.get(store)
         return updater is None or updater.optimizer.is_elementwise
 
-    def drop(self, lost: Mapping[int, Member]) -> list[Fate]:
+    def drop(self, lost: Mapping[int, Member]) -> list[msg.Fate]:
         """See `Shard`. What came in one sum with something of these workers cannot be taken apart, and goes, too."""
         for block in self:
             for rank in lost.keys() & block.round.slots.keys():
@@ -616,7 +591,7 @@ class DenseShard(Shard[Block]):
         for block, one in zip(blocks, found, strict=True):
             block_state.load(block, one, self._updaters.get(store))
 
-    def resume(self, sender: Member, message: Resume) -> None:
+    def resume(self, sender: Member, message: msg.Resume) -> None:
         """See `Shard`."""
         ids = np.unique(message.ids)
         self.blocks.isolate(ids[[int(number) in self.blocks for number in ids]])
@@ -624,21 +599,21 @@ class DenseShard(Shard[Block]):
 
     # What workers say.
 
-    def initialise(self, sender: Member, message: InitValues | ReplaceValues) -> None:
+    def initialise(self, sender: Member, message: msg.InitValues | msg.ReplaceValues) -> None:
         """First values of slices, or others in place of the present ones."""
         arrays = PayloadView(message.arrays).arrays(0, len(message.ids))
         for begin, end in self._ranges(sender, message.runs, message.ids, message.arrays):
             runs = message.runs[begin:end]
             for first, last, block in self.blocks.cover(message.ids[begin:end], runs):
-                put = block.initialise if isinstance(message, InitValues) else block.replace
+                put = block.initialise if isinstance(message, msg.InitValues) else block.replace
                 put(arrays[begin + first : begin + last])
-                if isinstance(message, ReplaceValues):
+                if isinstance(message, msg.ReplaceValues):
                     block_state.begin_average(block, self._updaters.get(block.store))
                 self._look(block)
-                self._to(sender).counted(int(runs[first]), block.ids, block.version, Outcome.INITIALISED)
+                self._to(sender).counted(int(runs[first]), block.ids, block.version, msg.Outcome.INITIALISED)
                 self.close_if_ready(block)
 
-    def pull_state(self, sender: Member, message: PullState, now: float) -> None:
+    def pull_state(self, sender: Member, message: msg.PullState, now: float) -> None:
         """Send parts of the optimizer state. The sender has no push under way, unless it asks for averages."""
         averages = np.array(list(map(self._is_average, message.ids.tolist(), message.parts.tolist())), np.bool_)
         if averages.any():
@@ -647,7 +622,7 @@ class DenseShard(Shard[Block]):
             if averages.all():
                 return
             runs, ids, steps = (column[~averages] for column in (message.runs, message.ids, message.steps))
-            message = PullState(runs, ids, steps, message.parts[~averages])
+            message = msg.PullState(runs, ids, steps, message.parts[~averages])
         for row, block in self._isolated(sender, message):
             part, run, ids = int(message.parts[row]), int(message.runs[row]), message.ids[row : row + 1]
             if part == block_state.TOTALS:
@@ -658,10 +633,12 @@ class DenseShard(Shard[Block]):
                 continue
             try:
                 if block.round.counted.get(sender.node.rank, 0) < message.steps[row]:
-                    raise PushRefused(f"a push of {sender} to {name_of(block.key)} is still under way: pull before")
+                    raise errors.PushRefused(
+                        f"a push of {sender} to {name_of(block.key)} is still under way: pull before"
+                    )
                 with self.kernels.active():
                     found = block_state.read_part(block, self._updaters.get(block.store), part, self.kernels)
-            except PushRefused as error:
+            except errors.PushRefused as error:
                 self._refuse(sender, run, ids, error)
             else:
                 dtype = DType.FLOAT64 if part in block_state.COUNTS else block_state.state_dtype(block.dtype)
@@ -671,7 +648,7 @@ class DenseShard(Shard[Block]):
         block = self.holder(number)
         return block is not None and block_state.is_average(block, self._updaters.get(block.store), part)
 
-    def replace_state(self, sender: Member, message: ReplaceState) -> None:
+    def replace_state(self, sender: Member, message: msg.ReplaceState) -> None:
         """Replace parts of the optimizer state."""
         arrays = views(message.arrays)
         for row, block in self._isolated(sender, message):
@@ -679,19 +656,19 @@ class DenseShard(Shard[Block]):
             try:
                 with self.kernels.active():
                     block_state.replace_part(block, self._updaters.get(block.store), part, arrays[row], self.kernels)
-            except PushRefused as error:
+            except errors.PushRefused as error:
                 self._refuse(sender, run, block.ids, error)
             else:
-                self._to(sender).counted(run, block.ids, block.version, Outcome.INITIALISED)
+                self._to(sender).counted(run, block.ids, block.version, msg.Outcome.INITIALISED)
 
-    def _isolated(self, sender: Member, message: PullState | ReplaceState) -> list[tuple[int, Block]]:
+    def _isolated(self, sender: Member, message: msg.PullState | msg.ReplaceState) -> list[tuple[int, Block]]:
         """The valid rows, each with the block of its slice, alone if its state is meant. One may be named twice."""
         good = self._checked(sender, message.runs, message.ids)
         if alone := [row for row in good if message.parts[row] != block_state.TOTALS]:
             self.blocks.isolate(np.unique(message.ids[np.array(alone)]))
         return [(row, self.blocks.of(int(message.ids[row]))[0]) for row in good]
 
-    def push(self, sender: Member, message: Push, now: float) -> None:
+    def push(self, sender: Member, message: msg.Push, now: float) -> None:
         """Contributions."""
         payload = PayloadView(message.arrays)
         settings = [setting_of(numbers) for numbers in message.settings]
@@ -720,7 +697,7 @@ class DenseShard(Shard[Block]):
     def _offer(self, block: Block, contribution: Contribution, now: float) -> None:
         try:
             verdict = block.offer(contribution, now)
-        except PushRefused as error:
+        except errors.PushRefused as error:
             self._refuse(contribution.member, contribution.run, block.ids, error)
             return
         if verdict is Verdict.ACCEPTED:
@@ -728,7 +705,9 @@ class DenseShard(Shard[Block]):
         elif verdict is Verdict.ALREADY_COUNTED:
             self._answer(block, contribution)
 
-    def push_joined(self, sender: Member, message: JoinedPush, neighbours: Mapping[int, Member], now: float) -> None:
+    def push_joined(
+        self, sender: Member, message: msg.JoinedPush, neighbours: Mapping[int, Member], now: float
+    ) -> None:
         """Contributions of several workers of the sender's host; the sender gets the reply for all of them.
 
         Args:
@@ -744,11 +723,11 @@ class DenseShard(Shard[Block]):
             block = self.holder(joined.number)
             try:
                 if block is None:
-                    raise PushRefused(f"slice {joined.number} is not kept by {self.peers.name}")
+                    raise errors.PushRefused(f"slice {joined.number} is not kept by {self.peers.name}")
                 joined.require_fit(block)
                 lost = self.peers.lost and any(one.member in self.peers.lost for one in joined.contributions)
                 verdict = Verdict.REPEATED if lost else block.offer_joined(joined.contributions, now)
-            except PushRefused as error:
+            except errors.PushRefused as error:
                 self._refuse(sender, joined.run, ids, error)
                 continue
             if verdict is Verdict.ACCEPTED:
@@ -759,7 +738,7 @@ class DenseShard(Shard[Block]):
                 for contribution in joined.contributions:
                     self._answer(block, contribution)
 
-    def pull(self, sender: Member, message: Pull, now: float) -> None:
+    def pull(self, sender: Member, message: msg.Pull, now: float) -> None:
         """Requests for values."""
         self._pull(PullRequest, sender, message.runs, message.ids, message.steps, message.versions, now)
 
@@ -859,7 +838,7 @@ class DenseShard(Shard[Block]):
         elif contribution.pull:
             reply.value(run, block)
         else:
-            reply.counted(run, block.ids, block.version, Outcome.COUNTED)
+            reply.counted(run, block.ids, block.version, msg.Outcome.COUNTED)
 
     def _answer_pull(self, block: Block, pull: PullRequest) -> None:
         if type(pull) is not AveragePull:
@@ -892,13 +871,13 @@ class DenseShard(Shard[Block]):
         return RoundWait(block.round, f"push {name_of(block.key)} (step {block.version + 1})", missing)
 
 
-def _fate(member: Member, store: int, counted: Sequence[tuple[int, int]], examples: int) -> Fate:
+def _fate(member: Member, store: int, counted: Sequence[tuple[int, int]], examples: int) -> msg.Fate:
     """Of (pushes counted, slices with so many)."""
     pushes = [count for count, _ in counted]
     least, most = min(pushes), max(pushes)
     slices = sum(number for count, number in counted if count == most)
     of = sum(number for _, number in counted)
-    return Fate(member.node.rank, member.incarnation, store, least, most, slices, of, examples)
+    return msg.Fate(member.node.rank, member.incarnation, store, least, most, slices, of, examples)
 
 
 def _consecutive(rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -942,24 +921,24 @@ class RoundWait:
         return waiting(now - self.round.open_since, names, self.deed)
 
 
-def hints(waits: Iterable[RoundWait], now: float) -> list[Effect]:
+def hints(waits: Iterable[RoundWait], now: float) -> list[fx.Effect]:
     """Messages to the workers that wait: for which round, how long, and for whom.
 
     Whoever waits for no worker hears nothing: its own push is still under way, perhaps through a leader.
     """
-    messages: dict[Member, Waiting] = {}
+    messages: dict[Member, msg.Waiting] = {}
     for wait in waits:
         if not wait.missing:
             continue
         waited = now - wait.round.open_since
         for waiter in (*wait.round.slots.values(), *wait.round.pulls):
-            messages.setdefault(waiter.member, Waiting(wait.deed, wait.missing, waited))
-    return [Send(member, message) for member, message in messages.items()]
+            messages.setdefault(waiter.member, msg.Waiting(wait.deed, wait.missing, waited))
+    return [fx.Send(member, message) for member, message in messages.items()]
 
 
-def code_of(error: Exception) -> ErrorCode:
+def code_of(error: Exception) -> msg.ErrorCode:
     """The code with which a round that was not applied is refused."""
-    return ErrorCode.OPTIMIZER_MISMATCH if isinstance(error, OptimizerMismatch) else ErrorCode.REFUSED
+    return msg.ErrorCode.OPTIMIZER_MISMATCH if isinstance(error, errors.OptimizerMismatch) else msg.ErrorCode.REFUSED
 
 
 # Replies: collected while one message is handled, small values joined, large ones sent without a copy.
@@ -998,9 +977,9 @@ class Replies:
             reply = self._all[member] = Reply()
         return reply
 
-    def take(self) -> list[Effect]:
+    def take(self) -> list[fx.Effect]:
         """Everything collected since the last time. A worker that left meanwhile gets nothing."""
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for member, reply in self._all.items():
             if self.peers.has(member):
                 is_near = member not in self.peers.far
@@ -1027,15 +1006,15 @@ class Reply:
     """(run, block, what it shows, what the worker has read until now)"""
     _measured: list[tuple[int, U32, int, float]] = field(default_factory=list)
     """(run, slices, version, the sum of their squares)"""
-    _states: list[Values] = field(default_factory=list)
-    _rows: list[tuple[RowValues, Leased]] = field(default_factory=list)
+    _states: list[msg.Values] = field(default_factory=list)
+    _rows: list[tuple[msg.RowValues, Leased]] = field(default_factory=list)
     """(message, the buffer that it shows)"""
-    _refused: dict[tuple[ErrorCode, str], list[tuple[int, U32]]] = field(default_factory=dict)
+    _refused: dict[tuple[msg.ErrorCode, str], list[tuple[int, U32]]] = field(default_factory=dict)
     """(code, reason) → [(run, slices)]"""
     _handed_back: list[tuple[int, U32]] = field(default_factory=list)
     """(run, slices)"""
 
-    def counted(self, run: int, ids: U32, version: int, outcome: Outcome) -> None:
+    def counted(self, run: int, ids: U32, version: int, outcome: msg.Outcome) -> None:
         """Say that contributions, or first values, of these slices were counted."""
         self._counted.append((run, ids, version, outcome))
 
@@ -1060,15 +1039,15 @@ class Reply:
             position += padded(part.nbytes)
         count = len(parts)
         arrays = Arrays(_u8([dtype] * count), _u32([part.size for part in parts]), memory.data)
-        columns = (_u32([run] * count), ids, _u32([version] * count), _u8([Outcome.COUNTED] * count))
-        self._states.append(Values(*columns, arrays))
+        columns = (_u32([run] * count), ids, _u32([version] * count), _u8([msg.Outcome.COUNTED] * count))
+        self._states.append(msg.Values(*columns, arrays))
 
-    def rows(self, message: RowValues, buffer: Leased) -> None:
+    def rows(self, message: msg.RowValues, buffer: Leased) -> None:
         """Send rows, which lie in this buffer."""
         buffer.leases += 1
         self._rows.append((message, buffer))
 
-    def refuse(self, run: int, ids: U32, code: ErrorCode, reason: str) -> None:
+    def refuse(self, run: int, ids: U32, code: msg.ErrorCode, reason: str) -> None:
         """Refuse these slices."""
         self._refused.setdefault((code, reason), []).append((run, ids))
 
@@ -1081,7 +1060,9 @@ class Reply:
         for _, buffer in self._rows:
             buffer.leases -= 1
 
-    def messages(self, member: Member, payload_bytes_max: int, traffic: Traffic, is_near: bool = True) -> list[Effect]:
+    def messages(
+        self, member: Member, payload_bytes_max: int, traffic: Traffic, is_near: bool = True
+    ) -> list[fx.Effect]:
         """The reply in as few messages as possible.
 
         Args:
@@ -1091,27 +1072,27 @@ class Reply:
             is_near: whether the worker is on this host.
         """
         together_max = TOGETHER_BYTES_MAX if is_near else payload_bytes_max
-        effects: list[Effect] = [Send(member, state) for state in self._states]
+        effects: list[fx.Effect] = [fx.Send(member, state) for state in self._states]
         effects += self._value_messages(member, payload_bytes_max, together_max, traffic)
         if self._measured:
-            effects.append(Send(member, _squares(self._measured)))
+            effects.append(fx.Send(member, _squares(self._measured)))
         if self._counted:
             runs, ids, versions, outcomes = zip(*self._counted, strict=True)
             columns = (_repeated(runs, ids), _joined(ids), _repeated(versions, ids))
-            effects.append(Send(member, Counted(*columns, _repeated(outcomes, ids).astype(np.uint8))))
+            effects.append(fx.Send(member, msg.Counted(*columns, _repeated(outcomes, ids).astype(np.uint8))))
         for (code, reason), slices in self._refused.items():
             runs, ids = zip(*slices, strict=True)
-            effects.append(Send(member, Refused(_repeated(runs, ids), _joined(ids), code, reason)))
+            effects.append(fx.Send(member, msg.Refused(_repeated(runs, ids), _joined(ids), code, reason)))
         if self._handed_back:
             runs, ids = zip(*self._handed_back, strict=True)
-            effects.append(Send(member, HandedBack(_repeated(runs, ids), _joined(ids))))
-        effects += [Send(member, message, (buffer,)) for message, buffer in self._rows]
+            effects.append(fx.Send(member, msg.HandedBack(_repeated(runs, ids), _joined(ids))))
+        effects += [fx.Send(member, message, (buffer,)) for message, buffer in self._rows]
         return effects
 
     def _value_messages(
         self, member: Member, payload_bytes_max: int, together_max: int, traffic: Traffic
-    ) -> list[Effect]:
-        effects: list[Effect] = []
+    ) -> list[fx.Effect]:
+        effects: list[fx.Effect] = []
         large = _LargeValues()
         for run, block, shown, before in self._held:
             if large.is_full(len(shown.payload), together_max):
@@ -1162,38 +1143,38 @@ class _LargeValues:
         if leased is not None:
             self.leased.append(leased)
 
-    def message(self, member: Member) -> Send:
+    def message(self, member: Member) -> fx.Send:
         frames = [frame for frame in self.frames if len(frame)]  # a value without elements has none
         payload = tuple(frames) if len(frames) > 1 else frames[0] if frames else b""
-        return Send(member, _message(self.blocks, payload), tuple(self.leased))
+        return fx.Send(member, _message(self.blocks, payload), tuple(self.leased))
 
 
-def _copied(member: Member, batch: Sequence[tuple[int, Block]]) -> Send:
+def _copied(member: Member, batch: Sequence[tuple[int, Block]]) -> fx.Send:
     """One message with copies of small values: one pass over them."""
-    return Send(member, _message(batch, b"".join([block.outgoing.payload for _, block in batch])))
+    return fx.Send(member, _message(batch, b"".join([block.outgoing.payload for _, block in batch])))
 
 
-def _message(batch: Sequence[tuple[int, Block]], payload: Payload | tuple[Payload, ...]) -> Values:
+def _message(batch: Sequence[tuple[int, Block]], payload: Payload | tuple[Payload, ...]) -> msg.Values:
     runs, blocks = zip(*batch, strict=True)
     ids = [block.ids for block in blocks]
     dtypes = _repeated([block.outgoing_dtype for block in blocks], ids).astype(np.uint8)
-    return Values(
+    return msg.Values(
         _repeated(runs, ids),
         _joined(ids),
         _repeated([block.version for block in blocks], ids),
-        np.full(len(dtypes), Outcome.COUNTED, np.uint8),
+        np.full(len(dtypes), msg.Outcome.COUNTED, np.uint8),
         Arrays(dtypes, _joined([block.counts for block in blocks]), payload),
     )
 
 
-def _squares(measured: Sequence[tuple[int, U32, int, float]]) -> Values:
+def _squares(measured: Sequence[tuple[int, U32, int, float]]) -> msg.Values:
     """One float64 for the first slice of each block, and nothing for its others."""
     runs, ids, versions, squares = zip(*measured, strict=True)
     counts = np.concatenate([np.arange(len(own)) == 0 for own in ids]).astype(np.uint32)
     dtypes = np.full(len(counts), DType.FLOAT64, np.uint8)
     arrays = Arrays(dtypes, counts, np.array(squares, np.float64).tobytes())
-    outcomes = np.full(len(counts), Outcome.COUNTED, np.uint8)
-    return Values(_repeated(runs, ids), _joined(ids), _repeated(versions, ids), outcomes, arrays)
+    outcomes = np.full(len(counts), msg.Outcome.COUNTED, np.uint8)
+    return msg.Values(_repeated(runs, ids), _joined(ids), _repeated(versions, ids), outcomes, arrays)
 
 
 def _repeated(numbers: Sequence[int], ids: Sequence[U32]) -> U32:
@@ -1222,9 +1203,9 @@ def _is_in_step(holder: StoredHolder, version: int) -> bool:
     return limit is not None and limit >= version - 2
 
 
-def _lacking(holder: StoredHolder, message: Cut) -> list[int]:
+def _lacking(holder: StoredHolder, message: msg.Cut) -> list[int]:
     """Those of the workers of a cut that do not take part in this one's rounds yet, if it is of the cut's store."""
     admission = holder.round.admission
     if admission is None or holder.store != message.store:
         return []
-    return [rank for rank in message.ranks if admission.since.get(rank) == NEVER]
+    return [rank for rank in message.ranks if admission.since.get(rank) == fx.NEVER]

@@ -36,28 +36,14 @@ from kvdist.checkpoint.snapshot import (
     WantedSlice,
     WriteShard,
 )
+from kvdist.core import machine as fx
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import Effect, Persist, Persisted, Send
 from kvdist.core.round import Holder, Round
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.peers import Peers
 from kvdist.naming import name_of
 from kvdist.nodes import Member
-from kvdist.protocol.messages import (
-    Done,
-    DropRestored,
-    ErrorCode,
-    Failed,
-    MarkPushes,
-    Prepare,
-    Restore,
-    Saved,
-    SavedFile,
-    SnapshotTaken,
-    TakeRestored,
-    TakeSnapshot,
-    Trained,
-)
+from kvdist.protocol import messages as msg
 
 
 class SnapshotSource(Protocol):
@@ -87,7 +73,7 @@ class SnapshotSource(Protocol):
         """Continue from what was found for the slices of a store."""
 
 
-NO_FILE = SavedFile("", 0, "")
+NO_FILE = msg.SavedFile("", 0, "")
 TAKEN_MAX = 2
 """The manifest of the newest one may never have been written."""
 REPORTS_MAX = 64
@@ -123,7 +109,7 @@ class ServerSnapshot:
     is_begun: bool = False
     """Its file is being written, or is there: it takes no more slices."""
     is_writing: bool = False
-    file: SavedFile = NO_FILE
+    file: msg.SavedFile = NO_FILE
     failure: str = ""
 
     def fail(self, reason: str) -> None:
@@ -151,9 +137,9 @@ class Snapshots:
         self._snapshots: dict[tuple[int, int], ServerSnapshot] = {}
         self.awaited: dict[int, list[ServerSnapshot]] = {}
         """Slice → the snapshots that wait for it. Empty nearly always: asked whenever a round is closed."""
-        self.reported: deque[Saved] = deque(maxlen=REPORTS_MAX)
+        self.reported: deque[msg.Saved] = deque(maxlen=REPORTS_MAX)
         """What the scheduler was told last; here for one that is started again."""
-        self.taken: deque[SnapshotTaken] = deque(maxlen=TAKEN_MAX)
+        self.taken: deque[msg.SnapshotTaken] = deque(maxlen=TAKEN_MAX)
         """The same of snapshots that servers write by themselves, if nothing was loaded after them."""
         self.ready: dict[ServerSnapshot, None] = {}
         """The snapshots to be looked at by `take_effects`, once each. Empty nearly always."""
@@ -166,7 +152,7 @@ class Snapshots:
         """Save its slices, too."""
         self._sources.append(source)
 
-    def mark(self, sender: Member, message: MarkPushes) -> None:
+    def mark(self, sender: Member, message: msg.MarkPushes) -> None:
         """Note which pushes of a worker belong to a checkpoint; take the slices whose moment this is."""
         snapshot = self._snapshots.get((message.store, message.counter))
         if snapshot is None:
@@ -187,7 +173,7 @@ class Snapshots:
         self.ready[snapshot] = None
         self.look(found, rank)
 
-    def take_at(self, message: TakeSnapshot, versions: Mapping[int, int]) -> None:
+    def take_at(self, message: msg.TakeSnapshot, versions: Mapping[int, int]) -> None:
         """Take each of these slices at this version, and write them.
 
         Args:
@@ -277,12 +263,12 @@ class Snapshots:
         """Those that workers have called for."""
         return [snapshot for snapshot in self._snapshots.values() if snapshot.at is None]
 
-    def take_effects(self) -> list[Effect]:
+    def take_effects(self) -> list[fx.Effect]:
         """What has to be written or reported now."""
         ready, self.ready = self.ready, {}
         return [effect for snapshot in ready for effect in self._advance(snapshot)]
 
-    def persisted(self, event: Persisted) -> list[Effect]:
+    def persisted(self, event: fx.Persisted) -> list[fx.Effect]:
         """A file was written, or could not be."""
         snapshot = event.token
         assert isinstance(snapshot, ServerSnapshot)
@@ -293,7 +279,7 @@ class Snapshots:
         if event.failure:
             snapshot.fail(event.failure)
         made = event.product
-        snapshot.file = SavedFile(made.name, made.nbytes, made.sha256) if isinstance(made, FileRecord) else NO_FILE
+        snapshot.file = msg.SavedFile(made.name, made.nbytes, made.sha256) if isinstance(made, FileRecord) else NO_FILE
         return self._advance(snapshot)
 
     def validate(self) -> None:
@@ -324,7 +310,7 @@ class Snapshots:
         assert found is not None, "what is awaited is here"
         return found
 
-    def _enter(self, snapshot: ServerSnapshot, message: MarkPushes, rank: int) -> list[int]:
+    def _enter(self, snapshot: ServerSnapshot, message: msg.MarkPushes, rank: int) -> list[int]:
         """Note the marks of a message; returns the slices that are not taken yet."""
         found = []
         for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
@@ -345,7 +331,7 @@ class Snapshots:
                 found.append(number)
         return found
 
-    def _advance(self, snapshot: ServerSnapshot) -> list[Effect]:
+    def _advance(self, snapshot: ServerSnapshot) -> list[fx.Effect]:
         if snapshot.is_writing:
             return []
         if snapshot.failure:
@@ -356,7 +342,7 @@ class Snapshots:
             snapshot.is_begun = snapshot.is_writing = True
             slices = tuple(snapshot.taken.values())
             return [
-                Persist(snapshot, WriteShard(snapshot.folder, self._peers.name, slices, snapshot.run, snapshot.step))
+                fx.Persist(snapshot, WriteShard(snapshot.folder, self._peers.name, slices, snapshot.run, snapshot.step))
             ]
         if snapshot.at is None and not self._awaited(snapshot) <= snapshot.marked:
             return []
@@ -364,10 +350,10 @@ class Snapshots:
         if snapshot.at is not None:
             taken = _taken(snapshot)
             self.taken += [] if snapshot.failure else [taken]
-            return [Send(SCHEDULER_MEMBER, taken)]
+            return [fx.Send(SCHEDULER_MEMBER, taken)]
         file = NO_FILE if snapshot.failure else snapshot.file
-        self.reported.append(Saved(snapshot.store, snapshot.counter, file, snapshot.failure))
-        return [Send(SCHEDULER_MEMBER, self.reported[-1])]
+        self.reported.append(msg.Saved(snapshot.store, snapshot.counter, file, snapshot.failure))
+        return [fx.Send(SCHEDULER_MEMBER, self.reported[-1])]
 
     def _forget(self, snapshot: ServerSnapshot) -> None:
         """Drop what belongs to a failed checkpoint."""
@@ -420,11 +406,13 @@ class Snapshots:
             snapshot.trained[worker.incarnation] = used
 
 
-def _taken(snapshot: ServerSnapshot) -> SnapshotTaken:
+def _taken(snapshot: ServerSnapshot) -> msg.SnapshotTaken:
     columns = np.array(list((snapshot.at or {}).items()), np.uint32).reshape(-1, 2)
     file = NO_FILE if snapshot.failure else snapshot.file
-    trained = tuple(Trained(worker, examples) for worker, examples in snapshot.trained.items())
-    return SnapshotTaken(snapshot.folder, file, snapshot.failure, columns[:, 0].copy(), columns[:, 1].copy(), trained)
+    trained = tuple(msg.Trained(worker, examples) for worker, examples in snapshot.trained.items())
+    return msg.SnapshotTaken(
+        snapshot.folder, file, snapshot.failure, columns[:, 0].copy(), columns[:, 1].copy(), trained
+    )
 
 
 def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Set[int], is_exact: bool) -> bool:
@@ -466,40 +454,40 @@ class Restoring:
         self._read: dict[int, Sequence[ReadSlice]] = {}
         """By store."""
 
-    def prepare(self, message: Prepare, name: str) -> list[Effect]:
+    def prepare(self, message: msg.Prepare, name: str) -> list[fx.Effect]:
         """Check that the slices of a store can be written, to files called `name`."""
         wanted = [one for source in self._sources for one in source.wanted(message.store)]
         whole = [one.count * one.dtype.itemsize for one in wanted if not one.lazy_row]
         nbytes = sum(whole) if WEIGHTS in message.contents else 0  # without states and lazy rows
-        return [Persist(message, CheckFolder(message.folder, name, message.run, nbytes))]
+        return [fx.Persist(message, CheckFolder(message.folder, name, message.run, nbytes))]
 
-    def read(self, message: Restore) -> list[Effect]:
+    def read(self, message: msg.Restore) -> list[fx.Effect]:
         """Begin to read the slices of a store."""
         wanted = tuple(one for source in self._sources for one in source.wanted(message.store))
         if not wanted:
-            return [Send(SCHEDULER_MEMBER, Done(message.request))]
-        return [Persist(message, ReadShards(message.folder, wanted, message.contents))]
+            return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
+        return [fx.Persist(message, ReadShards(message.folder, wanted, message.contents))]
 
-    def persisted(self, event: Persisted) -> list[Effect]:
+    def persisted(self, event: fx.Persisted) -> list[fx.Effect]:
         """A job of the disk is done, or failed."""
         message = event.token
-        assert isinstance(message, Restore | Prepare)
+        assert isinstance(message, msg.Restore | msg.Prepare)
         if event.failure:
-            return [Send(SCHEDULER_MEMBER, Failed(message.request, ErrorCode.CHECKPOINT, event.failure))]
-        if isinstance(message, Prepare):
-            return [Send(SCHEDULER_MEMBER, Done(message.request))]
+            return [fx.Send(SCHEDULER_MEMBER, msg.Failed(message.request, msg.ErrorCode.CHECKPOINT, event.failure))]
+        if isinstance(message, msg.Prepare):
+            return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
         assert isinstance(event.product, tuple)
         self._read[message.store] = event.product
-        return [Send(SCHEDULER_MEMBER, Done(message.request))]
+        return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
     def take(self) -> dict[int, Sequence[ReadSlice]]:
         """Remove and return what was read, by store."""
         read, self._read = self._read, {}
         return read
 
-    def end(self, message: TakeRestored | DropRestored) -> list[Effect]:
+    def end(self, message: msg.TakeRestored | msg.DropRestored) -> list[fx.Effect]:
         """Take over what was read, or drop it because a server could not read."""
         read = self._read.pop(message.store, ())
-        for source in self._sources if isinstance(message, TakeRestored) else ():
+        for source in self._sources if isinstance(message, msg.TakeRestored) else ():
             source.restore(message.store, [one for one in read if source.holder(one.number) is not None])
-        return [Send(SCHEDULER_MEMBER, Done(message.request))]
+        return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]

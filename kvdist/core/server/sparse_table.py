@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from kvdist import errors
 from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.policy import POLICIES
 from kvdist.core.round import (
@@ -35,25 +36,14 @@ from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.sharding import slices_of
 from kvdist.dtypes import DType
-from kvdist.errors import PushRefused
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.initializer import initializer_from
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U32, Arrays, Bits, padded, views
 from kvdist.protocol.limits import DEFAULT
-from kvdist.protocol.messages import (
-    MORE,
-    ROWS,
-    Assign,
-    Flag,
-    InitRows,
-    Outcome,
-    PullRows,
-    PushRows,
-    RowValues,
-)
 
 BUFFERS_KEPT_MAX = 8
 """Buffers that are kept for later replies: the first touch of fresh memory costs several times a copy."""
@@ -63,7 +53,7 @@ BUFFER_UNIT_BYTES = 64 << 10
 RowIds = npt.NDArray[np.int64]
 """(k,) row ids of the whole table, strictly ascending."""
 
-_EMPTY = int(Flag.EMPTY)
+_EMPTY = int(msg.Flag.EMPTY)
 
 
 @dataclass(slots=True)
@@ -148,7 +138,7 @@ class SparseTable:
         if begun is not None:
             obstacle = begun.obstacle_to(contribution)
             if obstacle:
-                raise PushRefused(f"{contribution.member} sent {obstacle} of {name_of(self.round.key)}")
+                raise errors.PushRefused(f"{contribution.member} sent {obstacle} of {name_of(self.round.key)}")
             begun.parts += contribution.parts
             contribution = begun
         if more:
@@ -199,7 +189,7 @@ class SparseTable:
                 self.before = self.rows.visited([ids for ids, _ in gradients], optimizer, wd)
             self.rows.update(gradients, scales, optimizer, lr, wd)
         except (MemoryError, TypeError, ValueError) as error:
-            raise PushRefused(f"{name_of(key)}: {error}") from error
+            raise errors.PushRefused(f"{name_of(key)}: {error}") from error
 
     def _joined(self, contribution: RowContribution) -> tuple[RowIds, Bits]:
         """All its ids and values, until the next round; one pass over them where they came in several messages."""
@@ -296,7 +286,7 @@ class SparseShard(Shard[SparseTable]):
 
     # What the scheduler decides.
 
-    def assign(self, message: Assign, rank: int, num_servers: int) -> str:
+    def assign(self, message: msg.Assign, rank: int, num_servers: int) -> str:
         """Add the rows that are for the server of this rank. Returns why that failed, or ''."""
         placement = message.placement
         columns = (message.keys, message.shapes, message.dtypes, message.forms)
@@ -308,7 +298,7 @@ class SparseShard(Shard[SparseTable]):
             for piece in slices_of(shape, dtype.itemsize, form, home, num_servers, first, placement.slice_bytes):
                 if piece.server != rank or piece.number in self.all:
                     continue
-                initializer = None if form == ROWS else initializer_from(form)
+                initializer = None if form == msg.ROWS else initializer_from(form)
                 bounds = (piece.start // row, piece.stop // row)
                 try:
                     rows = TableRows(key, piece.number, shape, dtype, *bounds, initializer, self.kernels)
@@ -367,7 +357,7 @@ class SparseShard(Shard[SparseTable]):
 
     # What workers say.
 
-    def initialise(self, sender: Member, message: InitRows) -> None:
+    def initialise(self, sender: Member, message: msg.InitRows) -> None:
         """First values of rows."""
         arrays = views(message.arrays)
         for i, table in self._known(sender, message.runs, message.ids):
@@ -378,13 +368,13 @@ class SparseShard(Shard[SparseTable]):
                 continue
             if not table.has_value:
                 table.rows.put(ids, values)
-            if not message.flags[i] & MORE:
+            if not message.flags[i] & msg.MORE:
                 table.has_value = True
                 self._look(table)
-                self._to(sender).counted(run, table.ids, table.round.version, Outcome.INITIALISED)
+                self._to(sender).counted(run, table.ids, table.round.version, msg.Outcome.INITIALISED)
                 self.close_if_ready(table)
 
-    def push(self, sender: Member, message: PushRows, now: float) -> None:
+    def push(self, sender: Member, message: msg.PushRows, now: float) -> None:
         """Contributions of rows."""
         settings = [setting_of(numbers) for numbers in message.settings]
         arrays = views(message.arrays)
@@ -396,19 +386,19 @@ class SparseShard(Shard[SparseTable]):
                 continue
             numbers = (int(message.steps[i]), int(message.versions[i]), int(message.samples[i]))
             flags, setting = int(message.flags[i]), settings[int(message.setting_of[i])]
-            contribution = RowContribution(sender, run, *numbers, flags & ~MORE, setting, [(ids, values)])
+            contribution = RowContribution(sender, run, *numbers, flags & ~msg.MORE, setting, [(ids, values)])
             try:
-                verdict = table.offer(contribution, bool(flags & MORE), now)
-            except PushRefused as error:
+                verdict = table.offer(contribution, bool(flags & msg.MORE), now)
+            except errors.PushRefused as error:
                 table.spoil(sender.node.rank, run)
                 self._refuse(sender, run, table.ids, error)
                 continue
             if verdict is Verdict.ACCEPTED:
                 self.close_if_ready(table)
-            elif verdict is Verdict.ALREADY_COUNTED and not flags & MORE:
+            elif verdict is Verdict.ALREADY_COUNTED and not flags & msg.MORE:
                 self._answer(table, contribution)
 
-    def pull(self, sender: Member, message: PullRows, now: float) -> None:
+    def pull(self, sender: Member, message: msg.PullRows, now: float) -> None:
         """Requests for rows."""
         arrays = views(message.arrays)
         for i, table in self._known(sender, message.runs, message.ids):
@@ -441,7 +431,7 @@ class SparseShard(Shard[SparseTable]):
         if (refusal := table.round.refusal_of(contribution)) is not None:
             reply.refuse(run, table.ids, *refusal)
         else:
-            reply.counted(run, table.ids, table.round.version, Outcome.COUNTED)
+            reply.counted(run, table.ids, table.round.version, msg.Outcome.COUNTED)
 
     def _answer_pull(self, table: SparseTable, pull: RowPull) -> None:
         try:
@@ -454,7 +444,7 @@ class SparseShard(Shard[SparseTable]):
         else:
             self._to(pull.member).rows(message, buffer)
 
-    def _gathered(self, table: SparseTable, pull: RowPull) -> tuple[ReplyBuffer, RowValues]:
+    def _gathered(self, table: SparseTable, pull: RowPull) -> tuple[ReplyBuffer, msg.RowValues]:
         """The answer to a pull: one pass over its rows."""
         rows = table.rows
         count = len(pull.ids) * rows.row_length
@@ -471,7 +461,7 @@ class SparseShard(Shard[SparseTable]):
         payload[nbytes:] = 0
         self._traffic.joined += nbytes
         arrays = Arrays(np.array([rows.dtype], np.uint8), _u32(count), payload.data)
-        return buffer, RowValues(_u32(pull.run), table.ids, _u32(table.round.version - is_before), arrays)
+        return buffer, msg.RowValues(_u32(pull.run), table.ids, _u32(table.round.version - is_before), arrays)
 
     def _wait(self, table: SparseTable) -> RoundWait:
         live, round_ = self.peers.awaited, table.round

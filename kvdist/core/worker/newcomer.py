@@ -13,26 +13,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from kvdist.core import machine as fx
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import CompleteRequest, Effect, Send
-from kvdist.core.worker.requests import (
-    ClaimFolder,
-    DeclareKeys,
-    EnterBarrier,
-    Leave,
-    LoadStore,
-    Request,
-    RunKind,
-    SaveStore,
-    TakePart,
-    Transfer,
-)
+from kvdist.core.worker import requests as req
 from kvdist.core.worker.transfers import Transfers
 from kvdist.naming import model_of
 from kvdist.nodes import Member
-from kvdist.protocol.messages import LATER, Command, Counters, Ready
+from kvdist.protocol import messages as msg
 
-GIVES = (RunKind.INITIALISE, RunKind.INITIALISE_ROWS, RunKind.REPLACE, RunKind.REPLACE_STATE)
+GIVES = (req.RunKind.INITIALISE, req.RunKind.INITIALISE_ROWS, req.RunKind.REPLACE, req.RunKind.REPLACE_STATE)
 """What a worker that looks on must not do: the cluster has values."""
 
 
@@ -60,41 +49,41 @@ class Newcomer:
         """Slice → how many updates more its weights have had than there were rounds."""
         self._stores: list[tuple[int, int, int]] = []
         """(first slice, the one after the last, store) of what was declared."""
-        self.held: list[Request] = []
+        self.held: list[req.Request] = []
         """What waits until it takes part, in the order of the calls."""
-        self._wish = Ready(0)
+        self._wish = msg.Ready(0)
 
-    def declared(self, request: DeclareKeys, first: int, last: int, later: Iterable[int]) -> None:
+    def declared(self, request: req.DeclareKeys, first: int, last: int, later: Iterable[int]) -> None:
         """Keys of this store have these slices. Rounds of `later` have begun without this worker."""
         self._stores.append((first, last + 1, request.store))
         self._later |= set(later) - self._begun
 
-    def accept(self, request: Request) -> list[Effect] | None:
+    def accept(self, request: req.Request) -> list[fx.Effect] | None:
         """Hold a call of the user back, or answer it; None if it is like those of others."""
-        if isinstance(request, Leave) and request.failure:
+        if isinstance(request, req.Leave) and request.failure:
             return None
         if self.held:
             self.held.append(request)
             return []
         match request:
-            case TakePart() if not self._waits_for(self._numbers_of(request.store)):
-                return [CompleteRequest(request.request, self._updates_of(request.store))]
-            case TakePart():
+            case req.TakePart() if not self._waits_for(self._numbers_of(request.store)):
+                return [fx.CompleteRequest(request.request, self._updates_of(request.store))]
+            case req.TakePart():
                 return self._hold(request, request.store)
-            case Transfer() if request.runs:
+            case req.Transfer() if request.runs:
                 return self._transfer(request)
-            case EnterBarrier() if self.looks_on and not self.is_member and model_of(request.statement):
+            case req.EnterBarrier() if self.looks_on and not self.is_member and model_of(request.statement):
                 return None  # the scheduler compares it with what the others have said
-            case EnterBarrier() | LoadStore() | Command() if self.looks_on:
-                return [CompleteRequest(request.request)]
-            case ClaimFolder() | SaveStore() if self.looks_on:
-                return [CompleteRequest(request.request, "")]  # of no run: it saves nothing
+            case req.EnterBarrier() | req.LoadStore() | msg.Command() if self.looks_on:
+                return [fx.CompleteRequest(request.request)]
+            case req.ClaimFolder() | req.SaveStore() if self.looks_on:
+                return [fx.CompleteRequest(request.request, "")]  # of no run: it saves nothing
             case _:
                 return None
 
-    def _transfer(self, request: Transfer) -> list[Effect] | None:
+    def _transfer(self, request: req.Transfer) -> list[fx.Effect] | None:
         if self.looks_on and request.kind in GIVES:
-            return [CompleteRequest(request.request)]
+            return [fx.CompleteRequest(request.request)]
         if not request.kind.pushes:
             return None
         if self._waits_for({number for run in request.runs for number in run.plan.ids.tolist()}):
@@ -102,15 +91,15 @@ class Newcomer:
         self.looks_on = False
         return None
 
-    def _hold(self, request: Request, store: int) -> list[Effect]:
+    def _hold(self, request: req.Request, store: int) -> list[fx.Effect]:
         self.held.append(request)
-        self._wish = Ready(store)
+        self._wish = msg.Ready(store)
         if not self.is_member:
             self.silent = set(self._servers.values())
-        return [Send(SCHEDULER_MEMBER, self._wish)]
+        return [fx.Send(SCHEDULER_MEMBER, self._wish)]
 
     @property
-    def wishes(self) -> list[Ready]:
+    def wishes(self) -> list[msg.Ready]:
         """What it waits for that a scheduler which was started again must hear once more."""
         return [self._wish] if self.held else []
 
@@ -118,7 +107,7 @@ class Newcomer:
         """Whether rounds of some of these slices do not wait for this worker yet."""
         return not self.is_member or bool(self._later & numbers)
 
-    def _store_of(self, request: Transfer) -> int:
+    def _store_of(self, request: req.Transfer) -> int:
         number = int(request.runs[0].plan.ids[0])
         return next(store for first, stop, store in self._stores if first <= number < stop)
 
@@ -134,9 +123,9 @@ class Newcomer:
         """Whether servers are about to say where counters begin."""
         return bool(self.held)
 
-    def counters(self, sender: Member, message: Counters) -> int:
+    def counters(self, sender: Member, message: msg.Counters) -> int:
         """A server says where counters begin; returns the highest."""
-        later = message.steps == LATER
+        later = message.steps == msg.LATER
         self._later.difference_update(message.ids[~later].tolist())
         self._later.update(message.ids[later].tolist())
         self._begun.update(message.ids[~later].tolist())
@@ -149,7 +138,7 @@ class Newcomer:
         self.is_member = self.is_member or not self.silent
         return int(message.steps[~later].max(initial=0))
 
-    def rewind(self) -> list[Request]:
+    def rewind(self) -> list[req.Request]:
         """All rounds wait for this worker, as for any other; returns what was held back."""
         self._later.clear()
         self.silent.clear()
@@ -157,14 +146,14 @@ class Newcomer:
         held, self.held = self.held, []
         return held
 
-    def take(self) -> list[Request]:
+    def take(self) -> list[req.Request]:
         """What was held back and may go on, in the order of the calls; it may be held back again."""
         if not self.held or not self.is_member:
             return []
         match self.held[0]:
-            case TakePart(store=store):
+            case req.TakePart(store=store):
                 awaited = self._numbers_of(store)
-            case Transfer(runs=runs):
+            case req.Transfer(runs=runs):
                 awaited = {number for run in runs for number in run.plan.ids.tolist()}
             case _:
                 awaited = set()

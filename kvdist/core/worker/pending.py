@@ -15,27 +15,14 @@ from typing import Protocol
 
 import numpy as np
 
+from kvdist import errors
+from kvdist.core import machine as fx
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import NEVER, CompleteRequest, Effect, FailRequest, Send
-from kvdist.core.worker.requests import ClaimFolder, EnterBarrier, LoadStore, SaveStore
+from kvdist.core.worker import requests as req
 from kvdist.core.worker.transfers import Transfers
-from kvdist.errors import BarrierTimeout
 from kvdist.nodes import Member
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U32
-from kvdist.protocol.messages import (
-    LATER,
-    SAVING,
-    Barrier,
-    Blocked,
-    CallAnswer,
-    Claim,
-    Failed,
-    Load,
-    MarkPushes,
-    Message,
-    Save,
-    Waiting,
-)
 
 ASK_AGAIN_S = 1.0
 """How long the scheduler has to say who is missing at a barrier that is late."""
@@ -59,7 +46,7 @@ class Pending:
     label: str
     since: float
     error: Exception | None = None
-    due: float = field(default=NEVER)
+    due: float = field(default=fx.NEVER)
     """When it times out."""
     asked: bool = False
     """Whether it is late, and the scheduler was asked who is missing."""
@@ -72,7 +59,7 @@ class Pending:
     """The ranks of those, as the server has said; None before it has."""
     is_held: bool = False
     """Whether this worker holds it back until it takes part, or until all have gone back to a snapshot."""
-    asked_for: Message | None = None
+    asked_for: msg.Message | None = None
     """What the scheduler was asked; a scheduler that was started again is asked once more."""
 
 
@@ -122,19 +109,19 @@ class PendingRequests:
     @property
     def deadline(self) -> float:
         """The earliest deadline."""
-        return min([pending.due for pending in self._timed.values()]) if self._timed else NEVER
+        return min([pending.due for pending in self._timed.values()]) if self._timed else fx.NEVER
 
-    def ask(self, request: int, message: Message) -> Send:
+    def ask(self, request: int, message: msg.Message) -> fx.Send:
         """Ask the scheduler for the answer to a request."""
         pending = self._all.get(request)  # None for a goodbye that nobody waits for
         if pending is not None:
             pending.asked_for = message
-        return Send(SCHEDULER_MEMBER, message)
+        return fx.Send(SCHEDULER_MEMBER, message)
 
-    def open(self, request: int, label: str, now: float, due: float = NEVER) -> Pending:
+    def open(self, request: int, label: str, now: float, due: float = fx.NEVER) -> Pending:
         """Add a request, which times out at `due`."""
         pending = self._all[request] = Pending(request, label, now, due=due)
-        if due < NEVER:
+        if due < fx.NEVER:
             self._timed[request] = pending
         return pending
 
@@ -142,17 +129,17 @@ class PendingRequests:
         """What was held back is called anew."""
         del self._all[request]
 
-    def close(self, pending: Pending, result: object = None) -> Effect:
+    def close(self, pending: Pending, result: object = None) -> fx.Effect:
         """Remove a request that has its result or error."""
         self._all.pop(pending.request, None)
         self._timed.pop(pending.request, None)
         if pending.error is not None:
-            return FailRequest(pending.request, pending.error)
-        return CompleteRequest(pending.request, result)
+            return fx.FailRequest(pending.request, pending.error)
+        return fx.CompleteRequest(pending.request, result)
 
-    def fail_all(self, error: Exception) -> list[Effect]:
+    def fail_all(self, error: Exception) -> list[fx.Effect]:
         """Fail all requests."""
-        effects: list[Effect] = [FailRequest(request, error) for request in self._all]
+        effects: list[fx.Effect] = [fx.FailRequest(request, error) for request in self._all]
         self._all.clear()
         self._timed.clear()
         return effects
@@ -162,27 +149,27 @@ class CallAnswers:
     """What this worker was answered last: what one worker was told of a call, every other must be told, too."""
 
     def __init__(self) -> None:
-        self._all: dict[tuple[int, int], deque[CallAnswer]] = {}
+        self._all: dict[tuple[int, int], deque[msg.CallAnswer]] = {}
         """(kind of the request, store) → answers, the newest last."""
         self.folders: dict[str, None] = {}
         """The directories that it has claimed."""
         self.run = ""
         """What its checkpoints are to name."""
 
-    def note(self, asked: Message | None, failure: Failed | None = None) -> None:
+    def note(self, asked: msg.Message | None, failure: msg.Failed | None = None) -> None:
         """The scheduler has answered a request."""
-        if isinstance(asked, Barrier | Save | Load) and asked.counter != LATER:
+        if isinstance(asked, msg.Barrier | msg.Save | msg.Load) and asked.counter != msg.LATER:
             code, reason = (-1, "") if failure is None else (failure.code, failure.reason)
             answers = self._all.setdefault((asked.KIND, asked.store), deque(maxlen=CALLS_MAX))
-            answers.append(CallAnswer(asked.KIND, asked.store, asked.counter, code, reason, asked.pushes))
+            answers.append(msg.CallAnswer(asked.KIND, asked.store, asked.counter, code, reason, asked.pushes))
 
-    def claimed(self, asked: Message | None, run: str) -> None:
+    def claimed(self, asked: msg.Message | None, run: str) -> None:
         """A directory is this job's."""
-        if isinstance(asked, Claim):
+        if isinstance(asked, msg.Claim):
             self.folders[asked.folder] = None
             self.run = run
 
-    def __iter__(self) -> Iterator[CallAnswer]:
+    def __iter__(self) -> Iterator[msg.CallAnswer]:
         """All that are remembered."""
         return (one for answers in self._all.values() for one in answers)
 
@@ -202,28 +189,28 @@ class BarrierCalls:
         """The number of its first barrier of a store; `LATER` if it has joined later, and hears the number."""
         self._passed: dict[int, int] = {}
         """Store → how many of its barriers this worker has passed."""
-        self._open: dict[int, Barrier] = {}
+        self._open: dict[int, msg.Barrier] = {}
         """By request."""
 
-    def enter(self, request: EnterBarrier, pushes: int) -> list[Effect]:
+    def enter(self, request: req.EnterBarrier, pushes: int) -> list[fx.Effect]:
         """Arrive at the next barrier of the store, after so many pushes."""
         counter = self._passed.get(request.store, self.first)
-        barrier = self._open[request.request] = Barrier(
+        barrier = self._open[request.request] = msg.Barrier(
             request.request, request.store, counter, request.statement, request.giver, pushes
         )
         return [self._pending.ask(request.request, barrier)]
 
-    def compare(self, request: EnterBarrier) -> Effect:
+    def compare(self, request: req.EnterBarrier) -> fx.Effect:
         """Let the scheduler compare a statement with that of the others, at a barrier that they have passed."""
         return self._pending.ask(
-            request.request, Barrier(request.request, request.store, LATER, request.statement, request.giver)
+            request.request, msg.Barrier(request.request, request.store, msg.LATER, request.statement, request.giver)
         )
 
     def begin_at(self, stores: U32, counts: U32) -> None:
         """So many barriers of these stores were passed meanwhile, without this worker."""
         self._passed.update(zip(stores.tolist(), counts.tolist(), strict=True))
 
-    def number(self, barrier: Barrier) -> None:
+    def number(self, barrier: msg.Barrier) -> None:
         """This is a barrier that has its number now."""
         self._open[barrier.request] = barrier
 
@@ -238,7 +225,7 @@ class BarrierCalls:
             passed = self._passed.get(barrier.store, 0)
             self._passed[barrier.store] = max(passed, barrier.counter + 1)
 
-    def late(self, pending: Pending, now: float) -> list[Effect] | None:
+    def late(self, pending: Pending, now: float) -> list[fx.Effect] | None:
         """React to a deadline: first ask once more who is missing. None if the request is not a barrier."""
         barrier = self._open.get(pending.request)
         if barrier is None:
@@ -246,24 +233,24 @@ class BarrierCalls:
         if not pending.asked:
             pending.asked = True
             pending.due = now + ASK_AGAIN_S
-            return [Send(SCHEDULER_MEMBER, barrier)]
+            return [fx.Send(SCHEDULER_MEMBER, barrier)]
         return [self._time_out(pending, (), now)]
 
-    def hinted(self, hint: Waiting, now: float) -> list[Effect]:
+    def hinted(self, hint: msg.Waiting, now: float) -> list[fx.Effect]:
         """Fail late barriers with the names of the missing workers, which the scheduler says."""
         late = [pending for pending in self._pending.timed if pending.asked and self._is_about(hint, pending)]
         return [self._time_out(pending, hint.ranks, now) for pending in late]
 
-    def _is_about(self, hint: Waiting, pending: Pending) -> bool:
+    def _is_about(self, hint: msg.Waiting, pending: Pending) -> bool:
         return hint.deed == f"reach barrier {self._open[pending.request].counter}"
 
-    def _time_out(self, pending: Pending, missing: Sequence[int], now: float) -> Effect:
+    def _time_out(self, pending: Pending, missing: Sequence[int], now: float) -> fx.Effect:
         counter = self._open.pop(pending.request).counter
         names = ", ".join(map(self._name, missing)) or "the other workers"
         waited = now - pending.since
-        which = "the barrier" if counter == LATER else f"barrier {counter}"
+        which = "the barrier" if counter == msg.LATER else f"barrier {counter}"
         text = f"{names} did not reach {which} within {waited:.1f} s"
-        pending.error = BarrierTimeout(text, tuple(missing))
+        pending.error = errors.BarrierTimeout(text, tuple(missing))
         return self._pending.close(pending)
 
 
@@ -283,9 +270,9 @@ class SavingCalls:
         self._saved: dict[int, int] = {}
         """Store → how many of its checkpoints this worker has marked."""
         self._loaded: dict[int, int] = {}
-        self.waiting: list[LoadStore] = []
+        self.waiting: list[req.LoadStore] = []
         """Loads that wait until no push is under way. Empty nearly always."""
-        self.hint: Waiting | None = None
+        self.hint: msg.Waiting | None = None
         """Who is missing in a checkpoint."""
 
     def begin_at(self, stores: U32, saves: U32, loads: U32) -> None:
@@ -293,20 +280,20 @@ class SavingCalls:
         self._saved.update(zip(stores.tolist(), saves.tolist(), strict=True))
         self._loaded.update(zip(stores.tolist(), loads.tolist(), strict=True))
 
-    def claim(self, request: ClaimFolder) -> list[Effect]:
+    def claim(self, request: req.ClaimFolder) -> list[fx.Effect]:
         """Ask for the directory into which the next checkpoint is to be saved."""
         counter = self._saved.get(request.store, self.first)
-        claim = Claim(request.request, request.store, counter, request.folder, request.contents)
+        claim = msg.Claim(request.request, request.store, counter, request.folder, request.contents)
         return [self._pending.ask(request.request, claim)]
 
-    def number(self, asked: Claim | Load) -> None:
+    def number(self, asked: msg.Claim | msg.Load) -> None:
         """This has its number now: there were others before this worker came."""
-        if isinstance(asked, Claim):
+        if isinstance(asked, msg.Claim):
             self._saved[asked.store] = asked.counter
         else:
             self._loaded[asked.store] = asked.counter + 1
 
-    def save(self, request: SaveStore, servers: dict[int, Member], pushes: int) -> list[Effect]:
+    def save(self, request: req.SaveStore, servers: dict[int, Member], pushes: int) -> list[fx.Effect]:
         """Mark the pushes of this worker at every server, before any later one leaves."""
         counter = self._saved.get(request.store, 0)
         self._saved[request.store] = counter + 1
@@ -316,7 +303,7 @@ class SavingCalls:
             for piece in info.slices:
                 if piece.server in servers:
                     numbers[servers[piece.server]].append(piece.number)
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for member, mine in numbers.items():
             ids = np.array(mine, np.uint32)
             for start in range(0, len(ids) or 1, SLICES_PER_MARK):
@@ -324,13 +311,13 @@ class SavingCalls:
                 steps, is_last = self._transfers.slices.pushed[some], start + SLICES_PER_MARK >= len(ids)
                 contents = () if request.failure else request.contents
                 where = (request.store, counter, request.folder, contents, request.run, request.step)
-                mark = MarkPushes(*where, is_last, some, steps, pushes)
-                effects.append(Send(member, mark, self._transfers.note(ranks[member])))
+                mark = msg.MarkPushes(*where, is_last, some, steps, pushes)
+                effects.append(fx.Send(member, mark, self._transfers.note(ranks[member])))
         place = (request.store, counter, request.folder, request.contents, request.run, request.step, request.keep)
-        save = Save(request.request, *place, len(request.keys), request.file, request.failure, pushes)
+        save = msg.Save(request.request, *place, len(request.keys), request.file, request.failure, pushes)
         return [*effects, self._pending.ask(request.request, save)]
 
-    def give_up(self, server: Member, number: int) -> list[Effect]:
+    def give_up(self, server: Member, number: int) -> list[fx.Effect]:
         """Tell a server that has slices only now of the checkpoints under way, which others may mark there, too.
 
         Args:
@@ -338,41 +325,41 @@ class SavingCalls:
             number: of the lost one whose slices it has.
         """
         nothing = np.zeros(0, np.uint32)
-        effects: list[Effect] = []
-        for save in [one.asked_for for one in self._pending if isinstance(one.asked_for, Save)]:
+        effects: list[fx.Effect] = []
+        for save in [one.asked_for for one in self._pending if isinstance(one.asked_for, msg.Save)]:
             where = (save.store, save.counter, save.folder, (), save.run, save.step)
-            mark = MarkPushes(*where, True, nothing, nothing, save.pushes)
-            effects.append(Send(server, mark, self._transfers.note(number)))
+            mark = msg.MarkPushes(*where, True, nothing, nothing, save.pushes)
+            effects.append(fx.Send(server, mark, self._transfers.note(number)))
         return effects
 
-    def drop(self, asked: Message | None) -> None:
+    def drop(self, asked: msg.Message | None) -> None:
         """This checkpoint or load is given up by all: the next one of its store has its number."""
-        counts = self._saved if isinstance(asked, Save) else self._loaded if isinstance(asked, Load) else None
-        if counts is not None and isinstance(asked, Save | Load) and asked.store in counts:
+        counts = self._saved if isinstance(asked, msg.Save) else self._loaded if isinstance(asked, msg.Load) else None
+        if counts is not None and isinstance(asked, msg.Save | msg.Load) and asked.store in counts:
             counts[asked.store] = min(counts[asked.store], asked.counter)
 
-    def hinted(self, hint: Waiting) -> bool:
+    def hinted(self, hint: msg.Waiting) -> bool:
         """Whether this is about a checkpoint, which is not what the user's other calls wait for."""
-        if SAVING not in hint.deed:
+        if msg.SAVING not in hint.deed:
             return False
         self.hint = hint
         return True
 
-    def load(self, request: LoadStore) -> None:
+    def load(self, request: req.LoadStore) -> None:
         """Ask for it as soon as no push of this worker is under way."""
         self.waiting.append(request)
 
-    def settle(self, pushes: int) -> list[Effect]:
+    def settle(self, pushes: int) -> list[fx.Effect]:
         """Send the loads that waited, once no push is under way."""
         if not self._transfers.is_idle:
             return []
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for request in self.waiting:
             counter = self._loaded.get(request.store, self.first)
-            if counter != LATER:
+            if counter != msg.LATER:
                 self._loaded[request.store] = counter + 1
             place = (request.store, counter, request.folder, request.contents)
-            load = Load(request.request, *place, request.failure, pushes)
+            load = msg.Load(request.request, *place, request.failure, pushes)
             effects.append(self._pending.ask(request.request, load))
         self.waiting.clear()
         return effects
@@ -424,19 +411,19 @@ class BlockedReports:
     """
 
     def __init__(self, threads: Threads, pending: PendingRequests, transfers: Transfers) -> None:
-        self.next_look = NEVER
+        self.next_look = fx.NEVER
         """When something may have changed that the scheduler should know."""
         self._threads = threads
         self._pending = pending
         self._transfers = transfers
-        self._said = Blocked(0, "", (), (), -1, NONE, NONE, NONE)
+        self._said = msg.Blocked(0, "", (), (), -1, NONE, NONE, NONE)
 
     def look_later(self, now: float) -> None:
         """There is a request."""
-        if self.next_look == NEVER:
+        if self.next_look == fx.NEVER:
             self.next_look = now + REPORT_AFTER_S
 
-    def look(self, leaving: int | None, now: float) -> Blocked | None:
+    def look(self, leaving: int | None, now: float) -> msg.Blocked | None:
         """What has changed since the last report; None if nothing has.
 
         Args:
@@ -445,22 +432,22 @@ class BlockedReports:
         """
         said = self._said
         report = self.report(leaving, now)
-        self.next_look = now + LOOK_EVERY_S if len(self._pending) else NEVER
+        self.next_look = now + LOOK_EVERY_S if len(self._pending) else fx.NEVER
         return None if report is said else report
 
     def repeat(self, now: float) -> None:
         """Nobody knows of the last report any more."""
         self._said = replace(self._said, place="", number=self._said.number + 1)
-        self.next_look = now + LOOK_EVERY_S if len(self._pending) else NEVER
+        self.next_look = now + LOOK_EVERY_S if len(self._pending) else fx.NEVER
 
-    def report(self, leaving: int | None, now: float) -> Blocked:
+    def report(self, leaving: int | None, now: float) -> msg.Blocked:
         """What this worker waits for now; the last report itself if that says the same."""
-        report = self._report(leaving, now) or Blocked(0, "", (), (), -1, NONE, NONE, NONE)
+        report = self._report(leaving, now) or msg.Blocked(0, "", (), (), -1, NONE, NONE, NONE)
         if not _says_the_same(report, self._said):
             self._said = replace(report, number=self._said.number + 1)
         return self._said
 
-    def _report(self, leaving: int | None, now: float) -> Blocked | None:
+    def _report(self, leaving: int | None, now: float) -> msg.Blocked | None:
         """A report without its number; None unless it is certain that this worker cannot go on without others."""
         since = self._threads.blocked_since() if len(self._pending) else None
         if since is None or now - since < REPORT_AFTER_S or self._pending.timed:
@@ -483,7 +470,7 @@ class BlockedReports:
             return None
         place, which = self._place(leaving, awaited)
         columns = [np.append(column, np.uint32(0))[firsts] for column in (pushed, awaited)]
-        return Blocked(0, place, tuple(others), awaits, which, firsts, *columns)
+        return msg.Blocked(0, place, tuple(others), awaits, which, firsts, *columns)
 
     def _place(self, leaving: int | None, awaited: U32) -> tuple[str, int]:
         """The call that waits, and the first slice whose round it waits for; -1 if it waits for no round."""
@@ -494,7 +481,7 @@ class BlockedReports:
         return newest.label, self._transfers.first_awaited(newest.request, awaited)
 
 
-def _says_the_same(one: Blocked, other: Blocked) -> bool:
+def _says_the_same(one: msg.Blocked, other: msg.Blocked) -> bool:
     """Whether two reports differ in their numbers at most."""
     whats = [(report.place, report.requests, report.awaits, report.slice) for report in (one, other)]
     if whats[0] != whats[1]:

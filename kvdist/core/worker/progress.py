@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvdist.core.machine import CompleteRequest, Effect, Send
+from kvdist.core import machine as fx
 from kvdist.core.policy import deed_of
+from kvdist.core.worker import requests as req
 from kvdist.core.worker.pending import PendingRequests
-from kvdist.core.worker.requests import ReportProgress, label_of
 from kvdist.core.worker.transfers import Transfers
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Due, DueWhen, NotDue
+from kvdist.protocol import messages as msg
 
 
 class ProgressReports:
@@ -26,59 +26,59 @@ class ProgressReports:
         self._pending = pending
         self._transfers = transfers
         self._servers = servers
-        self._said: dict[int, ReportProgress] = {}
+        self._said: dict[int, req.ReportProgress] = {}
         """Slice → the newest report."""
-        self._due: dict[int, Due] = {}
+        self._due: dict[int, msg.Due] = {}
         """Slice → the newest answer."""
         self._meetings = 0
         """How many barriers this worker has come to."""
 
-    def report(self, request: ReportProgress, now: float) -> list[Effect]:
+    def report(self, request: req.ReportProgress, now: float) -> list[fx.Effect]:
         """Take a call of the user; the one before it is answered."""
         number = request.progress.slice
         effects = self._answer(number, None)
         step = self._transfers.slices.rounds_of(number)
         progress = replace(request.progress, step=step)
-        if progress.when == DueWhen.LED:
+        if progress.when == msg.DueWhen.LED:
             progress = replace(progress, samples=self._meetings)
         self._said[number] = request = replace(request, progress=progress)
         due = self._due.get(number)
         if due is not None and due.step >= step:
-            return [*effects, CompleteRequest(request.request, due)]
-        self._pending.open(request.request, label_of(request), now).deed = deed_of(progress)
-        return [*effects, Send(self._servers[request.server], progress)]
+            return [*effects, fx.CompleteRequest(request.request, due)]
+        self._pending.open(request.request, req.label_of(request), now).deed = deed_of(progress)
+        return [*effects, fx.Send(self._servers[request.server], progress)]
 
-    def ask_again(self) -> list[Effect]:
+    def ask_again(self) -> list[fx.Effect]:
         """The user waits: repeat each report that has no answer, so that the server says who is awaited."""
         unanswered = [said for said in self._said.values() if self._pending.get(said.request) is not None]
-        return [Send(self._servers[said.server], said.progress) for said in unanswered]
+        return [fx.Send(self._servers[said.server], said.progress) for said in unanswered]
 
-    def not_due(self, message: NotDue) -> None:
+    def not_due(self, message: msg.NotDue) -> None:
         """A server says who is awaited before a push is due."""
         said = self._said.get(message.slice)
         pending = None if said is None else self._pending.get(said.request)
         if said is not None and pending is not None and said.progress.step == message.step:
             pending.awaits = message.ranks
 
-    def due(self, message: Due) -> list[Effect]:
+    def due(self, message: msg.Due) -> list[fx.Effect]:
         """A server says that a push is due."""
         self._due[message.slice] = message
         said = self._said.get(message.slice)
         return self._answer(message.slice, message) if said is not None and said.progress.step <= message.step else []
 
-    def again(self, number: int) -> list[Effect]:
+    def again(self, number: int) -> list[fx.Effect]:
         """Tell a server that has the slices of a lost one, by its number, what that knew."""
         server = self._servers[number]
-        return [Send(server, said.progress) for said in self._said.values() if said.server == number]
+        return [fx.Send(server, said.progress) for said in self._said.values() if said.server == number]
 
-    def meets(self) -> list[Effect]:
+    def meets(self) -> list[fx.Effect]:
         """This worker comes to a barrier: nobody is to wait for its pushes meanwhile who has not come there."""
         self._meetings += 1
-        led = [(number, said) for number, said in self._said.items() if said.progress.when == DueWhen.LED]
+        led = [(number, said) for number, said in self._said.items() if said.progress.when == msg.DueWhen.LED]
         for number, said in led:
             progress = replace(said.progress, samples=self._meetings, together=True)
             self._said[number] = replace(said, progress=progress)
-        return [Send(self._servers[said.server], self._said[number].progress) for number, said in led]
+        return [fx.Send(self._servers[said.server], self._said[number].progress) for number, said in led]
 
     def rewind(self) -> list[int]:
         """All go back to a snapshot. Returns the requests that have no answer."""
@@ -87,8 +87,7 @@ class ProgressReports:
         self._due.clear()
         return waiting
 
-    def _answer(self, number: int, due: Due | None) -> list[Effect]:
+    def _answer(self, number: int, due: msg.Due | None) -> list[fx.Effect]:
         said = self._said.get(number)
         pending = None if said is None else self._pending.get(said.request)
         return [] if pending is None else [self._pending.close(pending, due)]
-

@@ -20,20 +20,8 @@ from kvdist.core.sharding import Slice
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of, names_of
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Bits, Payload, coded_sizes, offsets, padded
-from kvdist.protocol.messages import (
-    HEAD_OF_USERS_MAX,
-    MORE,
-    Command,
-    Configure,
-    Declare,
-    Flag,
-    Lease,
-    Progress,
-    SavedFile,
-    StepTimes,
-    Used,
-)
 
 Column = TypeVar("Column", U8, U32)
 """One number per slice."""
@@ -44,8 +32,8 @@ SLICES_PER_RUN_MAX = 256
 """Enough to make messages rare, few enough that a server sums one run while the next is on its way."""
 ALONE_BYTES_MIN = 64 << 10
 """A slice of at least this size is a run of its own, and is never copied together with others."""
-_EMPTY = int(Flag.EMPTY)
-_CLIPPED = int(Flag.MEASURE | Flag.APPLY)
+_EMPTY = int(msg.Flag.EMPTY)
+_CLIPPED = int(msg.Flag.MEASURE | msg.Flag.APPLY)
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as of `Slice`
@@ -307,7 +295,7 @@ class RunPart:
         whole = positions is None or len(positions) == len(run.plan.ids)
         self._positions = None if whole else np.array(positions, np.intp)
         self._chunk = None if chunk is None else run.chunks[chunk]
-        self._more = MORE if chunk is not None and chunk < len(run.chunks) - 1 else 0
+        self._more = msg.MORE if chunk is not None and chunk < len(run.chunks) - 1 else 0
         payload = run.payload if self._chunk is None else self._chunk.payload
         self.nbytes = 0 if payload is None else len(payload) if whole else sum(map(len, self._stretches()))
 
@@ -346,7 +334,7 @@ class RunPart:
         flags = self.run.flags
         if flags is None:
             flags = np.zeros(len(self.run.plan.ids), np.uint8)
-        return flags | np.uint8(MORE) if self._more else self._of(flags)
+        return flags | np.uint8(msg.MORE) if self._more else self._of(flags)
 
     @property
     def setting_of(self) -> U8:
@@ -434,11 +422,11 @@ class DeclareKeys:
     """Of each key its form; none if all are arrays."""
 
     @property
-    def message(self) -> Declare:
+    def message(self) -> msg.Declare:
         """The message to the scheduler."""
         dtypes, forms = tuple(map(int, self.dtypes)), self.forms or ("",) * len(self.keys)
         pulled_as = tuple(map(int, self.pulled_as)) or dtypes
-        return Declare(self.request, self.store, self.mode, self.keys, self.shapes, dtypes, pulled_as, forms)
+        return msg.Declare(self.request, self.store, self.mode, self.keys, self.shapes, dtypes, pulled_as, forms)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -493,7 +481,7 @@ class SaveStore:
     """As the claim of its directory gave it; empty if there is none, which fails for all."""
     step: int
     keep: int
-    file: SavedFile
+    file: msg.SavedFile
     keys: tuple[KeyInfo, ...]
     """All of the store."""
     failure: str = ""
@@ -529,7 +517,7 @@ class ReportProgress:
     request: int
     server: int
     """The number of the one that has the slice."""
-    progress: Progress
+    progress: msg.Progress
     """But for the `step`, which the worker knows."""
 
 
@@ -538,7 +526,7 @@ class ReportTimes:
     """Tell the scheduler how the time of the last steps went; completes at once."""
 
     request: int
-    times: StepTimes
+    times: msg.StepTimes
     """But for `sending_us`, which the worker knows."""
 
 
@@ -568,14 +556,14 @@ Request = (
     | UseKernels
     | DeclareKeys
     | Transfer
-    | Configure
-    | Command
+    | msg.Configure
+    | msg.Command
     | EnterBarrier
     | ClaimFolder
     | SaveStore
     | LoadStore
-    | Lease
-    | Used
+    | msg.Lease
+    | msg.Used
     | TakePart
     | ReportProgress
     | ReportTimes
@@ -597,10 +585,10 @@ def label_of(request: Request) -> str:
             return f"init of {names_of(keys)}"
         case Transfer(label=label):
             return label
-        case Configure():
+        case msg.Configure():
             return "set_optimizer"
-        case Command(head=head):
-            return f"{f'command {head}' if head <= HEAD_OF_USERS_MAX else 'a command of kvdist'} to the servers"
+        case msg.Command(head=head):
+            return f"{f'command {head}' if head <= msg.HEAD_OF_USERS_MAX else 'a command of kvdist'} to the servers"
         case EnterBarrier(statement=statement):
             return f"barrier ({statement})" if statement else "barrier"
         case ClaimFolder(folder=folder):
@@ -615,9 +603,9 @@ def label_of(request: Request) -> str:
             return "exchange() or save_checkpoint()" if progress.together else "trainer.step()"
         case ReportTimes():
             return "report of the times of steps"
-        case Lease():
+        case msg.Lease():
             return "lease of examples"
-        case Used():
+        case msg.Used():
             return "account of the examples used"
         case Leave():
             return "leaving the cluster"

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvdist.core.worker.requests import (
-    ClaimFolder,
-    EnterBarrier,
-    LoadStore,
-    ReportProgress,
-    Request,
-    SaveStore,
-    Transfer,
-)
+from kvdist.core.worker import requests as req
 from kvdist.nodes import Member
-from kvdist.protocol.messages import Lease, Used
+from kvdist.protocol import messages as msg
 
-DROPPED = (Transfer, EnterBarrier, ClaimFolder, SaveStore, LoadStore, ReportProgress, Lease, Used)
+DROPPED = (
+    req.Transfer,
+    req.EnterBarrier,
+    req.ClaimFolder,
+    req.SaveStore,
+    req.LoadStore,
+    req.ReportProgress,
+    msg.Lease,
+    msg.Used,
+)
 """What is done together with servers or all other workers. What is left is said again, or concerns nobody else."""
 
 
@@ -37,4 +38,4 @@ class Rewinding:
     """Nothing of before is under way, and the scheduler knows."""
     told: set[Member] = field(default_factory=set)
     """The servers that have gone back."""
-    held: list[Request] = field(default_factory=list)
+    held: list[req.Request] = field(default_factory=list)

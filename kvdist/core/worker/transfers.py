@@ -31,33 +31,13 @@ import numpy.typing as npt
 
 from kvdist.config.settings import Limits
 from kvdist.core.traffic import Traffic
-from kvdist.core.worker.requests import ALONE_BYTES_MIN, Column, Run, RunKind, RunPart, Transfer
+from kvdist.core.worker import requests as req
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member
+from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import ITEMSIZES, U8, U32, U64, Arrays, Bits, Coded, Payload, stretches, views
-from kvdist.protocol.messages import (
-    CompressedPush,
-    Counted,
-    HandedBack,
-    InitRows,
-    InitValues,
-    JoinedPush,
-    Message,
-    Pull,
-    PullRows,
-    PullState,
-    Push,
-    PushRows,
-    Refused,
-    ReplaceState,
-    ReplaceValues,
-    Resume,
-    Rewound,
-    RowValues,
-    Values,
-)
 
 PARTS_PER_MESSAGE_MAX = 4096
 NEAR_BYTES_MAX = 16 << 20
@@ -89,7 +69,7 @@ class Ready:
 
     server: int
     priority: int
-    message: JoinedPush
+    message: msg.JoinedPush
     nbytes: int
     members: tuple[Member, ...]
     """The workers whose contributions it has."""
@@ -119,7 +99,7 @@ class Outbox:
     far_bytes_max: int = 0
     """Up to how many bytes large parts join there; 0 is `FAR_BYTES_MAX`."""
     flying_bytes: int = 0
-    _heaps: dict[tuple[RunKind, int, float], list[tuple[int, int, RunPart]]] = field(default_factory=dict)
+    _heaps: dict[tuple[req.RunKind, int, float], list[tuple[int, int, req.RunPart]]] = field(default_factory=dict)
     """By `Run.batch_key`."""
     _ready: list[tuple[int, int, Ready]] = field(default_factory=list)
     _arrivals: int = 0
@@ -133,7 +113,7 @@ class Outbox:
         self.far_bytes_max = self.far_window_bytes // PRIORITY_MESSAGES_PER_WINDOW
         self.join_bytes_max = min(self.join_bytes_max, self.far_bytes_max)
 
-    def add(self, part: RunPart) -> None:
+    def add(self, part: req.RunPart) -> None:
         """Queue slices that may leave."""
         self._arrivals += 1
         heap = self._heaps.setdefault(part.run.batch_key, [])
@@ -144,7 +124,7 @@ class Outbox:
         self._arrivals += 1
         heapq.heappush(self._ready, (-ready.priority, self._arrivals, ready))
 
-    def take(self) -> tuple[Message, Credit] | None:
+    def take(self) -> tuple[msg.Message, Credit] | None:
         """The next message that may leave, and the credit that it uses."""
         heaps = [heap for heap in self._heaps.values() if heap]
         heap = min(heaps, key=lambda heap: heap[0][:2], default=None)
@@ -163,7 +143,7 @@ class Outbox:
         self.flying_bytes += nbytes
         return message, Credit(self.server, nbytes)
 
-    def _take_ready(self) -> tuple[Message, Credit] | None:
+    def _take_ready(self) -> tuple[msg.Message, Credit] | None:
         ready = self._ready[0][2]
         if self.flying_bytes and self.flying_bytes + ready.nbytes > self.far_window_bytes:
             return None
@@ -171,7 +151,7 @@ class Outbox:
         self.flying_bytes += ready.nbytes
         return ready.message, Credit(self.server, ready.nbytes, ready.members)
 
-    def _window(self, part: RunPart) -> int:
+    def _window(self, part: req.RunPart) -> int:
         return self.window_bytes if self.is_near or part.run.stays else self.far_window_bytes
 
     def release(self, credit: Credit) -> None:
@@ -189,10 +169,10 @@ class Outbox:
         self._heaps.clear()
         self._ready.clear()
 
-    def _joinable(self, heap: list[tuple[int, int, RunPart]], window_left: int) -> list[RunPart]:
+    def _joinable(self, heap: list[tuple[int, int, req.RunPart]], window_left: int) -> list[req.RunPart]:
         first = heapq.heappop(heap)[2]
         parts = [first]
-        stays, large = first.run.stays, first.nbytes >= ALONE_BYTES_MIN
+        stays, large = first.run.stays, first.nbytes >= req.ALONE_BYTES_MIN
         near = stays or self.is_near
         total, frames, decoded = first.nbytes, 1, first.decoded_nbytes
         far_max = (self.far_bytes_max or FAR_BYTES_MAX) if large else self.join_bytes_max
@@ -202,9 +182,9 @@ class Outbox:
         while heap and len(parts) < PARTS_PER_MESSAGE_MAX:
             part = heap[0][2]
             settings += len(part.run.settings)
-            frames += part.nbytes >= ALONE_BYTES_MIN
+            frames += part.nbytes >= req.ALONE_BYTES_MIN
             decoded += part.decoded_nbytes
-            if part.run.stays is not stays or ((part.nbytes >= ALONE_BYTES_MIN) is not large and not near):
+            if part.run.stays is not stays or ((part.nbytes >= req.ALONE_BYTES_MIN) is not large and not near):
                 break
             if total + part.nbytes > room or settings > SETTINGS_PER_MESSAGE_MAX or 2 * frames > FRAMES_MAX:
                 break
@@ -245,7 +225,7 @@ class SliceTable:
         self._delegated_run: U32 = np.zeros(0, np.uint32)
         """The run of that push."""
         self._busy: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._lines: dict[int, deque[Run]] = {}
+        self._lines: dict[int, deque[req.Run]] = {}
         self.has_rested = False
         """Whether this worker was left out of rounds because it had no data; see `rounds`."""
 
@@ -290,7 +270,7 @@ class SliceTable:
         self.lost_from[ids], self.lost_to[ids] = has, counted
         return missed
 
-    def enter(self, run: Run) -> RunPart | None:
+    def enter(self, run: req.Run) -> req.RunPart | None:
         """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
         ids = run.plan.ids
         run.steps = self.pushed[ids]
@@ -300,18 +280,18 @@ class SliceTable:
         busy = self._busy[ids]
         self._busy[ids] = True
         if not busy.any():
-            return RunPart(run)
+            return req.RunPart(run)
         for number in ids[busy].tolist():
             self._lines.setdefault(number, deque()).append(run)
         free = np.flatnonzero(~busy).tolist()
-        return RunPart(run, free) if free else None
+        return req.RunPart(run, free) if free else None
 
-    def counted(self, ids: U32) -> list[RunPart]:
+    def counted(self, ids: U32) -> list[req.RunPart]:
         """These pushes are counted; returns what may leave now, the slices of one run together."""
         self._busy[ids] = False
         if not self._lines:
             return []
-        freed: dict[int, tuple[Run, list[int]]] = {}
+        freed: dict[int, tuple[req.Run, list[int]]] = {}
         for number in ids.tolist():
             line = self._lines.get(number)
             if line is None:
@@ -321,9 +301,9 @@ class SliceTable:
             if not line:
                 del self._lines[number]
             freed.setdefault(run.number, (run, []))[1].append(run.plan.positions[number])
-        return [RunPart(run, sorted(positions)) for run, positions in freed.values()]
+        return [req.RunPart(run, sorted(positions)) for run, positions in freed.values()]
 
-    def delegate(self, part: RunPart) -> None:
+    def delegate(self, part: req.RunPart) -> None:
         """Note that these pushes are with the leader of this host."""
         self._delegated[part.ids] = True
         self._delegated_run[part.ids] = part.run.number
@@ -428,12 +408,12 @@ class Transfers:
         self.kept_back: set[int] = set()
         """Servers that are lost, and for which everything waits until others go on in their places."""
         self._keeps_little_flying = False
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, req.Run] = {}
         self._runs_left: dict[int, int] = {}
         """Request → its runs without all their answers."""
         self._next_run = 0
         self._flying_messages = 0
-        self._to_aggregate: list[RunPart] = []
+        self._to_aggregate: list[req.RunPart] = []
         """What may leave, and is summed with the pushes of other workers of this host."""
 
     def add_server(self, rank: int, is_near: bool) -> None:
@@ -452,7 +432,7 @@ class Transfers:
             share = limits.priority_window_bytes // len(far)
             outbox.keep_little_flying(max(share, limits.priority_slice_bytes))
 
-    def start(self, request: Transfer) -> None:
+    def start(self, request: req.Transfer) -> None:
         """Queue the runs of a transfer that has some."""
         self._runs_left[request.request] = len(request.runs)
         for run in request.runs:
@@ -460,11 +440,11 @@ class Transfers:
             self._next_run = (self._next_run + 1) & 0xFFFFFFFF
             run.begin(self._next_run, request, self.slices.pushed[ids], self.slices.versions[ids])
             self._runs[run.number] = run
-            part = self.slices.enter(run) if request.kind.pushes else RunPart(run)
+            part = self.slices.enter(run) if request.kind.pushes else req.RunPart(run)
             if part is not None:
                 self._leave(part)
 
-    def _leave(self, part: RunPart) -> None:
+    def _leave(self, part: req.RunPart) -> None:
         """Send slices of a run to their server, or to the sums of this host."""
         run = part.run
         # Encoded contributions cannot be summed, and are small. What is clipped is read once more after its answer.
@@ -474,14 +454,14 @@ class Transfers:
         else:
             self.send_directly(part)
 
-    def send_directly(self, part: RunPart) -> None:
+    def send_directly(self, part: req.RunPart) -> None:
         """Send this to its server."""
         run = part.run
         server = run.plan.server
         if not run.chunks:
             self._add(server, part)
         for index in range(len(run.chunks)):
-            self._add(server, RunPart(run, chunk=index))
+            self._add(server, req.RunPart(run, chunk=index))
 
     def send_ready(self, ready: Ready) -> None:
         """Send a complete message to its server."""
@@ -503,13 +483,13 @@ class Transfers:
             if run.kind.pushes:
                 under_way = np.flatnonzero(counted[run.plan.ids] == run.steps).tolist()
                 if under_way:
-                    self.send_directly(RunPart(run, under_way))
+                    self.send_directly(req.RunPart(run, under_way))
                 continue
             if run.answered is not None:
-                self.send_directly(RunPart(run, np.flatnonzero(~run.answered).tolist()))
+                self.send_directly(req.RunPart(run, np.flatnonzero(~run.answered).tolist()))
                 continue
             run.left = len(run.plan.ids)  # which of its answers have come is not known: ask for all of them anew
-            self.send_directly(RunPart(run))
+            self.send_directly(req.RunPart(run))
 
     def keep_back(self, server: int) -> None:
         """Send nothing more to a server, which is lost, until another one goes on in its place."""
@@ -518,7 +498,7 @@ class Transfers:
         outbox.window_bytes = outbox.far_window_bytes = 0
         self.kept_back.add(server)
 
-    def resume(self, server: int, message: Rewound, is_near: bool) -> tuple[Resume, npt.NDArray[np.int64]]:
+    def resume(self, server: int, message: msg.Rewound, is_near: bool) -> tuple[msg.Resume, npt.NDArray[np.int64]]:
         """Go on with a server that has gone back to a snapshot: send again what is not answered.
 
         Args:
@@ -540,23 +520,23 @@ class Transfers:
                 examples[run.plan.ids] -= np.uint64(run.samples) * (counted[run.plan.ids] <= run.steps)
         self.add_server(server, is_near)
         self.send_again(server, is_near)
-        return Resume(ids, counted[ids], examples[ids]), missed
+        return msg.Resume(ids, counted[ids], examples[ids]), missed
 
-    def take_aggregated(self) -> list[RunPart]:
+    def take_aggregated(self) -> list[req.RunPart]:
         """Remove and return what may leave and is summed on this host first."""
         parts, self._to_aggregate = self._to_aggregate, []
         return parts
 
-    def delegate(self, part: RunPart) -> None:
+    def delegate(self, part: req.RunPart) -> None:
         """Send this to the leader of this host, which replies for the server."""
         self.slices.delegate(part)
         self._add(LEADER, part)
 
-    def handed_back(self, message: HandedBack) -> None:
+    def handed_back(self, message: msg.HandedBack) -> None:
         """Send these to their servers, because the leader does not."""
         for run, begin, end in self._segments(message.runs):
             positions = run.plan.positions
-            part = RunPart(run, sorted(positions[number] for number in message.ids[begin:end].tolist()))
+            part = req.RunPart(run, sorted(positions[number] for number in message.ids[begin:end].tolist()))
             self.slices.reclaim(part.ids)
             self.send_directly(part)
 
@@ -565,9 +545,9 @@ class Transfers:
         self._outboxes[LEADER].forget()
         for number, positions in self.slices.reclaim_all().items():
             run = self._runs[number]
-            self.send_directly(RunPart(run, sorted(run.plan.positions[one] for one in positions)))
+            self.send_directly(req.RunPart(run, sorted(run.plan.positions[one] for one in positions)))
 
-    def take(self) -> Iterator[tuple[int, Message, Credit]]:
+    def take(self) -> Iterator[tuple[int, msg.Message, Credit]]:
         """Remove and return everything that may leave: (server, message, credit)."""
         for rank in sorted(self._ready):
             outbox = self._outboxes[rank]
@@ -587,15 +567,15 @@ class Transfers:
         self._outboxes[credit.server].release(credit)
         self._ready.add(credit.server)
 
-    def received(self, message: Values | RowValues | Counted | Refused) -> Finished:
+    def received(self, message: msg.Values | msg.RowValues | msg.Counted | msg.Refused) -> Finished:
         """Take a reply; returns what is finished."""
-        if isinstance(message, Values):
+        if isinstance(message, msg.Values):
             return self.values(message)
-        if isinstance(message, RowValues):
+        if isinstance(message, msg.RowValues):
             self._place_rows(message)
         return self.answered(message)
 
-    def _place_rows(self, message: RowValues) -> None:
+    def _place_rows(self, message: msg.RowValues) -> None:
         """Copy rows to the user's arrays."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
@@ -603,7 +583,7 @@ class Transfers:
                 sink[...] = array  # one pass: from the transport's memory into the user's
                 self.traffic.copied_out += array.nbytes
 
-    def values(self, message: Values) -> Finished:
+    def values(self, message: msg.Values) -> Finished:
         """Copy values to the user's arrays; returns what is finished."""
         arrays = views(message.arrays)
         for run, begin, end in self._segments(message.runs):
@@ -635,7 +615,7 @@ class Transfers:
                 sink[...] = array
             self.traffic.copied_out += sink.nbytes
 
-    def refused(self, message: Refused) -> dict[int, int]:
+    def refused(self, message: msg.Refused) -> dict[int, int]:
         """The requests with refused slices, each with the server that refused."""
         return {run.request: run.plan.server for run, _, _ in self._segments(message.runs)}
 
@@ -643,9 +623,9 @@ class Transfers:
         """The stretches of an answer that belong to pushes."""
         return [(begin, end) for run, begin, end in self._segments(runs) if run.kind.pushes]
 
-    def answered(self, message: Values | RowValues | Counted | Refused) -> Finished:
+    def answered(self, message: msg.Values | msg.RowValues | msg.Counted | msg.Refused) -> Finished:
         """Note that these slices have their reply; returns what is finished."""
-        if not isinstance(message, Refused):
+        if not isinstance(message, msg.Refused):
             self.slices.saw(message.ids, message.versions)
         finished = Finished()
         for run, begin, end in self._segments(message.runs):
@@ -686,7 +666,7 @@ class Transfers:
             ids = run.plan.ids
             if run.kind.pushes:
                 waits = counted[ids] <= run.steps
-            elif run.kind in (RunKind.PULL, RunKind.PULL_ROWS):
+            elif run.kind in (req.RunKind.PULL, req.RunKind.PULL_ROWS):
                 waits = counted[ids] < run.steps
             else:
                 return None
@@ -747,11 +727,11 @@ class Transfers:
             assert outbox.flying_bytes >= 0
             assert rank in self._ready or outbox.take() is None, "what may leave has left"
 
-    def _add(self, rank: int, part: RunPart) -> None:
+    def _add(self, rank: int, part: req.RunPart) -> None:
         self._outboxes[rank].add(part)
         self._ready.add(rank)
 
-    def _segments(self, runs: U32) -> Iterator[tuple[Run, int, int]]:
+    def _segments(self, runs: U32) -> Iterator[tuple[req.Run, int, int]]:
         """The stretches of an answer that belong to one run that still waits: (run, begin, end)."""
         for begin, end in stretches(runs):
             run = self._runs.get(int(runs[begin]))
@@ -759,22 +739,22 @@ class Transfers:
                 yield run, begin, end
 
 
-def push_of(part: RunPart) -> Push:
+def push_of(part: req.RunPart) -> msg.Push:
     """The message of a part of a plain push."""
     message = _message([part])
-    assert isinstance(message, Push)
+    assert isinstance(message, msg.Push)
     return message
 
 
-def _message(parts: Sequence[RunPart]) -> Message:
+def _message(parts: Sequence[req.RunPart]) -> msg.Message:
     ids = [part.ids for part in parts]
     numbers = _per_slice([part.run.number for part in parts], ids)
     steps, versions = _joined([part.steps for part in parts]), _joined([part.versions for part in parts])
     kind = parts[0].run.kind
-    if kind is RunKind.PULL:
-        return Pull(numbers, _joined(ids), steps, versions)
-    if kind is RunKind.PULL_STATE:
-        return PullState(numbers, _joined(ids), steps, _joined([part.states for part in parts]))
+    if kind is req.RunKind.PULL:
+        return msg.Pull(numbers, _joined(ids), steps, versions)
+    if kind is req.RunKind.PULL_STATE:
+        return msg.PullState(numbers, _joined(ids), steps, _joined([part.states for part in parts]))
     counts, payload = _joined([part.counts for part in parts]), _payload(parts)
     if kind.pushes:
         settings, setting_of = _settings(parts)
@@ -785,21 +765,21 @@ def _message(parts: Sequence[RunPart]) -> Message:
         if encoded is not None:
             entries = _joined([part.entries for part in parts])
             coded = Coded(counts, entries, encoded.encoding, encoded.parameter, payload)
-            return CompressedPush(kind is RunKind.PUSHPULL, *columns, coded)
+            return msg.CompressedPush(kind is req.RunKind.PUSHPULL, *columns, coded)
         arrays = Arrays(_joined([part.dtypes for part in parts]), counts, payload)
-        if kind is RunKind.PUSH_ROWS:
-            return PushRows(*columns, arrays)
-        return Push(kind is RunKind.PUSHPULL, *columns, arrays)
+        if kind is req.RunKind.PUSH_ROWS:
+            return msg.PushRows(*columns, arrays)
+        return msg.Push(kind is req.RunKind.PUSHPULL, *columns, arrays)
     arrays = Arrays(_joined([part.dtypes for part in parts]), counts, payload)
-    if kind is RunKind.INITIALISE:
-        return InitValues(numbers, _joined(ids), arrays)
-    if kind is RunKind.REPLACE:
-        return ReplaceValues(numbers, _joined(ids), arrays)
-    if kind is RunKind.REPLACE_STATE:
-        return ReplaceState(numbers, _joined(ids), _joined([part.states for part in parts]), arrays)
-    if kind is RunKind.PULL_ROWS:
-        return PullRows(numbers, _joined(ids), steps, versions, arrays)
-    return InitRows(numbers, _joined(ids), _joined([part.flags for part in parts]), arrays)
+    if kind is req.RunKind.INITIALISE:
+        return msg.InitValues(numbers, _joined(ids), arrays)
+    if kind is req.RunKind.REPLACE:
+        return msg.ReplaceValues(numbers, _joined(ids), arrays)
+    if kind is req.RunKind.REPLACE_STATE:
+        return msg.ReplaceState(numbers, _joined(ids), _joined([part.states for part in parts]), arrays)
+    if kind is req.RunKind.PULL_ROWS:
+        return msg.PullRows(numbers, _joined(ids), steps, versions, arrays)
+    return msg.InitRows(numbers, _joined(ids), _joined([part.flags for part in parts]), arrays)
 
 
 def _per_slice(numbers: Sequence[int], ids: Sequence[U32]) -> U32:
@@ -807,23 +787,23 @@ def _per_slice(numbers: Sequence[int], ids: Sequence[U32]) -> U32:
     return _joined([np.full(len(own), number, np.uint32) for number, own in zip(numbers, ids, strict=True)])
 
 
-def _joined(arrays: list[Column]) -> Column:
+def _joined(arrays: list[req.Column]) -> req.Column:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
-def _payload(parts: Sequence[RunPart]) -> Payload | tuple[Payload, ...]:
+def _payload(parts: Sequence[req.RunPart]) -> Payload | tuple[Payload, ...]:
     """The bytes of all parts: a frame for each large one, and one for small ones that are neighbours."""
     if len(parts) == 1:
         return parts[0].payload()
     frames: list[Payload] = []
-    for is_small, group in groupby(parts, lambda part: part.nbytes < ALONE_BYTES_MIN):
+    for is_small, group in groupby(parts, lambda part: part.nbytes < req.ALONE_BYTES_MIN):
         payloads = [part.payload() for part in group]
         # Small parts: one more pass over bytes that are few. Arrays are padded, so they stay aligned.
         frames += [joined] if is_small and (joined := b"".join(payloads)) else [] if is_small else payloads
     return tuple(frames) if len(frames) > 1 else frames[0] if frames else b""
 
 
-def _settings(parts: Sequence[RunPart]) -> tuple[tuple[tuple[float, float, float], ...], U8]:
+def _settings(parts: Sequence[req.RunPart]) -> tuple[tuple[tuple[float, float, float], ...], U8]:
     """One table for all parts: each run's own, one behind the other, but the first one's only once."""
     first = parts[0].run.settings
     settings = list(first)

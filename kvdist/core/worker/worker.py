@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from kvdist import errors
 from kvdist.config.endpoints import crosses_network, stays_on_host
 from kvdist.config.settings import Limits
+from kvdist.core import machine as fx
 from kvdist.core.cluster_view import ClusterView
 from kvdist.core.error_mapping import (
     link_lost,
@@ -25,27 +27,10 @@ from kvdist.core.error_mapping import (
     verdict,
 )
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
-from kvdist.core.machine import (
-    NEVER,
-    VERDICT_WAIT_S,
-    CompleteKeys,
-    CompleteRequest,
-    Connect,
-    Effect,
-    Event,
-    FailRequest,
-    Forget,
-    Halt,
-    Machine,
-    PeerConnected,
-    PeerDisconnected,
-    SchedulerReturned,
-    Send,
-    Unreachable,
-)
 from kvdist.core.policy import POLICIES
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
+from kvdist.core.worker import requests as req
 from kvdist.core.worker.pending import (
     REPORT_AFTER_S,
     BarrierCalls,
@@ -57,80 +42,11 @@ from kvdist.core.worker.pending import (
     Threads,
     UnknownThreads,
 )
-from kvdist.core.worker.requests import (
-    ALONE_BYTES_MIN,
-    AcceptRollback,
-    ClaimFolder,
-    DeclareKeys,
-    EnterBarrier,
-    KeyInfo,
-    Leave,
-    LoadStore,
-    Register,
-    ReportProgress,
-    ReportTimes,
-    Request,
-    SaveStore,
-    TakePart,
-    Transfer,
-    UseKernels,
-    label_of,
-)
 from kvdist.core.worker.rewinding import DROPPED, Rewinding
 from kvdist.core.worker.transfers import LEADER, Credit, Transfers
-from kvdist.errors import (
-    ConfigError,
-    DeadlineExceeded,
-    FencedError,
-    KvdistError,
-    PeerLostError,
-    RolledBackError,
-    StoreClosed,
-)
 from kvdist.naming import waiting
 from kvdist.nodes import Member, Role, server
-from kvdist.protocol.messages import (
-    LATER,
-    Abort,
-    Alive,
-    Barrier,
-    CheckBlocked,
-    Claim,
-    Claimed,
-    Command,
-    Configure,
-    Counted,
-    Counters,
-    Done,
-    Due,
-    Failed,
-    Goodbye,
-    HandedBack,
-    Lease,
-    Leased,
-    Load,
-    Message,
-    Missed,
-    NotDue,
-    Numbered,
-    OnLoss,
-    Peer,
-    Placed,
-    Quiet,
-    Ready,
-    Refused,
-    Rejected,
-    Reregister,
-    Rewind,
-    Rewound,
-    Roster,
-    RowValues,
-    Save,
-    Used,
-    Values,
-    Waiting,
-    Welcome,
-)
+from kvdist.protocol import messages as msg
 
 if TYPE_CHECKING:  # a feature at a seam: workers run without it
     from kvdist.core.host_aggregation import HostAggregation
@@ -144,7 +60,7 @@ NEIGHBOUR_WAIT_S = 10.0
 """The same for another worker of this host, which disconnects when it has left; the roster may be late."""
 
 
-class Worker(Machine):
+class Worker(fx.Machine):
     """The pure machine of a worker.
 
     Args:
@@ -172,7 +88,7 @@ class Worker(Machine):
         """The number of a server, as placement names it → the one that has its slices."""
         self._dialled: set[Member] = set()
         """All servers that are there."""
-        self.peers: tuple[Peer, ...] = ()
+        self.peers: tuple[msg.Peer, ...] = ()
         self.traffic = Traffic()
         self.transfers = Transfers(limits, self.traffic)
         self.aggregation = aggregation
@@ -181,20 +97,20 @@ class Worker(Machine):
         self.failure: Exception | None = None
         """The error with which every request fails from now on."""
         self._pending = PendingRequests()
-        self._declared: dict[int, DeclareKeys] = {}
+        self._declared: dict[int, req.DeclareKeys] = {}
         self._barriers = BarrierCalls(self._pending, self._named)
         self._saving = SavingCalls(self._pending, self.transfers)
         self._answers = CallAnswers()
         self._threads: Threads = UnknownThreads()
         self._blocked = BlockedReports(self._threads, self._pending, self.transfers)
         self._registering: list[int] = []
-        self._leaving: Leave | None = None
+        self._leaving: req.Leave | None = None
         self._goodbye_said = False
-        self._hint: Waiting | None = None
+        self._hint: msg.Waiting | None = None
         self._lost_links: dict[Member, tuple[float, str]] = {}
         """Member → when the broken connection counts as lost, and why it broke."""
-        self._next_alive = NEVER
-        self.on_loss = OnLoss.FAIL
+        self._next_alive = fx.NEVER
+        self.on_loss = msg.OnLoss.FAIL
         self._replicas = 0
         """How many other servers keep a copy of what each of them has."""
         self._newcomer: Newcomer | None = None
@@ -207,7 +123,7 @@ class Worker(Machine):
         """For how long something was, since the last report of times."""
         self._rewinding: Rewinding | None = None
         """While all go back to a snapshot."""
-        self.rolled_back: RolledBackError | None = None
+        self.rolled_back: errors.RolledBackError | None = None
         """What every call fails with, until the user has seen it."""
         self._members: tuple[int, ...] = ()
         """The ranks of the workers that are there."""
@@ -229,35 +145,35 @@ class Worker(Machine):
     def deadline(self) -> float:
         """When `tick` should run next."""
         if self.failure is not None:
-            return NEVER
-        links = min([due for due, _ in self._lost_links.values()]) if self._lost_links else NEVER
-        aggregation = NEVER if self.aggregation is None else self.aggregation.deadline
+            return fx.NEVER
+        links = min([due for due, _ in self._lost_links.values()]) if self._lost_links else fx.NEVER
+        aggregation = fx.NEVER if self.aggregation is None else self.aggregation.deadline
         own = (self.joining.deadline, self._next_alive, self._pending.deadline, self._blocked.next_look)
         return min(links, aggregation, *own)
 
-    def submit(self, requests: Sequence[Request], now: float) -> list[Effect]:
+    def submit(self, requests: Sequence[req.Request], now: float) -> list[fx.Effect]:
         """Take calls of the user's thread, in order. Small transfers among them leave joined."""
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for request in requests:
-            if self.failure is not None and not isinstance(request, Leave):
-                effects.append(FailRequest(request.request, self.failure))
+            if self.failure is not None and not isinstance(request, req.Leave):
+                effects.append(fx.FailRequest(request.request, self.failure))
             elif self._leaving is not None:
-                effects.append(FailRequest(request.request, StoreClosed("this worker has left the cluster")))
+                effects.append(fx.FailRequest(request.request, errors.StoreClosed("this worker has left the cluster")))
             else:
                 effects += self._accept(request, now)
         return effects + self._settle(now)
 
-    def _counters(self, newcomer: Newcomer, sender: Member, message: Counters, now: float) -> list[Effect]:
+    def _counters(self, newcomer: Newcomer, sender: Member, message: msg.Counters, now: float) -> list[fx.Effect]:
         """A server says from when on its rounds wait for this worker."""
         was_member = newcomer.is_member
         self.step = max(self.step, newcomer.counters(sender, message))
         released = newcomer.take()
         # In slices that are not pushed at each step it takes part when it asks for that as a member.
         asks = newcomer.is_member and not was_member and not released
-        again = [Send(SCHEDULER_MEMBER, wish) for wish in newcomer.wishes] if asks else []
+        again = [fx.Send(SCHEDULER_MEMBER, wish) for wish in newcomer.wishes] if asks else []
         return [*again, *self._release(released, now)]
 
-    def refuses(self, source: Member, message: Message) -> str | None:
+    def refuses(self, source: Member, message: msg.Message) -> str | None:
         """Listen to the scheduler, to the servers of the roster, and to workers of this host that push together."""
         if source == SCHEDULER_MEMBER or self._is_peer(source):
             return None
@@ -268,95 +184,95 @@ class Worker(Machine):
     def _is_peer(self, source: Member) -> bool:
         return source in self._dialled or (self.aggregation is not None and self.aggregation.is_member(source))
 
-    def handle(self, sender: Member, message: Message, now: float) -> list[Effect]:
+    def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         """React to a message of the scheduler, of a server, or of a worker of this host."""
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         match message:
-            case Values() | RowValues() | Counted() | Refused():
+            case msg.Values() | msg.RowValues() | msg.Counted() | msg.Refused():
                 effects = self._answered(message)
-            case HandedBack() if sender.node.role is Role.SERVER:
+            case msg.HandedBack() if sender.node.role is Role.SERVER:
                 if self.aggregation is not None:
                     self.aggregation.handed_back(message)
                 self.transfers.handed_back(message)
-            case Rewound():
+            case msg.Rewound():
                 effects = self._rewound(sender, message, now)
-            case Due() if self._progress is not None:
+            case msg.Due() if self._progress is not None:
                 effects = self._progress.due(message)
-            case NotDue() if self._progress is not None:
+            case msg.NotDue() if self._progress is not None:
                 self._progress.not_due(message)
-            case Counters() if self._newcomer is not None:
+            case msg.Counters() if self._newcomer is not None:
                 effects = self._counters(self._newcomer, sender, message, now)
             case _ if sender.node.role is Role.WORKER and self.aggregation is not None:
                 self.aggregation.handle(sender, message, now)
-            case Waiting():
+            case msg.Waiting():
                 effects = self._hinted(message, now)
-            case Rejected():
+            case msg.Rejected():
                 effects = self._fail_all(self._refusal(message))
             case _ if sender.node.role is Role.SCHEDULER:
                 effects = self._control(message, now)
         return effects + self._settle(now)
 
-    def _refusal(self, message: Rejected) -> KvdistError:
+    def _refusal(self, message: msg.Rejected) -> errors.KvdistError:
         is_fenced = self.joining.welcomed and not message.is_over
-        return FencedError(message.reason) if is_fenced else self.joining.refusal(message)
+        return errors.FencedError(message.reason) if is_fenced else self.joining.refusal(message)
 
-    def observe(self, event: Event, now: float) -> list[Effect]:
+    def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         """React to a broken or mended connection."""
         match event:
-            case PeerDisconnected(member, reason, after_silence) if member == SCHEDULER_MEMBER:
+            case fx.PeerDisconnected(member, reason, after_silence) if member == SCHEDULER_MEMBER:
                 # The heartbeat leaves with the next connection, and tells the scheduler whose it is.
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
                     grace_s = self.limits.reconnect_grace_s(after_silence)
                     self._lost_links[member] = (self.joining.scheduler_due(grace_s, after_silence, now), reason)
-            case PeerDisconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
-                wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else VERDICT_WAIT_S
+            case fx.PeerDisconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
+                wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else fx.VERDICT_WAIT_S
                 wait_s += self.limits.patience_s if self._replicas else 0.0  # a silent one takes the scheduler so long
                 self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence) + wait_s, reason)
-            case PeerConnected(member):
+            case fx.PeerConnected(member):
                 self._lost_links.pop(member, None)
-            case SchedulerReturned():
+            case fx.SchedulerReturned():
                 return self._reregister(now)
-            case Unreachable(member, reason) if member == SCHEDULER_MEMBER:
+            case fx.Unreachable(member, reason) if member == SCHEDULER_MEMBER:
                 endpoint = self.joining.introduction.scheduler_endpoint
                 return self._fail_all(scheduler_lost(endpoint, self.me, reason))
-            case Unreachable(member, reason):
+            case fx.Unreachable(member, reason):
                 return [
-                    Send(SCHEDULER_MEMBER, Goodbye(0, f"it cannot reach {member}: {reason}")),
+                    fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, f"it cannot reach {member}: {reason}")),
                     *self._fail_all(unreachable(member, self._host(member), self.me, reason)),
                 ]
             case _:
                 pass
         return []
 
-    def tick(self, now: float) -> list[Effect]:
+    def tick(self, now: float) -> list[fx.Effect]:
         """Hello, heartbeat, deadlines."""
         try:
             effects = self.joining.tick(now)
-        except KvdistError as error:
+        except errors.KvdistError as error:
             return self._fail_all(error)
         for member, (due, reason) in list(self._lost_links.items()):
             if now >= due and self._replicas and member != SCHEDULER_MEMBER and SCHEDULER_MEMBER in self._lost_links:
-                self._lost_links[member] = (now + VERDICT_WAIT_S, reason)  # nobody is there to judge
+                self._lost_links[member] = (now + fx.VERDICT_WAIT_S, reason)  # nobody is there to judge
             elif now >= due:
                 return self._lost_link(member, reason)
         if now >= self._next_alive:
             self._next_alive = now + self.limits.heartbeat_s
-            effects.append(Send(SCHEDULER_MEMBER, Alive()))
+            effects.append(fx.Send(SCHEDULER_MEMBER, msg.Alive()))
         for pending in [pending for pending in self._pending.timed if now >= pending.due]:
             effects += self._late(pending, now)
         if self.aggregation is not None:
             self.aggregation.tick(now)
         if now >= self._blocked.next_look:
             report = self._blocked.look(self._leave_in_line, now)
-            effects += [Send(SCHEDULER_MEMBER, report)] if report else self._stalled(now)
+            effects += [fx.Send(SCHEDULER_MEMBER, report)] if report else self._stalled(now)
             since = self._threads.longest_wait_since()
             if self._progress is not None and since is not None and now - since >= REPORT_AFTER_S:
                 effects += self._progress.ask_again()
         return effects + self._settle(now)
 
-    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[Effect]:
+    def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[fx.Effect]:
         """Return the bytes of messages that have arrived to the window."""
         if self.failure is not None:
             return []
@@ -441,7 +357,7 @@ class Worker(Machine):
             self.epoch,
             frozenset(rank for rank, member in self.servers.items() if shares(member)),
             frozenset(rank for rank, member in self.servers.items() if member in far),
-            self._aggregating(ALONE_BYTES_MIN),
+            self._aggregating(req.ALONE_BYTES_MIN),
             self._aggregating(0),
             leader is not None and leader != self.me and shares(leader),
             self._members,
@@ -457,7 +373,7 @@ class Worker(Machine):
         return frozenset(rank for rank in self.servers if aggregation.aggregates(rank, nbytes))
 
     @staticmethod
-    def _is_far_server(peer: Peer) -> bool:
+    def _is_far_server(peer: msg.Peer) -> bool:
         return peer.member.node.role is Role.SERVER and crosses_network(peer.endpoint)
 
     def validate(self) -> None:
@@ -468,19 +384,19 @@ class Worker(Machine):
 
     # Calls of the user.
 
-    def _accept(self, request: Request, now: float) -> list[Effect]:
-        if isinstance(request, ReportTimes):
+    def _accept(self, request: req.Request, now: float) -> list[fx.Effect]:
+        if isinstance(request, req.ReportTimes):
             return self._report_times(request)
-        says_nothing = isinstance(request, Leave) and not request.failure
+        says_nothing = isinstance(request, req.Leave) and not request.failure
         if self.rolled_back is not None and (says_nothing or isinstance(request, DROPPED)):
-            return [FailRequest(request.request, self.rolled_back)]
-        if self._rewinding is not None and not (isinstance(request, Leave) and request.failure):
+            return [fx.FailRequest(request.request, self.rolled_back)]
+        if self._rewinding is not None and not (isinstance(request, req.Leave) and request.failure):
             self._rewinding.held.append(request)
             self._open(request, now).is_held = True
             return []
-        if isinstance(request, AcceptRollback):
+        if isinstance(request, req.AcceptRollback):
             error, self.rolled_back = self.rolled_back, None
-            return [CompleteRequest(request.request, error)]
+            return [fx.CompleteRequest(request.request, error)]
         if self._newcomer is not None:
             answered = self._newcomer.accept(request)
             if self._newcomer.held and self._newcomer.held[-1] is request:
@@ -488,53 +404,53 @@ class Worker(Machine):
             if answered is not None:
                 return answered
         match request:
-            case Register():
+            case req.Register():
                 self._open(request, now)
                 self._registering.append(request.request)
                 return self._registered() if self.joining.complete else []
-            case DeclareKeys():
+            case req.DeclareKeys():
                 self._open(request, now)
                 self._declared[request.request] = request
                 if POLICIES[request.mode].by_priority:
                     self.transfers.keep_little_flying()
                 return [self._pending.ask(request.request, replace(request.message, pushes=self._place))]
-            case Transfer():
+            case req.Transfer():
                 return self._transfer(request, now)
-            case UseKernels():
+            case req.UseKernels():
                 self.transfers.kernels = request.kernels
-                return [CompleteRequest(request.request)]
-            case Configure() | Command() | Lease() | Used():
+                return [fx.CompleteRequest(request.request)]
+            case msg.Configure() | msg.Command() | msg.Lease() | msg.Used():
                 self._open(request, now)
-                rests = isinstance(request, Lease) and request.rests
+                rests = isinstance(request, msg.Lease) and request.rests
                 rest = self.aggregation.rest() if rests and self.aggregation is not None else []
                 return [*rest, self._pending.ask(request.request, request)]
-            case EnterBarrier():
+            case req.EnterBarrier():
                 self._open(request, now, request.timeout_s)
                 if self._newcomer is not None and self._newcomer.looks_on:
                     return [self._barriers.compare(request)]
                 meets = [] if self._progress is None else self._progress.meets()
                 return [*meets, *self._barriers.enter(request, self._place)]
-            case ClaimFolder():
+            case req.ClaimFolder():
                 self._open(request, now)
                 return self._saving.claim(request)
-            case SaveStore():
+            case req.SaveStore():
                 self._open(request, now).in_background = True
                 there = {rank: member for rank, member in self.servers.items() if member in self._dialled}
                 if len(there) < len(self.servers) and not request.failure:
                     request = replace(request, failure="a server is lost, and not back yet: save again")
                 return self._saving.save(request, there, self._place)
-            case LoadStore():
+            case req.LoadStore():
                 self._open(request, now)
                 self._saving.load(request)
                 return []
-            case ReportProgress():
+            case req.ReportProgress():
                 return self._report(request, now)
-            case TakePart():
-                return [CompleteRequest(request.request, 0)]  # it began with the others
-            case Leave():
+            case req.TakePart():
+                return [fx.CompleteRequest(request.request, 0)]  # it began with the others
+            case req.Leave():
                 return self._leave(request, now)
 
-    def _report(self, request: ReportProgress, now: float) -> list[Effect]:
+    def _report(self, request: req.ReportProgress, now: float) -> list[fx.Effect]:
         if self._progress is None:
             from kvdist.core.worker.progress import ProgressReports  # a feature at a seam: loaded where it is used
 
@@ -542,25 +458,25 @@ class Worker(Machine):
         self._blocked.look_later(now)
         return self._progress.report(request, now)
 
-    def _report_times(self, request: ReportTimes) -> list[Effect]:
+    def _report_times(self, request: req.ReportTimes) -> list[fx.Effect]:
         times, self._sent_s = replace(request.times, sending_us=round(self._sent_s * 1e6)), 0.0
-        return [Send(SCHEDULER_MEMBER, times), CompleteRequest(request.request)]
+        return [fx.Send(SCHEDULER_MEMBER, times), fx.CompleteRequest(request.request)]
 
-    def _release(self, held: Sequence[Request], now: float) -> list[Effect]:
+    def _release(self, held: Sequence[req.Request], now: float) -> list[fx.Effect]:
         """What was held back goes on."""
         for request in held:
             self._pending.release(request.request)
         self._hint = None if held else self._hint
         return [effect for request in held for effect in self._accept(request, now)]
 
-    def _open(self, request: Request, now: float, timeout_s: float | None = None) -> Pending:
-        due = NEVER if timeout_s is None else now + timeout_s
-        pending = self._pending.open(request.request, label_of(request), now, due)
+    def _open(self, request: req.Request, now: float, timeout_s: float | None = None) -> Pending:
+        due = fx.NEVER if timeout_s is None else now + timeout_s
+        pending = self._pending.open(request.request, req.label_of(request), now, due)
         self._hint = None if len(self._pending) == 1 else self._hint
         self._blocked.look_later(now)
         return pending
 
-    def _transfer(self, request: Transfer, now: float) -> list[Effect]:
+    def _transfer(self, request: req.Transfer, now: float) -> list[fx.Effect]:
         pending = self._open(request, now)
         if not request.runs:
             return [self._close(pending)]
@@ -579,14 +495,14 @@ class Worker(Machine):
             return self.step
         return max(self.step, self.transfers.slices.rounds_of(self._stepped))
 
-    def _leave(self, request: Leave, now: float) -> list[Effect]:
+    def _leave(self, request: req.Leave, now: float) -> list[fx.Effect]:
         self._leaving = request
         if self.aggregation is not None:
             self.aggregation.stop_leading()
         timeout_s = self.limits.farewell_s if request.failure else None
         pending = self._open(request, now, timeout_s)
         if self.failure is not None or not self.joining.complete:
-            return [self._close(pending), Halt()]
+            return [self._close(pending), fx.Halt()]
         return []
 
     @property
@@ -601,21 +517,21 @@ class Worker(Machine):
         may_repeat = self._replicas or self.transfers.kept_back
         return self.transfers.is_idle if may_repeat else not self.transfers.slices.has_lines
 
-    def _stalled(self, now: float) -> list[Effect]:
+    def _stalled(self, now: float) -> list[fx.Effect]:
         """End the job if the user has waited for as long as `Limits.stall_shutdown_s`."""
         since = self._threads.longest_wait_since() if len(self._pending) else None
         if since is None or not 0 < self.limits.stall_shutdown_s <= now - since:
             return []
         limit_s = self.limits.stall_shutdown_s
         text = f"{self._awaited(now)}; the job ends after {limit_s:g} s of this (KVDIST_STALL_SHUTDOWN_S)"
-        return [Send(SCHEDULER_MEMBER, Goodbye(0, text)), *self._fail_all(DeadlineExceeded(text))]
+        return [fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, text)), *self._fail_all(errors.DeadlineExceeded(text))]
 
     @property
     def _leader(self) -> Member | None:
         """The worker that pushes for this host, if there is one."""
         return None if self.aggregation is None else self.aggregation.leader
 
-    def _settle(self, now: float) -> list[Effect]:
+    def _settle(self, now: float) -> list[fx.Effect]:
         """Send everything that may leave."""
         if self.failure is not None:
             return []
@@ -623,13 +539,13 @@ class Worker(Machine):
         rewinding = self._rewinding
         if rewinding is not None and not rewinding.is_quiet and self.transfers.is_quiet:
             rewinding.is_quiet = True
-            effects.append(Send(SCHEDULER_MEMBER, Quiet(rewinding.number)))
+            effects.append(fx.Send(SCHEDULER_MEMBER, msg.Quiet(rewinding.number)))
         if self._saving.waiting:
             effects += self._saving.settle(self._place)
         for rank, message, credit in self.transfers.take():
             leader = self._leader if rank == LEADER else None
             to = self.servers[rank] if leader is None else leader
-            effects.append(Send(to, message, credit))
+            effects.append(fx.Send(to, message, credit))
         if (self._sending_since is None) is not self.transfers.is_quiet:
             self._note_sending(now)
         leaving = self._leaving
@@ -641,7 +557,9 @@ class Worker(Machine):
             may_leave = self.aggregation.may_leave
         if leaving.failure or may_leave:
             self._goodbye_said = True
-            effects.append(self._pending.ask(leaving.request, Goodbye(leaving.request, leaving.failure, leaving.ends)))
+            effects.append(
+                self._pending.ask(leaving.request, msg.Goodbye(leaving.request, leaving.failure, leaving.ends))
+            )
         return effects
 
     def _note_sending(self, now: float) -> None:
@@ -654,50 +572,50 @@ class Worker(Machine):
 
     # Answers of the scheduler.
 
-    def _control(self, message: Message, now: float) -> list[Effect]:
+    def _control(self, message: msg.Message, now: float) -> list[fx.Effect]:
         match message:
-            case Welcome():
+            case msg.Welcome():
                 self.joining.welcome(message, now)
                 self._next_alive = now + self.limits.heartbeat_s
-                self.on_loss = OnLoss(message.on_loss)
+                self.on_loss = msg.OnLoss(message.on_loss)
                 self._replicas = message.replicas
-                if message.replicas or message.on_loss not in (OnLoss.FAIL, OnLoss.CONTINUE):
+                if message.replicas or message.on_loss not in (msg.OnLoss.FAIL, msg.OnLoss.CONTINUE):
                     self.aggregation = (
                         None  # who returns, or has to push again, would do so with what is in a sum already
                     )
-            case Roster():
+            case msg.Roster():
                 return self._roster(message, now)
-            case Rewind():
+            case msg.Rewind():
                 return self._rewind(message, now)
-            case Placed():
+            case msg.Placed():
                 return self._placed(message)
-            case Done():
+            case msg.Done():
                 return self._done(message.request)
-            case Claimed(request, run):
+            case msg.Claimed(request, run):
                 pending = self._pending.get(request)
                 if pending is None:
                     return []
                 self._answers.claimed(pending.asked_for, run)
                 return [self._close(pending, run)]
-            case Failed():
+            case msg.Failed():
                 pending = self._pending.get(message.request)
                 self._barriers.answered(message.request)
                 if pending is not None:
                     self._answers.note(pending.asked_for, message)
                     pending.error = refusal(message.code, message.reason)
                     return [self._close(pending)]
-            case Numbered(request, counter):
+            case msg.Numbered(request, counter):
                 self._number(request, counter)
-            case Leased():
+            case msg.Leased():
                 self._barriers.begin_at(message.stores, message.barriers)
                 self._saving.begin_at(message.stores, message.saves, message.loads)
                 pending = self._pending.get(message.request)
-                if pending is not None and isinstance(pending.asked_for, Lease) and pending.asked_for.rests:
+                if pending is not None and isinstance(pending.asked_for, msg.Lease) and pending.asked_for.rests:
                     self.transfers.slices.has_rested = True
                 return [] if pending is None else [self._close(pending, message)]
-            case CheckBlocked():
-                return [Send(SCHEDULER_MEMBER, self._blocked.report(self._leave_in_line, now))]
-            case Abort():
+            case msg.CheckBlocked():
+                return [fx.Send(SCHEDULER_MEMBER, self._blocked.report(self._leave_in_line, now))]
+            case msg.Abort():
                 return self._fail_all(verdict(message))
             case _:
                 pass
@@ -707,64 +625,66 @@ class Worker(Machine):
         """A call of this worker, which has joined later, is the `counter`-th of all workers."""
         pending = self._pending.get(request)
         asked = None if pending is None else pending.asked_for
-        if pending is None or not isinstance(asked, Barrier | Claim | Load):
+        if pending is None or not isinstance(asked, msg.Barrier | msg.Claim | msg.Load):
             return
         pending.asked_for = numbered = replace(asked, counter=counter)
-        if isinstance(numbered, Barrier):
+        if isinstance(numbered, msg.Barrier):
             self._barriers.number(numbered)
         else:
             self._saving.number(numbered)
 
-    def _roster(self, message: Roster, now: float) -> list[Effect]:
+    def _roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         if not self.joining.complete and self.me.node.rank in message.newcomers:
             from kvdist.core.worker.newcomer import Newcomer  # a feature at a seam: loaded where it is used
 
             self._newcomer = Newcomer(self.transfers, self.servers)
-            self._barriers.first = self._saving.first = LATER
+            self._barriers.first = self._saving.first = msg.LATER
             self.aggregation = None  # its host sums, or does not, without it
         before, self.peers = self.peers, self.joining.roster(message)
         self.epoch, self._owners = message.epoch, message.owners
         ranks = [peer.member.node.rank for peer in self.peers if peer.member.node.role is Role.WORKER]
         self._lost_workers += len(set(message.lost) & {peer.member.node.rank for peer in before})
         self._members = tuple(sorted(set(ranks) - set(message.newcomers)))
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for peer in self.peers:
             if peer.member.node.role is Role.SERVER and peer.member not in self._dialled:
-                effects.append(Connect(peer.member, peer.endpoint))
+                effects.append(fx.Connect(peer.member, peer.endpoint))
                 if self._newcomer is not None or before:
-                    effects.append(Send(peer.member, Ready(0)))  # or it knows no way to this worker
+                    effects.append(fx.Send(peer.member, msg.Ready(0)))  # or it knows no way to this worker
                 self._dialled.add(peer.member)
         effects += self._take_overs(message, now)
         for effect in () if self.aggregation is None else self.aggregation.roster(self.me, self.peers):
-            if isinstance(effect, Forget):
+            if isinstance(effect, fx.Forget):
                 self._lost_links.pop(effect.member, None)
             effects.append(effect)
         return effects + self._registered()
 
-    def _rewind(self, message: Rewind, now: float) -> list[Effect]:
+    def _rewind(self, message: msg.Rewind, now: float) -> list[fx.Effect]:
         """A server was lost: drop what was asked for, and hold back what is called, until all have gone back."""
         if self.aggregation is not None:
             reason = "its host sums pushes, which cannot go back to a snapshot: set KVDIST_SNAPSHOTS on workers, too"
-            return self._fail_all(ConfigError(reason))
+            return self._fail_all(errors.ConfigError(reason))
         held = [] if self._rewinding is None else self._rewinding.held
         held += [] if self._newcomer is None else self._newcomer.rewind()
-        kept: list[Request] = [one for one in held if not isinstance(one, DROPPED)]
+        kept: list[req.Request] = [one for one in held if not isinstance(one, DROPPED)]
         self._rewinding = Rewinding(message.number, message.step, held=kept)
-        error = self.rolled_back = RolledBackError(message.reason, message.step)
-        effects: list[Effect] = []
+        error = self.rolled_back = errors.RolledBackError(message.reason, message.step)
+        effects: list[fx.Effect] = []
         there = {peer.member for peer in self.peers}
         for rank, member in list(self.servers.items()):
             if member not in there:
                 del self.servers[rank]
                 self._dialled.discard(member)
                 self._lost_links.pop(member, None)
-                effects.append(Forget(member))
+                effects.append(fx.Forget(member))
         loading = {load.request for load in self._saving.waiting}
         loading.update(() if self._progress is None else self._progress.rewind())
         dropped = loading | {one.request for one in held if isinstance(one, DROPPED)}
         self._saving.waiting.clear()
         for pending in list(self._pending):
-            is_shared = isinstance(pending.asked_for, Barrier | Claim | Save | Load | Lease | Used)
+            is_shared = isinstance(
+                pending.asked_for, msg.Barrier | msg.Claim | msg.Save | msg.Load | msg.Lease | msg.Used
+            )
             is_shared |= pending.request in dropped
             if is_shared or self.transfers.is_open(pending.request):
                 self._barriers.drop(pending.request)
@@ -775,7 +695,7 @@ class Worker(Machine):
         self._blocked.repeat(now)
         return effects
 
-    def _rewound(self, sender: Member, message: Rewound, now: float) -> list[Effect]:
+    def _rewound(self, sender: Member, message: msg.Rewound, now: float) -> list[fx.Effect]:
         """A server has gone back. When all have, what was held back goes on."""
         rewinding = self._rewinding
         if rewinding is None:
@@ -790,7 +710,7 @@ class Worker(Machine):
         self.step = int(self.transfers.slices.pushed.max(initial=0))
         return self._release(rewinding.held, now)
 
-    def _resume(self, sender: Member, message: Rewound) -> list[Effect]:
+    def _resume(self, sender: Member, message: msg.Rewound) -> list[fx.Effect]:
         """A server alone has gone back: tell it where this worker is, and the scheduler what it lacks; go on there."""
         number = sender.node.rank
         if self.servers.get(number) != sender or number not in self.transfers.kept_back:
@@ -798,16 +718,16 @@ class Worker(Machine):
         is_near = any(peer.member == sender and stays_on_host(peer.endpoint) for peer in self.peers)
         resume, missed = self.transfers.resume(number, message, is_near)
         least, most = (int(missed.min()), int(missed.max())) if len(missed) else (0, 0)
-        told = Missed(message.number, least, most)
-        return [Send(sender, resume, self.transfers.note(number)), Send(SCHEDULER_MEMBER, told)]
+        told = msg.Missed(message.number, least, most)
+        return [fx.Send(sender, resume, self.transfers.note(number)), fx.Send(SCHEDULER_MEMBER, told)]
 
-    def _take_overs(self, message: Roster, now: float) -> list[Effect]:
+    def _take_overs(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         """Send to each server what is for it; what lost ones have not answered, to those that have their slices now."""
         there = {peer.member.node.rank: peer for peer in self.peers if peer.member.node.role is Role.SERVER}
         had_slices = set(self.servers.values())
         lost: dict[Member, None] = {}
         heirs: dict[Member, int] = {}
-        effects: list[Effect] = []
+        effects: list[fx.Effect] = []
         for number, rank in enumerate(message.owners or range(self.joining.introduction.num_servers)):
             member, owner = self.servers.get(number), there.get(rank)
             if owner is None and member is not None and not self._replicas:
@@ -831,16 +751,16 @@ class Worker(Machine):
         if lost and self._newcomer is not None and self._newcomer.is_waiting and not goes_back:
             first = next(iter(lost))
             cause = f"{first} was lost while this worker was joining"
-            return self._fail_all(PeerLostError(f"{cause}: start it again", str(first), "", cause))
+            return self._fail_all(errors.PeerLostError(f"{cause}: start it again", str(first), "", cause))
         gone = sorted(self._dialled - {peer.member for peer in there.values()}, key=lambda one: one.incarnation)
         for member in gone:
             self._dialled.discard(member)
             self._lost_links.pop(member, None)
         marks = [mark for heir, number in heirs.items() for mark in self._saving.give_up(heir, number)]
         # Forgotten last: that frees the window, and what leaves then follows what leaves now.
-        return [*effects, *marks, *self._settle(now), *map(Forget, gone)]
+        return [*effects, *marks, *self._settle(now), *map(fx.Forget, gone)]
 
-    def _reregister(self, now: float) -> list[Effect]:
+    def _reregister(self, now: float) -> list[fx.Effect]:
         """The scheduler was started again: ask it once more for all that it has not answered."""
         if self.failure is not None or not self.joining.welcomed:
             return []
@@ -851,22 +771,22 @@ class Worker(Machine):
             return self._fail_all(scheduler_lost_on_way_back(endpoint, self.me))
         self._lost_links.pop(SCHEDULER_MEMBER, None)
         if self._replicas:  # it judges when all have registered that will
-            due = now + self.joining.scheduler_absence_s + VERDICT_WAIT_S
+            due = now + self.joining.scheduler_absence_s + fx.VERDICT_WAIT_S
             self._lost_links = {member: (due, reason) for member, (_, reason) in self._lost_links.items()}
         self._next_alive = now + self.limits.heartbeat_s
         self._blocked.repeat(now)
         told, folders = self._answers, tuple(self._answers.folders)[-FOLDERS_MAX:]
         own = (tuple(told), told.run, folders, self._owners)
-        register = Reregister(self.epoch, self.peers, (), (), (), (), *own)
+        register = msg.Reregister(self.epoch, self.peers, (), (), (), (), *own)
         open_ = [pending.asked_for for pending in self._pending if pending.asked_for is not None]
         ready = [] if self._newcomer is None else self._newcomer.wishes
-        return [Send(SCHEDULER_MEMBER, message) for message in (*open_, *ready, register)]
+        return [fx.Send(SCHEDULER_MEMBER, message) for message in (*open_, *ready, register)]
 
-    def _registered(self) -> list[Effect]:
+    def _registered(self) -> list[fx.Effect]:
         requests, self._registering = self._registering, []
         return [self._close(self._pending[request], self.me.node.rank) for request in requests]
 
-    def _placed(self, message: Placed) -> list[Effect]:
+    def _placed(self, message: msg.Placed) -> list[fx.Effect]:
         declared = self._declared.pop(message.request, None)
         if declared is None:
             return []
@@ -884,13 +804,13 @@ class Worker(Machine):
             last = max(last, slices[-1].number)
             if is_lockstep:
                 in_rounds += range(first, slices[-1].number + 1)
-            if giver == LATER:
+            if giver == msg.LATER:
                 later += range(first, slices[-1].number + 1)
             if aggregation is not None and is_lockstep and not form:  # else there is nothing to sum
                 sizes = ((piece, piece.count * dtype.itemsize) for piece in slices)
                 aggregated += [piece.number for piece, size in sizes if aggregation.aggregates(piece.server, size)]
             other = None if pulled_as is dtype else pulled_as
-            infos.append(KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))
+            infos.append(req.KeyInfo(key, shape, dtype, tuple(slices), giver, other, form=form))
         if self._newcomer is not None and declared.keys:
             self._newcomer.declared(declared, min(placement.first_slices), last, later)
         self.transfers.slices.grow(last + 1)
@@ -898,57 +818,61 @@ class Worker(Machine):
         self.transfers.slices.is_lockstep[in_rounds] = True
         return [self._close(self._pending[message.request], tuple(infos))]
 
-    def _done(self, request: int) -> list[Effect]:
+    def _done(self, request: int) -> list[fx.Effect]:
         pending = self._pending.get(request)
         if pending is None:
             return []
         self._barriers.answered(request)
         self._answers.note(pending.asked_for)
         if self._leaving is not None and request == self._leaving.request:
-            return [self._close(pending), *self._fail_rest(StoreClosed("the store was closed meanwhile")), Halt()]
+            return [
+                self._close(pending),
+                *self._fail_rest(errors.StoreClosed("the store was closed meanwhile")),
+                fx.Halt(),
+            ]
         return [self._close(pending)]
 
     # Answers of servers.
 
-    def _answered(self, message: Values | RowValues | Counted | Refused) -> list[Effect]:
-        effects: list[Effect] = []
-        if self.aggregation is not None and not isinstance(message, RowValues):
+    def _answered(self, message: msg.Values | msg.RowValues | msg.Counted | msg.Refused) -> list[fx.Effect]:
+        effects: list[fx.Effect] = []
+        if self.aggregation is not None and not isinstance(message, msg.RowValues):
             effects = self.aggregation.pass_on(message)
-        errors: dict[int, Exception] = {}
-        if isinstance(message, Refused):
+        refusals: dict[int, Exception] = {}
+        if isinstance(message, msg.Refused):
             for request, rank in self.transfers.refused(message).items():
-                errors[request] = refusal(message.code, f"{server(rank)} refused: {message.reason}")
+                refusals[request] = refusal(message.code, f"{server(rank)} refused: {message.reason}")
         finished = self.transfers.received(message)
-        for request in errors.keys() - {request for request, _ in finished.keys}:
-            self._pending[request].error = errors[request]
-        effects += [CompleteKeys(request, keys, errors.get(request)) for request, keys in finished.keys]
+        for request in refusals.keys() - {request for request, _ in finished.keys}:
+            self._pending[request].error = refusals[request]
+        effects += [fx.CompleteKeys(request, keys, refusals.get(request)) for request, keys in finished.keys]
         return [*effects, *(self._close(self._pending[request]) for request in finished.requests)]
 
     # Ends.
 
-    def _close(self, pending: Pending, result: object = None) -> Effect:
+    def _close(self, pending: Pending, result: object = None) -> fx.Effect:
         if pending.in_background:
             self._saving.hint = None
         else:
             self._hint = None
         return self._pending.close(pending, result)
 
-    def _fail_rest(self, error: Exception) -> list[Effect]:
+    def _fail_rest(self, error: Exception) -> list[fx.Effect]:
         self.transfers.clear()
         for holder in (self._newcomer, self._rewinding):
             if holder is not None:
                 holder.held.clear()
         return self._pending.fail_all(error)
 
-    def _fail_all(self, error: Exception) -> list[Effect]:
+    def _fail_all(self, error: Exception) -> list[fx.Effect]:
         """Fail all requests, present and later ones."""
         if self.failure is not None:
             return []
         self.failure = error
         self._lost_links.clear()
-        return [*self._fail_rest(error), Halt(error)]
+        return [*self._fail_rest(error), fx.Halt(error)]
 
-    def _lost_link(self, member: Member, reason: str) -> list[Effect]:
+    def _lost_link(self, member: Member, reason: str) -> list[fx.Effect]:
         if member == SCHEDULER_MEMBER and self._goodbye_said and self._leaving is not None:
             # It has ended after the goodbye, or died: there will be no reply.
             return self._done(self._leaving.request)
@@ -956,17 +880,17 @@ class Worker(Machine):
             endpoint, away_s = self.joining.introduction.scheduler_endpoint, self.joining.scheduler_absence_s
             return self._fail_all(scheduler_away(endpoint, self.me, away_s))
         return [
-            Send(SCHEDULER_MEMBER, Goodbye(0, f"lost its connection to {member} ({reason})")),
+            fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, f"lost its connection to {member} ({reason})")),
             *self._fail_all(link_lost(member, self._host(member), self.me, reason)),
         ]
 
-    def _late(self, pending: Pending, now: float) -> list[Effect]:
+    def _late(self, pending: Pending, now: float) -> list[fx.Effect]:
         """React to a passed deadline of a barrier or of a goodbye."""
         effects = self._barriers.late(pending, now)
         self._hint = None
-        return [self._close(pending), Halt()] if effects is None else effects
+        return [self._close(pending), fx.Halt()] if effects is None else effects
 
-    def _hinted(self, hint: Waiting, now: float) -> list[Effect]:
+    def _hinted(self, hint: msg.Waiting, now: float) -> list[fx.Effect]:
         if not self.joining.complete:
             self.joining.hinted(hint.deed, now)
             return []
@@ -983,4 +907,4 @@ class Worker(Machine):
         for peer in self.peers:
             if peer.member.node.role is Role.WORKER and peer.member.node.rank == rank:
                 return f"worker-{rank} ({peer.host})"
-        return f"worker-{rank} (lost, its return is awaited)" if self.on_loss is OnLoss.WAIT else f"worker-{rank}"
+        return f"worker-{rank} (lost, its return is awaited)" if self.on_loss is msg.OnLoss.WAIT else f"worker-{rank}"
