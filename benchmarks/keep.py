@@ -25,7 +25,11 @@ def main() -> None:
         sys.exit(f"{__doc__}\nThe first word must name a script of {FOLDER}, without .py.")
     name, *options = sys.argv[1:]
     end_on_terminate()
-    described = ", ".join(f"{key} {value}" for key, value in machine().items())
+    described = ", ".join(
+        f"{key} {value:.2f}" if isinstance(value, float) else f"{key} {value}"
+        for key, value in machine().items()
+        if key != "system"
+    )
     lines = [f"$ python benchmarks/{' '.join([name + '.py', *options])}", f"# {datetime.date.today()}; {described}"]
     with subprocess.Popen([sys.executable, str(script), *options], stdout=subprocess.PIPE, text=True) as run:
         for line in run.stdout or ():
