@@ -24,7 +24,7 @@ from kvdist.kvstore.adapter import KVStoreBase
 from kvdist.kvstore.engine_lifecycle import ENGINE
 from kvdist.optimizer.base import Optimizer
 from kvdist.training.trainer import Trainer
-from kvdist.training.trainer_config import make_optimizer, require_order
+from kvdist.training.trainer_config import make_optimizer
 
 __all__ = [
     "DistributedTrainer",
@@ -201,8 +201,7 @@ class DistributedTrainer(Trainer):
                 " name and its numbers, such as DistributedTrainer(net.parameters(), 'adam', {'learning_rate': .001});"
                 " or keep it, in DistributedOptimizer, and call its step()"
             )
-        require_order(params, optimizer, optimizer_params)
-        chosen = make_optimizer(optimizer, optimizer_params)
+        chosen = make_optimizer(params, optimizer, optimizer_params)
         params_of_compression = _compression_params(compression)
         self._own_store = collective_store(
             "horovod", number=process_set._number(), predivide=float(gradient_predivide_factor)

@@ -56,7 +56,7 @@ from kvdist.core.server.replica import ReplicatedServer
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Shard
 from kvdist.core.server.sparse_table import RowContribution, SparseTable
-from kvdist.core.worker import requests, transfers
+from kvdist.core.worker import requests
 from kvdist.core.worker.transfers import Ready, Transfers
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import CheckpointError, DeadlineExceeded, FencedError, JobOver, PeerLostError, RolledBackError
@@ -155,7 +155,7 @@ class Scenario:
     means: Sequence[int] = ()
     quota: int = 0
     second: bool = False
-    when: DueWhen = DueWhen.MADE
+    when: DueWhen = DueWhen.QUOTA
     at_once: int = 4
     in_step: bool = False
     full: float = 0.04
@@ -263,7 +263,6 @@ def small_messages() -> Iterator[None]:
     with (
         mock.patch.object(offload, "SUMMED_BYTES_MIN", 8),
         mock.patch.object(requests, "ALONE_BYTES_MIN", 48),
-        mock.patch.object(transfers, "ALONE_BYTES_MIN", 48),
         mock.patch.object(shard, "JOIN_BYTES_MAX", 24),
     ):
         yield
@@ -272,7 +271,7 @@ def small_messages() -> Iterator[None]:
 @contextmanager
 def counting(used: Counter[str]) -> Iterator[None]:
     """Count what a run exercises."""
-    hold, join, hand_back = Block.hold, PushJoiner.join, HostRounds.hand_back
+    hold, join, hand_back = Block.lend, PushJoiner.join, HostRounds.hand_back
     offer, offer_joined = SparseTable.offer, Block.offer_joined
     drop_sum, push_joined, set_members = DenseShard._drop_sum, DenseShard.push_joined, HostRounds.set_members
 
@@ -333,7 +332,7 @@ def counting(used: Counter[str]) -> Iterator[None]:
         mock.patch.object(HostRounds, "set_members", counted_members),
         mock.patch.object(SparseTable, "offer", counted_offer),
         mock.patch.object(shard, "apply_round", counted_apply),
-        mock.patch.object(Block, "hold", counted_hold),
+        mock.patch.object(Block, "lend", counted_hold),
         mock.patch.object(PushJoiner, "join", counted_join),
         mock.patch.object(HostRounds, "hand_back", counted_return),
         mock.patch.object(server, "decoded", counted_decode),
@@ -428,7 +427,7 @@ def judging_quotas(cluster: Cluster) -> Iterator[None]:
     def judged(self: Quotas, due: Due) -> list[Effect]:
         oracle = cluster.oracle
         assert oracle is not None
-        is_judged = scenario.when == DueWhen.MADE and not scenario.examples  # those without data do not wait for more
+        is_judged = scenario.when == DueWhen.QUOTA and not scenario.examples  # those without data do not wait for more
         if is_judged and not due.together and due.step not in oracle.due:
             made = oracle.made.get(due.step, {})
             there = sum(samples for member, samples in made.items() if self._peers.has(member))
@@ -935,7 +934,7 @@ def _judge_copies(cluster: Cluster) -> None:
                 assert other is not None, f"the copy of {primary.me} lacks slice {number}"
                 if (holder.round.version, holder.round.counted) != (other.round.version, other.round.counted):
                     continue  # it stopped before it had heard of that
-                own, its = (of.taken([number], EVERYTHING)[0][0] for of in (kept, elsewhere))
+                own, its = (of.copies([number], EVERYTHING)[0][0] for of in (kept, elsewhere))
                 assert content(own) == content(its), f"slice {number} of {primary.me} has another copy"
                 cluster.network.used["compared with its copy"] += 1
 
@@ -1186,11 +1185,11 @@ QUOTA = replace(GOING_ON, quota=20, holds=False, again=(0.02, 0.4), saves=0.0)
 EXACT = replace(QUOTA, in_step=True)
 BUFFERED = replace(QUOTA, quota=3, at_once=1)
 """What is counted are steps."""
-BACKUP = replace(QUOTA, quota=1, when=DueWhen.SPARED)
+BACKUP = replace(QUOTA, quota=1, when=DueWhen.BACKUP)
 QUORUM = replace(QUOTA, quota=2, when=DueWhen.QUORUM)
-LED = replace(QUOTA, mode="async", optimizer="sgd", quota=1, when=DueWhen.LED, again=None, rounds=8)
+LED = replace(QUOTA, mode="async", optimizer="sgd", quota=1, when=DueWhen.STALE, again=None, rounds=8)
 """Each push is a version. Server 0 says when a worker may make it."""
-DELAYED = replace(LED, quota=2, when=DueWhen.DELAYED)
+DELAYED = replace(LED, quota=2, when=DueWhen.BUFFERED)
 
 
 def _at_own_pace(name: str, scenario: Scenario) -> dict[str, Scenario]:
@@ -1605,7 +1604,7 @@ SCENARIOS: dict[str, Scenario] = {
     "leases async": replace(LEASES, mode="async", saves=0.0),
     **_at_rest("quota", RESTING),
     **_at_rest("exact quota", replace(RESTING, in_step=True)),
-    **_at_rest("backup", replace(RESTING, quota=1, when=DueWhen.SPARED)),
+    **_at_rest("backup", replace(RESTING, quota=1, when=DueWhen.BACKUP)),
     **_at_rest("quorum", replace(RESTING, quota=2, when=DueWhen.QUORUM)),
     "leases near the end": replace(LEASES, victims=("worker-0", "worker-1", "worker-2"), fault_round=14, spread_s=0.01),
     "leases on hosts": replace(LEASES, num_workers=6, hosts=2, local_reduce="on", victims=("worker-0", "worker-3")),

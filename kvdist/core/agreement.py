@@ -76,7 +76,7 @@ class Agreement(Generic[Statement]):
         since: when it began.
         askers: who may ask for its answer.
         quorum: whose word is needed, group by group.
-        spared: but not that of these.
+        exempted: members of the quorum whose statements are not needed.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Agreement(Generic[Statement]):
         since: float,
         askers: Live,
         quorum: Sequence[Live] = (),
-        spared: Iterable[Member] = (),
+        exempted: Iterable[Member] = (),
     ) -> None:
         self.subject = subject
         self.deed = deed
@@ -95,7 +95,7 @@ class Agreement(Generic[Statement]):
         """In the order in which they spoke first."""
         self.waits_for: Agreement[str] | None = None
         """What has to be agreed next, once this is complete."""
-        self.spared: set[Member] = set(spared)
+        self.exempted: set[Member] = set(exempted)
         """Members of the quorum that take no part, because they joined later in the program."""
         self._askers = askers
         self._quorum = quorum
@@ -104,14 +104,14 @@ class Agreement(Generic[Statement]):
         self._answer: Answer | None = None
 
     @property
-    def is_settled(self) -> bool:
+    def is_answered(self) -> bool:
         """Whether there is an answer."""
         return self._answer is not None
 
     @property
     def is_complete(self) -> bool:
         """Whether every member of the quorum has spoken."""
-        return len(self.said) + len(self.spared) >= sum(map(len, self._quorum)) and not self.missing()
+        return len(self.said) + len(self.exempted) >= sum(map(len, self._quorum)) and not self.missing()
 
     def say(self, member: Member, statement: Statement) -> None:
         """Note what a member says."""
@@ -122,14 +122,14 @@ class Agreement(Generic[Statement]):
         return self.said.get(member.node, (None,))[0] == member
 
     def ask(self, member: Member, request: int) -> list[fx.Effect]:
-        """Answer a request: now, if there is an answer, else by `settle`."""
+        """Answer a request: now, if there is an answer, else by `answer`."""
         if self._answer is not None:
             return [fx.Send(member, self._answer(request))]
         self._asked[member, request] = None
         return []
 
-    def settle(self, answer: Answer) -> list[fx.Effect]:
-        """Give this answer to all that have asked, and will ask."""
+    def answer(self, answer: Answer) -> list[fx.Effect]:
+        """Give this answer to all members that have asked, and to those that will."""
         self._answer = answer
         asked, self._asked = self._asked, {}
         return [fx.Send(member, answer(request)) for member, request in asked if self._is_live(member)]
@@ -138,7 +138,7 @@ class Agreement(Generic[Statement]):
         """The members whose word is needed and not given, of the first group that lacks one."""
         for group in self._quorum:
             silent = [(node, member) for node, member in group.items() if not self.has_heard(member)]
-            missing = [node for node, member in silent if member not in self.spared]
+            missing = [node for node, member in silent if member not in self.exempted]
             if missing:
                 return tuple(sorted(missing, key=lambda node: node.rank))
         return ()
@@ -162,7 +162,7 @@ class Agreement(Generic[Statement]):
 
     def validate(self) -> None:
         """Check every invariant."""
-        assert not (self.is_settled and self._asked), "a member that has its answer does not wait for it"
+        assert not (self.is_answered and self._asked), "a member that has its answer does not wait for it"
 
     def _is_live(self, member: Member) -> bool:
         return self._askers.get(member.node) == member
@@ -209,10 +209,10 @@ class Questions:
             self._asked[request] = make
         return [fx.Send(server, make(request)) for server in sorted(asked.values(), key=lambda one: one.node.rank)]
 
-    def spare(self, server: Member) -> None:
-        """What is open was not asked of this server, which has come since."""
+    def exempt(self, server: Member) -> None:
+        """Let no open question wait for this server, which has joined since."""
         for question, _ in self._open.values():
-            question.spared.add(server)
+            question.exempted.add(server)
 
     def drop(self, question: Agreement[str] | None) -> None:
         """Ask this no more."""

@@ -188,7 +188,7 @@ class HostAggregation:
 
     # What leaves.
 
-    def settle(self, now: float) -> list[fx.Effect]:
+    def flush(self, now: float) -> list[fx.Effect]:
         """Send everything that may leave: to the leader, forwarded, or handed back."""
         for part in self._transfers.take_aggregated():
             if self._rounds is not None:

@@ -85,11 +85,11 @@ def with_priority_slices(policy: Policy) -> Policy:
 
 
 _DEEDS = {
-    msg.DueWhen.MADE: "make their part of {} examples, or steps",
-    msg.DueWhen.SPARED: "have gradients, all but {} of them",
+    msg.DueWhen.QUOTA: "make their part of {} examples, or steps",
+    msg.DueWhen.BACKUP: "have gradients, all but {} of them",
     msg.DueWhen.QUORUM: "make their steps, {} of them at least",
-    msg.DueWhen.LED: "be at most {} pushes behind",
-    msg.DueWhen.DELAYED: "say how late a gradient is, of at most {} versions",
+    msg.DueWhen.STALE: "be at most {} pushes behind",
+    msg.DueWhen.BUFFERED: "say how late a gradient is, of at most {} versions",
 }
 
 

@@ -98,7 +98,7 @@ class Deadlines(Generic[Thing]):
             self._heap = [entry for entry in self._heap if entry[0] == entry[2].listed]
             heapq.heapify(self._heap)
 
-    def take(self, now: float) -> Iterator[Thing]:
+    def pop_due(self, now: float) -> Iterator[Thing]:
         """The things that are due, the first one first. The caller does what each is due for."""
         while self.first <= now:
             thing = heapq.heappop(self._heap)[2]
@@ -211,7 +211,7 @@ class Reliable:
     def tick(self, now: float) -> list[fx.Effect]:
         """Send the acknowledgements and repetitions that are due, then let the machine tick."""
         effects: list[fx.Effect] = []
-        for link in self._dues.take(now):
+        for link in self._dues.pop_due(now):
             if link.retry_due <= now:
                 link.retry_s = min(2 * link.retry_s, RETRY_MAX_S)
                 effects += self._repeat(link, now, 1)

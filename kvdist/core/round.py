@@ -1,6 +1,6 @@
 """`Round`: contributions to the next version of something, one slot for each worker. Pure; it knows nothing of arrays.
 
-A server's blocks and sparse tables have one each; `take_round` is where it closes. Rules that hold here:
+A server's blocks and sparse tables have one each; `close_round` is where it closes. Rules that hold here:
 
 * A round is a set keyed by worker, never a count of messages: the first contribution of a worker wins.
 * Contributions are taken in rank order, so that two runs give the same bits.
@@ -196,8 +196,8 @@ class Round(Generic[C, P]):
         awaited = live if self.admission is None else self.admission.of(live, self.version)
         return self.policy.missing(self.slots.keys() if present is None else present, awaited) if self.slots else ()
 
-    def take(self, ranks: Sequence[int] | None = None) -> list[C]:
-        """Count contributions, in rank order, which makes a version.
+    def close(self, ranks: Sequence[int] | None = None) -> list[C]:
+        """Count contributions, in rank order, and close the round: the version grows by 1.
 
         Args:
             ranks: whose; None for the ones that the policy chooses.
@@ -224,10 +224,10 @@ class Round(Generic[C, P]):
     # Newcomers: workers that join a running job. Counters of workers are aligned with versions: a worker's next push is
     # for the version after `counted` of them, so a newcomer's begin at the version in which it takes part first.
 
-    def hold(self, more: int = 1) -> int:
-        """Make so many more versions at most, until `admit`. Returns the version at which that was promised first.
+    def promise(self, more: int = 1) -> int:
+        """Promise to make at most `more` versions until `admit`. Returns the version at which that was promised first.
 
-        What was promised before still holds, to an earlier scheduler, too: too few may be there to make one more.
+        An earlier promise still holds, also one to an earlier scheduler.
         """
         admission = self.admission = self.admission or Admission()
         if admission.limit is None:
@@ -250,8 +250,8 @@ class Round(Generic[C, P]):
         if ranks:
             self.admit(ranks, None)
 
-    def take_back(self, ranks: Iterable[int]) -> None:
-        """Go on with workers for whose return all have waited. What they had pushed and was counted still counts."""
+    def rejoin(self, ranks: Iterable[int]) -> None:
+        """Continue with workers that have rejoined (``--on-loss wait``). Their counted pushes still count."""
         if self.admission is not None:
             self.admission.limit = None
             self._tidy(self.admission)
@@ -388,7 +388,7 @@ def _is_complete(policy: Policy, admission: Admission, version: int, present: Se
     return policy.is_full(ready, awaited) if ready else not awaited and admission.is_skipped(live)
 
 
-def take_round(holders: Sequence[Holder], live: Set[int]) -> list[list[Any]]:
+def close_round(holders: Sequence[Holder], live: Set[int]) -> list[list[Any]]:
     """Close the open round of a block or table, or the common one of all blocks of one parameter.
 
     The blocks of a parameter whose rule needs norms of the whole travel, wait and are answered one by one; only the
@@ -404,11 +404,11 @@ def take_round(holders: Sequence[Holder], live: Set[int]) -> list[list[Any]]:
     """
     if len(holders) == 1:  # without a call too many: asked for every block of every push
         round_ = holders[0].round
-        return [round_.take()] if round_.is_complete(live) and holders[0].has_value else []
+        return [round_.close()] if round_.is_complete(live) and holders[0].has_value else []
     if not is_complete(holders, live):
         return []
     ranks = holders[0].round.policy.chosen(contributors(holders))
-    return [holder.round.take(ranks) for holder in holders]
+    return [holder.round.close(ranks) for holder in holders]
 
 
 def scales_of(

@@ -402,7 +402,7 @@ class DistBackend(Backend):
 
             cluster = self._cluster
             self._saving = ServerSaving(
-                self._number, self.rank, self.arrays.submit, cluster.wait, cluster.hold, cluster.memory.forget_shown
+                self._number, self.rank, self.arrays.submit, cluster.wait, cluster.retain, cluster.memory.forget_shown
             )
         return self._saving
 

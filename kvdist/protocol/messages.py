@@ -124,18 +124,18 @@ class OnLoss(enum.IntEnum):
 
 
 class DueWhen(enum.IntEnum):
-    """When the next push is due, of workers that ask. What `Progress.quota` counts depends on it."""
+    """The rule that says when the next push of a worker is due. `Progress.quota` is the number in each sentence."""
 
-    MADE = 0
-    """All workers together have made so many examples, or steps."""
-    SPARED = 1
-    """All workers but so many have made something."""
+    QUOTA = 0
+    """The workers together have processed `quota` examples, or steps, since the last version."""
+    BACKUP = 1
+    """All workers but `quota` have a gradient."""
     QUORUM = 2
-    """All workers have made something; or so many have, and the others do not come soon."""
-    LED = 3
-    """This worker is ahead of no other by more than so many pushes."""
-    DELAYED = 4
-    """At once. So many versions may be made between the weights of a gradient and the gradient's own version."""
+    """All workers have a gradient; or `quota` workers have, and the others are not expected soon."""
+    STALE = 3
+    """This worker is at most `quota` pushes ahead of the slowest worker."""
+    BUFFERED = 4
+    """At once. A gradient may be of weights that are at most `quota` versions old."""
 
 
 class Flag(enum.IntFlag):
@@ -955,9 +955,9 @@ LATER = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True)
 class Ready(WireMessage):
-    """Worker that came later → scheduler: my next push is of this store, where no round waits for me yet.
+    """Newcomer → scheduler: my next push is of this store, where no round waits for me yet.
 
-    To a server it says no more than that this worker is there.
+    Newcomer → server: this worker is connected; the store has no meaning.
     """
 
     KIND = 84

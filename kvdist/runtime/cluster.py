@@ -126,7 +126,7 @@ class Cluster:
         """How many pushes that say their examples have been handed to the node."""
         self.leasing: Leasing | None = None
         """If this process trains on leased examples, which others may have when it leaves."""
-        self._held: set[Future[Any]] = set()
+        self._retained: set[Future[Any]] = set()
         self._thread = threading.Thread(target=run, name="kvdist-node", daemon=True)
 
     def start(self) -> None:
@@ -199,10 +199,10 @@ class Cluster:
             store.rolled_back(newest.step)
         return newest
 
-    def hold(self, future: Future[Any]) -> None:
+    def retain(self, future: Future[Any]) -> None:
         """Stay in the cluster until this is done: a checkpoint, which needs this process to be complete."""
-        self._held.add(future)
-        future.add_done_callback(self._held.discard)
+        self._retained.add(future)
+        future.add_done_callback(self._retained.discard)
 
     def leave(self, failure: str = "", *, wait: bool = True, ends: bool = False) -> None:
         """Say goodbye, wait until it is heard, and end the thread. With a `failure` this process is lost.
@@ -217,7 +217,7 @@ class Cluster:
             DeadlineExceeded: they have waited for as long as ``KVDIST_STALL_SHUTDOWN_S``.
         """
         if wait and not failure:
-            for future in list(self._held):
+            for future in list(self._retained):
                 future.exception()
         if self.leasing is not None and not (failure or self.node.stopped):
             self.leasing.give_back()

@@ -52,7 +52,7 @@ class FileLedger:
         self._fenced: dict[tuple[Member, int], set[int]] = {}
         """(who, step) of the latest late pushes → the slices of which that is written, as pushes are repeated."""
 
-    def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+    def round_closed(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
         """A round has been closed."""
         self._write(holder, version=holder.round.version, counted=_rows(contributions))
 

@@ -157,7 +157,7 @@ class Mailbox:
             if self._items:
                 self._look_by(URGENT)
 
-    def take(self, now: float) -> list[Errand | fx.Event]:
+    def pop_due(self, now: float) -> list[Errand | fx.Event]:
         """All of it, if it is due."""
         if now < self._due:
             return []
@@ -572,7 +572,7 @@ class Node:
         requests: list[req.Request] = []
         events: list[fx.Event] = []
         trace = self.trace
-        for item in self._mailbox.take(self._clock()):
+        for item in self._mailbox.pop_due(self._clock()):
             if not isinstance(item, Errand):
                 events.append(item)
                 continue

@@ -42,10 +42,10 @@ class AloneSteps(Exchanges):
     ) -> None:
         self._policy = policy
         if isinstance(policy, StaleSynchronous):
-            self._rule, self._damping, self._limit = (DueWhen.LED, policy.lead), DAMPINGS["none"], DELAY_MAX
+            self._rule, self._damping, self._limit = (DueWhen.STALE, policy.lead), DAMPINGS["none"], DELAY_MAX
         else:
             self._limit = DELAY_MAX if policy.max_delay is None else policy.max_delay
-            self._rule, self._damping = (DueWhen.DELAYED, self._limit), DAMPINGS[policy.damping]
+            self._rule, self._damping = (DueWhen.BUFFERED, self._limit), DAMPINGS[policy.damping]
         self._update = update
         self._report = report
         self._take = take

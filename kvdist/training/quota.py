@@ -76,7 +76,7 @@ class QuotaSteps(Exchanges):
     """
 
     counts_steps = False
-    when = DueWhen.MADE
+    when = DueWhen.QUOTA
     """By which rule a push is due."""
     damping = staticmethod(DAMPINGS["none"])
     """What a gradient is multiplied by that is so many versions late."""
@@ -409,7 +409,7 @@ class QuorumSteps(QuotaSteps):
 class BackupSteps(QuotaSteps):
     """Makes one gradient for each version, of the weights of the one before; drops it if that was made without it."""
 
-    when = DueWhen.SPARED
+    when = DueWhen.BACKUP
 
     @property
     def _number(self) -> int:

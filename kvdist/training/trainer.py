@@ -87,7 +87,6 @@ from kvdist.training.trainer_config import (
     require_averages,
     require_enough,
     require_joinable,
-    require_order,
     require_policy,
     require_samples,
     require_survivable,
@@ -169,8 +168,7 @@ class Trainer:
         clip_norm: float | None = None,
         average_half_life: float | None = None,
     ) -> None:
-        require_order(params, optimizer, optimizer_params)
-        self._optimizer = make_optimizer(optimizer, optimizer_params)
+        self._optimizer = make_optimizer(params, optimizer, optimizer_params)
         as_made = self._optimizer.__getstate__()
         self._parameters = collect(params, group_entries(optimizer, self._optimizer))
         self._num_devices = len(self._parameters[0].replicas)

@@ -126,15 +126,17 @@ _WHY_NOT = {
 }
 
 
-def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
+def make_optimizer(params: object, optimizer: Any, optimizer_params: Mapping[str, Any] | None) -> Optimizer:
     """Resolve the optimizer by name or instance; the rule of an optimizer of torch.
 
     Args:
-        optimizer, optimizer_params: the Trainer's arguments.
+        params, optimizer, optimizer_params: the Trainer's first three arguments, of which none may stand in another's
+            place.
 
     Raises:
         TypeError, ValueError: it is unknown, or its hyper-parameters are invalid; or another Trainer has it.
     """
+    _require_order(params, optimizer, optimizer_params)
     made = _made(optimizer, optimizer_params)
     if made.is_taken:
         raise ValueError(
@@ -144,16 +146,8 @@ def make_optimizer(optimizer: Any, optimizer_params: Mapping[str, Any] | None) -
     return made
 
 
-def require_order(params: object, optimizer: object, given: object) -> None:
-    """Refuse an argument in the place of another one, such as a store in the place of the optimizer.
-
-    Args:
-        params, optimizer: the Trainer's first and second argument.
-        given: its third one, ``optimizer_params``.
-
-    Raises:
-        TypeError: one of them is in the place of another.
-    """
+def _require_order(params: object, optimizer: object, given: object) -> None:
+    """Refuse an argument in the place of another one, such as a store in the place of the optimizer."""
     if isinstance(params, str | KVStoreBase | Optimizer | torch.optim.Optimizer):
         what = repr(params) if isinstance(params, str) else f"a {type(params).__name__}"
         raise TypeError(

@@ -182,7 +182,7 @@ class QuotaLeasingUser(LeasingUser):
             self.round = self._pushes
             self._made += [self._places.popleft() for _ in range(min(BATCH, len(self._places)))]
             report = self._report()
-            yield [report] if self.job.when == DueWhen.SPARED else [self._read(["bias"], is_checked=False)[1]]
+            yield [report] if self.job.when == DueWhen.BACKUP else [self._read(["bias"], is_checked=False)[1]]
             if report.done() and report.result() is not None:
                 yield from self._push_what_it_has(waits=self.job.in_step)
         for _ in range(2):
@@ -256,7 +256,7 @@ class QuotaLeasingUser(LeasingUser):
             self._used += used
 
     def _report(self, *, now: bool = False, together: bool = False) -> Future[Any]:
-        made = len(self._made) if self.job.when == DueWhen.MADE else int(bool(self._made))
+        made = len(self._made) if self.job.when == DueWhen.QUOTA else int(bool(self._made))
         progress = Progress(self._piece.number, 0, made, self.job.when, self.job.quota, now, together)
         return self._ask(lambda number: ReportProgress(number, self._piece.server, progress))
 

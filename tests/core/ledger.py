@@ -113,7 +113,7 @@ class Page:
     books: Books
     is_lost: Callable[[Member], bool]
 
-    def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+    def round_closed(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
         """A round has been closed."""
         counted = self._told(contributions)
         for number in holder.ids.tolist() if holder.store == 0 else ():  # others have versions of their own
@@ -179,10 +179,10 @@ class CopyPage(Page):
 
     server: ReplicatedServer
 
-    def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+    def round_closed(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
         """A round has been closed elsewhere."""
         if not self.books.is_void(self.server.me):
-            super().counted(holder, contributions)
+            super().round_closed(holder, contributions)
 
 
 @dataclass
@@ -202,7 +202,7 @@ class PrimaryPage(Page):
 
         self.server._go_on_alone = alone  # type: ignore[method-assign]
 
-    def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+    def round_closed(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
         """A round has been closed."""
         if self.books.is_void(self.server.me):
             return

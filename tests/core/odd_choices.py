@@ -19,7 +19,7 @@ from unittest import mock
 
 from kvdist.config.settings import Limits
 from kvdist.core import host_aggregation, machine, reliable
-from kvdist.core.scheduler import keys, leases, scheduler
+from kvdist.core.scheduler import leases, scheduler
 from kvdist.core.server import block, replica, row_storage, shard, sparse_table
 from kvdist.core.worker import pending, requests, transfers
 from kvdist.optimizer import offload
@@ -30,7 +30,6 @@ LARGE = 1 << 20
 CONSTANTS: Mapping[str, Sequence[tuple[ModuleType | type, str, Any]]] = {
     "nothing is joined": [
         (requests, "ALONE_BYTES_MIN", 1),
-        (transfers, "ALONE_BYTES_MIN", 1),
         (transfers, "PARTS_PER_MESSAGE_MAX", 1),
         (shard, "JOIN_BYTES_MAX", 0),
         (shard, "TOGETHER_BYTES_MAX", 1),
@@ -38,7 +37,6 @@ CONSTANTS: Mapping[str, Sequence[tuple[ModuleType | type, str, Any]]] = {
     ],
     "all is joined": [
         (requests, "ALONE_BYTES_MIN", LARGE),
-        (transfers, "ALONE_BYTES_MIN", LARGE),
         (shard, "JOIN_BYTES_MAX", LARGE),
         (node, "MESSAGES_TOGETHER", LARGE),
     ],
@@ -47,7 +45,7 @@ CONSTANTS: Mapping[str, Sequence[tuple[ModuleType | type, str, Any]]] = {
         (host_aggregation, "SETTINGS_PER_MESSAGE_MAX", 1),
         (host_aggregation, "ROWS_PER_MESSAGE_MAX", 2),
         (pending, "SLICES_PER_MARK", 1),
-        (keys, "KEYS_PER_MESSAGE", 1),
+        (requests, "KEYS_PER_MESSAGE", 1),
     ],
     "acknowledgements wait as long as they may": [(reliable, "ACK_DELAY_S", 1.5), (node, "ACK_DELAY_S", 1.5)],
     "each message is acknowledged": [(machine.Machine, "ack_bytes_max", 0)],

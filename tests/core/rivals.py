@@ -185,7 +185,7 @@ def live(story: Sequence[Step], mode: str = "sync", workers: int = 3, servers: i
         buffer.leases
         for server in wired.servers
         for block in server.dense.blocks
-        for buffer in (block.published, *block.pool.spare)
+        for buffer in (block.published, *block.pool.free_buffers)
         if buffer is not None
     ]
     assert not any(leases), "nobody reads any more"

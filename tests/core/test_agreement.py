@@ -70,7 +70,7 @@ def test_an_answered_question_of_all_servers_goes_on_once_with_the_first_failure
 
     def then(failure: str) -> list[Effect]:
         outcomes.append(failure)
-        return cause.settle(partial(failed, failure))
+        return cause.answer(partial(failed, failure))
 
     asked = sent(questions.ask(lambda request: Perform(request, 3, ""), then, cause))
     assert [name for name, _ in asked] == ["server-0", "server-1", "server-2"]
@@ -133,7 +133,7 @@ def test_any_story_ends_with_one_answer_to_each_request_of_all_that_are_there(se
             case "settle" if not answer:
                 answer = f"answer of step {step}"
                 expected |= {one for one in open_requests if one[0] in workers.values()}
-                note(agreement.settle(partial(failed, answer)))
+                note(agreement.answer(partial(failed, answer)))
 
         lacking = [[one for one in group.values() if one not in said] for group in groups]
         first = next((sorted(one.node.rank for one in lacks) for lacks in lacking if lacks), [])

@@ -38,7 +38,7 @@ def block(policy: Policy = SYNC, dtype: DType = DType.FLOAT32, first: list[float
 
 
 def close(made: Block, updater: Updater | None = None) -> list[Contribution]:
-    contributions = made.round.take()
+    contributions = made.round.close()
     apply_round([made], [contributions], updater)
     return contributions
 
@@ -305,11 +305,11 @@ def test_values_that_are_replaced_again_and_again_never_come_in_an_array_that_wa
         made.replace([np.array([turn, 8, 9], np.float32)])
         assert not any(made.published.array is array for array in shown)
         shown.append(made.published.array)
-    assert [buffer.leases for buffer in made.pool.spare] == [1], "what somebody reads is kept from others"
+    assert [buffer.leases for buffer in made.pool.free_buffers] == [1], "what somebody reads is kept from others"
     assert read.array.tolist() == [1, 2, 3]
     read.leases -= 1
     made.replace([np.zeros(3, np.float32)])
-    assert made.pool.spare == []
+    assert made.pool.free_buffers == []
 
 
 # Values that are read where they lie.
@@ -322,14 +322,14 @@ def one_version(made: Block, step: int, rank: int = 1) -> None:
 
 def test_a_held_version_is_not_written_until_its_successor_has_arrived() -> None:
     made, reader = block(), Member(worker(0), 1)
-    assert made.hold(reader) is None
-    first = made.held[reader]
+    assert made.lend(reader) is None
+    first = made.lent[reader]
     for step in range(5):
         one_version(made, step)
     assert first.array.tolist() == [1, 2, 3] and first.leases == 1
-    before = made.hold(reader)
+    before = made.lend(reader)
     assert before is first and first.leases == 1, "until the worker has acknowledged its successor"
-    second = made.held[reader]
+    second = made.lent[reader]
     for step in range(5, 10):
         one_version(made, step)
     assert (first.array.tolist(), second.array.tolist()) == ([1, 2, 3], [4, 4, 4])
@@ -342,8 +342,8 @@ def test_a_held_version_is_not_written_until_its_successor_has_arrived() -> None
 
 def test_holding_the_same_version_twice_leaves_it_held_once_it_is_acknowledged() -> None:
     made, reader = block(), Member(worker(0), 1)
-    made.hold(reader)
-    before = made.hold(reader)
+    made.lend(reader)
+    before = made.lend(reader)
     assert before is made.published and before is not None and before.leases == 2
     before.leases -= 1
     for step in range(4):
@@ -353,17 +353,17 @@ def test_holding_the_same_version_twice_leaves_it_held_once_it_is_acknowledged()
 
 def test_the_number_of_buffers_stays_bounded_while_one_worker_reads_slowly() -> None:
     made, slow, fast = block(), Member(worker(0), 1), Member(worker(1), 2)
-    made.hold(slow)
+    made.lend(slow)
     buffers = set()
     for step in range(50):
         one_version(made, step)
-        before = made.hold(fast)
+        before = made.lend(fast)
         if before is not None:
             before.leases -= 1
         assert made.published is not None
         buffers.add(id(made.published.array))
     assert len(buffers) + 1 <= 5
-    assert len(made.pool.spare) <= 4
+    assert len(made.pool.free_buffers) <= 4
 
 
 def test_a_part_of_a_larger_buffer_is_never_written() -> None:
@@ -373,4 +373,4 @@ def test_a_part_of_a_larger_buffer_is_never_written() -> None:
     part.pooled = False
     for step in range(6):
         one_version(made, step)
-    assert part.array.tolist() == [1, 2, 3] and part not in made.pool.spare
+    assert part.array.tolist() == [1, 2, 3] and part not in made.pool.free_buffers

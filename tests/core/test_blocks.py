@@ -18,7 +18,7 @@ from kvdist.core.server import shard as shards
 from kvdist.core.server.block import ROUNDS_WORTH_IT, Block, Contribution
 from kvdist.core.server.buffers import BufferPool
 from kvdist.core.server.shard import DenseShard
-from kvdist.core.worker import requests, transfers
+from kvdist.core.worker import requests
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.protocol.arrays import Arrays
@@ -414,7 +414,7 @@ def raw_push(wired: Wired, numbers: Sequence[int], steps: Sequence[int], runs: S
 def acknowledged(wired: Wired) -> list[Any]:
     """Take what the table has to say, as if each message had arrived."""
     messages = []
-    for send in [effect for effect in wired.servers[0].replies.take() if isinstance(effect, Send)]:
+    for send in [effect for effect in wired.servers[0].replies.pop_messages() if isinstance(effect, Send)]:
         messages.append(send.message)
         if isinstance(send.token, tuple):
             wired.servers[0].acknowledged(send.to, [send.token], 0.0)
@@ -439,7 +439,7 @@ def test_what_is_held_may_be_split_by_what_follows_in_the_same_message() -> None
     for number in range(3):
         raw_push(wired, [number], [3 + (number == 1)], [4 + number], hold)
         acknowledged(wired)
-    held = [one.held[wired.member("worker-0")] for one in shard(wired).blocks]
+    held = [one.lent[wired.member("worker-0")] for one in shard(wired).blocks]
     assert all(buffer is one.published for buffer, one in zip(held, shard(wired).blocks, strict=True))
     shard(wired).validate()
 
@@ -466,7 +466,6 @@ def test_first_values_may_come_slice_by_slice_while_others_wait_for_them(mode: s
 
 def test_small_keys_between_large_ones_are_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "ALONE_BYTES_MIN", 64)
-    monkeypatch.setattr(transfers, "ALONE_BYTES_MIN", 64)
     wired = Wired(2, 1)
     keys = {f"{kind}{i}": [0.0] * (20 if kind == "large" else 2) for i in range(4) for kind in ("large", "s", "t")}
     wired.initialise(keys)
@@ -486,7 +485,7 @@ def test_no_memory_for_a_merge_leaves_slices_apart() -> None:
 
     for one in shard(wired).blocks:
         one.pool.fresh().leases = 0
-        one.pool.spare.append(one.pool.fresh())
+        one.pool.free_buffers.append(one.pool.fresh())
     blocks = list(shard(wired).blocks)
     with mock.patch.object(BufferPool, "fresh", nothing_left):
         for rank in (0, 1):
@@ -551,7 +550,7 @@ def test_a_slice_that_can_be_answered_never_waits_for_others_of_its_run(
     ids, runs = block(wired).ids, np.full(3, 99, np.uint32)
     pull = Pull(runs, ids, np.array(steps, np.uint32), np.array(versions, np.uint32))
     shard(wired).pull(wired.member("worker-0"), pull, 100.0)
-    messages = [one.message for one in wired.servers[0].replies.take() if isinstance(one, Send)]
+    messages = [one.message for one in wired.servers[0].replies.pop_messages() if isinstance(one, Send)]
     assert len(sizes(wired)) > 1
     said = [number for message in messages if isinstance(message, Values) for number in message.ids.tolist()]
     assert said == ids[answered].tolist()
@@ -564,7 +563,7 @@ def test_a_pull_that_one_round_answers_for_all_slices_does_not_split_them(steps:
     ids, runs = block(wired).ids, np.full(3, 99, np.uint32)
     shard(wired).pull(wired.member("worker-0"), Pull(runs, ids, np.array(steps, np.uint32), runs * 0), 100.0)
     assert sizes(wired) == [3]
-    assert len(wired.servers[0].replies.take()) == (max(steps) < 2)
+    assert len(wired.servers[0].replies.pop_messages()) == (max(steps) < 2)
 
 
 def test_a_pull_that_waits_holds_up_no_other_of_the_same_message() -> None:
@@ -575,7 +574,7 @@ def test_a_pull_that_waits_holds_up_no_other_of_the_same_message() -> None:
     steps = np.array([9] * 3 + [1] * 3, np.uint32)
     shard(wired).pull(member, Pull(runs, ids, steps, runs * 0), 0.0)
     shard(wired).pull(member, Pull(runs[:3], ids[:3], steps[3:], runs[:3] * 0), 0.0)
-    messages = [one.message for one in wired.servers[0].replies.take() if isinstance(one, Send)]
+    messages = [one.message for one in wired.servers[0].replies.pop_messages() if isinstance(one, Send)]
     assert [message.runs.tolist() for message in messages if isinstance(message, Values)] == [[6] * 3 + [5] * 3]
     assert len(block(wired).round.pulls) == 1
 
@@ -607,7 +606,7 @@ def test_what_was_handed_out_is_never_written_while_a_worker_has_not_got_it(monk
     monkeypatch.setattr(shards, "JOIN_BYTES_MAX", 8)
     wired = made(mode="async", optimizer="test")
     late = read_late(wired)
-    buffers = [block(wired).published, *block(wired).pool.spare]
+    buffers = [block(wired).published, *block(wired).pool.free_buffers]
     assert sum(buffer.leases for buffer in buffers if buffer is not None) == 6
     assert len(buffers) == 7, "one for each version that is read, and the present one"
     wired.wire.extend(late)
@@ -616,7 +615,7 @@ def test_what_was_handed_out_is_never_written_while_a_worker_has_not_got_it(monk
     for _ in range(6):
         wired.push(1, whole(1))
         wired.settle()
-    assert {id(buffer) for buffer in (block(wired).published, *block(wired).pool.spare)} == set(map(id, buffers))
+    assert {id(buffer) for buffer in (block(wired).published, *block(wired).pool.free_buffers)} == set(map(id, buffers))
 
 
 def read_late(wired: Watched) -> list[tuple[str, str, Packet]]:
@@ -637,9 +636,9 @@ def test_a_block_that_writes_where_somebody_reads_is_noticed(monkeypatch: pytest
     wired = made(mode="async", optimizer="test")
 
     def wrong(self: BufferPool) -> Any:
-        return self.spare.pop(0) if self.spare else self.fresh()
+        return self.free_buffers.pop(0) if self.free_buffers else self.fresh()
 
-    with mock.patch.object(BufferPool, "take", wrong), pytest.raises(AssertionError, match="bytes changed under way"):
+    with mock.patch.object(BufferPool, "acquire", wrong), pytest.raises(AssertionError, match="bytes changed under way"):
         read_late(wired)
 
 
@@ -656,7 +655,7 @@ def test_what_is_read_of_a_block_is_not_written_when_it_has_been_split(monkeypat
         wired.check_bytes()
     wired.wire.append(late)
     wired.advance(1.0)
-    assert not any(buffer.leases for one in shard(wired).blocks for buffer in one.pool.spare)
+    assert not any(buffer.leases for one in shard(wired).blocks for buffer in one.pool.free_buffers)
 
 
 def test_memory_does_not_grow_over_hundreds_of_rounds() -> None:
@@ -673,7 +672,7 @@ def test_memory_does_not_grow_over_hundreds_of_rounds() -> None:
             wired.pushpull(rank, whole(1))
         wired.settle()
     assert block(wired).version == 301
-    assert len(asked) <= 2 and len(block(wired).pool.spare) <= 3
+    assert len(asked) <= 2 and len(block(wired).pool.free_buffers) <= 3
 
 
 def test_a_block_that_was_split_early_merges_later_and_later() -> None:
@@ -717,7 +716,7 @@ def test_memory_does_not_grow_while_blocks_are_split_and_merged() -> None:
         split(wired)
         rounds(wired)
         assert sizes(wired) == [3]
-    assert all(len(one.pool.spare) <= 2 for one in shard(wired).blocks)
+    assert all(len(one.pool.free_buffers) <= 2 for one in shard(wired).blocks)
     assert len(shard(wired).blocks._all) == 1
 
 
@@ -726,7 +725,7 @@ def test_values_that_are_read_where_they_lie_stay_when_the_block_goes_on() -> No
     read = wired.pushpull(0, whole(1), flag=int(Flag.HOLD))
     wired.advance(1.0)
     assert values(wired, read) == [[2, 3, 4], [5], [6, 7]]
-    held = block(wired).held[wired.member("worker-0")]
+    held = block(wired).lent[wired.member("worker-0")]
     before = held.array.tolist()
     for turn in range(5):
         wired.push(1, whole(turn + 1))

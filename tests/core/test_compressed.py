@@ -67,7 +67,7 @@ def taken(*runs):
     for run in runs:
         outbox.add(RunPart(run))
     messages = []
-    while (pair := outbox.take()) is not None:
+    while (pair := outbox.next_message()) is not None:
         messages.append(pair[0])
     return messages
 
@@ -103,7 +103,7 @@ def test_some_slices_of_a_run_leave_alone():
     (run,) = encoded_run(infos, values, TopK(0.5))
     outbox = Outbox(0, 1 << 30, 1 << 20)
     outbox.add(RunPart(begun(run, 1), [1, 2, 3]))
-    (message, credit) = outbox.take()
+    (message, credit) = outbox.next_message()
     assert message.ids.tolist() == [1, 2, 3] and message.arrays.entries.tolist() == [20, 0, 8]
     assert credit.nbytes == message.arrays.nbytes == 8 * 28
     found = elements(message)

@@ -39,7 +39,7 @@ def test_each_that_is_due_is_taken_once_and_no_other(changes: list[tuple[int, fl
         dues.enter(tasks[index])
     expected = sorted(task.due for task in tasks if task.due <= now)
     taken = []
-    for task in dues.take(now):
+    for task in dues.pop_due(now):
         taken.append(task.due)
         task.due = NEVER
     assert taken == expected
@@ -50,7 +50,7 @@ def test_one_that_stays_due_later_is_taken_then() -> None:
     dues: Deadlines[Task] = Deadlines()
     task = Task(due=1.0)
     dues.enter(task)
-    for taken in dues.take(1.0):
+    for taken in dues.pop_due(1.0):
         taken.due = 3.0
     assert dues.first == 3.0
 

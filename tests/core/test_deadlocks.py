@@ -189,7 +189,7 @@ class User:
                 self._wait_for(lambda number: EnterBarrier(number, 0))
             case "meet":
                 piece = self._infos[key].slices[0]
-                progress = Progress(piece.number, 0, 0, DueWhen.MADE, ENOUGH, False, True)
+                progress = Progress(piece.number, 0, 0, DueWhen.QUOTA, ENOUGH, False, True)
                 self._wait_for(lambda number: ReportProgress(number, piece.server, progress))
             case "compute":
                 self._busy_until = self._network.now + key

@@ -368,7 +368,7 @@ def test_a_worker_that_waits_for_pushes_of_two_trainers_hears_of_each_whom_it_wa
 
     def exchange(rank: int, key: str) -> None:
         piece = wired.infos[key].slices[0]
-        progress = Progress(piece.number, 0, 0, DueWhen.MADE, 100, False, True)
+        progress = Progress(piece.number, 0, 0, DueWhen.QUOTA, 100, False, True)
         wired.ask(rank, lambda number: ReportProgress(number, piece.server, progress))
 
     for rank, key in ((0, "w"), (0, "b"), (1, "w"), (2, "b")):

@@ -71,7 +71,7 @@ ALIKE = "; every worker must build the same model: a key has the same shape and 
 
 def reason_of(store: StoreKeys) -> str:
     """Why every worker's request is refused, once no further worker is awaited."""
-    assert store.settle_disputes({0, 1, 2, 3}, store.due)
+    assert store.give_up_disputed({0, 1, 2, 3}, store.due)
     (reason,) = {reason for _, reason in store.take_conflicts()}
     return reason
 
@@ -80,7 +80,7 @@ def test_the_workers_that_declare_another_shape_are_named_first_with_what_the_ot
     for rank in (1, 2, 0, 3):
         assert declare(store, rank, {"w": (10, 5 if rank == 2 else 4)}) == ""
         assert store.take_conflicts() == [], "they wait for the others"
-        assert store.settle_disputes({0, 1, 2, 3}, 1.5) == (rank == 3)
+        assert store.give_up_disputed({0, 1, 2, 3}, 1.5) == (rank == 3)
     failed = store.take_conflicts()
     others = "worker-0, worker-1 and worker-3 with shape (10, 4)"
     assert {reason for _, reason in failed} == {f"worker-2 declares key 'w' with shape (10, 5); {others}{ALIKE}"}
@@ -90,7 +90,7 @@ def test_the_workers_that_declare_another_shape_are_named_first_with_what_the_ot
 def test_a_worker_that_does_not_come_is_awaited_for_a_second(store: StoreKeys) -> None:
     declare(store, 0, {"w": (2, 3)})
     declare(store, 1, {"w": (6,)})
-    assert store.due == 1.5 + DISPUTE_S and not store.settle_disputes({0, 1, 2}, 1.6)
+    assert store.due == 1.5 + DISPUTE_S and not store.give_up_disputed({0, 1, 2}, 1.6)
     with_others = f"worker-0 declares key 'w' with shape (2, 3); worker-1 with shape (6,){ALIKE}"
     assert reason_of(store) == with_others
 
@@ -113,7 +113,7 @@ def test_a_disagreement_fails_whole_requests_and_only_those_that_have_the_key(st
     declare(store, 0, {"good": (1,), "bad": (1,)})
     declare(store, 2, {"other": (1,)})
     declare(store, 1, {"bad": (2,)})
-    assert store.settle_disputes({0, 1}, 1.5)
+    assert store.give_up_disputed({0, 1}, 1.5)
     assert [request.member for request, _ in store.take_conflicts()] == [member(0), member(1)]
     assert [request.member for request in store.requests] == [member(2)]
 

@@ -42,7 +42,7 @@ def end_after_silence(wired: Wired, name: str) -> None:
 
 
 def held_by(wired: Wired, name: str) -> Buffer | None:
-    return wired.servers[0].dense.blocks.of(0)[0].held.get(wired.member(name))
+    return wired.servers[0].dense.blocks.of(0)[0].lent.get(wired.member(name))
 
 
 def test_what_is_not_counted_is_dropped_and_the_round_is_closed_by_the_others(wired: Wired) -> None:

@@ -128,7 +128,7 @@ def test_a_value_that_is_replaced_again_and_again_is_the_one_that_is_updated() -
         ones = np.ones(2, np.float32)
         for _ in range(2):
             block.offer(Contribution(member, 0, step, 0, 1, 0, (0.0, 0.0, 1.0), ones, pull=False), 0.0)
-            apply_round([block], [block.round.take()], updater)
+            apply_round([block], [block.round.close()], updater)
             step += 1
         assert block.published.array.tolist() == [expected[0] + 1, expected[1] + 1]
 

@@ -56,20 +56,20 @@ def filled(*runs: Run, window: int = 1 << 20, join: int = 1 << 16, near: bool = 
 def taken(outbox: Outbox) -> list[list[int]]:
     """The runs of each message that may leave now."""
     messages = []
-    while (pair := outbox.take()) is not None:
+    while (pair := outbox.next_message()) is not None:
         messages.append(pair[0].runs.tolist())
     return messages
 
 
 def test_each_slice_of_a_joined_push_keeps_the_number_of_its_examples() -> None:
-    pair = filled(run(1, samples=32), run(2), run(3, samples=7)).take()
+    pair = filled(run(1, samples=32), run(2), run(3, samples=7)).next_message()
     assert pair is not None and isinstance(pair[0], Push)
     assert pair[0].samples.tolist() == [32, 0, 7]
 
 
 def test_small_runs_of_one_kind_leave_in_one_message() -> None:
     outbox = filled(run(1), run(2), run(3))
-    pair = outbox.take()
+    pair = outbox.next_message()
     assert pair is not None
     message, credit = pair
     assert isinstance(message, Push) and not message.pull
@@ -84,7 +84,7 @@ def test_each_kind_becomes_its_own_message() -> None:
     kinds = [RunKind.PUSH, RunKind.PULL, RunKind.PUSHPULL, RunKind.INITIALISE, RunKind.REPLACE]
     outbox = filled(*(run(i, kind) for i, kind in enumerate(kinds)))
     messages = []
-    while (pair := outbox.take()) is not None:
+    while (pair := outbox.next_message()) is not None:
         messages.append(pair[0])
     assert [type(message) for message in messages] == [Push, Pull, Push, InitValues, ReplaceValues]
     assert [message.pull for message in messages if isinstance(message, Push)] == [False, True]
@@ -105,7 +105,7 @@ def test_large_slices_travel_together_up_to_a_limit_each_where_it_lies() -> None
     size = module.FAR_BYTES_MAX // 3 // 8 * 8
     runs = [run(i, size=size // 4) for i in range(5)]
     outbox = filled(*runs, window=1 << 24)
-    pair = outbox.take()
+    pair = outbox.next_message()
     assert pair is not None and isinstance(pair[0], Push)
     assert list(pair[0].arrays.payload) == [one.payload for one in runs[:3]]
     assert all(frame is one.payload for frame, one in zip(pair[0].arrays.payload, runs, strict=False))
@@ -115,7 +115,7 @@ def test_large_slices_travel_together_up_to_a_limit_each_where_it_lies() -> None
 def test_a_large_slice_travels_without_small_ones_and_without_a_copy() -> None:
     large = run(1, size=ALONE_BYTES_MIN // 4)
     outbox = filled(large, run(2))
-    pair = outbox.take()
+    pair = outbox.next_message()
     assert pair is not None and isinstance(pair[0], Push)
     assert pair[0].arrays.payload is large.payload
     assert taken(outbox) == [[2]]
@@ -199,13 +199,13 @@ def test_a_message_larger_than_the_window_leaves_when_nothing_else_is_under_way(
 
 
 def test_a_pull_has_no_bytes_and_asks_for_steps_and_versions() -> None:
-    pair = filled(run(4, RunKind.PULL)).take()
+    pair = filled(run(4, RunKind.PULL)).next_message()
     assert pair is not None and isinstance(pair[0], Pull)
     assert (pair[0].steps.tolist(), pair[0].versions.tolist(), pair[1].nbytes) == ([5], [6], 0)
 
 
 def test_an_empty_contribution_takes_no_bytes() -> None:
-    pair = filled(run(1, flags=int(Flag.EMPTY)), run(2)).take()
+    pair = filled(run(1, flags=int(Flag.EMPTY)), run(2)).next_message()
     assert pair is not None and isinstance(pair[0], Push)
     assert pair[0].flags.tolist() == [1, 0]
     assert pair[0].arrays.counts.tolist() == [0, 3]
@@ -214,7 +214,7 @@ def test_an_empty_contribution_takes_no_bytes() -> None:
 
 def test_settings_of_joined_runs_become_one_table() -> None:
     slow, fast = ((0.1, 0.0, 1.0),), ((0.5, 0.0, 1.0),)
-    pair = filled(run(1, settings=slow), run(2, settings=fast), run(3, settings=slow)).take()
+    pair = filled(run(1, settings=slow), run(2, settings=fast), run(3, settings=slow)).next_message()
     assert pair is not None and isinstance(pair[0], Push)
     chosen = [pair[0].settings[i] for i in pair[0].setting_of.tolist()]
     assert chosen == [slow[0], fast[0], slow[0]]
@@ -238,7 +238,7 @@ def test_a_part_of_a_run_takes_only_its_slices_and_their_bytes() -> None:
     whole.begin(7, Transfer(1, RunKind.PUSH, "push", [whole]), steps, steps)
     outbox = Outbox(3, 1 << 20, 1 << 16)
     outbox.add(RunPart(whole, [1, 2, 3]))
-    pair = outbox.take()
+    pair = outbox.next_message()
     assert pair is not None and isinstance(pair[0], Push)
     message, credit = pair
     assert (message.ids.tolist(), message.steps.tolist(), message.flags.tolist()) == ([1, 2, 3], [1, 2, 3], [0, 1, 0])
@@ -254,7 +254,7 @@ LARGE = ALONE_BYTES_MIN // 4
 
 
 def one_message(outbox: Outbox) -> Push:
-    pair = outbox.take()
+    pair = outbox.next_message()
     assert pair is not None and isinstance(pair[0], Push)
     return pair[0]
 
@@ -327,7 +327,7 @@ def test_a_message_has_no_more_frames_than_a_receiver_takes(first_is_small: bool
     runs = [run(i, size=1 if (i % 2 == 0) is first_is_small else ALONE_BYTES_MIN // 4, stays=True) for i in range(150)]
     outbox = filled(*runs, window=1 << 30)
     seen: list[int] = []
-    while (pair := outbox.take()) is not None:
+    while (pair := outbox.next_message()) is not None:
         assert isinstance(pair[0], Push)
         assert len(pair[0].arrays.frames) <= min(module.FRAMES_MAX, DEFAULT.payload_frames_max)
         assert pair[1].nbytes == pair[0].arrays.nbytes
@@ -352,7 +352,7 @@ def test_several_frames_never_exceed_what_is_left_of_the_window() -> None:
 
 def test_credits_cannot_be_released_twice() -> None:
     outbox = filled(run(1))
-    pair = outbox.take()
+    pair = outbox.next_message()
     assert pair is not None
     outbox.release(pair[1])
     with pytest.raises(AssertionError, match="released once"):
@@ -392,7 +392,7 @@ def test_whatever_is_queued_leaves_once_within_the_window_and_the_credit_is_exac
     seen: list[int] = []
     flying: list[Credit] = []
     while not outbox.is_empty:
-        while (pair := outbox.take()) is not None:
+        while (pair := outbox.next_message()) is not None:
             message, credit = pair
             assert credit.nbytes == (0 if isinstance(message, Pull) else message.arrays.nbytes)
             flying.append(credit)

@@ -22,7 +22,7 @@ def peers() -> Peers:
 
 
 def said(samples: int, step: int = 0, *, now: bool = False, together: bool = False) -> Progress:
-    return Progress(7, step, samples, DueWhen.MADE, 20, now, together)
+    return Progress(7, step, samples, DueWhen.QUOTA, 20, now, together)
 
 
 def due(effects: object) -> dict[int, Due]:
@@ -72,11 +72,11 @@ def test_who_waits_for_all_hears_who_has_not_come(peers: Peers, rests: bool) -> 
 def test_who_must_not_be_further_ahead_hears_who_is_behind(peers: Peers) -> None:
     quotas = Quotas(peers)
     for step in range(3):  # one more than the two that it may be ahead
-        assert due(quotas.heard(WORKERS[0], ready(step, when=DueWhen.LED, number=2), 0.0))
-    assert due(quotas.heard(WORKERS[1], ready(0, when=DueWhen.LED, number=2), 0.0))
-    assert due(quotas.heard(WORKERS[1], ready(1, when=DueWhen.LED, number=2), 0.0))
-    assert not quotas.heard(WORKERS[0], ready(3, when=DueWhen.LED, number=2), 0.0)
-    assert awaited(quotas.heard(WORKERS[0], ready(3, when=DueWhen.LED, number=2), 0.0)) == (2,)
+        assert due(quotas.heard(WORKERS[0], ready(step, when=DueWhen.STALE, number=2), 0.0))
+    assert due(quotas.heard(WORKERS[1], ready(0, when=DueWhen.STALE, number=2), 0.0))
+    assert due(quotas.heard(WORKERS[1], ready(1, when=DueWhen.STALE, number=2), 0.0))
+    assert not quotas.heard(WORKERS[0], ready(3, when=DueWhen.STALE, number=2), 0.0)
+    assert awaited(quotas.heard(WORKERS[0], ready(3, when=DueWhen.STALE, number=2), 0.0)) == (2,)
 
 
 def test_what_was_made_before_the_last_push_does_not_count_for_the_next(peers: Peers) -> None:
@@ -141,7 +141,7 @@ def test_after_the_way_back_to_a_snapshot_nothing_of_before_counts(peers: Peers)
 # Enough workers in place of enough examples.
 
 
-def ready(step: int = 0, *, made: int = 1, when: DueWhen = DueWhen.SPARED, number: int = 1, together: bool = False):
+def ready(step: int = 0, *, made: int = 1, when: DueWhen = DueWhen.BACKUP, number: int = 1, together: bool = False):
     return Progress(7, step, made, when, number, False, together)
 
 
@@ -237,18 +237,20 @@ def asks(quotas: Quotas, rank: int, step: int, when: DueWhen, limit: int) -> dic
 def test_a_worker_is_held_while_it_is_too_far_ahead_of_the_slowest(peers: Peers) -> None:
     quotas = Quotas(peers)
     for step in range(3):
-        assert set(asks(quotas, 0, step, DueWhen.LED, 2)) == {0} and set(asks(quotas, 1, step, DueWhen.LED, 2)) == {1}
-    assert not asks(quotas, 0, 3, DueWhen.LED, 2), "worker 2 has pushed nothing"
-    assert set(asks(quotas, 2, 0, DueWhen.LED, 2)) == {2}, "it has not pushed yet"
-    assert set(asks(quotas, 2, 1, DueWhen.LED, 2)) == {2, 0}, "its first push is made"
+        assert set(asks(quotas, 0, step, DueWhen.STALE, 2)) == {0} and set(asks(quotas, 1, step, DueWhen.STALE, 2)) == {
+            1
+        }
+    assert not asks(quotas, 0, 3, DueWhen.STALE, 2), "worker 2 has pushed nothing"
+    assert set(asks(quotas, 2, 0, DueWhen.STALE, 2)) == {2}, "it has not pushed yet"
+    assert set(asks(quotas, 2, 1, DueWhen.STALE, 2)) == {2, 0}, "its first push is made"
 
 
 @pytest.mark.parametrize("change", ["lost", "rests"])
 def test_who_makes_no_pushes_any_more_holds_nobody(peers: Peers, change: str) -> None:
     quotas = Quotas(peers)
     for rank in (0, 1):
-        assert asks(quotas, rank, 0, DueWhen.LED, 0)
-    assert not asks(quotas, 0, 1, DueWhen.LED, 0) and not asks(quotas, 1, 1, DueWhen.LED, 0)
+        assert asks(quotas, rank, 0, DueWhen.STALE, 0)
+    assert not asks(quotas, 0, 1, DueWhen.STALE, 0) and not asks(quotas, 1, 1, DueWhen.STALE, 0)
     if change == "lost":
         del peers.workers[2]
     peers.rest({2} if change == "rests" else set())
@@ -260,22 +262,22 @@ def test_who_joins_begins_where_the_slowest_is(peers: Peers) -> None:
     peers.newcomers[2] = peers.workers.pop(2)
     peers.rest(set())
     for step in range(6):
-        assert asks(quotas, 0, step, DueWhen.LED, 1) and asks(quotas, 1, step, DueWhen.LED, 1)
+        assert asks(quotas, 0, step, DueWhen.STALE, 1) and asks(quotas, 1, step, DueWhen.STALE, 1)
     peers.admit([2], 12)
     for step in (12, 13):
-        assert asks(quotas, 2, step, DueWhen.LED, 1), "its pushes are numbered elsewhere"
-    assert not asks(quotas, 2, 14, DueWhen.LED, 1)
-    assert set(asks(quotas, 0, 6, DueWhen.LED, 1)) == {0}
+        assert asks(quotas, 2, step, DueWhen.STALE, 1), "its pushes are numbered elsewhere"
+    assert not asks(quotas, 2, 14, DueWhen.STALE, 1)
+    assert set(asks(quotas, 0, 6, DueWhen.STALE, 1)) == {0}
 
 
 def test_who_waits_at_a_barrier_holds_nobody_until_it_is_passed(peers: Peers) -> None:
     quotas = Quotas(peers)
 
     def meets(rank: int, number: int) -> set[int]:
-        return set(due(quotas.heard(WORKERS[rank], Progress(7, 1, number, DueWhen.LED, 0, False, True), 0.0)))
+        return set(due(quotas.heard(WORKERS[rank], Progress(7, 1, number, DueWhen.STALE, 0, False, True), 0.0)))
 
     def after(rank: int, step: int, number: int) -> set[int]:
-        return set(due(quotas.heard(WORKERS[rank], Progress(7, step, number, DueWhen.LED, 0, False, False), 0.0)))
+        return set(due(quotas.heard(WORKERS[rank], Progress(7, step, number, DueWhen.STALE, 0, False, False), 0.0)))
 
     for rank in range(3):
         assert after(rank, 0, 0) == {rank}
@@ -288,7 +290,7 @@ def test_who_waits_at_a_barrier_holds_nobody_until_it_is_passed(peers: Peers) ->
 
 def test_a_gradient_is_as_late_as_pushes_were_let_through_since_the_weights_came(peers: Peers) -> None:
     quotas = Quotas(peers)
-    rule = (DueWhen.DELAYED, 2)
+    rule = (DueWhen.BUFFERED, 2)
     assert asks(quotas, 0, 0, *rule) == {0: Due(7, 0, False, 0)}
     assert asks(quotas, 1, 0, *rule) == {1: Due(7, 0, False, 1)}
     assert asks(quotas, 0, 1, *rule) == {0: Due(7, 1, False, 1)}

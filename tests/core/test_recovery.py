@@ -302,7 +302,7 @@ def test_a_cut_that_not_all_servers_have_heard_of_is_told_again(wired: Wired) ->
 
 def test_what_servers_have_promised_the_last_one_ends(wired: Wired) -> None:
     for server in wired.servers:
-        server.dense.hold(1)
+        server.dense.promise(1)
     return_scheduler(wired)
     assert all(block.round.admission is None for server in wired.servers for block in server.dense)
     for _ in range(3):

@@ -118,23 +118,23 @@ def test_held_values_lease_the_new_version_and_give_back_the_old_one_with_the_me
         first.append(one.published)
     answers = Reply()
     for one in blocks:
-        answers.held(READER, 7, one)
+        answers.lend(READER, 7, one)
     (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert send.token == () and [buffer.leases for buffer in first] == [1, 1, 1]
     assert isinstance(send.message, Values) and len(send.message.arrays.frames) == 2
     for one in blocks:
         one.replace([np.full(one.pool.size, 9, np.float32)])
         answers = Reply()
-        answers.held(READER, 8, one)
+        answers.lend(READER, 8, one)
         (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
         assert send.token == (first[int(one.ids[0])],) and first[int(one.ids[0])].leases == 1
-        assert one.published is not None and one.held[READER] is one.published and one.published.leases == 1
+        assert one.published is not None and one.lent[READER] is one.published and one.published.leases == 1
 
 
 def test_a_held_value_without_elements_alone_has_an_empty_payload() -> None:
     one = block(0, 0)
     answers = Reply()
-    answers.held(READER, 7, one)
+    answers.lend(READER, 7, one)
     (send,) = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert isinstance(send.message, Values) and send.message.arrays.nbytes == 0
     assert len(send.message.arrays.frames) == 1
@@ -146,7 +146,7 @@ def test_a_block_of_several_slices_is_answered_by_one_frame_that_shows_its_buffe
     made.initialise([np.full(count, position, np.float32) for position, count in enumerate(counts)])
     answers = Reply()
     answers.value(7, made)
-    answers.counted(8, made.ids, made.version, Outcome.COUNTED)
+    answers.acknowledge(8, made.ids, made.version, Outcome.COUNTED)
     values, counted = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert values.token == (made.published,) and leased([made]) == [1]
     assert contents(values) == [(7, 4, 0, [0]), (7, 5, 0, []), (7, 6, 0, [2])]
@@ -156,8 +156,8 @@ def test_a_block_of_several_slices_is_answered_by_one_frame_that_shows_its_buffe
 
 def test_what_was_counted_and_refused_leaves_in_one_message_for_each_reason() -> None:
     answers = Reply()
-    answers.counted(1, np.array([4], np.uint32), 0, Outcome.COUNTED)
-    answers.counted(2, np.array([5], np.uint32), 0, Outcome.INITIALISED)
+    answers.acknowledge(1, np.array([4], np.uint32), 0, Outcome.COUNTED)
+    answers.acknowledge(2, np.array([5], np.uint32), 0, Outcome.INITIALISED)
     for number, reason in ((6, "too wide"), (7, "unknown"), (8, "too wide")):
         answers.refuse(3, np.array([number], np.uint32), ErrorCode.REFUSED, reason)
     counted, wide, unknown = [send.message for send in sent(answers.messages(READER, 1 << 20, Traffic()))]

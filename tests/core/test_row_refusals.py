@@ -81,7 +81,7 @@ class Fed:
                 self.tables.push(sender, read, now)
             case PullRows():
                 self.tables.pull(sender, read, now)
-        effects: list[Any] = self.replies.take()
+        effects: list[Any] = self.replies.pop_messages()
         self.tables.validate()
         self.replies.validate()
         return effects
@@ -191,7 +191,7 @@ def test_a_pull_too_large_for_a_message_is_refused_before_anything_is_allocated(
     ids = np.arange(1 << 39, (1 << 39) + count)
     with mock.patch.object(table.rows, "gather", side_effect=AssertionError("nothing is read")):
         fed.tables.pull(A, PullRows(u32(1), u32(3), u32(0), u32(0), Arrays(u8(INT64), u32(count), ids.tobytes())), 0.0)
-    (refused,) = fed.replies.take()
+    (refused,) = fed.replies.pop_messages()
     assert isinstance(refused, Send) and isinstance(refused.message, Refused)
     assert f"key 'lazy': {count} rows are too many for one message" in refused.message.reason
     assert not fed.allocated and not table.round.pulls
@@ -270,14 +270,14 @@ def test_what_was_arriving_from_a_worker_that_is_gone_is_dropped(fed: Fed) -> No
     fed.say(A, push(rows([5], 2), run=9))
     fed.say(B, push(rows([5], 1), flags=(MORE,)))
     fed.roster({0: A})
-    (counted,) = fed.replies.take()
+    (counted,) = fed.replies.pop_messages()
     assert isinstance(counted, Send) and counted.to == A
     assert fed.values() == [2, 0, 0, 0, 0] and not fed.tables.all[1].arriving
 
 
 def test_an_answer_to_a_worker_that_was_replaced_is_not_sent_and_its_memory_is_free(fed: Fed) -> None:
     fed.tables.pull(Member(worker(1), 99), pull(np.array([5])), 0.0)
-    assert not fed.replies.take()
+    assert not fed.replies.pop_messages()
     assert fed.allocated == [BUFFER_UNIT_BYTES]
     fed.say(A, pull(np.array([5])))
     assert fed.allocated == [BUFFER_UNIT_BYTES]

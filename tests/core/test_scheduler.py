@@ -586,7 +586,7 @@ class SettledNoted:
     def __init__(self) -> None:
         self.most: list[int] = []
 
-    def settled(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
+    def account(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
         self.most += [one.most for one in fates]
         return []
 

@@ -219,7 +219,7 @@ HOLD = int(Flag.HOLD)
 
 
 def held_by(wired: Wired, name: str, number: int = 0) -> Buffer:
-    return wired.servers[0].dense.blocks.of(number)[0].held[wired.member(name)]
+    return wired.servers[0].dense.blocks.of(number)[0].lent[wired.member(name)]
 
 
 @pytest.fixture
@@ -243,7 +243,7 @@ def test_a_slow_worker_reads_the_same_value_while_the_others_go_on(slow: Wired) 
         slow.advance(0.1)
         assert buffer.array.tolist() == [1, 1, 1]
         seen.add(id(slow.servers[0].dense.blocks.of(0)[0].published))
-    assert len(seen) <= 4 and len(slow.servers[0].dense.blocks.of(0)[0].pool.spare) <= 4
+    assert len(seen) <= 4 and len(slow.servers[0].dense.blocks.of(0)[0].pool.free_buffers) <= 4
 
 
 def test_a_held_value_is_free_when_the_worker_has_acknowledged_its_successor(slow: Wired) -> None:

@@ -628,12 +628,12 @@ def never_repeats(self: Reliable, link: PeerLink, now: float, messages_max: int 
 
 
 def writes_into_leased_buffers(self: BufferPool) -> Buffer:
-    return self.spare.pop(0) if self.spare else self.fresh()
+    return self.free_buffers.pop(0) if self.free_buffers else self.fresh()
 
 
 def writes_into_parts(self: BufferPool, buffer: Buffer) -> None:
     """What a block that was split had published is written, while readers of the whole of it go on."""
-    self.spare.append(buffer)
+    self.free_buffers.append(buffer)
 
 
 def forgets_the_step(self: Round[Any, Any], pull: PullRequest) -> bool:
@@ -655,7 +655,7 @@ def merges_what_differs(self: Block, other: Block) -> bool:
 def holds_nothing(self: Block, member: Member) -> Buffer | None:
     """What a worker reads in place is free for the next version."""
     ORIGINAL_HOLD(self, member)
-    self.held[member].leases -= 1
+    self.lent[member].leases -= 1
     return None
 
 
@@ -839,7 +839,7 @@ def promises_again(self: Round[Any, Any], more: int = 1) -> int:
 
 
 def keeps_what_servers_had_said(self: Newcomers) -> list[Effect]:
-    return [] if self._held_since is not None else ORIGINAL_GONE_BACK(self)
+    return [] if self._paused_since is not None else ORIGINAL_GONE_BACK(self)
 
 
 def is_ready_too_early(self: Newcomers, sender: Member, message: Message) -> list[Effect]:
@@ -919,7 +919,7 @@ def leases_twice(self: Queue, batch: int, wanted: int, workers: int) -> Range | 
 def gives_back_at_once(self: Leases, member: Member) -> list[Effect]:
     """What a lost worker has told of decides, not what servers have counted."""
     self._waiting.pop(member, None)
-    return self._take_back(member)
+    return self._reclaim(member)
 
 
 def gives_back_what_counts(self: Leases, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
@@ -945,12 +945,12 @@ def awaits_all(self: Peers, ranks: Set[int]) -> None:
 
 def ends_when_nothing_is_free(self: Leases) -> list[Effect]:
     """What others still hold, or may have lost, is not waited for."""
-    holders, unsettled = self._holders, self._unsettled
-    self._holders, self._unsettled = {member: LeaseHolder(0) for member in holders}, {}
+    holders, unsettled = self._holders, self._unaccounted
+    self._holders, self._unaccounted = {member: LeaseHolder(0) for member in holders}, {}
     try:
         return ORIGINAL_ADVANCE(self)
     finally:
-        self._holders, self._unsettled = holders, unsettled
+        self._holders, self._unaccounted = holders, unsettled
 
 
 def tells_no_numbers(self: BarrierCalls, stores: Any, counts: Any) -> None:
@@ -964,7 +964,7 @@ def wakes_into_checkpoints(self: Checkpoints) -> bool:
 def forgets_what_is_held(self: Leases, version: int) -> None:
     """Only what is free is left when a snapshot begins."""
     ORIGINAL_SNAPSHOT_BEGINS(self, version)
-    for holder in (self._then or {}).values():
+    for holder in (self._unused_at_snapshot or {}).values():
         holder.ranges.clear()
 
 
@@ -988,7 +988,7 @@ ORIGINAL_SNAPSHOT_BEGINS = Leases.snapshot_begins
 ORIGINAL_GO_BACK = Leases.go_back
 ORIGINAL_LEASE = Queue.lease
 ORIGINAL_LEASES_LEASE = Leases.lease
-ORIGINAL_SETTLED = Leases.settled
+ORIGINAL_SETTLED = Leases.account
 ORIGINAL_ADVANCE = Leases.advance
 ORIGINAL_GIVE = Leases._give
 
@@ -1025,7 +1025,7 @@ def keeps_the_numbers_of_what_was_dropped(self: Checkpoints) -> list[Effect]:
 
 def goes_on_before_the_cut(self: Shard[Any], versions: Any, read: Any) -> list[tuple[int, int]]:
     """Servers make versions again as soon as they have gone back, however few workers are there."""
-    with mock.patch.object(type(self), "hold", lambda shard, more=1: []):
+    with mock.patch.object(type(self), "promise", lambda shard, more=1: []):
         return ORIGINAL_ROLL_BACK(self, versions, read)
 
 
@@ -1052,7 +1052,7 @@ ORIGINAL_REWOUND = Worker._rewound
 ORIGINAL_RESUME = Transfers.resume
 ORIGINAL_READ_BACK = Rollback._read
 ORIGINAL_REWIND = Worker._rewind
-ORIGINAL_TAKEN = Rollback.taken
+ORIGINAL_TAKEN = Rollback.snapshot_taken
 ORIGINAL_DROP_ALL = Checkpoints.drop_all
 ORIGINAL_ROLL_BACK = Shard.roll_back
 ORIGINAL_ROUND_REWIND = Round.rewind
@@ -1320,21 +1320,21 @@ ORIGINAL_REFUSES = Server.refuses
 ORIGINAL_LOSE = Membership.lose
 ORIGINAL_WITHOUT = Scheduler._without_departed
 ORIGINAL_OFFER = SparseTable.offer
-ORIGINAL_BUFFER = ReplyBuffers.take
+ORIGINAL_BUFFER = ReplyBuffers.acquire
 ORIGINAL_COMPLETE = HostRounds._complete
-ORIGINAL_TAKE = Snapshots._take
+ORIGINAL_TAKE = Snapshots._copy
 ORIGINAL_IS_DUE = snapshots._is_due
 ORIGINAL_END = Restoring.end
 ORIGINAL_SEQUENCE = Reliable._sequence
 ORIGINAL_ACKNOWLEDGE = Reliable._acknowledge
 ORIGINAL_ENTER = SliceTable.enter
-ORIGINAL_HOLD = Block.hold
+ORIGINAL_HOLD = Block.lend
 ORIGINAL_PART = Block._part
 ORIGINAL_WEIGHT = DeviceUpdater._weight
 
 Patches = list[tuple[type | ModuleType, str, Any]]
 ORIGINAL_HEARD = Quotas.heard
-ORIGINAL_TAKE_ROUND = Round.take
+ORIGINAL_TAKE_ROUND = Round.close
 ORIGINAL_DROP = Round.drop
 
 
@@ -1464,7 +1464,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "quorum and a dead worker",
         [(Quotas, "roster", lambda self, now: [])],
     ),
-    "each slice judges how late a gradient is": ("delays", [(Round, "take", drops_what_this_slice_finds_late)]),
+    "each slice judges how late a gradient is": ("delays", [(Round, "close", drops_what_this_slice_finds_late)]),
     "a worker may be any number of steps ahead": ("ssp", [(Turns, "_slowest", property(lambda self: 1 << 40))]),
     "the slowest may be a lost worker": (
         "ssp and a dead worker",
@@ -1489,7 +1489,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Questions, "repeated", lambda questions, server: [])],
     ),
     "a snapshot is of many moments": ("goes back", [(shard, "_is_in_step", takes_slices_as_they_are)]),
-    "a torn snapshot counts": ("goes back", [(Rollback, "taken", counts_what_is_torn)]),
+    "a torn snapshot counts": ("goes back", [(Rollback, "snapshot_taken", counts_what_is_torn)]),
     "what was read of a torn snapshot counts": (
         "goes back from torn snapshots",
         [(Rollback, "_read", reads_what_is_torn)],
@@ -1500,7 +1500,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "torn snapshots stay in the place of good ones": (
         "goes back from torn snapshots",
-        [(Rollback, "taken", leaves_what_is_torn)],
+        [(Rollback, "snapshot_taken", leaves_what_is_torn)],
     ),
     "a server refuses workers that it does not know yet": (
         "goes back without both servers",
@@ -1529,7 +1529,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "a snapshot does not say whose pushes are in it": (
         "goes back alone",
-        [(Snapshots, "_counted", writes_no_counters)],
+        [(Snapshots, "_counted_pushes", writes_no_counters)],
     ),
     "examples that a server has again go back": (
         "both servers go back alone leasing",
@@ -1581,19 +1581,19 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "gaps are accepted": ("storm", [(Reliable, "_sequence", accepts_gaps)]),
     "what is not there yet is acknowledged": ("storm", [(Reliable, "_acknowledge", acknowledges_too_much)]),
     "nothing is repeated": ("storm", [(Reliable, "_repeat", never_repeats)]),
-    "leased buffers are written": ("async storm", [(BufferPool, "take", writes_into_leased_buffers)]),
+    "leased buffers are written": ("async storm", [(BufferPool, "acquire", writes_into_leased_buffers)]),
     "parts of leased buffers are written": ("async storm", [(BufferPool, "give_back", writes_into_parts)]),
     "a block that is split loses its open round": ("calm", [(Block, "_part", loses_what_is_open)]),
     "blocks merge that differ": ("calm", [(Block, "may_merge", merges_what_differs)]),
-    "held buffers are written": ("async", [(Block, "hold", holds_nothing)]),
-    "held buffers are written before their successor is there": ("async storm", [(Block, "hold", lets_go_too_early)]),
+    "held buffers are written": ("async", [(Block, "lend", holds_nothing)]),
+    "held buffers are written before their successor is there": ("async storm", [(Block, "lend", lets_go_too_early)]),
     "a pull does not wait for its own pushes": ("calm", [(Round, "satisfies", forgets_the_step)]),
     "what was forwarded is handed back": ("one host", [(HostRounds, "_complete", hands_back_what_it_forwards)]),
     "followers do not push again when the leader has left": (
         "leader leaves one host",
         [(Transfers, "reclaim", says_nothing_again)],
     ),
-    "what is being saved is written": ("checkpoints", [(Snapshots, "_take", leases_nothing)]),
+    "what is being saved is written": ("checkpoints", [(Snapshots, "_copy", leases_nothing)]),
     "states are saved that go on changing": ("checkpoints", [(SliceState, "copy", copies_nothing)]),
     "the moment of a checkpoint passes by": (
         "checkpoints of hosts in a storm",
@@ -1625,7 +1625,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "rows",
         [(SparseShard, "_answer_pulls", answers_at_once)],
     ),
-    "leased answers are written": ("rows async", [(ReplyBuffers, "take", writes_into_leased_answers)]),
+    "leased answers are written": ("rows async", [(ReplyBuffers, "acquire", writes_into_leased_answers)]),
     "what lost workers have pushed counts": ("goes on with one", [(Round, "drop", keeps_what_is_lost)]),
     "rounds close before what is lost is dropped": ("goes on", [(Server, "_roster", closes_before_it_drops)]),
     "servers listen to workers that were given up": (
@@ -1699,7 +1699,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "joins as the scheduler dies",
         [(Newcomers, "_ready", is_ready_too_early)],
     ),
-    "servers promise a new scheduler more": ("joins as the scheduler dies", [(Round, "hold", promises_again)]),
+    "servers promise a new scheduler more": ("joins as the scheduler dies", [(Round, "promise", promises_again)]),
     "a cut of undone versions is made": (
         "goes back and then loses a worker",
         [(Newcomers, "gone_back", keeps_what_servers_had_said)],
@@ -1710,9 +1710,9 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "the first mean waits for a newcomer": ("joins before the first mean", [(Round, "leave_out", awaits_all_at_once)]),
     "an early hello is refused": ("joins", [(Newcomers, "keep", refuses_early_hellos)]),
-    "what comes before a newcomer waits for it": ("joins", [(Membership, "spared", waits_for_newcomers)]),
-    "what is under way waits for a newcomer": ("joins while others save", [(Checkpoints, "spare", spares_nobody)]),
-    "servers' checkpoints wait for a newcomer": ("joins while others save", [(Snapshots, "spare", spares_nobody)]),
+    "what comes before a newcomer waits for it": ("joins", [(Membership, "exempt_at", waits_for_newcomers)]),
+    "what is under way waits for a newcomer": ("joins while others save", [(Checkpoints, "exempt", spares_nobody)]),
+    "servers' checkpoints wait for a newcomer": ("joins while others save", [(Snapshots, "exempt", spares_nobody)]),
     "the last loss ends the job": ("joins when all were lost", [(Losses, "may_go_on", needs_others)]),
     "nobody waits for one that comes back": (
         "joins when all were lost",
@@ -1749,7 +1749,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "what servers have counted of the lost goes back": (
         "leases of lost workers",
-        [(Leases, "settled", gives_back_what_counts)],
+        [(Leases, "account", gives_back_what_counts)],
     ),
     "what is leased is not left when a snapshot begins": (
         "goes back leasing",
@@ -1847,7 +1847,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "a server that comes back owes answers to what it was not asked": (
         "fills while workers die",
-        [(Questions, "spare", lambda self, server: None)],
+        [(Questions, "exempt", lambda self, server: None)],
     ),
     "servers without rows get no contribution": (
         "rows",

@@ -55,8 +55,8 @@ def test_the_second_push_of_a_slice_waits_until_the_first_is_counted(table: Slic
     assert left(table.enter(run(1, 0, 1))) == [(1, [0, 1])]
     assert left(table.enter(run(2, 1))) == []
     assert table.has_lines
-    assert left(*table.counted(ids(0))) == []
-    assert left(*table.counted(ids(1))) == [(2, [1])]
+    assert left(*table.mark_counted(ids(0))) == []
+    assert left(*table.mark_counted(ids(1))) == [(2, [1])]
     assert not table.has_lines
 
 
@@ -65,19 +65,19 @@ def test_a_free_slice_of_a_run_does_not_wait_for_its_neighbours(table: SliceTabl
     table.enter(run(2, 1))
     assert left(table.enter(run(3, 0, 1, 2))) == [(3, [2])]
     table.validate()
-    assert left(*table.counted(ids(1))) == [(3, [1])]
-    assert left(*table.counted(ids(0))) == [(3, [0])]
+    assert left(*table.mark_counted(ids(1))) == [(3, [1])]
+    assert left(*table.mark_counted(ids(0))) == [(3, [0])]
 
 
 def test_slices_that_are_freed_together_leave_together(table: SliceTable) -> None:
     table.enter(run(1, 0, 1, 2))
     assert left(table.enter(run(2, 2, 1, 0))) == []
-    assert left(*table.counted(ids(0, 1, 2))) == [(2, [2, 1, 0])]
+    assert left(*table.mark_counted(ids(0, 1, 2))) == [(2, [2, 1, 0])]
 
 
 def test_lines_are_served_in_the_order_of_the_calls(table: SliceTable) -> None:
     assert left(*(table.enter(run(i, 2)) for i in range(4))) == [(0, [2])]
-    assert [left(*table.counted(ids(2))) for _ in range(4)] == [[(1, [2])], [(2, [2])], [(3, [2])], []]
+    assert [left(*table.mark_counted(ids(2))) for _ in range(4)] == [[(1, [2])], [(2, [2])], [(3, [2])], []]
 
 
 def test_overlapping_runs_in_any_order_all_leave(table: SliceTable) -> None:
@@ -87,7 +87,7 @@ def test_overlapping_runs_in_any_order_all_leave(table: SliceTable) -> None:
     while sent:
         part = sent.pop(0)
         seen += [(part.run.number, number) for number in part.ids.tolist()]
-        sent += table.counted(part.ids)
+        sent += table.mark_counted(part.ids)
         table.validate()
     assert sorted(seen) == sorted((one.number, number) for one in runs for number in one.plan.ids.tolist())
     assert not table.has_lines

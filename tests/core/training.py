@@ -94,7 +94,7 @@ def require_nothing_left(wired: Wired) -> None:
     for server in wired.servers:
         assert not len(server.snapshots) and not server.snapshots.awaited
         for block in server.dense.blocks:
-            buffers = [block.published, *block.pool.spare]
+            buffers = [block.published, *block.pool.free_buffers]
             assert all(buffer is not None and buffer.leases == 0 for buffer in buffers)
 
 

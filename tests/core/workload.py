@@ -144,7 +144,7 @@ class Job:
     waits: bool = False
     quota: int = 0
     second: bool = False
-    when: DueWhen = DueWhen.MADE
+    when: DueWhen = DueWhen.QUOTA
     at_once: int = 4
 
     def rounds_of(self, rank: int) -> int:
@@ -666,7 +666,7 @@ class User:
         made, piece = 0, self.infos["weight"].slices[0]
         together = turn % 3 == 2
         while True:
-            made += self.random.randint(0, self.job.at_once) if self.job.when == DueWhen.MADE else self._makes_it(made)
+            made += self.random.randint(0, self.job.at_once) if self.job.when == DueWhen.QUOTA else self._makes_it(made)
             mine = self.oracle.made.setdefault(turn, {})
             mine[self._machine.me] = max(mine.get(self._machine.me, 0), made)
             progress = Progress(piece.number, 0, made, self.job.when, self.job.quota, False, together)
@@ -676,7 +676,7 @@ class User:
             if due is not None:
                 break
         enough = sum(mine.values()) >= self._enough()
-        is_later = self.job.when != DueWhen.MADE and due.step > turn  # it need have nothing, and hears of both at once
+        is_later = self.job.when != DueWhen.QUOTA and due.step > turn  # it need have nothing, and hears of both at once
         assert due.step == turn or is_later, f"worker {self.rank} makes round {turn}, and hears that {due.step} is due"
         is_known = is_later or turn in self.oracle.due
         assert due.together or enough or is_known, f"round {turn} is due after {mine}"
@@ -689,9 +689,9 @@ class User:
     def _enough(self) -> int:
         """How much must have been made for a round to be due, at least. Who is struck may still be awaited."""
         there = self.job.num_workers - len(self.oracle.lost)
-        if self.job.when == DueWhen.MADE:
+        if self.job.when == DueWhen.QUOTA:
             return self.job.quota
-        return max(1, there - self.job.quota if self.job.when == DueWhen.SPARED else min(self.job.quota, there))
+        return max(1, there - self.job.quota if self.job.when == DueWhen.BACKUP else min(self.job.quota, there))
 
     def _ask_for(self, turn: int) -> Program:
         """As a trainer whose pushes are versions: ask before each, and push nothing if it would be too late."""
@@ -701,7 +701,7 @@ class User:
         report = self._ask(partial(ReportProgress, server=piece.server, progress=progress))
         yield [report]
         due = report.result()
-        if self.job.when == DueWhen.LED:
+        if self.job.when == DueWhen.STALE:
             stay = [rank for rank in range(self.job.num_workers) if self.job.rounds_of(rank) == self.job.rounds]
             others = [turns.get(rank, 0) for rank in stay if rank not in self.oracle.lost]
             is_bound = self.rank not in self.oracle.lost and not self.oracle.has_heir

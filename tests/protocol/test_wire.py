@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvdist import errors
 from kvdist.dtypes import DType
 from kvdist.naming import NamedKey, name_of
 from kvdist.nodes import SCHEDULER, UNRANKED, Member, NodeId, Role
@@ -496,7 +497,7 @@ def test_both_sides_obey_the_limits_they_are_given(limit, examples):
     tight = WireLimits(**{limit: 1})
     with pytest.raises(ValueError, match="Push"):
         wire.decode(wire.encode(examples["Push"], tight), tight)
-    with pytest.raises(wire.ProtocolError, match="Push"):
+    with pytest.raises(errors.ProtocolError, match="Push"):
         wire.decode(wire.encode(examples["Push"]), tight)
 
 
@@ -562,7 +563,7 @@ def test_frames_that_do_not_hold_whole_arrays_are_refused_by_both_sides(counts, 
     whole = values_in(examples, counts, [offsets(packet.message.arrays.dtypes, packet.message.arrays.counts)[1]])
     envelope, header, _ = wire.encode(whole)
     frames = [bytes(frame) for frame in packet.message.arrays.frames]
-    with pytest.raises(wire.ProtocolError, match=complaint):
+    with pytest.raises(errors.ProtocolError, match=complaint):
         wire.decode([envelope, header, *frames])
 
 
@@ -578,7 +579,7 @@ def test_a_cut_payload_is_read_or_refused_and_nothing_else(data, examples):
     envelope, header, payload = wire.encode(values_in(examples, counts, [total]))
     legal = len(frames) == 1 or (all(lengths) and set(cuts) <= {*starts.tolist(), total})
     if not legal:
-        with pytest.raises(wire.ProtocolError, match="a payload frame"):
+        with pytest.raises(errors.ProtocolError, match="a payload frame"):
             wire.decode([envelope, header, *frames])
         return
     found = views(wire.decode([envelope, header, *frames]).message.arrays)
@@ -589,9 +590,9 @@ def test_a_cut_payload_is_read_or_refused_and_nothing_else(data, examples):
 def test_a_limit_on_payload_bytes_counts_all_frames(examples):
     packet = values_in(examples, [2, 4], [8, 16])
     assert wire.decode(wire.encode(packet), WireLimits(payload_bytes_max=24))
-    with pytest.raises(wire.ProtocolError, match="24 bytes, where 23"):
+    with pytest.raises(errors.ProtocolError, match="24 bytes, where 23"):
         wire.decode(wire.encode(packet), WireLimits(payload_bytes_max=23))
-    with pytest.raises(wire.ProtocolError, match="expected 3 to 3 frames|expected 3 frames"):
+    with pytest.raises(errors.ProtocolError, match="expected 3 to 3 frames|expected 3 frames"):
         wire.decode(wire.encode(packet), WireLimits(payload_frames_max=1))
 
 

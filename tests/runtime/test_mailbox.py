@@ -49,8 +49,8 @@ def test_what_is_urgent_is_taken_at_once_and_wakes_once() -> None:
         assert box.mailbox.put(item)
     assert box.woken == 1
     assert box.mailbox.due < box.now
-    assert box.mailbox.take(box.now) == items
-    assert box.mailbox.take(box.now) == [] and box.mailbox.due == NEVER
+    assert box.mailbox.pop_due(box.now) == items
+    assert box.mailbox.pop_due(box.now) == [] and box.mailbox.due == NEVER
 
 
 def test_what_grows_is_looked_at_again_when_it_says_so() -> None:
@@ -59,10 +59,10 @@ def test_what_grows_is_looked_at_again_when_it_says_so() -> None:
     item = errand(growing)
     box.mailbox.put(item)
     assert (box.mailbox.due, box.woken) == (100.01, 1)  # woken to learn when to look
-    assert box.mailbox.take(100.005) == []
+    assert box.mailbox.pop_due(100.005) == []
     growing.time = 100.02
-    assert box.mailbox.take(100.01) == [] and box.mailbox.due == 100.02
-    assert box.mailbox.take(100.02) == [item]
+    assert box.mailbox.pop_due(100.01) == [] and box.mailbox.due == 100.02
+    assert box.mailbox.pop_due(100.02) == [item]
 
 
 def test_all_leave_together_when_the_last_is_due() -> None:
@@ -70,8 +70,8 @@ def test_all_leave_together_when_the_last_is_due() -> None:
     items = [errand(Until(100.01)), errand(Until(100.03)), errand(Until(100.02))]
     for item in items:
         box.mailbox.put(item)
-    assert box.mailbox.take(100.02) == []
-    assert box.mailbox.take(100.03) == items
+    assert box.mailbox.pop_due(100.02) == []
+    assert box.mailbox.pop_due(100.03) == items
 
 
 def test_nothing_waits_for_ever_however_much_comes_after_it() -> None:
@@ -80,7 +80,7 @@ def test_nothing_waits_for_ever_however_much_comes_after_it() -> None:
     for number in range(1000):
         box.now = 100.0 + number / 10_000
         box.mailbox.put(errand(Until(box.now + 0.01)))
-        taken += box.mailbox.take(box.now)
+        taken += box.mailbox.pop_due(box.now)
     assert len(taken) > 400
 
 
@@ -90,7 +90,7 @@ def test_something_urgent_takes_what_grows_with_it_in_order() -> None:
     for item in items:
         box.mailbox.put(item)
     assert box.woken == 2
-    assert box.mailbox.take(box.now) == items
+    assert box.mailbox.pop_due(box.now) == items
 
 
 def test_who_waits_can_hurry_what_grows_but_not_what_is_not_there() -> None:
@@ -103,7 +103,7 @@ def test_who_waits_can_hurry_what_grows_but_not_what_is_not_there() -> None:
     box.mailbox.hurry()
     assert box.woken == 2
     box.mailbox.put(errand(Until(300.0)))
-    assert box.mailbox.take(box.now)[0] is item
+    assert box.mailbox.pop_due(box.now)[0] is item
 
 
 def test_a_closed_mailbox_takes_nothing_and_gives_what_is_left() -> None:

@@ -172,12 +172,12 @@ class Checkpoints:
         loading = {number: one.agreement for (of, number), one in self._loading.items() if of == store}
         return loading, self.loads.get(store, 0)
 
-    def spare(self, members: Iterable[Member]) -> None:
+    def exempt(self, members: Iterable[Member]) -> None:
         """Go on without these workers, which join now."""
         for saving in self._saving.values():
-            saving.agreement.spared.update(members)
+            saving.agreement.exempted.update(members)
         for loading in self._loading.values():
-            loading.agreement.spared.update(members)
+            loading.agreement.exempted.update(members)
 
     def drop_all(self) -> list[fx.Effect]:
         """Forget all that are under way; their callers know, and will give their next ones the same numbers."""
@@ -227,14 +227,14 @@ class Checkpoints:
 
         def prepared(failure: str) -> list[fx.Effect]:
             unlock = [fx.Persist(None, UnlockFolder(first.folder))] if failure else []
-            return [*unlock, *self._settle(claim, failure)]
+            return [*unlock, *self._answer_claim(claim, failure)]
 
         return self._questions.ask(make, prepared, claim.agreement)
 
     @staticmethod
-    def _settle(claim: FolderClaim, failure: str) -> list[fx.Effect]:
+    def _answer_claim(claim: FolderClaim, failure: str) -> list[fx.Effect]:
         claim.failure = failure
-        return claim.agreement.settle(
+        return claim.agreement.answer(
             lambda request: (
                 msg.Failed(request, msg.ErrorCode.CHECKPOINT, failure) if failure else msg.Claimed(request, claim.run)
             )
@@ -245,7 +245,7 @@ class Checkpoints:
         saving = self._open(message, now)
         earlier = saving.saves
         if not earlier:
-            saving.agreement.spared |= self._membership.spared(message.pushes)
+            saving.agreement.exempted |= self._membership.exempt_at(message.pushes)
             saving.keys = self._keys.saved(message.store)
         saving.agreement.say(sender, message)
         effects = saving.agreement.ask(sender, message.request)
@@ -337,8 +337,8 @@ class Checkpoints:
             return self._sweep(saving)
         saves = saving.saves
         first = saves[0][1]
-        spared = {member.node.rank for member in saving.agreement.spared}
-        gone = saving.live - {member.node.rank for member, _ in saves} - spared
+        exempted = {member.node.rank for member in saving.agreement.exempted}
+        gone = saving.live - {member.node.rank for member, _ in saves} - exempted
         gone -= {node.rank for node in self._membership.resting}
         lost = gone & {member.node.rank for member in self._membership.lost}
         ways = ((lost, "lost before"), (gone - lost, "left instead of"))
@@ -363,7 +363,7 @@ class Checkpoints:
         if self._saving.get((saving.store, saving.counter)) is not saving:
             return []  # it was dropped meanwhile
         del self._saving[saving.store, saving.counter]
-        effects = saving.agreement.settle(lambda request: _answer(request, saving.failure))
+        effects = saving.agreement.answer(lambda request: _answer(request, saving.failure))
         return effects if self.data is None else effects + self.data.saved((saving.store, saving.counter))
 
     def _manifest(self, saving: SaveUnderWay, first: msg.Save) -> Manifest:
@@ -390,9 +390,9 @@ class Checkpoints:
         loading = self._loading.get(place)
         if loading is None:
             subject, deed = "loading of a checkpoint", "call load_checkpoint"
-            spared = self._membership.spared(message.pushes)
+            exempted = self._membership.exempt_at(message.pushes)
             quorum = self._membership.quorum
-            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, quorum, spared))
+            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, quorum, exempted))
             self._loading[place] = loading
             self.loads[message.store] = message.counter + 1
         loading.agreement.say(sender, message)
@@ -450,10 +450,10 @@ class Checkpoints:
             loading.take_data()
             self.after_load()
 
-        def settle() -> list[fx.Effect]:
-            return loading.agreement.settle(lambda request: _answer(request, failure))
+        def answer_all() -> list[fx.Effect]:
+            return loading.agreement.answer(lambda request: _answer(request, failure))
 
-        return settle() if failure or self.data is None else self.data.restored(settle)
+        return answer_all() if failure or self.data is None else self.data.restored(answer_all)
 
     # Both.
 
@@ -461,7 +461,7 @@ class Checkpoints:
         """A manifest is written or read, or could not be; or what was written is removed."""
         match event.token:
             case FolderClaim() as claim if event.failure:
-                return self._settle(claim, event.failure)
+                return self._answer_claim(claim, event.failure)
             case FolderClaim() as claim:
                 assert isinstance(event.product, str)
                 return self._locked(claim, event.product)

@@ -74,7 +74,7 @@ class DeclaredKey:
     """What its rows begin as, if it is a table of rows."""
     declared: int = 0
     """A bit for each rank that has declared it, or need not."""
-    spared: frozenset[Member] = frozenset()
+    exempted: frozenset[Member] = frozenset()
     """Members that need not, because they have joined later in the program: its rounds do not wait for them yet."""
     home: int = -1
     init_rank: int = 0
@@ -142,7 +142,7 @@ class StoreKeys:
     requests: dict[KeyRequest, None] = field(default_factory=dict)
     """Those without an answer, in their order."""
     due: float = fx.NEVER
-    """When `settle_disputes` waits for no further worker."""
+    """When `give_up_disputed` waits for no further worker."""
     _disputed: dict[int | str, dict[int, Declared]] = field(default_factory=dict)
     """Key → what was declared otherwise than by the first worker, by rank."""
     _unplaced: dict[int | str, DeclaredKey] = field(default_factory=dict)
@@ -152,20 +152,20 @@ class StoreKeys:
     _ready: list[KeyRequest] = field(default_factory=list)
     """The requests all of whose keys are placed."""
 
-    def declare(self, sender: Member, message: msg.Declare, now: float, spared: Collection[Member] = ()) -> str:
+    def declare(self, sender: Member, message: msg.Declare, now: float, exempted: Collection[Member] = ()) -> str:
         """Note that a worker is about to initialise keys.
 
         Args:
             sender: the worker.
             message: what it says.
             now: the time.
-            spared: who need not declare them, because they have joined later in the program.
+            exempted: who need not declare them, because they have joined later in the program.
 
         Returns:
             '', or why it cannot. Other requests that wait for such a key fail, too: see `take_conflicts`.
         """
         conflict, rank, entries = "", sender.node.rank, []
-        declared = _bits((rank, *(other.node.rank for other in spared)))
+        declared = _bits((rank, *(other.node.rank for other in exempted)))
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
             entry = self.entries.get(key)
@@ -182,8 +182,8 @@ class StoreKeys:
                 entry.conflict = self._other_type(sender, message)
             conflict = conflict or entry.conflict
             entry.declared |= declared
-            if spared and not entry.placed:
-                entry.spared |= frozenset(spared)
+            if exempted and not entry.placed:
+                entry.exempted |= frozenset(exempted)
             entries.append(entry)
         if not conflict:
             self._enter(KeyRequest(sender, message.request, message.keys, 0, now), entries)
@@ -208,7 +208,7 @@ class StoreKeys:
             " create its stores in the same order and with the same types"
         )
 
-    def settle_disputes(self, live: Set[int], now: float) -> bool:
+    def give_up_disputed(self, live: Set[int], now: float) -> bool:
         """Give up keys that workers have declared differently, once all have, or `DISPUTE_S` later; whether any was."""
         if not self._disputed:
             return False
@@ -230,12 +230,12 @@ class StoreKeys:
         if not request.missing:
             self._ready.append(request)
 
-    def spare(self, members: Collection[Member]) -> None:
+    def exempt(self, members: Collection[Member]) -> None:
         """Place the keys that are being declared without these."""
-        spared = _bits(member.node.rank for member in members)
+        exempted = _bits(member.node.rank for member in members)
         for entry in self._unplaced.values():
-            entry.spared |= frozenset(members)
-            entry.declared |= spared
+            entry.exempted |= frozenset(members)
+            entry.declared |= exempted
 
     def take_conflicts(self) -> list[tuple[KeyRequest, str]]:
         """The requests that wait for a key about which workers disagree, each once; they are removed."""
@@ -297,7 +297,7 @@ class StoreKeys:
 
     def leaves_out(self, member: Member, entry: DeclaredKey) -> bool:
         """Whether rounds of a key have begun without this member."""
-        return member in entry.spared and POLICIES[self.mode].is_lockstep
+        return member in entry.exempted and POLICIES[self.mode].is_lockstep
 
     def waits(self, live: Set[int]) -> Iterator[MemberWait]:
         """All that wait for keys, and for whose declarations."""
@@ -347,10 +347,10 @@ class Keys:
             slice_bytes = self._placer.slice_bytes_of(POLICIES[message.mode])
             store = self.stores[message.store] = StoreKeys(message.store, message.mode, sender, slice_bytes)
         effects: list[fx.Effect] = []
-        conflict = store.declare(sender, message, now, self._membership.spared(message.pushes))
+        conflict = store.declare(sender, message, now, self._membership.exempt_at(message.pushes))
         if conflict:
             effects.append(fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.INIT_MISMATCH, conflict)))
-        if store.settle_disputes(_ranks(self._membership.workers), now) or conflict:
+        if store.give_up_disputed(_ranks(self._membership.workers), now) or conflict:
             effects += _refuse(store, msg.ErrorCode.INIT_MISMATCH)
         return effects + self._advance(store, message.keys)
 
@@ -368,7 +368,7 @@ class Keys:
         """Fewer workers are awaited, or none for a disputed key any more: place what is agreed, refuse what is not."""
         effects: list[fx.Effect] = []
         for store in self.stores.values():
-            if store.settle_disputes(_ranks(self._membership.workers), now):
+            if store.give_up_disputed(_ranks(self._membership.workers), now):
                 effects += _refuse(store, msg.ErrorCode.INIT_MISMATCH)
             effects += self._advance(store)
         return effects
@@ -377,7 +377,7 @@ class Keys:
         """Place what is agreed of these keys, or of all, and answer what is placed."""
         entries = store.take_agreed(_ranks(self._membership.workers), keys)
         effects: list[fx.Effect] = []
-        for _, group in groupby(entries, lambda entry: entry.spared):
+        for _, group in groupby(entries, lambda entry: entry.exempted):
             alike = list(group)
             for start in range(0, len(alike), req.KEYS_PER_MESSAGE):
                 effects += self._place(store, alike[start : start + req.KEYS_PER_MESSAGE])
@@ -400,10 +400,10 @@ class Keys:
     def _assign(self, store: StoreKeys, entries: list[DeclaredKey], placement: msg.Placement) -> list[fx.Effect]:
         """Tell the servers, then the workers. The first worker that has declared them gives first values."""
         there = self._membership.workers or self._membership.newcomers
-        spared = {member for member in self._membership.there.values() if member in entries[0].spared}
-        givers = _ranks(there) - _ranks(member.node for member in spared)
+        exempted = {member for member in self._membership.there.values() if member in entries[0].exempted}
+        givers = _ranks(there) - _ranks(member.node for member in exempted)
         giver = min(givers or _ranks(there), default=0)
-        later = tuple(sorted(one.node.rank for one in spared if store.leaves_out(one, entries[0])))
+        later = tuple(sorted(one.node.rank for one in exempted if store.leaves_out(one, entries[0])))
         keys, said = tuple([entry.key for entry in entries]), [entry.said for entry in entries]
         shapes, dtypes, pulled_as, forms = zip(*said, strict=True)
         columns = (keys, shapes, dtypes, pulled_as, forms)
@@ -465,10 +465,10 @@ class Keys:
         )
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         everybody = _bits(_ranks(self._membership.workers))
-        spared = frozenset(one for node, one in self._membership.there.items() if node.rank in message.later)
+        exempted = frozenset(one for node, one in self._membership.there.items() if node.rank in message.later)
         entries = []
         for i, (key, shape, dtype, pulled_as, form) in enumerate(zip(*columns, strict=True)):
-            entry = DeclaredKey(key, shape, dtype, first, pulled_as, form, everybody, spared)
+            entry = DeclaredKey(key, shape, dtype, first, pulled_as, form, everybody, exempted)
             entry.first_slice, entry.home = placement.first_slices[i], placement.homes[i]
             entry.placed, entry.init_rank = is_told, message.giver
             entries.append(entry)
@@ -491,7 +491,7 @@ class Keys:
         store = self.stores.get(message.store)
         return "" if store is None else store.misfit(sender, message)
 
-    def is_settled(self, store: int, key: int | str) -> bool:
+    def is_decided(self, store: int, key: int | str) -> bool:
         """Whether a key has its place, or an error."""
         keys = self.stores.get(store)
         entry = None if keys is None else keys.entries.get(key)
@@ -502,16 +502,16 @@ class Keys:
         """How often keys have got their places or an error, or a store its optimizer."""
         return len(self.optimizers) + sum(store.changes for store in self.stores.values())
 
-    def spare(self, members: Collection[Member]) -> None:
+    def exempt(self, members: Collection[Member]) -> None:
         """Place what is being declared without these workers, which join now."""
         for store in self.stores.values():
-            store.spare(members)
+            store.exempt(members)
 
-    def spare_nobody(self) -> None:
+    def exempt_nobody(self) -> None:
         """All workers stand at the same step: rounds of all keys wait for all of them."""
         for store in self.stores.values():
             for entry in store.entries.values():
-                entry.spared = frozenset()
+                entry.exempted = frozenset()
 
     def key_of(self, number: int) -> int | str:
         """The key that a slice belongs to, by the number of the slice."""
@@ -577,7 +577,7 @@ class Keys:
 
         def installed(failure: str) -> list[fx.Effect]:
             optimizer.failure = failure
-            return optimizer.agreement.settle(
+            return optimizer.agreement.answer(
                 lambda request: msg.Failed(request, msg.ErrorCode.CONFIG, failure) if failure else msg.Done(request)
             )
 

@@ -238,7 +238,7 @@ class Leases:
         self._go_on = go_on
         self._numbers = numbers
         self._is_saving = is_saving
-        self._returns = returns
+        self._may_rejoin = returns
         self.in_snapshot: Callable[[int], int] = lambda _: 0
         """How many examples of a process servers have again that go back alone, whatever others say."""
         self._number = -1
@@ -251,17 +251,17 @@ class Leases:
         self._holders: dict[Member, LeaseHolder] = {}
         self._waiting: dict[Member, tuple[msg.Lease, float]] = {}
         """Those that rest, or were never awaited; what they have asked, and when."""
-        self._unsettled: dict[Member, int] = {}
-        """Lost worker → the last roster that did not say so."""
+        self._unaccounted: dict[Member, int] = {}
+        """Lost worker whose pushes servers have not accounted for → the last epoch in which it was live."""
         self._marked: dict[Place, Marked] = {}
         """By checkpoint under way."""
-        self._then: dict[Member, LeaseHolder] | None = None
-        """What each worker had not used when the present snapshot began, or was given later and has not given back; or
-        None while servers take none."""
-        self._then_at = 0
-        """The version of that snapshot."""
-        self._then_number = -1
-        """The pass that had not come to its end then."""
+        self._unused_at_snapshot: dict[Member, LeaseHolder] | None = None
+        """Worker → the ranges that it had not used when the present snapshot began and those leased to it since, less
+        those that it gave back; None while no snapshot is under way."""
+        self._snapshot_version = 0
+        """Version of the present snapshot."""
+        self._snapshot_pass = -1
+        """Number of the pass that was under way when the present snapshot began; -1 if none was."""
 
     # What workers say.
 
@@ -302,13 +302,13 @@ class Leases:
                 reason = f"{sender} gives back examples, but it has none: a lease is given back once"
                 return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
             holder.request = message.request
-            effects = self._take_back(sender)
+            effects = self._reclaim(sender)
         return effects + self._note(lambda: [fx.Send(sender, msg.Done(message.request))])
 
     def left(self, member: Member) -> list[fx.Effect]:
         """A worker has said goodbye: all that it has pushed counts, and that is all it has used."""
         self._waiting.pop(member, None)
-        effects = self._take_back(member)
+        effects = self._reclaim(member)
         self._holders.pop(member, None)
         return effects
 
@@ -316,31 +316,31 @@ class Leases:
         """A worker is given up, and the next roster says so: how much it has used is not known yet."""
         self._waiting.pop(member, None)
         if self._holders.get(member, LeaseHolder(0)).ranges and self._membership.servers:
-            self._unsettled[member] = self._membership.epoch
+            self._unaccounted[member] = self._membership.epoch
         else:
             self._count_as_used(member)
         return self.advance()
 
     def servers_lost(self) -> list[fx.Effect]:
         """No server is left that could say what lost workers have used: what they had leased counts as used."""
-        for member in self._unsettled:
+        for member in self._unaccounted:
             self._count_as_used(member)
-        self._unsettled.clear()
+        self._unaccounted.clear()
         return self.advance()
 
     def _count_as_used(self, member: Member) -> None:
         self._holders.pop(member, None)
 
-    def settled(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
-        """All servers have applied a roster: what they have not counted of those that it gives up is free again."""
+    def account(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
+        """All servers have accounted for the workers that a roster gives up: their unused ranges are free again."""
         said = list(fates)
-        for member in [member for member, since in self._unsettled.items() if since < epoch]:
+        for member in [member for member, since in self._unaccounted.items() if since < epoch]:
             holder = self._holders[member]
             for fate in said:
                 if (fate.rank, fate.incarnation, fate.store) == (member.node.rank, member.incarnation, holder.store):
                     holder.use(fate.examples)
             holder.use(self.in_snapshot(member.incarnation))
-            del self._unsettled[member]
+            del self._unaccounted[member]
             self._give_back(member, self._holders.pop(member))
         return self.advance()
 
@@ -359,17 +359,17 @@ class Leases:
     def _give(self, sender: Member, message: msg.Lease) -> Range | None:
         taken = self._queue.lease(max(1, message.batch), message.wanted, len(self._membership.there))
         if taken is not None:
-            if self._then is not None:
-                self._note_given(self._then, sender, taken)
+            if self._unused_at_snapshot is not None:
+                self._note_given(self._unused_at_snapshot, sender, taken)
             holder = self._holders[sender]
             holder.ranges.append(taken)
             holder.request, holder.has_rested = message.request, sender.node in self._membership.resting
             for marked in self._marked.values():
-                if sender in marked.ranges or self._is_spared(sender, marked):
+                if sender in marked.ranges or self._is_exempt(sender, marked):
                     marked.ranges.setdefault(sender, []).append(taken)
         return taken
 
-    def _take_back(self, member: Member) -> list[fx.Effect]:
+    def _reclaim(self, member: Member) -> list[fx.Effect]:
         holder = self._holders.get(member)
         if holder is None:
             return []
@@ -379,7 +379,7 @@ class Leases:
 
     def _give_back(self, member: Member, holder: LeaseHolder) -> None:
         self._queue.give_back(holder.ranges)
-        then = None if self._then is None else self._then.get(member)
+        then = None if self._unused_at_snapshot is None else self._unused_at_snapshot.get(member)
         if then is not None:
             then.ranges, _ = split(then.ranges, then.left - holder.left)
 
@@ -398,7 +398,7 @@ class Leases:
 
     def advance(self) -> list[fx.Effect]:
         """End the pass, or let workers go on that rest, if this is the time."""
-        if not self._waiting or self._unsettled or any(one.ranges for one in self._holders.values()):
+        if not self._waiting or self._unaccounted or any(one.ranges for one in self._holders.values()):
             return []
         if self._membership.workers.keys() - {member.node for member in self._waiting}:
             return []  # if there is anything, those that work take it
@@ -422,7 +422,7 @@ class Leases:
 
     def _note(self, then: Callable[[], list[fx.Effect]]) -> list[fx.Effect]:
         """Go on when all servers know who has what, if a scheduler that is started again would have to know it."""
-        return self._tell(then) if self._returns else then()
+        return self._tell(then) if self._may_rejoin else then()
 
     def _answer(
         self,
@@ -441,7 +441,7 @@ class Leases:
     def rest(self, request: int) -> msg.Rest:
         """What servers have to know."""
         ranks = tuple(sorted(node.rank for node in self._membership.resting))
-        if not self._returns or self._plan is None:
+        if not self._may_rejoin or self._plan is None:
             return msg.Rest(request, ranks)
         held = [
             (*_numbers_of(member), one.store, one.used, one.ranges, one.request, one.has_rested)
@@ -479,7 +479,7 @@ class Leases:
                 continue
             self._holders[member] = holder
             if not self._membership.has(member):
-                self._unsettled[member] = self._membership.epoch
+                self._unaccounted[member] = self._membership.epoch
         for store, counter, pushes, marks in said["marked"]:
             if (store, counter) in saving:
                 ranges_of = {Member(worker(rank), of): [Range(*one) for one in ranges] for rank, of, ranges in marks}
@@ -496,10 +496,10 @@ class Leases:
         Nor is what newcomers use, which do not call, as rounds wait for them only later.
         """
         marked = self._marked.setdefault((message.store, message.counter), Marked(message.pushes))
-        for member in (sender, *(one for one in self._holders if self._is_spared(one, marked))):
+        for member in (sender, *(one for one in self._holders if self._is_exempt(one, marked))):
             marked.ranges.setdefault(member, list(self._holders.get(member, LeaseHolder(0)).ranges))
 
-    def _is_spared(self, member: Member, marked: Marked) -> bool:
+    def _is_exempt(self, member: Member, marked: Marked) -> bool:
         """Whether a worker uses nothing that is in a checkpoint, because it comes later."""
         is_newcomer = self._membership.newcomers.get(member.node) == member
         return is_newcomer or self._membership.since.get(member, -1) >= marked.pushes
@@ -525,13 +525,15 @@ class Leases:
 
     def snapshot_begins(self, version: int) -> None:
         """Every slice is taken at this version, and none is beyond it: note what nobody is known to have used."""
-        self._then = {one: replace(holder, ranges=[*holder.ranges]) for one, holder in self._holders.items()}
-        self._then_at, self._then_number = version, -1 if self._is_over else self._number
+        self._unused_at_snapshot = {
+            one: replace(holder, ranges=[*holder.ranges]) for one, holder in self._holders.items()
+        }
+        self._snapshot_version, self._snapshot_pass = version, -1 if self._is_over else self._number
 
     def _note_given(self, then: dict[Member, LeaseHolder], member: Member, given: Range) -> None:
         """A worker that takes part only after the snapshot uses nothing for it."""
         if member not in then:
-            is_later = self._membership.since.get(member, -1) >= self._then_at
+            is_later = self._membership.since.get(member, -1) >= self._snapshot_version
             then[member] = LeaseHolder(0, ALL if is_later else self._holders[member].used)
         then[member].ranges.append(given)
 
@@ -545,10 +547,10 @@ class Leases:
         Raises:
             ValueError: a pass came to its end, and another has begun.
         """
-        noted, self._then = self._then or {}, None
+        noted, self._unused_at_snapshot = self._unused_at_snapshot or {}, None
         if self._plan is None:
             return None
-        if self._then_number not in (-1, self._number):
+        if self._snapshot_pass not in (-1, self._number):
             raise ValueError("another pass through the data has begun meanwhile")
         for member, then in noted.items():
             then.use(trained.get(member.incarnation, ALL if member in self._membership.lost else 0))
@@ -563,8 +565,8 @@ class Leases:
         else:
             self._number, self._plan, self._queue, self._is_over = -1, None, Queue(), False
             self._holders.clear()
-        self._version, self._then = 0, None
-        for one in (self._unsettled, self._waiting, self._marked):
+        self._version, self._unused_at_snapshot = 0, None
+        for one in (self._unaccounted, self._waiting, self._marked):
             one.clear()
         for node in list(self._membership.resting):
             self._membership.wake(node)
@@ -581,7 +583,7 @@ class Leases:
             self._number, self._plan, self._queue, self._is_over = number, plan, queue, not queue.free
             self._said_by = "the checkpoint that was loaded"
             self._holders.clear()
-            self._unsettled.clear()
+            self._unaccounted.clear()
 
         return restore
 
@@ -598,7 +600,7 @@ class Leases:
         for one, other in pairwise(places):
             between = (other.epoch - one.epoch) * self._queue.length + other.start - one.stop
             assert between >= 0, "a place is leased to one worker at a time"
-        assert not (self._is_over and (places or self._unsettled)), "a pass is over when all is used"
-        assert self._unsettled.keys() <= self._holders.keys(), (
+        assert not (self._is_over and (places or self._unaccounted)), "a pass is over when all is used"
+        assert self._unaccounted.keys() <= self._holders.keys(), (
             "the ranges of a lost worker are kept until servers settle it"
         )

@@ -27,7 +27,7 @@ from kvdist.protocol import messages as msg
 
 
 @dataclass(slots=True)
-class Settling:
+class LossAccount:
     """What servers have said of one roster that gives workers up."""
 
     heard: set[Member] = field(default_factory=set)
@@ -36,12 +36,12 @@ class Settling:
     valueless: list[int] = field(default_factory=list)
 
     def add(self, server: Member, message: msg.Settled) -> None:
-        """Take what a server says."""
+        """Add the account of a server."""
         self.heard.add(server)
-        self.take(message)
+        self.add_slices(message)
 
-    def take(self, message: msg.Settled) -> None:
-        """Take what is said of some slices."""
+    def add_slices(self, message: msg.Settled) -> None:
+        """Add the account of some slices."""
         self.valueless += message.valueless.tolist()
         for fate in message.fates:
             of = (fate.rank, fate.incarnation, fate.store)
@@ -49,10 +49,10 @@ class Settling:
             self.fates[of] = fate if before is None else _joined(before, fate)
 
 
-class SettledLeases(Protocol):
+class AccountedLeases(Protocol):
     """Knows what lost workers had leased."""
 
-    def settled(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
+    def account(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
         """All servers have applied this roster, and say so of those that it gives up."""
 
 
@@ -78,11 +78,11 @@ class Losses:
         self._membership = membership
         self._keys = keys
         self._on_loss = on_loss
-        self._returns = returns
+        self._may_rejoin = returns
         self._doomed = doomed
         self._said: set[str] = set()
         """Why lost workers had to end, in their own words."""
-        self._settling: dict[int, Settling] = {}
+        self._accounts: dict[int, LossAccount] = {}
         """By epoch."""
         self._taking_over: dict[Member, float] = {}
         """Servers that take over the slices of lost ones → the epoch of the roster that tells them."""
@@ -90,7 +90,7 @@ class Losses:
         """Given up before the scheduler was started again: all servers say once more what counts of them."""
         self._come_late: dict[Member, int] = {}
         """Servers that have taken the place of others → the first roster that they hear."""
-        self.leases: SettledLeases | None = None
+        self.leases: AccountedLeases | None = None
         """What lost workers had leased, if anything is leased at all."""
 
     def may_go_on(self, member: Member, said: str) -> bool:
@@ -103,51 +103,51 @@ class Losses:
         if said in self._said:
             return False
         others = (there.there.keys() | there.newcomers.keys()) - {member.node}
-        return bool(others) or self._returns or member.node in there.left
+        return bool(others) or self._may_rejoin or member.node in there.left
 
     def note(self, said: str) -> None:
         """A worker is given up that has `said` why, if anything."""
         self._said |= {said} - {""}
 
-    def settled(self, server: Member, message: msg.Settled) -> list[fx.Effect]:
-        """A server counts nothing more of the workers that a roster gives up."""
+    def account(self, server: Member, message: msg.Settled) -> list[fx.Effect]:
+        """A server has accounted for the workers that a roster gives up, and counts no more of their pushes."""
         if message.epoch >= self._taking_over.get(server, fx.NEVER):
             del self._taking_over[server]
-            for settling in self._settling.values():  # what the lost server may not have said
-                settling.take(message)
+            for account in self._accounts.values():  # what the lost server may not have said
+                account.add_slices(message)
         else:
-            self._settling.setdefault(message.epoch, Settling()).add(server, message)
+            self._accounts.setdefault(message.epoch, LossAccount()).add(server, message)
         return self.finish()
 
     def takes_over(self, server: Member) -> None:
-        """A server has the slices of a lost one from the next roster on, and says what was counted there."""
+        """Expect a second account from this server, which takes over the slices of a lost one with the next roster."""
         self._taking_over[server] = self._membership.epoch + 1
 
-    def spare(self, server: Member) -> None:
-        """A server takes the place of a lost one: it has counted nothing of those that were given up before."""
+    def exempt(self, server: Member) -> None:
+        """Expect no account of earlier losses from this server, which replaces a lost one."""
         self._come_late[server] = self._membership.epoch + 1
 
     def finish(self) -> list[fx.Effect]:
-        """End what all servers have said their word on."""
+        """Finish the losses that all servers have accounted for."""
         servers = self._membership.servers.values()
         ended = [
-            (epoch, settling)
-            for epoch, settling in sorted(self._settling.items())
-            if {one for one in servers if self._come_late.get(one, 0) <= epoch} <= settling.heard
+            (epoch, account)
+            for epoch, account in sorted(self._accounts.items())
+            if {one for one in servers if self._come_late.get(one, 0) <= epoch} <= account.heard
         ]
         effects: list[fx.Effect] = []
-        for epoch, settling in () if self._taking_over else ended:
-            del self._settling[epoch]
-            effects += self._finish(epoch, settling)
+        for epoch, account in () if self._taking_over else ended:
+            del self._accounts[epoch]
+            effects += self._finish(epoch, account)
         return effects
 
-    def _finish(self, epoch: int, settling: Settling) -> list[fx.Effect]:
+    def _finish(self, epoch: int, account: LossAccount) -> list[fx.Effect]:
         lost = {member.node.rank: member for member in self._membership.lost if member.node.role is Role.WORKER}
-        for number in settling.valueless:
+        for number in account.valueless:
             giver = self._keys.giver_of(number)
             if giver in lost:
                 return self._doomed(self._keys.key_of(number), lost[giver])
-        fates = settling.fates.values()
+        fates = account.fates.values()
         effects: list[fx.Effect] = []
         before = []
         for one in fates:
@@ -160,7 +160,7 @@ class Losses:
             counts = ", ".join(before)
             effects.append(fx.Log(f"of the workers that were lost before, these pushes are in the weights: {counts}"))
         if self.leases is not None:
-            effects += self.leases.settled(epoch, fates)
+            effects += self.leases.account(epoch, fates)
         if any(fate.examples for fate in fates):
             said = msg.Settled(epoch, tuple(fates), np.zeros(0, np.uint32))
             effects += [fx.Send(server, said) for server in self._membership.servers.values()]

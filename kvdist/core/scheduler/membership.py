@@ -51,9 +51,9 @@ class Membership:
         self.epoch = 0
         """How many rosters there have been."""
         self.peers: dict[NodeId, msg.Peer] = {}
-        """All that have registered; a rank stays with its process when that has left."""
+        """All processes that have registered; a process that has left keeps its rank."""
         self.workers: dict[NodeId, Member] = {}
-        """Those that are there, without newcomers; agreements refer to it."""
+        """The live workers that take part, without newcomers and resting workers; agreements hold this very dict."""
         self.newcomers: dict[NodeId, Member] = {}
         """Workers that have come when the cluster was complete, until a cut makes members of them."""
         self.since: dict[Member, int] = {}
@@ -61,15 +61,15 @@ class Membership:
         self.lives: dict[Member, int] = {}
         """How often a process of its rank was started before each, as it says itself."""
         self.resting: dict[NodeId, Member] = {}
-        """Workers that are there, but have nothing to train on: nobody waits for them."""
+        """Live workers that have nothing to train on, so that nobody waits for them."""
         self.there = ChainMap(self.workers, self.resting)
-        """Both; only to be read."""
+        """The live workers by node id, resting ones included; a read-only view."""
         self.away: dict[NodeId, Member] = {}
-        """Lost workers for whose return all wait, until a process of their rank comes."""
+        """Lost workers whose rejoin all wait for (``--on-loss wait``)."""
         self.changes = 0
-        """How often a worker has come, has left, or is awaited from then on or no more."""
+        """Counts each change of `workers`, `resting` and `away`."""
         self.quorum = (self.workers, self.away)
-        """Whose word the workers' agreements need."""
+        """The groups whose statements the agreements of workers need."""
         self.servers: dict[NodeId, Member] = {}
         self.owners = list(range(config.num_servers))
         """Number of a server, as placement names it → the rank of the one that has its slices."""
@@ -149,7 +149,7 @@ class Membership:
         """All workers stand after so many pushes now, whenever they have joined."""
         self.since = {member: min(since, version - 1) for member, since in self.since.items()}
 
-    def spared(self, pushes: int) -> set[Member]:
+    def exempt_at(self, pushes: int) -> set[Member]:
         """The workers that have joined later in the program than after so many pushes, and take no part in this."""
         return {member for member, since in self.since.items() if since >= pushes}
 
@@ -255,7 +255,7 @@ class Membership:
                 self.since.pop(member, None)
 
     def rest(self, node: NodeId) -> bool:
-        """A worker has nothing to train on; whether it was awaited before."""
+        """Record that a worker has nothing to train on, so nobody waits for it. Returns whether it was awaited."""
         member = self.workers.pop(node, None)
         if member is not None:
             self.resting[node] = member
@@ -263,7 +263,7 @@ class Membership:
         return member is not None
 
     def wake(self, node: NodeId) -> None:
-        """It has."""
+        """Record that a resting worker has something to train on again, so that the others wait for it."""
         member = self.resting.pop(node, None)
         if member is not None:
             self.workers[node] = member

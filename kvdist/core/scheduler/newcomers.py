@@ -55,7 +55,7 @@ class WaitingCall:
     sender: Member
     message: msg.Declare | msg.Configure | Call
     since: float
-    settled: int = 0
+    decided: int = 0
     """How many of the keys of a declaration have their places, or an error, from its first one on."""
 
 
@@ -83,8 +83,8 @@ class NewcomerScheduler(Protocol):
     def again(self, sender: Member, message: msg.Message) -> list[fx.Effect]:
         """Handle what had to wait."""
 
-    def spare(self, members: Sequence[Member]) -> None:
-        """Let nothing that is agreed on now wait for these."""
+    def exempt(self, members: Sequence[Member]) -> None:
+        """Let no open agreement wait for these members, which join later in the program."""
 
 
 class Newcomers:
@@ -115,17 +115,17 @@ class Newcomers:
         self._early: dict[NodeId, tuple[Member, float]] = {}
         """Rank → a process that wants it, though its last process has not been given up yet, and since when."""
         self._line: list[Member] = []
-        """Those that become members by the next cut."""
+        """Newcomers that become members by the next cut."""
         self._at_cut: Callable[[int], list[fx.Effect]] | None = None
-        """Wants to know the version of the next cut, before servers do."""
-        self._told_at_cut: Callable[[int], list[fx.Effect]] | None = None
-        """The same of the cut that is being made."""
-        self._held_since: float | None = None
-        """Servers have said how far they are, and the cut waits until enough workers are there."""
+        """Callback of the next cut: gets its version before the servers do, and returns what to send before it."""
+        self._at_current_cut: Callable[[int], list[fx.Effect]] | None = None
+        """Callback of the cut for which servers are being asked now."""
+        self._paused_since: float | None = None
+        """Since when the cut has waited for enough workers; None if it does not wait."""
         self._found_by: dict[Member, msg.CutFound] = {}
         """Server → how far its slices are."""
         self._is_finding = self._must_find_again = False
-        """Whether servers are asked how far they are; and whether they must be asked once more."""
+        """Whether servers are being asked for their versions; and whether they must be asked once more."""
         self._waiting: list[WaitingCall] = []
         self._looked_at: tuple[int, ...] = ()
         """What all that waits depended on when it was looked at: see `_state`."""
@@ -256,16 +256,16 @@ class Newcomers:
         if not self._membership.there:
             return True
         if isinstance(message, msg.Declare):
-            return self._unsettled_key(waiting, message) is None
+            return self._undecided_key(waiting, message) is None
         return not isinstance(message, msg.Configure) or message.store in self._keys.optimizers
 
-    def _unsettled_key(self, waiting: WaitingCall, message: msg.Declare) -> int | str | None:
+    def _undecided_key(self, waiting: WaitingCall, message: msg.Declare) -> int | str | None:
         """The first key of a declaration that has neither its place nor an error; None if there is none."""
-        while waiting.settled < len(message.keys):
-            key = message.keys[waiting.settled]
-            if not self._keys.is_settled(message.store, key):
+        while waiting.decided < len(message.keys):
+            key = message.keys[waiting.decided]
+            if not self._keys.is_decided(message.store, key):
                 return key
-            waiting.settled += 1
+            waiting.decided += 1
         return None
 
     def waits(self) -> Iterator[MemberWait]:
@@ -273,7 +273,7 @@ class Newcomers:
         workers = tuple(sorted(self._membership.there, key=lambda node: node.rank))
         for one in self._waiting:
             sender, message = one.sender, one.message
-            if isinstance(message, msg.Declare) and (key := self._unsettled_key(one, message)) is not None:
+            if isinstance(message, msg.Declare) and (key := self._undecided_key(one, message)) is not None:
                 subject, deed = f"the declaration of {name_of(key)}", f"initialise {name_of(key)}"
             elif isinstance(message, msg.Configure):
                 subject, deed = f"the optimizer of store {message.store}", "call set_optimizer"
@@ -281,14 +281,14 @@ class Newcomers:
                 continue
             deed += f", as only {sender} has, which joins them: if it runs another program, start it with theirs"
             yield MemberWait(sender, message.request, one.since, workers, subject, deed)
-        if self._held_since is None:
+        if self._paused_since is None:
             return
         there, least = self._ready_ones, self._scheduler.config.min_workers or 0
         lacking = self._lacking(len(there))
         who = f"{lacking} more worker{'s' if lacking > 1 else ''}"
         deed = f"join: {least - lacking} of at least {least} are there (--min-workers)"
         for member in (*there, *self._membership.workers.values()):
-            yield MemberWait(member, 0, self._held_since, (), "", deed, who)
+            yield MemberWait(member, 0, self._paused_since, (), "", deed, who)
 
     def agreed(self, store: int, statement: str) -> None:
         """All workers have made the same statement at a barrier of this store."""
@@ -332,20 +332,20 @@ class Newcomers:
 
     def begin_anew(self) -> None:
         """All go back to an earlier step, and stand there together: no cut before that is worth anything."""
-        self._line, self._at_cut, self._told_at_cut = [], None, None
+        self._line, self._at_cut, self._at_current_cut = [], None, None
         self._waiting.clear()
         self._joined.clear()
-        self._keys.spare_nobody()
+        self._keys.exempt_nobody()
 
     def gone_back(self) -> list[fx.Effect]:
         """All have gone back, and servers make no version before the next cut."""
-        if self._held_since is None:
+        if self._paused_since is None:
             return self.cut(lambda _: [])
-        self._held_since = None
+        self._paused_since = None
         return self._find()  # what they have said is of versions that are undone
 
-    def hold_if_few(self) -> list[fx.Effect]:
-        """A worker is gone: if too few are left, let no server close more rounds than one until enough are there."""
+    def pause_if_few(self) -> list[fx.Effect]:
+        """After a loss: with fewer workers than ``--min-workers``, let servers close one more round at most."""
         return self._next_cut()
 
     def _lacking(self, joining: int = 0) -> int:
@@ -357,11 +357,11 @@ class Newcomers:
         return max(0, least - self._membership.workers_counted - joining - self._scheduler.idle)
 
     def _next_cut(self) -> list[fx.Effect]:
-        if self._held_since is not None:
+        if self._paused_since is not None:
             return self._admit()
         if self._is_finding or not (self._line or self._at_cut or self._lacking()):
             return []
-        self._told_at_cut, self._at_cut = self._at_cut, None
+        self._at_current_cut, self._at_cut = self._at_cut, None
         return self._find()
 
     def _find(self) -> list[fx.Effect]:
@@ -385,12 +385,12 @@ class Newcomers:
         there, told = self._ready_ones, list[fx.Effect]()
         least, lacking = self._scheduler.config.min_workers, self._lacking(len(there))
         if lacking:
-            if self._held_since is None:
+            if self._paused_since is None:
                 told.append(fx.Log(f"training waits for {lacking} more worker(s): at least {least} must be there"))
-                self._held_since = self._scheduler.now
+                self._paused_since = self._scheduler.now
             return told
-        if self._held_since is not None:
-            self._held_since = None
+        if self._paused_since is not None:
+            self._paused_since = None
             count = self._membership.workers_counted + len(there) + self._scheduler.idle
             told.append(fx.Log(f"training goes on: {count} workers are there"))
         self._line = []
@@ -398,9 +398,9 @@ class Newcomers:
         for member in there:
             self._membership.make_member(member, version)
             self._joined[member] = set()
-        self._keys.spare(there)
-        self._scheduler.spare(there)
-        at, self._told_at_cut = self._told_at_cut, None
+        self._keys.exempt(there)
+        self._scheduler.exempt(there)
+        at, self._at_current_cut = self._at_current_cut, None
         before = [] if at is None else at(version)
         cut = self._make(version, ranks)
         return [*told, *before, *cut, *(self._scheduler.announce() if there else []), *self._next_cut()]
@@ -455,7 +455,7 @@ class Newcomers:
         """
         place = (sender, type(message), message.store)
         if message.counter == msg.LATER:
-            numbers = [number for number, one in opened.items() if sender not in one.spared]
+            numbers = [number for number, one in opened.items() if sender not in one.exempted]
             if not numbers and any(self._knows(other, place) for other in self._membership.workers.values()):
                 self._waiting.append(WaitingCall(sender, message, self._scheduler.now))
                 return None

@@ -257,7 +257,7 @@ class ReturnedScheduler(Scheduler):
         return effects + self._without_departed(now)
 
     def _wait_if_deserted(self, now: float) -> None:
-        """Nobody is left but servers, which were not told to stop: one may come back, as ever."""
+        """If only servers are left, and were not told to stop, wait for a worker to rejoin within the return limit."""
         there = self.membership
         lost = [member for member in there.lost if member.node.role is Role.WORKER]
         return_s = self.config.return_limit_s
@@ -265,7 +265,10 @@ class ReturnedScheduler(Scheduler):
             cause = f"it was the last worker, and none has come back within {return_s:g} s"
             last = max(lost, key=lambda one: one.incarnation)
             sentence = f"{last} was lost: {cause}"
-            self._returns[last.node] = (now + return_s, lambda: self._abort(str(last), "", cause, None, sentence))
+            self._awaited_rejoins[last.node] = (
+                now + return_s,
+                lambda: self._abort(str(last), "", cause, None, sentence),
+            )
 
     def _recall_members(self, memories: Memories) -> None:
         newest = max(memories.registered.values(), key=lambda message: message.epoch)

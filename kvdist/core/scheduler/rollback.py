@@ -126,8 +126,8 @@ class WayBack:
 
     number: int
     to: Snapshot
-    loud: set[Member]
-    """Workers that are not quiet."""
+    busy: set[Member]
+    """Workers that still have messages to servers in flight."""
     begun_at: float
     is_asked: bool = False
     """The servers read."""
@@ -320,8 +320,8 @@ class Rollback:
             missing, deed = back.asked.waits_for.missing(), f"{back.asked.deed} {which}"
         elif not missing:
             deed = f"read the manifest of {which}"
-        if not missing and isinstance(back, WayBack) and back.loud and back.is_read:
-            missing = tuple(sorted((one.node for one in back.loud), key=lambda node: node.rank))
+        if not missing and isinstance(back, WayBack) and back.busy and back.is_read:
+            missing = tuple(sorted((one.node for one in back.busy), key=lambda node: node.rank))
             deed = f"drop what they have asked for: all go back to {which}"
         if not missing and isinstance(back, Returning) and back.silent:
             missing = tuple(sorted((one.node for one in back.silent), key=lambda node: node.rank))
@@ -361,7 +361,7 @@ class Rollback:
         if self.leases is not None and not self.is_partial:
             self.leases.snapshot_begins(making.version)
 
-    def taken(self, sender: Member, message: msg.SnapshotTaken) -> list[fx.Effect]:
+    def snapshot_taken(self, sender: Member, message: msg.SnapshotTaken) -> list[fx.Effect]:
         """A server has written its part, or could not."""
         making = self._making
         if making is None or making.folder != message.folder or making.is_written:
@@ -546,15 +546,15 @@ class Rollback:
             self.leases.go_back(to.position)
             noted = self.leases.restored(list)  # servers hear it before they go back themselves
         self._number += 1
-        loud = list(self._membership.workers.values())
-        self.way_back = WayBack(self._number, to, set(loud), now)
+        busy = list(self._membership.workers.values())
+        self.way_back = WayBack(self._number, to, set(busy), now)
         self._newcomers.begin_anew()
         message = msg.Rewind(self._number, to.version, f"{lost} was lost: all go back to step {to.version}")
-        return [*noted, *(fx.Send(member, message) for member in loud), *self._advance(now)]
+        return [*noted, *(fx.Send(member, message) for member in busy), *self._advance(now)]
 
     def ignores(self, sender: Member) -> bool:
         """Whether this worker has called something that it is going to drop."""
-        return self.way_back is not None and sender in self.way_back.loud
+        return self.way_back is not None and sender in self.way_back.busy
 
     def note_done(self, sender: Member, request: int) -> None:
         """A server has done something: what it says of checkpoints from now on is not of those that were dropped."""
@@ -573,13 +573,13 @@ class Rollback:
     def quiet(self, sender: Member, message: msg.Quiet, now: float) -> list[fx.Effect]:
         """A worker has dropped what it had asked for, and nothing of it is under way."""
         if self.way_back is not None and self.way_back.number == message.number:
-            self.way_back.loud.discard(sender)
+            self.way_back.busy.discard(sender)
         return self._advance(now)
 
     def advance(self, now: float) -> list[fx.Effect]:
         """A worker is gone, or a server is back."""
         if self.way_back is not None:
-            self.way_back.loud.intersection_update(self._membership.workers.values())
+            self.way_back.busy.intersection_update(self._membership.workers.values())
         return [*self._advance(now), *(told for one in list(self.returning.values()) for told in self._return(one))]
 
     def _advance(self, now: float) -> list[fx.Effect]:
@@ -594,7 +594,7 @@ class Rollback:
                 return self._without_any()
             assert back.to is self.newest, "it was said to workers"
             return [fx.Persist(back, ReadManifest(back.to.folder))]
-        if not back.is_read or back.loud or back.request >= 0:
+        if not back.is_read or back.busy or back.request >= 0:
             return []
 
         def make(request: int) -> msg.RollBack:

@@ -125,7 +125,7 @@ class Scheduler(fx.Machine):
         """Rank of a worker that has left → how many rounds it had made, and whether it had closed its stores."""
         self._ending: set[Member] = set()
         """Who has said goodbye as its process ends, until the launcher says with which code."""
-        self._returns: dict[NodeId, tuple[float, Callable[[], list[fx.Effect]]]] = {}
+        self._awaited_rejoins: dict[NodeId, tuple[float, Callable[[], list[fx.Effect]]]] = {}
         """Awaited rejoins: node → (deadline, what ends the job when it passes)."""
         self._stop_by = fx.NEVER
         self._stopped = False
@@ -140,7 +140,7 @@ class Scheduler(fx.Machine):
         form_by = fx.NEVER if self.membership.is_complete else self._form_by
         snapshot = fx.NEVER if self.rollback is None or self._is_over else self.rollback.deadline
         dues = (form_by, self._next_look, self._announce_at, self._stop_by, self._deadlocks.due, self.keys.due)
-        returns = min([due for due, _ in self._returns.values()], default=fx.NEVER)
+        returns = min([due for due, _ in self._awaited_rejoins.values()], default=fx.NEVER)
         return min(self.membership.next_loss, returns, snapshot, *dues)
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
@@ -155,7 +155,7 @@ class Scheduler(fx.Machine):
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         """React to a message of a server or a worker."""
-        self._take_time(now)
+        self._note_time(now)
         effects = self._handle(sender, message, now)
         if self.newcomers is None:
             return effects
@@ -171,7 +171,7 @@ class Scheduler(fx.Machine):
         self._at_work.add(member)
         return [fx.TellLauncher(f"at work worker {member.node.rank} life {self.membership.lives[member]}")]
 
-    def _take_time(self, now: float) -> None:
+    def _note_time(self, now: float) -> None:
         if now - self._now > self.limits.quiet_s:
             self._awake_since = now
         self._now = now
@@ -239,7 +239,7 @@ class Scheduler(fx.Machine):
             case msg.Used() if is_worker:
                 return self._with_leases().used(sender, message)
             case msg.Settled() if not is_worker:
-                return self.losses.settled(sender, message)
+                return self.losses.account(sender, message)
             case msg.Copied() if not is_worker:
                 return self._copied(message)
             case msg.CutFound() if not is_worker and self.newcomers is not None:
@@ -253,7 +253,7 @@ class Scheduler(fx.Machine):
 
     def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         """React to connections and to what the launcher saw."""
-        self._take_time(now)
+        self._note_time(now)
         match event:
             case fx.PeerDisconnected(member) if member in self._ending:
                 return []
@@ -286,7 +286,7 @@ class Scheduler(fx.Machine):
 
     def tick(self, now: float) -> list[fx.Effect]:
         """Judge the suspects, hint at who is awaited, enforce deadlines."""
-        self._take_time(now)
+        self._note_time(now)
         lost = self.membership.take_lost(now)
         if lost is not None:
             member, why = lost
@@ -295,7 +295,7 @@ class Scheduler(fx.Machine):
             return self._server_gone(member) if self._is_over else self._lost(member, why.reason, now, has_ended)
         if now >= self._stop_by:
             return self._stop(None)
-        for due, end in self._returns.values():
+        for due, end in self._awaited_rejoins.values():
             if now >= due:
                 return end()
         if not self.membership.is_complete and now >= self._form_by:
@@ -398,7 +398,9 @@ class Scheduler(fx.Machine):
             return [fx.Send(sender, msg.Rejected(newcomers.over, is_over=True))]
         effects = newcomers.hello(sender, message, now)
         if self.membership.newcomers:
-            self._returns = {node: due for node, due in self._returns.items() if node in self.membership.away}
+            self._awaited_rejoins = {
+                node: due for node, due in self._awaited_rejoins.items() if node in self.membership.away
+            }
             effects += self._without_departed(now)
         joined = [effect.member for effect in effects if isinstance(effect, fx.Bind)] if self.config.supervised else []
         return [*effects, *(fx.TellLauncher(f"joined worker {one.node.rank} life {message.life}") for one in joined)]
@@ -428,11 +430,11 @@ class Scheduler(fx.Machine):
         """Tell all who is there, now."""
         return self._announce(self._now)
 
-    def spare(self, members: Sequence[Member]) -> None:
+    def exempt(self, members: Sequence[Member]) -> None:
         """Let nothing that is agreed on now wait for these."""
         for barrier in self._barriers.values():
-            barrier.spared.update(members)
-        self.checkpoints.spare(members)
+            barrier.exempted.update(members)
+        self.checkpoints.exempt(members)
 
     # Barriers and commands.
 
@@ -453,9 +455,9 @@ class Scheduler(fx.Machine):
         place, workers = (message.store, number), self.membership.workers
         barrier = self._barriers.get(place)
         if barrier is None:
-            subject, spared = f"barrier {number}", self.membership.spared(message.pushes)
+            subject, exempted = f"barrier {number}", self.membership.exempt_at(message.pushes)
             quorum = self.membership.quorum
-            barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, quorum, spared)
+            barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, quorum, exempted)
         asks_again = barrier.has_heard(sender)
         barrier.say(sender, (message.statement, message.giver))
         barrier.ask(sender, message.request)
@@ -475,7 +477,7 @@ class Scheduler(fx.Machine):
     def _pass(self, store: int, counter: int, barrier: Agreement[BarrierWord]) -> list[fx.Effect]:
         """Let all go on that stand at a barrier; newcomers among them take part in everything from here on."""
 
-        def settle(_: str = "") -> list[fx.Effect]:
+        def answer_all(_: str = "") -> list[fx.Effect]:
             if self._barriers.get((store, counter)) is not barrier:
                 return []  # it was dropped meanwhile
             del self._barriers[store, counter]
@@ -483,13 +485,13 @@ class Scheduler(fx.Machine):
             answer = _barrier_answer(barrier)
             if self.newcomers is not None and answer is msg.Done:
                 self.newcomers.agreed(store, next(iter(barrier.said.values()))[1][0])
-            return barrier.settle(answer)
+            return barrier.answer(answer)
 
         there = [member for member, _ in barrier.said.values() if self.membership.workers.get(member.node) == member]
         joining = [] if self.newcomers is None else self.newcomers.joining(store, there)
         if self.newcomers is None or not joining:
-            return settle()
-        return self.newcomers.join(joining, store, settle, barrier)
+            return answer_all()
+        return self.newcomers.join(joining, store, answer_all, barrier)
 
     def _number(
         self,
@@ -523,7 +525,7 @@ class Scheduler(fx.Machine):
             assert command.waits_for is not None
             failures = {node.rank: text for node, (_, text) in command.waits_for.said.items() if text}
             reason = _command_failures(failures, self.config.num_servers)
-            return command.settle(
+            return command.answer(
                 lambda request: msg.Failed(request, msg.ErrorCode.INTERNAL, reason) if failure else msg.Done(request)
             )
 
@@ -576,7 +578,7 @@ class Scheduler(fx.Machine):
 
     def _end_if_alone(self, now: float) -> list[fx.Effect]:
         """The last worker has gone: stop the servers, those too that have not registered yet."""
-        if not self.membership.workers_are_gone or self._is_over or self._returns:
+        if not self.membership.workers_are_gone or self._is_over or self._awaited_rejoins:
             return []
         self._stop_by = now + self.limits.farewell_s
         self._announce_at = fx.NEVER
@@ -736,7 +738,7 @@ class Scheduler(fx.Machine):
         late = f"it was the last worker, and none has come back within {self.config.return_limit_s:g} s"
         if self.on_loss is msg.OnLoss.WAIT:
             late = f"all have waited for its return, and it has not come back within {self.config.return_limit_s:g} s"
-        self._returns[member.node] = (
+        self._awaited_rejoins[member.node] = (
             now + self.config.return_limit_s,
             lambda: self._abort(str(member), host, cause, step, f"{sentence}; {late}"),
         )
@@ -790,11 +792,11 @@ class Scheduler(fx.Machine):
             effects.append(fx.TellLauncher(f"at work server {member.node.rank} life {message.life}"))
         if self.leases is not None:
             effects.append(fx.Send(member, self.leases.rest(0)))
-        self.losses.spare(member)
+        self.losses.exempt(member)
         if self.rollback is None:
             # Of what was asked before, the server before it tells it what lasts; an open command or checkpoint is of
             # those that were there. What is said to all from now on, it hears.
-            self._questions.spare(member)
+            self._questions.exempt(member)
             told = fx.Log(f"{self._where(member)} is back, and is given a copy of slices while training goes on")
             return [*effects, told, *self._announce(now)]
         return [*effects, *self.rollback.welcome(member), *self._announce(now), *self.rollback.advance(now)]
@@ -805,7 +807,7 @@ class Scheduler(fx.Machine):
         """The answer to what concerns snapshots; None to all else."""
         match message:
             case msg.SnapshotTaken():
-                return rollback.taken(sender, message)
+                return rollback.snapshot_taken(sender, message)
             case msg.Quiet():
                 return rollback.quiet(sender, message, now)
             case msg.Missed():
@@ -855,13 +857,13 @@ class Scheduler(fx.Machine):
         go_on = f"{others} worker{' goes' if others == 1 else 's go'} on"
         if self.on_loss is msg.OnLoss.WAIT:
             go_on = f"all wait up to {self.config.return_limit_s:g} s for its return (KVDIST_RETURN_S)"
-        elif self._returns:
+        elif self._awaited_rejoins:
             go_on = f"it was the last worker; the weights wait {self.config.return_limit_s:g} s for one that comes back"
         told = fx.Log(f"{sentence}; {go_on}")
         effects: list[fx.Effect] = [told, fx.Forget(member)]
         if self.newcomers is not None:
             self.newcomers.forget(member)
-            effects += self.newcomers.hold_if_few()  # before servers hear of the loss, and close rounds without it
+            effects += self.newcomers.pause_if_few()  # before servers hear of the loss, and close rounds without it
         if self.leases is not None:
             effects += self.leases.lost(member)
         return [*effects, *self._announce_soon(now), *self._without_departed(now)]
@@ -910,7 +912,7 @@ class Scheduler(fx.Machine):
 
     def _go_on_without_data(self, now: float) -> list[fx.Effect]:
         """A worker rests: whatever has waited for nobody else goes on."""
-        effects = [] if self.newcomers is None else self.newcomers.hold_if_few()
+        effects = [] if self.newcomers is None else self.newcomers.pause_if_few()
         return [*effects, *self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
 
     @property

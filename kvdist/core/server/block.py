@@ -77,7 +77,7 @@ class Contribution:
         return bool(self.flags & _ADDS_NOTHING)
 
     @property
-    def holds(self) -> bool:
+    def reads_in_place(self) -> bool:
         """Whether the worker reads the new value in place."""
         return bool(self.flags & _HOLD)
 
@@ -110,7 +110,7 @@ class Block:
     """Of how many examples those are made; see `Round.samples`."""
     joint: Sequence[Block] = ()
     """All blocks here of the same parameter, if there are several: a rule that needs norms updates them together."""
-    held: dict[Member, Buffer] = field(default_factory=dict)
+    lent: dict[Member, Buffer] = field(default_factory=dict)
     """Worker → the version that it reads where it lies. Each is leased once for that; for good, when the worker leaves,
     because its process may go on reading. See `release`."""
     merged_at: int = -1
@@ -208,7 +208,7 @@ class Block:
             self.pool.array(target, position)[...] = array
         self.publish(target)
         self.previous = None
-        self.pool.spare = [buffer for buffer in self.pool.spare if buffer.leases]
+        self.pool.free_buffers = [buffer for buffer in self.pool.free_buffers if buffer.leases]
 
     # Rounds.
 
@@ -258,14 +258,14 @@ class Block:
             self.pool.give_back(self.published)
         self.published = buffer
 
-    def hold(self, member: Member) -> Buffer | None:
+    def lend(self, member: Member) -> Buffer | None:
         """Let a worker read the present version in place; return the one that it read until now.
 
         That one stays leased until the worker has acknowledged the new one; the caller releases it then.
         """
         assert self.published is not None
-        before = self.held.get(member)
-        self.held[member] = self.published
+        before = self.lent.get(member)
+        self.lent[member] = self.published
         self.published.leases += 1
         return before
 
@@ -278,10 +278,10 @@ class Block:
         return self.round.drop(lost)
 
     def release(self, member: Member) -> None:
-        """The process of a lost worker has ended, and reads nothing any more."""
-        held = self.held.pop(member, None)
-        if held is not None:
-            held.leases -= 1
+        """Return the buffer that a lost worker has read in place, now that its process has ended."""
+        buffer = self.lent.pop(member, None)
+        if buffer is not None:
+            buffer.leases -= 1
 
     # What travels to workers.
 
@@ -317,7 +317,7 @@ class Block:
             updater: what updates the store.
         """
         parts = [self._part(begin, end) for begin, end in pairwise(bounds)]
-        for buffer in self.held.values():
+        for buffer in self.lent.values():
             buffer.leases += len(parts) - 1
         if updater is not None:
             updater.split(self, self._places_of(parts))
@@ -341,7 +341,7 @@ class Block:
         )
         ids, extents = self.ids[begin:end], self.extents[begin:end]
         part = Block(self.store, ids, extents, pool, round_, self.kernels, self.pulled_as)
-        part.held, part.merge_after, part.wait = dict(self.held), self.merge_after, self.wait
+        part.lent, part.merge_after, part.wait = dict(self.lent), self.merge_after, self.wait
         part.samples_before = self.samples_before
         part.kept = [replace(one, values=one.values[elements]) for one in self.kept]
         if self.merged_at >= 0:
@@ -366,7 +366,7 @@ class Block:
             and mine.admission is its.admission is None
             and self.published is not None
             and other.published is not None
-            and not (mine.refused or its.refused or self.held or other.held or self.kept or other.kept)
+            and not (mine.refused or its.refused or self.lent or other.lent or self.kept or other.kept)
             and mine.is_quiet
             and its.is_quiet
         )
@@ -404,7 +404,9 @@ class Block:
     def validate(self) -> None:
         """Check every invariant."""
         self.round.validate()
-        assert self.published is None or self.published not in self.pool.spare, "the published buffer is not spare"
+        assert self.published is None or self.published not in self.pool.free_buffers, (
+            "the published buffer is not spare"
+        )
         for contribution in self.round.slots.values():
             assert contribution.is_empty or contribution.values.size == self.pool.size, "a contribution fits"
 
@@ -444,7 +446,7 @@ def apply_round(
     try:
         for block, own, scales in zip(blocks, present, factors, strict=True):
             assert block.published is not None
-            target = block.pool.take()
+            target = block.pool.acquire()
             targets.append(target)
             values = [contribution.values for contribution in own]
             if updater is None:
@@ -480,7 +482,7 @@ class Halves:
     def of(self, block: Block) -> Buffer:
         """The present values. One pass over them, the first time."""
         if self._present is None:
-            target = self._pool.take()
+            target = self._pool.acquire()
             for position in range(len(block)):
                 array = self._pool.array(target, position)
                 self._kernels.from_float32(block.values(position), self._pool.dtype, array)

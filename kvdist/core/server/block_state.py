@@ -101,7 +101,7 @@ def state_dtype(dtype: DType) -> DType:
 def saved(
     block: Block, positions: Sequence[int], updater: SliceUpdater | None, contents: Sequence[str]
 ) -> tuple[list[SavedSlice], Buffer | None]:
-    """Slices of a block as they are now: see `SnapshotSource.taken`.
+    """Slices of a block as they are now: see `SnapshotSource.copies`.
 
     The weight is leased, not copied. States change in place: one pass over them, two where they come from a GPU.
     """

@@ -55,7 +55,7 @@ class BufferPool:
     allocate: Allocate
     starts: list[int] = field(init=False)
     size: int = field(init=False)
-    spare: list[Buffer] = field(default_factory=list)
+    free_buffers: list[Buffer] = field(default_factory=list)
     """Buffers that are no longer published; they may still be leased."""
     _nbytes: int = field(init=False)
 
@@ -75,17 +75,17 @@ class BufferPool:
         memory[0 if len(self.counts) > 1 else nbytes :] = 0
         return Buffer(memory[:nbytes].view(self.dtype.storage), memory.data)
 
-    def take(self) -> Buffer:
+    def acquire(self) -> Buffer:
         """A buffer without leases. There are at most two more buffers than readers that lag behind."""
-        for i, buffer in enumerate(self.spare):
+        for i, buffer in enumerate(self.free_buffers):
             if buffer.leases == 0:
-                return self.spare.pop(i)
+                return self.free_buffers.pop(i)
         return self.fresh()
 
     def give_back(self, buffer: Buffer) -> None:
         """Take back a buffer that is no longer published."""
         if buffer.pooled:
-            self.spare.append(buffer)
+            self.free_buffers.append(buffer)
 
     def joined(self, parts: Sequence[tuple[BufferPool, Buffer | None]]) -> Buffer | None:
         """A new buffer with the arrays of others, in their order; one copy. None if one of those is missing."""

@@ -63,7 +63,7 @@ class Quotas:
 
     def heard(self, sender: Member, message: msg.Progress, now: float) -> list[fx.Effect]:
         """A worker reports."""
-        if message.when in (msg.DueWhen.LED, msg.DueWhen.DELAYED):
+        if message.when in (msg.DueWhen.STALE, msg.DueWhen.BUFFERED):
             return self._turns.setdefault(message.slice, Turns(self._peers)).heard(sender, message)
         said, due = self._said.setdefault(message.slice, {}), self._due.get(message.slice)
         is_repeated, said[sender] = said.get(sender) == message, message
@@ -79,7 +79,7 @@ class Quotas:
         reports = [(one.node.rank, other) for one, other in self._said[report.slice].items()]
         said = {rank: other for rank, other in reports if other.step == report.step}
         together = {rank for rank, other in said.items() if other.together}
-        ready = {rank for rank, other in said.items() if other.samples and other.when != msg.DueWhen.MADE}
+        ready = {rank for rank, other in said.items() if other.samples and other.when != msg.DueWhen.QUOTA}
         done = together if report.together else together | ready | {sender.node.rank}
         return tuple(sorted(self._peers.awaited - done))
 
@@ -119,11 +119,11 @@ class Quotas:
     def _is_enough(self, number: int, reports: Mapping[int, msg.Progress], awaited: Set[int], now: float) -> bool:
         """Whether these reports of the open version suffice for it. Who waits for all others is not waited for."""
         one = next(iter(reports.values()), None)
-        if one is None or one.when == msg.DueWhen.MADE:
+        if one is None or one.when == msg.DueWhen.QUOTA:
             return one is not None and sum(report.samples for report in reports.values()) >= one.quota
         busy = awaited - {rank for rank, report in reports.items() if report.together}
         ready = {rank for rank, report in reports.items() if report.samples and not report.together}
-        if one.when == msg.DueWhen.SPARED:
+        if one.when == msg.DueWhen.BACKUP:
             return len(ready) >= max(1, len(busy) - one.quota)
         grace = self._graces.setdefault(number, Grace())
         grace.look(ready, max(1, min(one.quota, len(busy))), now)
@@ -241,7 +241,7 @@ class Turns:
             if message.together:
                 self._meeting[sender] = message.samples
         elif not message.together:
-            self._passed = max(self._passed, message.samples if message.when == msg.DueWhen.LED else 0)
+            self._passed = max(self._passed, message.samples if message.when == msg.DueWhen.STALE else 0)
             over = [one for one, number in self._meeting.items() if number <= self._passed]
             for one in over:
                 if one.node.rank not in joined:
@@ -267,10 +267,10 @@ class Turns:
     def _look(self) -> list[fx.Effect]:
         effects: list[fx.Effect] = []
         for member, message in list(self._asked.items()):
-            if message.when == msg.DueWhen.LED and self._made[member] - self._slowest > message.quota:
+            if message.when == msg.DueWhen.STALE and self._made[member] - self._slowest > message.quota:
                 continue
             delay = self._let_through - self._seen.get(member, self._let_through)
-            self._let_through += message.when == msg.DueWhen.LED or delay <= message.quota
+            self._let_through += message.when == msg.DueWhen.STALE or delay <= message.quota
             self._seen[member] = self._let_through
             self._answered[member] = due = msg.Due(message.slice, message.step, False, delay)
             del self._asked[member]

@@ -104,7 +104,7 @@ class _Replicated(Shard[Any]):
         saved: Sequence[SavedSlice | None] = [None] * len(ids)
         leased: Buffer | None = None
         if holder.has_value or isinstance(holder, SparseTable):
-            saved, leased = self.taken(ids, EVERYTHING)
+            saved, leased = self.copies(ids, EVERYTHING)
         standings, limit = _standings(holder.round)
         for number, one in zip(ids, saved, strict=True):
             del self.alone[number]
@@ -170,7 +170,7 @@ class ReplicatedDense(_Replicated, DenseShard):
         sums = []
         for block, own, every in zip(blocks, present, rounds, strict=True):
             scales = scales_of(own, every, optimizer)
-            buffer = block.pool.take()
+            buffer = block.pool.acquire()
             try:
                 block.kernels.weighted_sum([one.values for one in own], scales, block.dtype, buffer.array)
             except (TypeError, ValueError) as error:
@@ -810,10 +810,10 @@ def _count(
     """Count a round of a copy as its server has."""
     round_: Any = holder.round
     round_.slots.update({one.member.node.rank: one for one in contributions})
-    round_.take([one.member.node.rank for one in contributions])
+    round_.close([one.member.node.rank for one in contributions])
     assert round_.version == message.version, "a copy hears of every round"
     if shard.ledger is not None:
-        shard.ledger.counted(holder, contributions)
+        shard.ledger.round_closed(holder, contributions)
     if message.code >= 0:
         round_.refuse(contributions, (msg.ErrorCode(message.code), message.reason))
 

@@ -283,7 +283,7 @@ class Server(fx.Machine):
             case msg.Roster():
                 return self._roster(message, now)
             case msg.FindCut():
-                return [fx.Send(SCHEDULER_MEMBER, self._hold(message))]
+                return [fx.Send(SCHEDULER_MEMBER, self._promise(message))]
             case msg.Cut():
                 return self._cut(message)
             case msg.Assign():
@@ -433,9 +433,9 @@ class Server(fx.Machine):
                 fates[fate.rank] += (fate,)
         return fates
 
-    def _hold(self, message: msg.FindCut) -> msg.CutFound:
-        """Say how far the slices are, and let them make one version more at most; none, where others wait anyway."""
-        versions = [version for shard in self._shards for version in shard.hold(0 if self.peers.waits else 1)]
+    def _promise(self, message: msg.FindCut) -> msg.CutFound:
+        """Answer with the versions of the slices, and promise one more at most until the cut; none under ``wait``."""
+        versions = [version for shard in self._shards for version in shard.promise(0 if self.peers.waits else 1)]
         highest = max(versions, default=0)
         lowest = min((version for version in versions if version >= highest - 1), default=msg.LATER)
         return msg.CutFound(message.request, highest, lowest)
@@ -445,7 +445,7 @@ class Server(fx.Machine):
         if message.store < 0:  # a scheduler that was started again repeats what some servers have not heard
             message = replace(message, ranks=tuple([rank for rank in message.ranks if rank in self.peers.newcomers]))
             self.peers.admit(message.ranks, message.version)
-            self.snapshots.spare(message.ranks)
+            self.snapshots.exempt(message.ranks)
         found = [one for shard in self._shards for one in shard.admit(message)]
         if self.peers.waits:
             self.snapshots.roster()  # some have waited for those that were away
@@ -484,7 +484,7 @@ class Server(fx.Machine):
             if self._quotas is not None:
                 self._quotas.clear()
         versions = dict(zip(message.ids.tolist(), message.versions.tolist(), strict=True))
-        read = self._restoring.take()
+        read = self._restoring.pop_read()
         there = [(number, one.round) for shard in self._shards for number, one in shard.roll_back(versions, read)]
         ids = np.array([number for number, _ in there], np.uint32)
         made = np.array([round_.version for _, round_ in there], np.uint32)
@@ -505,7 +505,7 @@ class Server(fx.Machine):
         return [fx.Forget(member) for member in ended]
 
     def _replies(self) -> list[fx.Effect]:
-        effects = self.replies.take()
+        effects = self.replies.pop_messages()
         if self.snapshots.ready:
             effects += self.snapshots.take_effects()
         return effects

@@ -1,7 +1,7 @@
 """The shard of a server: its slices, what pushes and pulls do to them, where their rounds close, and the replies. Pure.
 
 Walk of a push: `DenseShard.push` → every row is checked (`_checked`) → the blocks that the rows name
-(`Blocks.cover_merged`) → `Block.offer` → `Shard.close_if_ready`: when the round is complete (`take_round`), the next
+(`Blocks.cover_merged`) → `Block.offer` → `Shard.close_if_ready`: when the round is complete (`close_round`), the next
 version is made (`apply_round`), and every worker that waited has a `Reply`. What arises from one message for one worker
 leaves in as few messages as can be (`Replies.take`). Rows of tables go the same way in `SparseShard`.
 
@@ -23,7 +23,7 @@ from kvdist.checkpoint.snapshot import CountedPushes, ReadSlice, SavedSlice, Wan
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.policy import POLICIES
-from kvdist.core.round import Holder, PullRequest, Round, Verdict, contributors, is_complete, setting_of, take_round
+from kvdist.core.round import Holder, PullRequest, Round, Verdict, close_round, contributors, is_complete, setting_of
 from kvdist.core.server import block_state
 from kvdist.core.server.block import Block, Blocks, Contribution, apply_round
 from kvdist.core.server.buffers import Allocate, Buffer
@@ -84,7 +84,7 @@ LatePush: TypeAlias = msg.Push | msg.CompressedPush | msg.JoinedPush | msg.PushR
 class Ledger(Protocol):
     """Is told what becomes of every push."""
 
-    def counted(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+    def round_closed(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
         """The contributions of a round that has just been closed; `holder.round.version` is what they make."""
 
     def refused(self, holder: StoredHolder, contributions: Sequence[Any], reason: str) -> None:
@@ -141,10 +141,10 @@ class Shard(abc.ABC, Generic[H]):
     def close_if_ready(self, holder: H) -> None:
         """Close its open round as long as it is complete, and answer all that waited for that."""
         together = self._together(holder)
-        while rounds := take_round(together, self.peers.awaited):
+        while rounds := close_round(together, self.peers.awaited):
             if self.ledger is not None:
                 for one, contributions in zip(together, rounds, strict=True):
-                    self.ledger.counted(one, contributions)
+                    self.ledger.round_closed(one, contributions)
             try:
                 self._apply(together, rounds)
             except (errors.OptimizerMismatch, errors.PushRefused) as error:
@@ -231,9 +231,9 @@ class Shard(abc.ABC, Generic[H]):
                 for holder in self._of(fate.store):
                     holder.round.credit(more)
 
-    def hold(self, more: int) -> list[int]:
-        """Make so many more versions of each slice at most, until `admit`; returns those at which that was promised."""
-        return [round_.hold(more) for round_ in self._rounds_of_steps]
+    def promise(self, more: int) -> list[int]:
+        """Promise to make at most `more` versions of each slice until `admit`; returns where each promise was made."""
+        return [round_.promise(more) for round_ in self._rounds_of_steps]
 
     @property
     def steps_made(self) -> int:
@@ -256,7 +256,7 @@ class Shard(abc.ABC, Generic[H]):
                 continue
             if self.peers.waits and message.store < 0:
                 if self._is_awaited(holder, message.version):
-                    holder.round.take_back(ranks)
+                    holder.round.rejoin(ranks)
                     step = min(holder.round.version, message.version)
                     updates = self._updates(holder, step)
                     found += [(rank, number, step, updates) for rank in ranks for number in holder.ids.tolist()]
@@ -297,9 +297,10 @@ class Shard(abc.ABC, Generic[H]):
         return highest
 
     def _is_awaited(self, holder: H, version: int) -> bool:
-        """Whether a worker that has come back goes on here at this version, the lowest one of its step.
+        """Whether a worker that has rejoined (``--on-loss wait``) continues at this version, the lowest of its step.
 
-        It may be the one before the present one. What nobody has used yet, all will begin together.
+        It continues at the holder's version or at the one before, whose pull it repeats. A holder without any round
+        begins at version 0 for all workers.
         """
         round_ = holder.round
         if not (round_.version or round_.slots):
@@ -319,7 +320,7 @@ class Shard(abc.ABC, Generic[H]):
         return message.version if _is_in_step(holder, message.version) else None
 
     def versions_at(self, message: msg.TakeSnapshot) -> dict[int, int]:
-        """Slice of a store → the version at which a snapshot has it. To be asked between `hold` and `admit`."""
+        """Slice of a store → the version at which a snapshot has it. To be asked between `promise` and `admit`."""
         found: dict[int, int] = {}
         for holder in self._of(message.store):
             version = message.version if _is_in_step(holder, message.version) else holder.round.version
@@ -351,7 +352,7 @@ class Shard(abc.ABC, Generic[H]):
             holder.round.rewind(version, in_it)
             if self.ledger is not None:
                 self.ledger.rolled_back(holder)
-        self.hold(0)  # until a cut, as too few workers may be there
+        self.promise(0)  # until a cut, as too few workers may be there
         return [(number, holder) for holder in self for number in holder.ids.tolist()]
 
     def resume(self, sender: Member, message: msg.Resume) -> None:
@@ -388,7 +389,7 @@ class Shard(abc.ABC, Generic[H]):
         """The key of a slice that is here."""
 
     @abc.abstractmethod
-    def taken(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
+    def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
         """See `SnapshotSource`."""
 
     @abc.abstractmethod
@@ -567,7 +568,7 @@ class DenseShard(Shard[Block]):
         block, position = self.blocks.of(number)
         return block.key_of(position)
 
-    def taken(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
+    def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
         """Slices of one block as they are now."""
         block = self.blocks.of(numbers[0])[0]
         positions = [self.blocks.of(number)[1] for number in numbers]
@@ -610,7 +611,7 @@ class DenseShard(Shard[Block]):
                 if isinstance(message, msg.ReplaceValues):
                     block_state.begin_average(block, self._updaters.get(block.store))
                 self._look(block)
-                self._to(sender).counted(int(runs[first]), block.ids, block.version, msg.Outcome.INITIALISED)
+                self._to(sender).acknowledge(int(runs[first]), block.ids, block.version, msg.Outcome.INITIALISED)
                 self.close_if_ready(block)
 
     def pull_state(self, sender: Member, message: msg.PullState, now: float) -> None:
@@ -659,7 +660,7 @@ class DenseShard(Shard[Block]):
             except errors.PushRefused as error:
                 self._refuse(sender, run, block.ids, error)
             else:
-                self._to(sender).counted(run, block.ids, block.version, msg.Outcome.INITIALISED)
+                self._to(sender).acknowledge(run, block.ids, block.version, msg.Outcome.INITIALISED)
 
     def _isolated(self, sender: Member, message: msg.PullState | msg.ReplaceState) -> list[tuple[int, Block]]:
         """The valid rows, each with the block of its slice, alone if its state is meant. One may be named twice."""
@@ -833,12 +834,12 @@ class DenseShard(Shard[Block]):
             reply.refuse(run, block.ids, *refusal)
         elif contribution.flags & _MEASURE:
             reply.measured(run, block)
-        elif contribution.pull and contribution.holds and block.pulled_as is None:
-            reply.held(contribution.member, run, block)
+        elif contribution.pull and contribution.reads_in_place and block.pulled_as is None:
+            reply.lend(contribution.member, run, block)
         elif contribution.pull:
             reply.value(run, block)
         else:
-            reply.counted(run, block.ids, block.version, msg.Outcome.COUNTED)
+            reply.acknowledge(run, block.ids, block.version, msg.Outcome.COUNTED)
 
     def _answer_pull(self, block: Block, pull: PullRequest) -> None:
         if type(pull) is not AveragePull:
@@ -977,7 +978,7 @@ class Replies:
             reply = self._all[member] = Reply()
         return reply
 
-    def take(self) -> list[fx.Effect]:
+    def pop_messages(self) -> list[fx.Effect]:
         """Everything collected since the last time. A worker that left meanwhile gets nothing."""
         effects: list[fx.Effect] = []
         for member, reply in self._all.items():
@@ -1002,7 +1003,7 @@ class Reply:
     """(run, slices, version, outcome)"""
     _values: list[tuple[int, Block]] = field(default_factory=list)
     """(run, block)"""
-    _held: list[tuple[int, Block, Buffer, Buffer | None]] = field(default_factory=list)
+    _lent: list[tuple[int, Block, Buffer, Buffer | None]] = field(default_factory=list)
     """(run, block, what it shows, what the worker has read until now)"""
     _measured: list[tuple[int, U32, int, float]] = field(default_factory=list)
     """(run, slices, version, the sum of their squares)"""
@@ -1014,7 +1015,7 @@ class Reply:
     _handed_back: list[tuple[int, U32]] = field(default_factory=list)
     """(run, slices)"""
 
-    def counted(self, run: int, ids: U32, version: int, outcome: msg.Outcome) -> None:
+    def acknowledge(self, run: int, ids: U32, version: int, outcome: msg.Outcome) -> None:
         """Say that contributions, or first values, of these slices were counted."""
         self._counted.append((run, ids, version, outcome))
 
@@ -1022,10 +1023,10 @@ class Reply:
         """Send the block's present values."""
         self._values.append((run, block))
 
-    def held(self, member: Member, run: int, block: Block) -> None:
+    def lend(self, member: Member, run: int, block: Block) -> None:
         """Send the block's present values, which the worker reads in place."""
-        before = block.hold(member)  # at once: a later row of the message may split the block
-        self._held.append((run, block, block.held[member], before))
+        before = block.lend(member)  # at once: a later row of the message may split the block
+        self._lent.append((run, block, block.lent[member], before))
 
     def measured(self, run: int, block: Block) -> None:
         """Send the block's sum of squares."""
@@ -1094,7 +1095,7 @@ class Reply:
     ) -> list[fx.Effect]:
         effects: list[fx.Effect] = []
         large = _LargeValues()
-        for run, block, shown, before in self._held:
+        for run, block, shown, before in self._lent:
             if large.is_full(len(shown.payload), together_max):
                 effects.append(large.message(member))
                 large = _LargeValues()

@@ -55,7 +55,7 @@ class SnapshotSource(Protocol):
     def key_of(self, number: int) -> int | str:
         """The key of a slice that is here."""
 
-    def taken(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
+    def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
         """Slices as they are now, in memory that does not change; and the buffer that is leased for that, if any.
 
         Args:
@@ -102,7 +102,7 @@ class ServerSnapshot:
     leased: list[Buffer] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
     """Ranks that have marked all their slices."""
-    spared: set[int] = field(default_factory=set)
+    exempted: set[int] = field(default_factory=set)
     """Ranks of workers that do not take part, because they joined later in the program."""
     at: Mapping[int, int] | None = None
     """Slice → the version at which it is taken, where that is not said by marks."""
@@ -158,7 +158,7 @@ class Snapshots:
         if snapshot is None:
             where = (message.folder, message.contents, message.run, message.step)
             snapshot = ServerSnapshot(message.store, message.counter, *where)
-            snapshot.spared = {rank for rank, since in self._peers.since.items() if since >= message.pushes}
+            snapshot.exempted = {rank for rank, since in self._peers.since.items() if since >= message.pushes}
             self._snapshots[message.store, message.counter] = snapshot
         if not message.contents:
             snapshot.fail(f"{sender} cannot take part")
@@ -229,7 +229,7 @@ class Snapshots:
                 due.setdefault((id(snapshot), id(holder)), []).append(number)
                 snapshots[id(snapshot)] = snapshot
         for (which, _), some in due.items():
-            self._take(snapshots[which], some)
+            self._copy(snapshots[which], some)
 
     def unmark(self, lost: Set[int]) -> None:
         """What these lost workers had marked may never be counted: the marks of the others decide."""
@@ -242,14 +242,14 @@ class Snapshots:
                     del snapshot.marks[number]
                     self._stop_awaiting(number, snapshot)
 
-    def spare(self, ranks: Sequence[int]) -> None:
+    def exempt(self, ranks: Sequence[int]) -> None:
         """Wait for no marks of these, which join while checkpoints are under way."""
         for snapshot in self._snapshots.values():
-            snapshot.spared.update(ranks)
+            snapshot.exempted.update(ranks)
 
     def _awaited(self, snapshot: ServerSnapshot) -> Set[int]:
         """The ranks that have to mark."""
-        return self._peers.awaited - snapshot.spared
+        return self._peers.awaited - snapshot.exempted
 
     def roster(self) -> None:
         """Go on without departed workers. To be called when the rounds that waited for them are closed."""
@@ -369,14 +369,14 @@ class Snapshots:
         if not snapshots:
             del self.awaited[number]
 
-    def _take(self, snapshot: ServerSnapshot, numbers: Sequence[int]) -> None:
+    def _copy(self, snapshot: ServerSnapshot, numbers: Sequence[int]) -> None:
         """Take slices of one holder."""
         source, holder = self._found(numbers[0])
         if not snapshot.failure:
             try:
-                saved, leased = source.taken(numbers, snapshot.contents)
+                saved, leased = source.copies(numbers, snapshot.contents)
                 if snapshot.at is not None and not holder.round.policy.is_lockstep:
-                    counted = self._counted(holder.round)
+                    counted = self._counted_pushes(holder.round)
                     saved = [replace(one, counted=counted) for one in saved]
             except MemoryError:
                 key = source.key_of(numbers[0])
@@ -393,7 +393,7 @@ class Snapshots:
             self._note_trained(snapshot, holder.round.examples)
         self.ready[snapshot] = None
 
-    def _counted(self, round_: Round[Any, Any]) -> CountedPushes:
+    def _counted_pushes(self, round_: Round[Any, Any]) -> CountedPushes:
         """Whose pushes are in a slice of an asynchronous store, where no version says it."""
         counted, examples = round_.counted, round_.examples
         workers = self._peers.workers.items()
@@ -480,7 +480,7 @@ class Restoring:
         self._read[message.store] = event.product
         return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
-    def take(self) -> dict[int, Sequence[ReadSlice]]:
+    def pop_read(self) -> dict[int, Sequence[ReadSlice]]:
         """Remove and return what was read, by store."""
         read, self._read = self._read, {}
         return read

@@ -1,7 +1,7 @@
 """Sparse tables of a server: their rounds, and what pushes and pulls of rows do to them. Pure.
 
 Walk of a push of rows: `SparseShard.push` → `SparseTable.offer`, part by part → when every live worker has
-contributed `take_round` and `SparseTable.apply` → a count to each. A pull waits until its worker's pushes are counted;
+contributed `close_round` and `SparseTable.apply` → a count to each. A pull waits until its worker's pushes are counted;
 then its rows are gathered into a buffer that is leased until the worker has acknowledged it.
 
 A contribution too large for one message arrives in several and is offered to the round with the last one. If one part
@@ -251,7 +251,7 @@ class ReplyBuffers:
         self.allocate = allocate
         self.all: list[ReplyBuffer] = []
 
-    def take(self, nbytes: int) -> ReplyBuffer:
+    def acquire(self, nbytes: int) -> ReplyBuffer:
         """A free buffer of at least this many bytes and not many more."""
         free = [buffer for buffer in self.all if buffer.leases == 0]
         sizes = range(nbytes, 4 * nbytes + BUFFER_UNIT_BYTES + 1)
@@ -333,7 +333,7 @@ class SparseShard(Shard[SparseTable]):
         """The key of a slice that is here."""
         return self.all[number].round.key
 
-    def taken(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], None]:
+    def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], None]:
         """A copy of the present rows."""
         tables = [self.all[number] for number in numbers]
         optimizer = self._optimizers.get(tables[0].store)
@@ -371,7 +371,7 @@ class SparseShard(Shard[SparseTable]):
             if not message.flags[i] & msg.MORE:
                 table.has_value = True
                 self._look(table)
-                self._to(sender).counted(run, table.ids, table.round.version, msg.Outcome.INITIALISED)
+                self._to(sender).acknowledge(run, table.ids, table.round.version, msg.Outcome.INITIALISED)
                 self.close_if_ready(table)
 
     def push(self, sender: Member, message: msg.PushRows, now: float) -> None:
@@ -431,7 +431,7 @@ class SparseShard(Shard[SparseTable]):
         if (refusal := table.round.refusal_of(contribution)) is not None:
             reply.refuse(run, table.ids, *refusal)
         else:
-            reply.counted(run, table.ids, table.round.version, msg.Outcome.COUNTED)
+            reply.acknowledge(run, table.ids, table.round.version, msg.Outcome.COUNTED)
 
     def _answer_pull(self, table: SparseTable, pull: RowPull) -> None:
         try:
@@ -449,7 +449,7 @@ class SparseShard(Shard[SparseTable]):
         rows = table.rows
         count = len(pull.ids) * rows.row_length
         nbytes = count * rows.dtype.itemsize
-        buffer = self.buffers.take(padded(nbytes))
+        buffer = self.buffers.acquire(padded(nbytes))
         payload = buffer.memory[: padded(nbytes)]
         values = payload[:nbytes].view(rows.dtype.storage)
         rows.gather(pull.ids, values)

@@ -49,7 +49,7 @@ class Newcomer:
         """Slice → how many updates more its weights have had than there were rounds."""
         self._stores: list[tuple[int, int, int]] = []
         """(first slice, the one after the last, store) of what was declared."""
-        self.held: list[req.Request] = []
+        self.queued: list[req.Request] = []
         """What waits until it takes part, in the order of the calls."""
         self._wish = msg.Ready(0)
 
@@ -62,14 +62,14 @@ class Newcomer:
         """Hold a call of the user back, or answer it; None if it is like those of others."""
         if isinstance(request, req.Leave) and request.failure:
             return None
-        if self.held:
-            self.held.append(request)
+        if self.queued:
+            self.queued.append(request)
             return []
         match request:
             case req.TakePart() if not self._waits_for(self._numbers_of(request.store)):
                 return [fx.CompleteRequest(request.request, self._updates_of(request.store))]
             case req.TakePart():
-                return self._hold(request, request.store)
+                return self._queue(request, request.store)
             case req.Transfer() if request.runs:
                 return self._transfer(request)
             case req.EnterBarrier() if self.looks_on and not self.is_member and model_of(request.statement):
@@ -87,12 +87,12 @@ class Newcomer:
         if not request.kind.pushes:
             return None
         if self._waits_for({number for run in request.runs for number in run.plan.ids.tolist()}):
-            return self._hold(request, self._store_of(request))
+            return self._queue(request, self._store_of(request))
         self.looks_on = False
         return None
 
-    def _hold(self, request: req.Request, store: int) -> list[fx.Effect]:
-        self.held.append(request)
+    def _queue(self, request: req.Request, store: int) -> list[fx.Effect]:
+        self.queued.append(request)
         self._wish = msg.Ready(store)
         if not self.is_member:
             self.silent = set(self._servers.values())
@@ -101,7 +101,7 @@ class Newcomer:
     @property
     def wishes(self) -> list[msg.Ready]:
         """What it waits for that a scheduler which was started again must hear once more."""
-        return [self._wish] if self.held else []
+        return [self._wish] if self.queued else []
 
     def _waits_for(self, numbers: set[int]) -> bool:
         """Whether rounds of some of these slices do not wait for this worker yet."""
@@ -121,7 +121,7 @@ class Newcomer:
     @property
     def is_waiting(self) -> bool:
         """Whether servers are about to say where counters begin."""
-        return bool(self.held)
+        return bool(self.queued)
 
     def counters(self, sender: Member, message: msg.Counters) -> int:
         """A server says where counters begin; returns the highest."""
@@ -139,18 +139,18 @@ class Newcomer:
         return int(message.steps[~later].max(initial=0))
 
     def rewind(self) -> list[req.Request]:
-        """All rounds wait for this worker, as for any other; returns what was held back."""
+        """All rounds wait for this worker, as for any other; returns the queued requests."""
         self._later.clear()
         self.silent.clear()
         self.is_member = True
-        held, self.held = self.held, []
-        return held
+        queued, self.queued = self.queued, []
+        return queued
 
-    def take(self) -> list[req.Request]:
-        """What was held back and may go on, in the order of the calls; it may be held back again."""
-        if not self.held or not self.is_member:
+    def pop_requests(self) -> list[req.Request]:
+        """The queued requests that may go on, in the order of the calls; the worker may queue them again."""
+        if not self.queued or not self.is_member:
             return []
-        match self.held[0]:
+        match self.queued[0]:
             case req.TakePart(store=store):
                 awaited = self._numbers_of(store)
             case req.Transfer(runs=runs):
@@ -159,5 +159,5 @@ class Newcomer:
                 awaited = set()
         if self._later & awaited:
             return []
-        held, self.held = self.held, []
-        return held
+        queued, self.queued = self.queued, []
+        return queued

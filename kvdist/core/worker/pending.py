@@ -57,8 +57,8 @@ class Pending:
     meanwhile."""
     awaits: tuple[int, ...] | None = None
     """The ranks of those, as the server has said; None before it has."""
-    is_held: bool = False
-    """Whether this worker holds it back until it takes part, or until all have gone back to a snapshot."""
+    is_queued: bool = False
+    """Whether this worker has queued it until the worker takes part, or until all have gone back to a snapshot."""
     asked_for: msg.Message | None = None
     """What the scheduler was asked; a scheduler that was started again is asked once more."""
 
@@ -346,11 +346,11 @@ class SavingCalls:
         return True
 
     def load(self, request: req.LoadStore) -> None:
-        """Ask for it as soon as no push of this worker is under way."""
+        """Queue a load until no push of this worker is in flight."""
         self.waiting.append(request)
 
-    def settle(self, pushes: int) -> list[fx.Effect]:
-        """Send the loads that waited, once no push is under way."""
+    def send_loads(self, pushes: int) -> list[fx.Effect]:
+        """Send the waiting loads, if no push is in flight."""
         if not self._transfers.is_idle:
             return []
         effects: list[fx.Effect] = []
@@ -452,7 +452,7 @@ class BlockedReports:
         since = self._threads.blocked_since() if len(self._pending) else None
         if since is None or now - since < REPORT_AFTER_S or self._pending.timed:
             return None
-        if any(one.is_held for one in self._pending):
+        if any(one.is_queued for one in self._pending):
             return None
         rounds = self._transfers.awaited_rounds()
         if rounds is None:

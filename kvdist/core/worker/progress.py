@@ -39,7 +39,7 @@ class ProgressReports:
         effects = self._answer(number, None)
         step = self._transfers.slices.rounds_of(number)
         progress = replace(request.progress, step=step)
-        if progress.when == msg.DueWhen.LED:
+        if progress.when == msg.DueWhen.STALE:
             progress = replace(progress, samples=self._meetings)
         self._said[number] = request = replace(request, progress=progress)
         due = self._due.get(number)
@@ -74,7 +74,7 @@ class ProgressReports:
     def meets(self) -> list[fx.Effect]:
         """This worker comes to a barrier: nobody is to wait for its pushes meanwhile who has not come there."""
         self._meetings += 1
-        led = [(number, said) for number, said in self._said.items() if said.progress.when == msg.DueWhen.LED]
+        led = [(number, said) for number, said in self._said.items() if said.progress.when == msg.DueWhen.STALE]
         for number, said in led:
             progress = replace(said.progress, samples=self._meetings, together=True)
             self._said[number] = replace(said, progress=progress)

@@ -38,4 +38,4 @@ class Rewinding:
     """Nothing of before is under way, and the scheduler knows."""
     told: set[Member] = field(default_factory=set)
     """The servers that have gone back."""
-    held: list[req.Request] = field(default_factory=list)
+    queued: list[req.Request] = field(default_factory=list)

@@ -124,12 +124,12 @@ class Outbox:
         self._arrivals += 1
         heapq.heappush(self._ready, (-ready.priority, self._arrivals, ready))
 
-    def take(self) -> tuple[msg.Message, Credit] | None:
-        """The next message that may leave, and the credit that it uses."""
+    def next_message(self) -> tuple[msg.Message, Credit] | None:
+        """The next message that may be sent, and the credit that it uses; None if there is none."""
         heaps = [heap for heap in self._heaps.values() if heap]
         heap = min(heaps, key=lambda heap: heap[0][:2], default=None)
         if self._ready and (heap is None or self._ready[0][:2] < heap[0][:2]):
-            return self._take_ready()
+            return self._next_ready()
         if heap is None:
             return None
         window_bytes = self._window(heap[0][2])
@@ -143,7 +143,7 @@ class Outbox:
         self.flying_bytes += nbytes
         return message, Credit(self.server, nbytes)
 
-    def _take_ready(self) -> tuple[msg.Message, Credit] | None:
+    def _next_ready(self) -> tuple[msg.Message, Credit] | None:
         ready = self._ready[0][2]
         if self.flying_bytes and self.flying_bytes + ready.nbytes > self.far_window_bytes:
             return None
@@ -210,10 +210,10 @@ class SliceTable:
         """How many examples they sum, of those that say it."""
         self.lost_from: U32 = np.zeros(0, np.uint32)
         self.lost_to: U32 = np.zeros(0, np.uint32)
-        """Of slices whose server was lost alone: of the pushes that were counted those from here to there are lost."""
+        """For each slice of a server that went back alone: the counted pushes from this one to that one are lost."""
         self._earlier_from: U32 = np.zeros(0, np.uint32)
         self._earlier_to: U32 = np.zeros(0, np.uint32)
-        """The same of the time before: the newest snapshot may be damaged, and nobody goes back further than by two."""
+        """The pushes lost by the rollback before: with a damaged newest snapshot a server goes back by two."""
         self.versions: U32 = np.zeros(0, np.uint32)
         """The newest version seen."""
         self.aggregated: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -286,8 +286,8 @@ class SliceTable:
         free = np.flatnonzero(~busy).tolist()
         return req.RunPart(run, free) if free else None
 
-    def counted(self, ids: U32) -> list[req.RunPart]:
-        """These pushes are counted; returns what may leave now, the slices of one run together."""
+    def mark_counted(self, ids: U32) -> list[req.RunPart]:
+        """Record that a server has counted these pushes. Returns the parts that may be sent now, one for each run."""
         self._busy[ids] = False
         if not self._lines:
             return []
@@ -547,11 +547,11 @@ class Transfers:
             run = self._runs[number]
             self.send_directly(req.RunPart(run, sorted(run.plan.positions[one] for one in positions)))
 
-    def take(self) -> Iterator[tuple[int, msg.Message, Credit]]:
-        """Remove and return everything that may leave: (server, message, credit)."""
+    def pop_messages(self) -> Iterator[tuple[int, msg.Message, Credit]]:
+        """Remove and return the messages that may be sent now: (server, message, credit)."""
         for rank in sorted(self._ready):
             outbox = self._outboxes[rank]
-            while (taken := outbox.take()) is not None:
+            while (taken := outbox.next_message()) is not None:
                 self._flying_messages += 1
                 yield rank, *taken
             self._ready.discard(rank)
@@ -631,7 +631,7 @@ class Transfers:
         for run, begin, end in self._segments(message.runs):
             if run.kind.pushes:
                 self.slices.reclaim(message.ids[begin:end])
-                for freed in self.slices.counted(message.ids[begin:end]):
+                for freed in self.slices.mark_counted(message.ids[begin:end]):
                     self._leave(freed)
             if run.answered is not None:
                 places = run.plan.places(message.ids[begin:end])
@@ -725,7 +725,7 @@ class Transfers:
             assert 0 < run.left <= len(run.plan.ids)
         for rank, outbox in self._outboxes.items():
             assert outbox.flying_bytes >= 0
-            assert rank in self._ready or outbox.take() is None, "what may leave has left"
+            assert rank in self._ready or outbox.next_message() is None, "what may leave has left"
 
     def _add(self, rank: int, part: req.RunPart) -> None:
         self._outboxes[rank].add(part)

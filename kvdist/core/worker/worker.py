@@ -161,13 +161,13 @@ class Worker(fx.Machine):
                 effects.append(fx.FailRequest(request.request, errors.StoreClosed("this worker has left the cluster")))
             else:
                 effects += self._accept(request, now)
-        return effects + self._settle(now)
+        return effects + self._flush(now)
 
     def _counters(self, newcomer: Newcomer, sender: Member, message: msg.Counters, now: float) -> list[fx.Effect]:
         """A server says from when on its rounds wait for this worker."""
         was_member = newcomer.is_member
         self.step = max(self.step, newcomer.counters(sender, message))
-        released = newcomer.take()
+        released = newcomer.pop_requests()
         # In slices that are not pushed at each step it takes part when it asks for that as a member.
         asks = newcomer.is_member and not was_member and not released
         again = [fx.Send(SCHEDULER_MEMBER, wish) for wish in newcomer.wishes] if asks else []
@@ -210,7 +210,7 @@ class Worker(fx.Machine):
                 effects = self._fail_all(self._refusal(message))
             case _ if sender.node.role is Role.SCHEDULER:
                 effects = self._control(message, now)
-        return effects + self._settle(now)
+        return effects + self._flush(now)
 
     def _refusal(self, message: msg.Rejected) -> errors.KvdistError:
         is_fenced = self.joining.welcomed and not message.is_over
@@ -270,7 +270,7 @@ class Worker(fx.Machine):
             since = self._threads.longest_wait_since()
             if self._progress is not None and since is not None and now - since >= REPORT_AFTER_S:
                 effects += self._progress.ask_again()
-        return effects + self._settle(now)
+        return effects + self._flush(now)
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[fx.Effect]:
         """Return the bytes of messages that have arrived to the window."""
@@ -281,7 +281,7 @@ class Worker(fx.Machine):
             self.transfers.release(token)
             if token.members and self.aggregation is not None:
                 self.aggregation.arrived(token.members)
-        return self._settle(now)
+        return self._flush(now)
 
     @property
     def waiting_since(self) -> float | None:
@@ -295,7 +295,7 @@ class Worker(fx.Machine):
         if joining is not None:
             return joining
         text, oldest = self._awaited(now), self._pending.oldest
-        if text is None or oldest is None or oldest.is_held:
+        if text is None or oldest is None or oldest.is_queued:
             return text
         servers = self.transfers.awaited_servers(oldest.request)
         is_for_workers = bool(self._hint.ranks) if self._hint is not None else not servers
@@ -314,8 +314,8 @@ class Worker(fx.Machine):
         hint = self._saving.hint if oldest.in_background else self._hint
         if oldest.deed:
             who, deed = ", ".join(map(self._named, oldest.awaits or ())) or "the other workers", oldest.deed
-        elif hint is None and oldest.is_held:
-            who, deed = self._holders()
+        elif hint is None and oldest.is_queued:
+            who, deed = self._why_queued()
         elif hint is None:
             who, deed = self._awaited_servers(oldest.request) or "the scheduler", f"answer {oldest.label}"
         elif hint.ranks:
@@ -327,7 +327,7 @@ class Worker(fx.Machine):
         also = f"; another push waits {room_wait}" if room_wait else ""
         return f"{self.me}: {waiting(now - oldest.since, who, deed)}{where}{also}"
 
-    def _holders(self) -> tuple[str, str]:
+    def _why_queued(self) -> tuple[str, str]:
         """For whom calls are held back, and what these have to do."""
         if self._rewinding is not None:
             return "the others", f"go back to the snapshot of step {self._rewinding.step}"
@@ -391,16 +391,16 @@ class Worker(fx.Machine):
         if self.rolled_back is not None and (says_nothing or isinstance(request, DROPPED)):
             return [fx.FailRequest(request.request, self.rolled_back)]
         if self._rewinding is not None and not (isinstance(request, req.Leave) and request.failure):
-            self._rewinding.held.append(request)
-            self._open(request, now).is_held = True
+            self._rewinding.queued.append(request)
+            self._open(request, now).is_queued = True
             return []
         if isinstance(request, req.AcceptRollback):
             error, self.rolled_back = self.rolled_back, None
             return [fx.CompleteRequest(request.request, error)]
         if self._newcomer is not None:
             answered = self._newcomer.accept(request)
-            if self._newcomer.held and self._newcomer.held[-1] is request:
-                self._open(request, now).is_held = True
+            if self._newcomer.queued and self._newcomer.queued[-1] is request:
+                self._open(request, now).is_queued = True
             if answered is not None:
                 return answered
         match request:
@@ -531,18 +531,18 @@ class Worker(fx.Machine):
         """The worker that pushes for this host, if there is one."""
         return None if self.aggregation is None else self.aggregation.leader
 
-    def _settle(self, now: float) -> list[fx.Effect]:
+    def _flush(self, now: float) -> list[fx.Effect]:
         """Send everything that may leave."""
         if self.failure is not None:
             return []
-        effects = [] if self.aggregation is None else self.aggregation.settle(now)
+        effects = [] if self.aggregation is None else self.aggregation.flush(now)
         rewinding = self._rewinding
         if rewinding is not None and not rewinding.is_quiet and self.transfers.is_quiet:
             rewinding.is_quiet = True
             effects.append(fx.Send(SCHEDULER_MEMBER, msg.Quiet(rewinding.number)))
         if self._saving.waiting:
-            effects += self._saving.settle(self._place)
-        for rank, message, credit in self.transfers.take():
+            effects += self._saving.send_loads(self._place)
+        for rank, message, credit in self.transfers.pop_messages():
             leader = self._leader if rank == LEADER else None
             to = self.servers[rank] if leader is None else leader
             effects.append(fx.Send(to, message, credit))
@@ -652,7 +652,7 @@ class Worker(fx.Machine):
                 if self._newcomer is not None or before:
                     effects.append(fx.Send(peer.member, msg.Ready(0)))  # or it knows no way to this worker
                 self._dialled.add(peer.member)
-        effects += self._take_overs(message, now)
+        effects += self._fail_over(message, now)
         for effect in () if self.aggregation is None else self.aggregation.roster(self.me, self.peers):
             if isinstance(effect, fx.Forget):
                 self._lost_links.pop(effect.member, None)
@@ -664,10 +664,10 @@ class Worker(fx.Machine):
         if self.aggregation is not None:
             reason = "its host sums pushes, which cannot go back to a snapshot: set KVDIST_SNAPSHOTS on workers, too"
             return self._fail_all(errors.ConfigError(reason))
-        held = [] if self._rewinding is None else self._rewinding.held
-        held += [] if self._newcomer is None else self._newcomer.rewind()
-        kept: list[req.Request] = [one for one in held if not isinstance(one, DROPPED)]
-        self._rewinding = Rewinding(message.number, message.step, held=kept)
+        queued = [] if self._rewinding is None else self._rewinding.queued
+        queued += [] if self._newcomer is None else self._newcomer.rewind()
+        kept: list[req.Request] = [one for one in queued if not isinstance(one, DROPPED)]
+        self._rewinding = Rewinding(message.number, message.step, queued=kept)
         error = self.rolled_back = errors.RolledBackError(message.reason, message.step)
         effects: list[fx.Effect] = []
         there = {peer.member for peer in self.peers}
@@ -679,7 +679,7 @@ class Worker(fx.Machine):
                 effects.append(fx.Forget(member))
         loading = {load.request for load in self._saving.waiting}
         loading.update(() if self._progress is None else self._progress.rewind())
-        dropped = loading | {one.request for one in held if isinstance(one, DROPPED)}
+        dropped = loading | {one.request for one in queued if isinstance(one, DROPPED)}
         self._saving.waiting.clear()
         for pending in list(self._pending):
             is_shared = isinstance(
@@ -708,7 +708,7 @@ class Worker(fx.Machine):
             return []
         self._rewinding = None
         self.step = int(self.transfers.slices.pushed.max(initial=0))
-        return self._release(rewinding.held, now)
+        return self._release(rewinding.queued, now)
 
     def _resume(self, sender: Member, message: msg.Rewound) -> list[fx.Effect]:
         """A server alone has gone back: tell it where this worker is, and the scheduler what it lacks; go on there."""
@@ -721,7 +721,7 @@ class Worker(fx.Machine):
         told = msg.Missed(message.number, least, most)
         return [fx.Send(sender, resume, self.transfers.note(number)), fx.Send(SCHEDULER_MEMBER, told)]
 
-    def _take_overs(self, message: msg.Roster, now: float) -> list[fx.Effect]:
+    def _fail_over(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         """Send to each server what is for it; what lost ones have not answered, to those that have their slices now."""
         there = {peer.member.node.rank: peer for peer in self.peers if peer.member.node.role is Role.SERVER}
         had_slices = set(self.servers.values())
@@ -758,7 +758,7 @@ class Worker(fx.Machine):
             self._lost_links.pop(member, None)
         marks = [mark for heir, number in heirs.items() for mark in self._saving.give_up(heir, number)]
         # Forgotten last: that frees the window, and what leaves then follows what leaves now.
-        return [*effects, *marks, *self._settle(now), *map(fx.Forget, gone)]
+        return [*effects, *marks, *self._flush(now), *map(fx.Forget, gone)]
 
     def _reregister(self, now: float) -> list[fx.Effect]:
         """The scheduler was started again: ask it once more for all that it has not answered."""
@@ -861,7 +861,7 @@ class Worker(fx.Machine):
         self.transfers.clear()
         for holder in (self._newcomer, self._rewinding):
             if holder is not None:
-                holder.held.clear()
+                holder.queued.clear()
         return self._pending.fail_all(error)
 
     def _fail_all(self, error: Exception) -> list[fx.Effect]:
