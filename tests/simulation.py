@@ -72,7 +72,7 @@ from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
 from tests.core.leasing import LeasingUser, QuotaLeasingUser, require_position, require_used_once
 from tests.core.network import Network, Process, SimulatedTransport, Wall, Weather
-from tests.core.odd_choices import odd_choices
+from tests.core.odd_choices import EXPLAINING, NAMES, odd_choices
 from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk, content
 from tests.core.workload import BIGARRAY_BOUND, Array, Job, Oracle, User
 from tests.devices import NumpyDevice
@@ -366,7 +366,9 @@ def run(
             ExitStack() as stack,
         ):
             if scenario.is_odd:
-                odd = odd_choices(Random(repr((seed, scenario))), scenario.limits, network.happened)
+                # With dumps, all that a process remembers would be written at each of its explanations.
+                names = [name for name in NAMES if dumps is None or name != EXPLAINING]
+                odd = odd_choices(Random(repr((seed, scenario))), scenario.limits, network.happened, names)
                 limits, network.late_s = stack.enter_context(odd)
                 cluster.scenario = replace(scenario, limits=limits)
             _build(cluster)

@@ -64,10 +64,11 @@ CONSTANTS: Mapping[str, Sequence[tuple[ModuleType | type, str, Any]]] = {
     "rosters share a long gap": [(scheduler, "ROSTER_GAP_S", 0.05)],
 }
 """By name: the constants that have another value."""
+EXPLAINING = "nobody is patient"
 LIMITS: Mapping[str, Mapping[str, Any]] = {
     "a window of one byte": {"window_bytes": 1},
     "little is under way": {"under_way_bytes": 1, "priority_window_bytes": 1},
-    "nobody is patient": {"explain_after_s": 0.02},
+    EXPLAINING: {"explain_after_s": 0.02},
 }
 """By name: the limits that are others."""
 LATE = "timers fire late"

@@ -638,7 +638,8 @@ def test_a_block_that_writes_where_somebody_reads_is_noticed(monkeypatch: pytest
     def wrong(self: BufferPool) -> Any:
         return self.free_buffers.pop(0) if self.free_buffers else self.fresh()
 
-    with mock.patch.object(BufferPool, "acquire", wrong), pytest.raises(AssertionError, match="bytes changed under way"):
+    changed = pytest.raises(AssertionError, match="bytes changed under way")
+    with mock.patch.object(BufferPool, "acquire", wrong), changed:
         read_late(wired)
 
 

@@ -126,11 +126,11 @@ def test_many_slices_are_marked_in_several_messages(tmp_path: Path) -> None:
 
 def test_rounds_ask_nobody_about_checkpoints_while_there_is_none(tmp_path: Path) -> None:
     wired = a_cluster()
-    with mock.patch.multiple(Snapshots, look=None, take_effects=None), mock.patch.object(SavingCalls, "send_loads", None):
+    with mock.patch.multiple(Snapshots, look=None, take_effects=None), mock.patch.object(SavingCalls, "send_loads"):
         push_all(wired, 0, 1)
     save_all(wired, tmp_path)
     wired.settle_works()
-    with mock.patch.multiple(Snapshots, look=None, take_effects=None), mock.patch.object(SavingCalls, "send_loads", None):
+    with mock.patch.multiple(Snapshots, look=None, take_effects=None), mock.patch.object(SavingCalls, "send_loads"):
         push_all(wired, 2)
     require_moment(tmp_path, (0, 1), 2)
 
