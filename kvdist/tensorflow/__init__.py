@@ -1,8 +1,8 @@
 """TensorFlow without servers, under Horovod's names: ``import kvdist.tensorflow as hvd``.
 
-It supports Keras 3 on TensorFlow, loops with a tape, and session scripts of `tf.compat.v1`; `docs/collective.md` lists
-the lines of an old script that change. Communication uses torch, so torch must be installed too; the order of the two
-imports does not matter.
+It supports Keras 3 on TensorFlow, loops with a tape, and session scripts of `tf.compat.v1`;
+`docs/reference/collective.md` lists the lines of an old script that change. Communication uses torch, so torch must be
+installed too; the order of the two imports does not matter.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

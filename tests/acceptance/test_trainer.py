@@ -930,7 +930,7 @@ def test_who_updates_the_weights_on_servers():
 
 
 class Plain(kv.KVStoreBase):
-    """Sums over the devices of one process, as in docs/mxnet.md."""
+    """Sums over the devices of one process, as in docs/reference/mxnet.md."""
 
     type, rank, num_workers = "plain", 0, 1
 

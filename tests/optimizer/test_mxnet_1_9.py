@@ -1,4 +1,4 @@
-"""Defaults and equations that changed after MXNet 1.9: each line of the two tables in docs/mxnet.md."""
+"""Defaults and equations that changed after MXNet 1.9: each line of the two tables in docs/reference/mxnet.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvdist.optimizer import Updater, create
 from kvdist.optimizer.mxnet_1_9 import DEFAULTS, NAME
 from tests.cases import each
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "mxnet.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "mxnet.md"
 WEIGHT = [0.5, -1.0, 2.0, -0.25]
 GRADS = [[0.1, -0.2, 0.3, 0.05], [-0.4, 0.1, 0.2, -0.3], [0.25, 0.15, -0.35, 0.6]]
 TOLERANCE = 2.5e-6

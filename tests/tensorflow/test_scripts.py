@@ -1,4 +1,4 @@
-"""Scripts of Horovod's documents and examples at two processes; docs/collective.md names the lines that change."""
+"""Scripts of Horovod's documents and examples at two processes; docs/reference/collective.md: lines that change."""
 
 from __future__ import annotations
 

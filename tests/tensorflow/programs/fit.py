@@ -1,6 +1,6 @@
 """The cells of the notebook in the introduction to Horovod, for kvdist and today's Keras.
 
-Each line that is not the introduction's is marked and stands in docs/collective.md; and there are fewer steps.
+Each line that is not the introduction's is marked, and in docs/reference/collective.md; there are fewer steps.
 """
 
 import sys
