@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,6 @@ from kvdist.checkpoint.snapshot import (
     STATES,
     WEIGHTS,
     Bits,
-    CountedPushes,
     FileRecord,
     Ids,
     Manifest,
@@ -43,8 +42,6 @@ from kvdist.optimizer.states import SliceState
 WEIGHT, MASTER, INDICES = "weight", "master", "indices"
 SLICES = "kvdist.slices"
 """In the metadata of a file: what is known of each of its slices beside arrays."""
-COUNTED = "kvdist.counted"
-"""In the metadata of a snapshot of an asynchronous store: for each of its slices, whose pushes are in it."""
 SAMPLES = "kvdist.samples"
 """In the metadata of a file: of how many examples each of its slices is made, if that is known of any."""
 RUN, STEP = "kvdist.run", "kvdist.step"
@@ -62,8 +59,6 @@ def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str
     metadata = {SLICES: json.dumps(described), RUN: run, STEP: str(step), "format": "kvdist"}
     if any(one.samples for one in slices):
         metadata[SAMPLES] = json.dumps([one.samples for one in slices])
-    if any(one.counted for one in slices):
-        metadata[COUNTED] = json.dumps([[[who, *counts] for who, counts in one.counted.items()] for one in slices])
     return write_tensors(folder, stem, tensors, metadata)
 
 
@@ -110,7 +105,6 @@ class _Piece:
     states: tuple[str, ...]
     initializer: str = ""
     """Of a slice of a lazy table; empty otherwise."""
-    counted: CountedPushes = field(default_factory=dict)
     samples: int = 0
     """Of how many examples an array is made."""
 
@@ -218,9 +212,8 @@ class Shards:
         if asks_state:
             state = self._state(wanted, pieces, parts, size)
         begins = pieces[0].initializer
-        counted = pieces[0].counted if len(pieces) == 1 else {}
         samples = max(piece.samples for piece in pieces)
-        return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins, counted, samples)
+        return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins, samples)
 
     def whole(self, key: int | str, size: int, dtype: DType) -> Bits:
         """All elements of a key."""
@@ -399,20 +392,16 @@ def _all_pieces(folder: Path) -> Iterator[_Piece]:
 def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
     try:
         described = json.loads(file.metadata[SLICES])
-        counts = json.loads(file.metadata[COUNTED]) if COUNTED in file.metadata else [[]] * len(described)
         totals = json.loads(file.metadata[SAMPLES]) if SAMPLES in file.metadata else [0] * len(described)
-        for entry, counted, samples in zip(described, counts, totals, strict=True):
+        for entry, samples in zip(described, totals, strict=True):
             key, start, count, version, updates, scalars, states, *lazy = entry
             if any(type(number) is not int or number < 0 for number in (start, count, version, updates, samples)):
                 raise ValueError(f"a number of a slice of key {key!r:.80} is not a count")
             if type(key) not in (int, str):
                 raise ValueError(f"a key {key!r:.80}")
-            if any(type(number) is not int or number < 0 for one in counted for number in one):
-                raise ValueError(f"a number of pushes to key {key!r:.80} is not a count")
             numbers = start, start + count, updates
             kept = (tuple(map(float, scalars)), tuple(states))
             (begins,) = (initializer_from(text).describe() for text in lazy) if lazy else ("",)
-            own = {who: (pushes, examples) for who, pushes, examples in counted}
-            yield _Piece(file, _name(key, start, count), *numbers, *kept, begins, own, samples), key
+            yield _Piece(file, _name(key, start, count), *numbers, *kept, begins, samples), key
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{file.path} is damaged: its slices are not readable ({error})") from None

@@ -27,9 +27,6 @@ Bits = npt.NDArray[np.generic]
 Ids = npt.NDArray[np.int64]
 """(k,) row ids of a whole table, strictly ascending."""
 
-CountedPushes = Mapping[int, tuple[int, int]]
-"""Incarnation → pushes, examples."""
-
 WEIGHTS, STATES = "weights", "states"
 EVERYTHING = (WEIGHTS, STATES)
 """What a checkpoint can hold. Averages of the weights are states."""
@@ -238,8 +235,6 @@ class SavedSlice:
         master: the float32 weight behind a half one.
         ids: of a lazy table the rows that exist: all arrays are those of these rows; None for what is whole.
         initializer: how its other rows begin, as text.
-        counted: incarnation of a worker → how many of its pushes are in it, and how many examples those summed; said
-            only of asynchronous stores, by a snapshot that servers write by themselves.
         samples: of how many examples an array is made, as far as that was said.
     """
 
@@ -255,7 +250,6 @@ class SavedSlice:
     master: Bits | None = None
     ids: Ids | None = None
     initializer: str = ""
-    counted: CountedPushes = field(default_factory=dict)
     samples: int = 0
 
 
@@ -302,7 +296,6 @@ class ReadSlice:
     ids: Ids | None = None
     """As of `SavedSlice`."""
     initializer: str = ""
-    counted: CountedPushes = field(default_factory=dict)
     samples: int = 0
 
 

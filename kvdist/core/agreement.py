@@ -188,26 +188,23 @@ class Questions:
         make: Callable[[int], msg.Message],
         then: Callable[[str], list[fx.Effect]],
         cause: Agreement[Any] | None = None,
-        servers: Live | None = None,
     ) -> list[fx.Effect]:
         """Send all servers a message.
 
         Args:
             make: makes it of the number of the request.
             then: called when the last server has answered, with '' or with the first failure.
-            cause: the agreement that cannot be settled before.
-            servers: only these.
+            cause: the agreement that waits for the answers.
         """
         request = self._next_request
         self._next_request += 1
-        asked = self._servers if servers is None else servers
-        question: Agreement[str] = Agreement("", "", 0.0, {}, (asked,))
+        question: Agreement[str] = Agreement("", "", 0.0, {}, (self._servers,))
         if cause is not None:
             cause.waits_for = question
         self._open[request] = (question, then)
-        if servers is None:
-            self._asked[request] = make
-        return [fx.Send(server, make(request)) for server in sorted(asked.values(), key=lambda one: one.node.rank)]
+        self._asked[request] = make
+        servers = sorted(self._servers.values(), key=lambda server: server.node.rank)
+        return [fx.Send(server, make(request)) for server in servers]
 
     def exempt(self, server: Member) -> None:
         """Let no open question wait for this server, which has joined since."""

@@ -320,21 +320,13 @@ class Round(Generic[C, P]):
         for rank in ranks:
             self.slots.pop(rank, None)
 
-    def rewind(self, version: int, counted: Mapping[int, tuple[int, int]]) -> None:
-        """Go back to a version of so many pushes of each worker, with so many examples; what is open is dropped."""
+    def rewind(self, version: int, ranks: Iterable[int]) -> None:
+        """Go back to a version, with as many counted pushes of each of these ranks; the open round is dropped."""
         self.version = version
-        self.counted = {rank: pushes for rank, (pushes, _) in counted.items()}
-        self.examples = {rank: examples for rank, (_, examples) in counted.items() if examples}
+        self.counted = dict.fromkeys(ranks, version)
+        self.examples = {}
         self.slots, self.refused, self.pulls, self.admission = {}, {}, [], None
         self._unsatisfied = 0
-
-    def resume(self, rank: int, pushes: int, examples: int) -> None:
-        """Count a worker's pushes from here on: those before were counted, and are lost if the value has them not."""
-        if rank not in self.slots:
-            self.counted[rank] = max(self.counted.get(rank, 0), pushes)
-            self._unsatisfied = 0
-            if examples:
-                self.examples[rank] = max(self.examples.get(rank, 0), examples)
 
     def drop_departed(self, live: Mapping[int, object]) -> None:
         """Drop the contributions of departed workers: they belong to values that were replaced."""

@@ -45,7 +45,6 @@ from kvdist.protocol.wire_types import (
     SliceArrays,
     U8s,
     U32s,
-    U64s,
     UInt32,
     UInt64,
     bits,
@@ -1093,36 +1092,12 @@ class Quiet(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rewound(WireMessage):
-    """Server → worker: I have gone back. My slices have these versions, and so many of your pushes."""
+    """Server → worker: I have gone back. My slices have these versions, each of as many pushes of yours."""
 
     KIND = 115
     number: UInt32
     ids: Numbers
     versions: Numbers
-    steps: Numbers
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Resume(WireMessage):
-    """Worker → server that alone has gone back: so many of my pushes were counted, which summed so many examples. What
-    you have not is lost; count from here on. What I have under way follows."""
-
-    KIND = 116
-    ids: Numbers
-    steps: Numbers
-    examples: U64s
-
-
-@dataclass(frozen=True, slots=True)
-class Missed(WireMessage):
-    """Worker → scheduler: of my pushes that were counted, the server which says `Rewound` has lost so many: the least
-    and the most of a slice."""
-
-    KIND = 117
-    number: UInt32
-    """Of the `RollBack`."""
-    least: UInt32
-    most: UInt32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -1418,7 +1393,7 @@ Message = (
     | InitRows | PushRows | PullRows | RowValues
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
     | Ready | FindCut | CutFound | Cut | Counters | Numbered
-    | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound | Resume | Missed
+    | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound
     | Command | Perform
     | Lease | Leased | Rest | Used | Progress | Due | NotDue
     | Replicate | ReplicateRows | Replicated | Fill | Copied

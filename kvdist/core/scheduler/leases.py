@@ -239,8 +239,6 @@ class Leases:
         self._numbers = numbers
         self._is_saving = is_saving
         self._may_rejoin = returns
-        self.in_snapshot: Callable[[int], int] = lambda _: 0
-        """How many examples of a process servers have again that go back alone, whatever others say."""
         self._number = -1
         """Of the pass."""
         self._plan: Plan | None = None
@@ -321,13 +319,6 @@ class Leases:
             self._count_as_used(member)
         return self.advance()
 
-    def servers_lost(self) -> list[fx.Effect]:
-        """No server is left that could say what lost workers have used: what they had leased counts as used."""
-        for member in self._unaccounted:
-            self._count_as_used(member)
-        self._unaccounted.clear()
-        return self.advance()
-
     def _count_as_used(self, member: Member) -> None:
         self._holders.pop(member, None)
 
@@ -339,7 +330,6 @@ class Leases:
             for fate in said:
                 if (fate.rank, fate.incarnation, fate.store) == (member.node.rank, member.incarnation, holder.store):
                     holder.use(fate.examples)
-            holder.use(self.in_snapshot(member.incarnation))
             del self._unaccounted[member]
             self._give_back(member, self._holders.pop(member))
         return self.advance()

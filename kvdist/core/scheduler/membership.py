@@ -73,8 +73,6 @@ class Membership:
         self.servers: dict[NodeId, Member] = {}
         self.owners = list(range(config.num_servers))
         """Number of a server, as placement names it → the rank of the one that has its slices."""
-        self.restoring: Mapping[NodeId, object] = {}
-        """Servers that were lost alone, until the ones in their places have gone back to a snapshot."""
         self._uncopied: dict[int, int] = {}
         """Rank of a server of which not all has a copy → the first roster in which that is so."""
         self.left: set[NodeId] = set()
@@ -319,9 +317,9 @@ class Membership:
 
     @property
     def is_filling(self) -> bool:
-        """Whether a server is giving its backup what that lacks, or is going back to a snapshot."""
+        """Whether a server is giving its backup what that lacks."""
         backups = (self.backup_of(NodeId(Role.SERVER, rank)) for rank in self._uncopied if self._is_server(rank))
-        return bool(self.restoring) or any(backups)
+        return any(backups)
 
     def _is_server(self, rank: int) -> bool:
         return NodeId(Role.SERVER, rank) in self.servers

@@ -13,8 +13,7 @@ that hold here:
 * What a worker calls before it hears of this, and what was agreed on and not answered, is dropped by all.
 * Whatever is lost meanwhile, another server among it, the way back begins anew.
 
-In an asynchronous store each server takes its slices as they are, and when one is lost, only the one in its place goes
-back. It hears from each worker what was counted there, and goes on from that; what it lacks is lost, and is said.
+An asynchronous store has no versions that all slices share, so it is refused; `--replicas` keeps copies of it.
 """
 
 from __future__ import annotations
@@ -140,29 +139,6 @@ class WayBack:
     """The servers that have."""
 
 
-@dataclass(slots=True, eq=False)
-class Returning:
-    """A server of an asynchronous store was lost: the one in its place goes back to a snapshot, and nobody else."""
-
-    number: int
-    lost: Member
-    begun_at: float
-    there: dict[NodeId, Member] = field(default_factory=dict)
-    """The one in its place, once it is there."""
-    to: Snapshot | None = None
-    """What it reads."""
-    asked: Agreement[str] | None = None
-    """What it is doing."""
-    has_gone_back: bool = False
-    silent: set[Member] = field(default_factory=set)
-    """Workers that have not said what it lacks."""
-    missed: dict[Member, tuple[int, int]] = field(default_factory=dict)
-    """Worker → of its pushes to a slice those that are lost: the least, the most. Those, too, that were lost with one
-    that had taken this place, and had not gone back to the end."""
-    before: Set[int] = frozenset()
-    """The numbers of those."""
-
-
 class SnapshotScheduler(Protocol):
     """What the scheduler does for snapshots."""
 
@@ -171,9 +147,6 @@ class SnapshotScheduler(Protocol):
     @property
     def now(self) -> float:
         """The time."""
-
-    def is_whole(self) -> list[fx.Effect]:
-        """A server has what it had: what has waited for that goes on."""
 
     def end_job(self, member: Member, cause: str, sentence: str) -> list[fx.Effect]:
         """End the job because of this process."""
@@ -234,11 +207,7 @@ class Rollback:
         """Folders of snapshots that are damaged, or of what is undone: they go before the next manifest is written, or
         it would be older ones that go."""
         self.way_back: WayBack | None = None
-        self.returning: dict[NodeId, Returning] = {}
-        membership.restoring = self.returning
         self._number = 0
-        self._last = 0
-        """The number of the last snapshot of an asynchronous store: how far the farthest worker was, and none twice."""
         self._lost: Member | None = None
         """The server that was lost last."""
 
@@ -255,16 +224,13 @@ class Rollback:
         if self.way_back is not None:
             is_whole = len(self._membership.servers) == self._num_servers
             return fx.NEVER if is_whole else self.way_back.begun_at + self._patience_s
-        if self.returning:
-            absent = [one.begun_at for one in self.returning.values() if not one.there]
-            return min(absent, default=fx.NEVER) + self._patience_s
         if self._making is not None:
             return fx.NEVER if self._making.is_late else self._making.begun_at + self._late_s
         return self._lock_late_at if self._is_locking else self._next
 
     def tick(self, now: float) -> list[fx.Effect]:
         """Begin a snapshot if it is time; give up a server that does not come back."""
-        if self.way_back is not None or self.returning:
+        if self.way_back is not None:
             assert self._lost is not None
             waited = f"nobody took its place within {self._patience_s:g} s"
             return self._scheduler.end_job(self._lost, waited, f"{self._lost} was lost, and {waited}")
@@ -284,9 +250,6 @@ class Rollback:
         if not self._has_lock:
             self._is_locking, self._lock_late_at = True, now + LOCK_LATE_S
             return [fx.Persist(self, LockFolder(f"{self._folder}/step-0", self._run))]
-        if self.is_partial:
-            self._last = max(self._last + 1, *self._scheduler.steps.values())
-            return self._begin(self._last, now)
         return self._newcomers.cut(lambda version: self._begin(version, now))
 
     @property
@@ -308,31 +271,22 @@ class Rollback:
 
     @property
     def wait(self) -> MemberWait | None:
-        """For whom the way back waits, of all or of the one in the place of a lost server."""
-        back = self.way_back or next(iter(self.returning.values()), None)
+        """For whom the way back waits."""
+        back = self.way_back
         if back is None:
             return None
         nodes = [NodeId(Role.SERVER, rank) for rank in range(self._num_servers)]
         missing = tuple(node for node in nodes if node not in self._membership.servers)
-        which = f"the snapshot of step {back.to.version}" if back.to is not None else "the newest snapshot"
+        which = f"the snapshot of step {back.to.version}"
         deed = f"come back, and read {which}"
         if not missing and back.asked is not None and back.asked.waits_for is not None:
             missing, deed = back.asked.waits_for.missing(), f"{back.asked.deed} {which}"
         elif not missing:
             deed = f"read the manifest of {which}"
-        if not missing and isinstance(back, WayBack) and back.busy and back.is_read:
+        if not missing and back.busy and back.is_read:
             missing = tuple(sorted((one.node for one in back.busy), key=lambda node: node.rank))
             deed = f"drop what they have asked for: all go back to {which}"
-        if not missing and isinstance(back, Returning) and back.silent:
-            missing = tuple(sorted((one.node for one in back.silent), key=lambda node: node.rank))
-            deed = f"say what {back.lost.node} lacks of their pushes"
         return MemberWait(SCHEDULER_MEMBER, 0, back.begun_at, missing, "", deed)
-
-    @property
-    def is_partial(self) -> bool:
-        """Whether only the slices of a lost server go back, because the store is asynchronous."""
-        store = self._store()
-        return store is not None and not POLICIES[self._keys.stores[store].mode].is_lockstep
 
     def _store(self) -> int | None:
         """The store that is updated, once it has keys."""
@@ -353,12 +307,11 @@ class Rollback:
     def has_leases(self, leases: Leases) -> None:
         """Workers lease examples from now on, perhaps while servers take a snapshot."""
         self.leases = leases
-        leases.in_snapshot = self.examples_of
         if self._making is not None and not self._making.is_written:
             self._note_leases(self._making)
 
     def _note_leases(self, making: Snapshot) -> None:
-        if self.leases is not None and not self.is_partial:
+        if self.leases is not None:
             self.leases.snapshot_begins(making.version)
 
     def snapshot_taken(self, sender: Member, message: msg.SnapshotTaken) -> list[fx.Effect]:
@@ -371,7 +324,7 @@ class Rollback:
             return []
         if making.failure:
             return self._failed(making, making.failure)
-        if self.leases is not None and not self.is_partial:
+        if self.leases is not None:
             try:
                 making.position = self.leases.position_at(making.trained)
             except ValueError as error:
@@ -406,8 +359,6 @@ class Rollback:
             return self._written(event.token, event.failure, now)
         if isinstance(event.token, WayBack):
             return self._checked(event.token, event)
-        if isinstance(event.token, Returning):
-            return self._checked_alone(event.token, event)
         if isinstance(event.token, Recalled):
             return self._recalled(event.token, event, now)
         if event.token is not self:
@@ -458,17 +409,15 @@ class Rollback:
 
     def refusal(self, message: msg.Declare | msg.Configure) -> str:
         """Why this cannot be beside snapshots; '' if it can."""
-        obstacle = ""
-        modes = {POLICIES[store.mode].is_lockstep for store in self._keys.stores.values()}
-        if isinstance(message, msg.Declare) and modes - {POLICIES[message.mode].is_lockstep}:
-            obstacle = "a dist_async store beside one of sums or rounds (store.average makes one)"
-        elif (
-            isinstance(message, msg.Configure) and message.store not in self._keys.optimizers and self._keys.optimizers
-        ):
-            obstacle = "a second store with an optimizer"
-        return (
-            f"snapshots (KVDIST_SNAPSHOTS) cannot bring back {obstacle} yet: leave one of them out" if obstacle else ""
-        )
+        if isinstance(message, msg.Declare) and not POLICIES[message.mode].is_lockstep:
+            return (
+                "snapshots (--snapshots, KVDIST_SNAPSHOTS) cannot bring back a store without rounds (dist_async, the"
+                " policy async): take --replicas 1 instead, which loses no push"
+            )
+        optimizers = self._keys.optimizers
+        if isinstance(message, msg.Configure) and optimizers and message.store not in optimizers:
+            return "snapshots (KVDIST_SNAPSHOTS) cannot bring back a second store with an optimizer: leave one out"
+        return ""
 
     def recall(self, written: Mapping[str, dict[Member, msg.SnapshotTaken]]) -> list[fx.Effect]:
         """Take over from an earlier scheduler: go back to the newest snapshot that all servers have written.
@@ -502,7 +451,6 @@ class Rollback:
         self._next, self._run = now, manifest.run
         known = (manifest.keys, now, taken, manifest.data)
         self.written.insert(0, Snapshot(store, manifest.step, folder, *known, is_written=True, gone=self._gone))
-        self._last = max(self._last, manifest.step)
         return self._look_at(recalled)
 
     def forget(self) -> None:
@@ -580,7 +528,7 @@ class Rollback:
         """A worker is gone, or a server is back."""
         if self.way_back is not None:
             self.way_back.busy.intersection_update(self._membership.workers.values())
-        return [*self._advance(now), *(told for one in list(self.returning.values()) for told in self._return(one))]
+        return self._advance(now)
 
     def _advance(self, now: float) -> list[fx.Effect]:
         back = self.way_back
@@ -604,7 +552,7 @@ class Rollback:
         back.asked = self._step(back, "go back to")
         return self._questions.ask(make, lambda _: self._ended(back, now), back.asked)
 
-    def _step(self, back: WayBack | Returning, deed: str) -> Agreement[str]:
+    def _step(self, back: WayBack, deed: str) -> Agreement[str]:
         return Agreement("", deed, back.begun_at, {})
 
     def _without_any(self) -> list[fx.Effect]:
@@ -646,8 +594,8 @@ class Rollback:
         back.is_read = True
         return self._advance(self._scheduler.now)
 
-    def _without(self, damaged: Snapshot, failure: str, one: Returning | None = None) -> list[fx.Effect]:
-        """A snapshot cannot be read: all go back to the one before it, or this server alone does."""
+    def _without(self, damaged: Snapshot, failure: str) -> list[fx.Effect]:
+        """A snapshot cannot be read: all go back to the one before it."""
         assert self._lost is not None
         if damaged in self.written:
             self.written.remove(damaged)
@@ -657,10 +605,7 @@ class Rollback:
         if before is None or obstacle:
             return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}; {obstacle}")
         told = fx.Log(f"{cause}; that of step {before.version} takes its place")
-        if one is None:
-            return [told, *self.begin(self._lost, self._scheduler.now)]
-        one.to = None
-        return [told, *self._return(one)]
+        return [told, *self.begin(self._lost, self._scheduler.now)]
 
     def _ended(self, back: WayBack, now: float) -> list[fx.Effect]:
         if back is not self.way_back:
@@ -671,106 +616,9 @@ class Rollback:
         told = fx.Log(f"all have gone back to step {back.to.version}, and go on from there")
         return [told, *self._newcomers.gone_back()]
 
-    # The way back of one server, in an asynchronous store.
-
-    def begin_alone(self, lost: Member, now: float) -> None:
-        """A server was lost, and has left the membership: the one that takes its place goes back."""
-        self._lost = lost
-        if self._making is not None and not self._making.is_written:
-            self._making = None
-        self._number += 1
-        before, one = self.returning.get(lost.node), Returning(self._number, lost, now)
-        if before is not None:
-            before.there.clear()
-            one.missed, one.before = before.missed, before.before | {before.number}
-        self.returning[lost.node] = one
-
-    def examples_of(self, incarnation: int) -> int:
-        """How many examples of a worker are in a snapshot to which a server may go back alone."""
-        found = [*self.written, self._making, *(one.to for one in self.returning.values())]
-        written = [one for one in found if one is not None and one.is_written]
-        return max([one.trained.get(incarnation, 0) for one in written if self.is_partial], default=0)
-
-    def missed(self, sender: Member, message: msg.Missed) -> list[fx.Effect]:
-        """A worker says what a server that has gone back lacks of its pushes."""
-        for one in self.returning.values():
-            if message.number in one.before | {one.number}:
-                least, most = one.missed.get(sender, (0, 0))
-                one.missed[sender] = (least + message.least, most + message.most)
-            if message.number == one.number:
-                one.silent.discard(sender)
-        return self.advance(self._scheduler.now)
-
-    def _return(self, one: Returning) -> list[fx.Effect]:
-        server = self._membership.servers.get(one.lost.node)
-        if server is None or (one.to is None and self.newest is None and self._making is not None):
-            return []  # or the manifest of the one to go back to is being written
-        one.there[server.node] = server
-        if one.to is None and self.newest is None:
-            return self._without_any()
-        if one.to is None:
-            one.to = self.newest
-            assert one.to is not None
-            return [fx.Persist(one, ReadManifest(one.to.folder))]
-        one.silent.intersection_update(self._membership.there.values())
-        if not one.has_gone_back or one.silent:
-            return []
-        del self.returning[one.lost.node]
-        self._next = self._scheduler.now
-        return [fx.Log(self._told(server, one)), *self._scheduler.is_whole()]
-
-    def _checked_alone(self, one: Returning, event: fx.Persisted) -> list[fx.Effect]:
-        """The manifest was read: if it is what was written, let the server read."""
-        if self.returning.get(one.lost.node) is not one:
-            return []
-        to = one.to
-        assert to is not None
-        failure = event.failure
-        if not failure:
-            assert isinstance(event.product, Manifest)
-            failure = self._misfit(event.product, to)
-        if failure:
-            return self._without(to, failure, one)
-
-        def read(failure: str) -> list[fx.Effect]:
-            if self.returning.get(one.lost.node) is not one:
-                return []
-            if failure:
-                return self._without(to, failure, one)
-            one.silent = set(self._membership.there.values())
-            taken = next(said for member, said in to.taken.items() if member.node == one.lost.node)
-            where = (one.number, taken.ids, taken.versions)
-            one.asked = self._step(one, "go back to")
-            return self._questions.ask(lambda request: msg.RollBack(request, *where), ended, one.asked, one.there)
-
-        def ended(_: str) -> list[fx.Effect]:
-            one.has_gone_back = True
-            return self.advance(self._scheduler.now)
-
-        one.asked = self._step(one, "read")
-        return self._questions.ask(
-            lambda request: msg.Restore(request, to.store, to.folder, EVERYTHING), read, one.asked, one.there
-        )
-
     @property
     def _gone(self) -> Set[Member]:
         """The workers that have left or were lost, if they have pushed anything."""
         left = {self._membership.peers[node].member for node in self._membership.left}
         gone = left | self._membership.lost.keys()
         return {one for one in gone if one.node.role is Role.WORKER and self._scheduler.steps.get(one)}
-
-    def _told(self, server: Member, one: Returning) -> str:
-        """What is lost, for people."""
-        assert one.to is not None
-        missed = sorted(one.missed.items(), key=lambda said: said[0].node.rank)
-        lost = [f"{_range(*counts)} of {sender}" for sender, counts in missed if counts[1]]
-        since = [f"all of {gone} since" for gone in sorted(map(str, self._gone - one.to.gone))]
-        listed = ", ".join(lost + since) or "none"
-        return (
-            f"{server} goes on from the snapshot of step {one.to.version}, and the others where they are;"
-            f" pushes to each of its keys that are lost: {listed}"
-        )
-
-
-def _range(least: int, most: int) -> str:
-    return f"{most}" if least == most else f"{least} to {most}"

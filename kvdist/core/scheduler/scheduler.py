@@ -683,8 +683,6 @@ class Scheduler(fx.Machine):
         sentence = f"{where} was lost{when}: {cause}"
         if self.rollback is not None and self.membership.servers.get(member.node) == member and not self._is_over:
             obstacle = self.rollback.obstacle()
-            if self.rollback.is_partial and self.checkpoints.is_loading:
-                obstacle = obstacle or "a checkpoint is being loaded"
             if not obstacle:
                 return self._go_back_without(self.rollback, member, cause, sentence, has_ended, now)
             sentence = f"{sentence}, and nobody can go back: {obstacle}"
@@ -747,8 +745,7 @@ class Scheduler(fx.Machine):
         self, rollback: Rollback, member: Member, cause: str, sentence: str, has_ended: bool, now: float
     ) -> list[fx.Effect]:
         """Give up a server, and let all go back to the newest snapshot when there is another in its place."""
-        who = "the one that takes its place goes" if rollback.is_partial else "all go"
-        effects: list[fx.Effect] = [fx.Log(f"{sentence}; {who} back to the newest snapshot"), fx.Forget(member)]
+        effects: list[fx.Effect] = [fx.Log(f"{sentence}; all go back to the newest snapshot"), fx.Forget(member)]
         self.membership.lose(member, cause, has_ended)
         effects += [] if has_ended else self._end_given_up(member)
         for newcomer in list(self.membership.newcomers.values()):
@@ -757,13 +754,6 @@ class Scheduler(fx.Machine):
                 msg.ErrorCode.PEER_LOST, str(member), "", cause, -1, f"{newcomer} must start again: {why}"
             )
             effects += [fx.Send(newcomer, verdict), *self._lost(newcomer, why, now)]
-        if rollback.is_partial:
-            self.checkpoints.server_lost(member, self.membership.there.values())
-            rollback.begin_alone(member, now)
-            effects += [*self._announce(now), *self._questions.advance(), *self.losses.finish()]
-            if self.leases is not None and not self.membership.servers:
-                effects += self.leases.servers_lost()
-            return [*effects, *self._without_departed(now)]
         self._barriers.clear()
         self._deadlocks = Deadlocks()
         return [*effects, *self.checkpoints.drop_all(), *self._announce(now), *rollback.begin(member, now)]
@@ -810,8 +800,6 @@ class Scheduler(fx.Machine):
                 return rollback.snapshot_taken(sender, message)
             case msg.Quiet():
                 return rollback.quiet(sender, message, now)
-            case msg.Missed():
-                return rollback.missed(sender, message)
             case msg.Barrier() | msg.Claim() | msg.Save() | msg.Load() | msg.Lease() | msg.Used() if rollback.ignores(
                 sender
             ):
@@ -820,7 +808,7 @@ class Scheduler(fx.Machine):
                 return []
             case msg.Done():
                 rollback.note_done(sender, message.request)
-            case msg.Hello() if sender.node.role is Role.WORKER and (rollback.way_back or rollback.returning):
+            case msg.Hello() if sender.node.role is Role.WORKER and rollback.way_back:
                 assert self.newcomers is not None
                 return self.newcomers.delay(sender, "the others to go back to a snapshot")
             case msg.Declare() | msg.Configure() if reason := rollback.refusal(message):
@@ -831,10 +819,6 @@ class Scheduler(fx.Machine):
     def now(self) -> float:
         """When the last message or event came."""
         return self._now
-
-    def is_whole(self) -> list[fx.Effect]:
-        """See `SnapshotScheduler`."""
-        return self.checkpoints.advance_all()
 
     def end_job(self, member: Member, cause: str, sentence: str) -> list[fx.Effect]:
         """End the job because of this process."""

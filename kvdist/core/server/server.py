@@ -167,9 +167,6 @@ class Server(fx.Machine):
                 self.sparse.push(sender, message, now)
             case msg.PullRows():
                 self.sparse.pull(sender, message, now)
-            case msg.Resume():
-                for shard in self._shards:
-                    shard.resume(sender, message)
             case _:
                 return self._control(message, now) if sender.node.role is Role.SCHEDULER else []
         return self._replies()
@@ -473,26 +470,20 @@ class Server(fx.Machine):
         return self._counters({rank for rank, *_ in found} & self.peers.workers.keys(), found)
 
     def _roll_back(self, message: msg.RollBack) -> list[fx.Effect]:
-        """Go on from a snapshot that has been read, and tell the workers where their counters begin.
-
-        In an asynchronous store the others go on where they are, and workers say by `Resume` how far that is.
-        """
-        if all(one.round.policy.is_lockstep for shard in self._shards for one in shard):
-            self.snapshots.clear()
-            self.peers.since.clear()  # all stand at the same step now, whenever they have joined
-            self.peers.rest(set())
-            if self._quotas is not None:
-                self._quotas.clear()
+        """Go on from a snapshot that has been read, and tell the workers where their counters begin."""
+        self.snapshots.clear()
+        self.peers.since.clear()  # all stand at the same step now, whenever they have joined
+        self.peers.rest(set())
+        if self._quotas is not None:
+            self._quotas.clear()
         versions = dict(zip(message.ids.tolist(), message.versions.tolist(), strict=True))
         read = self._restoring.pop_read()
         there = [(number, one.round) for shard in self._shards for number, one in shard.roll_back(versions, read)]
         ids = np.array([number for number, _ in there], np.uint32)
         made = np.array([round_.version for _, round_ in there], np.uint32)
-        effects: list[fx.Effect] = []
-        for rank, member in self.peers.workers.items():
-            steps = np.array([round_.counted.get(rank, 0) for _, round_ in there], np.uint32)
-            effects.append(fx.Send(member, msg.Rewound(message.number, ids, made, steps)))
-        return [*effects, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
+        rewound = msg.Rewound(message.number, ids, made)
+        told = [fx.Send(member, rewound) for member in self.peers.workers.values()]
+        return [*told, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
     def _ended(self, members: Sequence[Member]) -> list[fx.Effect]:
         """The processes of these lost workers are gone: what they could still have read may be written again.

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from kvdist import errors
-from kvdist.checkpoint.snapshot import CountedPushes, ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.policy import POLICIES
@@ -338,31 +338,14 @@ class Shard(abc.ABC, Generic[H]):
             (slice, its holder) of all that are here.
         """
         self._begin_anew()
-        counted: dict[int, CountedPushes] = {}
         for store, found in read.items():
             self._load(store, [one for one in found if self.holder(one.number) is not None])
-            counted |= {one.number: one.counted for one in found}
         for holder in self:
-            number, workers = int(holder.ids[0]), self.peers.workers
-            version = versions.get(number, 0)
-            in_it = dict.fromkeys(workers, (version, 0))
-            if not holder.round.policy.is_lockstep:
-                said = counted.get(number, {})
-                in_it = {rank: said.get(member.incarnation, (0, 0)) for rank, member in workers.items()}
-            holder.round.rewind(version, in_it)
+            holder.round.rewind(versions.get(int(holder.ids[0]), 0), self.peers.workers)
             if self.ledger is not None:
                 self.ledger.rolled_back(holder)
         self.promise(0)  # until a cut, as too few workers may be there
         return [(number, holder) for holder in self for number in holder.ids.tolist()]
-
-    def resume(self, sender: Member, message: msg.Resume) -> None:
-        """A worker says what a server had counted of its pushes that is lost."""
-        columns = (message.ids.tolist(), message.steps.tolist(), message.examples.tolist())
-        for number, pushes, examples in zip(*columns, strict=True):
-            holder = self.holder(number)
-            if holder is not None:
-                holder.round.resume(sender.node.rank, pushes, examples)
-                self._look(holder)
 
     @abc.abstractmethod
     def _begin_anew(self) -> None:
@@ -591,12 +574,6 @@ class DenseShard(Shard[Block]):
         blocks = self.blocks.isolate(np.array([one.number for one in found], np.uint32)) if found else ()
         for block, one in zip(blocks, found, strict=True):
             block_state.load(block, one, self._updaters.get(store))
-
-    def resume(self, sender: Member, message: msg.Resume) -> None:
-        """See `Shard`."""
-        ids = np.unique(message.ids)
-        self.blocks.isolate(ids[[int(number) in self.blocks for number in ids]])
-        super().resume(sender, message)
 
     # What workers say.
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,7 +28,6 @@ from kvdist.checkpoint.snapshot import (
     EVERYTHING,
     WEIGHTS,
     CheckFolder,
-    CountedPushes,
     FileRecord,
     ReadShards,
     ReadSlice,
@@ -375,9 +374,6 @@ class Snapshots:
         if not snapshot.failure:
             try:
                 saved, leased = source.copies(numbers, snapshot.contents)
-                if snapshot.at is not None and not holder.round.policy.is_lockstep:
-                    counted = self._counted_pushes(holder.round)
-                    saved = [replace(one, counted=counted) for one in saved]
             except MemoryError:
                 key = source.key_of(numbers[0])
                 snapshot.fail(f"no memory for the copy of {name_of(key)} that a checkpoint needs: use more servers")
@@ -392,12 +388,6 @@ class Snapshots:
         if snapshot.at is not None:
             self._note_trained(snapshot, holder.round.examples)
         self.ready[snapshot] = None
-
-    def _counted_pushes(self, round_: Round[Any, Any]) -> CountedPushes:
-        """Whose pushes are in a slice of an asynchronous store, where no version says it."""
-        counted, examples = round_.counted, round_.examples
-        workers = self._peers.workers.items()
-        return {one.incarnation: (counted.get(rank, 0), examples.get(rank, 0)) for rank, one in workers}
 
     def _note_trained(self, snapshot: ServerSnapshot, examples: Mapping[int, int]) -> None:
         """Note which examples are in a slice that is taken. What a lost worker had used, `Settled` has said before."""

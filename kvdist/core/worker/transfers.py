@@ -37,7 +37,7 @@ from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
-from kvdist.protocol.arrays import ITEMSIZES, U8, U32, U64, Arrays, Bits, Coded, Payload, stretches, views
+from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Bits, Coded, Payload, stretches, views
 
 PARTS_PER_MESSAGE_MAX = 4096
 NEAR_BYTES_MAX = 16 << 20
@@ -199,21 +199,13 @@ class SliceTable:
     """What a worker knows of each slice: its pushes, the newest version seen, what waits in line. Grows with keys."""
 
     _COLUMNS = (
-        *("pushed", "examples", "versions", "aggregated", "is_lockstep"),
-        *("_delegated", "_delegated_run", "_busy", "lost_from", "lost_to", "_earlier_from", "_earlier_to"),
+        *("pushed", "versions", "aggregated", "is_lockstep"),
+        *("_delegated", "_delegated_run", "_busy"),
     )
 
     def __init__(self) -> None:
         self.pushed: U32 = np.zeros(0, np.uint32)
         """Pushes submitted by the user's thread so far."""
-        self.examples: U64 = np.zeros(0, np.uint64)
-        """How many examples they sum, of those that say it."""
-        self.lost_from: U32 = np.zeros(0, np.uint32)
-        self.lost_to: U32 = np.zeros(0, np.uint32)
-        """For each slice of a server that went back alone: the counted pushes from this one to that one are lost."""
-        self._earlier_from: U32 = np.zeros(0, np.uint32)
-        self._earlier_to: U32 = np.zeros(0, np.uint32)
-        """The pushes lost by the rollback before: with a damaged newest snapshot a server goes back by two."""
         self.versions: U32 = np.zeros(0, np.uint32)
         """The newest version seen."""
         self.aggregated: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -254,29 +246,11 @@ class SliceTable:
         self.begin_at(ids, versions)
         self.versions[ids] = versions
 
-    def lose(self, ids: U32, has: U32, counted: U32) -> npt.NDArray[np.int64]:
-        """A server that was lost alone has so many pushes, where so many had been counted.
-
-        Returns:
-            Of each slice how many that lacks, without those that were lost before.
-        """
-        first, last = has.astype(np.int64), counted.astype(np.int64)
-        missed: npt.NDArray[np.int64] = np.maximum(last - first, 0)
-        for since, until in ((self.lost_from, self.lost_to), (self._earlier_from, self._earlier_to)):
-            missed -= np.maximum(until[ids] - np.maximum(since[ids], first), 0)
-        stays, was_there = self.lost_from[ids] < has, self._earlier_from[ids] < has
-        for earlier, column in ((self._earlier_from, self.lost_from), (self._earlier_to, self.lost_to)):
-            earlier[ids] = np.where(stays, column[ids], earlier[ids] * was_there)
-        self.lost_from[ids], self.lost_to[ids] = has, counted
-        return missed
-
     def enter(self, run: req.Run) -> req.RunPart | None:
         """Give a pushing run its step numbers and its places in line; returns what of it may leave at once."""
         ids = run.plan.ids
         run.steps = self.pushed[ids]
         self.pushed[ids] += 1
-        if run.samples:
-            self.examples[ids] += np.uint64(run.samples)
         busy = self._busy[ids]
         self._busy[ids] = True
         if not busy.any():
@@ -497,30 +471,6 @@ class Transfers:
         outbox.forget()
         outbox.window_bytes = outbox.far_window_bytes = 0
         self.kept_back.add(server)
-
-    def resume(self, server: int, message: msg.Rewound, is_near: bool) -> tuple[msg.Resume, npt.NDArray[np.int64]]:
-        """Go on with a server that has gone back to a snapshot: send again what is not answered.
-
-        Args:
-            server: its number.
-            message: what it has.
-            is_near: whether it is on this host.
-
-        Returns:
-            What to tell it before; and of each slice how many pushes it has not that had been counted.
-        """
-        ids, slices = message.ids, self.slices
-        slices.grow(int(ids.max(initial=0)) + 1)
-        counted, examples = slices.counted_pushes(), slices.examples.copy()
-        missed = slices.lose(ids, message.steps, counted[ids])
-        slices.versions[ids] = message.versions
-        for run in [run for run in self._runs.values() if run.plan.server == server]:
-            run.versions = np.minimum(run.versions, slices.versions[run.plan.ids])
-            if run.samples and run.kind.pushes:
-                examples[run.plan.ids] -= np.uint64(run.samples) * (counted[run.plan.ids] <= run.steps)
-        self.add_server(server, is_near)
-        self.send_again(server, is_near)
-        return msg.Resume(ids, counted[ids], examples[ids]), missed
 
     def take_aggregated(self) -> list[req.RunPart]:
         """Remove and return what may leave and is summed on this host first."""

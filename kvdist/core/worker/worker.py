@@ -698,9 +698,7 @@ class Worker(fx.Machine):
     def _rewound(self, sender: Member, message: msg.Rewound, now: float) -> list[fx.Effect]:
         """A server has gone back. When all have, what was held back goes on."""
         rewinding = self._rewinding
-        if rewinding is None:
-            return self._resume(sender, message)
-        if rewinding.number != message.number:
+        if rewinding is None or rewinding.number != message.number:
             return []
         self.transfers.slices.rewind(message.ids, message.versions)
         rewinding.told.add(sender)
@@ -709,17 +707,6 @@ class Worker(fx.Machine):
         self._rewinding = None
         self.step = int(self.transfers.slices.pushed.max(initial=0))
         return self._release(rewinding.queued, now)
-
-    def _resume(self, sender: Member, message: msg.Rewound) -> list[fx.Effect]:
-        """A server alone has gone back: tell it where this worker is, and the scheduler what it lacks; go on there."""
-        number = sender.node.rank
-        if self.servers.get(number) != sender or number not in self.transfers.kept_back:
-            return []
-        is_near = any(peer.member == sender and stays_on_host(peer.endpoint) for peer in self.peers)
-        resume, missed = self.transfers.resume(number, message, is_near)
-        least, most = (int(missed.min()), int(missed.max())) if len(missed) else (0, 0)
-        told = msg.Missed(message.number, least, most)
-        return [fx.Send(sender, resume, self.transfers.note(number)), fx.Send(SCHEDULER_MEMBER, told)]
 
     def _fail_over(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         """Send to each server what is for it; what lost ones have not answered, to those that have their slices now."""
@@ -731,7 +718,7 @@ class Worker(fx.Machine):
         for number, rank in enumerate(message.owners or range(self.joining.introduction.num_servers)):
             member, owner = self.servers.get(number), there.get(rank)
             if owner is None and member is not None and not self._replicas:
-                # All go back to a snapshot, or another one takes its place alone.
+                # All go back to a snapshot.
                 self.transfers.keep_back(number)
                 lost[member] = None
             if owner is None or owner.member == member:
@@ -747,8 +734,7 @@ class Worker(fx.Machine):
             lost[member] = None
             if owner.member not in had_slices:
                 heirs[owner.member] = number
-        goes_back = bool(self.transfers.slices.is_lockstep.any()) and not self._replicas  # and goes on from there
-        if lost and self._newcomer is not None and self._newcomer.is_waiting and not goes_back:
+        if lost and self._replicas and self._newcomer is not None and self._newcomer.is_waiting:
             first = next(iter(lost))
             cause = f"{first} was lost while this worker was joining"
             return self._fail_all(errors.PeerLostError(f"{cause}: start it again", str(first), "", cause))
