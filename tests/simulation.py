@@ -42,10 +42,8 @@ from kvdist.core.machine import ChildEnded, Effect
 from kvdist.core.record import Reader, Writer
 from kvdist.core.replay import Difference, replay
 from kvdist.core.round import Verdict
-from kvdist.core.scheduler.leases import Leases
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.recovery import ReturnedScheduler
-from kvdist.core.scheduler.rollback import Rollback
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import server, shard
 from kvdist.core.server.block import Block, Contribution, apply_round
@@ -57,7 +55,7 @@ from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Shard
 from kvdist.core.server.sparse_table import RowContribution, SparseTable
 from kvdist.core.worker import requests
-from kvdist.core.worker.transfers import Ready, Transfers
+from kvdist.core.worker.transfers import Ready
 from kvdist.core.worker.worker import Worker
 from kvdist.errors import CheckpointError, DeadlineExceeded, FencedError, JobOver, PeerLostError, RolledBackError
 from kvdist.kernels.interface import Kernels
@@ -66,7 +64,7 @@ from kvdist.nodes import HOST_MARK, Member, NodeId, Role
 from kvdist.optimizer import offload
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
-from kvdist.protocol.messages import CompressedPush, Due, DueWhen, JoinedPush, Missed, Push, Resume, Rewound
+from kvdist.protocol.messages import CompressedPush, Due, DueWhen, JoinedPush, Push
 from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
@@ -74,7 +72,7 @@ from tests.core.leasing import LeasingUser, QuotaLeasingUser, require_position, 
 from tests.core.network import Network, Process, SimulatedTransport, Wall, Weather
 from tests.core.odd_choices import EXPLAINING, NAMES, odd_choices
 from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk, content
-from tests.core.workload import BIGARRAY_BOUND, Array, Job, Oracle, User
+from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
 from tests.devices import NumpyDevice
 
 SCHEDULER_ENDPOINT = "memory://scheduler"
@@ -240,10 +238,6 @@ class Cluster:
     """How often a server was struck that may be lost, or the next one is about to be."""
     starting: int = 0
     """Processes that are about to be started again."""
-    missed: list[tuple[Member, NodeId, Missed]] = field(default_factory=list)
-    """What workers have said that servers lack which have gone back alone."""
-    missed_slices: Counter[tuple[int, int]] = field(default_factory=Counter)
-    """(whose transfers, slice) → the same, added up."""
     term: int = 1
     look: Callable[[Cluster], None] | None = None
     """Called whenever a worker has come to its next round."""
@@ -361,7 +355,6 @@ def run(
         with (
             small_messages(),
             counting(network.used),
-            noting_losses(cluster),
             judging_quotas(cluster),
             ExitStack() as stack,
         ):
@@ -388,37 +381,6 @@ def run(
         sum(user.reads for user in cluster.users.values()),
         network.used,
     )
-
-
-@contextmanager
-def noting_losses(cluster: Cluster) -> Iterator[None]:
-    """Note what the scheduler hears is lost."""
-    missed, resume, count_as_used = Rollback.missed, Transfers.resume, Leases._count_as_used
-
-    def given_up(self: Leases, member: Member) -> None:
-        if member in self._holders and cluster.oracle is not None:
-            ranges = self._holders[member].ranges
-            cluster.oracle.books.given_up |= {(epoch, at) for epoch, start, stop in ranges for at in range(start, stop)}
-        count_as_used(self, member)
-
-    def counted(self: Transfers, server: int, message: Rewound, is_near: bool) -> tuple[Resume, Array]:
-        told, lacks = resume(self, server, message, is_near)
-        for number, count in zip(told.ids.tolist(), lacks.tolist(), strict=True):
-            cluster.missed_slices[id(self), number] += count
-        return told, lacks
-
-    def noted(self: Rollback, sender: Member, message: Missed) -> list[Effect]:
-        cluster.missed += [
-            (sender, node, message) for node, one in self.returning.items() if one.number == message.number
-        ]
-        return missed(self, sender, message)
-
-    with (
-        mock.patch.object(Rollback, "missed", noted),
-        mock.patch.object(Transfers, "resume", counted),
-        mock.patch.object(Leases, "_count_as_used", given_up),
-    ):
-        yield
 
 
 @contextmanager
@@ -863,7 +825,6 @@ def _judge(cluster: Cluster) -> None:
         assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
         assert user.done, f"{name} did not come to its end"
-    _judge_losses(cluster)
     least = cluster.scenario.min_workers or 0
     for number, rounds in cluster.oracle.books.rounds.items():
         few = sum(len(counted) < least for counted in rounds[: cluster.scenario.rounds])  # then some have finished
@@ -939,31 +900,6 @@ def _judge_copies(cluster: Cluster) -> None:
                 own, its = (of.copies([number], EVERYTHING)[0][0] for of in (kept, elsewhere))
                 assert content(own) == content(its), f"slice {number} of {primary.me} has another copy"
                 cluster.network.used["compared with its copy"] += 1
-
-
-def _judge_losses(cluster: Cluster) -> None:
-    """What the scheduler has said of pushes that are lost with servers is what is lost."""
-    books = cluster.oracle.books if cluster.oracle is not None else None
-    assert books is not None
-    for name, user in cluster.users.items():
-        machine, process = user.node.machine, cluster.processes[name]
-        assert isinstance(machine, Worker)
-        if process.crashed or process.node.failure is not None or _must_abort(cluster):
-            continue
-        for rank in range(cluster.scenario.num_servers):
-            said = [one for of, node, one in cluster.missed if of == machine.me and node.rank == rank]
-            infos = [*user.infos.values(), *(() if user._rows is None else user._rows.infos.values())]
-            slices = [piece.number for info in infos for piece in info.slices if piece.server == rank]
-            lost = [sum(of == machine.me for of, _ in books.lost.get(number, ())) for number in slices]
-            assert [cluster.missed_slices[id(machine.transfers), number] for number in slices] == lost, (
-                f"of {name} server-{rank} lacks {lost} pushes"
-            )
-            if len(said) == 1:
-                told = (said[0].least, said[0].most)
-                assert told == (min(lost), max(lost)), (
-                    f"of {name} server-{rank} is said to lack {told}, and lacks {lost}"
-                )
-            cluster.network.used["lost with a server"] += max(lost)
 
 
 def _is_too_late(process: Process) -> bool:
@@ -1054,8 +990,7 @@ def _judge_checkpoints(cluster: Cluster) -> None:
                 continue
             is_due_to_a_disk = isinstance(error, CheckpointError) and FULL in str(error)
             lost = "before it had saved its slices" in str(error) or "a server is lost" in str(error)
-            is_alone = cluster.scenario.snapshot_s is not None and cluster.scenario.mode == "async"
-            is_due_to_a_server = lost and (cluster.scenario.replicas > 0 or is_alone)
+            is_due_to_a_server = lost and cluster.scenario.replicas > 0
             cluster.network.used["not saved for a dead server"] += is_due_to_a_server
             assert error is None or is_due_to_a_disk or is_due_to_a_server, f"checkpoint {turn}: {error!r}"
             exists = f"/checkpoints/step-{turn:03}" in shelf.manifests
@@ -1171,7 +1106,6 @@ NEAR_SCHEDULER = Weather(delay_s=0.4, scheduler_delay_s=0.005)
 SUMMING = replace(GOING_ON, num_workers=6, hosts=2, local_reduce="on", holds=False, fault_round=2)
 GOES_BACK = replace(JOINING, num_workers=3, rounds=14, saves=0.0, full=0.0, fault_round=6, snapshot_s=0.02)
 GOES_BACK_LEASING = replace(GOES_BACK, examples=85)
-ALONE = replace(GOES_BACK, mode="async")
 RETURNS = replace(GOING_ON, num_workers=3, returns_s=1.5)
 
 REPLICAS = replace(GOING_ON, num_workers=3, num_servers=3, replicas=1, saves=0.0, spread_s=0.05)
@@ -1232,9 +1166,6 @@ def _alone(name: str, scenario: Scenario) -> dict[str, Scenario]:
         ),
         f"{name} and a leaver": replace(scenario, leaver_rounds=2, on_loss="fail"),
         f"{name} and a dead server": replace(scenario, fault_round=2, weather=SLOW, **copies),
-        f"{name} goes back": replace(
-            GOES_BACK, mode="async", quota=scenario.quota, when=scenario.when, victims=("server-1",)
-        ),
         f"{name} and a scheduler that returns": replace(scenario, num_workers=3, returns_s=1.5, victims=("scheduler",)),
     }
 
@@ -1725,30 +1656,6 @@ SCENARIOS: dict[str, Scenario] = {
     "goes back leasing in a storm": replace(
         GOES_BACK_LEASING, victims=("server-1",), weather=STORM, limits=STORM_LIMITS
     ),
-    "goes back alone": replace(ALONE, victims=("server-1",)),
-    "both servers go back alone": replace(ALONE, victims=("server-0", "server-1")),
-    "goes back alone again and again": replace(ALONE, victims=("server-0", "server-1"), rounds=30, lives=4),
-    "goes back alone near the end": replace(ALONE, victims=("server-1",), fault_round=12, snapshot_s=0.3),
-    "goes back alone with momentum": replace(ALONE, victims=("server-0",), optimizer="momentum"),
-    "goes back alone with rows": replace(ALONE, victims=("server-1",), tables=True),
-    "goes back alone in a storm": replace(ALONE, victims=("server-1",), weather=STORM, limits=STORM_LIMITS),
-    "goes back alone while workers die": replace(ALONE, victims=("server-1", "worker-1", "worker-2"), spread_s=0.4),
-    "goes back alone while saving": replace(ALONE, victims=("server-0",), saves=0.5),
-    "goes back alone with full disks": replace(ALONE, victims=("server-0",), full=0.1),
-    "goes back alone from torn snapshots": replace(ALONE, victims=("server-1",), torn=0.7),
-    "goes back alone from torn snapshots again and again": replace(
-        ALONE, victims=("server-0", "server-1"), torn=0.5, rounds=30, lives=4
-    ),
-    "goes back alone leasing": replace(ALONE, examples=85, victims=("server-1", "worker-1")),
-    "both servers go back alone leasing": replace(
-        ALONE, examples=85, victims=("server-1", "worker-1", "server-0", "worker-2"), spread_s=0.3
-    ),
-    "goes back alone leasing in a storm": replace(
-        ALONE, examples=85, victims=("server-1", "worker-2"), weather=STORM, limits=STORM_LIMITS
-    ),
-    "goes back alone after its scheduler": replace(
-        ALONE, victims=("scheduler",), returns_s=0.4, later="server-1", rounds=40
-    ),
     "scheduler returns": replace(RETURNS, victims=("scheduler",)),
     "scheduler returns while keys are declared": replace(
         RETURNS, victims=("scheduler",), fault_round=-1, spread_s=0.02, tables=True, saves=0.0
@@ -1813,7 +1720,6 @@ SCENARIOS: dict[str, Scenario] = {
     "odd leases": replace(LEASES_JOIN, is_odd=True),
     "odd schedulers": replace(RETURNS, victims=("scheduler", "worker-2"), is_odd=True),
     "odd snapshots": replace(GOES_BACK, victims=("server-1",), tables=True, is_odd=True),
-    "odd snapshots alone": replace(ALONE, victims=("server-1",), is_odd=True),
     "odd copies": replace(FILLS, tables=True, num_servers=2, rounds=30, lives=3, is_odd=True),
     "odd copies in a hurry": replace(HURRIES, optimizer="momentum", is_odd=True),
     "odd and parted": replace(PARTED, num_servers=3, replicas=1, saves=0.0, is_odd=True),

@@ -25,7 +25,7 @@ from kvdist import errors
 from kvdist.dtypes import DType
 from kvdist.naming import NamedKey
 from kvdist.nodes import Member, NodeId, Role
-from kvdist.protocol.arrays import ITEMSIZES, U8, U32, U64, Arrays, Coded, Payload, as_octets, check_coded, pad_sizes
+from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Coded, Payload, as_octets, check_coded, pad_sizes
 from kvdist.protocol.limits import DEFAULT, WireLimits
 
 ROLES = (Role.SCHEDULER, Role.SERVER, Role.WORKER)
@@ -457,8 +457,8 @@ def _reader(dtype: np.dtype[Any]) -> Callable[[Source], Any]:
     return read
 
 
-_pack_u8, _pack_u32, _pack_u64 = _packer(_U8), _packer(_U32), _packer(_U64)
-_read_u8, _read_u32, _read_u64 = _reader(_U8), _reader(_U32), _reader(_U64)
+_pack_u8, _pack_u32 = _packer(_U8), _packer(_U32)
+_read_u8, _read_u32 = _reader(_U8), _reader(_U32)
 
 
 def bits(known: int) -> WireType:
@@ -512,7 +512,6 @@ def _check_settings(values: tuple[tuple[float, float, float], ...], limits: Wire
 U32s = Annotated[U32, WireType("u32s", _read_u32, _pack_u32, "slices")]
 U8s = Annotated[U8, WireType("u8s", _read_u8, _pack_u8, "slices")]
 Numbers = Annotated[U32, WireType("numbers", _read_u32, _pack_u32, "numbers")]
-U64s = Annotated[U64, WireType("u64s", _read_u64, _pack_u64, "numbers")]
 Settings = Annotated[
     tuple[tuple[float, float, float], ...], WireType("settings", _read_settings, _pack_settings, check=_check_settings)
 ]

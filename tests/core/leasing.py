@@ -279,18 +279,14 @@ def require_position(users: Sequence[LeasingUser], books: Books, examples: int, 
 
 
 def require_used_once(users: Sequence[LeasingUser], books: Books, examples: int) -> None:
-    """Each place of each epoch is in one push that any server has counted, or in none because of lost servers."""
+    """Each place of each epoch is in exactly one push that any server has counted."""
     counts: Counter[Place] = Counter()
     trained = {user.node.machine.me: user.trained for user in users}
     counted = {one for rounds in books.rounds.values() for said in rounds for one in said}
     for member, step in counted:
         counts.update(trained[member][step])
-    lost = {place for pushes in books.lost.values() for member, step in pushes for place in trained[member][step]}
-    lost |= books.given_up
     for epoch in range(EPOCHS):
         for place in range(examples):
             found = counts.pop((epoch, place), 0)
-            assert found == 1 or (found == 0 and (epoch, place) in lost), (
-                f"place {place} of epoch {epoch} is counted {found} times"
-            )
+            assert found == 1, f"place {place} of epoch {epoch} is counted {found} times"
     assert not counts, f"places that are not in the data: {sorted(counts)}"

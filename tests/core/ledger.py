@@ -38,12 +38,6 @@ class Books:
     pushed: Counter[tuple[int, Member]] = field(default_factory=Counter)
     undone: dict[int, int] = field(default_factory=dict)
     """Slice → the version to which it went back, until somebody has noticed."""
-    lost: dict[int, list[tuple[Member, int]]] = field(default_factory=dict)
-    """Slice of an asynchronous store whose server was lost → pushes that had been counted, and are no more."""
-    given_up: set[tuple[int, int]] = field(default_factory=set)
-    """(epoch, place) of examples that were leased to workers which were lost when every server was away."""
-    alone: Counter[int] = field(default_factory=Counter)
-    """Such a slice → how often."""
     is_void: Callable[[Member], bool] = lambda member: False
     """Whether a server was given up: it may not know, and what it thinks does not matter."""
     has_gone_back: bool = False
@@ -77,8 +71,6 @@ class Books:
         """The first version of a slice that has so many pushes of a worker; None if there is none yet."""
         if not pushes:
             return 0
-        if any(member.node.rank == rank and step == pushes - 1 for member, step in self.lost.get(number, ())):
-            return 0  # nobody can say which
         for version, counted in enumerate(self.rounds[number], 1):
             if any(member.node.rank == rank and step == pushes - 1 for member, step in counted):
                 return version
@@ -134,11 +126,7 @@ class Page:
         for member, step in counted:
             if (number, member) not in self.books.pushed:
                 self.books.begin(number, member, step, version - 1)
-            before, lost = self.books.pushed[number, member], self.books.lost.get(number, [])
-            if (member, step) in lost:  # nobody had answered it
-                assert step == before - 1, f"push {step} of {member} is counted after its push {before - 1}"
-                lost.remove((member, step))
-                continue
+            before = self.books.pushed[number, member]
             assert step == before, f"push {step} of {member} is counted after {before} of them"
             self.books.pushed[number, member] += 1
         self.books.rounds[number].append(counted)
@@ -146,14 +134,6 @@ class Page:
     def rolled_back(self, holder: StoredHolder) -> None:
         """A server was lost: what made later versions is undone, and will be pushed again."""
         version, books = holder.round.version, self.books
-        if not holder.round.policy.is_lockstep:
-            for number in holder.ids.tolist():
-                assert len(books.rounds[number]) >= version, "nobody goes back to what has not been"
-                books.lost.setdefault(number, []).extend(one for made in books.rounds[number][version:] for one in made)
-                del books.rounds[number][version:]
-                books.undone[number] = min(version, books.undone.get(number, version))
-                books.alone[number] += 1
-            return
         books.has_gone_back = True
         books.since.clear()
         for number in holder.ids.tolist():

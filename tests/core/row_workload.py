@@ -27,8 +27,6 @@ from tests.core.row_runs import pull_runs, push_runs
 
 Array = npt.NDArray[Any]
 Ask = Callable[..., "Future[Any]"]
-Seen = tuple[int, int]
-"""A slice, and how often its server alone has gone back to a snapshot."""
 MANY = 1 << 36
 
 
@@ -170,7 +168,7 @@ class RowUser:
     infos: dict[str, KeyInfo] = field(default_factory=dict)
     reads: int = 0
     _pushed: dict[str, int] = field(default_factory=dict)
-    _seen: dict[Seen, int] = field(default_factory=dict)
+    _seen: dict[int, int] = field(default_factory=dict)
     """The least version that it has shown."""
 
     def declare(self, store: int) -> Future[Any]:
@@ -231,11 +229,10 @@ class RowUser:
         size = self.random.randint(1, 4)
         runs = pull_runs(self.infos[table.name], ids, out, size)
         pushed, seen = self._pushed.get(table.name, 0), dict(self._seen)
-        alone = dict(self.oracle.books.alone)
 
         def finish() -> None:
             self.reads += 1
-            self._check_versions(table, places, out, size, pushed, seen, alone)
+            self._check_versions(table, places, out, size, pushed, seen)
 
         priority = self.random.randint(-2, 2)
         return self.ask(lambda n: Transfer(n, RunKind.PULL_ROWS, f"pull of {table.name}", runs, priority), finish)
@@ -270,18 +267,14 @@ class RowUser:
         out: Array,
         size: int,
         pushed: int,
-        seen: dict[Seen, int],
-        alone: dict[int, int],
+        seen: dict[int, int],
     ) -> None:
         """The rows of each message are those of one version, which is not too old."""
         ids = np.array(table.ids, np.int64)[places]
         for piece in self.infos[table.name].slices:
             bounds = (piece.start // table.width, piece.stop // table.width)
             low, high = np.searchsorted(ids, bounds).tolist()
-            seen_as = (piece.number, self.oracle.books.alone[piece.number])
-            if alone.get(piece.number, 0) < seen_as[1]:
-                continue  # perhaps some of it was read before
-            least = max(0 if seen_as[1] else pushed, seen.get(seen_as, 0))
+            least = max(pushed, seen.get(piece.number, 0))
             first, states = self.oracle.rows_of(table, piece).start, self.oracle.states(table, piece)
             for start in range(low, high, size):
                 rows = slice(start, min(start + size, high))
@@ -291,4 +284,4 @@ class RowUser:
                     f"worker {self.rank} read {out[rows].tolist()} of rows {ids[rows]} of {table.name!r}, no version"
                     f" from {least} on of {[one.tolist() for one in shown]}"
                 )
-                self._seen[seen_as] = max(self._seen.get(seen_as, 0), fitting[0])
+                self._seen[piece.number] = max(self._seen.get(piece.number, 0), fitting[0])

@@ -138,7 +138,7 @@ class Shelf:
         for one in self.slices(folder):
             if one.ids is not None and (one.key, one.start) == (wanted.key, wanted.start):
                 lazy = SliceState(one.updates, tuple(one.states.values()), one.scalars, one.master)
-                own = (one.weight, lazy, False, one.ids, one.initializer, one.counted)
+                own = (one.weight, lazy, False, one.ids, one.initializer)
                 return ReadSlice(wanted.number, *own)
         stretch = slice(wanted.start, wanted.start + wanted.count)
         is_saved = any(one.key == wanted.key for one in self.slices(folder))
@@ -149,8 +149,7 @@ class Shelf:
             arrays = tuple(self.gathered(folder, name)[wanted.key][stretch].copy() for name in wanted.state_names)
             updates = max(one.updates for one in self.slices(folder) if one.key == wanted.key)
             state = SliceState(updates, arrays)
-        same = [one for one in self.slices(folder) if (one.key, one.start) == (wanted.key, wanted.start)]
-        return ReadSlice(wanted.number, weight, state, counted=same[0].counted if same else {})
+        return ReadSlice(wanted.number, weight, state)
 
 
 class SimulatedDisk(Disk):

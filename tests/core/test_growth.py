@@ -6,18 +6,16 @@ from dataclasses import replace
 from random import Random
 from unittest import mock
 
-import numpy as np
 import pytest
 
 from kvdist.core.reliable import Reliable
 from kvdist.core.scheduler.keys import StoreKeys
-from kvdist.protocol.messages import Lease, Rewound
+from kvdist.protocol.messages import Lease
 from tests.core.growth import growth, sizes
 from tests.core.test_keys import answered, declare, member
 from tests.core.wired import Wired
 from tests.core.work import Work, counting_lines
 from tests.simulation import (
-    ALONE,
     BACKUP,
     DELAYED,
     GOES_BACK,
@@ -46,10 +44,8 @@ STEADY = {
     "sums of hosts": Scenario(num_workers=4, rounds=ROUNDS, hosts=2, local_reduce="on", saves=0.1),
     "leases": replace(LEASES, num_workers=3, examples=EXAMPLES),
     "leases beside snapshots": replace(GOES_BACK, examples=EXAMPLES),
-    "leases beside snapshots of each server": replace(ALONE, examples=EXAMPLES),
     "leases of a scheduler that may return": replace(RETURNS, examples=EXAMPLES),
     "snapshots": replace(GOES_BACK, rounds=ROUNDS),
-    "snapshots of each server": replace(ALONE, rounds=ROUNDS, in_step=True),
     "a scheduler that may return": replace(RETURNS, rounds=ROUNDS),
     "a quota": replace(QUOTA, rounds=ROUNDS, again=None),
     "backup": replace(BACKUP, rounds=ROUNDS, again=None),
@@ -186,17 +182,6 @@ def test_what_a_newcomer_waits_for_is_not_looked_at_after_messages_that_say_noth
         wired.declare(rank, keys_of(keys + 1))
     wired.settle()
     assert request in wired.completed
-
-
-def test_a_worker_counts_more_examples_than_32_bits_have() -> None:
-    wired = Wired(1, 1)
-    wired.initialise({"w": [0.0]}, "async")
-    for _ in range(3):
-        wired.push(0, {"w": [1.0]}, samples=(1 << 32) - 1)
-        wired.settle()
-    one = np.zeros(1, np.uint32)
-    told, lacks = wired.workers[0].transfers.resume(0, Rewound(1, one, one, one), is_near=False)
-    assert told.examples.tolist() == [3 * ((1 << 32) - 1)] and lacks.tolist() == [3]
 
 
 @pytest.mark.xfail(strict=True, reason="the journal of the scheduler is to take the place of this note")

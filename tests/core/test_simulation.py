@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvdist.checkpoint.snapshot import CountedPushes, ReadManifest, SavedSlice
+from kvdist.checkpoint.snapshot import ReadManifest, SavedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.agreement import Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
@@ -72,7 +72,6 @@ from kvdist.protocol.messages import (
     PullState,
     Push,
     Rejected,
-    Resume,
     Rewind,
     Rewound,
     Roster,
@@ -151,20 +150,8 @@ FAULTS = {
     **{
         name: ("crash", "started again", "went back", *(("torn snapshot",) if scenario.torn else ()))
         for name, scenario in SCENARIOS.items()
-        if name.startswith("goes back") and not name.endswith("disks") and "alone" not in name
+        if name.startswith("goes back") and not name.endswith("disks")
     },
-    **{
-        name: ("crash", "started again", "lost with a server", *(("lost", "cut") if scenario.weather is STORM else ()))
-        for name, scenario in SCENARIOS.items()
-        if "back alone" in name and not scenario.torn
-    },
-    **{
-        name: ("crash", "started again", "lost with a server", "torn snapshot")
-        for name, scenario in SCENARIOS.items()
-        if "back alone" in name and scenario.torn
-    },
-    "goes back alone with full disks": ("crash", "started again", "lost with a server", "full disk"),
-    "goes back alone after its scheduler": ("crash", "return", "started again", "lost with a server"),
     "scheduler returns in a storm": ("crash", "return", "cut", "lost", "duplicated"),
     **{
         name: ("crash", "return")
@@ -231,7 +218,6 @@ FAULTS = {
         )
         if f"{policy} {what}" in SCENARIOS
     },
-    **{f"{policy} goes back": ("crash", "started again", "lost with a server") for policy in ("ssp", "delays")},
     **{
         name: ("parted", "parted one way", "kept back by a wall", "silent behind a wall")
         for name, scenario in SCENARIOS.items()
@@ -264,7 +250,6 @@ FAULTS = {
     "odd leases": ("leases are as long as can be", "crash", "joined"),
     "odd schedulers": ("timers fire late", "crash", "return"),
     "odd snapshots": ("tables grow row by row", "blocks merge at once", "crash", "went back"),
-    "odd snapshots alone": ("each message is acknowledged", "crash", "lost with a server"),
     "odd copies": ("copies are filled in by single elements", "crash", "started again"),
     "odd copies in a hurry": ("copies are filled in at once", "little is under way", "crash", "started again"),
     "odd and parted": ("acknowledgements wait as long as they may", "parted", "given up behind a wall"),
@@ -1042,14 +1027,13 @@ def refuses_early_words(self: Server, source: Member, message: Message) -> str |
     return ORIGINAL_REFUSES(self, source, message)
 
 
-def keeps_what_it_counted(self: Round[Any, Any], version: int, there: Mapping[int, tuple[int, int]]) -> None:
+def keeps_what_it_counted(self: Round[Any, Any], version: int, ranks: Iterable[int]) -> None:
     counted = self.counted
-    ORIGINAL_ROUND_REWIND(self, version, there)
+    ORIGINAL_ROUND_REWIND(self, version, ranks)
     self.counted = counted or self.counted
 
 
 ORIGINAL_REWOUND = Worker._rewound
-ORIGINAL_RESUME = Transfers.resume
 ORIGINAL_READ_BACK = Rollback._read
 ORIGINAL_REWIND = Worker._rewind
 ORIGINAL_TAKEN = Rollback.snapshot_taken
@@ -1058,37 +1042,8 @@ ORIGINAL_ROLL_BACK = Shard.roll_back
 ORIGINAL_ROUND_REWIND = Round.rewind
 
 
-def forgets_what_workers_say(self: Shard[Any], sender: Member, message: Resume) -> None:
-    """A server that has gone back alone counts from its snapshot on."""
-
-
-def says_what_is_under_way_is_counted(self: Transfers, server: int, message: Rewound, is_near: bool) -> Any:
-    told, missed = ORIGINAL_RESUME(self, server, message, is_near)
-    return replace(told, steps=self.slices.pushed[told.ids]), missed
-
-
-def forgets_what_was_lost_before(self: Transfers, server: int, message: Rewound, is_near: bool) -> Any:
-    self.slices.lost_from[:] = self.slices.lost_to[:] = 0
-    return ORIGINAL_RESUME(self, server, message, is_near)
-
-
-def waits_for_versions_that_are_no_more(self: Transfers, server: int, message: Rewound, is_near: bool) -> Any:
-    versions = self.slices.versions[message.ids]
-    found = ORIGINAL_RESUME(self, server, message, is_near)
-    self.slices.versions[message.ids] = versions
-    return found
-
-
 def sends_to_the_new_server_at_once(self: Transfers, server: int) -> None:
     self.kept_back.add(server)
-
-
-def writes_no_counters(self: Snapshots, round_: Round[Any, Any]) -> CountedPushes:
-    return {}
-
-
-def knows_no_examples_of_the_lost(self: Rollback, incarnation: int) -> int:
-    return 0
 
 
 def reads_what_is_torn(self: Rollback, back: WayBack, failure: str) -> list[Effect]:
@@ -1507,33 +1462,9 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Server, "refuses", refuses_early_words)],
     ),
     "counters stay where they were": ("goes back", [(Round, "rewind", keeps_what_it_counted)]),
-    "a server that goes back alone does not hear where workers are": (
-        "goes back alone",
-        [(Shard, "resume", forgets_what_workers_say), (DenseShard, "resume", forgets_what_workers_say)],
-    ),
-    "what is under way counts as counted": (
-        "goes back alone",
-        [(Transfers, "resume", says_what_is_under_way_is_counted)],
-    ),
-    "what was lost before is said to be lost again": (
-        "goes back alone again and again",
-        [(Transfers, "resume", forgets_what_was_lost_before)],
-    ),
-    "pulls wait for versions that are lost": (
-        "goes back alone near the end",
-        [(Transfers, "resume", waits_for_versions_that_are_no_more)],
-    ),
     "what is for a lost server leaves before the next one has gone back": (
-        "goes back alone",
+        "goes back",
         [(Transfers, "keep_back", sends_to_the_new_server_at_once)],
-    ),
-    "a snapshot does not say whose pushes are in it": (
-        "goes back alone",
-        [(Snapshots, "_counted_pushes", writes_no_counters)],
-    ),
-    "examples that a server has again go back": (
-        "both servers go back alone leasing",
-        [(Rollback, "examples_of", knows_no_examples_of_the_lost)],
     ),
     "what is called before a worker is quiet counts": (
         "goes back saving with a far scheduler",

@@ -57,7 +57,7 @@ from kvdist.optimizer.registry import create
 from kvdist.protocol.messages import Configure, DueWhen, Flag, Progress, SavedFile
 from kvdist.runtime.node import AnswerByKey, Node
 from tests.core.ledger import Books, Counted
-from tests.core.row_workload import TABLES, RowOracle, RowUser, Seen
+from tests.core.row_workload import TABLES, RowOracle, RowUser
 from tests.core.shelf import FULL, Shelf
 
 Array = npt.NDArray[Any]
@@ -234,10 +234,6 @@ class Oracle:
                 change = (found - self.firsts[key.name]) * self._sign
                 stayed = [rank for rank in self._ranks if rank not in self.lost]
                 least, most = self._pushed(key, turn + 1, stayed), self._pushed(key, self.job.rounds, self._ranks)
-                for piece in self.slices[key.name]:
-                    for member, step in self.books.lost.get(piece.number, ()):
-                        grad = self.given.get((member.node.rank, step, key.name))
-                        least[piece.start : piece.stop] -= 0 if grad is None else grad[piece.start : piece.stop]
                 assert (change >= least).all() and (change <= most).all(), f"{folder} of {key.name!r}: {change}"
 
     def final(self, key: Key) -> Array:
@@ -327,9 +323,7 @@ class Reading:
     infos: Sequence[KeyInfo]
     results: list[Array]
     pushed: dict[int | str, int]
-    seen: dict[Seen, int]
-    alone: dict[int, int]
-    """Slice → how often its server alone had gone back to a snapshot."""
+    seen: dict[int, int]
     averages: bool = False
 
 
@@ -367,7 +361,7 @@ class User:
     _program: Program | None = None
     _last_turn: list[Future[Any]] = field(default_factory=list)
     _pushed: dict[int | str, int] = field(default_factory=dict)
-    _seen: dict[Seen, int] = field(default_factory=dict)
+    _seen: dict[int, int] = field(default_factory=dict)
     _held: dict[int, tuple[Array, bytes]] = field(default_factory=dict)
     """Slice → the newest value that is read where it lies, and what it was when it came."""
     _leaving: bool = False
@@ -508,7 +502,7 @@ class User:
         slices, self._pushed = self._machine.transfers.slices, {key.name: since for key in KEYS}
         pieces = [piece for info in self.infos.values() for piece in info.slices]
         assert {int(slices.pushed[piece.number]) for piece in pieces} == {since}, "it is at one step in all slices"
-        self._seen = {(piece.number, 0): since for piece in pieces}
+        self._seen = {piece.number: since for piece in pieces}
         if since <= self.job.rounds and not self.oracle.went_back:
             made = {piece.number: len(self.oracle.books.rounds[piece.number]) for piece in pieces}
             self.repeats += sum(one > since for one in made.values())
@@ -811,9 +805,6 @@ class User:
         yield [future]
         for info, result in zip(reading.infos, reading.results, strict=True):
             wanted = values[info.key]
-            for piece in info.slices:
-                if reading.alone.get(piece.number, 0) < self.oracle.books.alone[piece.number]:
-                    wanted[piece.start : piece.stop] = result[piece.start : piece.stop]  # it was lost meanwhile
             assert np.array_equal(result, wanted), f"{complaint}: key {info.key!r} is {result}, not {wanted}"
 
     # Calls.
@@ -911,7 +902,7 @@ class User:
     def _reading(self, infos: Sequence[KeyInfo]) -> Reading:
         results: list[Array] = [np.full(info.size, -1, info.dtype.storage) for info in infos]
         pushed = {info.key: self._pushed.get(info.key, 0) for info in infos}
-        return Reading(infos, results, pushed, dict(self._seen), dict(self.oracle.books.alone))
+        return Reading(infos, results, pushed, dict(self._seen))
 
     def _hold(self, number: int, array: Array) -> None:
         """A value has come that is read where it lies; its predecessor was there until now."""
@@ -939,13 +930,11 @@ class User:
     def _check_slice(self, reading: Reading, key: Key, piece: Slice, found: Array) -> None:
         """It is what the servers had at some version, which has all pushes of this worker so far."""
         states = [state[reading.averages] for state in self.oracle.states(key, piece)]
-        place = (piece.number, self.oracle.books.alone[piece.number])
-        if reading.alone.get(piece.number, 0) < place[1]:
-            return  # perhaps it was read before, and the rest of the answer came now
-        least = max(self._version_with_own(piece.number, reading.pushed[key.name]), reading.seen.get(place, 0))
+        number = piece.number
+        least = max(self._version_with_own(number, reading.pushed[key.name]), reading.seen.get(number, 0))
         for version in range(least, len(states)):
             if np.array_equal(states[version], found):
-                self._seen[place] = max(self._seen.get(place, 0), version)
+                self._seen[number] = max(self._seen.get(number, 0), version)
                 break
         else:
             raise AssertionError(
