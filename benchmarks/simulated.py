@@ -173,7 +173,7 @@ def summary(marks: Sequence[Mark], seconds: Sequence[Sequence[float]], together:
 def shrunk_thresholds(shrink: int) -> Iterator[None]:
     """Sizes at which messages are joined or sent alone, for arrays that are smaller than what they stand for."""
     thresholds = [(requests, "ALONE_BYTES_MIN"), (shard, "JOIN_BYTES_MAX"), (shard, "TOGETHER_BYTES_MAX")]
-    thresholds += [(transfers, name) for name in ("ALONE_BYTES_MIN", "FAR_BYTES_MAX", "NEAR_BYTES_MAX")]
+    thresholds += [(transfers, name) for name in ("FAR_BYTES_MAX", "NEAR_BYTES_MAX")]
     before = [getattr(module, name) for module, name in thresholds]
     try:
         for (module, name), value in zip(thresholds, before, strict=True):

@@ -138,7 +138,7 @@ def test_a_failure_is_told_once_and_the_others_end_in_one_line_or_silently(job, 
         assert told[0] == "w1 │ Traceback (most recent call last):" and said["w1"][-1] == "w1 │ ValueError: a bug"
         assert not launcher.lines_with("the last lines of"), "they stand above"
     else:
-        assert told[0].startswith("kvdist-launch: worker-1 (pid ") and "killed by signal 9" in told[0]
+        assert told[-1].startswith("kvdist-launch: worker-1 (pid ") and "killed by signal 9" in told[-1]
 
 
 def test_the_launcher_says_75_where_the_first_cause_is_a_lost_peer(job, script):

@@ -150,8 +150,9 @@ def test_a_stopped_process_stands_for_the_shell_that_waits_for_it_and_for_nobody
             (((_, pid),),) = listener.started.call_args.args[1:]
             below = sleeping_below(pid)
             os.kill(below, signal.SIGSTOP)
-            while Path(f"/proc/{below}/stat").read_text().split()[2] != "T":
-                time.sleep(0.01)
+            for one, state in ((below, "T"), (pid, "S")):  # the other one waits by now
+                while Path(f"/proc/{one}/stat").read_text().split()[2] != state:
+                    time.sleep(0.01)
             processes.beat(1.0)
             assert [call.args for call in listener.stopped.call_args_list] == ([(worker(0), below)] if is_told else [])
         finally:
