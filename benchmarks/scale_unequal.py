@@ -107,7 +107,7 @@ class Trainee(User):
         self._compute()
 
     def _report(self) -> None:
-        progress = Progress(self._piece.number, 0, self._samples, DueWhen.MADE, self._job.quota, False, False)
+        progress = Progress(self._piece.number, 0, self._samples, DueWhen.QUOTA, self._job.quota, False, False)
         self._due = self._node.submit(lambda number: ReportProgress(number, self._piece.server, progress))
 
     def advance(self) -> None:
