@@ -42,18 +42,12 @@ if TYPE_CHECKING:
     from kvdist import collective, horovod, kv, lr_scheduler, optimizer, profiler
     from kvdist.config.policies import (
         Asynchronous,
-        Backup,
-        Buffered,
         LocalSteps,
         Quota,
-        StaleSynchronous,
         asynchronous,
-        backup,
-        buffered,
         diloco,
         local_sgd,
         quota,
-        ssp,
     )
     from kvdist.kvstore.base import KVStore
     from kvdist.kvstore.checkpoints import Checkpoint
@@ -66,9 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Asynchronous",
-    "Backup",
     "BarrierTimeout",
-    "Buffered",
     "Checkpoint",
     "AuthenticationError",
     "CheckpointError",
@@ -101,13 +93,10 @@ __all__ = [
     "RolledBackError",
     "RowSparse",
     "SplitSampler",
-    "StaleSynchronous",
     "StoreClosed",
     "Trainer",
     "__version__",
     "asynchronous",
-    "backup",
-    "buffered",
     "collective",
     "diloco",
     "horovod",
@@ -120,7 +109,6 @@ __all__ = [
     "replicate",
     "split_and_load",
     "split_data",
-    "ssp",
     "sync_buffers",
     "JobOver",
 ]
@@ -128,8 +116,6 @@ __all__ = [
 _MODULES = ("collective", "horovod", "kv", "lr_scheduler", "optimizer", "profiler")
 _NAMES = {
     "Asynchronous": "kvdist.config.policies",
-    "Backup": "kvdist.config.policies",
-    "Buffered": "kvdist.config.policies",
     "Checkpoint": "kvdist.kvstore.checkpoints",
     "Embedding": "kvdist.training.embedding",
     "KVStore": "kvdist.kvstore.base",
@@ -140,20 +126,22 @@ _NAMES = {
     "Replicas": "kvdist.training.replicas",
     "RowSparse": "kvdist.kvstore.rowsparse",
     "SplitSampler": "kvdist.training.data",
-    "StaleSynchronous": "kvdist.config.policies",
     "Trainer": "kvdist.training.trainer",
     "asynchronous": "kvdist.config.policies",
-    "backup": "kvdist.config.policies",
-    "buffered": "kvdist.config.policies",
     "diloco": "kvdist.config.policies",
     "local_sgd": "kvdist.config.policies",
     "quota": "kvdist.config.policies",
     "replicate": "kvdist.training.replicas",
     "split_and_load": "kvdist.training.data",
     "split_data": "kvdist.training.data",
-    "ssp": "kvdist.config.policies",
     "sync_buffers": "kvdist.training.replicas",
 }
+_REMOVED = {
+    **dict.fromkeys(("ssp", "StaleSynchronous"), "kvdist.asynchronous()"),
+    **dict.fromkeys(("backup", "Backup"), "kvdist.quota(samples)"),
+    **dict.fromkeys(("buffered", "Buffered"), "kvdist.asynchronous(damping='sqrt') or kvdist.quota(samples)"),
+}
+"""Names of 0.2 and before → what to use instead, for error messages."""
 
 
 def __getattr__(name: str) -> Any:
@@ -162,6 +150,9 @@ def __getattr__(name: str) -> Any:
             value: Any = import_module(f"kvdist.{name}")
         elif name in _NAMES:
             value = getattr(import_module(_NAMES[name]), name)
+        elif name in _REMOVED:
+            # ``from kvdist import …`` would hide the text of an AttributeError.
+            raise ImportError(f"kvdist.{name} was removed: use {_REMOVED[name]}", name="kvdist")
         else:
             raise AttributeError(f"module 'kvdist' has no attribute {name!r}")
     except ModuleNotFoundError as error:

@@ -1,3 +1,3 @@
 """The version, in a module of its own so that every floor may know it."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"

@@ -111,7 +111,6 @@ class Scenario:
     quota: after how many examples of all workers a round is due; 0: at once.
     second: whether there is a second model, which is declared after the first one.
     when: what else that number is of.
-    at_once: how many examples a worker makes at once, at most.
     in_step: whether a worker has what came of a round before it begins the next one, where it need not.
     full: how probable it is that a work of a disk fails.
     torn: how probable it is that the newest snapshot is damaged, where there is one before it.
@@ -154,7 +153,6 @@ class Scenario:
     quota: int = 0
     second: bool = False
     when: DueWhen = DueWhen.QUOTA
-    at_once: int = 4
     in_step: bool = False
     full: float = 0.04
     torn: float = 0.0
@@ -422,10 +420,8 @@ def _build(cluster: Cluster) -> None:
         scenario.quota,
         scenario.second,
         scenario.when,
-        scenario.at_once,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
-    oracle.has_heir = scenario.mode == "async" and any(name.startswith("server") for name in scenario.victims)
     oracle.books.is_void = partial(_has_given_up, cluster)
     oracle.books.awaited = [job.rounds_of(rank) for rank in range(job.num_workers)] if job.waits else None
     oracle.books.may_rest = job.examples > 0
@@ -1119,13 +1115,9 @@ HURRIES = replace(FILLS, hurries=True, lives=6, num_workers=2, spread_s=0.2, wea
 QUOTA = replace(GOING_ON, quota=20, holds=False, again=(0.02, 0.4), saves=0.0)
 """Rounds are in step, and of unequal parts. Server 0 counts."""
 EXACT = replace(QUOTA, in_step=True)
-BUFFERED = replace(QUOTA, quota=3, at_once=1)
-"""What is counted are steps."""
-BACKUP = replace(QUOTA, quota=1, when=DueWhen.BACKUP)
 QUORUM = replace(QUOTA, quota=2, when=DueWhen.QUORUM)
-LED = replace(QUOTA, mode="async", optimizer="sgd", quota=1, when=DueWhen.STALE, again=None, rounds=8)
-"""Each push is a version. Server 0 says when a worker may make it."""
-DELAYED = replace(LED, quota=2, when=DueWhen.BUFFERED)
+DELAYED = replace(QUOTA, mode="async", optimizer="sgd", quota=2, when=DueWhen.ASYNC, again=None, rounds=8)
+"""Each push is a version. Server 0 says how late it is."""
 
 
 def _at_own_pace(name: str, scenario: Scenario) -> dict[str, Scenario]:
@@ -1146,7 +1138,6 @@ def _at_own_pace(name: str, scenario: Scenario) -> dict[str, Scenario]:
             GOES_BACK,
             quota=scenario.quota,
             when=scenario.when,
-            at_once=scenario.at_once,
             in_step=scenario.in_step,
             victims=("server-1",),
         ),
@@ -1316,10 +1307,7 @@ SCENARIOS: dict[str, Scenario] = {
     "quota and two dead workers": replace(QUOTA, again=None, victims=("worker-1", "worker-3")),
     # The others of these are in step anyway.
     **{name: one for name, one in _at_own_pace("exact quota", EXACT).items() if one.again is None},
-    **_at_own_pace("buffered", BUFFERED),
-    **_at_own_pace("backup", BACKUP),
     **_at_own_pace("quorum", QUORUM),
-    **_alone("ssp", LED),
     **_alone("delays", DELAYED),
     "goes on": replace(GOING_ON, victims=("worker-1",)),
     "goes on without rank 0": replace(GOING_ON, victims=("worker-0",)),
@@ -1537,7 +1525,6 @@ SCENARIOS: dict[str, Scenario] = {
     "leases async": replace(LEASES, mode="async", saves=0.0),
     **_at_rest("quota", RESTING),
     **_at_rest("exact quota", replace(RESTING, in_step=True)),
-    **_at_rest("backup", replace(RESTING, quota=1, when=DueWhen.BACKUP)),
     **_at_rest("quorum", replace(RESTING, quota=2, when=DueWhen.QUORUM)),
     "leases near the end": replace(LEASES, victims=("worker-0", "worker-1", "worker-2"), fault_round=14, spread_s=0.01),
     "leases on hosts": replace(LEASES, num_workers=6, hosts=2, local_reduce="on", victims=("worker-0", "worker-3")),

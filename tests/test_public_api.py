@@ -90,6 +90,26 @@ def test_a_name_that_is_not_exported_is_an_attribute_error():
         kvdist.nothing  # noqa: B018
 
 
+@each(
+    "name, instead",
+    [
+        ("ssp", "kvdist.asynchronous()"),
+        ("StaleSynchronous", "kvdist.asynchronous()"),
+        ("backup", "kvdist.quota(samples)"),
+        ("Backup", "kvdist.quota(samples)"),
+        ("buffered", "kvdist.asynchronous(damping='sqrt') or kvdist.quota(samples)"),
+        ("Buffered", "kvdist.asynchronous(damping='sqrt') or kvdist.quota(samples)"),
+    ],
+)
+def test_a_name_that_was_removed_is_an_error_that_names_the_replacement(name, instead):
+    message = f"^{re.escape(f'kvdist.{name} was removed: use {instead}')}$"
+    with pytest.raises(ImportError, match=message):
+        getattr(kvdist, name)
+    with pytest.raises(ImportError, match=message):
+        exec(f"from kvdist import {name}")
+    assert name not in dir(kvdist)
+
+
 def test_every_error_is_exported_and_can_be_caught_by_its_root():
     errors = importlib.import_module("kvdist.errors")
     classes = [value for value in vars(errors).values() if inspect.isclass(value)]

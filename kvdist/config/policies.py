@@ -2,9 +2,9 @@
 
 Without one, workers push a gradient in each step. With `local_sgd` and `diloco` each makes steps of its own in between,
 and what its weights have changed by is what a `Trainer` pushes: traffic is divided by the number of steps. With `quota`
-and `buffered` workers push when all together have made a number of examples or steps, however many each of them has
-made; with `backup`, and with a ``quorum`` of local steps, when enough of them have something. With `asynchronous` and
-`ssp` each push is a version. A policy is a class here and a row of `POLICIES`.
+workers push when all together have made a number of examples, however many each of them has made; with a ``quorum`` of
+local steps, when enough of them have made theirs. With `asynchronous` each push is a version. A policy is a class here
+and a row of `POLICIES`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvdist.config.suggestions import did_you_mean
 EVERY_MAX = 1_000_000
 """Steps between two exchanges: more is a mistake."""
 QUOTA_MAX = 1 << 40
-"""Examples or steps of one version: more is a mistake."""
+"""Examples of one version: more is a mistake."""
 WORKERS_MAX = 1 << 16
 """Workers that a policy counts: more is a mistake."""
 DELAY_MAX = 1 << 32
@@ -161,51 +161,6 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
-class Buffered:
-    """Policy that will be removed: an exchange after `steps` steps of all workers. Use `quota`.
-
-    Attributes:
-        steps: least number of steps per exchange.
-        damping: weight of late gradients: ``'none'``, ``'sqrt'`` or ``'inverse'``.
-
-    Raises:
-        ValueError: a number is out of range, or `damping` is unknown.
-    """
-
-    pace: ClassVar = Pace.OWN
-    steps: int
-    damping: str = "sqrt"
-
-    def __post_init__(self) -> None:
-        _require_whole("versions of", self.steps, "steps", 1, QUOTA_MAX)
-        _require_damping(self.damping)
-
-    def __str__(self) -> str:
-        return f"buffered:{self.steps},{self.damping}"
-
-
-@dataclass(frozen=True, slots=True)
-class Backup:
-    """Policy that will be removed: a step without the `spare` slowest workers. Use `quota`.
-
-    Attributes:
-        spare: number of workers whose gradients are not awaited.
-
-    Raises:
-        ValueError: the number is out of range.
-    """
-
-    pace: ClassVar = Pace.OWN
-    spare: int
-
-    def __post_init__(self) -> None:
-        _require_whole("", self.spare, "backup workers", 1, WORKERS_MAX)
-
-    def __str__(self) -> str:
-        return f"backup:{self.spare}"
-
-
-@dataclass(frozen=True, slots=True)
 class Asynchronous:
     """Policy: each gradient is an update, unless it is too old. See `asynchronous`.
 
@@ -231,28 +186,7 @@ class Asynchronous:
         return f"async:{','.join(words)}"
 
 
-@dataclass(frozen=True, slots=True)
-class StaleSynchronous:
-    """Policy that will be removed: asynchronous steps with a bounded lead. Use `quota` or `asynchronous`.
-
-    Attributes:
-        lead: greatest number of steps by which a worker may be ahead of the slowest.
-
-    Raises:
-        ValueError: the number is out of range.
-    """
-
-    pace: ClassVar = Pace.ALONE
-    lead: int
-
-    def __post_init__(self) -> None:
-        _require_whole("a lead of at most", self.lead, "steps", 0, DELAY_MAX)
-
-    def __str__(self) -> str:
-        return f"ssp:{self.lead}"
-
-
-TrainingPolicy: TypeAlias = LocalSteps | Quota | Buffered | Backup | Asynchronous | StaleSynchronous
+TrainingPolicy: TypeAlias = LocalSteps | Quota | Asynchronous
 
 
 def updates_between(policy: TrainingPolicy | None) -> bool:
@@ -387,41 +321,6 @@ def quota(
     return Quota(samples, bool(local_steps), bool(exact), learning_rate, momentum, bits)
 
 
-def buffered(steps: int, *, damping: str = "sqrt") -> Buffered:
-    """Return a policy that will be removed (use `quota`): a quota that is counted in steps.
-
-    Every step passes its examples, ``trainer.step(samples=n)``. A gradient of weights that are τ versions old is
-    multiplied by its damping.
-
-    Args:
-        steps: number of steps per version.
-        damping: ``'sqrt'`` for 1/√(1 + τ), ``'inverse'`` for 1/(1 + τ), or ``'none'``.
-
-    Raises:
-        ValueError: a number is out of range, or `damping` is unknown.
-
-    Source: Nguyen et al., Federated Learning with Buffered Asynchronous Aggregation (2022), FedBuff.
-    """
-    return Buffered(steps, damping)
-
-
-def backup(spare: int) -> Backup:
-    """Return a policy that will be removed (use `quota`): drop the latest gradients of each version.
-
-    A version is the mean of the first gradients of all workers except `spare`. `trainer.samples_dropped` counts the
-    examples of dropped gradients. Use a `QueueSampler`; every step passes its examples, ``trainer.step(samples=n)``.
-
-    Args:
-        spare: number of workers that are not awaited, fewer than all.
-
-    Raises:
-        ValueError: the number is out of range.
-
-    Source: Chen et al., Revisiting Distributed Synchronous SGD (2016).
-    """
-    return Backup(spare)
-
-
 def asynchronous(max_delay: int | None = None, *, damping: str = "none") -> Asynchronous:
     """Return a policy in which each gradient updates the weights at once, as on ``dist_async``, unless it is too old.
 
@@ -442,24 +341,6 @@ def asynchronous(max_delay: int | None = None, *, damping: str = "none") -> Asyn
     return Asynchronous(max_delay, damping)
 
 
-def ssp(lead: int) -> StaleSynchronous:
-    """Return a policy that will be removed (use `quota`): asynchronous steps with a bounded lead.
-
-    Each gradient is an update, as on ``dist_async``. A worker with c pushes waits in `trainer.step` until every other
-    worker has made c - lead pushes, and then fetches weights that include them. Workers that are lost, have left or
-    have used up a `QueueSampler` are not awaited.
-
-    Args:
-        lead: greatest lead over the slowest worker, in steps, 0 or more.
-
-    Raises:
-        ValueError: the number is out of range.
-
-    Source: Ho et al., More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server (2013).
-    """
-    return StaleSynchronous(lead)
-
-
 # Policies as text.
 
 
@@ -477,15 +358,6 @@ def _quota(samples: int, *outer: float, local_steps: bool = False, exact: bool =
 
 def _asynchronous(max_delay: int | None = None, **damping: bool) -> Asynchronous:
     return Asynchronous(max_delay, *damping)
-
-
-def _buffered(steps: int, *, local_steps: bool = False, **damping: bool) -> Buffered:
-    if local_steps:
-        raise ValueError(
-            "it adds gradients up; for local steps take quota:SAMPLES,local_steps, a version of so many examples, or"
-            " local_sgd:STEPS,quorum=WORKERS, a version of so many workers' steps"
-        )
-    return Buffered(steps, *damping)
 
 
 def _outer(given: tuple[float, ...], rate: float, momentum: float) -> tuple[float, float]:
@@ -511,13 +383,22 @@ POLICIES = {
     "local_sgd": _TextForm(_local_sgd, f"local_sgd:STEPS{_MORE}"),
     "diloco": _TextForm(_diloco, f"diloco:STEPS[,LEARNING_RATE,MOMENTUM]{_MORE}"),
     "quota": _TextForm(_quota, "quota:SAMPLES[,exact][,local_steps][,LEARNING_RATE,MOMENTUM][,bits=16|8|4]"),
-    "buffered": _TextForm(_buffered, "buffered:STEPS[,none|sqrt|inverse]"),
-    "backup": _TextForm(Backup, "backup:WORKERS"),
     "async": _TextForm(_asynchronous, "async:[MAX_DELAY][,none|sqrt|inverse]"),
-    "ssp": _TextForm(StaleSynchronous, "ssp:STEPS"),
 }
-OFFERED = {name: form.forms for name, form in POLICIES.items() if name not in ("buffered", "backup", "ssp")}
-"""The forms that messages offer, by name: without those that will be removed."""
+REMOVED = {
+    "ssp": (
+        "async, or to drop late gradients async:MAX_DELAY, which counts the steps of all other workers (p - 1 is normal"
+        " with p workers)"
+    ),
+    "backup": "quota:SAMPLES, a version of so many examples of whichever workers are fast, and no gradient is dropped",
+    "buffered": (
+        "async:sqrt, where each gradient is a version and late ones count less, or quota:SAMPLES, a version of so many"
+        " examples of all workers together"
+    ),
+}
+"""Policies of 0.2 and before → what to write instead, for error messages."""
+OFFERED = {name: form.forms for name, form in POLICIES.items()}
+"""The forms that messages offer, by name."""
 EXAMPLES = {"quota": 512, "local_sgd": 20, "diloco": 100}
 """Numbers for a policy whose number is missing."""
 FORMS = " or ".join([", ".join([*OFFERED.values()][:-1]), [*OFFERED.values()][-1]])
@@ -531,6 +412,8 @@ def policy_from(text: str) -> TrainingPolicy | None:
         ValueError: there is none of that name, or a number is out of range.
     """
     name, _, rest = text.partition(":")
+    if name in REMOVED:
+        raise ValueError(f"the policy {name!r} was removed: write {REMOVED[name]}")
     positional: list[float] = []
     named: dict[str, float | bool] = {}
     try:

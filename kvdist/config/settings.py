@@ -403,9 +403,9 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         Setting(
             "KVDIST_SNAPSHOTS", PATH, None,
             "folder for this job alone, into which servers write snapshots while training goes on",
-            "When a server is lost and started again, all go back to the newest one, or of a `dist_async` store that"
-            " server alone; without it the loss of a server ends the job. Needs `KVDIST_ON_LOSS=continue`, and every"
-            " machine with a server or the scheduler must see this folder. `kvdist-launch --snapshots` sets it"
+            "When a server is lost and started again, all go back to the newest one; without it the loss of a server"
+            " ends the job. A `dist_async` store is refused beside it: use `--replicas 1`. Needs"
+            " `KVDIST_ON_LOSS=continue`, and every machine with a server or the scheduler must see this folder. `kvdist-launch --snapshots` sets it"
             " ([reliability.md](reliability.md#servers-that-come-back))",
         ),
         Setting(

@@ -1,9 +1,9 @@
 """When a version is made, and what a contribution is worth: one frozen object per store.
 
 Synchronous and asynchronous training are its two settings so far. The decisions are pure functions of the state, so
-every server decides alike. Backup workers, quotas and bounded staleness are none of these: they decide when a worker
-pushes, and whether with something (`kvdist.core.server.progress`). A version that is closed on k contributions of many
-would need a rule here for what comes late (`Round.offer`), and its outcome in the answer; messages have the fields.
+every server decides alike. Quotas, quorums and bounded delays are none of these: they decide when a worker pushes, and
+whether with something (`kvdist.core.server.progress`). A version that is closed on k contributions of many would need a
+rule here for what comes late (`Round.offer`), and its outcome in the answer; messages have the fields.
 """
 
 from __future__ import annotations
@@ -85,11 +85,9 @@ def with_priority_slices(policy: Policy) -> Policy:
 
 
 _DEEDS = {
-    msg.DueWhen.QUOTA: "make their part of {} examples, or steps",
-    msg.DueWhen.BACKUP: "have gradients, all but {} of them",
+    msg.DueWhen.QUOTA: "make their part of {} examples",
     msg.DueWhen.QUORUM: "make their steps, {} of them at least",
-    msg.DueWhen.STALE: "be at most {} pushes behind",
-    msg.DueWhen.BUFFERED: "say how late a gradient is, of at most {} versions",
+    msg.DueWhen.ASYNC: "say how late a gradient is, of at most {} versions",
 }
 
 

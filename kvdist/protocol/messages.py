@@ -126,14 +126,10 @@ class DueWhen(enum.IntEnum):
     """The rule that says when the next push of a worker is due. `Progress.quota` is the number in each sentence."""
 
     QUOTA = 0
-    """The workers together have processed `quota` examples, or steps, since the last version."""
-    BACKUP = 1
-    """All workers but `quota` have a gradient."""
-    QUORUM = 2
-    """All workers have a gradient; or `quota` workers have, and the others are not expected soon."""
-    STALE = 3
-    """This worker is at most `quota` pushes ahead of the slowest worker."""
-    BUFFERED = 4
+    """The workers together have processed `quota` examples since the last version."""
+    QUORUM = 1
+    """All workers have made their steps; or `quota` workers have, and the others are not expected soon."""
+    ASYNC = 2
     """At once. A gradient may be of weights that are at most `quota` versions old."""
 
 
@@ -1349,14 +1345,13 @@ class Progress(WireMessage):
     slice: UInt32
     step: UInt32
     samples: UInt64
-    """Or steps, or 1 for something; by `LED`, how many barriers this worker has come to."""
+    """By `QUORUM`, 1 if the steps are made, else 0."""
     when: When
     quota: UInt64
     now: Boolean
     """Whether it is due whatever the others have made."""
     together: Boolean
-    """Whether this worker waits until all say so, and takes part meanwhile in what is due earlier; by `LED`, whether it
-    waits at that barrier. Then there is no answer."""
+    """Whether this worker waits until all say so, and takes part meanwhile in what is due earlier."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from kvdist.protocol.limits import DEFAULT, WireLimits
 from kvdist.protocol.wire_types import Source, WireType, wire_fields
 
 MAGIC = b"KVDI"
-VERSION = 1
+VERSION = 2
 
 _ENVELOPE = struct.Struct("<4sBBHIIIIQQQQIB3s")
 LONG_BYTES = 1024

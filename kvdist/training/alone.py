@@ -1,7 +1,7 @@
 """`AloneSteps` of a trainer: each step is a push and a version, as on ``dist_async``, but a server is asked before it.
 
-It says how late the gradient is, once for all slices, and not before this worker may go on
-(`kvdist.core.server.progress`). A gradient that is too late is dropped: the push that brings the new weights is empty.
+It says how late the gradient is, once for all slices (`kvdist.core.server.progress`). A gradient that is too late is
+dropped: the push that brings the new weights is empty.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from kvdist.config.policies import DAMPINGS, DELAY_MAX, Asynchronous, StaleSynchronous
+from kvdist.config.policies import DAMPINGS, DELAY_MAX, Asynchronous
 from kvdist.kvstore.backend import Average
 from kvdist.protocol.messages import Due, DueWhen
-from kvdist.training.local_steps import Exchanges
+from kvdist.training.local_steps import LOG, Exchanges
 from kvdist.training.parameters import Grads, Parameter
+
+DROPS = 10
+"""After so many gradients that came too late …"""
+DROPPED_SHARE = 0.2
+"""… it is said whether they are more than this share of the examples of a worker."""
 
 
 class AloneSteps(Exchanges):
     """Asks before each push.
 
     Args:
-        policy: how late a gradient may be and what it counts then, or how far ahead a worker.
+        policy: how late a gradient may be, and what it counts then.
         parameters, unpushed: as of `Exchanges`.
         update: pushes gradients and writes the new weights; see `Exchange.update`.
         report: asks; see `DistBackend.report_progress`.
@@ -33,7 +38,7 @@ class AloneSteps(Exchanges):
 
     def __init__(
         self,
-        policy: Asynchronous | StaleSynchronous,
+        policy: Asynchronous,
         parameters: Sequence[Parameter],
         unpushed: Callable[[], int],
         update: Callable[[Grads, Average, int], object],
@@ -41,15 +46,13 @@ class AloneSteps(Exchanges):
         take: Callable[[Future[Any]], Any],
     ) -> None:
         self._policy = policy
-        if isinstance(policy, StaleSynchronous):
-            self._rule, self._damping, self._limit = (DueWhen.STALE, policy.lead), DAMPINGS["none"], DELAY_MAX
-        else:
-            self._limit = DELAY_MAX if policy.max_delay is None else policy.max_delay
-            self._rule, self._damping = (DueWhen.BUFFERED, self._limit), DAMPINGS[policy.damping]
+        self._limit = DELAY_MAX if policy.max_delay is None else policy.max_delay
+        self._damping = DAMPINGS[policy.damping]
         self._update = update
         self._report = report
         self._take = take
         self._grads: Grads = []
+        self._drops = 0
         super().__init__(parameters, unpushed)
 
     def require_alike(self, samples: int | None) -> None:
@@ -62,7 +65,7 @@ class AloneSteps(Exchanges):
     def after_step(self) -> None:
         grads, self._grads = self._grads, []
         examples = self._unpushed() or self.examples
-        due = self._take(self._report(examples, *self._rule, False, False))
+        due = self._take(self._report(examples, DueWhen.ASYNC, self._limit, False, False))
         weight = self._damping(due.delay)
         if due.delay > self._limit:
             self._drop(examples)
@@ -74,3 +77,18 @@ class AloneSteps(Exchanges):
 
     def finish(self, together: bool) -> None:
         """Each step has done so."""
+
+    def _drop(self, samples: int) -> None:
+        """Count the examples of a gradient that is too late for any version, and say once that they are many."""
+        self.samples_dropped += samples or 1
+        self._drops += 1
+        if self._drops == DROPS and self.samples_dropped > DROPPED_SHARE * self.given:
+            LOG.warning(
+                "%d of the %d examples of this worker came too late and were dropped, under the policy %s: this machine"
+                " is too slow for it. kvdist.quota(samples) drops nothing, and a max_delay may be larger",
+                self.samples_dropped,
+                max(self.given, self.samples_dropped),
+                self._policy,
+            )
+        elif self._drops == DROPS:
+            self._drops = 0

@@ -29,10 +29,6 @@ from kvdist.training.parameters import Grads, Parameter
 
 T = TypeVar("T")
 LOG = logging.getLogger("kvdist")
-DROPS = 10
-"""After so many gradients that came too late …"""
-DROPPED_SHARE = 0.2
-"""… it is said whether they are more than this share of the examples of a worker."""
 
 
 class Counts(NamedTuple):
@@ -74,13 +70,10 @@ class Exchanges(abc.ABC):
     """Whether the weights of the last exchange are needed."""
     samples_dropped = 0
     """Of how many examples gradients came too late for any version."""
-    _policy: TrainingPolicy | None = None
-    """For messages."""
     given = 0
     """Of how many examples all steps were."""
     counted: Sequence[int] = (0,)
     """A parameter of each part that is exchanged by itself: the first of them that has a batch counts it as used."""
-    _drops = 0
 
     def __init__(self, parameters: Sequence[Parameter], unpushed: Callable[[], int]) -> None:
         self._weights = [parameter.replicas[0].detach() for parameter in parameters]
@@ -132,21 +125,6 @@ class Exchanges(abc.ABC):
         """Count a step with gradients, of so many examples; 0 if that was not said."""
         self.made += 1
         self.samples += samples
-
-    def _drop(self, samples: int) -> None:
-        """Count the examples of a gradient that is too late for any version, and say once that they are many."""
-        self.samples_dropped += samples or 1
-        self._drops += 1
-        if self._drops == DROPS and self.samples_dropped > DROPPED_SHARE * self.given:
-            LOG.warning(
-                "%d of the %d examples of this worker came too late and were dropped, under the policy %s: this machine"
-                " is too slow for it. kvdist.quota(samples) drops nothing, and a max_delay may be larger",
-                self.samples_dropped,
-                max(self.given, self.samples_dropped),
-                self._policy,
-            )
-        elif self._drops == DROPS:
-            self._drops = 0
 
     def _changes(self) -> list[torch.Tensor]:
         """What the steps have changed, as a gradient. One pass over the weights."""

@@ -1,4 +1,4 @@
-"""`QuotaSteps` of a trainer: workers exchange when all together have made a number of examples; and its relatives.
+"""`QuotaSteps` of a trainer: workers exchange when all together have made a number of examples; and `QuorumSteps`.
 
 A server says when (`kvdist.core.server.progress`). Each worker then pushes what its steps have made since its last
 push, also in the middle of a step, on a thread of its own; and takes the new weights at the end of that step. So no
@@ -6,9 +6,8 @@ worker waits for the step that another is at. What it does meanwhile is kept: lo
 gradients count in the next version. Where an exchange takes longer than a step, one is nearly always under way: at the
 end of a step a worker takes the weights of the newest version that is complete.
 
-`BufferedSteps` count steps in place of examples. `QuorumSteps` push local steps when enough workers have made theirs; a
-worker that has not pushes nothing then, and goes on. `BackupSteps` push one gradient for each version: a worker whose
-gradient is late has pushed nothing, and drops it.
+`QuorumSteps` push local steps when enough workers have made theirs; a worker that has not pushes nothing then, and goes
+on.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, cast
 
 import torch
 
-from kvdist.config.policies import DAMPINGS, Backup, Buffered, LocalSteps, Quota, TrainingPolicy, updates_between
+from kvdist.config.policies import LocalSteps, Quota, TrainingPolicy, updates_between
 from kvdist.kvstore.backend import Average
 from kvdist.protocol.messages import Due, DueWhen
 from kvdist.runtime.waits import AwaitedLock, wait_for
@@ -78,8 +77,6 @@ class QuotaSteps(Exchanges):
     counts_steps = False
     when = DueWhen.QUOTA
     """By which rule a push is due."""
-    damping = staticmethod(DAMPINGS["none"])
-    """What a gradient is multiplied by that is so many versions late."""
 
     def __init__(
         self,
@@ -151,16 +148,15 @@ class QuotaSteps(Exchanges):
 
     def add(self, grads: Grads, samples: int) -> None:
         super().add(grads, samples)
-        weight = samples * self.damping(0 if self._last is None else self._last.number)
         for place, grad in enumerate(grads if self.sums_gradients else ()):
             if grad is None:
                 continue
             present = self._sums[place]
             if present is None:
                 wide = grad[0].float() if grad[0].dtype in HALF else grad[0]
-                self._sums[place] = wide * weight
+                self._sums[place] = wide * samples
             else:
-                present.add_(grad[0], alpha=weight)
+                present.add_(grad[0], alpha=samples)
 
     def after_step(self) -> None:
         self._ready = dict(self._handed_out)
@@ -216,12 +212,6 @@ class QuotaSteps(Exchanges):
     def _is_ready(self) -> bool:
         """Whether what there is counts in a version that is due."""
         return True
-
-    @property
-    def _examples(self) -> int:
-        """Of how many examples a push is."""
-        pushed = 0 if self._last is None else self._last.handed_out
-        return self.handed_out - pushed or self.samples
 
     # When a push is due.
 
@@ -285,7 +275,7 @@ class QuotaSteps(Exchanges):
         if not (everything or self._is_ready):
             self._send(nothing, True, 0, replace(before, number=before.number + 1, landing=landing))
             return
-        samples = self._examples
+        samples = self.handed_out - before.handed_out or self.samples
         grads, changes = nothing, before.changes
         if self.made and self.sums_gradients:
             grads = [
@@ -357,33 +347,6 @@ class QuotaSteps(Exchanges):
         self._landed(push.number)
 
 
-def steps_of(policy: TrainingPolicy) -> type[QuotaSteps]:
-    """What a worker does under a policy of workers at their own pace."""
-    kinds: dict[type[TrainingPolicy], type[QuotaSteps]] = {
-        Quota: QuotaSteps,
-        Buffered: BufferedSteps,
-        Backup: BackupSteps,
-        LocalSteps: QuorumSteps,
-    }
-    return kinds[type(policy)]
-
-
-class BufferedSteps(QuotaSteps):
-    """Counts the steps of a worker; what is late counts less."""
-
-    def __init__(self, policy: Buffered, *given: Any) -> None:
-        self.damping = DAMPINGS[policy.damping]
-        super().__init__(policy, *given)
-
-    @property
-    def _number(self) -> int:
-        return cast(Buffered, self._policy).steps
-
-    @property
-    def _progress(self) -> int:
-        return self.made
-
-
 class QuorumSteps(QuotaSteps):
     """Makes steps of the worker's own, and exchanges them when it has enough of them and so have enough others."""
 
@@ -404,35 +367,3 @@ class QuorumSteps(QuotaSteps):
     @property
     def _is_ready(self) -> bool:
         return self.passed >= cast(LocalSteps, self._policy).every
-
-
-class BackupSteps(QuotaSteps):
-    """Makes one gradient for each version, of the weights of the one before; drops it if that was made without it."""
-
-    when = DueWhen.BACKUP
-
-    @property
-    def _number(self) -> int:
-        return cast(Backup, self._policy).spare
-
-    @property
-    def _progress(self) -> int:
-        return int(self.made > 0)
-
-    @property
-    def _examples(self) -> int:
-        return self.samples  # without those that were dropped
-
-    def add(self, grads: Grads, samples: int) -> None:
-        if self._last is not None:
-            self._drop(samples)
-        else:
-            super().add(grads, samples)
-
-    def after_step(self) -> None:
-        self._ready = dict(self._handed_out)
-        if self.made:
-            self._take(self._report())
-            self._start()
-        self._land(self._last)
-        self._ask()

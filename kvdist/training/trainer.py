@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from kvdist.checkpoint.shards import samples_in, updates_in
-from kvdist.config.policies import Asynchronous, LocalSteps, Pace, StaleSynchronous, TrainingPolicy, updates_between
+from kvdist.config.policies import Asynchronous, LocalSteps, Pace, TrainingPolicy, updates_between
 from kvdist.errors import ConfigError, KvdistError, RolledBackError
 from kvdist.kvstore import create as create_store
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
@@ -810,8 +810,8 @@ class Trainer:
     def samples_dropped(self) -> int:
         """Number of examples of this worker whose gradients came too late and were dropped.
 
-        Only `kvdist.asynchronous` with ``max_delay`` drops gradients (and `kvdist.backup`, which will be removed). A
-        step of unknown size counts as 1. A warning is logged once when more than a fifth of all examples are dropped.
+        Only `kvdist.asynchronous` with ``max_delay`` drops gradients. A step of unknown size counts as 1. A warning is
+        logged once when more than a fifth of all examples are dropped.
         """
         return 0 if self._between is None else self._between.samples_dropped
 
@@ -963,14 +963,15 @@ class Trainer:
         if isinstance(policy, LocalSteps) and policy.quorum is None:
             ways = (exchange.update_some, exchange.begin_update, exchange.take)
             return OuterSteps(policy, trained, self._unpushed, *ways, self._handed_out)
-        if isinstance(policy, Asynchronous | StaleSynchronous):  # features at a seam: loaded where they are used
+        if isinstance(policy, Asynchronous):  # features at a seam: loaded where they are used
             from kvdist.training.alone import AloneSteps
 
             return AloneSteps(policy, trained, self._unpushed, exchange.update, exchange.report, exchange.take)
-        from kvdist.training.quota import steps_of
+        from kvdist.training.quota import QuorumSteps, QuotaSteps
 
+        kind = QuorumSteps if isinstance(policy, LocalSteps) else QuotaSteps
         calls = (exchange.begin_update, exchange.report, exchange.take)
-        return steps_of(policy)(policy, trained, self._unpushed, *calls, self._handed_out, self._landed)
+        return kind(policy, trained, self._unpushed, *calls, self._handed_out, self._landed)
 
     def _state(self, method: str) -> TrainingState:
         self._require_nothing_sent(method, "step()")

@@ -25,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvdist.config.environment import cluster_from_env, read_setting
-from kvdist.config.policies import COMPRESSIONS, Backup, LocalSteps, Pace, Quota, TrainingPolicy, updates_between
+from kvdist.config.policies import COMPRESSIONS, LocalSteps, Pace, Quota, TrainingPolicy, updates_between
 from kvdist.errors import ConfigError, KeyNotInitialised
 from kvdist.kvstore.adapter import Adapted, KVStoreBase
 from kvdist.kvstore.backend import SAMPLES_MAX, Ability
@@ -527,11 +527,6 @@ def require_enough(policy: TrainingPolicy, num_workers: int) -> None:
     Raises:
         ConfigError: it wants more of them.
     """
-    if isinstance(policy, Backup) and policy.spare >= num_workers:
-        raise ConfigError(
-            f"the policy {policy} does without {policy.spare} workers, and there are {num_workers}: spare"
-            f" {f'at most {num_workers - 1}' if num_workers > 1 else 'none: leave the policy out'}"
-        )
     quorum = policy.quorum if isinstance(policy, LocalSteps) else None
     if quorum is not None and quorum > num_workers:
         raise ConfigError(

@@ -139,11 +139,6 @@ def exact(trainer: Trainer, step: Callable[[int], None]) -> None:
     trainer.exchange()
 
 
-def ahead(trainer: Trainer, step: Call) -> None:
-    for _ in range(4):
-        step()
-
-
 def joined(trainer: Trainer, step: Call) -> None:
     with trainer.join():
         step()
@@ -230,7 +225,6 @@ CALLS: dict[str, tuple[Any, Callable[[KVStore], Call]]] = {
     "Trainer.exchange of fragments": (kvdist.diloco(2, fragments=1), trained(exchanged)),
     "Trainer.exchange under a quota": (kvdist.quota(64), trained(exchanged)),
     "Trainer.step under an exact quota": (kvdist.quota(8, exact=True), trained(exact)),
-    "Trainer.step under ssp": (kvdist.ssp(1), trained(ahead)),
     "Embedding.forward": (None, embedded),
 }
 STAY = {

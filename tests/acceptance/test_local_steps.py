@@ -226,7 +226,7 @@ def test_examples_of_a_skipped_step_are_no_mistake_of_the_next_one():
 
 
 @two
-@each("policy", ["local_sgd:2", "quota:8", "ssp:2"])
+@each("policy", ["local_sgd:2", "quota:8", "async:2,none"])
 def test_a_policy_of_one_worker_alone_is_a_mismatch_on_all(policy):
     rank = int(os.environ["KVDIST_RANK"])
     with kv.create("dist", policy=policy if rank else None) as store:

@@ -219,7 +219,7 @@ def test_each_example_of_a_queue_is_used_once(word):
         assert len({str(weights) for _, weights in found}) == 1
 
 
-@three.each(*(f"quota:8{how}" for how in ("", ",exact", ",local_steps")), "backup:1", "local_sgd:2,quorum=2")
+@three.each(*(f"quota:8{how}" for how in ("", ",exact", ",local_steps")), "local_sgd:2,quorum=2")
 def test_all_come_to_an_exchange_after_the_end_of_the_data(word):
     # The workers without examples rest before the others' last pushes, and count fewer rounds than these.
     with kv.create("dist", policy=word) as store:
@@ -237,7 +237,7 @@ def test_all_come_to_an_exchange_after_the_end_of_the_data(word):
             trainer.save_checkpoint(path, turn + 1).result()
             found = exchanged(store, f"{word}-{turn}", [trainer.version, weight.tolist()])
             assert len({str(one) for one in found}) == 1, found
-            assert word == "backup:1" or trainer.samples_seen == 40 * (turn + 1), "that drops late gradients"
+            assert trainer.samples_seen == 40 * (turn + 1)
         store.barrier()
         shutil.rmtree(path, ignore_errors=True)
 

@@ -182,7 +182,7 @@ class QuotaLeasingUser(LeasingUser):
             self.round = self._pushes
             self._made += [self._places.popleft() for _ in range(min(BATCH, len(self._places)))]
             report = self._report()
-            yield [report] if self.job.when == DueWhen.BACKUP else [self._read(["bias"], is_checked=False)[1]]
+            yield [self._read(["bias"], is_checked=False)[1]]
             if report.done() and report.result() is not None:
                 yield from self._push_what_it_has(waits=self.job.in_step)
         for _ in range(2):

@@ -16,11 +16,9 @@ from tests.core.test_keys import answered, declare, member
 from tests.core.wired import Wired
 from tests.core.work import Work, counting_lines
 from tests.simulation import (
-    BACKUP,
     DELAYED,
     GOES_BACK,
     LEASES,
-    LED,
     QUORUM,
     QUOTA,
     REPLICAS,
@@ -48,9 +46,7 @@ STEADY = {
     "snapshots": replace(GOES_BACK, rounds=ROUNDS),
     "a scheduler that may return": replace(RETURNS, rounds=ROUNDS),
     "a quota": replace(QUOTA, rounds=ROUNDS, again=None),
-    "backup": replace(BACKUP, rounds=ROUNDS, again=None),
     "quorum": replace(QUORUM, rounds=ROUNDS, again=None),
-    "led": replace(LED, rounds=ROUNDS),
     "delays": replace(DELAYED, rounds=ROUNDS),
     "replicas": replace(REPLICAS, rounds=ROUNDS, tables=True),
 }
@@ -69,7 +65,7 @@ LINES_PER_EFFECT_MAX = 100
 
 @pytest.mark.slow_cases(
     *("a second model", "async", "leases beside snapshots of each server", "leases of a scheduler that may return"),
-    *("snapshots", "backup", "quorum", "led", "delays"),
+    *("snapshots", "quorum", "delays"),
 )
 @pytest.mark.parametrize("name", STEADY)
 def test_what_is_kept_does_not_grow_with_the_steps(name: str) -> None:

@@ -69,16 +69,6 @@ def test_who_waits_for_all_hears_who_has_not_come(peers: Peers, rests: bool) -> 
         assert awaited(quotas.heard(WORKERS[0], said(1, together=True), 0.0)) == (1,)
 
 
-def test_who_must_not_be_further_ahead_hears_who_is_behind(peers: Peers) -> None:
-    quotas = Quotas(peers)
-    for step in range(3):  # one more than the two that it may be ahead
-        assert due(quotas.heard(WORKERS[0], ready(step, when=DueWhen.STALE, number=2), 0.0))
-    assert due(quotas.heard(WORKERS[1], ready(0, when=DueWhen.STALE, number=2), 0.0))
-    assert due(quotas.heard(WORKERS[1], ready(1, when=DueWhen.STALE, number=2), 0.0))
-    assert not quotas.heard(WORKERS[0], ready(3, when=DueWhen.STALE, number=2), 0.0)
-    assert awaited(quotas.heard(WORKERS[0], ready(3, when=DueWhen.STALE, number=2), 0.0)) == (2,)
-
-
 def test_what_was_made_before_the_last_push_does_not_count_for_the_next(peers: Peers) -> None:
     quotas = Quotas(peers)
     quotas.heard(WORKERS[0], said(15), 0.0)
@@ -141,45 +131,41 @@ def test_after_the_way_back_to_a_snapshot_nothing_of_before_counts(peers: Peers)
 # Enough workers in place of enough examples.
 
 
-def ready(step: int = 0, *, made: int = 1, when: DueWhen = DueWhen.BACKUP, number: int = 1, together: bool = False):
-    return Progress(7, step, made, when, number, False, together)
+def ready(step: int = 0, *, made: int = 1, number: int = 2, together: bool = False) -> Progress:
+    return Progress(7, step, made, DueWhen.QUORUM, number, False, together)
 
 
-def test_a_push_is_due_when_all_workers_but_the_spare_ones_have_something(peers: Peers) -> None:
+def test_a_push_is_due_when_a_quorum_of_workers_has_something(peers: Peers) -> None:
     quotas = Quotas(peers)
     assert not quotas.heard(WORKERS[0], ready(), 0.0)
     assert awaited(quotas.heard(WORKERS[0], ready(), 0.0)) == (1, 2), "once more from the same worker is not enough"
     assert not quotas.heard(WORKERS[1], ready(made=0), 0.0)
     assert due(quotas.heard(WORKERS[2], ready(), 0.0)) == everybody(0)
-    assert not quotas.heard(WORKERS[0], ready(1), 0.0), "the one that was spared has nothing for the next one yet"
+    assert not quotas.heard(WORKERS[0], ready(1), 0.0), "the one that was late has nothing for the next one yet"
     assert due(quotas.heard(WORKERS[1], ready(1), 0.0)) == everybody(1)
 
 
 @pytest.mark.parametrize("change", ["lost", "rests", "waits for all"])
 def test_who_cannot_have_anything_is_not_counted_among_the_workers(peers: Peers, change: str) -> None:
     quotas = Quotas(peers)
-    assert not quotas.heard(WORKERS[0], ready(), 0.0)
+    assert not quotas.heard(WORKERS[0], ready(number=3), 0.0) and not quotas.heard(WORKERS[2], ready(number=3), 0.0)
     if change == "waits for all":
-        assert due(quotas.heard(WORKERS[1], ready(made=0, together=True), 0.0)) == everybody(0)
+        assert due(quotas.heard(WORKERS[1], ready(made=0, number=3, together=True), 0.0)) == everybody(0)
         return
     if change == "lost":
         del peers.workers[1]
     peers.rest({1} if change == "rests" else set())
-    assert set(due(quotas.roster(0.0))) == set(peers.workers), "one of two is spared"
+    assert set(due(quotas.roster(0.0))) == set(peers.workers), "all that can have something have it"
 
 
 def test_what_a_lost_worker_had_does_not_make_a_version(peers: Peers) -> None:
     quotas = Quotas(peers)
     for one in WORKERS[:2]:
-        assert not quotas.heard(one, ready(when=DueWhen.QUORUM, number=3), 0.0)
+        assert not quotas.heard(one, ready(number=3), 0.0)
     del peers.workers[1]
     peers.rest(set())
     assert not quotas.roster(0.0)
-    assert due(quotas.heard(WORKERS[2], ready(when=DueWhen.QUORUM, number=3), 0.0)), "both that are there have it"
-
-
-def quorum(step: int) -> Progress:
-    return ready(step, when=DueWhen.QUORUM, number=2)
+    assert due(quotas.heard(WORKERS[2], ready(number=3), 0.0)), "both that are there have it"
 
 
 def played(quotas: Quotas, arrivals: list[tuple[float, int]], step: int) -> float:
@@ -189,7 +175,7 @@ def played(quotas: Quotas, arrivals: list[tuple[float, int]], step: int) -> floa
             at = quotas.deadline
             assert due(quotas.tick(at)) == everybody(step)
             return at
-        if quotas.heard(WORKERS[rank], quorum(step), now):
+        if quotas.heard(WORKERS[rank], ready(step), now):
             return now
     at = quotas.deadline
     assert due(quotas.tick(at)) == everybody(step)
@@ -199,14 +185,14 @@ def played(quotas: Quotas, arrivals: list[tuple[float, int]], step: int) -> floa
 def test_a_quorum_waits_as_long_as_others_have_needed_lately_and_not_for_one_that_is_always_slow(peers: Peers) -> None:
     quotas = Quotas(peers)
     assert played(quotas, [(10.0, 0), (10.1, 1)], 0) == 10.1, "nothing is known yet"
-    assert not quotas.heard(WORKERS[2], quorum(1), 10.3), "it was late by 0.2 s"
+    assert not quotas.heard(WORKERS[2], ready(1), 10.3), "it was late by 0.2 s"
     assert played(quotas, [(20.0, 0)], 1) == pytest.approx(20.0 + 1.5 * 0.2), "now it has come first"
     assert played(quotas, [(30.0, 1), (30.1, 0), (30.35, 2)], 2) == 30.35, "within the grace"
     assert played(quotas, [(40.0, 1), (40.1, 0)], 3) == pytest.approx(40.1 + 1.5 * 0.25), "no longer than that"
     for step in range(4, 30):  # worker 2 needs six times as long as the others
         now = 10.0 * step + 10.0
         if step % 6 == 5:
-            quotas.heard(WORKERS[2], quorum(step), now - 4.0)
+            quotas.heard(WORKERS[2], ready(step), now - 4.0)
         at = played(quotas, [(now, 1), (now + 0.1, 0)], step)
     assert at == now + 0.1, "what it waited for in vain is forgotten"
 
@@ -214,87 +200,56 @@ def test_a_quorum_waits_as_long_as_others_have_needed_lately_and_not_for_one_tha
 def test_the_grace_of_a_quorum_that_is_lost_ends(peers: Peers) -> None:
     quotas = Quotas(peers)
     played(quotas, [(10.0, 0), (10.1, 1)], 0)
-    quotas.heard(WORKERS[2], quorum(1), 10.3)
+    quotas.heard(WORKERS[2], ready(1), 10.3)
     assert played(quotas, [(20.0, 0)], 1) > 20.0
     played(quotas, [(30.0, 1), (30.1, 0)], 2)
-    quotas.heard(WORKERS[0], quorum(3), 40.0), quotas.heard(WORKERS[1], quorum(3), 40.0)
+    quotas.heard(WORKERS[0], ready(3), 40.0), quotas.heard(WORKERS[1], ready(3), 40.0)
     assert 40.0 < quotas.deadline < 50.0
     for rank in (0, 1):
         del peers.workers[rank]
     peers.rest(set())
     assert not quotas.roster(40.1) and not quotas.tick(50.0)
     assert quotas.deadline > 1e6, "nobody is there to wait for others"
-    assert due(quotas.heard(WORKERS[2], quorum(3), 60.0)) == {2: Due(7, 3, False, 0)}
+    assert due(quotas.heard(WORKERS[2], ready(3), 60.0)) == {2: Due(7, 3, False, 0)}
 
 
 # Each push is a version.
 
 
-def asks(quotas: Quotas, rank: int, step: int, when: DueWhen, limit: int) -> dict[int, Due]:
-    return due(quotas.heard(WORKERS[rank], Progress(7, step, 1, when, limit, False, False), 0.0))
+def asks(quotas: Quotas, rank: int, step: int) -> Due:
+    (told,) = due(quotas.heard(WORKERS[rank], Progress(7, step, 1, DueWhen.ASYNC, 2, False, False), 0.0)).items()
+    assert told[0] == rank
+    return told[1]
 
 
-def test_a_worker_is_held_while_it_is_too_far_ahead_of_the_slowest(peers: Peers) -> None:
-    quotas = Quotas(peers)
-    for step in range(3):
-        assert set(asks(quotas, 0, step, DueWhen.STALE, 2)) == {0} and set(asks(quotas, 1, step, DueWhen.STALE, 2)) == {
-            1
-        }
-    assert not asks(quotas, 0, 3, DueWhen.STALE, 2), "worker 2 has pushed nothing"
-    assert set(asks(quotas, 2, 0, DueWhen.STALE, 2)) == {2}, "it has not pushed yet"
-    assert set(asks(quotas, 2, 1, DueWhen.STALE, 2)) == {2, 0}, "its first push is made"
-
-
-@pytest.mark.parametrize("change", ["lost", "rests"])
-def test_who_makes_no_pushes_any_more_holds_nobody(peers: Peers, change: str) -> None:
-    quotas = Quotas(peers)
-    for rank in (0, 1):
-        assert asks(quotas, rank, 0, DueWhen.STALE, 0)
-    assert not asks(quotas, 0, 1, DueWhen.STALE, 0) and not asks(quotas, 1, 1, DueWhen.STALE, 0)
-    if change == "lost":
-        del peers.workers[2]
-    peers.rest({2} if change == "rests" else set())
-    assert set(due(quotas.roster(0.0))) == {0, 1}
-
-
-def test_who_joins_begins_where_the_slowest_is(peers: Peers) -> None:
+def test_who_joins_has_the_weights_of_then(peers: Peers) -> None:
     quotas = Quotas(peers)
     peers.newcomers[2] = peers.workers.pop(2)
     peers.rest(set())
-    for step in range(6):
-        assert asks(quotas, 0, step, DueWhen.STALE, 1) and asks(quotas, 1, step, DueWhen.STALE, 1)
+    for step in range(4):
+        asks(quotas, 0, step)
     peers.admit([2], 12)
-    for step in (12, 13):
-        assert asks(quotas, 2, step, DueWhen.STALE, 1), "its pushes are numbered elsewhere"
-    assert not asks(quotas, 2, 14, DueWhen.STALE, 1)
-    assert set(asks(quotas, 0, 6, DueWhen.STALE, 1)) == {0}
+    assert asks(quotas, 1, 0).delay == 4, "it was there"
+    assert asks(quotas, 0, 4).delay == 0, "what was dropped is no version"
+    assert asks(quotas, 2, 12).delay == 1, "its pushes are numbered elsewhere"
 
 
-def test_who_waits_at_a_barrier_holds_nobody_until_it_is_passed(peers: Peers) -> None:
+def test_another_process_of_a_lost_worker_begins_anew(peers: Peers) -> None:
     quotas = Quotas(peers)
-
-    def meets(rank: int, number: int) -> set[int]:
-        return set(due(quotas.heard(WORKERS[rank], Progress(7, 1, number, DueWhen.STALE, 0, False, True), 0.0)))
-
-    def after(rank: int, step: int, number: int) -> set[int]:
-        return set(due(quotas.heard(WORKERS[rank], Progress(7, step, number, DueWhen.STALE, 0, False, False), 0.0)))
-
-    for rank in range(3):
-        assert after(rank, 0, 0) == {rank}
-    assert after(0, 1, 0) == set() == meets(1, 1)
-    assert meets(2, 1) == {0}, "it may come to the barrier"
-    assert meets(0, 1) == set() == after(0, 2, 1), "all are back: workers 1 and 2 are slow again"
-    assert meets(2, 1) == set(), "this comes late"
-    assert after(1, 1, 1) | after(2, 1, 1) == {1, 2}
+    asks(quotas, 2, 5), asks(quotas, 0, 0)
+    peers.workers[2] = again = Member(worker(2), 99)
+    peers.rest(set())
+    assert quotas.roster(0.0) == []
+    asks(quotas, 0, 1)
+    assert due(quotas.heard(again, Progress(7, 3, 1, DueWhen.ASYNC, 2, False, False), 0.0)) == {2: Due(7, 3, False, 1)}
 
 
 def test_a_gradient_is_as_late_as_pushes_were_let_through_since_the_weights_came(peers: Peers) -> None:
     quotas = Quotas(peers)
-    rule = (DueWhen.BUFFERED, 2)
-    assert asks(quotas, 0, 0, *rule) == {0: Due(7, 0, False, 0)}
-    assert asks(quotas, 1, 0, *rule) == {1: Due(7, 0, False, 1)}
-    assert asks(quotas, 0, 1, *rule) == {0: Due(7, 1, False, 1)}
-    assert asks(quotas, 2, 0, *rule) == {2: Due(7, 0, False, 3)}, "dropped: it is no version"
-    assert asks(quotas, 2, 0, *rule) == {2: Due(7, 0, False, 3)}, "a question that is repeated has the same answer"
-    assert asks(quotas, 2, 1, *rule) == {2: Due(7, 1, False, 0)}, "it got the newest weights instead"
-    assert asks(quotas, 1, 1, *rule) == {1: Due(7, 1, False, 2)}
+    assert asks(quotas, 0, 0) == Due(7, 0, False, 0)
+    assert asks(quotas, 1, 0) == Due(7, 0, False, 1)
+    assert asks(quotas, 0, 1) == Due(7, 1, False, 1)
+    assert asks(quotas, 2, 0) == Due(7, 0, False, 3), "dropped: it is no version"
+    assert asks(quotas, 2, 0) == Due(7, 0, False, 3), "a question that is repeated has the same answer"
+    assert asks(quotas, 2, 1) == Due(7, 1, False, 0), "it got the newest weights instead"
+    assert asks(quotas, 1, 1) == Due(7, 1, False, 2)

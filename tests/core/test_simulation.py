@@ -38,7 +38,7 @@ from kvdist.core.server import replica, shard, snapshots
 from kvdist.core.server.block import Block, BlockRows, Blocks, Contribution
 from kvdist.core.server.buffers import Buffer, BufferPool
 from kvdist.core.server.peers import Peers
-from kvdist.core.server.progress import Quotas, Turns
+from kvdist.core.server.progress import Quotas
 from kvdist.core.server.replica import CopiedDense, ReplicatedServer
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import DenseShard, Reply, Shard, StoredHolder
@@ -206,7 +206,7 @@ FAULTS = {
     },
     **{
         f"{policy} {what}": faults
-        for policy in ("quota", "exact quota", "buffered", "backup", "quorum", "ssp", "delays")
+        for policy in ("quota", "exact quota", "quorum", "delays")
         for what, faults in (
             ("in a storm", ("cut", "lost", "duplicated")),
             ("at rest in a storm", ("cut", "lost", "duplicated")),
@@ -1325,7 +1325,7 @@ def is_enough_by_count(
     self: Quotas, number: int, reports: Mapping[int, Progress], awaited: Set[int], now: float
 ) -> bool:
     counted = self.__dict__.setdefault("counted", Counter())
-    return any(counted[number, one.step] >= len(awaited) - one.quota for one in reports.values())
+    return any(counted[number, one.step] >= one.quota for one in reports.values())
 
 
 def closes_without_one(self: Policy, present: Set[int], members: Set[int]) -> bool:
@@ -1339,14 +1339,6 @@ def drops_what_this_slice_finds_late(self: Round[Any, Any], ranks: Sequence[int]
         if not self.policy.is_lockstep and self.version - 1 - one.version > 2:
             one.flags |= Flag.EMPTY
     return taken
-
-
-def awaits_the_lost(self: Turns) -> list[Effect]:
-    return self._look()
-
-
-def slowest_of_all(self: Turns) -> int:
-    return min(self._made.values(), default=0)
 
 
 def tells_what_it_was_told(self: ProgressReports) -> list[int]:
@@ -1408,11 +1400,11 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Round, "drop", keeps_the_samples_of_the_lost)],
     ),
     "workers are counted by their reports": (
-        "backup",
+        "quorum",
         [(Quotas, "heard", counts_reports), (Quotas, "_is_enough", is_enough_by_count)],
     ),
     "each slice closes a version when all but one have pushed it": (
-        "backup",
+        "quorum",
         [(Policy, "is_full", closes_without_one)],
     ),
     "a quorum that is not there any more is waited for": (
@@ -1420,11 +1412,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Quotas, "roster", lambda self, now: [])],
     ),
     "each slice judges how late a gradient is": ("delays", [(Round, "close", drops_what_this_slice_finds_late)]),
-    "a worker may be any number of steps ahead": ("ssp", [(Turns, "_slowest", property(lambda self: 1 << 40))]),
-    "the slowest may be a lost worker": (
-        "ssp and a dead worker",
-        [(Turns, "roster", awaits_the_lost), (Turns, "_slowest", property(slowest_of_all))],
-    ),
     "what was due before all went back still is": (
         "quota goes back",
         [(ProgressReports, "rewind", tells_what_it_was_told)],

@@ -192,7 +192,10 @@ def test_what_is_no_policy_is_refused_with_those_there_are(monkeypatch, text):
         ("quota", "the policy 'quota' lacks its number of SAMPLES: write quota:512"),
         ("quota:512,localsteps", ".*has an unknown word 'localsteps': did you mean local_steps"),
         ("quta:3", r"there is no policy 'quta:3': did you mean quota:SAMPLES\["),
-        ("bufered:3", "there is no policy 'bufered:3': write (?!.*(buffered|backup|ssp):)"),
+        ("ssp:4", "the policy 'ssp' was removed: write async, or to drop late gradients async:MAX_DELAY, "),
+        ("backup:1", "the policy 'backup' was removed: write quota:SAMPLES, "),
+        ("buffered:4,local_steps", "the policy 'buffered' was removed: write async:sqrt, .* or quota:SAMPLES, "),
+        ("bufered:3", "there is no policy 'bufered:3': write sync, (?!.*(buffered|backup|ssp):)"),
     ],
 )
 def test_a_policy_that_is_nearly_right_is_answered_with_what_is_missing(monkeypatch, text, message):

@@ -127,6 +127,7 @@ def test_what_cannot_be_done_is_said_before_anything_starts(capfd, words, code, 
         ),
         (["-n", "1", "--policy", "fast", "true"], "--policy: there is no policy 'fast': write sync, local_sgd:STEPS"),
         (["-n", "1", "--policy", "qouta:8", "true"], "there is no policy 'qouta:8': did you mean quota:SAMPLES["),
+        (["-n", "1", "--policy", "backup:1", "true"], "--policy: the policy 'backup' was removed: write quota:SAMPLES"),
         (["-n", "1", "--policy", "quota:0", "true"], "the policy 'quota:0' is not possible: a quota of 0 examples"),
     ],
 )

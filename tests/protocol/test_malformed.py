@@ -120,9 +120,9 @@ def test_an_http_request_is_refused_as_not_a_message():
 
 @each("rest", [b"", b"\xff" * 59, b"anything of any length, even of later versions" * 9])
 def test_another_version_is_told_apart_and_named(rest):
-    with pytest.raises(wire.VersionMismatch, match="version 2 .* version 1") as caught:
-        wire.decode([b"KVDI\x02" + rest])
-    assert caught.value.version == 2
+    with pytest.raises(wire.VersionMismatch, match="version 3 .* version 2") as caught:
+        wire.decode([b"KVDI\x03" + rest])
+    assert caught.value.version == 3
 
 
 @each("at, complaint", [(6, "reserved"), (7, "reserved"), (61, "reserved"), (63, "reserved")])

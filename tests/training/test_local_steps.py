@@ -17,9 +17,10 @@ from kvdist.config.policies import policy_from
 from kvdist.kvstore.base import KVStore
 from kvdist.kvstore.local import LocalBackend
 from kvdist.protocol.messages import Due
-from kvdist.training.local_steps import DROPS, OuterSteps, split_evenly
+from kvdist.training.alone import DROPS
+from kvdist.training.local_steps import OuterSteps, split_evenly
 from kvdist.training.parameters import collect
-from kvdist.training.quota import steps_of
+from kvdist.training.quota import QuorumSteps, QuotaSteps
 from kvdist.training.trainer_config import require_policy
 from tests.cases import each
 
@@ -123,7 +124,8 @@ class QuotaJob(Job):
         self.versions, due, self.interrupts, self.made = 0, Future(), False, queue.SimpleQueue()
         due.set_result(Due(0, 0, False, 0))
         calls = (self.push_all, lambda *_: due, self.take, self.handed_out, self.landed)
-        self.steps = steps_of(policy)(policy, collect(self.weights, None), self.unpushed, *calls)
+        kind = QuotaSteps if isinstance(policy, kvdist.Quota) else QuorumSteps
+        self.steps = kind(policy, collect(self.weights, None), self.unpushed, *calls)
 
     def push_all(self, grads, average, samples, out):
         future = self.push(grads, average, samples, out, range(3))
@@ -271,7 +273,7 @@ def test_what_a_worker_leaves_with_is_what_it_has_pushed_and_each_push_says_its_
     assert job.pushes[2][4][0][0] == -4, "the two steps meanwhile are in the next push, and the two behind them"
 
 
-@each("policy", ["local_sgd:3", "quota:64", "ssp:2"])
+@each("policy", ["local_sgd:3", "quota:64", "async:2,none"])
 @each("update_on_kvstore", [True, False])
 def test_a_policy_says_who_updates_so_a_trainer_must_not(policy, update_on_kvstore):
     weight = torch.nn.Parameter(torch.zeros(2))
@@ -280,13 +282,6 @@ def test_a_policy_says_who_updates_so_a_trainer_must_not(policy, update_on_kvsto
         weight.sum().backward()
         with pytest.raises(kvdist.ConfigError, match=f"policy {policy}.* update_on_kvstore: leave them out"):
             trainer.step(samples=1)
-
-
-def test_versions_of_so_many_local_steps_are_refused_with_what_to_take():
-    with pytest.raises(ValueError, match=r"quota:SAMPLES,local_steps, .* or local_sgd:STEPS,quorum=WORKERS"):
-        kvdist.kv.create("dist", policy="buffered:4,local_steps")
-    with pytest.raises(TypeError, match="local_steps"):
-        kvdist.buffered(4, local_steps=True)
 
 
 @each("steps, warns", [(60, False), (40, True)])

@@ -584,7 +584,7 @@ def test_an_optimizer_of_ours_keeps_nothing_of_the_batch_and_has_one_trainer():
 
 
 @each("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])  # noqa: S301
-@each("options", [{}, {"overlap": True}, {"update_on_kvstore": False}, {"policy": "ssp:1"}])
+@each("options", [{}, {"overlap": True}, {"update_on_kvstore": False}, {"policy": "async:1"}])
 def test_a_copy_of_an_optimizer_has_nothing_of_its_trainer_nor_has_one_whose_trainer_was_closed(copied, options):
     given = create("torch.sgd", lr=1.0, momentum=0.5)
     given.set_wd_mult({"mine": 2.0})

@@ -3,13 +3,13 @@
 One server counts for all: the one with the slice that the workers name, so no other has to know. What it says is only
 *when* each worker makes its next push, a mean of what it has by then. A version is still made of one push of every
 worker, so all slices agree on what is in it, and what is lost, repeated or rolled back is treated as ever. Where each
-push is a version, `Turns` says when a worker may make it, and how late it is. Rules here:
+push is a version, `Delays` says how late it is, before the worker makes it. Rules here:
 
 * Reports say how much there is since the last push, not how much more, so one that is repeated changes nothing. Its
   worker waits, and hears who is awaited.
 * A worker that has pushed for the n-th time has heard that it was due. So a server that knows nothing, as it has the
   slices of a lost one, learns from the newest report of each worker what that one had said. Of a worker that has joined
-  later, only from its second push on. How long workers come after a quorum, and who is how far ahead, it learns anew.
+  later, only from its second push on. How long workers come after a quorum, and how late pushes are, it learns anew.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Quotas:
         self._due: dict[int, msg.Due] = {}
         """Slice → what all were told last."""
         self._graces: dict[int, Grace] = {}
-        self._turns: dict[int, Turns] = {}
+        self._delays: dict[int, Delays] = {}
 
     @property
     def deadline(self) -> float:
@@ -63,8 +63,8 @@ class Quotas:
 
     def heard(self, sender: Member, message: msg.Progress, now: float) -> list[fx.Effect]:
         """A worker reports."""
-        if message.when in (msg.DueWhen.STALE, msg.DueWhen.BUFFERED):
-            return self._turns.setdefault(message.slice, Turns(self._peers)).heard(sender, message)
+        if message.when == msg.DueWhen.ASYNC:
+            return [self._delays.setdefault(message.slice, Delays(self._peers)).heard(sender, message)]
         said, due = self._said.setdefault(message.slice, {}), self._due.get(message.slice)
         is_repeated, said[sender] = said.get(sender) == message, message
         if due is not None and message.step <= due.step:
@@ -87,8 +87,9 @@ class Quotas:
         """Others are there, or rest."""
         for number, said in self._said.items():
             self._said[number] = {one: report for one, report in said.items() if self._peers.has(one)}
-        looked = [effect for number in self._said for effect in self._look(number, now)]
-        return [*looked, *(effect for turns in self._turns.values() for effect in turns.roster())]
+        for delays in self._delays.values():
+            delays.roster()
+        return [effect for number in self._said for effect in self._look(number, now)]
 
     def clear(self) -> None:
         """All have gone back to a snapshot."""
@@ -123,8 +124,6 @@ class Quotas:
             return one is not None and sum(report.samples for report in reports.values()) >= one.quota
         busy = awaited - {rank for rank, report in reports.items() if report.together}
         ready = {rank for rank, report in reports.items() if report.samples and not report.together}
-        if one.when == msg.DueWhen.BACKUP:
-            return len(ready) >= max(1, len(busy) - one.quota)
         grace = self._graces.setdefault(number, Grace())
         grace.look(ready, max(1, min(one.quota, len(busy))), now)
         return bool(ready) and (busy <= ready or now >= grace.until)
@@ -181,8 +180,8 @@ class Grace:
         self._ready = set()
 
 
-class Turns:
-    """When each worker may make its next push, in a store where every push is a version.
+class Delays:
+    """How late each push is, in a store where every push is a version.
 
     Args:
         peers: who is there.
@@ -190,89 +189,31 @@ class Turns:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._made: dict[Member, int] = {}
-        """How many pushes a worker has completed; one that comes later begins where the slowest is."""
-        self._asked: dict[Member, msg.Progress] = {}
-        """The questions that have no answer."""
-        self._answered: dict[Member, msg.Due] = {}
-        """The last answers."""
         self._let_through = 0
-        """How many pushes were."""
+        """How many pushes were not too late."""
         self._seen: dict[Member, int] = {}
         """How many of those the weights of a worker have, at least."""
-        self._meeting: dict[Member, int] = {}
-        """Who waits at a barrier, perhaps for one that is held here → its number."""
-        self._passed = 0
-        """How many barriers were passed."""
+        self._answered: dict[Member, msg.Due] = {}
+        """The last answers."""
 
-    def heard(self, sender: Member, message: msg.Progress) -> list[fx.Effect]:
-        """A worker asks whether it may push."""
+    def heard(self, sender: Member, message: msg.Progress) -> fx.Effect:
+        """Answer a worker that is about to push."""
         self._enrol()
-        self._hear_of_barrier(sender, message)
-        if message.together:
-            return self._look()
         last = self._answered.get(sender)
-        if last is not None and message.step <= last.step:
-            return [fx.Send(sender, last)]
-        is_repeated = self._asked.get(sender) == message
-        if sender not in self._asked:
-            self._made[sender] = self._made.get(sender, 0) + (last is not None)
-        self._asked[sender] = message
-        effects = self._look()
-        if effects or not is_repeated:
-            return effects
-        least = self._made[sender] - message.quota
-        behind = [one.node.rank for one in self._not_met if self._made.get(one, 0) < least]
-        return [fx.Send(sender, msg.NotDue(message.slice, message.step, tuple(behind)))]
+        if last is None or message.step > last.step:
+            delay = self._let_through - self._seen.get(sender, self._let_through)
+            self._let_through += delay <= message.quota
+            self._seen[sender] = self._let_through
+            last = self._answered[sender] = msg.Due(message.slice, message.step, False, delay)
+        return fx.Send(sender, last)
 
-    def roster(self) -> list[fx.Effect]:
+    def roster(self) -> None:
         """Others are there, or rest."""
-        for known in (self._made, self._asked, self._answered, self._seen, self._meeting):
-            for gone in [one for one in known if not self._peers.has(one)]:
-                del known[gone]
+        self._seen = {one: count for one, count in self._seen.items() if self._peers.has(one)}
+        self._answered = {one: due for one, due in self._answered.items() if self._peers.has(one)}
         self._enrol()
-        return self._look()
-
-    def _hear_of_barrier(self, sender: Member, message: msg.Progress) -> None:
-        """Who has passed a barrier shows that all have. One that has joined later counts barriers from there on."""
-        self._meeting.pop(sender, None)
-        joined = self._peers.joined
-        if sender.node.rank in joined or (message.together and message.samples > self._passed):
-            if message.together:
-                self._meeting[sender] = message.samples
-        elif not message.together:
-            self._passed = max(self._passed, message.samples if message.when == msg.DueWhen.STALE else 0)
-            over = [one for one, number in self._meeting.items() if number <= self._passed]
-            for one in over:
-                if one.node.rank not in joined:
-                    del self._meeting[one]
-
-    @property
-    def _slowest(self) -> int:
-        return min([self._made.get(one, 0) for one in self._not_met], default=0)
-
-    @property
-    def _not_met(self) -> list[Member]:
-        """The workers that are awaited, and are not at a barrier."""
-        there = [self._peers.workers[rank] for rank in sorted(self._peers.awaited) if rank in self._peers.workers]
-        return [one for one in there if one not in self._meeting]
 
     def _enrol(self) -> None:
-        awaited = [self._peers.workers[rank] for rank in self._peers.awaited if rank in self._peers.workers]
-        least = min([self._made[one] for one in awaited if one in self._made], default=0)
-        for one in awaited:
-            self._made.setdefault(one, least)
-            self._seen.setdefault(one, self._let_through)
-
-    def _look(self) -> list[fx.Effect]:
-        effects: list[fx.Effect] = []
-        for member, message in list(self._asked.items()):
-            if message.when == msg.DueWhen.STALE and self._made[member] - self._slowest > message.quota:
-                continue
-            delay = self._let_through - self._seen.get(member, self._let_through)
-            self._let_through += message.when == msg.DueWhen.STALE or delay <= message.quota
-            self._seen[member] = self._let_through
-            self._answered[member] = due = msg.Due(message.slice, message.step, False, delay)
-            del self._asked[member]
-            effects.append(fx.Send(member, due))
-        return effects
+        """Weights of workers that are new here have all pushes so far."""
+        for rank in self._peers.awaited & self._peers.workers.keys():
+            self._seen.setdefault(self._peers.workers[rank], self._let_through)

@@ -30,8 +30,6 @@ class ProgressReports:
         """Slice → the newest report."""
         self._due: dict[int, msg.Due] = {}
         """Slice → the newest answer."""
-        self._meetings = 0
-        """How many barriers this worker has come to."""
 
     def report(self, request: req.ReportProgress, now: float) -> list[fx.Effect]:
         """Take a call of the user; the one before it is answered."""
@@ -39,8 +37,6 @@ class ProgressReports:
         effects = self._answer(number, None)
         step = self._transfers.slices.rounds_of(number)
         progress = replace(request.progress, step=step)
-        if progress.when == msg.DueWhen.STALE:
-            progress = replace(progress, samples=self._meetings)
         self._said[number] = request = replace(request, progress=progress)
         due = self._due.get(number)
         if due is not None and due.step >= step:
@@ -70,15 +66,6 @@ class ProgressReports:
         """Tell a server that has the slices of a lost one, by its number, what that knew."""
         server = self._servers[number]
         return [fx.Send(server, said.progress) for said in self._said.values() if said.server == number]
-
-    def meets(self) -> list[fx.Effect]:
-        """This worker comes to a barrier: nobody is to wait for its pushes meanwhile who has not come there."""
-        self._meetings += 1
-        led = [(number, said) for number, said in self._said.items() if said.progress.when == msg.DueWhen.STALE]
-        for number, said in led:
-            progress = replace(said.progress, samples=self._meetings, together=True)
-            self._said[number] = replace(said, progress=progress)
-        return [fx.Send(self._servers[said.server], self._said[number].progress) for number, said in led]
 
     def rewind(self) -> list[int]:
         """All go back to a snapshot. Returns the requests that have no answer."""

@@ -428,8 +428,7 @@ class Worker(fx.Machine):
                 self._open(request, now, request.timeout_s)
                 if self._newcomer is not None and self._newcomer.looks_on:
                     return [self._barriers.compare(request)]
-                meets = [] if self._progress is None else self._progress.meets()
-                return [*meets, *self._barriers.enter(request, self._place)]
+                return self._barriers.enter(request, self._place)
             case req.ClaimFolder():
                 self._open(request, now)
                 return self._saving.claim(request)
