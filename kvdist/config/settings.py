@@ -405,7 +405,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "folder for this job alone, into which servers write snapshots while training goes on",
             "When a server is lost and started again, all go back to the newest one; without it the loss of a server"
             " ends the job. A `dist_async` store is refused beside it: use `--replicas 1`. Needs"
-            " `KVDIST_ON_LOSS=continue`, and every machine with a server or the scheduler must see this folder. `kvdist-launch --snapshots` sets it"
+            " `KVDIST_ON_LOSS=continue`, and every machine with a server or the scheduler must see this folder."
+            " `kvdist-launch --snapshots` sets it"
             " ([reliability.md](reliability.md#servers-that-come-back))",
         ),
         Setting(
