@@ -643,7 +643,7 @@ def _may_be_torn(cluster: Cluster, folder: str) -> bool:
     machine = cluster.processes["scheduler"].node.machine
     assert isinstance(machine, Scheduler)
     rollback = machine.rollback
-    if rollback is None or (rollback.way_back is None and not rollback.returning):
+    if rollback is None or rollback.way_back is None:
         return False
     folders = [one.folder for one in rollback.written if not rollback._lacks(one)]
     return folder in folders[1:]
