@@ -20,7 +20,7 @@ import os
 import shlex
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
@@ -38,9 +38,10 @@ from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.config.settings import SCHEDULER_AWAY_S, ClusterConfig, Limits
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
 from kvdist.core.joining import HELLO_INTERVAL_S, Introduction
-from kvdist.core.machine import ChildEnded, Effect
-from kvdist.core.record import Reader, Writer
-from kvdist.core.replay import Difference, replay
+from kvdist.core.machine import ChildEnded, Effect, Persist, Persisted
+from kvdist.core.record import Observed, Reader, Writer
+from kvdist.core.reliable import Reliable
+from kvdist.core.replay import Difference, RecordedThreads, _Player, _steps, machine_of, replay
 from kvdist.core.round import Verdict
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.recovery import ReturnedScheduler
@@ -69,7 +70,7 @@ from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
 from tests.core.leasing import LeasingUser, QuotaLeasingUser, require_position, require_used_once
-from tests.core.network import Network, Process, SimulatedTransport, Wall, Weather
+from tests.core.network import Life, Network, Process, SimulatedTransport, Wall, Weather
 from tests.core.odd_choices import EXPLAINING, NAMES, odd_choices
 from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk, content
 from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
@@ -167,6 +168,8 @@ class Scenario:
     spread_s: float = 0.003
     pause_s: float | None = None
     returns_s: float = 0.0
+    has_journal: bool = False
+    """Whether a scheduler that returns replays the inputs of the one before it, and asks nobody what they remember."""
     """A killed scheduler is started again within so many seconds; 0: it is not."""
     on_loss: str = "fail"
     min_workers: int | None = None
@@ -596,6 +599,8 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             snapshot_interval_s=scenario.snapshot_s,
             limits=limits,
         )
+        if cluster.term > 1 and scenario.has_journal:
+            return _revived(cluster, transport)
         if cluster.term == 1:
             machine = Scheduler(config, network.now)
         else:
@@ -633,8 +638,45 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
     machine.hears_of_work = False  # what it would say of this is only read aloud, and would move what seeds draw
     disk = SimulatedDisk(network, cluster.shelf, scenario.full, scenario.torn, partial(_may_be_torn, cluster))
     node = Node(machine, transport, 4711, limits.explain_after_s, lambda: network.now, disk)
-    if cluster.dumps is not None:
+    if cluster.dumps is not None or (role is Role.SCHEDULER and scenario.has_journal):
         node.ring = Ring(machine, 4711, EVENTS_MAX, cluster.dumps, lambda: network.now)
+    return node
+
+
+def _revived(cluster: Cluster, transport: SimulatedTransport) -> Node:
+    """The scheduler again: a new machine is told all inputs of the last one, and is a scheduler that stood still.
+
+    Each connection is broken then, and work with the disk that had not ended begins again.
+    """
+    network, scenario = transport.network, cluster.scenario
+    old = cluster.processes["scheduler"].node.ring
+    assert old is not None
+    machine = machine_of(old.beginning, RecordedThreads())
+    machine.hears_of_work = False
+    reliable = Reliable(machine, old.beginning.job)
+    player, works, ended = _Player(reliable), list[Persist](), set[int]()
+    for told, _, _ in _steps(old.entries):
+        if isinstance(told, Observed) and isinstance(told.event, Persisted):
+            ended.add(told.work)
+        for effect in player.tell(told):
+            if isinstance(effect, Persist):
+                works.append(effect)
+                player._works.append(effect.token)
+    ring = Ring(machine, old.beginning.job, EVENTS_MAX, cluster.dumps, lambda: network.now)
+    ring.beginning, ring.entries = old.beginning, deque(old.entries)
+    open_works = {number: work for number, work in enumerate(works) if number not in ended}
+    ring._works = {number: work.token for number, work in open_works.items()}
+    ring._next_work = len(works)
+    disk = SimulatedDisk(network, cluster.shelf, scenario.full, scenario.torn, partial(_may_be_torn, cluster))
+    node = Node(machine, transport, old.beginning.job, scenario.limits.explain_after_s, lambda: network.now, disk)
+    node.reliable, node.ring = reliable, ring
+    for member in list(reliable.links):
+        gone = Life(None, transport, alive=False)  # type: ignore[arg-type]
+        node._routes[member], node._members[gone] = gone, member
+        node._went_away(gone, "the scheduler was started again", True)
+    for work in open_works.values():
+        disk.begin(work.work, partial(node._persisted, work.token))
+    network.used["revived by its journal"] += 1
     return node
 
 
@@ -1740,6 +1782,19 @@ SCENARIOS: dict[str, Scenario] = {
     "rows and a killed server": Scenario(rounds=5, tables=True, saves=0.0, victims=("server-1",), fault_round=2),
     "rows and a paused worker": Scenario(
         num_workers=3, tables=True, saves=0.0, victims=("worker-1",), pause_s=2.5, limits=PROMPT
+    ),
+}
+SCENARIOS |= {
+    f"by its journal: {name}": replace(scenario, has_journal=True)
+    for name, scenario in SCENARIOS.items()
+    if scenario.returns_s and not scenario.is_odd
+}
+SCENARIOS |= {
+    "by its journal: goes back and loses its scheduler on the way": replace(
+        GOES_BACK, victims=("server-1",), later="scheduler", returns_s=0.6, has_journal=True
+    ),
+    "by its journal: goes back leasing and loses its scheduler on the way": replace(
+        GOES_BACK_LEASING, victims=("server-1",), later="scheduler", returns_s=0.6, has_journal=True
     ),
 }
 """By name, for tests and for the command line."""
