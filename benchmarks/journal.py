@@ -1,4 +1,4 @@
-"""What a journal of the scheduler's inputs would take: entries, bytes and microseconds of a job whose workers lease data.
+"""What a journal of the scheduler would take: entries, bytes and microseconds, of a job whose workers lease their data.
 
     python benchmarks/journal.py --workers 100 --minutes 5
 

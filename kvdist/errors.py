@@ -154,7 +154,7 @@ INCOMPLETE = "the others cannot go on, as the cluster was not complete yet"
 """What a scheduler says of a loss before all were there, and the launcher after it."""
 NO_COPY = (
     "no other process has its weights. --replicas 1 (KVDIST_REPLICAS) lets another server keep a copy and go on; with"
-    " --snapshots DIR (KVDIST_SNAPSHOTS) and --restart N all go back to the newest snapshot"
+    " --snapshots DIR (KVDIST_SNAPSHOTS) and --restart N all go back to the newest snapshot (not of a dist_async store)"
 )
 """What a scheduler says of a lost server where the job could have gone on with a copy."""
 EXITED = "exited with code "

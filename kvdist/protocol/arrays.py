@@ -15,7 +15,6 @@ from kvdist.dtypes import DType
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
-U64 = npt.NDArray[np.uint64]
 Payload = bytes | bytearray | memoryview
 Bits = npt.NDArray[np.generic]
 """A 1-D array of `DType.storage` elements."""

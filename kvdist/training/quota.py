@@ -195,22 +195,22 @@ class QuotaSteps(Exchanges):
 
     @property
     def _number(self) -> int:
-        """What is due when so much was made."""
+        """How much work of all workers a version is due after: examples."""
         return cast(Quota, self._policy).samples
 
     @property
     def _progress(self) -> int:
-        """How much of that this worker has made."""
+        """How much work this worker has done since its last push: examples."""
         return self.samples
 
     @property
     def _has_news(self) -> bool:
-        """Whether a step has changed that."""
+        """Whether the last step has changed `_progress`."""
         return True
 
     @property
     def _is_ready(self) -> bool:
-        """Whether what there is counts in a version that is due."""
+        """Whether the accumulated gradient belongs to a version that is already due."""
         return True
 
     # When a push is due.

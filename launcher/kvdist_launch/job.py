@@ -86,6 +86,7 @@ STOPPED_S_MAX = 3.0
 
 WITHOUT_COPY = (
     "no other process has its weights. --replicas 1 would keep a copy, or --snapshots DIR with --restart N a snapshot"
+    " (not of a dist_async store)"
 )
 """What to do about a lost server where the others would have gone on; workers have printed more."""
 

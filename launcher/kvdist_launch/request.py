@@ -366,6 +366,11 @@ def _require_fitting_restarts(options: argparse.Namespace, on_loss: str, num_wor
             f"--snapshots {options.snapshots}: only kvdist-launch itself starts lost servers again, on this machine or"
             f" over ssh; leave it out with {target_of(options)}"
         )
+    if options.snapshots and (options.policy or "").startswith("async"):
+        raise ConfigError(
+            f"--snapshots {options.snapshots} cannot bring back a store without rounds, and --policy {options.policy}"
+            " makes one: take --replicas 1 instead, which loses no push"
+        )
     if options.restart and on_loss == "fail":
         raise ConfigError(
             f"--restart {options.restart} starts lost workers again while the others go on or wait, and without"

@@ -296,6 +296,14 @@ def test_what_a_file_says_of_its_samples_is_not_believed(tmp_path, told):
         Shards(tmp_path, manifest([record]))
 
 
+def test_a_snapshot_of_an_asynchronous_store_loads_without_its_counters(tmp_path):
+    arrays = [Tensor('"w"[0:2]/weight', DType.FLOAT32, (2,), lambda: np.arange(2, dtype=np.float32))]
+    by_version_0_2_0 = {SLICES: json.dumps([GOOD]), "kvdist.counted": json.dumps([[[3, 20, 640]]])}
+    record = write_tensors(tmp_path, "server-0", arrays, by_version_0_2_0)
+    read = Shards(tmp_path, manifest([record])).read(WantedSlice(0, "w", 0, 2, DType.FLOAT32), (WEIGHTS,))
+    assert read.weight.tolist() == [0, 1]
+
+
 def test_a_slice_that_is_told_of_and_not_there_is_an_error(tmp_path):
     record = write_tensors(tmp_path, "server-0", [], {SLICES: json.dumps([GOOD])})
     with pytest.raises(CheckpointError, match=r"does not have elements 0 to 2 of \"w\"\[0:2\]/weight"):

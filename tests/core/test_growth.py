@@ -64,7 +64,7 @@ LINES_PER_EFFECT_MAX = 100
 
 
 @pytest.mark.slow_cases(
-    *("a second model", "async", "leases beside snapshots of each server", "leases of a scheduler that may return"),
+    *("a second model", "async", "leases of a scheduler that may return"),
     *("snapshots", "quorum", "delays"),
 )
 @pytest.mark.parametrize("name", STEADY)

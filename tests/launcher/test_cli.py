@@ -73,6 +73,16 @@ from tests.ports import held_port
             "others can join only where losses do not end the job; add --on",
         ),
         (["-n", "4", "--on-loss", "continue", "--max-workers", "3", "true"], 2, "3 is less than the 4 workers at the"),
+        (
+            [
+                *["-n", "2", "-s", "1", "--on-loss", "continue", "--restart", "1", "--snapshots", "d"],
+                "--policy",
+                "async",
+                "true",
+            ],
+            2,
+            "--snapshots d cannot bring back a store without rounds, and --policy async",
+        ),
         (["-n", "2", "--min-workers", "2", "true"], 2, "--min-workers 2: with fewer a job waits for workers that come"),
         (
             ["-n", "2", "--on-loss", "continue", "--min-workers", "3", "true"],

@@ -47,10 +47,6 @@ def numbers(n: int) -> st.SearchStrategy[Any]:
     return st.lists(U32, min_size=n, max_size=n).map(lambda values: np.array(values, np.uint32))
 
 
-def wide_numbers(n: int) -> st.SearchStrategy[Any]:
-    return st.lists(U64, min_size=n, max_size=n).map(lambda values: np.array(values, np.uint64))
-
-
 def octets(n: int, high: int) -> st.SearchStrategy[Any]:
     return st.lists(st.integers(0, high), min_size=n, max_size=n).map(lambda values: np.array(values, np.uint8))
 

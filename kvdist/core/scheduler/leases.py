@@ -8,7 +8,7 @@ epoch; workers make that order from the seed. Rules that hold here:
 * What a lost worker has not used is free again when every server has said how much of its pushes counts, not before.
 * A worker that has nothing to train on rests: nobody waits for it, in rounds, barriers or checkpoints. Those that rest
   go on only when no other works, so that none comes into the middle of a step, and when every server awaits them.
-* The pass is over when nothing is free, leased or unsettled, and no worker is on its way.
+* The pass is over when nothing is free, leased or not accounted for, and no worker is on its way.
 * Where the scheduler may be started again, every server has a note of all this before a worker is answered. What the
   note lacks, others repeat: workers what they have asked, and servers how much of the pushes of the lost counts.
 """
@@ -238,7 +238,7 @@ class Leases:
         self._go_on = go_on
         self._numbers = numbers
         self._is_saving = is_saving
-        self._may_rejoin = returns
+        self._scheduler_may_return = returns
         self._number = -1
         """Of the pass."""
         self._plan: Plan | None = None
@@ -412,7 +412,7 @@ class Leases:
 
     def _note(self, then: Callable[[], list[fx.Effect]]) -> list[fx.Effect]:
         """Go on when all servers know who has what, if a scheduler that is started again would have to know it."""
-        return self._tell(then) if self._may_rejoin else then()
+        return self._tell(then) if self._scheduler_may_return else then()
 
     def _answer(
         self,
@@ -431,7 +431,7 @@ class Leases:
     def rest(self, request: int) -> msg.Rest:
         """What servers have to know."""
         ranks = tuple(sorted(node.rank for node in self._membership.resting))
-        if not self._may_rejoin or self._plan is None:
+        if not self._scheduler_may_return or self._plan is None:
             return msg.Rest(request, ranks)
         held = [
             (*_numbers_of(member), one.store, one.used, one.ranges, one.request, one.has_rested)
@@ -592,5 +592,5 @@ class Leases:
             assert between >= 0, "a place is leased to one worker at a time"
         assert not (self._is_over and (places or self._unaccounted)), "a pass is over when all is used"
         assert self._unaccounted.keys() <= self._holders.keys(), (
-            "the ranges of a lost worker are kept until servers settle it"
+            "the ranges of a lost worker are kept until servers have accounted for its pushes"
         )

@@ -19,7 +19,7 @@ An asynchronous store has no versions that all slices share, so it is refused; `
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -80,8 +80,6 @@ class Snapshot:
     """In the data, if workers lease them."""
     is_written: bool = False
     """Its manifest is there, or is being written."""
-    gone: Set[Member] = frozenset()
-    """The workers that had left or were lost before."""
     is_late: bool = False
     """That it takes long was said."""
 
@@ -141,8 +139,6 @@ class WayBack:
 
 class SnapshotScheduler(Protocol):
     """What the scheduler does for snapshots."""
-
-    steps: dict[Member, int]
 
     @property
     def now(self) -> float:
@@ -299,7 +295,7 @@ class Rollback:
         if store is None or self.way_back is not None or self._making is not None:
             return []
         folder = f"{self._folder}/step-{version}"
-        self._making = Snapshot(store, version, folder, self._keys.saved(store), now, gone=self._gone)
+        self._making = Snapshot(store, version, folder, self._keys.saved(store), now)
         self._note_leases(self._making)
         message = msg.TakeSnapshot(store, version, folder, self._run)
         return [fx.Send(server, message) for server in self._membership.servers.values()]
@@ -344,7 +340,7 @@ class Rollback:
             making.version,
             EVERYTHING,
             mode,
-            POLICIES[mode].is_lockstep,
+            True,  # one moment of the whole store
             description,
             *counts,
             making.keys,
@@ -450,7 +446,7 @@ class Rollback:
             return self._look_at(recalled)
         self._next, self._run = now, manifest.run
         known = (manifest.keys, now, taken, manifest.data)
-        self.written.insert(0, Snapshot(store, manifest.step, folder, *known, is_written=True, gone=self._gone))
+        self.written.insert(0, Snapshot(store, manifest.step, folder, *known, is_written=True))
         return self._look_at(recalled)
 
     def forget(self) -> None:
@@ -615,10 +611,3 @@ class Rollback:
         self._membership.go_back(back.to.version)
         told = fx.Log(f"all have gone back to step {back.to.version}, and go on from there")
         return [told, *self._newcomers.gone_back()]
-
-    @property
-    def _gone(self) -> Set[Member]:
-        """The workers that have left or were lost, if they have pushed anything."""
-        left = {self._membership.peers[node].member for node in self._membership.left}
-        gone = left | self._membership.lost.keys()
-        return {one for one in gone if one.node.role is Role.WORKER and self._scheduler.steps.get(one)}

@@ -92,8 +92,8 @@ class Server(fx.Machine):
         """(store, first slice) → what the scheduler has said; here for one that is started again, and for a backup."""
         self._optimizers: dict[int, msg.SetOptimizer] = {}
         self._fates: dict[Member, tuple[msg.Fate, ...]] = {}
-        """Of the lost."""
-        self._settles_again = False
+        """Lost worker → its fate in the slices here."""
+        self._accounts_again = False
         """The scheduler was started again, and has not heard of them."""
         self._rested: msg.Rest | None = None
         """The newest that the scheduler has said."""
@@ -337,7 +337,7 @@ class Server(fx.Machine):
         if not self.joining.complete:
             return [fx.Halt(scheduler_forgot(self.joining.introduction.scheduler_endpoint, self.me))]
         self._scheduler_lost_at = fx.NEVER
-        self._settles_again = True
+        self._accounts_again = True
         self._next_alive = now + self.limits.heartbeat_s
         left, lost = self.peers.lines_of(self.peers.left), self.peers.lines_of(self.peers.lost)
         joined = self.peers.joined
@@ -387,11 +387,11 @@ class Server(fx.Machine):
             shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
         effects: list[fx.Effect] = []
-        if message.lost and (lost or self._settles_again):
+        if message.lost and (lost or self._accounts_again):
             valueless = [number for shard in self._shards for number in shard.valueless()]
-            about = self._fates if self._settles_again else lost.values()
+            about = self._fates if self._accounts_again else lost.values()
             told = tuple(fate for member in about for fate in self._fates[member])
-            self._settles_again = False
+            self._accounts_again = False
             # Before it is said of checkpoints that they are saved: they say what of the data is not used.
             effects.append(fx.Send(SCHEDULER_MEMBER, msg.Settled(message.epoch, told, np.array(valueless, np.uint32))))
         effects += [*self._replies(), *(fx.Forget(member) for member in gone if member not in self.peers.lost)]

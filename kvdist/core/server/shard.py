@@ -3,7 +3,7 @@
 Walk of a push: `DenseShard.push` → every row is checked (`_checked`) → the blocks that the rows name
 (`Blocks.cover_merged`) → `Block.offer` → `Shard.close_if_ready`: when the round is complete (`close_round`), the next
 version is made (`apply_round`), and every worker that waited has a `Reply`. What arises from one message for one worker
-leaves in as few messages as can be (`Replies.take`). Rows of tables go the same way in `SparseShard`.
+leaves in as few messages as can be (`Replies.pop_messages`). Rows of tables go the same way in `SparseShard`.
 
 A large value leaves as a view of its block's published buffer. The buffer is *leased* until the worker has acknowledged
 the message, and no new version is written into a leased buffer.

@@ -11,8 +11,7 @@ of its worker, so a server knows it in time. Rules that hold here:
 * Every worker marks at every server, and every server reports once: when all live workers have marked and its file is
   written, or something has failed. A worker may push through the leader of its host: the leader's mark is in time.
 * A restored store is read by every server first, and replaced when all of them have read it.
-* Nobody marks a snapshot that servers write by themselves: each slice is taken at a version that the scheduler says; of
-  an asynchronous store as it is, with what is counted of each worker.
+* Nobody marks a snapshot that servers write by themselves: each slice is taken at a version that the scheduler says.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The worker: turns the user's calls into messages to the scheduler and the servers, and their answers into results.
 
 Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (steps and places in line) → `Outbox` →
-`settle` (as many messages as the window allows) → … → `handle(Values)` → copied into the user's arrays →
+`_flush` (as many messages as the window allows) → … → `handle(Values)` → copied into the user's arrays →
 `CompleteRequest`.
 """
 
