@@ -215,6 +215,9 @@ def flat(lists: Iterable[Iterable[float]]) -> list[float]:
     return [number for numbers in lists for number in numbers]
 
 
+EXAMPLE = "--speeds 1,0.6,0.4,0.25 --mb-per-s 110 --parameters 30e6 --step 0.3"
+
+
 def _whole(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, at least 1")
@@ -230,7 +233,7 @@ def _answer(options: argparse.Namespace) -> tuple[str, int]:
         if getattr(options, name) is None
     ]
     if missing:
-        return f"kvdist estimate: {', '.join(missing)} missing", 2
+        return f"kvdist estimate: {', '.join(missing)} missing; write, for example: kvdist estimate {EXAMPLE}", 2
     speeds, lines = flat(options.speeds), flat(options.mb_per_s)
     count = len(speeds)
     lines = lines * count if len(lines) == 1 else lines

@@ -390,7 +390,7 @@ REMOVED = {
         "async, or to drop late gradients async:MAX_DELAY, which counts the steps of all other workers (p - 1 is normal"
         " with p workers)"
     ),
-    "backup": "quota:SAMPLES, a version of so many examples of whichever workers are fast, and no gradient is dropped",
+    "backup": "quota:SAMPLES, such as quota:256: fast workers compute more of the examples, and no gradient is dropped",
     "buffered": (
         "async:sqrt, where each gradient is a version and late ones count less, or quota:SAMPLES, a version of so many"
         " examples of all workers together"

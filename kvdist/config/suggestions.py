@@ -32,5 +32,6 @@ def did_you_mean(word: str, known: Mapping[str, str] | Iterable[str], most: int 
     from difflib import get_close_matches  # here, as few need it and every process would wait for it
 
     near = get_close_matches(lowered, longer or candidates, most, 0.0 if longer else ALIKE)
+    near = near or [one for one in candidates if sorted(one) == sorted(lowered)][:most]  # two letters changed places
     names = dict.fromkeys(candidates[one] for one in near)
     return f"did you mean {' or '.join(names)}?" if names else ""

@@ -97,11 +97,13 @@ def create(name: str = "local", *, policy: str | TrainingPolicy | None = None) -
     return KVStore(_dist(lowered, chosen))
 
 
-def _chosen_policy(name: str, given: str | TrainingPolicy | None) -> TrainingPolicy | None:
+def _chosen_policy(name: str, given: object) -> TrainingPolicy | None:
     """When a trainer on this store exchanges."""
     if not isinstance(given, str | TrainingPolicy | None):
+        called = getattr(given, "__name__", "") if callable(given) else ""
+        shown = f"the function {called}, which must be called" if called else repr(given)
         raise TypeError(
-            f"policy is {given!r}; write kvdist.local_sgd(20), kvdist.diloco(100), kvdist.quota(512), or 'diloco:100'"
+            f"policy is {shown}; write kvdist.local_sgd(20), kvdist.diloco(100), kvdist.quota(512), or 'diloco:100'"
         )
     wanted = policy_from(given) if isinstance(given, str) else given or read_setting("KVDIST_POLICY")
     if wanted is None or (name in DIST_NAMES and (wanted.pace is Pace.ALONE or DIST_NAMES[name].is_lockstep)):

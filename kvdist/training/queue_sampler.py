@@ -258,6 +258,12 @@ class QueueSampler(DrivenSampler):
             )
         return super().__reduce_ex__(protocol)
 
+    def __len__(self) -> int:
+        raise TypeError(
+            "a QueueSampler has no length, as fast workers take more batches than slow ones: loop over"
+            " trainer.batches(loader), and count with trainer.version or samples_seen; len(data) is that of the data"
+        )
+
     def __iter__(self) -> Iterator[int]:
         if not self._is_driven:
             raise RuntimeError(

@@ -26,8 +26,8 @@ Pure but for `write_summary`: exits, signals and times come in, actions come out
 - Where all workers wait for each other, that deadlock is the cause, whichever process is seen to end first.
 - If other processes are still there half a second after a failure, the user is told of it, and how long the job waits.
 - The closing lines are one paragraph: the last lines of the cause, if the user has not just seen them; how often which
-  process was started, and how the others ended, if not for the loss of another one; and last the cause, its error, on
-  how many workers it was the same, and what to do if the error does not say that.
+  process was started, and how the others ended, if not for the loss of another one; and last the cause, or that all
+  workers ended by the same error, the error, and what to do if the error does not say that.
 - A first interruption sends SIGINT to the workers; servers live on so that workers can still save. What is left after
   the grace is terminated. A second interruption kills.
 
@@ -469,7 +469,9 @@ class Job:
             after = f"after {_seconds(self._cause_at - self._began)}"
             if self._lost_peer:
                 return f"job ended with exit code {self.exit_code()} {after}: {self._lost_peer}"
-            what = f"{'deadlock' if self._deadlock else self.cause} {after}{self._why}"
+            everyone = self._everyone
+            failed = f"{everyone} failed with exit code {self.cause.status}" if everyone else str(self.cause)
+            what = f"{'deadlock' if self._deadlock else failed} {after}{self._why}"
         elif self._interruption is not None:
             what = f"interrupted by {signal_name(self._interruption)} after {_seconds(now - self._began)}"
         else:
@@ -495,15 +497,25 @@ class Job:
             return f": {self._deadlock}"
         error = self.cause.error
         if error and error not in self._why:
-            alike = [one for one in self._last_exits() if self._is_same(one) and one.node.role is Role.WORKER]
-            total = sum(one.role is Role.WORKER for one in self._nodes)
-            everywhere = "both" if total == 2 else f"all {total}"
-            which = everywhere if len(alike) == total else f"{len(alike)} of {total}"
-            return f": {error}" + (f", on {which} workers" if len(alike) > 1 else "")
+            alike, total = self._alike()
+            return f": {error}" + (f" (on {alike} of {total} workers)" if 1 < alike < total else "")
         if self.cause.status > 0 and not (error or self._why):
             return self.cause.last_words
         cure = "" if error or self._why else self._cure(self.cause)
         return f"; {cure}" if cure else ""
+
+    @property
+    def _everyone(self) -> str:
+        """``all 3 workers``, if all of several workers ended by the error of the cause; else empty."""
+        alike, total = self._alike()
+        if alike < total or total < 2 or (self.cause and self.cause.error in self._why):
+            return ""
+        return "both workers" if total == 2 else f"all {total} workers"
+
+    def _alike(self) -> tuple[int, int]:
+        """How many workers ended by the error of the cause, and how many workers there are."""
+        alike = [one for one in self._last_exits() if self._is_same(one) and one.node.role is Role.WORKER]
+        return len(alike), sum(node.role is Role.WORKER for node in self._nodes)
 
     def _is_same(self, other: ProcessExit) -> bool:
         """Whether a process ended by the same error as the one that failed the job."""
@@ -515,7 +527,7 @@ class Job:
             return ""
         hints = []
         if cause.status == -signal.SIGKILL and not cause.lost:
-            hints.append("if nobody sent that signal, the system did for want of memory (dmesg)")
+            hints.append("if nobody sent that signal, the kernel may have, because memory ran out: see dmesg")
         elif -cause.status in CRASHES and not cause.lost:
             hints.append("-x PYTHONFAULTHANDLER=1 shows the line where it crashed")
         if SCHEDULER not in self._nodes:

@@ -94,8 +94,10 @@ class Restarts:
         failure = words, one.status
         if failure in self._said:
             first = self._said[failure]
-            whom = f"{first} twice" if first == one.node else f"{first} before"
-            text = f"the same error ended {whom}, so it is not started again (correct the error first): {words}"
+            whom, who = f"{first} and {one.node}", "neither is"
+            if first == one.node:
+                whom, who = f"{first} twice", "it is not"
+            text = f"the same error ended {whom}, so {who} started again (correct the error first): {words}"
             return Verdict(text, ends_job=True)
         if words:
             self._said[failure] = one.node

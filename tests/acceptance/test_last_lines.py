@@ -118,7 +118,8 @@ def test_an_error_that_all_workers_raise_is_shown_once(job, script, tmp_path, se
     assert len(launcher.lines_with("│ LookupError: no such column: price")) == 1, job.transcript()
     assert len(launcher.lines_with("Traceback (most recent call last):")) == 1
     *_, last = closing_lines(job)
-    assert last.endswith("job ended with exit code 1: LookupError: no such column: price, on all 4 workers")
+    assert last.partition("kvdist-launch: ")[2].startswith("all 4 workers failed with exit code 1 after "), last
+    assert last.endswith("job ended with exit code 1: LookupError: no such column: price")
 
 
 def test_errors_that_differ_are_all_shown(job, script, tmp_path):

@@ -236,7 +236,10 @@ def test_the_same_exception_twice_fails_the_job_with_a_sentence():
     again(job, worker(0), 101.0)
     job.ended([ended(status=1, line=b"ValueError: loss is nan")], 102.0)
     (said,) = job.tick(102.5)
-    reason = f"the same error ended worker-0 before, {NOT_AGAIN}: ValueError: loss is nan"
+    reason = (
+        "the same error ended worker-0 and worker-1, so neither is started again (correct the error first): ValueError:"
+        " loss is nan"
+    )
     assert said == Say(
         f"worker-1 (pid 7) failed with exit code 1; {reason}; waiting up to 5 s for the other processes to exit"
     )

@@ -539,9 +539,10 @@ class Keys:
                 return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, str(error)))]
             return [*present.agreement.ask(sender, message.request), *self._install(message.store, present)]
         if present.description != message.description:
+            first, second = _difference(present.description, message.description)
             reason = (
-                f"{present.chosen_by} set the optimizer of this store to {_shown(present.description)}, but {sender}"
-                f" asks for {_shown(message.description)}: every worker must set the same one, and only once"
+                f"{present.chosen_by} set the optimizer of this store to {first}, but {sender} asks for {second}: every"
+                " worker must set the same optimizer, with equal numbers, and only once"
             )
             return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.OPTIMIZER_MISMATCH, reason))]
         return present.agreement.ask(sender, message.request)
@@ -642,6 +643,10 @@ def _another_model(entry: DeclaredKey, said: Declared) -> str:
     )
 
 
-def _shown(description: Description) -> str:
-    options = ", ".join(f"{name}={value!r}" for name, value in description.items() if name != "name")
-    return f"{description.get('name')}({options})"
+def _difference(one: Description, other: Description) -> tuple[str, str]:
+    """Two optimizers in words: their names; or, if these are equal, the hyper-parameters that differ."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    if one.get("name") != other.get("name"):
+        return str(one.get("name")), str(other.get("name"))
+    shown = [", ".join(f"{name}={of[name]!r}" for name in names if name in of) for of in (one, other)]
+    return f"{one.get('name')} with {shown[0]}", f"{other.get('name')} with {shown[1]}"

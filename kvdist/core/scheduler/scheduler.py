@@ -591,22 +591,24 @@ class Scheduler(fx.Machine):
         return effects
 
     def _uneven(self) -> list[fx.Effect]:
-        """Say that workers have made different numbers of rounds, where they did not close their stores on purpose."""
+        """Say that workers have made different numbers of rounds, as a warning if a worker did not close its store."""
         counts = {rank: count for rank, (count, _) in self._rounds.items()}
         open_ = [rank for rank, (_, has_closed) in sorted(self._rounds.items()) if not has_closed]
         may_differ = self.on_loss is not msg.OnLoss.FAIL or self.leases is not None or not self.keys.is_lockstep
-        if may_differ or not open_ or len(set(counts.values())) < 2:
+        if may_differ or len(set(counts.values())) < 2:
             return []
         most, least = max(counts, key=lambda rank: counts[rank]), min(counts, key=lambda rank: counts[rank])
+        text = (
+            f"worker-{most} made {counts[most]} steps and worker-{least} {counts[least]}: the last steps lack the"
+            " gradients of workers that had ended. Give all workers the same number of batches: a SplitSampler or"
+            " QueueSampler for the data, or `with trainer.join():`."
+        )
+        if not open_:
+            return [fx.Log(f"{text} Where the numbers are meant to differ, all is well")]
         names = ", ".join(f"worker-{rank}" for rank in open_[:NAMED_MAX])
         more = f" and {len(open_) - NAMED_MAX} more" if len(open_) > NAMED_MAX else ""
-        text = (
-            f"WARNING: worker-{most} made {counts[most]} steps and worker-{least} {counts[least]}: the last steps lack"
-            " the gradients of workers that had ended. Give all workers the same number of batches: a SplitSampler or"
-            " QueueSampler for the data, or `with trainer.join():`. Where the numbers are meant to differ, end the"
-            f" script with store.close(), which {names}{more} did not call"
-        )
-        return [fx.Log(text)]
+        purpose = f"Where the numbers are meant to differ, end the script with store.close(), which {names}{more}"
+        return [fx.Log(f"WARNING: {text} {purpose} did not call")]
 
     def _turn_away_late(self) -> list[fx.Effect]:
         """The job is over for those that still wait to be let in."""
