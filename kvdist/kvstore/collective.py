@@ -132,7 +132,7 @@ class CollectiveBackend(Backend):
         self.keys.agreed(fresh, self._ranks.agree)
         with self.reporting():
             places = {info.key: own for info, own in self.keys.writable(values.pairs(key, out))}
-        self._settle()
+        self._wait_for_sums()
         self.arrays.place([(one, arrays[0], places.get(one, [])) for one, arrays in given])
 
     # All workers together.
@@ -151,7 +151,7 @@ class CollectiveBackend(Backend):
         self.arrays.update_by(optimizer)
 
     def set_updater(self, function: UpdaterFunction) -> None:
-        self._settle()
+        self._wait_for_sums()
         self.arrays.call(function)
 
     def require_compression(self, chosen: StoreCompression) -> None:
@@ -167,21 +167,21 @@ class CollectiveBackend(Backend):
     # Files.
 
     def states(self, keys: Sequence[Key]) -> list[SliceState | None]:
-        self._settle()
+        self._wait_for_sums()
         with self.arrays.lock:
             return self._local.states(keys)
 
     def replace_states(self, keys: Sequence[Key], states: Sequence[SliceState | None]) -> None:
-        self._settle()
+        self._wait_for_sums()
         with self.arrays.lock:
             self._local.replace_states(keys, states)
 
     def save(self, job: SaveJob) -> CheckpointFuture:
-        self._settle()
+        self._wait_for_sums()
         return self._files().save(job)
 
     def load(self, job: LoadJob) -> Checkpoint:
-        self._settle()
+        self._wait_for_sums()
         if not job.values:
             self.adopt_optimizer(self._files().saved_optimizer(job))
         # Not under the lock: the engine's thread takes it for what other threads push, and only then lets ranks agree.
@@ -216,8 +216,8 @@ class CollectiveBackend(Backend):
             if self.errors:
                 raise self.errors.popleft()
 
-    def _settle(self) -> None:
-        """What was begun is done: the values are those of now."""
+    def _wait_for_sums(self) -> None:
+        """Wait until the sums that were begun are done, and raise the first error of one."""
         wait_for([self.arrays.last])
         if self.errors:
             raise self.errors.popleft()

@@ -243,14 +243,14 @@ class ArrayTransfers:
             own = self._laid_out(staging, given, settings, call.options, lent)
 
             def make(number: int) -> Request:
-                own.settle()
+                own.wait_for_gpu()
                 return Transfer(number, kind, label, own.runs, call.priority)
 
             self._cluster.batches_pushed += call.options.samples > 0
             try:
                 return self.submit(make, finish_of(own))
             except BaseException:
-                own.settle()  # the buffers become free, and a GPU may still be writing into them
+                own.wait_for_gpu()  # the buffers become free, and a GPU may still be writing into them
                 raise
 
         return self._cluster.under_way.count(staging.nbytes, self.check, submit)
@@ -585,7 +585,7 @@ class Staging:
                     payload = buffer.payload
                 filled.memory.append(payload)
         except BaseException:
-            filled.settle()  # the buffers become free, and a GPU may still be writing into them
+            filled.wait_for_gpu()  # the buffers become free, and a GPU may still be writing into them
             raise
         return filled
 
@@ -644,7 +644,7 @@ class Payloads:
     """What GPUs still copy into the payloads."""
     runs: list[Run] = field(default_factory=list)
 
-    def settle(self) -> None:
+    def wait_for_gpu(self) -> None:
         """Wait until the payloads are filled. To be called before they are sent, on the node's thread.
 
         The program goes on meanwhile, and the GPU copies one push while the program asks for the next one's sums.

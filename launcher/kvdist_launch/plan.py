@@ -341,12 +341,12 @@ def moved(
         lost: the indices of the hosts that are lost.
     """
     taken = Counter(one.host for one in others)
-    spare = [
+    free = [
         index
         for index, host in enumerate(hosts)
         if index not in lost and _has_room(host, process.node.role, taken[index])
     ]
-    index = min(spare, key=lambda one: taken[one], default=process.host)
+    index = min(free, key=lambda one: taken[one], default=process.host)
     used = {one.environment.settings[PLACES[0]] for one in others if one.host == index}
     local_rank = next(number for number in range(len(used) + 1) if str(number) not in used)
     place = ProcessPlace(process.node, index, local_rank, local_size=taken[index] + 1, cross_size=1)

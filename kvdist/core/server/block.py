@@ -201,7 +201,7 @@ class Block:
 
     def replace(self, values: Sequence[Bits]) -> None:
         """Take other values in place of the present ones; one copy. The version stays: no round made it."""
-        # In fresh memory, so that only updates write into spare buffers: an updater recognises the weight that it wrote
+        # In fresh memory, so that only updates write into free buffers: an updater recognises the weight that it wrote
         # last by its array, and must not meet that array with another content.
         target = self.pool.fresh()
         for position, array in enumerate(values):
@@ -405,7 +405,7 @@ class Block:
         """Check every invariant."""
         self.round.validate()
         assert self.published is None or self.published not in self.pool.free_buffers, (
-            "the published buffer is not spare"
+            "the published buffer is not free"
         )
         for contribution in self.round.slots.values():
             assert contribution.is_empty or contribution.values.size == self.pool.size, "a contribution fits"
