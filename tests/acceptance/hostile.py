@@ -34,7 +34,7 @@ def frame(content: bytes, flags: int = 0) -> bytes:
 
 def message(kind: int, fields: list[object], job: int, role: int, rank: int, incarnation: int) -> bytes:
     """A whole message of kvdist without a payload."""
-    envelope = ENVELOPE.pack(b"KVDI", 1, kind, 0, job, 1, 0, rank, incarnation, 0, 0, 0, 0, role)
+    envelope = ENVELOPE.pack(b"KVDI", 2, kind, 0, job, 1, 0, rank, incarnation, 0, 0, 0, 0, role)
     return frame(envelope, MORE) + frame(msgpack.packb(fields))
 
 

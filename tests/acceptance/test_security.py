@@ -255,7 +255,7 @@ def test_strangers_learn_nothing(job, plain):
                 with dialled(port) as connection:
                     connection.sendall(message(ACK, [False], asked_job, role, 0, 99))
                     frames = read_message(connection)
-                    while frames and frames[0][:5] != b"KVDI\1":
+                    while frames and frames[0][:5] != b"KVDI\2":
                         frames = read_message(connection)
                     if frames:
                         answers += 1

@@ -263,6 +263,11 @@ FAULTS = {
     ),
     "joins sums of hosts": ("crash", "started again", "joined", "sum with a lost worker came late"),
 }
+FAULTS |= {
+    name: FAULTS.get(name.removeprefix("by its journal: "), ("crash", "return", "revived by its journal"))
+    for name in SCENARIOS
+    if name.startswith("by its journal: ")
+}
 """Scenario → the faults that must have struck, or it has shown nothing."""
 
 QUICKLY_PARTED = ("goes on parted", "replicas parted for a moment", "waits while the network is parted")
@@ -1050,7 +1055,7 @@ def reads_what_is_torn(self: Rollback, back: WayBack, failure: str) -> list[Effe
     return ORIGINAL_READ_BACK(self, back, "")
 
 
-def goes_further_back_in_silence(self: Rollback, damaged: Snapshot, failure: str, one: Any = None) -> list[Effect]:
+def goes_further_back_in_silence(self: Rollback, damaged: Snapshot, failure: str) -> list[Effect]:
     """Workers think that all go back to the newest snapshot."""
     self.written.remove(damaged)
     back, to = self.way_back, self.newest
@@ -1146,7 +1151,7 @@ def gives_own_answers(self: Memories) -> dict[Call, tuple[int, str]]:
 def settles_once(self: Server, now: float) -> list[Effect]:
     """What was said of lost workers to an earlier scheduler is not said to this one."""
     effects = ORIGINAL_SERVER_REREGISTER(self, now)
-    self._settles_again = False
+    self._accounts_again = False
     return effects
 
 
@@ -1450,7 +1455,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "counters stay where they were": ("goes back", [(Round, "rewind", keeps_what_it_counted)]),
     "what is for a lost server leaves before the next one has gone back": (
-        "goes back",
+        "quorum goes back",
         [(Transfers, "keep_back", sends_to_the_new_server_at_once)],
     ),
     "what is called before a worker is quiet counts": (

@@ -97,16 +97,3 @@ def test_versions_never_go_back(table: SliceTable) -> None:
     table.saw(ids(1, 2), ids(5, 7))
     table.saw(ids(1, 2), ids(6, 3))
     assert table.versions.tolist() == [0, 6, 7, 0]
-
-
-def test_pushes_that_are_lost_with_one_server_after_the_other_are_said_to_be_lost_once(table: SliceTable) -> None:
-    def lacks(has: int, counted: int) -> int:
-        return int(table.lose(ids(0), ids(has), ids(counted))[0])
-
-    assert lacks(10, 25) == 15
-    assert lacks(10, 27) == 2
-    assert lacks(40, 45) == 5
-    assert lacks(10, 50) == 40 - 17 - 5, "the snapshot at 40 was torn"
-    assert lacks(10, 52) == 2
-    assert lacks(60, 61) == 1
-    assert lacks(61, 60) == 0, "one that was counted is not answered"
