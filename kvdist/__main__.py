@@ -52,6 +52,9 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
             "predict how fast each training mode is on unequal machines", "kvdist.estimate:add_arguments"
         ),
     },
+    "while a job runs": {
+        "status": Subcommand("list the jobs on this machine, and their processes", "kvdist.status:add_arguments"),
+    },
     "after a failure": {
         "why": Subcommand("name the process that failed or is awaited, from a job's dumps", "kvdist.why:add_arguments"),
         "ledger": Subcommand(

@@ -25,6 +25,7 @@ FLOORS = {
     "kvdist.config": 1,
     "kvdist.dtypes": 1,
     "kvdist.estimate": 1,
+    "kvdist.status": 1,
     "kvdist.naming": 1,
     "kvdist.nodes": 1,
     "kvdist.reduce_op": 1,
