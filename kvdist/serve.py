@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
 from kvdist.checkpoint.locks import release_when_terminated
@@ -32,7 +33,7 @@ from kvdist.config.endpoints import split_endpoint, tcp_endpoint
 from kvdist.config.environment import checkpoint_root_from_env, cluster_from_env, keep_descriptor, read_setting
 from kvdist.config.exit_codes import EXIT_CONFIG, EXIT_PEER_LOST
 from kvdist.config.settings import SETTINGS, ClusterConfig
-from kvdist.config.sockets import SCHEME, private_folder, scheduler_endpoint
+from kvdist.config.sockets import SCHEME, private_folder, require_private_folder, scheduler_endpoint
 from kvdist.core.machine import ChildEnded, LauncherGone, ProcessStarted
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.errors import EXITED, ConfigError, FencedError, JobOver, KvdistError, PeerLostError
@@ -42,8 +43,12 @@ from kvdist.runtime.cluster import HANDLERS, keep_events, open_server_device, se
 from kvdist.runtime.io_thread import ThreadedDisk
 from kvdist.runtime.node import Node
 from kvdist.runtime.process_name import name_process
+from kvdist.transport.base import Transport
 from kvdist.transport.endpoints import endpoint_of_listener
 from kvdist.transport.factory import bind_port, open_sockets, open_transport
+
+if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
+    from kvdist.runtime.journal import Journal
 
 LOG = logging.getLogger("kvdist")
 
@@ -158,8 +163,7 @@ def _scheduler(config: ClusterConfig) -> Node:
             config.require_private(host)
         for host in hosts:
             transport.bind(tcp_endpoint(host, config.root_port))
-    machine = _scheduler_machine(config)
-    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
+    node = _scheduler_node(config, transport)
     if config.supervised:
         threading.Thread(target=_listen, args=(node,), name="kvdist-launcher", daemon=True).start()
     return node
@@ -191,14 +195,33 @@ def _check_listening(config: ClusterConfig, descriptor: int) -> None:
         raise ConfigError(f"{gone}: start the job again, and let nothing remove files below {private_folder()}")
 
 
-def _scheduler_machine(config: ClusterConfig) -> Scheduler:
-    restarts = read_setting("KVDIST_RESTARTS") or 0
-    if restarts and config.away_s:
-        from kvdist.core.scheduler.recovery import ReturnedScheduler  # a feature at a seam: loaded where it is used
+def _scheduler_node(config: ClusterConfig, transport: Transport) -> Node:
+    """A scheduler; in the place of one that was killed, if there is a journal of it."""
+    journal, clock, revived = _journal(config), time.monotonic, None
+    if journal is not None and not journal.is_new:
+        revived = journal.read()
+        machine, absence_s = revived.state.scheduler, time.monotonic() - revived.state.now
+        clock = lambda: time.monotonic() - absence_s  # noqa: E731  # the machine has not been away
+    else:
+        machine = Scheduler(config, time.monotonic(), random.SystemRandom().getrandbits(48) + 2)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, clock, _disk())
+    if journal is not None:
+        node.keep(journal, revived)
+    return node
 
-        return ReturnedScheduler(config, time.monotonic(), restarts + 1)
-    first_incarnation = random.SystemRandom().getrandbits(48) + 2
-    return Scheduler(config, time.monotonic(), first_incarnation)
+
+def _journal(config: ClusterConfig) -> Journal | None:
+    """The journal of the scheduler, if there is to be one."""
+    if config.journal is None or not config.away_s:
+        return None
+    from kvdist.runtime.journal import Journal, sweep  # a feature at a seam: loaded where it is used
+
+    path, folder = Path(config.journal), Path(private_folder())
+    if path.name == config.journal:
+        require_private_folder("or name a file of this host by KVDIST_JOURNAL")
+        path = folder / path
+        sweep(folder)
+    return Journal(path, config)
 
 
 def _server(config: ClusterConfig) -> Node:

@@ -20,7 +20,7 @@ import os
 import shlex
 import sys
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
@@ -28,6 +28,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -38,13 +39,11 @@ from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.config.settings import SCHEDULER_AWAY_S, ClusterConfig, Limits
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
 from kvdist.core.joining import HELLO_INTERVAL_S, Introduction
-from kvdist.core.machine import ChildEnded, Effect, Persist, Persisted
-from kvdist.core.record import Observed, Reader, Writer
-from kvdist.core.reliable import Reliable
-from kvdist.core.replay import Difference, RecordedThreads, _Player, _steps, machine_of, replay
+from kvdist.core.machine import ChildEnded, Effect
+from kvdist.core.record import Reader, Writer
+from kvdist.core.replay import Difference, replay
 from kvdist.core.round import Verdict
 from kvdist.core.scheduler.membership import Membership
-from kvdist.core.scheduler.recovery import ReturnedScheduler
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import server, shard
 from kvdist.core.server.block import Block, Contribution, apply_round
@@ -66,11 +65,13 @@ from kvdist.optimizer import offload
 from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.messages import CompressedPush, Due, DueWhen, JoinedPush, Push
+from kvdist.runtime import journal as journals
+from kvdist.runtime.journal import Journal
 from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
 from tests.core.leasing import LeasingUser, QuotaLeasingUser, require_position, require_used_once
-from tests.core.network import Life, Network, Process, SimulatedTransport, Wall, Weather
+from tests.core.network import Network, Process, SimulatedTransport, Wall, Weather
 from tests.core.odd_choices import EXPLAINING, NAMES, odd_choices
 from tests.core.shelf import FULL, SNAPSHOTS, Shelf, SimulatedDisk, content
 from tests.core.workload import BIGARRAY_BOUND, Job, Oracle, User
@@ -168,8 +169,6 @@ class Scenario:
     spread_s: float = 0.003
     pause_s: float | None = None
     returns_s: float = 0.0
-    has_journal: bool = False
-    """Whether a scheduler that returns replays the inputs of the one before it, and asks nobody what they remember."""
     """A killed scheduler is started again within so many seconds; 0: it is not."""
     on_loss: str = "fail"
     min_workers: int | None = None
@@ -239,7 +238,8 @@ class Cluster:
     """How often a server was struck that may be lost, or the next one is about to be."""
     starting: int = 0
     """Processes that are about to be started again."""
-    term: int = 1
+    journal: Path = Path()
+    """Of its scheduler."""
     look: Callable[[Cluster], None] | None = None
     """Called whenever a worker has come to its next round."""
 
@@ -365,6 +365,12 @@ def run(
                 odd = odd_choices(Random(repr((seed, scenario))), scenario.limits, network.happened, names)
                 limits, network.late_s = stack.enter_context(odd)
                 cluster.scenario = replace(scenario, limits=limits)
+            if scenario.returns_s:
+                folder = stack.enter_context(TemporaryDirectory())
+                cluster.journal = Path(folder) / "journal"
+                entries = Random(repr(("journal", seed))).choice((7, 60, journals.ENTRIES_MAX))
+                stack.enter_context(mock.patch.object(journals, "ENTRIES_MAX", entries))
+                stack.callback(_close_journal, cluster)
             _build(cluster)
             events = _play(cluster)
             _judge(cluster)
@@ -562,7 +568,6 @@ def _return(cluster: Cluster, closed: int) -> None:
     """The launcher starts the scheduler again, and says what it has seen of others meanwhile, or most of it."""
     network = cluster.network
     network.used["closed meanwhile"] += _closed(cluster) > closed
-    cluster.term += 1
     network.happened["return"] += 1
     node = _start(cluster, "scheduler", Role.SCHEDULER, 0).node
     for name, process in cluster.processes.items():
@@ -599,85 +604,80 @@ def _node(cluster: Cluster, role: Role, rank: int, transport: SimulatedTransport
             snapshot_interval_s=scenario.snapshot_s,
             limits=limits,
         )
-        if cluster.term > 1 and scenario.has_journal:
-            return _revived(cluster, transport)
-        if cluster.term == 1:
-            machine = Scheduler(config, network.now)
-        else:
-            machine = ReturnedScheduler(config, network.now, cluster.term)
+        return _scheduler_node(cluster, config, transport)
+    endpoint = ""
+    if role is Role.SERVER or scenario.hosts is not None:
+        mark = "" if scenario.hosts is None else f"{HOST_MARK}host{rank % scenario.hosts}.{rank}"
+        endpoint = transport.bind(f"memory://{role}-{rank}{mark}{f'.{life}' if life else ''}")
+    introduction = Introduction(
+        role,
+        ((1 if role is Role.SERVER else 2) + 2 * life) * 1_000_000 + rank,
+        rank,
+        f"host-{rank}",
+        100 + rank,
+        endpoint,
+        scenario.num_workers,
+        scenario.num_servers,
+        __version__,
+        SCHEDULER_ENDPOINT,
+        life,
+    )
+    if role is Role.SERVER:
+        arithmetic = None
+        if scenario.offloaded:
+            cluster.devices.append(NumpyDevice(rank))
+            arithmetic = arithmetic_on(cluster.devices[-1], REFERENCE)
+        kind = ReplicatedServer if scenario.replicas else Server
+        machine = kind(introduction, limits, REFERENCE, network.now, arithmetic=arithmetic)
+        if cluster.oracle is not None:
+            cluster.oracle.books.keep_of(machine)
     else:
-        endpoint = ""
-        if role is Role.SERVER or scenario.hosts is not None:
-            mark = "" if scenario.hosts is None else f"{HOST_MARK}host{rank % scenario.hosts}.{rank}"
-            endpoint = transport.bind(f"memory://{role}-{rank}{mark}{f'.{life}' if life else ''}")
-        introduction = Introduction(
-            role,
-            ((1 if role is Role.SERVER else 2) + 2 * life) * 1_000_000 + rank,
-            rank,
-            f"host-{rank}",
-            100 + rank,
-            endpoint,
-            scenario.num_workers,
-            scenario.num_servers,
-            __version__,
-            SCHEDULER_ENDPOINT,
-            life,
-        )
-        if role is Role.SERVER:
-            arithmetic = None
-            if scenario.offloaded:
-                cluster.devices.append(NumpyDevice(rank))
-                arithmetic = arithmetic_on(cluster.devices[-1], REFERENCE)
-            kind = ReplicatedServer if scenario.replicas else Server
-            machine = kind(introduction, limits, REFERENCE, network.now, arithmetic=arithmetic)
-            if cluster.oracle is not None:
-                cluster.oracle.books.keep_of(machine)
-        else:
-            sums = HostAggregation(scenario.local_reduce, limits) if scenario.snapshot_s is None else None
-            machine = Worker(introduction, limits, network.now, sums)
+        sums = HostAggregation(scenario.local_reduce, limits) if scenario.snapshot_s is None else None
+        machine = Worker(introduction, limits, network.now, sums)
     machine.hears_of_work = False  # what it would say of this is only read aloud, and would move what seeds draw
     disk = SimulatedDisk(network, cluster.shelf, scenario.full, scenario.torn, partial(_may_be_torn, cluster))
     node = Node(machine, transport, 4711, limits.explain_after_s, lambda: network.now, disk)
-    if cluster.dumps is not None or (role is Role.SCHEDULER and scenario.has_journal):
+    if cluster.dumps is not None:
         node.ring = Ring(machine, 4711, EVENTS_MAX, cluster.dumps, lambda: network.now)
     return node
 
 
-def _revived(cluster: Cluster, transport: SimulatedTransport) -> Node:
-    """The scheduler again: a new machine is told all inputs of the last one, and is a scheduler that stood still.
-
-    Each connection is broken then, and work with the disk that had not ended begins again.
-    """
+def _scheduler_node(cluster: Cluster, config: ClusterConfig, transport: SimulatedTransport) -> Node:
+    """A scheduler; if its loss ends no job, it keeps a journal, and the next one takes its place by that."""
     network, scenario = transport.network, cluster.scenario
-    old = cluster.processes["scheduler"].node.ring
-    assert old is not None
-    machine = machine_of(old.beginning, RecordedThreads())
-    machine.hears_of_work = False
-    reliable = Reliable(machine, old.beginning.job)
-    player, works, ended = _Player(reliable), list[Persist](), set[int]()
-    for told, _, _ in _steps(old.entries):
-        if isinstance(told, Observed) and isinstance(told.event, Persisted):
-            ended.add(told.work)
-        for effect in player.tell(told):
-            if isinstance(effect, Persist):
-                works.append(effect)
-                player._works.append(effect.token)
-    ring = Ring(machine, old.beginning.job, EVENTS_MAX, cluster.dumps, lambda: network.now)
-    ring.beginning, ring.entries = old.beginning, deque(old.entries)
-    open_works = {number: work for number, work in enumerate(works) if number not in ended}
-    ring._works = {number: work.token for number, work in open_works.items()}
-    ring._next_work = len(works)
     disk = SimulatedDisk(network, cluster.shelf, scenario.full, scenario.torn, partial(_may_be_torn, cluster))
-    node = Node(machine, transport, old.beginning.job, scenario.limits.explain_after_s, lambda: network.now, disk)
-    node.reliable, node.ring = reliable, ring
-    for member in list(reliable.links):
-        gone = Life(None, transport, alive=False)  # type: ignore[arg-type]
-        node._routes[member], node._members[gone] = gone, member
-        node._went_away(gone, "the scheduler was started again", True)
-    for work in open_works.values():
-        disk.begin(work.work, partial(node._persisted, work.token))
-    network.used["revived by its journal"] += 1
+    journal = revived = None
+    before = cluster.processes.get("scheduler")
+    if before is not None:
+        assert before.node.journal is not None
+        before.node.journal.close(is_over=False)
+        _tear(cluster.journal, network.random)
+    if scenario.returns_s:
+        journal = Journal(cluster.journal, config)
+        revived = None if journal.is_new else journal.read()
+    machine = Scheduler(config, network.now) if revived is None else revived.state.scheduler
+    machine.hears_of_work = False  # what it would say of this is only read aloud, and would move what seeds draw
+    since = 0.0 if revived is None else network.now - revived.state.now
+    node = Node(machine, transport, 4711, scenario.limits.explain_after_s, lambda: network.now - since, disk)
+    if cluster.dumps is not None and revived is None:
+        node.ring = Ring(machine, 4711, EVENTS_MAX, cluster.dumps, lambda: network.now)
+    if journal is not None:
+        node.keep(journal, revived)
+        network.used["revived by its journal"] += revived is not None
     return node
+
+
+def _close_journal(cluster: Cluster) -> None:
+    scheduler = cluster.processes.get("scheduler")
+    if scheduler is not None and scheduler.crashed and scheduler.node.journal is not None:
+        scheduler.node.journal.close(is_over=True)
+
+
+def _tear(path: Path, random: Random) -> None:
+    """What a process was writing when it was killed may be there in part; nobody has acted on that."""
+    content = path.read_bytes()
+    with path.open("ab") as file:
+        file.write(content[: random.choice((0, 3, 9))])
 
 
 def _may_be_torn(cluster: Cluster, folder: str) -> bool:
@@ -983,7 +983,9 @@ def _replay(cluster: Cluster) -> None:
     """New machines that are told the same answer the same, from records that were written down and read back."""
     for process in () if cluster.dumps is None else cluster.processes.values():
         ring = process.node.ring
-        assert ring is not None and not ring.dropped
+        if ring is None:
+            continue  # a scheduler that took the place of another
+        assert not ring.dropped
         writer, reader = Writer(), Reader()
         lines = [json.dumps(writer.plain(entry)) for entry in (ring.beginning, *ring.entries)]
         beginning, *entries = [reader.value(json.loads(line)) for line in lines]
@@ -1785,16 +1787,11 @@ SCENARIOS: dict[str, Scenario] = {
     ),
 }
 SCENARIOS |= {
-    f"by its journal: {name}": replace(scenario, has_journal=True)
-    for name, scenario in SCENARIOS.items()
-    if scenario.returns_s and not scenario.is_odd
-}
-SCENARIOS |= {
-    "by its journal: goes back and loses its scheduler on the way": replace(
-        GOES_BACK, victims=("server-1",), later="scheduler", returns_s=0.6, has_journal=True
+    "goes back and loses its scheduler on the way": replace(
+        GOES_BACK, victims=("server-1",), later="scheduler", returns_s=0.6
     ),
-    "by its journal: goes back leasing and loses its scheduler on the way": replace(
-        GOES_BACK_LEASING, victims=("server-1",), later="scheduler", returns_s=0.6, has_journal=True
+    "goes back leasing and loses its scheduler on the way": replace(
+        GOES_BACK_LEASING, victims=("server-1",), later="scheduler", returns_s=0.6
     ),
 }
 """By name, for tests and for the command line."""

@@ -393,10 +393,18 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             " ([reliability.md](reliability.md#servers-with-a-copy)). The same for all processes",
         ),
         Setting(
+            "KVDIST_JOURNAL", PATH, None,
+            "file in which the scheduler keeps what it was told, so that it can be started again after it was killed",
+            "A name without a slash lies in the folder of this user's sockets. `kvdist-launch` chooses such a name; for"
+            " a scheduler that is started by hand, name a file on a disk of its host, and another for each job. Unused"
+            " where its loss ends the job (`KVDIST_SCHEDULER_AWAY_S`)"
+            " ([reliability.md](reliability.md#a-scheduler-that-comes-back))",
+        ),
+        Setting(
             "KVDIST_SCHEDULER_AWAY_S", seconds(0), None,
             "seconds that servers and workers go on without a lost scheduler until it is started again; `0`: its loss"
             " ends the job",
-            "Also how long they have to register with it. The scheduler's value counts"
+            "The scheduler's value counts, and its journal must be there (`KVDIST_JOURNAL`)"
             " ([reliability.md](reliability.md#a-scheduler-that-comes-back))",
             shown_default="60 with `KVDIST_ON_LOSS=continue`, else 0",
         ),
@@ -878,6 +886,7 @@ class ClusterConfig:
     restarts: int | None = setting("KVDIST_RESTARTS")
     return_s: float | None = setting("KVDIST_RETURN_S")
     scheduler_away_s: float | None = setting("KVDIST_SCHEDULER_AWAY_S")
+    journal: str | None = setting("KVDIST_JOURNAL")
     snapshots: str | None = setting("KVDIST_SNAPSHOTS")
     snapshot_interval_s: float | None = setting("KVDIST_SNAPSHOT_INTERVAL_S")
     supervised: bool = setting("KVDIST_SUPERVISED")

@@ -12,8 +12,8 @@ checkpoint, only the first speaker where the first one decides. Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from kvdist.core import machine as fx
 from kvdist.naming import waiting
@@ -25,6 +25,12 @@ Said = TypeVar("Said")
 
 Live = Mapping[NodeId, Member]
 """Members that are in the cluster. `Membership` changes it as they come and go."""
+
+Question: TypeAlias = (
+    msg.Assign | msg.Cut | msg.DropRestored | msg.FindCut | msg.Perform | msg.Prepare | msg.Rest | msg.Restore
+    | msg.RollBack | msg.SetOptimizer | msg.TakeRestored
+)  # fmt: skip
+"""What the scheduler sends to all servers, each of which answers."""
 
 Answer = Callable[[int], msg.Message]
 """Makes the answer to the request of that number."""
@@ -173,38 +179,37 @@ class Questions:
 
     Args:
         servers: who is asked.
-        first_request: requests are numbered from here on.
     """
 
-    def __init__(self, servers: Live, first_request: int = 1) -> None:
+    def __init__(self, servers: Live) -> None:
         self._servers = servers
-        self._open: dict[int, tuple[Agreement[str], Callable[[str], list[fx.Effect]]]] = {}
-        self._asked: dict[int, Callable[[int], msg.Message]] = {}
+        self._open: dict[int, tuple[Agreement[str], Callable[[str], list[fx.Effect]] | None]] = {}
+        self._asked: dict[int, Question] = {}
         """What is open, for a server that takes the place of a lost one."""
-        self._next_request = first_request
+        self.next_request = 1
 
     def ask(
         self,
-        make: Callable[[int], msg.Message],
-        then: Callable[[str], list[fx.Effect]],
+        message: Question,
+        then: Callable[[str], list[fx.Effect]] | None = None,
         cause: Agreement[Any] | None = None,
     ) -> list[fx.Effect]:
         """Send all servers a message.
 
         Args:
-            make: makes it of the number of the request.
-            then: called when the last server has answered, with '' or with the first failure.
+            message: it, with any number of a request.
+            then: called when the last server has answered, with '' or with the first failure; None for nothing.
             cause: the agreement that waits for the answers.
         """
-        request = self._next_request
-        self._next_request += 1
+        request = self.next_request
+        self.next_request += 1
         question: Agreement[str] = Agreement("", "", 0.0, {}, (self._servers,))
         if cause is not None:
             cause.waits_for = question
         self._open[request] = (question, then)
-        self._asked[request] = make
+        asked = self._asked[request] = replace(message, request=request)
         servers = sorted(self._servers.values(), key=lambda server: server.node.rank)
-        return [fx.Send(server, make(request)) for server in servers]
+        return [fx.Send(server, asked) for server in servers]
 
     def exempt(self, server: Member) -> None:
         """Let no open question wait for this server, which has joined since."""
@@ -217,9 +222,10 @@ class Questions:
             del self._open[request]
             self._asked.pop(request, None)
 
-    def repeated(self, server: Member) -> list[msg.Message]:
+    @property
+    def open(self) -> list[Question]:
         """What a server has to answer that takes the place of a lost one."""
-        return [make(request) for request, make in self._asked.items()]
+        return list(self._asked.values())
 
     def answered(self, sender: Member, request: int, failure: str) -> list[fx.Effect]:
         """A server has answered, with '' or with why it could not."""
@@ -239,7 +245,8 @@ class Questions:
             return []
         del self._open[request]
         self._asked.pop(request, None)
-        return then(next((failure for _, failure in question.said.values() if failure), ""))
+        failure = next((failure for _, failure in question.said.values() if failure), "")
+        return [] if then is None else then(failure)
 
 
 def _names(nodes: Iterable[NodeId]) -> str:

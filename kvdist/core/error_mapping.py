@@ -47,20 +47,6 @@ def scheduler_away(endpoint: str, me: Member, away_s: float) -> errors.PeerLostE
     return scheduler_lost(endpoint, me, f"it was not started again within {away_s:g} s (KVDIST_SCHEDULER_AWAY_S)")
 
 
-def scheduler_forgot(endpoint: str, me: Member) -> errors.PeerLostError:
-    """The scheduler was started again, and cannot know of `me`, which was not in any roster yet."""
-    return scheduler_lost(endpoint, me, "it was started again before this process had heard who is there")
-
-
-def scheduler_lost_on_way_back(endpoint: str, me: Member) -> errors.PeerLostError:
-    """The scheduler was started again while a server that was lost, or all, went back to a snapshot."""
-    cause = (
-        "it was started again while servers went back to a snapshot, which a new scheduler cannot complete: start the"
-        " job again, and read the newest snapshot with load_checkpoint"
-    )
-    return scheduler_lost(endpoint, me, cause)
-
-
 def link_lost(member: Member, host: str, me: Member, reason: str) -> errors.PeerLostError:
     """`me` has lost its connection to `member` for good, and the scheduler has not said why."""
     cause = f"its connection to {me} broke ({reason}) and did not come back, though the scheduler still sees it"

@@ -123,8 +123,8 @@ class Joining:
 
     @property
     def scheduler_absence_s(self) -> float:
-        """How long the scheduler may be away beyond a broken connection; one that knows no roster has no seat yet."""
-        return self.away_s if self.complete else 0.0
+        """How long the scheduler may be away beyond a broken connection."""
+        return self.away_s
 
     def welcome(self, message: msg.Welcome, now: float) -> None:
         """Take the seat that the scheduler gave."""

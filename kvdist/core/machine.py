@@ -145,11 +145,6 @@ class Unreachable:
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerReturned:
-    """The scheduler was started again: it has a later term, and knows nothing of this process."""
-
-
-@dataclass(frozen=True, slots=True)
 class ChildEnded:
     """The launcher saw a process of the job end; `cause` is a phrase such as ``exited with code 1``."""
 
@@ -193,8 +188,7 @@ class Persisted:
 
 
 Event = (
-    PeerConnected | PeerDisconnected | Unreachable | SchedulerReturned | ChildEnded | ProcessStarted | LauncherGone
-    | Persisted | Worked
+    PeerConnected | PeerDisconnected | Unreachable | ChildEnded | ProcessStarted | LauncherGone | Persisted | Worked
 )  # fmt: skip
 
 NEVER = float("inf")
@@ -211,8 +205,6 @@ class Machine(abc.ABC):
     """
 
     me: Member
-    term: int = 1
-    """The generation of schedulers: of a scheduler itself, of any other the latest that it has heard."""
     epoch: int
     step: int
     """The training step this process is in."""

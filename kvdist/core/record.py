@@ -134,7 +134,7 @@ class Beginning:
         now: the time.
         job: the job's tag.
         limits: sizes and times.
-        config, first_incarnation, term: of a scheduler.
+        config, first_incarnation: of a scheduler.
         introduction: of a server or a worker.
         commands: which ones a server has handlers for.
         local_reduce: how a worker aggregates on its host; '' if it does not.
@@ -149,7 +149,6 @@ class Beginning:
     introduction: Introduction | None = None
     commands: tuple[int, ...] = ()
     local_reduce: str = ""
-    term: int = 1
     replicas: int = 0
 
 

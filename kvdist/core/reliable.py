@@ -3,8 +3,7 @@
 The transport delivers in order but loses what was under way when a connection breaks (and does not say which messages
 those were). `Reliable` wraps a machine and mends that: it numbers messages per pair of members, keeps each one
 until it is acknowledged, repeats what is missing, drops what comes twice before looking at it, and refuses what
-comes from another job, from a former life, or is meant for one. What passes between the scheduler and others carries
-the term of the scheduler, and an older one is not listened to. Acknowledgements are cumulative and ride on every
+comes from another job, from a former life, or is meant for one. Acknowledgements are cumulative and ride on every
 message; they travel alone only when nothing else is going that way.
 
 Rules that the simulator checks: a machine sees each sequenced message of a peer exactly once and in order; a token
@@ -14,13 +13,11 @@ is returned exactly once; an older incarnation changes nothing.
 from __future__ import annotations
 
 import heapq
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from kvdist import errors
 from kvdist.core import machine as fx
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
 from kvdist.protocol import messages as msg
@@ -69,7 +66,8 @@ class Deadlines(Generic[Thing]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Thing]] = []
-        self._numbers = itertools.count()
+        self._entered = 0
+        """How many places there have ever been: each has a number, in this order."""
         self._listed = 0
         """Things with a place."""
 
@@ -93,7 +91,8 @@ class Deadlines(Generic[Thing]):
             return
         self._listed += thing.listed == fx.NEVER
         thing.listed = due
-        heapq.heappush(self._heap, (due, next(self._numbers), thing))
+        self._entered += 1
+        heapq.heappush(self._heap, (due, self._entered, thing))
         if len(self._heap) > 4 * self._listed + SPARE_ENTRIES:
             self._heap = [entry for entry in self._heap if entry[0] == entry[2].listed]
             heapq.heapify(self._heap)
@@ -173,10 +172,6 @@ class Reliable:
         if refusal is not None:
             self.strangers_refused += bool(refusal) and self.is_stranger(stamp)
             return [fx.Transmit(stamp.source, self.rejection(refusal, stamp))] if refusal else []
-        if stamp.term != self.machine.term and not isinstance(packet.message, msg.Rejected):
-            effects = self._of_other_term(packet, now)
-            if effects is not None:
-                return effects
         if isinstance(packet.message, msg.Rejected):
             return self._stamped(self.machine.handle(stamp.source, packet.message, now), now)
         if stamp.source.node.rank == UNRANKED:
@@ -236,7 +231,7 @@ class Reliable:
         role = self.machine.me.node.role
         me = Member(NodeId(role, 0 if role is Role.SCHEDULER else UNRANKED), 0)
         job, to = (0, 0) if asked is None else (asked.job, asked.source.incarnation)
-        return msg.Packet(msg.Stamp(job, self.machine.term, 0, me, to, 0, 0, 0), msg.Rejected(reason, is_over))
+        return msg.Packet(msg.Stamp(job, 0, me, to, 0, 0, 0), msg.Rejected(reason, is_over))
 
     def validate(self) -> None:
         """Check every invariant of the links and of the machine."""
@@ -251,6 +246,11 @@ class Reliable:
                 flying, seq = flying + _payload_bytes(message), seq + 1
             assert flying == link.flying_bytes, "bytes are counted once out and once back"
         self.machine.validate()
+
+    def is_apart(self, member: Member) -> bool:
+        """Whether the connection to a member is broken, as far as is known."""
+        link = self.links.get(member)
+        return link is not None and link.broken
 
     def refusal(self, packet: msg.Packet) -> str | None:
         """None to accept a packet, a sentence to refuse it with, or '' to drop it without a word."""
@@ -271,27 +271,6 @@ class Reliable:
     def is_stranger(self, stamp: msg.Stamp) -> bool:
         """Whether the sender of something that is refused was never heard here: not a former life of this job."""
         return stamp.job != self.job or stamp.source not in self.links
-
-    def _of_other_term(self, packet: msg.Packet, now: float) -> list[fx.Effect] | None:
-        """What to do instead of handling what was not said in this term; None to handle it all the same."""
-        stamp, machine = packet.stamp, self.machine
-        if stamp.source.node.rank == UNRANKED:
-            return None  # whoever has no seat cannot know the term
-        if machine.me.node.role is Role.SCHEDULER:
-            if stamp.term > machine.term:
-                text = f"a scheduler of term {stamp.term} has taken the place of this one, of term {machine.term}"
-                return [fx.Halt(errors.FencedError(f"{text}: this process must not go on"))]
-            # Its sender hears of the new term by the stamp, and starts a new line.
-            return [self._unsequenced(stamp.source, msg.Ack(wanted=False))]
-        if stamp.source.node.role is not Role.SCHEDULER:
-            return None  # workers and servers need not know of a scheduler to speak with each other
-        if stamp.term < machine.term:
-            return []
-        machine.term = stamp.term
-        effects = self._forget(stamp.source, now)
-        self.links.pop(stamp.source).ack_due = fx.NEVER  # it may have a place among those that are due
-        effects += self._stamped(machine.observe(fx.SchedulerReturned(), now), now)
-        return effects + self.receive(packet, now)
 
     def _introduced(self, effects: Sequence[fx.Effect], now: float) -> list[fx.Effect]:
         """A stranger has spoken. If it turns out to be a member, this is a connection to it, perhaps a new one."""
@@ -368,7 +347,7 @@ class Reliable:
 
     def _transmit(self, send: fx.Send, now: float) -> fx.Transmit:
         if isinstance(send.message, msg.Rejected):
-            asked = msg.Stamp(self.job, self.machine.term, 0, send.to, 0, 0, 0, 0)
+            asked = msg.Stamp(self.job, 0, send.to, 0, 0, 0, 0)
             return fx.Transmit(send.to, self.rejection(send.message.reason, asked, send.message.is_over))
         if not send.message.SEQUENCED or send.to.node.rank == UNRANKED:
             return self._unsequenced(send.to, send.message)
@@ -402,7 +381,7 @@ class Reliable:
         machine = self.machine
         # A stranger does not know the scheduler's incarnation: 0 means the present one.
         destination = 0 if to.node.role is Role.SCHEDULER else to.incarnation
-        return msg.Stamp(self.job, machine.term, machine.epoch, machine.me, destination, seq, received, machine.step)
+        return msg.Stamp(self.job, machine.epoch, machine.me, destination, seq, received, machine.step)
 
 
 def _unreachable(link: PeerLink) -> fx.Unreachable:

@@ -89,10 +89,6 @@ class RecordedThreads:
 
 def machine_of(beginning: Beginning, threads: RecordedThreads) -> fx.Machine:
     """A machine as it was when it was made."""
-    if beginning.config is not None and beginning.term > 1:
-        from kvdist.core.scheduler.recovery import ReturnedScheduler  # a feature at a seam: loaded where it is used
-
-        return ReturnedScheduler(beginning.config, beginning.now, beginning.term)
     if beginning.config is not None:
         return Scheduler(beginning.config, beginning.now, beginning.first_incarnation)
     introduction, limits = beginning.introduction, beginning.limits

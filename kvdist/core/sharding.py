@@ -195,17 +195,6 @@ class Placer:
             self._next_slice += len(slices_of(shapes[i], itemsizes[i], forms[i], *where))
         return msg.Placement(tuple(first_slices), tuple(homes), slice_bytes)
 
-    def recall(
-        self, key: int | str, shape: Sequence[int], itemsize: int, form: str, home: int, first: int, slice_bytes: int
-    ) -> None:
-        """Go on behind a key that an earlier placer has placed."""
-        pieces = slices_of(shape, itemsize, form, home, self.num_servers, first, slice_bytes)
-        for piece in pieces:
-            self.loads_bytes[piece.server] += piece.count * itemsize
-        self._next_slice = max(self._next_slice, pieces[-1].number + 1)
-        if self.by_hash:
-            self._index(key)
-
     def _index(self, key: int | str) -> int:
         """The integer that MXNet hashes: the key, or for a name the order of its first appearance."""
         if isinstance(key, int):

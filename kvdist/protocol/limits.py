@@ -39,8 +39,6 @@ class WireLimits:
     """A text for people; a sender cuts longer ones."""
     body_bytes_max: int = 64 << 10
     """The text of a command."""
-    note_bytes_max: int = 1 << 20
-    """What servers keep for a scheduler that is started again."""
     members_max: int = 1 << 16
     """Processes in a roster, and workers awaited."""
     entries_max: int = 64

@@ -32,7 +32,6 @@ from kvdist.protocol.wire_types import (
     Members,
     Name,
     Names,
-    Note,
     Numbers,
     Ranks,
     Requests,
@@ -71,7 +70,6 @@ class Stamp:
     """The envelope: sender, incarnation of the receiver, order. WIRE.md has the widths."""
 
     job: int
-    term: int
     epoch: int
     source: Member
     destination: int
@@ -275,53 +273,6 @@ class Settled(WireMessage):
     fates: Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "members_max")]
     valueless: Numbers
     """The slices here that have no first values."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallAnswer:
-    """What a worker was told of its `counter`-th barrier, checkpoint or load of a store."""
-
-    kind: UInt32
-    """The code of the request."""
-    store: UInt32
-    counter: UInt64
-    code: FromMinusOne
-    """The code of the error; -1 for none."""
-    reason: Sentence
-    pushes: UInt32
-    """How many pushes it had made before, as in `Declare`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reregister(WireMessage):
-    """Process → a scheduler that was started again: I am still here, and said all that you should know before this.
-
-    Before it come `Assign`, `SetOptimizer`, `Saved` and `Rest` of a server, and the open requests of a worker.
-    """
-
-    KIND = 8
-    epoch: UInt32
-    """Of the newest roster that the sender has."""
-    peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
-    """Itself, and all that it knows to have been in the cluster."""
-    left: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
-    """Of those the ones that have left."""
-    lost: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
-    """Of those the ones that were given up."""
-    joined: Ranks
-    """Of those that are there the ones that have joined later, as a server knows."""
-    since: Ranks
-    """For each of them the version from which on rounds wait for it, or `LATER`."""
-    calls: Annotated[tuple[CallAnswer, ...], list_of("calls", record("call", CallAnswer), "members_max")]
-    run: Name
-    """What tells files of this job's checkpoints from others; empty where the sender does not know."""
-    folders: Names
-    """The directories that it has claimed."""
-    owners: Ranks = ()
-    """As in the newest roster."""
-
-
-# Keys and optimizers: agreed on by all workers through the scheduler.
 
 
 @dataclass(frozen=True, slots=True)
@@ -1257,10 +1208,6 @@ class Perform(WireMessage):
     request: UInt64
     head: UInt32
     body: Body
-    asker: UInt64 = 0
-    """The incarnation of the worker that asks."""
-    number: UInt64 = 0
-    """Its request: a command that is repeated runs once."""
 
 
 # Leases: which examples of the data set a worker trains on next.
@@ -1320,8 +1267,6 @@ class Rest(WireMessage):
     KIND = 92
     request: UInt64
     ranks: Ranks
-    note: Note = ""
-    """What a scheduler that is started again has to know of leases, or empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1381,7 +1326,7 @@ class NotDue(WireMessage):
 
 
 Message = (
-    Hello | Welcome | Rejected | Roster | Settled | Reregister | Declare | Placed | Assign | Configure | SetOptimizer
+    Hello | Welcome | Rejected | Roster | Settled | Declare | Placed | Assign | Configure | SetOptimizer
     | Done | Failed | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused
     | JoinedPush | HandedBack | PullState | ReplaceState | Alive | StepTimes | Ack | Waiting | Goodbye | Abort | Stop
     | Blocked | CheckBlocked

@@ -30,7 +30,7 @@ from kvdist.protocol.wire_types import Source, WireType, wire_fields
 MAGIC = b"KVDI"
 VERSION = 2
 
-_ENVELOPE = struct.Struct("<4sBBHIIIIQQQQIB3s")
+_ENVELOPE = struct.Struct("<4sBBHIIIQQQQIB3s")
 LONG_BYTES = 1024
 _long: tuple[Any, WireLimits, bytes] = (None, DEFAULT, b"")
 """The last message without arrays whose header was so long, and that header: what all are told is written once. A
@@ -164,8 +164,8 @@ def _pack_stamp(stamp: msg.Stamp, kind: int, sequenced: bool) -> bytes:
     role = wire_types.ROLE_CODES[source.node.role]
     wire_types.member_of(role, source.node.rank, source.incarnation)
     return _ENVELOPE.pack(
-        MAGIC, VERSION, kind, 0, stamp.job, stamp.term, stamp.epoch, source.node.rank, source.incarnation,
-        stamp.destination, stamp.seq, stamp.ack, stamp.step, role, b"",
+        MAGIC, VERSION, kind, 0, stamp.job, stamp.epoch, source.node.rank, source.incarnation, stamp.destination,
+        stamp.seq, stamp.ack, stamp.step, role, b"",
     )  # fmt: skip
 
 
@@ -182,7 +182,7 @@ def read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, msg.Stamp]:
         raise VersionMismatch(start[4])
     if len(frame) != _ENVELOPE.size:
         raise errors.ProtocolError(f"an envelope of {len(frame)} bytes, where {_ENVELOPE.size} are expected")
-    (_, _, code, flags, job, term, epoch, rank, incarnation, destination, seq, ack, step, role, rest) = (
+    (_, _, code, flags, job, epoch, rank, incarnation, destination, seq, ack, step, role, rest) = (
         _ENVELOPE.unpack(frame)
     )
     kind = KINDS.get(code)
@@ -193,7 +193,7 @@ def read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, msg.Stamp]:
     if (seq > 0) is not kind.message.SEQUENCED:
         raise errors.ProtocolError(f"{kind.message.__name__}: sequence number {seq}")
     source = wire_types.member_of(role, rank, incarnation)
-    return kind, msg.Stamp(job, term, epoch, source, destination, seq, ack, step)
+    return kind, msg.Stamp(job, epoch, source, destination, seq, ack, step)
 
 
 # Header.
@@ -234,7 +234,7 @@ def _reader(header: memoryview | bytes, limits: WireLimits) -> Any:
     reader = msgpack.Unpacker(
         use_list=False,
         max_buffer_size=max(len(header), 1),
-        max_str_len=max(limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max, limits.note_bytes_max),
+        max_str_len=max(limits.sentence_bytes_max, limits.name_bytes_max, limits.key_bytes_max, limits.body_bytes_max),
         max_array_len=max(limits.settings_max, limits.dims_max),
         max_map_len=limits.entries_max,
         max_ext_len=0,

@@ -176,7 +176,6 @@ Seconds = Annotated[float, WireType("seconds", _read_seconds, float)]
 Name = Annotated[str, _NAME]
 Sentence = Annotated[str, text("sentence", "sentence_bytes_max", _pack_sentence)]
 Body = Annotated[str, text("body", "body_bytes_max")]
-Note = Annotated[str, text("note", "note_bytes_max")]
 
 
 # Lists and records.

@@ -38,7 +38,8 @@ from kvdist.runtime.io_thread import Disk, ThreadedDisk
 from kvdist.runtime.waits import AwaitedFuture, note_call
 from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, MemoryShared, Route, Transport
 
-if TYPE_CHECKING:  # a feature at a seam: nodes run without it
+if TYPE_CHECKING:  # features at a seam: nodes run without them
+    from kvdist.runtime.journal import Journal, Revived
     from kvdist.runtime.ring import Ring
 
 LOG = logging.getLogger("kvdist")
@@ -258,6 +259,8 @@ class Node:
         """Notes what happens here, if that is wanted. Any thread sets it, so read it once."""
         self.ring: Ring | None = None
         """Keeps what the machine was told last and what it answered, if that is wanted; set before the node runs."""
+        self.journal: Journal | None = None
+        """Keeps all that the machine was told, for a process that takes the place of this one; see `keep`."""
         self._explain_after_s = explain_after_s
         self._explained_until = fx.NEVER
         self._clock = clock
@@ -344,6 +347,26 @@ class Node:
 
     # For the thread that owns the node.
 
+    def keep(self, journal: Journal, revived: Revived | None = None) -> None:
+        """Keep a journal, before the node runs.
+
+        Args:
+            journal: the file.
+            revived: what it says of the process whose place this one takes. Its machine is that of this node.
+        """
+        self.journal = journal
+        if revived is None:
+            journal.begin(self.reliable, self._clock())
+            return
+        self.reliable = revived.state.reliable
+        for member in list(self.reliable.links):
+            self._observe(fx.PeerDisconnected(member, "the scheduler was started again", True), self._clock())
+        for lock in revived.locks:
+            self._disk.begin(lock, _locked_again)
+        for work in revived.state.works.values():  # whatever has not been done begins again
+            self._disk.begin(work.work, partial(self._persisted, work.token))
+        self._carry_out(revived.unsaid)
+
     def run(self) -> None:
         """Turn until the machine stops, then close the transport."""
         try:
@@ -392,6 +415,8 @@ class Node:
         if self.machine.hears_of_work:
             self._note_work(heard_at)
         self._send_outgoing()
+        if self.journal is not None and self.journal.is_due(heard_at):
+            self.journal.write_state(self._clock())
         return bool(events) or asked or due
 
     def _note_work(self, since: float) -> None:
@@ -417,6 +442,8 @@ class Node:
             self._send_outgoing()
             self.transport.close(LINGER_S)
             self._disk.close(LINGER_S)
+            if self.journal is not None:
+                self.journal.close(is_over=self.failure is None or isinstance(self.failure, errors.KvdistError))
         for item in self._mailbox.close():
             if isinstance(item, Errand):
                 item.answer.set_exception(self._reason())
@@ -458,7 +485,10 @@ class Node:
         now = self._clock()
         if ring is not None:
             ring.received(now, frames, packet.message)
-        self._carry_out(self.reliable.receive(packet, now))
+        effects = self.reliable.receive(packet, now)
+        if self.journal is not None:
+            self.journal.received(now, frames)
+        self._carry_out(effects)
         if trace is not None:
             trace.handled(packet, since_ns)
 
@@ -491,7 +521,7 @@ class Node:
             self._introduced[route] = source
         self._routes[source] = route
         self._members[route] = source
-        if known is not None:
+        if known is not None or self.reliable.is_apart(source):
             self._came_back(source)
         return True
 
@@ -600,12 +630,18 @@ class Node:
     def _observe(self, event: fx.Event, now: float) -> None:
         if self.ring is not None:
             self.ring.observed(now, event)
-        self._carry_out(self.reliable.observe(event, now))
+        effects = self.reliable.observe(event, now)
+        if self.journal is not None:
+            self.journal.observed(now, event)
+        self._carry_out(effects)
 
     def _tick(self, now: float) -> None:
         if self.ring is not None:
             self.ring.ticked(now)
-        self._carry_out(self.reliable.tick(now))
+        effects = self.reliable.tick(now)
+        if self.journal is not None:
+            self.journal.ticked(now)
+        self._carry_out(effects)
 
     def _publish(self) -> None:
         """Show other threads what has changed in the cluster."""
@@ -666,6 +702,8 @@ class Node:
                     with contextlib.suppress(OSError):  # the launcher has gone, which is noticed elsewhere
                         print(line, flush=True)  # noqa: T201 (that is what it is for)
                 case fx.Persist(token, work):
+                    if self.journal is not None:
+                        self.journal.began(effect)
                     self._disk.begin(work, partial(self._persisted, token))
                 case fx.Halt(failure):
                     self._stop(failure)
@@ -740,6 +778,12 @@ class Node:
             LOG.warning("%s", text)
             if self.ring is not None and text is not None:
                 self.ring.explained(now, text)
+
+
+def _locked_again(_: DiskResult, failure: str) -> None:
+    """A process that takes the place of another has its lock of a folder, or could not have it."""
+    if failure:
+        LOG.error("%s", failure)
 
 
 def _introduces(packet: msg.Packet, sender: NodeId) -> bool:

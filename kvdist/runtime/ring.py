@@ -267,7 +267,7 @@ def beginning_of(machine: fx.Machine, job: int) -> Beginning:
     """How a machine was made that has not been told anything yet."""
     if isinstance(machine, Scheduler):
         first = machine.membership._next_incarnation
-        return Beginning(machine._started_at, job, machine.limits, machine.config, first, term=machine.term)
+        return Beginning(machine._started_at, job, machine.limits, machine.config, first)
     assert isinstance(machine, Server | Worker)
     joining = machine.joining
     commands = tuple(sorted(machine._handlers)) if isinstance(machine, Server) else ()

@@ -455,6 +455,8 @@ def _environment(
     else:
         # NumPy's threads for products of matrices, of which there are none here, spin when they start.
         defaults["OPENBLAS_NUM_THREADS"] = "1"
+    if role is Role.SCHEDULER:
+        defaults["KVDIST_JOURNAL"] = f"journal-{job.name}-{job.env.get(RESTARTS, 0)}"  # each start of a job has its own
     return Environment(defaults, front, settings)
 
 

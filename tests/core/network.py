@@ -409,7 +409,8 @@ class Process:
         self.node = make(self.transport)
         machine = self.node.machine
         self._handle = machine.handle
-        machine.handle = self._watched  # type: ignore[method-assign]
+        if self.node.journal is None:  # which would have to write down this process
+            machine.handle = self._watched  # type: ignore[method-assign]
         self.wake()
 
     def wake(self) -> None:
@@ -471,7 +472,9 @@ class Process:
             return
         if self.transport.has_mail:
             self.wake()
-        due = max(self.node.reliable.deadline, self.network.now)
+        # The clock of a scheduler that takes the place of another has stood still between the two.
+        away_s = self.network.now - self.node._clock()
+        due = max(self.node.reliable.deadline + away_s + (1e-9 if away_s else 0.0), self.network.now)
         if due < self._timer_at:
             self._timer_at = due
             late_s = self.network.random.uniform(0.0, self.network.late_s) if self.network.late_s else 0.0

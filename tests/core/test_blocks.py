@@ -264,7 +264,7 @@ def test_a_push_that_is_said_twice_is_counted_once() -> None:
     source, to, packet = wired.wire[0]
     wired.settle()
     stamp = packet.stamp
-    again = Stamp(JOB, stamp.term, stamp.epoch, stamp.source, stamp.destination, stamp.seq + 1, stamp.ack, 0)
+    again = Stamp(JOB, stamp.epoch, stamp.source, stamp.destination, stamp.seq + 1, stamp.ack, 0)
     wired.hear(to, Packet(again, packet.message))
     assert source == "worker-0" and sizes(wired) == [3]
     read = wired.pushpull(1, whole(2))

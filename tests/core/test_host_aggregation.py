@@ -480,7 +480,7 @@ def joined(steps: Sequence[int], ranks: Sequence[int] = (0, 1), flags: Sequence[
 def refusal(wired: Wired, message: JoinedPush, rank: int = 0) -> str:
     """What the server answers; '' if nothing, or a value."""
     link = wired.processes[f"worker-{rank}"].links[wired.member("server-0")]
-    stamp = Stamp(JOB, 1, 1, wired.member(f"worker-{rank}"), wired.member("server-0").incarnation, link.next_seq, 0, 0)
+    stamp = Stamp(JOB, 1, wired.member(f"worker-{rank}"), wired.member("server-0").incarnation, link.next_seq, 0, 0)
     wired.log.clear()
     link.next_seq += 1
     wired.hear("server-0", Packet(stamp, message))

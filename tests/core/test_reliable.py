@@ -226,7 +226,7 @@ def test_messages_that_may_be_lost_are_not_numbered_nor_repeated(pair: Pair) -> 
 def test_every_packet_says_who_speaks_to_which_life_and_in_which_step(pair: Pair) -> None:
     pair.ann.step, pair.ann.epoch = 5, 2
     (said,) = pair.say(10)
-    assert said.stamp == Stamp(JOB, 1, 2, ANN, 2, 1, 0, 5)
+    assert said.stamp == Stamp(JOB, 2, ANN, 2, 1, 0, 5)
     pair.bob_hears(said)
     assert pair.bob.steps == {ANN: 5}
 
@@ -247,19 +247,19 @@ def test_who_left_is_dropped_without_a_word(pair: Pair) -> None:
 
 
 def test_what_is_meant_for_a_former_life_is_dropped_without_a_word(pair: Pair) -> None:
-    stamp = Stamp(JOB, 1, 0, ANN, 1, 1, 0, 0)
+    stamp = Stamp(JOB, 0, ANN, 1, 1, 0, 0)
     assert pair.bob_hears(Packet(stamp, Done(1))) == []
     assert pair.bob.heard == [] and pair.from_bob.strangers_refused == 0
 
 
 def test_another_job_is_refused_with_where_to_look(pair: Pair) -> None:
-    (refused,) = pair.bob_hears(Packet(Stamp(JOB + 1, 1, 0, ANN, 2, 1, 0, 0), Done(1)))
+    (refused,) = pair.bob_hears(Packet(Stamp(JOB + 1, 0, ANN, 2, 1, 0, 0), Done(1)))
     assert isinstance(refused.message, Rejected) and "belongs to another job than worker-0's" in refused.message.reason
     assert pair.bob.heard == []
 
 
 def test_a_refusal_is_never_refused_in_turn(pair: Pair) -> None:
-    assert pair.bob_hears(Packet(Stamp(JOB + 1, 1, 0, ANN, 2, 0, 0, 0), Rejected("go away"))) == []
+    assert pair.bob_hears(Packet(Stamp(JOB + 1, 0, ANN, 2, 0, 0, 0), Rejected("go away"))) == []
 
 
 def test_many_bytes_are_acknowledged_at_once(pair: Pair) -> None:
@@ -273,7 +273,7 @@ def test_many_bytes_are_acknowledged_at_once(pair: Pair) -> None:
 def test_a_stranger_is_heard_without_numbers_and_gets_the_answer_that_it_can_read(pair: Pair) -> None:
     stranger = Member(NodeId(Role.WORKER, UNRANKED), 555)
     pair.bob.answers = [Send(stranger, Done(3))]
-    (answer,) = pair.bob_hears(Packet(Stamp(JOB, 1, 0, stranger, 0, 0, 0, 0), Done(1)))
+    (answer,) = pair.bob_hears(Packet(Stamp(JOB, 0, stranger, 0, 0, 0, 0), Done(1)))
     assert (answer.stamp.destination, answer.stamp.seq) == (555, 0)
     assert stranger not in pair.from_bob.links
 
@@ -283,7 +283,7 @@ def test_a_member_that_introduces_itself_again_after_a_break_gets_everything_aga
     pair.from_bob.perform(lambda: [Send(ANN, Done(1))], 0.0)
     pair.from_bob.observe(PeerDisconnected(ANN, "reset"), 0.1)
     pair.bob.answers = [Bind(stranger, ANN)]
-    said = pair.bob_hears(Packet(Stamp(JOB, 1, 0, stranger, 0, 0, 0, 0), Done(1)), now=0.2)
+    said = pair.bob_hears(Packet(Stamp(JOB, 0, stranger, 0, 0, 0, 0), Done(1)), now=0.2)
     assert [packet.message for packet in said] == [Done(1), Ack(wanted=True)]
     assert pair.bob.events[-1] == PeerConnected(ANN)
 
@@ -307,7 +307,7 @@ def test_connections_that_break_are_not_counted_where_something_gets_through_or_
     for time in range(1, 20):
         if waits:
             pair.from_ann.perform(lambda: [Send(BOB, Done(1))], time)
-            pair.ann_hears(Packet(Stamp(JOB, 1, 0, BOB, ANN.incarnation, 0, time - 1, 0), Ack(wanted=False)), now=time)
+            pair.ann_hears(Packet(Stamp(JOB, 0, BOB, ANN.incarnation, 0, time - 1, 0), Ack(wanted=False)), now=time)
         pair.from_ann.observe(PeerDisconnected(BOB, "reset"), time)
         pair.from_ann.observe(PeerConnected(BOB), time + 0.1)
     assert not [event for event in pair.ann.events if isinstance(event, Unreachable)]

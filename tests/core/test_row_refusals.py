@@ -72,7 +72,7 @@ class Fed:
 
     def say(self, sender: Member, message: Any, now: float = 0.0) -> list[Send]:
         """A worker says something that came over the wire; the answers."""
-        stamp = Stamp(1, 1, 1, sender, 2, 1, 0, 0)
+        stamp = Stamp(1, 1, sender, 2, 1, 0, 0)
         read = decode([bytes(frame) for frame in encode(Packet(stamp, message))]).message
         match read:
             case InitRows():
@@ -368,7 +368,7 @@ def test_whatever_is_said_is_answered_or_waits_and_rounds_go_on(
         for answer in fed.say(sender, message):
             assert isinstance(answer.message, Refused | Counted | RowValues)
             assert answer.to in (A, B)
-            encode(Packet(Stamp(1, 1, 1, Member(server(1), 5), 0, 1, 0, 0), answer.message))
+            encode(Packet(Stamp(1, 1, Member(server(1), 5), 0, 1, 0, 0), answer.message))
     assert all(wait.describe(99.0) for wait in fed.tables.waits(99.0))
     assert all(nbytes == BUFFER_UNIT_BYTES for nbytes in fed.allocated), "nothing is as large as somebody says"
     # Both workers go on as they should, and the next round is what it must be.

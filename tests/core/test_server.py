@@ -155,7 +155,7 @@ def test_one_bad_slice_is_refused_and_its_neighbours_are_not_touched(wired: Wire
         column.astype(np.uint8) * 0, arrays,
     )  # fmt: skip
     me = wired.member("worker-1")
-    stamp = Stamp(JOB, 1, 1, me, wired.member("server-0").incarnation, 1, 0, 0)
+    stamp = Stamp(JOB, 1, me, wired.member("server-0").incarnation, 1, 0, 0)
     wired.hear("server-0", Packet(stamp, push))
     said = wired.log[-1]
     assert "Refused(runs=[77], ids=[77]" in said and "slice 77 is not kept by server-0" in said
@@ -165,7 +165,7 @@ def test_one_bad_slice_is_refused_and_its_neighbours_are_not_touched(wired: Wire
 def test_a_first_value_of_another_size_is_refused(wired: Wired) -> None:
     column = np.array([0], np.uint32)
     values = InitValues(column, column, Arrays(np.array([1], np.uint8), np.array([2], np.uint32), bytes(8)))
-    stamp = Stamp(JOB, 1, 1, wired.member("worker-1"), wired.member("server-0").incarnation, 1, 0, 0)
+    stamp = Stamp(JOB, 1, wired.member("worker-1"), wired.member("server-0").incarnation, 1, 0, 0)
     wired.hear("server-0", Packet(stamp, values))
     assert "slice 0 has another size or dtype than was declared" in wired.log[-1]
 

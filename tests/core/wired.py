@@ -43,7 +43,6 @@ from kvdist.core.machine import (
     Transmit,
 )
 from kvdist.core.reliable import ACK_DELAY_S, Reliable
-from kvdist.core.scheduler.recovery import ReturnedScheduler
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.replica import ReplicatedServer
 from kvdist.core.server.server import Server
@@ -74,6 +73,7 @@ from kvdist.protocol.arrays import Coded, views
 from kvdist.protocol.messages import Configure, Flag, Message, Packet, SavedFile
 from kvdist.protocol.wire import encode
 from kvdist.runtime.io_thread import outcome
+from kvdist.runtime.journal import RECORD, State, record_of, unpickled
 from kvdist.version import __version__
 
 LOCKS = Locks()
@@ -344,16 +344,26 @@ class Wired:
         """Arrive at a barrier."""
         return self.ask(rank, lambda number: EnterBarrier(number, 0, timeout_s, statement, giver))
 
-    def return_scheduler(self, term: int = 2) -> None:
-        """The scheduler was killed, and what was under way to and from it is lost; another takes its place."""
+    def return_scheduler(self) -> None:
+        """The scheduler was killed, and what was under way to and from it is lost; another goes on from its state."""
         self.wire = deque(one for one in self.wire if "scheduler" not in one[:2])
+        own = [one for one in self.works if one.who == "scheduler"]
+        works = {number: Persist(one.token, one.work) for number, one in enumerate(own)}
+        content = record_of(State(self.now, self.processes["scheduler"], works))
+        state = unpickled(content[RECORD.size :])
+        self.scheduler, self.processes["scheduler"] = state.scheduler, state.reliable
         self.works = deque(one for one in self.works if one.who != "scheduler")
-        self.scheduler = ReturnedScheduler(self.config, self.now, term)
-        self.processes["scheduler"] = Reliable(self.scheduler, JOB)
+        self.works += [OpenWork("scheduler", work.token, work.work) for work in state.works.values()]
+        names = {process.machine.me: name for name, process in self.processes.items()}
+        for member in list(state.reliable.links):
+            self.observe("scheduler", PeerDisconnected(member, "the scheduler was started again", True))
         for name in self._running:
             if name != "scheduler":
                 self.observe(name, PeerDisconnected(SCHEDULER_MEMBER, "reset"))
                 self.observe(name, PeerConnected(SCHEDULER_MEMBER))
+        for member in list(state.reliable.links):
+            if names.get(member) in self._running:
+                self.observe("scheduler", PeerConnected(member))
 
     def kill(self, name: str, cause: str = "killed by signal 9 (SIGKILL)") -> None:
         """A process ends, and the launcher says so."""

@@ -51,7 +51,7 @@ def stamped(message, chance):
     """A message in somebody's name."""
     seq = chance.choice([1, 2, 1 << 40]) if message.SEQUENCED else 0
     job, destination = zlib.crc32(JOB.encode()), chance.choice([0, 1])
-    stamp = Stamp(job, chance.choice([1, 2]), 1, chance.choice(CLAIMED), destination, seq, 3, 4)
+    stamp = Stamp(job, 1, chance.choice(CLAIMED), destination, seq, 3, 4)
     return [bytes(one) for one in encode(Packet(stamp, message))]
 
 

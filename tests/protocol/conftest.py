@@ -132,7 +132,7 @@ def messages() -> list[m.Message]:
 
 def stamped(message: m.Message) -> m.Packet:
     source = Member(NodeId(Role.SERVER, UNRANKED), 0x0123456789ABCDEF)
-    return m.Packet(m.Stamp(0x1A2B3C4D, 1, 2, source, 3, 7 if message.SEQUENCED else 0, 6, 9), message)
+    return m.Packet(m.Stamp(0x1A2B3C4D, 2, source, 3, 7 if message.SEQUENCED else 0, 6, 9), message)
 
 
 def difference(ours: Any, theirs: Any) -> str:

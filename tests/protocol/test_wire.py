@@ -297,7 +297,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
 def packets(draw: st.DrawFn, message: st.SearchStrategy[Any]) -> m.Packet:
     said = draw(message)
     seq = draw(st.integers(1, U64_MAX)) if said.SEQUENCED else 0
-    return m.Packet(m.Stamp(*draw(st.tuples(U32, U32, U32, MEMBERS, U64)), seq, draw(U64), draw(U32)), said)
+    return m.Packet(m.Stamp(*draw(st.tuples(U32, U32, MEMBERS, U64)), seq, draw(U64), draw(U32)), said)
 
 
 def test_every_message_has_a_kind_of_its_own_and_a_strategy():

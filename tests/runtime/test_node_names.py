@@ -74,7 +74,7 @@ class Scripted(Transport):
 
 def message(source: Member, said: object, to: int = 0) -> list[memoryview]:
     seq = int(said.SEQUENCED)  # type: ignore[attr-defined]
-    packet = Packet(Stamp(JOB, 1, 0, source, to, seq, 0, 0), said)  # type: ignore[arg-type]
+    packet = Packet(Stamp(JOB, 0, source, to, seq, 0, 0), said)  # type: ignore[arg-type]
     return [memoryview(bytes(frame)) for frame in encode(packet)]
 
 
@@ -175,7 +175,7 @@ def test_whom_a_node_dials_it_names_to_its_transport(joining):
         (Peer(Member(server(0), 5), "host", 1, "tcp://127.0.0.1:8"), Peer(Member(worker(0), 6), "host", 2, ""))
     )
     welcome = message(SCHEDULER_MEMBER, Welcome(0, 6), TOKEN)
-    first = Packet(Stamp(JOB, 1, 0, SCHEDULER_MEMBER, 6, 1, 0, 0), roster)
+    first = Packet(Stamp(JOB, 0, SCHEDULER_MEMBER, 6, 1, 0, 0), roster)
     route = "tcp://127.0.0.1:9"
     frames = [memoryview(bytes(frame)) for frame in encode(first)]
     heard(joining, Arrived(route, welcome, SCHEDULER), Arrived(route, frames, SCHEDULER))
@@ -227,7 +227,7 @@ def test_a_member_that_was_dialled_is_believed_only_where_it_was_dialled(joining
 def test_a_route_is_taken_for_that_of_a_member_only_with_its_incarnation_and_job(node):
     heard(node, hello(Role.WORKER, 0, None, route="member"))
     for job, incarnation in ((JOB + 1, 100), (JOB, 9)):
-        stamp = Stamp(job, 1, 0, Member(worker(0), incarnation), 0, 0, 0, 0)
+        stamp = Stamp(job, 0, Member(worker(0), incarnation), 0, 0, 0, 0)
         frames = [memoryview(bytes(frame)) for frame in encode(Packet(stamp, Ack(wanted=False)))]
         ((route, answer),) = heard(node, Arrived(stamp.job, frames))
         assert route == stamp.job and isinstance(answer.message, Rejected)
@@ -305,7 +305,7 @@ def serving() -> Iterator[Node]:
 
 def roster_of(*members: Member, seq: int, lost: tuple[int, ...] = ()) -> Arrived:
     peers = tuple(Peer(one, "host", 1, "tcp://127.0.0.1:8" if one.node.role is Role.SERVER else "") for one in members)
-    packet = Packet(Stamp(JOB, 1, 0, SCHEDULER_MEMBER, 5, seq, 0, 0), Roster(peers, seq, lost=lost))
+    packet = Packet(Stamp(JOB, 0, SCHEDULER_MEMBER, 5, seq, 0, 0), Roster(peers, seq, lost=lost))
     return Arrived("tcp://127.0.0.1:9", [memoryview(bytes(frame)) for frame in encode(packet)], SCHEDULER)
 
 

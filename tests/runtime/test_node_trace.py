@@ -107,6 +107,6 @@ def test_waiting_is_noted_though_it_ends_with_an_error() -> None:
 )
 def test_what_comes_though_nobody_works_is_noted_but_tells_nothing(message: Message, tells: bool) -> None:
     node = NodeTrace(Trace(10))
-    node.handled(Packet(Stamp(1, 1, 0, SCHEDULER_MEMBER, 0, 0, 0, 0), message), 1)
+    node.handled(Packet(Stamp(1, 0, SCHEDULER_MEMBER, 0, 0, 0, 0), message), 1)
     assert [name for name, _ in spans(node.trace)] == [type(message).__name__]
     assert node.trace.snapshot().tells == tells

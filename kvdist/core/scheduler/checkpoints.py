@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from kvdist import errors
@@ -112,8 +113,8 @@ class LoadUnderWay:
     """What the first worker said."""
     agreement: Agreement[msg.Load]
     is_reading: bool = False
-    take_data: Callable[[], None] = lambda: None
-    """Lets the workers go on where they were in their data."""
+    take_data: Callable[[], None] | None = None
+    """Lets the workers go on where they were in their data; None if the checkpoint does not say."""
 
 
 class DataPositions(Protocol):
@@ -124,9 +125,6 @@ class DataPositions(Protocol):
 
     def saved(self, place: tuple[int, int]) -> list[fx.Effect]:
         """The checkpoint has come to its end, good or bad."""
-
-    def restored(self, then: Callable[[], list[fx.Effect]]) -> list[fx.Effect]:
-        """Workers may go on where they were, once that is known to all who have to know it."""
 
 
 class Checkpoints:
@@ -151,7 +149,7 @@ class Checkpoints:
         self.saves: dict[int, int] = {}
         """Store → how many checkpoints of it there were."""
         self.loads: dict[int, int] = {}
-        self.after_load: Callable[[], None] = lambda: None
+        self.after_load: Callable[[], None] | None = None
         """Called when a store has other values than rounds have made."""
         self.data: DataPositions | None = None
         """Where the workers are in their data, if that is known here."""
@@ -196,6 +194,11 @@ class Checkpoints:
         """Whether a checkpoint is being made."""
         return bool(self._saving)
 
+    @property
+    def locked_folders(self) -> list[tuple[str, str]]:
+        """In each directory of which this job has the lock, the folder that was claimed first; and the run."""
+        return [(one.first.folder, one.run) for one in self._claims.values() if one.run and not one.failure]
+
     # Saving.
 
     def claim(self, sender: Member, message: msg.Claim, now: float) -> list[fx.Effect]:
@@ -208,37 +211,23 @@ class Checkpoints:
             effects = [fx.Persist(claim, LockFolder(message.folder))]
         return [*effects, *claim.agreement.ask(sender, message.request)]
 
-    def recall(self, folder: str, run: str, now: float) -> list[fx.Effect]:
-        """A worker knows that this folder is this job's: take its lock, which an earlier scheduler had."""
-        directory = directory_of(folder)
-        if directory in self._claims:
-            return []
-        agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.workers)
-        claim = self._claims[directory] = FolderClaim(msg.Claim(0, 0, 0, folder, ()), agreement)
-        return [fx.Persist(claim, LockFolder(folder, run))]
-
     def _locked(self, claim: FolderClaim, run: str) -> list[fx.Effect]:
         """The directory is this job's: see whether the servers can write there."""
         claim.run = run
         first = claim.first
+        message = msg.Prepare(0, first.store, first.folder, first.contents, run)
+        return self._questions.ask(message, partial(self._prepared, claim), claim.agreement)
 
-        def make(request: int) -> msg.Message:
-            return msg.Prepare(request, first.store, first.folder, first.contents, run)
-
-        def prepared(failure: str) -> list[fx.Effect]:
-            unlock = [fx.Persist(None, UnlockFolder(first.folder))] if failure else []
-            return [*unlock, *self._answer_claim(claim, failure)]
-
-        return self._questions.ask(make, prepared, claim.agreement)
+    def _prepared(self, claim: FolderClaim, failure: str) -> list[fx.Effect]:
+        """Servers can write in the directory, or one cannot."""
+        unlock = [fx.Persist(None, UnlockFolder(claim.first.folder))] if failure else []
+        return [*unlock, *self._answer_claim(claim, failure)]
 
     @staticmethod
     def _answer_claim(claim: FolderClaim, failure: str) -> list[fx.Effect]:
         claim.failure = failure
-        return claim.agreement.answer(
-            lambda request: (
-                msg.Failed(request, msg.ErrorCode.CHECKPOINT, failure) if failure else msg.Claimed(request, claim.run)
-            )
-        )
+        claimed = partial(msg.Claimed, run=claim.run)
+        return claim.agreement.answer(partial(_answer, failure=failure) if failure else claimed)
 
     def save(self, sender: Member, message: msg.Save, now: float) -> list[fx.Effect]:
         """A worker has marked its pushes."""
@@ -359,11 +348,11 @@ class Checkpoints:
             saving.failure = failure
             return self._sweep(saving)
         if present is not None and present.is_of(saving.files):
-            saving.failure = ""  # an earlier scheduler had made it, and could not say so
+            saving.failure = ""  # it is there, though its writing ended with an error
         if self._saving.get((saving.store, saving.counter)) is not saving:
             return []  # it was dropped meanwhile
         del self._saving[saving.store, saving.counter]
-        effects = saving.agreement.answer(lambda request: _answer(request, saving.failure))
+        effects = saving.agreement.answer(partial(_answer, failure=saving.failure))
         return effects if self.data is None else effects + self.data.saved((saving.store, saving.counter))
 
     def _manifest(self, saving: SaveUnderWay, first: msg.Save) -> Manifest:
@@ -424,19 +413,18 @@ class Checkpoints:
         except (errors.CheckpointError, ValueError) as error:
             return self._end_loading(asked, str(error))
 
-        def make(request: int) -> msg.Message:
-            return msg.Restore(request, asked.store, asked.folder, asked.contents)
-
-        return self._questions.ask(make, lambda failure: self._read(asked, failure), self._agreement_of(asked))
+        message = msg.Restore(0, asked.store, asked.folder, asked.contents)
+        return self._questions.ask(message, partial(self._read, asked), self._agreement_of(asked))
 
     def _read(self, asked: msg.Load, failure: str) -> list[fx.Effect]:
         """Every server has read, or one could not."""
         kind = msg.DropRestored if failure else msg.TakeRestored
-        return self._questions.ask(
-            lambda request: kind(request, asked.store),
-            lambda _: self._end_loading(asked, failure),
-            self._agreement_of(asked),
-        )
+        end = partial(self._taken, asked, failure)
+        return self._questions.ask(kind(0, asked.store), end, self._agreement_of(asked))
+
+    def _taken(self, asked: msg.Load, failure: str, _: str) -> list[fx.Effect]:
+        """Every server has taken what it has read, or dropped it because one could not read."""
+        return self._end_loading(asked, failure)
 
     def _agreement_of(self, asked: msg.Load) -> Agreement[msg.Load] | None:
         loading = self._loading.get((asked.store, asked.counter))
@@ -446,14 +434,10 @@ class Checkpoints:
         if self._agreement_of(asked) is None:
             return []  # it was dropped meanwhile
         loading = self._loading.pop((asked.store, asked.counter))
-        if not failure:
-            loading.take_data()
-            self.after_load()
-
-        def answer_all() -> list[fx.Effect]:
-            return loading.agreement.answer(lambda request: _answer(request, failure))
-
-        return answer_all() if failure or self.data is None else self.data.restored(answer_all)
+        for follows in (loading.take_data, self.after_load):
+            if not failure and follows is not None:
+                follows()
+        return loading.agreement.answer(partial(_answer, failure=failure))
 
     # Both.
 

@@ -13,7 +13,7 @@ import math
 from bisect import bisect_right, insort_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import groupby
 from operator import attrgetter, or_
 
@@ -407,25 +407,25 @@ class Keys:
         keys, said = tuple([entry.key for entry in entries]), [entry.said for entry in entries]
         shapes, dtypes, pulled_as, forms = zip(*said, strict=True)
         columns = (keys, shapes, dtypes, pulled_as, forms)
+        message = msg.Assign(0, store.store, store.mode, *columns, placement, giver, later)
+        return self._questions.ask(message, partial(self._placed, store, entries, placement, giver))
 
-        def placed(failure: str) -> list[fx.Effect]:
-            live = _ranks(self._membership.workers or self._membership.newcomers)
-            if live and giver not in live:
-                return self._assign(store, entries, placement)  # nobody knows of the choice yet, and it is gone by now
-            for entry in entries:
-                entry.init_rank = giver
-            # Only a table can have failed, where no key comes too late; arrays of the same call are there.
-            refused = [entry for entry in entries if failure and (entry.form == msg.ROWS or self._membership.waits)]
-            for entry in refused:
-                entry.conflict = failure
-            store.mark_placed([entry for entry in entries if entry not in refused] if refused else entries)
-            conflicts = _refuse(store, msg.ErrorCode.CONFIG) if refused else []
-            return [*conflicts, *self._advance(store, ())]
-
-        return self._questions.ask(
-            lambda request: msg.Assign(request, store.store, store.mode, *columns, placement, giver, later),
-            placed,
-        )
+    def _placed(
+        self, store: StoreKeys, entries: list[DeclaredKey], placement: msg.Placement, giver: int, failure: str
+    ) -> list[fx.Effect]:
+        """All servers have been told of these keys."""
+        live = _ranks(self._membership.workers or self._membership.newcomers)
+        if live and giver not in live:
+            return self._assign(store, entries, placement)  # nobody knows of the choice yet, and it is gone by now
+        for entry in entries:
+            entry.init_rank = giver
+        # Only a table can have failed, where no key comes too late; arrays of the same call are there.
+        refused = [entry for entry in entries if failure and (entry.form == msg.ROWS or self._membership.waits)]
+        for entry in refused:
+            entry.conflict = failure
+        store.mark_placed([entry for entry in entries if entry not in refused] if refused else entries)
+        conflicts = _refuse(store, msg.ErrorCode.CONFIG) if refused else []
+        return [*conflicts, *self._advance(store, ())]
 
     def told(self) -> list[msg.Assign | msg.SetOptimizer]:
         """What all servers have been told, for one that takes the place of a lost one."""
@@ -448,43 +448,6 @@ class Keys:
         keys = self.stores.get(store)
         entries = () if keys is None else keys.entries.values()
         return tuple(SavedKey(one.key, one.shape, DType(one.dtype).label, one.form) for one in entries if one.placed)
-
-    # What an earlier scheduler has placed.
-
-    def recall(self, message: msg.Assign, is_told: bool, first: Member) -> list[fx.Effect]:
-        """Some server has been told of these keys by an earlier scheduler.
-
-        Args:
-            message: what it was told.
-            is_told: whether all have been, so that workers may have been told, too; else all are told again.
-            first: who counts as the one that has declared them first.
-        """
-        placement = message.placement
-        store = self.stores.setdefault(
-            message.store, StoreKeys(message.store, message.mode, first, placement.slice_bytes)
-        )
-        columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
-        everybody = _bits(_ranks(self._membership.workers))
-        exempted = frozenset(one for node, one in self._membership.there.items() if node.rank in message.later)
-        entries = []
-        for i, (key, shape, dtype, pulled_as, form) in enumerate(zip(*columns, strict=True)):
-            entry = DeclaredKey(key, shape, dtype, first, pulled_as, form, everybody, exempted)
-            entry.first_slice, entry.home = placement.first_slices[i], placement.homes[i]
-            entry.placed, entry.init_rank = is_told, message.giver
-            entries.append(entry)
-            where = (entry.home, entry.first_slice, store.slice_bytes)
-            self._placer.recall(key, shape, DType(dtype).itemsize, form, *where)
-        store.entries.update((entry.key, entry) for entry in entries)
-        self._enter_slices(entries)
-        return [] if is_told else self._assign(store, entries, placement)
-
-    def recall_optimizer(self, message: msg.SetOptimizer, first: Member, now: float) -> list[fx.Effect]:
-        """Some server has this optimizer: have all install it."""
-        keep = keep_for(from_description(message.description))
-        agreement: Agreement[str] = Agreement(
-            f"the optimizer of store {message.store}", "", now, self._membership.workers
-        )
-        return self._install(message.store, InstalledOptimizer(message.description, first, keep, agreement))
 
     def misfit(self, sender: Member, message: msg.Declare) -> str:
         """Why a newcomer cannot take part that declares these keys; '' if it can, as far as they have their places."""
@@ -575,16 +538,14 @@ class Keys:
 
     def _install(self, store: int, optimizer: InstalledOptimizer) -> list[fx.Effect]:
         self.optimizers[store] = optimizer
+        message = msg.SetOptimizer(0, store, optimizer.description)
+        return self._questions.ask(message, partial(self._installed, optimizer), optimizer.agreement)
 
-        def installed(failure: str) -> list[fx.Effect]:
-            optimizer.failure = failure
-            return optimizer.agreement.answer(
-                lambda request: msg.Failed(request, msg.ErrorCode.CONFIG, failure) if failure else msg.Done(request)
-            )
-
-        return self._questions.ask(
-            lambda request: msg.SetOptimizer(request, store, optimizer.description), installed, optimizer.agreement
-        )
+    @staticmethod
+    def _installed(optimizer: InstalledOptimizer, failure: str) -> list[fx.Effect]:
+        optimizer.failure = failure
+        failed = partial(msg.Failed, code=msg.ErrorCode.CONFIG, reason=failure)
+        return optimizer.agreement.answer(failed if failure else msg.Done)
 
     def waits(self) -> Iterator[MemberWait]:
         """All that wait for keys or optimizers, and for whom."""

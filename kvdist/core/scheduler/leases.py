@@ -9,16 +9,14 @@ epoch; workers make that order from the seed. Rules that hold here:
 * A worker that has nothing to train on rests: nobody waits for it, in rounds, barriers or checkpoints. Those that rest
   go on only when no other works, so that none comes into the middle of a step, and when every server awaits them.
 * The pass is over when nothing is free, leased or not accounted for, and no worker is on its way.
-* Where the scheduler may be started again, every server has a note of all this before a worker is answered. What the
-  note lacks, others repeat: workers what they have asked, and servers how much of the pushes of the lost counts.
 """
 
 from __future__ import annotations
 
-import json
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -27,7 +25,7 @@ import numpy as np
 from kvdist.core import machine as fx
 from kvdist.core.agreement import Agreement, MemberWait, Questions
 from kvdist.core.scheduler.membership import Membership
-from kvdist.nodes import Member, NodeId, worker
+from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
 
 SHARES = 8
@@ -165,10 +163,6 @@ def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
     return number, plan, Queue(left, max(1, length))
 
 
-def _numbers_of(member: Member) -> tuple[int, int]:
-    return member.node.rank, member.incarnation
-
-
 @dataclass(slots=True)
 class LeaseHolder:
     """What a worker has leased.
@@ -177,15 +171,11 @@ class LeaseHolder:
         store: whose pushes tell what it has used.
         used: how many examples, of all that it was ever given.
         ranges: what it has not used, in the order in which it will.
-        request: the last one that has changed them.
-        has_rested: whether it was not awaited before that.
     """
 
     store: int
     used: int = 0
     ranges: list[Range] = field(default_factory=list)
-    request: int = -1
-    has_rested: bool = False
 
     def use(self, used: int) -> None:
         """It has used so many; fewer than it is known to have used already changes nothing."""
@@ -197,6 +187,10 @@ class LeaseHolder:
     def left(self) -> int:
         """How many examples it has not used."""
         return sum(map(len, self.ranges))
+
+
+Answered = tuple[Member, msg.Lease, Range | None, bool, bool]
+"""What `Leases._answer` takes: who asks, what, its new range, whether the pass is over, whether the worker rested."""
 
 
 @dataclass(slots=True)
@@ -219,9 +213,8 @@ class Leases:
         membership: who is in the cluster.
         questions: what servers are asked.
         go_on: lets agreements go on that have waited only for a worker that rests now.
-        numbers: (stores, barriers, saves, loads): what a worker has to know that has rested; None for anybody.
+        numbers: (stores, barriers, saves, loads): what a worker has to know that has rested.
         is_saving: whether a checkpoint is being made.
-        returns: whether the scheduler may be started again, so that servers keep a note.
     """
 
     def __init__(
@@ -229,16 +222,14 @@ class Leases:
         membership: Membership,
         questions: Questions,
         go_on: Callable[[float], list[fx.Effect]],
-        numbers: Callable[[Member | None], Sequence[Sequence[int]]],
+        numbers: Callable[[Member], Sequence[Sequence[int]]],
         is_saving: Callable[[], bool],
-        returns: bool = False,
     ) -> None:
         self._membership = membership
         self._questions = questions
         self._go_on = go_on
         self._numbers = numbers
         self._is_saving = is_saving
-        self._scheduler_may_return = returns
         self._number = -1
         """Of the pass."""
         self._plan: Plan | None = None
@@ -276,14 +267,11 @@ class Leases:
             return [self._answer(sender, message, None, is_over=True)]
         if self._is_over:
             has_rested = message.rests and self._membership.there.get(sender.node) == sender
-            return self._tell(lambda: [self._answer(sender, message, None, True, has_rested)])
-        if message.request == holder.request:  # an earlier scheduler has given it, and was lost before it said so
-            again = holder.ranges[-1]
-            return self._tell(lambda: [self._answer(sender, message, again, False, holder.has_rested)])
+            return self._tell([(sender, message, None, True, has_rested)])
         is_resting = sender.node in self._membership.resting
         given = None if is_resting else self._give(sender, message)
         if given or not message.rests:
-            return self._note(lambda: [self._answer(sender, message, given)])
+            return [self._answer(sender, message, given)]
         self._waiting[sender] = (message, now)
         return self.advance() or self._rest(sender, now)
 
@@ -295,13 +283,12 @@ class Leases:
             return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
         holder.use(message.used)
         effects: list[fx.Effect] = []
-        if message.gives_back and message.request != holder.request:
+        if message.gives_back:
             if not holder.ranges:
                 reason = f"{sender} gives back examples, but it has none: a lease is given back once"
                 return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
-            holder.request = message.request
             effects = self._reclaim(sender)
-        return effects + self._note(lambda: [fx.Send(sender, msg.Done(message.request))])
+        return [*effects, fx.Send(sender, msg.Done(message.request))]
 
     def left(self, member: Member) -> list[fx.Effect]:
         """A worker has said goodbye: all that it has pushed counts, and that is all it has used."""
@@ -351,9 +338,7 @@ class Leases:
         if taken is not None:
             if self._unused_at_snapshot is not None:
                 self._note_given(self._unused_at_snapshot, sender, taken)
-            holder = self._holders[sender]
-            holder.ranges.append(taken)
-            holder.request, holder.has_rested = message.request, sender.node in self._membership.resting
+            self._holders[sender].ranges.append(taken)
             for marked in self._marked.values():
                 if sender in marked.ranges or self._is_exempt(sender, marked):
                     marked.ranges.setdefault(sender, []).append(taken)
@@ -379,7 +364,7 @@ class Leases:
         """Do not wait for this worker any more."""
         if not self._membership.rest(member.node):
             return self._go_on(now)  # it is not waited for yet
-        return [*self._tell(list), *self._go_on(now)]
+        return [*self._tell([]), *self._go_on(now)]
 
     @property
     def idle(self) -> int:
@@ -395,24 +380,27 @@ class Leases:
         if self._is_saving():
             return []  # a checkpoint that has begun without them must not wait for them
         self._is_over = not self._queue.free
-        woken: list[tuple[Member, msg.Lease, Range | None, bool, bool]] = []
+        woken: list[Answered] = []
         for member, (message, _) in list(self._waiting.items()):
             given = self._give(member, message)
             if given or self._is_over:
                 woken.append((member, message, given, self._is_over, member.node in self._membership.resting))
                 del self._waiting[member]
                 self._membership.wake(member.node)
-        return self._tell(lambda: [self._answer(*one) for one in woken])
+        return self._tell(woken)
 
-    def _tell(self, then: Callable[[], list[fx.Effect]]) -> list[fx.Effect]:
-        """Tell the servers who rests, and who has what; go on when all know."""
-        rest = self.rest(0)
+    def _tell(self, woken: list[Answered]) -> list[fx.Effect]:
+        """Tell the servers who rests; when all know, answer these workers."""
         told: Agreement[str] = Agreement("the list of workers without data", "", 0.0, {})
-        return self._questions.ask(lambda request: replace(rest, request=request), lambda _: then(), told)
+        return self._questions.ask(msg.Rest(0, self.resting), partial(self._answer_all, woken), told)
 
-    def _note(self, then: Callable[[], list[fx.Effect]]) -> list[fx.Effect]:
-        """Go on when all servers know who has what, if a scheduler that is started again would have to know it."""
-        return self._tell(then) if self._scheduler_may_return else then()
+    @property
+    def resting(self) -> tuple[int, ...]:
+        """The ranks of the workers that rest."""
+        return tuple(sorted(node.rank for node in self._membership.resting))
+
+    def _answer_all(self, woken: list[Answered], _: str) -> list[fx.Effect]:
+        return [self._answer(*one) for one in woken]
 
     def _answer(
         self,
@@ -427,56 +415,6 @@ class Leases:
         return fx.Send(sender, leased)
 
     # Notes.
-
-    def rest(self, request: int) -> msg.Rest:
-        """What servers have to know."""
-        ranks = tuple(sorted(node.rank for node in self._membership.resting))
-        if not self._scheduler_may_return or self._plan is None:
-            return msg.Rest(request, ranks)
-        held = [
-            (*_numbers_of(member), one.store, one.used, one.ranges, one.request, one.has_rested)
-            for member, one in self._holders.items()
-        ]
-        marked = [
-            (*place, one.pushes, [(*_numbers_of(member), ranges) for member, ranges in one.ranges.items()])
-            for place, one in self._marked.items()
-        ]
-        note = {"is_over": self._is_over, "version": self._version, "held": held, "marked": marked}
-        position = position_of(self._number, self._plan, self._queue.free)
-        return msg.Rest(request, ranks, json.dumps({**position, **note, "numbers": self._numbers(None)}))
-
-    def recall(
-        self, note: str, resting: Iterable[NodeId], saving: Collection[Place]
-    ) -> tuple[list[fx.Effect], Sequence[Sequence[int]]]:
-        """Take over from an earlier scheduler, and let every server have the same note.
-
-        Args:
-            note: the newest one that any server has.
-            resting: the workers that it leaves out, and that still ask.
-            saving: the checkpoints under way.
-
-        Returns:
-            What to do, and the numbers of barriers, checkpoints and loads then, as `numbers` returns them.
-        """
-        said = json.loads(note)
-        self._number, self._plan, self._queue = restored(said)
-        self._is_over, self._version, self._said_by = said["is_over"], said["version"], "an earlier process"
-        for rank, incarnation, store, used, ranges, request, has_rested in said["held"]:
-            member = Member(worker(rank), incarnation)
-            holder = LeaseHolder(store, used, [Range(*one) for one in ranges], request, has_rested)
-            if self._membership.has(member) and member.node in self._membership.left:
-                self._queue.give_back(holder.ranges)
-                continue
-            self._holders[member] = holder
-            if not self._membership.has(member):
-                self._unaccounted[member] = self._membership.epoch
-        for store, counter, pushes, marks in said["marked"]:
-            if (store, counter) in saving:
-                ranges_of = {Member(worker(rank), of): [Range(*one) for one in ranges] for rank, of, ranges in marks}
-                self._marked[store, counter] = Marked(pushes, ranges_of)
-        for node in resting:
-            self._membership.rest(node)
-        return self._tell(list), said["numbers"]
 
     # Checkpoints.
 
@@ -501,10 +439,6 @@ class Leases:
         marked = self._marked[place].ranges.values() if place in self._marked else ()
         held = [one for holder in self._holders.values() for one in holder.ranges]
         return position_of(self._number, self._plan, [*self._queue.free, *held, *chain.from_iterable(marked)])
-
-    def restored(self, then: Callable[[], list[fx.Effect]]) -> list[fx.Effect]:
-        """A position was taken over; go on when servers know."""
-        return self._note(then)
 
     def saved(self, place: Place) -> list[fx.Effect]:
         """A checkpoint has come to its end, made or not: who rests may go on."""
@@ -567,15 +501,13 @@ class Leases:
         Raises:
             ValueError: it is no position.
         """
-        number, plan, queue = restored(position)
+        return partial(self._restore, *restored(position))
 
-        def restore() -> None:
-            self._number, self._plan, self._queue, self._is_over = number, plan, queue, not queue.free
-            self._said_by = "the checkpoint that was loaded"
-            self._holders.clear()
-            self._unaccounted.clear()
-
-        return restore
+    def _restore(self, number: int, plan: Plan, queue: Queue) -> None:
+        self._number, self._plan, self._queue, self._is_over = number, plan, queue, not queue.free
+        self._said_by = "the checkpoint that was loaded"
+        self._holders.clear()
+        self._unaccounted.clear()
 
     def waits(self) -> Iterator[MemberWait]:
         """Those that have nothing to train on wait for those that have."""

@@ -86,8 +86,6 @@ class Losses:
         """By epoch."""
         self._taking_over: dict[Member, float] = {}
         """Servers that take over the slices of lost ones → the epoch of the roster that tells them."""
-        self.lost_before: frozenset[Member] = frozenset()
-        """Given up before the scheduler was started again: all servers say once more what counts of them."""
         self._come_late: dict[Member, int] = {}
         """Servers that have taken the place of others → the first roster that they hear."""
         self.leases: AccountedLeases | None = None
@@ -148,17 +146,9 @@ class Losses:
             if giver in lost:
                 return self._doomed(self._keys.key_of(number), lost[giver])
         fates = account.fates.values()
-        effects: list[fx.Effect] = []
-        before = []
-        for one in fates:
-            member = Member(worker(one.rank), one.incarnation)
-            if member in self.lost_before:
-                before.append(f"{member} ({one.least}{'' if one.least == one.most else ' and the next in part'})")
-            else:
-                effects.append(fx.Log(f"{member}: {_told(one)}"))
-        if before:
-            counts = ", ".join(before)
-            effects.append(fx.Log(f"of the workers that were lost before, these pushes are in the weights: {counts}"))
+        effects: list[fx.Effect] = [
+            fx.Log(f"{Member(worker(one.rank), one.incarnation)}: {_told(one)}") for one in fates
+        ]
         if self.leases is not None:
             effects += self.leases.account(epoch, fates)
         if any(fate.examples for fate in fates):

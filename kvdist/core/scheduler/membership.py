@@ -7,7 +7,6 @@ The set is fixed once it is complete, but for members that leave, and for worker
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from kvdist import errors
@@ -16,9 +15,6 @@ from kvdist.core import machine as fx
 from kvdist.nodes import Member, NodeId, Role, server, worker
 from kvdist.protocol import messages as msg
 from kvdist.version import __version__
-
-INCARNATIONS_SPARED = 1 << 20
-"""An earlier scheduler may have given so many that nobody else knows of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +81,6 @@ class Membership:
         self._started_on: dict[NodeId, str] = {}
         self._suspects: dict[Member, Suspicion] = {}
         self._ended: set[Member] = set()
-        self._is_recalled = False
-        """Who registers again has been in a whole cluster; nobody may know any more who was lost from it long ago."""
         self._untold = Untold()
         self._tokens: dict[int, Member] = {}
         self._next_incarnation = first_incarnation
@@ -155,49 +149,10 @@ class Membership:
         """Whether a worker of this rank is there, as a member or a newcomer."""
         return node in self.there or node in self.newcomers
 
-    def recall(
-        self,
-        peers: Collection[msg.Peer],
-        left: Set[Member],
-        lost: Set[Member],
-        epoch: int,
-        since: Mapping[Member, int],
-        newcomers: Set[Member],
-        owners: Sequence[int],
-    ) -> None:
-        """Take over the cluster of an earlier scheduler.
-
-        Args:
-            peers: all that it has admitted, as far as anybody knows.
-            left: of those the ones that had left.
-            lost: of those the ones that were given up.
-            epoch: of its newest roster.
-            since: those that have joined later, as `self.since`.
-            newcomers: those that rounds do not wait for yet.
-            owners: who had which slices in it, if not each server its own.
-        """
-        self._is_recalled = True
-        self.peers = {peer.member.node: peer for peer in sorted(peers, key=lambda one: one.member.incarnation)}
-        for node, peer in self.peers.items():
-            if peer.member in left | lost:
-                self.left.add(node)
-            else:
-                workers = self.newcomers if peer.member in newcomers else self.workers
-                (workers if node.role is Role.WORKER else self.servers)[node] = peer.member
-        self.since = {member: version for member, version in since.items() if member in self.workers.values()}
-        self.lives = {peer.member: peer.life for peer in peers}
-        self.lost = dict.fromkeys(lost, "it was given up before the scheduler was started again")
-        self._untold.lost.update(member.node.rank for member in lost if member.node.role is Role.WORKER)
-        self.epoch = epoch
-        self.owners = [*owners] or self.owners
-        self._uncopied = dict.fromkeys(self.owners, epoch)  # until they say otherwise
-        newest = max(peer.member.incarnation for peer in self.peers.values())
-        self._next_incarnation = newest + INCARNATIONS_SPARED
-
     @property
     def is_complete(self) -> bool:
-        """Whether all have registered, with this scheduler or an earlier one."""
-        return self._is_recalled or len(self.peers) >= self._config.num_workers + self._config.num_servers
+        """Whether all have registered."""
+        return len(self.peers) >= self._config.num_workers + self._config.num_servers
 
     def has_started(self, node: NodeId, host: str, pid: int) -> None:
         """The launcher has started a process there."""

@@ -12,7 +12,7 @@ T, every round waits for the newcomer. Nobody stops for that. Rules that hold he
   newcomer; what comes after it does. Its own barriers and loads get the numbers that the others' have, once it is known
   which is its first; so do its checkpoints, when it claims a folder.
 * A newcomer whose model is another than the one that the others have agreed on is refused while it looks on, and it
-  alone. A scheduler that was started again knows of that agreement only what servers know: keys, shapes and dtypes.
+  alone.
 * With fewer workers than `ClusterConfig.min_workers` a cut is begun and not made before enough are there: so servers
   keep their promise, and no round is closed but the one that is open.
 * Slices that are not pushed at each step (of means, say) have no version that says where in the program they are. A
@@ -133,8 +133,6 @@ class Newcomers:
         """Store → what all workers have said of the model of their Trainers."""
         self._aligned: set[tuple[Member, type[msg.Message], int]] = set()
         """(who has joined later, kind of call, store) where it gives its calls the numbers that the others do."""
-        self._answered: dict[tuple[int, int, int], int] = {}
-        """(kind, store, number) of calls that an earlier scheduler has answered → after how many pushes they came."""
         self._joined: dict[Member, set[int]] = {}
         """Who has joined later → the stores where it takes part in all slices."""
 
@@ -323,7 +321,7 @@ class Newcomers:
         joined = self._joined.get(sender)
         if joined is None or message.store in joined:
             return []  # it is told where its counters begin
-        return self.join([sender], message.store, lambda _: [])
+        return self.join([sender], message.store)
 
     def cut(self, at: Callable[[int], list[fx.Effect]]) -> list[fx.Effect]:
         """Make a cut, though nobody may join by it; `at` is called with its version, before servers are told."""
@@ -340,7 +338,7 @@ class Newcomers:
     def gone_back(self) -> list[fx.Effect]:
         """All have gone back, and servers make no version before the next cut."""
         if self._paused_since is None:
-            return self.cut(lambda _: [])
+            return self.cut(_nothing)
         self._paused_since = None
         return self._find()  # what they have said is of versions that are undone
 
@@ -366,7 +364,7 @@ class Newcomers:
 
     def _find(self) -> list[fx.Effect]:
         self._found_by, self._is_finding, self._must_find_again = {}, True, False
-        return self._questions.ask(msg.FindCut, self._found)
+        return self._questions.ask(msg.FindCut(0), self._found)
 
     def found(self, server: Member, message: msg.CutFound) -> list[fx.Effect]:
         """A server says how far its slices are."""
@@ -411,7 +409,7 @@ class Newcomers:
 
     def _make(self, version: int, ranks: Sequence[int]) -> list[fx.Effect]:
         """Say it to servers. They hear of the next one after that, and are asked how far they are in between."""
-        return self._questions.ask(lambda request: msg.Cut(request, -1, version, tuple(ranks)), lambda _: [])
+        return self._questions.ask(msg.Cut(0, -1, version, tuple(ranks)))
 
     def _version(self) -> int:
         """From which version on newcomers take part.
@@ -435,14 +433,14 @@ class Newcomers:
         self,
         members: Sequence[Member],
         store: int,
-        then: Callable[[str], list[fx.Effect]],
+        then: Callable[[str], list[fx.Effect]] | None = None,
         cause: Agreement[Any] | None = None,
     ) -> list[fx.Effect]:
         """Let these take part in all slices of a store, if there are some that are not pushed at each step."""
         for member in members:
             self._joined[member].add(store)
         ranks = tuple(member.node.rank for member in members)
-        return self._questions.ask(lambda request: msg.Cut(request, store, 0, ranks), then, cause)
+        return self._questions.ask(msg.Cut(0, store, 0, ranks), then, cause)
 
     def number(self, sender: Member, message: Call, opened: Mapping[int, Agreement[Any]], count: int) -> int | None:
         """The number that all workers give to the call of one of them; None if that is not known yet.
@@ -478,35 +476,10 @@ class Newcomers:
         """Whether another worker's calls of this kind say which the next one is."""
         return other != place[0] and (other not in self._membership.since or (other, *place[1:]) in self._aligned)
 
-    def answered(self, sender: Member, message: Call) -> int:
-        """The number of a worker's first call of a kind, if an earlier scheduler has answered it; else `LATER`."""
-        since = self._membership.since.get(sender, msg.LATER)
-        calls = self._answered.items()
-        numbers = [
-            number for (*place, number), pushes in calls if place == [message.KIND, message.store] and pushes > since
-        ]
-        return min(numbers, default=msg.LATER)
 
-    def recall(
-        self, halfway: Mapping[Member, int], calls: Mapping[Member, Iterable[msg.CallAnswer]]
-    ) -> list[fx.Effect]:
-        """Take over from an earlier scheduler, and release what servers have promised it.
-
-        Args:
-            halfway: members by a cut that not all servers have heard of, and its version.
-            calls: what workers were answered.
-        """
-        self._joined = {member: set() for member in self._membership.since}
-        kinds = {kind.KIND: kind for kind in (msg.Barrier, msg.Load)}
-        for member, answers in calls.items():
-            for one in answers:
-                self._answered[one.kind, one.store, one.counter] = one.pushes
-                if one.kind in kinds:
-                    self._aligned.add((member, kinds[one.kind], one.store))
-        if not halfway:
-            return self.cut(lambda _: []) if self._membership.workers or self._lacking() else []
-        ranks = sorted(member.node.rank for member in halfway)
-        return [*self._make(max(halfway.values()), ranks), *self._next_cut()]
+def _nothing(_: int) -> list[fx.Effect]:
+    """What follows a cut that is made for itself."""
+    return []
 
 
 def _process(peer: msg.Peer) -> str:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -107,14 +108,6 @@ class Snapshot:
         for one in [trained for taken in self.taken.values() for trained in taken.trained]:
             found[one.incarnation] = max(found.get(one.incarnation, 0), one.examples)
         return found
-
-
-@dataclass(slots=True, eq=False)
-class Recalled:
-    """Snapshots of an earlier scheduler: the manifest of the first is being read, and of the others if it has none."""
-
-    found: list[tuple[str, dict[Member, msg.SnapshotTaken]]]
-    """Folder, and what every server has written there; the newest first."""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,6 +200,11 @@ class Rollback:
         self._lost: Member | None = None
         """The server that was lost last."""
 
+    @property
+    def locked_folders(self) -> list[tuple[str, str]]:
+        """A folder of snapshots, if this job has the lock of its directory; and the run."""
+        return [(f"{self._folder}/step-0", self._run)] if self._has_lock else []
+
     # Snapshots.
 
     @property
@@ -246,7 +244,7 @@ class Rollback:
         if not self._has_lock:
             self._is_locking, self._lock_late_at = True, now + LOCK_LATE_S
             return [fx.Persist(self, LockFolder(f"{self._folder}/step-0", self._run))]
-        return self._newcomers.cut(lambda version: self._begin(version, now))
+        return self._newcomers.cut(partial(self._begin, now))
 
     @property
     def _late_s(self) -> float:
@@ -289,7 +287,7 @@ class Rollback:
         stores = [store for store in self._keys.optimizers if self._keys.saved(store)]
         return stores[0] if stores else None
 
-    def _begin(self, version: int, now: float) -> list[fx.Effect]:
+    def _begin(self, now: float, version: int) -> list[fx.Effect]:
         """Servers promise to make this version at most: let them take it."""
         store = self._store()
         if store is None or self.way_back is not None or self._making is not None:
@@ -355,8 +353,6 @@ class Rollback:
             return self._written(event.token, event.failure, now)
         if isinstance(event.token, WayBack):
             return self._checked(event.token, event)
-        if isinstance(event.token, Recalled):
-            return self._recalled(event.token, event, now)
         if event.token is not self:
             return []
         self._is_locking, self._has_lock = False, not event.failure
@@ -415,40 +411,6 @@ class Rollback:
             return "snapshots (KVDIST_SNAPSHOTS) cannot bring back a second store with an optimizer: leave one out"
         return ""
 
-    def recall(self, written: Mapping[str, dict[Member, msg.SnapshotTaken]]) -> list[fx.Effect]:
-        """Take over from an earlier scheduler: go back to the newest snapshot that all servers have written.
-
-        Args:
-            written: folder → what servers have said of it, the newest last.
-        """
-        servers = set(self._membership.servers.values())
-        self._none_known = (
-            "the scheduler was started again, and knows no snapshot that all servers have written; if there is one in"
-            f" {self._folder}, load_checkpoint reads it when the job is started again"
-        )
-        found = [one for one in reversed(list(written.items())) if one[1].keys() >= servers]
-        return self._look_at(Recalled(found))
-
-    def _look_at(self, recalled: Recalled) -> list[fx.Effect]:
-        self._is_locking = bool(recalled.found)
-        if self._is_locking:
-            return [fx.Persist(recalled, ReadManifest(recalled.found[0][0]))]
-        if self.newest is not None:
-            return [fx.Log(f"the newest snapshot is that of step {self.newest.version}: all can go back to it")]
-        return [fx.Log("no snapshot is known any more: until there is a new one, the loss of a server ends the job")]
-
-    def _recalled(self, recalled: Recalled, event: fx.Persisted, now: float) -> list[fx.Effect]:
-        """Its manifest was read; there is none if the earlier scheduler was lost before it was written."""
-        folder, taken = recalled.found.pop(0)
-        manifest, store = event.product, self._store()
-        names = {one.file.name for one in taken.values()} - {""}
-        if store is None or not isinstance(manifest, Manifest) or {file.name for file in manifest.files} != names:
-            return self._look_at(recalled)
-        self._next, self._run = now, manifest.run
-        known = (manifest.keys, now, taken, manifest.data)
-        self.written.insert(0, Snapshot(store, manifest.step, folder, *known, is_written=True))
-        return self._look_at(recalled)
-
     def forget(self) -> None:
         """The store was loaded: what was before is not to come back."""
         self.written, self._making = [], None
@@ -485,16 +447,14 @@ class Rollback:
                 self._useless.append(self._making.folder)
                 self.written = self.written[1 - KEPT :]
             self._making = None
-        noted: list[fx.Effect] = []
         if self.leases is not None:
             self.leases.go_back(to.position)
-            noted = self.leases.restored(list)  # servers hear it before they go back themselves
         self._number += 1
         busy = list(self._membership.workers.values())
         self.way_back = WayBack(self._number, to, set(busy), now)
         self._newcomers.begin_anew()
         message = msg.Rewind(self._number, to.version, f"{lost} was lost: all go back to step {to.version}")
-        return [*noted, *(fx.Send(member, message) for member in busy), *self._advance(now)]
+        return [*(fx.Send(member, message) for member in busy), *self._advance(now)]
 
     def ignores(self, sender: Member) -> bool:
         """Whether this worker has called something that it is going to drop."""
@@ -511,7 +471,7 @@ class Rollback:
 
     def welcome(self, server: Member) -> list[fx.Effect]:
         """A server has taken the place of a lost one: tell it what all others know."""
-        messages = [*self._keys.told(), *self._questions.repeated(server)]
+        messages = [*self._keys.told(), *self._questions.open]
         return [fx.Send(server, message) for message in messages]
 
     def quiet(self, sender: Member, message: msg.Quiet, now: float) -> list[fx.Effect]:
@@ -541,12 +501,9 @@ class Rollback:
         if not back.is_read or back.busy or back.request >= 0:
             return []
 
-        def make(request: int) -> msg.RollBack:
-            back.request = request
-            return msg.RollBack(request, back.number, *back.to.versions)
-
-        back.asked = self._step(back, "go back to")
-        return self._questions.ask(make, lambda _: self._ended(back, now), back.asked)
+        back.asked, back.request = self._step(back, "go back to"), self._questions.next_request
+        message = msg.RollBack(0, back.number, *back.to.versions)
+        return self._questions.ask(message, partial(self._ended, back, now), back.asked)
 
     def _step(self, back: WayBack, deed: str) -> Agreement[str]:
         return Agreement("", deed, back.begun_at, {})
@@ -567,11 +524,8 @@ class Rollback:
         if failure:
             return self._without(back.to, failure)
         back.asked = self._step(back, "read")
-        return self._questions.ask(
-            lambda request: msg.Restore(request, back.to.store, back.to.folder, EVERYTHING),
-            lambda reason: self._read(back, reason),
-            back.asked,
-        )
+        message = msg.Restore(0, back.to.store, back.to.folder, EVERYTHING)
+        return self._questions.ask(message, partial(self._read, back), back.asked)
 
     def _misfit(self, manifest: Manifest, to: Snapshot) -> str:
         try:
@@ -603,7 +557,7 @@ class Rollback:
         told = fx.Log(f"{cause}; that of step {before.version} takes its place")
         return [told, *self.begin(self._lost, self._scheduler.now)]
 
-    def _ended(self, back: WayBack, now: float) -> list[fx.Effect]:
+    def _ended(self, back: WayBack, now: float, _: str) -> list[fx.Effect]:
         if back is not self.way_back:
             return []
         self.way_back = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvdist import errors
@@ -60,19 +61,16 @@ class Scheduler(fx.Machine):
         now: the time.
         first_incarnation: where incarnations begin. A number that differs from job to job keeps processes of an earlier
             job on the same port from being taken for members of this one.
-        term: which scheduler of the job this is: 1, 2, …
     """
 
-    def __init__(self, config: ClusterConfig, now: float, first_incarnation: int = 1, term: int = 1) -> None:
+    def __init__(self, config: ClusterConfig, now: float, first_incarnation: int = 1) -> None:
         self.config = config
-        self.term = term
         self.limits = config.limits
         self.me = SCHEDULER_MEMBER
         self.epoch = self.step = 0
         self.membership = Membership(config, first_incarnation)
         self.steps: dict[Member, int] = {}
-        # Whatever comes late of an earlier term is no answer to a question of this one.
-        self._questions = Questions(self.membership.servers, (term - 1 << 32) + 1)
+        self._questions = Questions(self.membership.servers)
         placer = Placer(
             config.num_servers,
             config.bigarray_bound,
@@ -103,7 +101,7 @@ class Scheduler(fx.Machine):
         """There are some once a worker has asked for one, or a checkpoint was loaded that had some."""
         self._verdicts: Verdicts | None = None
         """Of who is slow, once anybody has reported how its time goes."""
-        self.checkpoints.restoring_data = lambda position: self._with_leases().restoring(position)
+        self.checkpoints.restoring_data = self._restoring_data
         self._deadlocks = Deadlocks()
         self._barriers: dict[tuple[int, int], Agreement[BarrierWord]] = {}
         """(store, count) → the barrier, until all workers have passed it."""
@@ -477,21 +475,24 @@ class Scheduler(fx.Machine):
     def _pass(self, store: int, counter: int, barrier: Agreement[BarrierWord]) -> list[fx.Effect]:
         """Let all go on that stand at a barrier; newcomers among them take part in everything from here on."""
 
-        def answer_all(_: str = "") -> list[fx.Effect]:
-            if self._barriers.get((store, counter)) is not barrier:
-                return []  # it was dropped meanwhile
-            del self._barriers[store, counter]
-            self._passed[store] = counter + 1
-            answer = _barrier_answer(barrier)
-            if self.newcomers is not None and answer is msg.Done:
-                self.newcomers.agreed(store, next(iter(barrier.said.values()))[1][0])
-            return barrier.answer(answer)
-
         there = [member for member, _ in barrier.said.values() if self.membership.workers.get(member.node) == member]
         joining = [] if self.newcomers is None else self.newcomers.joining(store, there)
+        answer_all = partial(self._answer_barrier, store, counter, barrier)
         if self.newcomers is None or not joining:
             return answer_all()
         return self.newcomers.join(joining, store, answer_all, barrier)
+
+    def _answer_barrier(
+        self, store: int, counter: int, barrier: Agreement[BarrierWord], _: str = ""
+    ) -> list[fx.Effect]:
+        if self._barriers.get((store, counter)) is not barrier:
+            return []  # it was dropped meanwhile
+        del self._barriers[store, counter]
+        self._passed[store] = counter + 1
+        answer = _barrier_answer(barrier)
+        if self.newcomers is not None and answer is msg.Done:
+            self.newcomers.agreed(store, next(iter(barrier.said.values()))[1][0])
+        return barrier.answer(answer)
 
     def _number(
         self,
@@ -519,22 +520,17 @@ class Scheduler(fx.Machine):
         """All servers run a worker's command; it is answered when the last one has."""
         command: Agreement[str] = Agreement("the command", "", now, self.membership.workers)
         self._commands.append(command)
-
-        def done(failure: str) -> list[fx.Effect]:
-            self._commands.remove(command)
-            assert command.waits_for is not None
-            failures = {node.rank: text for node, (_, text) in command.waits_for.said.items() if text}
-            reason = _command_failures(failures, self.config.num_servers)
-            return command.answer(
-                lambda request: msg.Failed(request, msg.ErrorCode.INTERNAL, reason) if failure else msg.Done(request)
-            )
-
         effects = command.ask(sender, message.request)
-        return effects + self._questions.ask(
-            lambda request: msg.Perform(request, message.head, message.body, sender.incarnation, message.request),
-            done,
-            command,
-        )
+        order = msg.Perform(0, message.head, message.body)
+        return effects + self._questions.ask(order, partial(self._performed, command), command)
+
+    def _performed(self, command: Agreement[str], failure: str) -> list[fx.Effect]:
+        self._commands.remove(command)
+        assert command.waits_for is not None
+        failures = {node.rank: text for node, (_, text) in command.waits_for.said.items() if text}
+        reason = _command_failures(failures, self.config.num_servers)
+        failed = partial(msg.Failed, code=msg.ErrorCode.INTERNAL, reason=reason)
+        return command.answer(failed if failure else msg.Done)
 
     # Leaving, dying, ending.
 
@@ -740,7 +736,7 @@ class Scheduler(fx.Machine):
             late = f"all have waited for its return, and it has not come back within {self.config.return_limit_s:g} s"
         self._awaited_rejoins[member.node] = (
             now + self.config.return_limit_s,
-            lambda: self._abort(str(member), host, cause, step, f"{sentence}; {late}"),
+            partial(self._abort, str(member), host, cause, step, f"{sentence}; {late}"),
         )
 
     def _go_back_without(
@@ -783,7 +779,7 @@ class Scheduler(fx.Machine):
         if self.config.supervised:
             effects.append(fx.TellLauncher(f"at work server {member.node.rank} life {message.life}"))
         if self.leases is not None:
-            effects.append(fx.Send(member, self.leases.rest(0)))
+            effects.append(fx.Send(member, msg.Rest(0, self.leases.resting)))
         self.losses.exempt(member)
         if self.rollback is None:
             # Of what was asked before, the server before it tells it what lasts; an open command or checkpoint is of
@@ -821,6 +817,11 @@ class Scheduler(fx.Machine):
     def now(self) -> float:
         """When the last message or event came."""
         return self._now
+
+    @property
+    def locked_folders(self) -> list[tuple[str, str]]:
+        """A folder in each directory of which this process has the lock; and the run."""
+        return [*self.checkpoints.locked_folders, *([] if self.rollback is None else self.rollback.locked_folders)]
 
     def end_job(self, member: Member, cause: str, sentence: str) -> list[fx.Effect]:
         """End the job because of this process."""
@@ -881,13 +882,18 @@ class Scheduler(fx.Machine):
                 self._questions,
                 self._go_on_without_data,
                 self._numbers,
-                lambda: self.checkpoints.is_saving,
-                self.config.away_s > 0,
+                self._is_saving,
             )
             self.leases = self.checkpoints.data = self.losses.leases = leases
             if self.rollback is not None:
                 self.rollback.has_leases(leases)
         return self.leases
+
+    def _is_saving(self) -> bool:
+        return self.checkpoints.is_saving
+
+    def _restoring_data(self, position: Mapping[str, Any]) -> Callable[[], None]:
+        return self._with_leases().restoring(position)
 
     def _with_verdicts(self) -> Verdicts:
         if self._verdicts is None:
@@ -912,15 +918,11 @@ class Scheduler(fx.Machine):
         made = self.checkpoints
         return len(self._barriers) + sum(map(sum, (self._passed.values(), made.saves.values(), made.loads.values())))
 
-    def _numbers(self, member: Member | None) -> Sequence[Sequence[int]]:
-        """Stores, and of each how many barriers, checkpoints and loads have come to their ends.
-
-        Args:
-            member: who is told this, because it has rested; None if it is only noted.
-        """
+    def _numbers(self, member: Member) -> Sequence[Sequence[int]]:
+        """For a worker that has rested: stores, and how many barriers, checkpoints and loads of each have ended."""
         made = self.checkpoints
         stores = sorted(self._passed.keys() | made.saves.keys() | made.loads.keys())
-        if self.newcomers is not None and member is not None:
+        if self.newcomers is not None:
             self.newcomers.align(member, stores)
         passed = [self._passed.get(store, 0) for store in stores]
         saves, loads = ([_ended(*of(store)) for store in stores] for of in (made.saving_of, made.loading_of))
@@ -1012,12 +1014,12 @@ def _barrier_answer(barrier: Agreement[BarrierWord]) -> Answer:
             reason = (
                 f"{names}, whose values were to be everybody's, was lost or has left in the middle: give them again"
             )
-            return lambda request: msg.Failed(request, msg.ErrorCode.PEER_LOST, reason)
+            return partial(msg.Failed, code=msg.ErrorCode.PEER_LOST, reason=reason)
         return msg.Done
     reason = (
         f"the workers do not agree. {who_says_what(said)}. Every worker must run the same program on the same model"
     )
-    return lambda request: msg.Failed(request, msg.ErrorCode.INIT_MISMATCH, reason)
+    return partial(msg.Failed, code=msg.ErrorCode.INIT_MISMATCH, reason=reason)
 
 
 def _command_failures(failures: Mapping[int, str], num_servers: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from kvdist.config.endpoints import crosses_network
@@ -35,8 +35,6 @@ class Peers:
     """The ranks of those."""
     owners: tuple[int, ...] = ()
     """Number of a server, as placement names it → the rank of the one that has its slices; empty: its own."""
-    known: dict[Member, msg.Peer] = field(default_factory=dict)
-    """All that were in any roster, with their lines."""
     far: set[Member] = field(default_factory=set)
     """The processes to which values cross a network."""
     _host_of: dict[Member, str] = field(default_factory=dict)
@@ -60,7 +58,6 @@ class Peers:
         self.workers = there
         self.owners = message.owners
         for peer in peers:
-            self.known[peer.member] = peer
             host = host_of(peer.endpoint)
             if crosses_network(endpoint) and not (host and host == host_of(endpoint)):
                 self.far.add(peer.member)
@@ -95,17 +92,6 @@ class Peers:
         """Wait for all workers but these."""
         self.resting = set(ranks)
         self.awaited = (self.workers.keys() | self.away) - self.resting
-
-    @property
-    def joined(self) -> dict[int, int]:
-        """Rank of each worker that is there and has joined later → since when, or `LATER`."""
-        return dict.fromkeys(self.newcomers, msg.LATER) | {
-            rank: version for rank, version in self.since.items() if rank in self.workers
-        }
-
-    def lines_of(self, members: Iterable[Member]) -> tuple[msg.Peer, ...]:
-        """The lines of these members in the rosters that they were in."""
-        return tuple([self.known[member] for member in members])
 
     def neighbours_of(self, worker: Member) -> dict[int, Member]:
         """Rank → the workers whose contributions a worker may bring: those of its host, departed ones included."""

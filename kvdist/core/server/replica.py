@@ -309,8 +309,6 @@ class Copy(Server):
     sparse: CopiedSparse
     rank = -1
     """Of that server."""
-    is_whole_in = -1
-    """The newest roster in which all that it has is known to be in the copy."""
     _numbers: tuple[int, ...] = ()
     _pieces: Sequence[tuple[int, npt.NDArray[Any]]] = ()
     """Of a slice that is being filled in: the part, and the piece of it."""
@@ -325,8 +323,6 @@ class Copy(Server):
         match message:
             case msg.Fill():
                 self._fill(message)
-            case msg.Copied():
-                self.is_whole_in = message.epoch
             case msg.Roster():
                 self._numbers = _owned(message.owners, self.rank, self.joining.introduction.num_servers)
                 return self.handle(SCHEDULER_MEMBER, message, now)
@@ -407,7 +403,7 @@ class ReplicatedServer(Server):
         self._turns = 0
         """How often it has let others go first; see `_turn`."""
         self._judged_from = 0.0
-        """Before that time a scheduler that was started again gives nobody up."""
+        """Before that time a scheduler that was away may not have judged who is lost."""
         self._apart: set[Member] = set()
         """Servers to which the link is broken."""
         self._log: list[tuple[msg.Message, tuple[Buffer, ...] | None]] = []
@@ -462,10 +458,7 @@ class ReplicatedServer(Server):
         """Hear who is there: other servers, too."""
         self._judged_from = 0.0
         before = self._backup, self._numbers
-        servers, epoch = self._servers, self.epoch
         effects = self._meet(message, now)
-        if self.copy is not None and self.copy.is_whole_in == epoch and self._keeps_copy(servers, message.owners):
-            self.copy.is_whole_in = message.epoch  # also if their server never hears of this roster
         self._note_said(message)
         if self._backup == before[0]:
             self._tell(message, None)
@@ -484,13 +477,6 @@ class ReplicatedServer(Server):
             if self.refuses(who, what) is None:
                 effects += self.handle(who, what, now)
         return effects
-
-    def _keeps_copy(self, servers: Mapping[int, Member], owners: Sequence[int]) -> bool:
-        """Whether a roster with these owners changes no copy: whose it is was there before, and has the same slices."""
-        assert self.copy is not None
-        rank, count = self.copy.rank, self.joining.introduction.num_servers
-        same = _owned(owners, rank, count) == _owned(self.peers.owners, rank, count)
-        return same and self._servers.get(rank) == servers.get(rank)
 
     def _introduce(self, message: msg.Roster) -> None:
         """Tell a new backup who is there, and since when: what the copy would know if it had been there before."""
@@ -527,9 +513,12 @@ class ReplicatedServer(Server):
             elif isinstance(event, fx.PeerConnected):
                 self._reached(member)
             return []
+        if isinstance(event, fx.PeerConnected):  # to the scheduler, which may have been away
+            self._judged_from = now + self._link_wait_s
+            if self._out_of_reach_at < fx.NEVER:
+                self._out_of_reach_at = max(self._out_of_reach_at, self._judged_from)
         effects = super().observe(event, now)
-        # A scheduler that was started again may first have to hear that the backup is lost.
-        return effects if isinstance(event, fx.PeerDisconnected | fx.SchedulerReturned) else self._published(effects)
+        return effects if isinstance(event, fx.PeerDisconnected) else self._published(effects)
 
     @property
     def deadline(self) -> float:
@@ -737,18 +726,6 @@ class ReplicatedServer(Server):
         self.sparse.absorb(copy.sparse)
         self._restoring = Restoring(self._shards)
         return [*effects, fx.Send(SCHEDULER_MEMBER, replace(copy.fates, epoch=epoch))]
-
-    def _reregister(self, now: float) -> list[fx.Effect]:
-        """Say, too, what is in copies: of this server, and of the one before it, which may be lost by now."""
-        effects = super()._reregister(now)
-        # It judges when all have registered that will, and says so with a roster.
-        self._judged_from = now + self.joining.scheduler_absence_s + self._link_wait_s
-        if self._out_of_reach_at < fx.NEVER:
-            self._out_of_reach_at = max(self._out_of_reach_at, self._judged_from)
-        told = [msg.Copied(self.me.node.rank, self.epoch)] if self._is_whole else []
-        if self.copy is not None and self.copy.is_whole_in >= 0:
-            told.append(msg.Copied(self.copy.rank, self.copy.is_whole_in))
-        return [*(fx.Send(SCHEDULER_MEMBER, one) for one in told), *effects] if effects and self._servers else effects
 
 
 def _owned(owners: Sequence[int], rank: int, num_servers: int) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from kvdist import errors
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.commands import Handler, perform
-from kvdist.core.error_mapping import replicas_differ, scheduler_away, scheduler_forgot, scheduler_lost, verdict
+from kvdist.core.error_mapping import replicas_differ, scheduler_away, scheduler_lost, verdict
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction, Joining
 from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
@@ -34,9 +33,6 @@ from kvdist.protocol import messages as msg
 
 if TYPE_CHECKING:  # a feature at a seam: servers run without it
     from kvdist.core.server.progress import Quotas
-
-COMMANDS_MAX = 64
-"""Outcomes of commands that are remembered, should a scheduler that was started again have them repeated."""
 
 HINTS_PER_WAIT = 5
 """Of a server, to workers that wait for a round, until they speak of it."""
@@ -89,17 +85,12 @@ class Server(fx.Machine):
         self._restoring = Restoring(self._shards)
         self._handlers = handlers
         self._assigned: dict[tuple[int, int], msg.Assign] = {}
-        """(store, first slice) → what the scheduler has said; here for one that is started again, and for a backup."""
+        """(store, first slice) → what the scheduler has said; here for a backup."""
         self._optimizers: dict[int, msg.SetOptimizer] = {}
         self._fates: dict[Member, tuple[msg.Fate, ...]] = {}
         """Lost worker → its fate in the slices here."""
-        self._accounts_again = False
-        """The scheduler was started again, and has not heard of them."""
-        self._rested: msg.Rest | None = None
-        """The newest that the scheduler has said."""
         self._quotas: Quotas | None = None
         """If a policy counts examples, and this server is the one that does."""
-        self._performed: dict[tuple[int, int], msg.Done | msg.Failed] = {}
         self._next_alive = fx.NEVER
         self._next_look = fx.NEVER
         self._scheduler_lost_at = fx.NEVER
@@ -193,8 +184,6 @@ class Server(fx.Machine):
             if isinstance(event.token, msg.Restore | msg.Prepare):
                 return self._restoring.persisted(event)
             return self.snapshots.persisted(event)
-        elif isinstance(event, fx.SchedulerReturned):
-            return self._reregister(now)
         elif isinstance(event, fx.Worked):
             if self.joining.complete and not self._stopping:
                 computed_us, waited_us = round(event.computed_s * 1e6), round(event.waited_s * 1e6)
@@ -293,8 +282,6 @@ class Server(fx.Machine):
             case msg.Restore():
                 return self._restoring.read(message)
             case msg.TakeRestored() | msg.DropRestored():
-                if isinstance(message, msg.TakeRestored):
-                    self.snapshots.taken.clear()
                 return self._restoring.end(message)
             case msg.TakeSnapshot():
                 versions = [one.versions_at(message) for one in self._shards]
@@ -303,7 +290,7 @@ class Server(fx.Machine):
             case msg.RollBack():
                 return self._roll_back(message)
             case msg.Perform():
-                return [fx.Send(SCHEDULER_MEMBER, self._perform(message))]
+                return [fx.Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
             case msg.Abort():
                 return [fx.Halt(verdict(message))]
             case msg.Waiting():
@@ -320,34 +307,6 @@ class Server(fx.Machine):
                 return [fx.Log(f"ignored an unexpected {type(message).__name__} from the scheduler")]
         return []
 
-    def _perform(self, message: msg.Perform) -> msg.Done | msg.Failed:
-        """Run a command, but once: a worker has it repeated if the scheduler was started again meanwhile."""
-        which = (message.asker, message.number)
-        performed = self._performed.get(which)
-        if performed is None:
-            performed = self._performed[which] = perform(self._handlers, message, self.me.node.rank)
-            if len(self._performed) > COMMANDS_MAX:
-                del self._performed[next(iter(self._performed))]
-        return replace(performed, request=message.request)
-
-    def _reregister(self, now: float) -> list[fx.Effect]:
-        """The scheduler was started again: tell it what its predecessor has said and heard."""
-        if self._stopping or not self.joining.welcomed:
-            return []
-        if not self.joining.complete:
-            return [fx.Halt(scheduler_forgot(self.joining.introduction.scheduler_endpoint, self.me))]
-        self._scheduler_lost_at = fx.NEVER
-        self._accounts_again = True
-        self._next_alive = now + self.limits.heartbeat_s
-        left, lost = self.peers.lines_of(self.peers.left), self.peers.lines_of(self.peers.lost)
-        joined = self.peers.joined
-        own = (self.epoch, tuple(self.peers.known.values()), left, lost, tuple(joined), tuple(joined.values()))
-        register = msg.Reregister(*own, (), "", (), self.peers.owners)
-        told: list[msg.Message] = [*self._optimizers.values(), *self._assigned.values(), *self.snapshots.reported]
-        if self._rested is not None:
-            told.append(replace(self._rested, ranks=tuple(sorted(self.peers.resting))))
-        return [fx.Send(SCHEDULER_MEMBER, message) for message in (*told, *self.snapshots.taken, register)]
-
     def _assign(self, message: msg.Assign) -> msg.Done | msg.Failed:
         servers = self.joining.introduction.num_servers
         if POLICIES[message.mode].by_priority:
@@ -360,7 +319,7 @@ class Server(fx.Machine):
             failure = self.sparse.assign(message, number, servers) or failure
         if failure:
             return msg.Failed(message.request, msg.ErrorCode.CONFIG, failure)
-        if self.joining.away_s or self.REPLICAS:
+        if self.REPLICAS:
             self._assigned[message.store, min(message.placement.first_slices)] = message
         return msg.Done(message.request)
 
@@ -387,11 +346,9 @@ class Server(fx.Machine):
             shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
         effects: list[fx.Effect] = []
-        if message.lost and (lost or self._accounts_again):
+        if lost:
             valueless = [number for shard in self._shards for number in shard.valueless()]
-            about = self._fates if self._accounts_again else lost.values()
-            told = tuple(fate for member in about for fate in self._fates[member])
-            self._accounts_again = False
+            told = tuple(fate for rank in lost for fate in fates[rank])
             # Before it is said of checkpoints that they are saved: they say what of the data is not used.
             effects.append(fx.Send(SCHEDULER_MEMBER, msg.Settled(message.epoch, told, np.array(valueless, np.uint32))))
         effects += [*self._replies(), *(fx.Forget(member) for member in gone if member not in self.peers.lost)]
@@ -404,7 +361,6 @@ class Server(fx.Machine):
 
     def _rest(self, message: msg.Rest, now: float) -> list[fx.Effect]:
         """Go on without the workers that have no data; what waited only for them goes on."""
-        self._rested = message
         if self.peers.resting != set(message.ranks):
             self.peers.rest(set(message.ranks))
             for shard in self._shards:
@@ -439,8 +395,7 @@ class Server(fx.Machine):
 
     def _cut(self, message: msg.Cut) -> list[fx.Effect]:
         """Let rounds wait for workers that came later, and tell them from when on."""
-        if message.store < 0:  # a scheduler that was started again repeats what some servers have not heard
-            message = replace(message, ranks=tuple([rank for rank in message.ranks if rank in self.peers.newcomers]))
+        if message.store < 0:
             self.peers.admit(message.ranks, message.version)
             self.snapshots.exempt(message.ranks)
         found = [one for shard in self._shards for one in shard.admit(message)]

@@ -16,7 +16,6 @@ of its worker, so a server knows it in time. Rules that hold here:
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -72,10 +71,6 @@ class SnapshotSource(Protocol):
 
 
 NO_FILE = msg.SavedFile("", 0, "")
-TAKEN_MAX = 2
-"""The manifest of the newest one may never have been written."""
-REPORTS_MAX = 64
-"""More checkpoints are not under way at a time, in all stores."""
 
 
 @dataclass(slots=True, eq=False)
@@ -135,10 +130,6 @@ class Snapshots:
         self._snapshots: dict[tuple[int, int], ServerSnapshot] = {}
         self.awaited: dict[int, list[ServerSnapshot]] = {}
         """Slice → the snapshots that wait for it. Empty nearly always: asked whenever a round is closed."""
-        self.reported: deque[msg.Saved] = deque(maxlen=REPORTS_MAX)
-        """What the scheduler was told last; here for one that is started again."""
-        self.taken: deque[msg.SnapshotTaken] = deque(maxlen=TAKEN_MAX)
-        """The same of snapshots that servers write by themselves, if nothing was loaded after them."""
         self.ready: dict[ServerSnapshot, None] = {}
         """The snapshots to be looked at by `take_effects`, once each. Empty nearly always."""
 
@@ -194,7 +185,6 @@ class Snapshots:
             self._forget(snapshot)
         self._snapshots.clear()
         self.ready.clear()
-        self.taken.clear()
 
     def look(self, numbers: Sequence[int], marked_by: int | None = None) -> None:
         """Take those of these slices whose moment this is, for every checkpoint that awaits them.
@@ -346,12 +336,9 @@ class Snapshots:
             return []
         del self._snapshots[snapshot.store, snapshot.counter]
         if snapshot.at is not None:
-            taken = _taken(snapshot)
-            self.taken += [] if snapshot.failure else [taken]
-            return [fx.Send(SCHEDULER_MEMBER, taken)]
+            return [fx.Send(SCHEDULER_MEMBER, _taken(snapshot))]
         file = NO_FILE if snapshot.failure else snapshot.file
-        self.reported.append(msg.Saved(snapshot.store, snapshot.counter, file, snapshot.failure))
-        return [fx.Send(SCHEDULER_MEMBER, self.reported[-1])]
+        return [fx.Send(SCHEDULER_MEMBER, msg.Saved(snapshot.store, snapshot.counter, file, snapshot.failure))]
 
     def _forget(self, snapshot: ServerSnapshot) -> None:
         """Drop what belongs to a failed checkpoint."""

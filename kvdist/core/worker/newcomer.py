@@ -100,7 +100,7 @@ class Newcomer:
 
     @property
     def wishes(self) -> list[msg.Ready]:
-        """What it waits for that a scheduler which was started again must hear once more."""
+        """What it waits for."""
         return [self._wish] if self.queued else []
 
     def _waits_for(self, numbers: set[int]) -> bool:

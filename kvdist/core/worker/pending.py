@@ -8,7 +8,6 @@ another worker has yet to do: push, initialise a key, arrive at a barrier.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -33,8 +32,6 @@ LOOK_EVERY_S = 1.0
 STRETCHES_MAX = 1 << 16
 """A longer report is not sent."""
 REQUESTS_MAX = 64
-CALLS_MAX = 16
-"""Answers of one kind and store that are remembered: more checkpoints are not under way at a time."""
 NONE: U32 = np.zeros(0, np.uint32)
 
 
@@ -143,35 +140,6 @@ class PendingRequests:
         self._all.clear()
         self._timed.clear()
         return effects
-
-
-class CallAnswers:
-    """What this worker was answered last: what one worker was told of a call, every other must be told, too."""
-
-    def __init__(self) -> None:
-        self._all: dict[tuple[int, int], deque[msg.CallAnswer]] = {}
-        """(kind of the request, store) → answers, the newest last."""
-        self.folders: dict[str, None] = {}
-        """The directories that it has claimed."""
-        self.run = ""
-        """What its checkpoints are to name."""
-
-    def note(self, asked: msg.Message | None, failure: msg.Failed | None = None) -> None:
-        """The scheduler has answered a request."""
-        if isinstance(asked, msg.Barrier | msg.Save | msg.Load) and asked.counter != msg.LATER:
-            code, reason = (-1, "") if failure is None else (failure.code, failure.reason)
-            answers = self._all.setdefault((asked.KIND, asked.store), deque(maxlen=CALLS_MAX))
-            answers.append(msg.CallAnswer(asked.KIND, asked.store, asked.counter, code, reason, asked.pushes))
-
-    def claimed(self, asked: msg.Message | None, run: str) -> None:
-        """A directory is this job's."""
-        if isinstance(asked, msg.Claim):
-            self.folders[asked.folder] = None
-            self.run = run
-
-    def __iter__(self) -> Iterator[msg.CallAnswer]:
-        """All that are remembered."""
-        return (one for answers in self._all.values() for one in answers)
 
 
 class BarrierCalls:

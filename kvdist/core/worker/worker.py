@@ -20,9 +20,7 @@ from kvdist.core.error_mapping import (
     link_lost,
     refusal,
     scheduler_away,
-    scheduler_forgot,
     scheduler_lost,
-    scheduler_lost_on_way_back,
     unreachable,
     verdict,
 )
@@ -35,7 +33,6 @@ from kvdist.core.worker.pending import (
     REPORT_AFTER_S,
     BarrierCalls,
     BlockedReports,
-    CallAnswers,
     Pending,
     PendingRequests,
     SavingCalls,
@@ -52,9 +49,6 @@ if TYPE_CHECKING:  # a feature at a seam: workers run without it
     from kvdist.core.host_aggregation import HostAggregation
     from kvdist.core.worker.newcomer import Newcomer
     from kvdist.core.worker.progress import ProgressReports
-
-FOLDERS_MAX = 64
-"""Directories of checkpoints whose locks a scheduler that was started again takes at once."""
 
 NEIGHBOUR_WAIT_S = 10.0
 """The same for another worker of this host, which disconnects when it has left; the roster may be late."""
@@ -100,7 +94,6 @@ class Worker(fx.Machine):
         self._declared: dict[int, req.DeclareKeys] = {}
         self._barriers = BarrierCalls(self._pending, self._named)
         self._saving = SavingCalls(self._pending, self.transfers)
-        self._answers = CallAnswers()
         self._threads: Threads = UnknownThreads()
         self._blocked = BlockedReports(self._threads, self._pending, self.transfers)
         self._registering: list[int] = []
@@ -232,8 +225,9 @@ class Worker(fx.Machine):
                 self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence) + wait_s, reason)
             case fx.PeerConnected(member):
                 self._lost_links.pop(member, None)
-            case fx.SchedulerReturned():
-                return self._reregister(now)
+                if member == SCHEDULER_MEMBER and self._replicas:  # it may have been away, and judges from now on
+                    due = now + self.limits.reconnect_grace_s(True) + self.limits.patience_s + fx.VERDICT_WAIT_S
+                    self._lost_links = {one: (due, reason) for one, (_, reason) in self._lost_links.items()}
             case fx.Unreachable(member, reason) if member == SCHEDULER_MEMBER:
                 endpoint = self.joining.introduction.scheduler_endpoint
                 return self._fail_all(scheduler_lost(endpoint, self.me, reason))
@@ -592,15 +586,11 @@ class Worker(fx.Machine):
                 return self._done(message.request)
             case msg.Claimed(request, run):
                 pending = self._pending.get(request)
-                if pending is None:
-                    return []
-                self._answers.claimed(pending.asked_for, run)
-                return [self._close(pending, run)]
+                return [] if pending is None else [self._close(pending, run)]
             case msg.Failed():
                 pending = self._pending.get(message.request)
                 self._barriers.answered(message.request)
                 if pending is not None:
-                    self._answers.note(pending.asked_for, message)
                     pending.error = refusal(message.code, message.reason)
                     return [self._close(pending)]
             case msg.Numbered(request, counter):
@@ -745,28 +735,6 @@ class Worker(fx.Machine):
         # Forgotten last: that frees the window, and what leaves then follows what leaves now.
         return [*effects, *marks, *self._flush(now), *map(fx.Forget, gone)]
 
-    def _reregister(self, now: float) -> list[fx.Effect]:
-        """The scheduler was started again: ask it once more for all that it has not answered."""
-        if self.failure is not None or not self.joining.welcomed:
-            return []
-        endpoint = self.joining.introduction.scheduler_endpoint
-        if not self.joining.complete:
-            return self._fail_all(scheduler_forgot(endpoint, self.me))
-        if self._rewinding is not None or self.transfers.kept_back:
-            return self._fail_all(scheduler_lost_on_way_back(endpoint, self.me))
-        self._lost_links.pop(SCHEDULER_MEMBER, None)
-        if self._replicas:  # it judges when all have registered that will
-            due = now + self.joining.scheduler_absence_s + fx.VERDICT_WAIT_S
-            self._lost_links = {member: (due, reason) for member, (_, reason) in self._lost_links.items()}
-        self._next_alive = now + self.limits.heartbeat_s
-        self._blocked.repeat(now)
-        told, folders = self._answers, tuple(self._answers.folders)[-FOLDERS_MAX:]
-        own = (tuple(told), told.run, folders, self._owners)
-        register = msg.Reregister(self.epoch, self.peers, (), (), (), (), *own)
-        open_ = [pending.asked_for for pending in self._pending if pending.asked_for is not None]
-        ready = [] if self._newcomer is None else self._newcomer.wishes
-        return [fx.Send(SCHEDULER_MEMBER, message) for message in (*open_, *ready, register)]
-
     def _registered(self) -> list[fx.Effect]:
         requests, self._registering = self._registering, []
         return [self._close(self._pending[request], self.me.node.rank) for request in requests]
@@ -808,7 +776,6 @@ class Worker(fx.Machine):
         if pending is None:
             return []
         self._barriers.answered(request)
-        self._answers.note(pending.asked_for)
         if self._leaving is not None and request == self._leaving.request:
             return [
                 self._close(pending),
