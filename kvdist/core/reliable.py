@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from kvdist import errors
 from kvdist.core import machine as fx
 from kvdist.nodes import UNRANKED, Member, NodeId, Role
 from kvdist.protocol import messages as msg
@@ -134,6 +135,11 @@ class PeerLink:
     """Connections that were made anew since anything was acknowledged, while something waited for that."""
 
     @property
+    def acknowledged(self) -> int:
+        """Every message up to this number has arrived, or was taken back."""
+        return self.next_seq - len(self.unacknowledged) - 1
+
+    @property
     def due(self) -> float:
         """When something has to be said, whatever happens."""
         return min(self.ack_due, self.retry_due)
@@ -178,8 +184,12 @@ class Reliable:
             return self._introduced(self.machine.handle(stamp.source, packet.message, now), now)
         link = self._link(stamp.source)
         self.machine.steps[stamp.source] = stamp.step
+        if stamp.ack >= link.next_seq and self.machine.me.node.role is Role.SCHEDULER:
+            return [fx.Halt(_forgotten(link, stamp.ack))]
         effects = self._acknowledge(link, stamp.ack, now)
         if isinstance(packet.message, msg.Ack):
+            if packet.message.wanted and stamp.ack < link.acknowledged and stamp.source.node.role is Role.SCHEDULER:
+                return effects + self._stamped(self.machine.observe(_forgetful(link), now), now)
             return effects + (self._repeat(link, now) if packet.message.wanted else [])
         if stamp.seq:
             verdict = self._sequence(link, stamp.seq, packet.message, now)
@@ -392,6 +402,22 @@ def _unreachable(link: PeerLink) -> fx.Unreachable:
         f" with {link.flying_bytes} payload bytes had arrived: look whether the network loses large packets (its MTU is"
         " smaller than the interfaces say; ping -M do -s 1472 HOST shows it), and whether a firewall or proxy between"
         " closes connections",
+    )
+
+
+def _forgotten(link: PeerLink, ack: int) -> errors.KvdistError:
+    """A scheduler hears of messages that it does not know to have sent."""
+    return errors.FencedError(
+        f"{link.peer} has heard {ack - link.next_seq + 1} message(s) of this scheduler that it knows nothing of: its"
+        " journal lacks its end, as after a loss of power, so it must not go on. Start the job again, from a checkpoint"
+    )
+
+
+def _forgetful(link: PeerLink) -> fx.Unreachable:
+    """A scheduler has acknowledged messages, and does not know it any more."""
+    return fx.Unreachable(
+        link.peer,
+        "it has come back without what it had acknowledged: its journal lacks its end, as after a loss of power",
     )
 
 

@@ -56,6 +56,7 @@ ENTRIES_MAX = 20_000
 """So many inputs are read in a second."""
 BYTES_MAX = 32 << 20
 """Of entries, in case that some are long."""
+AGAIN = "Start the job again, from a checkpoint if it has one, and remove {}"
 AGAIN_S = 10.0
 """When a journal that could not be written is tried once more."""
 STALE_S = 86400.0
@@ -297,7 +298,7 @@ class Journal:
         if not contents:
             raise ConfigError(
                 f"{self._whose} has no state: the scheduler could not write it any more (its disk was full), so no"
-                f" other can take its place. Start the job again, from a checkpoint if it has one, and remove {self.path}"
+                f" other can take its place. {AGAIN.format(self.path)}"
             )
         effects: list[fx.Effect] = []
         place = "the state"
@@ -312,8 +313,7 @@ class Journal:
         except Exception as error:  # whatever is in a file
             raise ConfigError(
                 f"{self._whose} cannot be followed: {place} of {len(contents) - 1} entries gives"
-                f" {type(error).__name__}: {error}. Start the job again, from a checkpoint if it has one, and remove"
-                f" {self.path}"
+                f" {type(error).__name__}: {error}. {AGAIN.format(self.path)}"
             ) from error
         self._state = state
         return Revived(state, effects)
@@ -355,8 +355,8 @@ class Journal:
                 found.append(content)
             elif stop < len(data) and any(data[start:]):
                 raise ConfigError(
-                    f"{self._whose} is damaged at byte {start} of {len(data)}: no scheduler can be made of it. Start"
-                    f" the job again, from a checkpoint if it has one, and remove {self.path}"
+                    f"{self._whose} is damaged at byte {start} of {len(data)}: no scheduler can be made of it."
+                    f" {AGAIN.format(self.path)}"
                 )
             else:
                 LOG.warning("%s ends in the middle of an entry, which nobody has acted on", self._whose)

@@ -31,7 +31,6 @@ from kvdist.core.scheduler.leases import LeaseHolder, Leases, Queue, Range
 from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
-from kvdist.core.scheduler.recovery import Call, Memories, ReturnedScheduler
 from kvdist.core.scheduler.rollback import Rollback, Snapshot, WayBack
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import replica, shard, snapshots
@@ -58,7 +57,7 @@ from kvdist.optimizer.offload import DeviceUpdater, on_device
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import (
-    Assign,
+    Ack,
     Copied,
     Fate,
     Fill,
@@ -67,7 +66,6 @@ from kvdist.protocol.messages import (
     JoinedPush,
     Lease,
     Message,
-    Packet,
     Progress,
     PullState,
     Push,
@@ -81,6 +79,9 @@ from kvdist.protocol.messages import (
     SnapshotTaken,
     TakeRestored,
 )
+from kvdist.protocol.wire import decode
+from kvdist.runtime.journal import Journal, Revived
+from kvdist.runtime.node import Node
 from tests import simulation
 from tests.cases import each
 from tests.core import row_runs, row_workload
@@ -262,11 +263,6 @@ FAULTS = {
         *DROPPED,
     ),
     "joins sums of hosts": ("crash", "started again", "joined", "sum with a lost worker came late"),
-}
-FAULTS |= {
-    name: FAULTS.get(name.removeprefix("by its journal: "), ("crash", "return", "revived by its journal"))
-    for name in SCENARIOS
-    if name.startswith("by its journal: ")
 }
 """Scenario → the faults that must have struck, or it has shown nothing."""
 
@@ -1129,30 +1125,42 @@ ORIGINAL_OBSERVE, ORIGINAL_JUDGE_SILENT = Scheduler.observe, Membership.judge_si
 ORIGINAL_DROP = Round.drop
 
 
-def asks_nothing_again(self: Worker, now: float) -> list[Effect]:
-    """What the last scheduler had not answered is forgotten."""
-    return ORIGINAL_REREGISTER(self, now)[-1:]
+def leaves_out_acknowledgements(self: Journal, now: float, frames: Any) -> None:
+    """The journal has nothing of messages that only say what has arrived."""
+    if type(decode(frames).message) is not Ack:
+        ORIGINAL_RECEIVED(self, now, frames)
 
 
-def begins_with_the_first(self: ReturnedScheduler, now: float) -> list[Effect]:
-    return self._begin(now) if self._memories is not None and self._memories.registered else []
+def leaves_out_events(self: Journal, now: float, event: Event) -> None:
+    """The journal has nothing of what the launcher sees."""
+    if not isinstance(event, ChildEnded):
+        ORIGINAL_OBSERVED(self, now, event)
 
 
-def believes_all_were_told(self: Keys, message: Assign, is_told: bool, first: Member) -> list[Effect]:
-    """A key counts as placed that only some servers know."""
-    return ORIGINAL_RECALL(self, message, True, first)
+def begins_no_work_again(self: Node, journal: Journal, revived: Revived | None = None) -> None:
+    """What the last process had begun with the disk stays undone."""
+    if revived is not None:
+        revived.state.works = Counter(revived.state.works)  # type: ignore[assignment]
+        with mock.patch.object(type(self._disk), "begin", lambda disk, work, done: None):
+            ORIGINAL_KEEP(self, journal, revived)
+    else:
+        ORIGINAL_KEEP(self, journal)
 
 
-def gives_own_answers(self: Memories) -> dict[Call, tuple[int, str]]:
-    """What other workers were told does not matter."""
-    return {}
+def begins_a_job_of_its_own(self: Journal) -> bool:
+    """A scheduler that is started again does not read what the last one has written."""
+    return True
 
 
-def settles_once(self: Server, now: float) -> list[Effect]:
-    """What was said of lost workers to an earlier scheduler is not said to this one."""
-    effects = ORIGINAL_SERVER_REREGISTER(self, now)
-    self._accounts_again = False
-    return effects
+def writes_no_more(self: Journal, now: float) -> None:
+    """When the state is written anew, what comes after it is lost."""
+    ORIGINAL_WRITE_STATE(self, now)
+    if now:
+        self._again_at = 1e9
+
+
+ORIGINAL_RECEIVED, ORIGINAL_OBSERVED = Journal.received, Journal.observed
+ORIGINAL_KEEP, ORIGINAL_WRITE_STATE = Node.keep, Journal.write_state
 
 
 def installs_again(self: Server, message: SetOptimizer, now: float) -> list[Effect]:
@@ -1161,51 +1169,7 @@ def installs_again(self: Server, message: SetOptimizer, now: float) -> list[Effe
     return ORIGINAL_SET_OPTIMIZER(self, message, now)
 
 
-def takes_old_reports(self: ReturnedScheduler, sender: Member, message: Message, now: float) -> list[Effect]:
-    """Checkpoints that are over are opened once more by what servers say of them."""
-    if isinstance(message, Saved):
-        return Scheduler.handle(self, sender, message, now)
-    return ORIGINAL_AGAIN(self, sender, message, now)
-
-
-def listens_to_older_terms(self: Reliable, packet: Packet, now: float) -> list[Effect] | None:
-    return None
-
-
-def continues_the_line(self: Reliable, packet: Packet, now: float) -> list[Effect] | None:
-    """Messages to a new scheduler are numbered behind those to the last one."""
-    line = self.links.get(packet.stamp.source)
-    is_new = packet.stamp.term > self.machine.term and line is not None
-    effects = ORIGINAL_OTHER_TERM(self, packet, now)
-    if is_new and line is not None:
-        self.links[packet.stamp.source].received = line.received
-    return effects
-
-
 GRACE_S = Limits.reconnect_grace_s
-
-
-def lets_new_servers_decide(self: ReturnedScheduler, memories: Memories, now: float) -> list[Effect]:
-    """What a server without slices has not heard yet, no worker was told."""
-    with mock.patch.object(Membership, "numbers_of", lambda membership, server: [0]):
-        return ORIGINAL_RECALL_AGREEMENTS(self, memories, now)
-
-
-def lets_the_dead_decide(self: ReturnedScheduler, memories: Memories, now: float) -> list[Effect]:
-    """Keys are known that all servers with slices have named, also those that have died with the scheduler."""
-    servers = {*self.membership.servers.values()}
-
-    class Registered(dict[Member, Any]):
-        def keys(self) -> Any:
-            return servers
-
-    with mock.patch.object(memories, "registered", Registered(memories.registered)):
-        return ORIGINAL_RECALL_AGREEMENTS(self, memories, now)
-
-
-def keeps_copies_of_the_same_servers(self: ReplicatedServer, servers: Mapping[int, Member], owners: Any) -> bool:
-    """A copy is whole only as long as no server comes or goes."""
-    return (servers, owners) == (self._servers, self.peers.owners)
 
 
 def drops_rows_alone(self: DenseShard, block: Block, rank: int) -> None:
@@ -1236,11 +1200,6 @@ def keeps_it_to_itself(self: HostAggregation, message: HandedBack) -> None:
     """A leader does not tell its followers what a server has handed back."""
 
 
-def takes_all_for_elders(self: Memories) -> tuple[dict[Member, int], set[Member], dict[Member, int]]:
-    """Whoever is there has been there from the start."""
-    return {}, set(), {}
-
-
 def awaits_all_at_once(self: Round[Any, Any], ranks: Sequence[int]) -> None:
     """Rounds of new keys wait for all members, whatever those have agreed on."""
 
@@ -1267,14 +1226,8 @@ def follows_as_a_newcomer(self: Worker, message: Roster, now: float) -> list[Eff
 
 ORIGINAL_PUSH_JOINED = DenseShard.push_joined
 ORIGINAL_UPDATE = Peers.update
-ORIGINAL_RECALL_AGREEMENTS = ReturnedScheduler._recall_agreements
 ORIGINAL_WORKER_ROSTER = Worker._roster
-ORIGINAL_REREGISTER = Worker._reregister
-ORIGINAL_SERVER_REREGISTER = Server._reregister
-ORIGINAL_RECALL = Keys.recall
 ORIGINAL_SET_OPTIMIZER = Server._set_optimizer
-ORIGINAL_AGAIN = ReturnedScheduler._again
-ORIGINAL_OTHER_TERM = Reliable._of_other_term
 ORIGINAL_ROSTER = Server._roster
 ORIGINAL_REFUSES = Server.refuses
 ORIGINAL_LOSE = Membership.lose
@@ -1371,18 +1324,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "fills with averages",
         [(replica, "_pieces", begins_a_copys_averages_anew)],
     ),
-    "a newer roster makes copies incomplete": (
-        "leases and newcomers on replicas and a scheduler that returns",
-        [(ReturnedScheduler, "_copy_of", lambda self, roster, rank: object())],
-    ),
-    "a server that comes makes the copies of others incomplete": (
-        "fills in a hurry while the scheduler dies",
-        [(ReplicatedServer, "_keeps_copy", keeps_copies_of_the_same_servers)],
-    ),
-    "what a server knew that is gone is not known": (
-        "fills in a hurry while the scheduler dies",
-        [(ReturnedScheduler, "_recall_agreements", lets_the_dead_decide)],
-    ),
     "reports of progress are added up": ("quota", [(Quotas, "heard", adds_up_reports)]),
     "who has rested counts its own pushes for rounds": (
         "exact quota at rest",
@@ -1470,31 +1411,25 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "goes back when too few are left",
         [(Shard, "roll_back", goes_on_before_the_cut)],
     ),
-    "nothing is asked again": ("scheduler returns", [(Worker, "_reregister", asks_nothing_again)]),
-    "a scheduler begins before all have registered": (
-        "scheduler returns",
-        [(ReturnedScheduler, "_begin_if_known", begins_with_the_first)],
+    "an optimizer is installed again": ("fills", [(Server, "_set_optimizer", installs_again)]),
+    "the journal lacks acknowledgements": (
+        "joins as the scheduler dies",
+        [(Journal, "received", leaves_out_acknowledgements)],
     ),
-    "a key is placed that not all servers know": (
-        "scheduler returns while keys are placed",
-        [(Keys, "recall", believes_all_were_told)],
+    "the journal lacks what falls due": ("scheduler returns", [(Journal, "ticked", lambda self, now: None)]),
+    "the journal lacks what the launcher says": (
+        "goes back and loses its scheduler on the way",
+        [(Journal, "observed", leaves_out_events)],
     ),
-    "workers are told different things": (
-        "scheduler returns to checkpoints",
-        [(Memories, "answers", gives_own_answers)],
+    "works with the disk do not begin again": (
+        "goes back and loses its scheduler on the way",
+        [(Node, "keep", begins_no_work_again)],
     ),
-    "an optimizer is installed again": (
-        "scheduler returns to checkpoints",
-        [(Server, "_set_optimizer", installs_again)],
-    ),
-    "checkpoints that are over begin again": (
-        "scheduler returns to checkpoints",
-        [(ReturnedScheduler, "_again", takes_old_reports)],
-    ),
-    "an older term is listened to": ("scheduler returns", [(Reliable, "_of_other_term", listens_to_older_terms)]),
-    "a line goes on with another scheduler": (
-        "scheduler returns twice",
-        [(Reliable, "_of_other_term", continues_the_line)],
+    "the journal is not read": ("scheduler returns", [(Journal, "is_new", property(begins_a_job_of_its_own))]),
+    "the journal ends with its first state": ("scheduler returns", [(Journal, "write_state", writes_no_more)]),
+    "who comes back to a scheduler that was started again is not heard to": (
+        "scheduler returns in a storm",
+        [(Reliable, "is_apart", lambda self, member: False)],
     ),
     "a round counts messages, and they come twice": (
         "storm",
@@ -1614,10 +1549,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "joins when too few are left",
         [(Newcomers, "_lacking", lambda newcomers, joining=0: 0)],
     ),
-    "a scheduler does not know who has joined later": (
-        "joins while the scheduler is away",
-        [(Memories, "joined", takes_all_for_elders)],
-    ),
     "who is ready while servers are asked is forgotten": (
         "joins as the scheduler dies",
         [(Newcomers, "_ready", is_ready_too_early)],
@@ -1684,17 +1615,9 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "the place in the data does not go back": ("goes back leasing", [(Leases, "go_back", goes_on_in_the_data)]),
     "who rests sleeps through a rollback": ("goes back leasing near the end", [(Leases, "go_back", lets_them_sleep)]),
-    "a lease is said before servers know of it": (
-        "leases and a scheduler that returns",
-        [(Leases, "_note", lambda leases, then: then())],
-    ),
     "a lease that was given and not said is given to nobody": (
         "leases and a scheduler that returns twice",
         [(Leases, "_give", gives_anew)],
-    ),
-    "a new scheduler does not hear what counts of the lost": (
-        "leases and a scheduler that dies when workers were given up",
-        [(Server, "_reregister", settles_once)],
     ),
     "who joins and finds no data is awaited": (
         "leases and newcomers when too few are left",
@@ -1763,10 +1686,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "what is said late of a checkpoint begins another": (
         "fills saving",
         [(Checkpoints, "saved", opens_what_is_over)],
-    ),
-    "a server without slices decides which keys are placed": (
-        "fills in a hurry while the scheduler dies",
-        [(ReturnedScheduler, "_recall_agreements", lets_new_servers_decide)],
     ),
     "a server that comes back owes answers to what it was not asked": (
         "fills while workers die",
