@@ -10,7 +10,6 @@ import pytest
 
 from kvdist.core.reliable import Reliable
 from kvdist.core.scheduler.keys import StoreKeys
-from kvdist.protocol.messages import Lease
 from tests.core.growth import growth, sizes
 from tests.core.test_keys import answered, declare, member
 from tests.core.wired import Wired
@@ -178,21 +177,3 @@ def test_what_a_newcomer_waits_for_is_not_looked_at_after_messages_that_say_noth
         wired.declare(rank, keys_of(keys + 1))
     wired.settle()
     assert request in wired.completed
-
-
-@pytest.mark.xfail(strict=True, reason="the journal of the scheduler is to take the place of this note")
-def test_what_a_lease_costs_where_a_scheduler_may_return_does_not_grow_with_the_workers() -> None:
-    few, many = (bytes_noted_of_a_lease(num_workers) for num_workers in (4, 16))
-    assert many < 1.5 * few
-
-
-def bytes_noted_of_a_lease(num_workers: int) -> int:
-    """How much the scheduler says to servers before it answers a worker that asks for examples, as all others have."""
-    wired = Wired(num_workers, 1, on_loss="continue", scheduler_away_s=30.0)
-    for rank in range(num_workers):
-        wired.log.clear()
-        wired.ask(rank, lambda one: Lease(one, 0, 0, 10_000, 1, True, 7, 10, 40, 0, 0, False))
-        wired.settle()
-    notes = [line for line in wired.log if "scheduler -> server-0: " in line]
-    assert notes or not wired.scheduler.config.away_s
-    return sum(map(len, notes))

@@ -1427,8 +1427,8 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "the journal is not read": ("scheduler returns", [(Journal, "is_new", property(begins_a_job_of_its_own))]),
     "the journal ends with its first state": ("scheduler returns", [(Journal, "write_state", writes_no_more)]),
-    "who comes back to a scheduler that was started again is not heard to": (
-        "scheduler returns in a storm",
+    "a scheduler that was started again does not notice who comes back": (
+        "scheduler and a worker",
         [(Reliable, "is_apart", lambda self, member: False)],
     ),
     "a round counts messages, and they come twice": (

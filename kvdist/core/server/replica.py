@@ -471,7 +471,10 @@ class ReplicatedServer(Server):
                 self._tell(replace(optimizer, request=0), None)
             for assigned in self._assigned.values():
                 self._tell(replace(assigned, request=0), None)
-        effects += self._published([*done, *self._fill()])
+        # What is said of the copy that it takes over follows what it has said before, which may still be held.
+        said = [effect for effect in effects if isinstance(effect, fx.Send)]
+        effects = [effect for effect in effects if not isinstance(effect, fx.Send)]
+        effects += self._published([*said, *done, *self._fill()])
         waiting, self._waiting = self._waiting, []
         for who, what in waiting:
             if self.refuses(who, what) is None:
@@ -514,7 +517,7 @@ class ReplicatedServer(Server):
                 self._reached(member)
             return []
         if isinstance(event, fx.PeerConnected):  # to the scheduler, which may have been away
-            self._judged_from = now + self._link_wait_s
+            self._judged_from = now + self.limits.reconnect_grace_s(True, True) + fx.VERDICT_WAIT_S
             if self._out_of_reach_at < fx.NEVER:
                 self._out_of_reach_at = max(self._out_of_reach_at, self._judged_from)
         effects = super().observe(event, now)
@@ -615,9 +618,7 @@ class ReplicatedServer(Server):
         if self._is_whole or self._filling or self.dense.alone or self.sparse.alone:
             return []
         self._is_whole = True
-        copied = msg.Copied(self.me.node.rank, self.epoch)
-        self._tell(copied, None)
-        return [fx.Send(SCHEDULER_MEMBER, copied)]
+        return [fx.Send(SCHEDULER_MEMBER, msg.Copied(self.me.node.rank, self.epoch))]
 
     def _replicated(self, count: int) -> list[fx.Effect]:
         """The backup has so many of the messages."""

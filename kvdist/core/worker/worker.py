@@ -226,8 +226,8 @@ class Worker(fx.Machine):
             case fx.PeerConnected(member):
                 self._lost_links.pop(member, None)
                 if member == SCHEDULER_MEMBER and self._replicas:  # it may have been away, and judges from now on
-                    due = now + self.limits.reconnect_grace_s(True) + self.limits.patience_s + fx.VERDICT_WAIT_S
-                    self._lost_links = {one: (due, reason) for one, (_, reason) in self._lost_links.items()}
+                    least = now + self.limits.reconnect_grace_s(True, True) + fx.VERDICT_WAIT_S
+                    self._lost_links = {one: (max(due, least), why) for one, (due, why) in self._lost_links.items()}
             case fx.Unreachable(member, reason) if member == SCHEDULER_MEMBER:
                 endpoint = self.joining.introduction.scheduler_endpoint
                 return self._fail_all(scheduler_lost(endpoint, self.me, reason))
