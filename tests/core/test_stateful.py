@@ -17,9 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.worker.worker import Worker
 from tests.cases import each
-from tests.core.test_simulation import asks_nothing_again
 from tests.core.wired import Wired
 
 KEYS = {"small": 3, "cut": 8}
@@ -39,8 +37,8 @@ class ClusterCalls(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.wired = Wired(WORKERS, SERVERS, bigarray_bound=4, on_loss="continue", replicas=1)
-        self.term, self.restarted_at = 1, 0.0
-        """Which scheduler this is, and since when."""
+        self.restarted_at = 0.0
+        """Since when this scheduler is there."""
         self.pushed = [0] * WORKERS
         self.counted = [0] * WORKERS
         """Of a lost worker how many of its pushes count."""
@@ -114,8 +112,7 @@ class ClusterCalls(RuleBasedStateMachine):
         if self.wired.now < self.restarted_at + 1.0:
             self.wired.advance(1.0)  # a link that breaks again and again before anything has arrived is given up
         self.restarted_at = self.wired.now
-        self.term += 1
-        self.wired.return_scheduler(self.term)
+        self.wired.return_scheduler()
         self.wired.deliver(min(count, len(self.wired.wire)))
         self.check()
 
@@ -168,7 +165,6 @@ TestCluster.settings = settings(max_examples=25, stateful_step_count=30, phases=
     "mutant",
     [
         mock.patch.object(Scheduler, "_pass_barriers", lambda self: []),
-        mock.patch.object(Worker, "_reregister", asks_nothing_again),
         mock.patch.object(Membership, "copied", lambda self, rank, epoch: False),
     ],
 )
