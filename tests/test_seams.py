@@ -23,7 +23,7 @@ FEATURES = {
     "ledger": "runtime.ledger",
     "newcomers": "core.scheduler.newcomers core.worker.newcomer",
     "replicas of servers": "core.server.replica",
-    "return of the scheduler": "core.scheduler.recovery",
+    "return of the scheduler": "runtime.journal",
     "profiler": "profiler runtime.profiler runtime.trace",
 }
 """Feature → the modules and packages of kvdist that it lives in."""

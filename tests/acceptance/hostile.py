@@ -17,7 +17,7 @@ IDLE_LOOKS, LOOK_S = 10, 0.005
 """A process that has messages to read does not sleep for so many looks in a row, with this pause between them."""
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-ENVELOPE = struct.Struct("<4sBBHIIIIQQQQIB3x")
+ENVELOPE = struct.Struct("<4sBBHIIIQQQQIB3x")
 MORE, LONG, COMMAND = 1, 2, 4
 ABORT, ACK, REJECTED = 34, 31, 3
 PEER_LOST = 6
@@ -34,7 +34,7 @@ def frame(content: bytes, flags: int = 0) -> bytes:
 
 def message(kind: int, fields: list[object], job: int, role: int, rank: int, incarnation: int) -> bytes:
     """A whole message of kvdist without a payload."""
-    envelope = ENVELOPE.pack(b"KVDI", 2, kind, 0, job, 1, 0, rank, incarnation, 0, 0, 0, 0, role)
+    envelope = ENVELOPE.pack(b"KVDI", 2, kind, 0, job, 0, rank, incarnation, 0, 0, 0, 0, role)
     return frame(envelope, MORE) + frame(msgpack.packb(fields))
 
 

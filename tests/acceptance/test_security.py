@@ -259,7 +259,7 @@ def test_strangers_learn_nothing(job, plain):
                         frames = read_message(connection)
                     if frames:
                         answers += 1
-                        _, _, kind, _, told_job, _, epoch, _, incarnation, *_ = ENVELOPE.unpack(frames[0])
+                        _, _, kind, _, told_job, epoch, _, incarnation, *_ = ENVELOPE.unpack(frames[0])
                         assert (kind, told_job, epoch, incarnation) == (REJECTED, asked_job, 0, 0)
     assert answers >= 2, "the other side says at least to other jobs that they are wrong"
     go_on()

@@ -491,7 +491,7 @@ def test_a_newcomer_that_states_all_else_otherwise_takes_part_in_the_others_barr
     assert all(barrier in wired.completed for barrier in barriers)
 
 
-def test_a_scheduler_that_was_started_again_refuses_no_model_for_what_it_has_forgotten() -> None:
+def test_a_scheduler_that_was_started_again_refuses_another_model_as_before() -> None:
     wired = Wired(3, 1, on_loss="continue", scheduler_away_s=30.0)
     wired.initialise({"w": [0.0, 0.0, 0.0], "b": [0.0]})
     for rank in range(3):
@@ -501,7 +501,7 @@ def test_a_scheduler_that_was_started_again_refuses_no_model_for_what_it_has_for
     request = wired.barrier(1, statement="3 parameters, trained are 0-2")
     wired.return_scheduler()
     wired.advance(40.0)
-    assert request in wired.completed
+    require_refused(wired, request, "the workers that it joins have said: 2 parameters, trained are 0-1.")
 
 
 def test_a_newcomer_that_declares_a_key_of_its_own_is_told_for_whom_it_waits() -> None:

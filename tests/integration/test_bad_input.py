@@ -298,7 +298,7 @@ def test_garbage_and_http_at_the_ports_are_counted_and_hurt_nobody(job, tmp_path
             send_bytes(port, data)
         # Valid for the transport, but not for the protocol.
         send_frames(port, [b"hello", b"world"])
-        send_frames(port, [b"KVDI" + bytes(60), b"\xc1", b""])
+        send_frames(port, [b"KVDI" + bytes(56), b"\xc1", b""])
         send_frames(port, [b""] * 20)
     for count in (2, 3):
         fifo.open("wb").close()

@@ -80,7 +80,7 @@ def attacks(chance):
     yield SHAKEN + frame(b"KVDI", MORE) * 20_000  # a message without an end
     yield SHAKEN + frame(b"") * 20_000
     yield GREETING[:12] + b"PLAIN".ljust(20, b"\0") + bytes(32) + frame(READY, COMMAND)
-    yield SHAKEN + packed([b"KVDI" + bytes(60), bytes(1 << 22), bytes(1 << 22)])
+    yield SHAKEN + packed([b"KVDI" + bytes(56), bytes(1 << 22), bytes(1 << 22)])
     for message in messages():
         frames = stamped(message, chance)
         yield SHAKEN + packed(frames)

@@ -173,7 +173,6 @@ def by_length(make: Any) -> st.SearchStrategy[Any]:
 OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies around it)
 RANKS = st.lists(U32, max_size=20).map(tuple)
 FATES = st.lists(st.builds(m.Fate, U32, U64, U32, U32, U32, U32, U32, U64), max_size=20).map(tuple)
-CALLS = st.lists(st.builds(m.CallAnswer, U32, U32, U64, st.integers(-1, U32_MAX), NAMES, U32), max_size=5).map(tuple)
 TRAINED = st.lists(st.builds(m.Trained, U64, U64), max_size=20).map(tuple)
 CONTRIBUTORS = st.lists(st.builds(m.Contributor, U32, U64, U32, U32), max_size=5).map(tuple)
 CODES = st.sampled_from([-1, *map(int, m.ErrorCode)])
@@ -220,7 +219,6 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     m.Copied: st.builds(m.Copied, U32, U32),
     m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
-    m.Reregister: st.builds(m.Reregister, U32, PEERS, PEERS, PEERS, RANKS, RANKS, CALLS, NAMES, CONTENTS, RANKS),
     m.Declare: with_forms(
         lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), U32)
     ),
@@ -289,7 +287,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Rewound: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Rewound, U32, numbers(n), numbers(n))),
     m.RollBack: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.RollBack, U64, U32, numbers(n), numbers(n))),
     m.Command: st.builds(m.Command, U64, U32, NAMES),
-    m.Perform: st.builds(m.Perform, U64, U32, NAMES, U64, U64),
+    m.Perform: st.builds(m.Perform, U64, U32, NAMES),
 }
 
 
@@ -312,7 +310,7 @@ def test_a_message_survives_the_way_through_frames(kind, difference):
     @given(packets(STRATEGIES[kind]))
     def check(packet):
         frames = [bytes(frame) for frame in wire.encode(packet)]
-        assert len(frames[0]) == 64
+        assert len(frames[0]) == 60
         assert difference(packet, wire.decode(frames)) == ""
         assert difference(packet, wire.decode([memoryview(bytearray(frame)) for frame in frames])) == ""
 
@@ -455,7 +453,7 @@ REFUSED_CHANGES = [
     ("Push", {"arrays": Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"", 1)}, "unknown encoding 1"),
     ("Push", {"settings": ((0.1, 0.0, 1.0),) * 257}, "257 settings, where 256"),
     ("Counted", {"outcomes": np.array([0, 4], np.uint8)}, "unknown outcome 4"),
-    ("Command", {"body": "é" * (1 << 15) + "x"}, "body: a text is longer than 65536 bytes"),
+    ("Command", {"body": "é" * (1 << 15) + "x"}, "body: not readable"),
     ("Command", {"head": -1}, "head: expected an integer"),
     ("Perform", {"body": b"x"}, "body.*found a bytes"),
     ("Pull", dict.fromkeys(("runs", "ids", "steps", "versions"), np.zeros(0, np.uint32)), "0 slices"),
