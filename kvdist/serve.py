@@ -216,12 +216,13 @@ def _journal(config: ClusterConfig) -> Journal | None:
         return None
     from kvdist.runtime.journal import Journal, sweep  # a feature at a seam: loaded where it is used
 
-    path, folder = Path(config.journal), Path(private_folder())
-    if path.name == config.journal:
-        require_private_folder("or name a file of this host by KVDIST_JOURNAL")
-        path = folder / path
-        sweep(folder)
-    return Journal(path, config)
+    path = Path(config.journal)
+    if path.name != config.journal:
+        return Journal(path, config)
+    require_private_folder("or name a file of this host by KVDIST_JOURNAL")
+    journal = Journal(Path(private_folder()) / path, config)
+    sweep(journal.path)
+    return journal
 
 
 def _server(config: ClusterConfig) -> Node:

@@ -275,6 +275,9 @@ class Settled(WireMessage):
     """The slices here that have no first values."""
 
 
+# Keys and optimizers: agreed on by all workers through the scheduler.
+
+
 @dataclass(frozen=True, slots=True)
 class _OfStore(WireMessage):
     """A request about a store."""

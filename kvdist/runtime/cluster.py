@@ -341,7 +341,8 @@ def keep_events(node: Node) -> None:
             write_when_terminated,
         )  # a feature at a seam: loaded where it is used
 
-        node.ring = Ring(node.machine, node.reliable.job, read_setting("KVDIST_DUMP_EVENTS"), Path(folder).absolute())
+        about = (node.reliable.job, read_setting("KVDIST_DUMP_EVENTS"), Path(folder).absolute())
+        node.ring = Ring(node.machine, *about, node.clock, node.is_revived)
         write_when_terminated(node.ring)
         write_at_exit(node.ring)
 

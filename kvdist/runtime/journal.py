@@ -133,10 +133,12 @@ class Revived:
     Attributes:
         state: of the scheduler when its process was killed.
         effects: of the last input. They may not have left.
+        entries: how many inputs there were since the state that was in the file.
     """
 
     state: State
     effects: list[fx.Effect]
+    entries: int
 
     @property
     def unsaid(self) -> list[fx.Effect]:
@@ -316,7 +318,8 @@ class Journal:
                 f" {type(error).__name__}: {error}. {AGAIN.format(self.path)}"
             ) from error
         self._state = state
-        return Revived(state, effects)
+        state.scheduler.tell_launcher_again()
+        return Revived(state, effects, len(contents) - 1)
 
     @property
     def _whose(self) -> str:
@@ -438,12 +441,13 @@ def record_of(value: object) -> bytes:
     return RECORD.pack(content.tell(), zlib.crc32(content.getbuffer())) + content.getvalue()
 
 
-def sweep(folder: Path) -> None:
-    """Remove journals of jobs that are long over, whose schedulers were killed at their ends."""
-    for path in folder.glob("journal-*"):
+def sweep(newest: Path) -> None:
+    """Remove the journals beside this one that are a day older: their schedulers were killed when the jobs ended."""
+    now = newest.stat().st_mtime
+    for path in newest.parent.glob("journal-*"):
         with contextlib.suppress(OSError), open(path, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if time.time() - path.stat().st_mtime > STALE_S:
+            if now - path.stat().st_mtime > STALE_S:
                 path.unlink()
 
 

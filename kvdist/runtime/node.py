@@ -53,6 +53,9 @@ LINGER_S = 0.5
 GARBAGE_REPORTS_MAX = 5
 """Invalid messages that are reported one by one; the rest is only counted."""
 
+NOT_BACK = "it has not come back since the scheduler was started again"
+"""Why a member is lost that does not connect to a scheduler that takes the place of another."""
+
 URGENT = -fx.NEVER
 WAIT_MAX_S = 0.05
 """The longest that anything waits in the mailbox, however much comes after it."""
@@ -261,9 +264,11 @@ class Node:
         """Keeps what the machine was told last and what it answered, if that is wanted; set before the node runs."""
         self.journal: Journal | None = None
         """Keeps all that the machine was told, for a process that takes the place of this one; see `keep`."""
+        self.is_revived = False
+        """Whether the machine was told something by a process before this one."""
         self._explain_after_s = explain_after_s
         self._explained_until = fx.NEVER
-        self._clock = clock
+        self.clock = clock
         self._work_s = 0.0
         """What turns have taken without their waits, since the machine has heard of it."""
         self._work_heard_at = clock()
@@ -356,11 +361,16 @@ class Node:
         """
         self.journal = journal
         if revived is None:
-            journal.begin(self.reliable, self._clock())
+            journal.begin(self.reliable, self.clock())
             return
-        self.reliable = revived.state.reliable
+        self.reliable, self.is_revived = revived.state.reliable, True
+        LOG.warning(
+            "the scheduler was started again and goes on where it was, by its journal %s (%d entries)",
+            journal.path,
+            revived.entries,
+        )
         for member in list(self.reliable.links):
-            self._observe(fx.PeerDisconnected(member, "the scheduler was started again", True), self._clock())
+            self._observe(fx.PeerDisconnected(member, NOT_BACK, True), self.clock())
         for lock in revived.locks:
             self._disk.begin(lock, _locked_again)
         for work in revived.state.works.values():  # whatever has not been done begins again
@@ -384,12 +394,12 @@ class Node:
         Args:
             timeout_s: how long to wait for something to happen.
         """
-        now = self._clock()
+        now = self.clock()
         timeout_s = max(0.0, min(timeout_s, self.deadline - now))
         events = self.transport.recv(timeout_s)
         # What is due is due by the time at which the line was last listened to: if this process then stands still, or
         # computes for seconds, others are not late, for what they said meanwhile lies unread.
-        heard_at = self._clock()
+        heard_at = self.clock()
         for event in events:
             if self.stopped:
                 break
@@ -416,12 +426,12 @@ class Node:
             self._note_work(heard_at)
         self._send_outgoing()
         if self.journal is not None and self.journal.is_due(heard_at):
-            self.journal.write_state(self._clock())
+            self.journal.write_state(self.clock())
         return bool(events) or asked or due
 
     def _note_work(self, since: float) -> None:
         """Count what a turn has done since then, and tell the machine once a second."""
-        now = self._clock()
+        now = self.clock()
         self._work_s += now - since
         passed_s = now - self._work_heard_at
         if passed_s >= TURN_S:
@@ -438,7 +448,7 @@ class Node:
         self._stop(None)
         if not self._closed:
             self._closed = True
-            self._tick(self._clock() + ACK_DELAY_S)
+            self._tick(self.clock() + ACK_DELAY_S)
             self._send_outgoing()
             self.transport.close(LINGER_S)
             self._disk.close(LINGER_S)
@@ -482,7 +492,7 @@ class Node:
             return
         trace, ring = self.trace, self.ring
         since_ns = 0 if trace is None else time.monotonic_ns()
-        now = self._clock()
+        now = self.clock()
         if ring is not None:
             ring.received(now, frames, packet.message)
         effects = self.reliable.receive(packet, now)
@@ -579,13 +589,13 @@ class Node:
 
     def _came_back(self, member: Member | None) -> None:
         if member is not None:
-            self._observe(fx.PeerConnected(member), self._clock())
+            self._observe(fx.PeerConnected(member), self.clock())
 
     def _went_away(self, route: Route, reason: str, after_silence: bool = False) -> None:
         member = self._members.get(route)
         # A member that is heard under another route by now has come back already.
         if member is not None and self._routes.get(member) == route:
-            self._observe(fx.PeerDisconnected(member, reason, after_silence), self._clock())
+            self._observe(fx.PeerDisconnected(member, reason, after_silence), self.clock())
 
     def _forget_route(self, route: Route) -> None:
         """The connection of a route is over: nothing of a stranger's is kept, and a member may come back anywhere."""
@@ -602,7 +612,7 @@ class Node:
         requests: list[req.Request] = []
         events: list[fx.Event] = []
         trace = self.trace
-        for item in self._mailbox.pop_due(self._clock()):
+        for item in self._mailbox.pop_due(self.clock()):
             if not isinstance(item, Errand):
                 events.append(item)
                 continue
@@ -615,7 +625,7 @@ class Node:
                 requests.append(request)
                 if trace is not None:
                     trace.asked(request, item.since_ns)
-        now = self._clock()
+        now = self.clock()
         for event in events:
             if isinstance(event, fx.Persisted) and event.failure and event.token is None:  # else the machine says so
                 LOG.error("%s: %s", self.machine.me, event.failure)

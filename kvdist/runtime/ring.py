@@ -73,6 +73,7 @@ class Ring:
         events_max: how many are kept.
         folder: where the dump goes; None for nowhere.
         clock: monotonic seconds.
+        is_revived: whether a process before this one has told the machine something, which is not in the dump.
     """
 
     def __init__(
@@ -82,11 +83,12 @@ class Ring:
         events_max: int,
         folder: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        is_revived: bool = False,
     ) -> None:
         self.beginning = beginning_of(machine, job)
         self.entries: deque[Entry] = deque()
-        self.dropped = 0
-        """Entries that are gone."""
+        self.dropped = int(is_revived)
+        """Entries that are gone, at least."""
         self._machine = machine
         self._events_max = events_max
         self._folder = folder

@@ -473,7 +473,7 @@ class Process:
         if self.transport.has_mail:
             self.wake()
         # The clock of a scheduler that takes the place of another has stood still between the two.
-        away_s = self.network.now - self.node._clock()
+        away_s = self.network.now - self.node.clock()
         due = max(self.node.reliable.deadline + away_s + (1e-9 if away_s else 0.0), self.network.now)
         if due < self._timer_at:
             self._timer_at = due

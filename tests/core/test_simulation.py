@@ -917,13 +917,6 @@ def believes_newcomers(self: Leases, sender: Member, message: Lease, now: float)
     return ORIGINAL_LEASES_LEASE(self, sender, message, now)
 
 
-def gives_anew(self: Leases, sender: Member, message: Lease) -> Range | None:
-    """What was given by a request is not known any more."""
-    given = ORIGINAL_GIVE(self, sender, message)
-    self._holders[sender].request = -1
-    return given
-
-
 def awaits_all(self: Peers, ranks: Set[int]) -> None:
     """Rounds wait for workers without data."""
     self.resting, self.awaited = set(ranks), set(self.workers)
@@ -976,7 +969,6 @@ ORIGINAL_LEASE = Queue.lease
 ORIGINAL_LEASES_LEASE = Leases.lease
 ORIGINAL_SETTLED = Leases.account
 ORIGINAL_ADVANCE = Leases.advance
-ORIGINAL_GIVE = Leases._give
 
 
 def says_it_is_quiet_at_once(self: Transfers) -> bool:
@@ -1615,10 +1607,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "the place in the data does not go back": ("goes back leasing", [(Leases, "go_back", goes_on_in_the_data)]),
     "who rests sleeps through a rollback": ("goes back leasing near the end", [(Leases, "go_back", lets_them_sleep)]),
-    "a lease that was given and not said is given to nobody": (
-        "leases and a scheduler that returns twice",
-        [(Leases, "_give", gives_anew)],
-    ),
     "who joins and finds no data is awaited": (
         "leases and newcomers when too few are left",
         [(Scheduler, "idle", 0)],

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-import signal
-import sys
 
 import pytest
 
 from tests.integration.processes import EXIT_PEER_LOST
-from tests.ports import free_port
 from tests.proxy import Proxy
 
 STEPS = 16
@@ -70,21 +67,3 @@ def test_a_server_that_is_cut_off_from_the_scheduler_is_replaced_by_its_copy_and
         codes = job.finish()
     assert {name: code for name, code in codes.items() if code} == {"server-1": EXIT_PEER_LOST}, job.transcript()
     assert masks_of(job, 0) == masks_of(job, 1) == {0: [ALL], 1: [ALL]}, job.transcript()
-
-
-@pytest.mark.slow
-def test_a_scheduler_that_stands_still_is_replaced_and_does_no_harm_when_it_wakes_up(job):
-    with Proxy(nothing, fronts_in="") as proxy:
-        start(job, 3, "all", proxy, KVDIST_PATIENCE_S="4")
-        job.line("worker-0", "step 3")
-        job.kill("scheduler", signal.SIGSTOP)
-        port = free_port()
-        proxy.move(job.port, port)
-        settings = {**OVER_TCP, "KVDIST_PATIENCE_S": "4", "KVDIST_RESTARTS": "1", "DMLC_PS_ROOT_PORT": str(port)}
-        job.start("second", [sys.executable, "-m", "kvdist"], **{**job.environment("scheduler", 3, 2), **settings})
-        job.line("second", "the scheduler was started again (term 2); 5 processes have registered")
-        job.kill("scheduler", signal.SIGCONT)
-        codes = job.finish()
-    assert {name: code for name, code in codes.items() if code} == {"scheduler": EXIT_PEER_LOST}, job.transcript()
-    for rank in range(3):
-        assert masks_of(job, rank) == {rank: [ALL] for rank in range(3)}, job.transcript()

@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tests.cases import each
 from tests.integration.processes import PROGRAMS, prefix_of, program
 from tests.integration.test_shared_memory import memory_of
 from tests.namespaces import CARD, NO_CARD, link, run
+from tests.ports import free_port
 
 GOES_ON = ["--on-loss", "continue"]
 STEPS = 16
@@ -461,8 +463,8 @@ def lose_the_scheduler(job, folder, **variables):
 
 
 def start_it_again(job, **variables):
-    """What a launcher does."""
-    return job.node("scheduler", 3, 2, KVDIST_RESTARTS="1", **variables)
+    """With the same settings; its journal says the rest."""
+    return job.node("scheduler", 3, 2, **variables)
 
 
 def require_all(job, num_workers=3):
@@ -474,7 +476,7 @@ def require_all(job, num_workers=3):
 
 @each("encrypts", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_training_goes_on_while_the_scheduler_is_away_and_everything_else_when_it_is_back(job, tmp_path, encrypts):
-    settings = dict(AWAY)
+    settings = {**AWAY, "KVDIST_JOURNAL": str(tmp_path / "journal")}
     if encrypts:
         (tmp_path / "secret").write_bytes(bytes(range(32)))
         settings["KVDIST_SECRET_FILE"] = str(tmp_path / "secret")
@@ -485,13 +487,45 @@ def test_training_goes_on_while_the_scheduler_is_away_and_everything_else_when_i
         job.line(f"worker-{rank}", "pushed to the end without a scheduler")
     back = start_it_again(job, **settings)
     job.succeed()
-    assert back.lines_with("the scheduler was started again (term 2); 5 processes have registered"), job.transcript()
+    assert back.lines_with("the scheduler was started again and goes on where it was"), job.transcript()
+    require_all(job)
+    assert not (tmp_path / "journal").exists(), "the job is over"
+
+
+def test_a_scheduler_that_comes_back_without_its_journal_ends_the_job_at_once(job, tmp_path):
+    settings = {**AWAY, "KVDIST_JOURNAL": str(tmp_path / "journal")}
+    lose_the_scheduler(job, tmp_path / "saved", **settings)
+    (tmp_path / "journal").unlink()
+    (tmp_path / "saved" / "killed").touch()
+    start_it_again(job, **settings)
+    job.line("worker-0", "has no seat in this job")
+    job.line("server-1", "has no seat in this job")
+    job.wait(lambda: all(job.processes[f"worker-{rank}"].code == 75 for rank in range(3)), "all workers end")
+    job.kill("scheduler")
+    job.finish()
+
+
+def test_two_schedulers_never_act_on_one_journal(job, tmp_path):
+    settings = {**AWAY, "KVDIST_JOURNAL": str(tmp_path / "journal"), "KVDIST_SCHEDULER_AWAY_S": "60"}
+    (tmp_path / "saved").mkdir()
+    job.cluster(3, 2, "survival.py", "away", str(tmp_path / "saved"), **settings)
+    for rank in range(3):
+        job.line(f"worker-{rank}", "halfway")
+    job.kill("scheduler", signal.SIGSTOP)
+    environment = {**job.environment("scheduler", 3, 2), **settings, "DMLC_PS_ROOT_PORT": str(free_port())}
+    second = job.start("second", [sys.executable, "-m", "kvdist"], **environment)
+    job.line("second", "which another scheduler has open: only one can run. If it hangs, end it")
+    job.wait(lambda: second.code == 2, "it ends")
+    del job.processes["second"]
+    job.kill("scheduler", signal.SIGCONT)
+    (tmp_path / "saved" / "killed").touch()
+    job.succeed()
     require_all(job)
 
 
 @pytest.mark.slow
 def test_a_worker_that_is_lost_while_the_scheduler_is_away_is_given_up_when_that_is_back(job, tmp_path):
-    settings = {**AWAY, "KVDIST_SCHEDULER_AWAY_S": "3"}
+    settings = {**AWAY, "KVDIST_PATIENCE_S": "3", "KVDIST_JOURNAL": str(tmp_path / "journal")}
     lose_the_scheduler(job, tmp_path / "saved", **settings)
     job.kill("worker-1")
     (tmp_path / "saved" / "killed").touch()
@@ -505,8 +539,9 @@ def test_a_worker_that_is_lost_while_the_scheduler_is_away_is_given_up_when_that
 
 
 @pytest.mark.slow
-def test_who_does_not_register_again_ends_a_job_that_no_loss_is_to_be_survived_in(job, tmp_path):
-    settings = {**AWAY, "KVDIST_ON_LOSS": "fail", "KVDIST_SCHEDULER_AWAY_S": "3"}
+def test_who_does_not_come_back_to_it_ends_a_job_that_no_loss_is_to_be_survived_in(job, tmp_path):
+    settings = {**AWAY, "KVDIST_ON_LOSS": "fail", "KVDIST_SCHEDULER_AWAY_S": "30", "KVDIST_PATIENCE_S": "3"}
+    settings["KVDIST_JOURNAL"] = str(tmp_path / "journal")
     lose_the_scheduler(job, tmp_path / "saved", **settings)
     job.kill("worker-1")
     job.kill("worker-2")
@@ -514,7 +549,8 @@ def test_who_does_not_register_again_ends_a_job_that_no_loss_is_to_be_survived_i
     start_it_again(job, **settings)
     codes = job.finish()
     assert codes["scheduler"] == codes["worker-0"] == 75, job.transcript()
-    assert "worker-1, worker-2 did not register within 3 s" in job.processes["worker-0"].text, job.transcript()
+    said = "was lost, last reported in step 8: it has not come back since the scheduler was started again"
+    assert said in job.processes["worker-0"].text, job.transcript()
 
 
 @pytest.mark.slow

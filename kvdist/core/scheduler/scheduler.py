@@ -169,6 +169,10 @@ class Scheduler(fx.Machine):
         self._at_work.add(member)
         return [fx.TellLauncher(f"at work worker {member.node.rank} life {self.membership.lives[member]}")]
 
+    def tell_launcher_again(self) -> None:
+        """This process is new, and the launcher has not heard from it who is at work."""
+        self._at_work.clear()
+
     def _note_time(self, now: float) -> None:
         if now - self._now > self.limits.quiet_s:
             self._awake_since = now
