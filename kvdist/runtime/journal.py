@@ -334,13 +334,13 @@ class Journal:
             raise ConfigError(
                 f"KVDIST_JOURNAL is {self.path}, which is no journal of kvdist: name a file for the scheduler alone"
             ) from error
+        if said.get("job") != self._config.job_tag:
+            raise ConfigError(
+                f"{self._whose} is of another job than {self._config.job!r}, which this is (KVDIST_JOB): give each job"
+                f" its own file, or remove {self.path} if that job is over"
+            )
         for name, own, cure in (
             ("kvdist", __version__, "install the version with which the job was started"),
-            (
-                "job",
-                self._config.job_tag,
-                f"give each job a file of its own, or remove {self.path} if that job is over",
-            ),
             ("host", host_name(), "a scheduler can only take the place of another on the same host: start it there"),
         ):
             if said.get(name) != own:
