@@ -1787,6 +1787,19 @@ SCENARIOS: dict[str, Scenario] = {
     ),
 }
 SCENARIOS |= {
+    "scheduler returns while the cluster forms": replace(
+        RETURNS, victims=("scheduler",) * 2, fault_round=FORMING, last_s=1.0, spread_s=1.5, returns_s=0.5, weather=SLOW
+    ),
+    "scheduler returns after it has given up who was silent": replace(
+        RETURNS,
+        num_workers=4,
+        rounds=20,
+        victims=("worker-1",),
+        later="scheduler",
+        spread_s=0.2,
+        returns_s=0.2,
+        limits=PROMPT,
+    ),
     "goes back and loses its scheduler on the way": replace(
         GOES_BACK, victims=("server-1",), later="scheduler", returns_s=0.6
     ),

@@ -1408,7 +1408,10 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "joins as the scheduler dies",
         [(Journal, "received", leaves_out_acknowledgements)],
     ),
-    "the journal lacks what falls due": ("scheduler returns", [(Journal, "ticked", lambda self, now: None)]),
+    "the journal lacks what falls due": (
+        "scheduler returns after it has given up who was silent",
+        [(Journal, "ticked", lambda self, now: None)],
+    ),
     "the journal lacks what the launcher says": (
         "goes back and loses its scheduler on the way",
         [(Journal, "observed", leaves_out_events)],
