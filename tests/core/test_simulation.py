@@ -1366,7 +1366,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "users do not hear that all went back": ("goes back", [(Worker, "_rewind", tells_the_user_nothing)]),
     "a new server does not hear what others are asked": (
         "goes back and then loses a worker",
-        [(Questions, "repeated", lambda questions, server: [])],
+        [(Questions, "open", property(lambda questions: []))],
     ),
     "a snapshot is of many moments": ("goes back", [(shard, "_is_in_step", takes_slices_as_they_are)]),
     "a torn snapshot counts": ("goes back", [(Rollback, "snapshot_taken", counts_what_is_torn)]),

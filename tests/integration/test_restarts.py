@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import random
+import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,40 @@ def test_a_worker_that_dies_and_comes_back_while_the_scheduler_is_away_is_not_wa
     assert launcher.lines_with("worker-1 was started 2 times; it was killed by signal 9"), "the fault happened"
     (lost,) = launcher.lines_with(" was lost")
     assert lost.startswith("sched │ worker-1 (") and "killed by signal 9 (SIGKILL)" in lost, job.transcript()
+
+
+def kill_at_random(job, launcher, count, victim=None):
+    """Kill the scheduler so often, each time some moments after it was started; and a server now and then."""
+    for number in range(1, count + 1):
+        time.sleep(random.uniform(0.0, 0.6))
+        if victim is not None and number % 4 == 1:
+            job.kill(victim)
+            time.sleep(random.uniform(0.0, 0.3))
+        job.kill("scheduler")
+        job.line("launcher", "scheduler (pid ", count=number)
+        job.line("launcher", "the scheduler was started again and goes on where it was", count=number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "more"), [(50, []), (20, ["--snapshots"])])
+def test_a_scheduler_that_is_killed_at_random_moments_again_and_again_ends_nothing(job, tmp_path, count, more):
+    more = [one for option in more for one in (option, str(tmp_path / "snapshots"))]
+    options = ["--on-loss", "continue", "--restart", str(count + 10), *more]
+    root = {"KVDIST_CHECKPOINT_ROOT": str(tmp_path), "KVDIST_SNAPSHOT_INTERVAL_S": "0.05"}
+    launcher = job.launch(2, 2, "scheduler_dies.py", str(tmp_path), options=options, **root)
+    if more:
+        job.wait(lambda: [*(tmp_path / "snapshots").glob("step-*/manifest.json")] != [], "there is a snapshot")
+    else:
+        job.line("launcher", "kvdist-launch: OMP_NUM_THREADS")
+        time.sleep(1.5)
+    kill_at_random(job, launcher, count, "server-1" if more else None)
+    (tmp_path / "stop").touch()
+    job.finish()
+    assert launcher.code == 0, job.transcript()
+    assert launcher.lines_with(f"the scheduler was started {count + 1} times"), job.transcript()
+    ends = re.findall(r"ended with (\d+) in (\d+) steps, (\d+) of them again", launcher.text)
+    assert len(ends) == 2 and all(int(value) == 2 * int(steps) for value, steps, _ in ends), job.transcript()
+    assert not more or int(ends[0][2]) > 0, "all went back"
 
 
 def test_who_comes_back_when_the_others_have_finished_is_ended_and_the_job_has_succeeded(job, tmp_path):
