@@ -84,8 +84,7 @@ def test_a_scheduler_that_is_killed_at_random_moments_again_and_again_ends_nothi
     if more:
         job.wait(lambda: [*(tmp_path / "snapshots").glob("step-*/manifest.json")] != [], "there is a snapshot")
     else:
-        job.line("launcher", "kvdist-launch: OMP_NUM_THREADS")
-        time.sleep(1.5)
+        job.line("launcher", "begins")
     kill_at_random(job, launcher, count, "server-1" if more else None)
     (tmp_path / "stop").touch()
     job.finish()

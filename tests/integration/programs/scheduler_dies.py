@@ -17,6 +17,7 @@ stop = Path(sys.argv[1]) / "stop"
 store = kv.create("dist")
 store.set_optimizer("sgd", learning_rate=1.0)
 store.init("w", np.zeros(5))
+print("begins", flush=True)
 step, again, is_over, is_stale = 0, 0, False, False
 while not is_over:
     try:
