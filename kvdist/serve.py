@@ -219,7 +219,11 @@ def _journal(config: ClusterConfig) -> Journal | None:
     path = Path(config.journal)
     if path.name != config.journal:
         return Journal(path, config)
-    require_private_folder("or name a file of this host by KVDIST_JOURNAL")
+    try:
+        require_private_folder("or name a file of this host by KVDIST_JOURNAL")
+    except ConfigError as error:
+        LOG.warning("the scheduler keeps no journal, so its loss ends the job: %s", error)
+        return None
     journal = Journal(Path(private_folder()) / path, config)
     sweep(journal.path)
     return journal
