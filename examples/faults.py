@@ -2,8 +2,8 @@
 
     python examples/faults.py
 
-The launcher starts killed processes again. The scheduler asks the others for all that it had known, workers join the
-others, who go on meanwhile, and each server has a copy of what another one has. In both runs the workers learn from as
+The launcher starts killed processes again. The scheduler goes on from its journal, workers join the others, who go on
+meanwhile, and each server has a copy of what another one has. In both runs the workers learn from as
 many batches, so they should know the digits equally well. Needs Linux, where processes are found by name.
 """
 
@@ -39,7 +39,7 @@ BACK, COPIED = "is back, and is given a copy", "the job survives a loss of"
 """What the scheduler says of servers."""
 ACCURACY = re.compile(r"Test_acc ([0-9.]+)")
 TOOK_OVER = {
-    "scheduler": "the next one learned from the others what it had known, while they trained on",
+    "scheduler": "the next one went on from its journal, while the others trained on",
     "server": "another server went on with its weights, of which it had a copy, and it got copies when it was back",
     "worker": "the others trained on without it, until the next one joined them",
 }

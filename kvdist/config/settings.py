@@ -276,8 +276,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "KVDIST_RESTARTS", whole_number(0), None,
             "set by the launcher: number of earlier starts of this process; unset the first time",
             "With `--on-worker-exit restart:N` that is the whole job. A worker that is started again while the others"
-            " go on joins them ([reliability.md](reliability.md#newcomers)), and a scheduler takes its predecessor's"
-            " place where that is waited for (`KVDIST_SCHEDULER_AWAY_S`)",
+            " go on joins them ([reliability.md](reliability.md#newcomers)). A scheduler"
+            " that is started again by hand needs `KVDIST_JOURNAL` instead",
         ),
         Setting(
             "KVDIST_LISTEN_FD", whole_number(0), None,
@@ -394,17 +394,17 @@ TABLE: dict[str, tuple[Setting, ...]] = {
         ),
         Setting(
             "KVDIST_JOURNAL", PATH, None,
-            "file in which the scheduler keeps what it was told, so that it can be started again after it was killed",
+            "file into which the scheduler writes all that it hears, so that it can be started again after a kill",
             "A name without a slash lies in the folder of this user's sockets. `kvdist-launch` chooses such a name; for"
             " a scheduler that is started by hand, name a file on a disk of its host, and another for each job. Unused"
-            " where its loss ends the job (`KVDIST_SCHEDULER_AWAY_S`)"
+            " where the loss of the scheduler ends the job (`KVDIST_SCHEDULER_AWAY_S`)"
             " ([reliability.md](reliability.md#a-scheduler-that-comes-back))",
         ),
         Setting(
             "KVDIST_SCHEDULER_AWAY_S", seconds(0), None,
             "seconds that servers and workers go on without a lost scheduler until it is started again; `0`: its loss"
             " ends the job",
-            "The scheduler's value counts, and its journal must be there (`KVDIST_JOURNAL`)"
+            "The scheduler's value counts. It is started again by its journal (`KVDIST_JOURNAL`)"
             " ([reliability.md](reliability.md#a-scheduler-that-comes-back))",
             shown_default="60 with `KVDIST_ON_LOSS=continue`, else 0",
         ),
