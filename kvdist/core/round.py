@@ -227,7 +227,7 @@ class Round(Generic[C, P]):
     def promise(self, more: int = 1) -> int:
         """Promise to make at most `more` versions until `admit`. Returns the version at which that was promised first.
 
-        An earlier promise still holds, also one to an earlier scheduler.
+        An earlier promise still holds.
         """
         admission = self.admission = self.admission or Admission()
         if admission.limit is None:

@@ -418,8 +418,9 @@ class Unpickler(pickle.Unpickler):
         Raises:
             ValueError: this is nothing that a machine consists of.
         """
-        found = super().find_class(module, name)
-        if name in OTHERS.get(module, ()) or (module.startswith(OWN) and found.__module__ == module):
+        if name in OTHERS.get(module, ()):
+            return super().find_class(module, name)
+        if module.startswith(OWN) and (found := super().find_class(module, name)).__module__ == module:
             return found
         raise ValueError(f"it names {module}.{name}, of which no scheduler consists")
 

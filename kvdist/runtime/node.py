@@ -254,6 +254,8 @@ class Node:
         self.stopped = False
         self.failure: Exception | None = None
         """Why the machine stopped; None if it stopped well."""
+        self._has_halted = False
+        """Whether the machine has said that its part is over, rather than that an error or a signal has ended it."""
         self.garbage_dropped = 0
         """Messages that were not valid."""
         self.forgeries = 0
@@ -364,11 +366,7 @@ class Node:
             journal.begin(self.reliable, self.clock())
             return
         self.reliable, self.is_revived = revived.state.reliable, True
-        LOG.warning(
-            "the scheduler was started again and goes on where it was, by its journal %s (%d entries)",
-            journal.path,
-            revived.entries,
-        )
+        LOG.warning("the scheduler was started again and goes on where it was, by its journal %s", journal.path)
         for member in list(self.reliable.links):
             self._observe(fx.PeerDisconnected(member, NOT_BACK, True), self.clock())
         for lock in revived.locks:
@@ -453,7 +451,7 @@ class Node:
             self.transport.close(LINGER_S)
             self._disk.close(LINGER_S)
             if self.journal is not None:
-                self.journal.close(is_over=self.failure is None or isinstance(self.failure, errors.KvdistError))
+                self.journal.close(is_over=self._has_halted)
         for item in self._mailbox.close():
             if isinstance(item, Errand):
                 item.answer.set_exception(self._reason())
@@ -716,6 +714,7 @@ class Node:
                         self.journal.began(effect)
                     self._disk.begin(work, partial(self._persisted, token))
                 case fx.Halt(failure):
+                    self._has_halted = True
                     self._stop(failure)
                 case fx.Send() | fx.Forget():
                     raise AssertionError("Reliable takes these")

@@ -339,6 +339,22 @@ def test_methods_and_messages_and_arrays_come_back_as_they_were(written: Written
         assert type(again) is type(one)
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"cthis\ns\n.",
+        b"cos\nsystem\n.",
+        b"ckvdist.core.record\nbase64\n.",
+        b"cnumpy\nload\n.",
+        b"cbuiltins\ngetattr\n.",
+    ],
+)
+def test_only_what_a_scheduler_consists_of_is_found_and_no_module_is_imported_for_it(content: bytes) -> None:
+    with pytest.raises((ValueError, AttributeError), match="of which no scheduler consists|has no attribute"):
+        unpickled(content)
+    assert "this" not in sys.modules
+
+
 def test_no_file_stays_open_when_the_state_is_written_anew(written: Written) -> None:
     count = len(os.listdir("/proc/self/fd"))
     for _ in range(20):

@@ -57,7 +57,7 @@ class Pending:
     is_queued: bool = False
     """Whether this worker has queued it until the worker takes part, or until all have gone back to a snapshot."""
     asked_for: msg.Message | None = None
-    """What the scheduler was asked; a scheduler that was started again is asked once more."""
+    """What the scheduler was asked."""
 
 
 class PendingRequests:

@@ -225,7 +225,7 @@ class Worker(fx.Machine):
                 self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence) + wait_s, reason)
             case fx.PeerConnected(member):
                 self._lost_links.pop(member, None)
-                if member == SCHEDULER_MEMBER and self._replicas:  # it may have been away, and judges from now on
+                if member == SCHEDULER_MEMBER:  # it may have been away, and judges from now on
                     least = now + self.limits.reconnect_grace_s(True, True) + fx.VERDICT_WAIT_S
                     self._lost_links = {one: (max(due, least), why) for one, (due, why) in self._lost_links.items()}
             case fx.Unreachable(member, reason) if member == SCHEDULER_MEMBER:
@@ -247,7 +247,7 @@ class Worker(fx.Machine):
         except errors.KvdistError as error:
             return self._fail_all(error)
         for member, (due, reason) in list(self._lost_links.items()):
-            if now >= due and self._replicas and member != SCHEDULER_MEMBER and SCHEDULER_MEMBER in self._lost_links:
+            if now >= due and member != SCHEDULER_MEMBER and SCHEDULER_MEMBER in self._lost_links:
                 self._lost_links[member] = (now + fx.VERDICT_WAIT_S, reason)  # nobody is there to judge
             elif now >= due:
                 return self._lost_link(member, reason)
