@@ -7,18 +7,35 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
-from kvdist.core.machine import Effect, PeerConnected, PeerDisconnected, Send
+from kvdist.core.machine import Effect, PeerConnected, PeerDisconnected, Send, Transmit
+from kvdist.core.reliable import RETRY_S, Reliable
 from kvdist.core.server.replica import CopiedDense, ReplicatedServer
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, NodeId, Role, worker
 from kvdist.optimizer.base import Piece
 from kvdist.optimizer.registry import create
 from kvdist.optimizer.updater import Updater
-from kvdist.protocol.messages import Done, Goodbye, OnLoss, Peer, Replicate, Replicated, Roster, SetOptimizer, Welcome
+from kvdist.protocol.arrays import Arrays
+from kvdist.protocol.messages import (
+    Assign,
+    Done,
+    Goodbye,
+    InitValues,
+    OnLoss,
+    Packet,
+    Peer,
+    Placement,
+    Replicate,
+    Replicated,
+    Roster,
+    SetOptimizer,
+    Welcome,
+)
 from kvdist.version import __version__
 from tests.simulation import Scenario, run
 
@@ -27,11 +44,20 @@ ROSTER = Roster(tuple(Peer(one, "host", 1, f"tcp://host:{one.incarnation}") for 
 RULE = create("sgd", learning_rate=0.1).describe()
 
 
-def second_server() -> ReplicatedServer:
-    about = Introduction(Role.SERVER, 7, 1, "host", 1, "tcp://host:12", 1, 2, __version__, "tcp://host:1")
-    server = ReplicatedServer(about, Limits(), REFERENCE, 0.0)
-    server.handle(SCHEDULER_MEMBER, Welcome(1, SECOND.incarnation, OnLoss.CONTINUE, 0.0, 1), 0.0)
+def stranger(rank: int) -> ReplicatedServer:
+    """A server that wants this rank, and has not been welcomed."""
+    about = Introduction(Role.SERVER, 7, rank, "host", 1, f"tcp://host:{rank}", 1, 2, __version__, "tcp://host:1")
+    return ReplicatedServer(about, Limits(), REFERENCE, 0.0)
+
+
+def welcome(server: ReplicatedServer, member: Member) -> ReplicatedServer:
+    told = Welcome(member.node.rank, member.incarnation, OnLoss.CONTINUE, 0.0, 1)
+    server.handle(SCHEDULER_MEMBER, told, 0.0)
     return server
+
+
+def second_server() -> ReplicatedServer:
+    return welcome(stranger(1), SECOND)
 
 
 def sent(effects: list[Effect], to: Member) -> list[object]:
@@ -133,3 +159,39 @@ def test_a_server_does_not_judge_its_backup_while_the_scheduler_is_away() -> Non
     judged_at = 31.1 + server.limits.reconnect_grace_s(True, True)
     assert not goodbyes(server, judged_at), "if it was started again, it gives up then who has not come back to it"
     assert goodbyes(server, judged_at + 4.0)
+
+
+def test_a_new_backup_that_is_spoken_to_before_its_welcome_has_all_within_seconds() -> None:
+    """What comes before is dropped, without a broken connection. With so many bytes it would be repeated in minutes."""
+    primary, backup = welcome(stranger(0), FIRST), stranger(1)
+    links = {FIRST: Reliable(primary, 1), SECOND: Reliable(backup, 1)}
+    column, count = np.zeros(1, np.uint32), 1 << 18
+    alone = Roster((ROSTER.peers[0], ROSTER.peers[2]), 1, owners=(0, 0))
+    placement = Placement((0,), (0,), 4 * count)
+    assigned = Assign(1, 0, "sync", ("w",), ((count,),), (1,), (1,), ("",), placement)
+    values = InitValues(column, column, Arrays(np.array([1], np.uint8), np.array([count], np.uint32), bytes(4 * count)))
+    for sender, message in ((SCHEDULER_MEMBER, alone), (SCHEDULER_MEMBER, assigned), (WORKER, values)):
+        primary.handle(sender, message, 0.0)
+    under_way: list[tuple[Member, Packet]] = []
+
+    def carry(effects: list[Effect]) -> None:
+        under_way.extend((one.to, one.packet) for one in effects if isinstance(one, Transmit) and one.to in links)
+
+    both = replace(ROSTER, epoch=2, owners=(0, 0))
+    carry(links[FIRST].perform(lambda: primary.handle(SCHEDULER_MEMBER, both, 0.0), 0.0))
+    for to, packet in under_way:
+        assert not links[to].receive(packet, 0.0), "it does not know its own name"
+    under_way.clear()
+    welcome(backup, SECOND)
+    carry(links[SECOND].perform(lambda: backup.handle(SCHEDULER_MEMBER, both, 0.0), 0.0))
+    now = 0.0
+    while now < 2 * RETRY_S:
+        now += 0.1
+        for link in links.values():
+            carry(link.tick(now))
+        while under_way:
+            to, packet = under_way.pop(0)
+            carry(links[to].receive(packet, now))
+        primary.validate()
+        backup.validate()
+    assert primary._is_whole and primary.epoch == both.epoch

@@ -394,7 +394,7 @@ class ReplicatedServer(Server):
         self._servers: dict[int, Member] = {}
         self._backup: Member | None = None
         self._is_linked = True
-        """Whether there is a way to the backup."""
+        """Whether the backup has said anything to this one, and so hears it."""
         self._dialled_by: Member | None = None
         """The server that has spoken to this one, perhaps before the roster with both has come."""
         self._out_of_reach_at = fx.NEVER
@@ -581,17 +581,25 @@ class ReplicatedServer(Server):
         is_reached = before is not None and self._dialled_by == before and before not in self._apart
         return 1 + (own == 0 if count == 2 else is_reached)
 
+    @property
+    def _dials(self) -> bool:
+        """Whether this server dials its backup: of two that are each other's backups only one does."""
+        return self.joining.introduction.num_servers > 2 or self.me.node.rank == 0
+
     def _tell(self, message: msg.Message, token: tuple[Buffer, ...] | None) -> None:
         if self._backup is not None:
             self._log.append((message, token))
 
     def _published(self, effects: list[fx.Effect]) -> list[fx.Effect]:
-        """What is done now: the backup is told; the rest waits until it has all."""
-        told: list[fx.Effect] = []
-        if self._is_linked:
-            log, self._log = self._log, []
-            self._told += len(log)
-            told = [fx.Send(self._backup, what, token) for what, token in log if self._backup is not None]
+        """What is done now: the backup is told; the rest waits until it has all.
+
+        A backup that is new drops what comes before its own welcome. So it gets one small message, and all else when it
+        has answered: what is lost so is repeated after seconds, but with megabytes behind it after minutes.
+        """
+        may_leave = len(self._log) if self._is_linked else int(self._dials and not self._told)
+        log, self._log = self._log[:may_leave], self._log[may_leave:]
+        self._told += len(log)
+        told: list[fx.Effect] = [fx.Send(self._backup, what, token) for what, token in log if self._backup is not None]
         must_have = self._told + len(self._log)
         if self._confirmed == must_have or any(isinstance(one, fx.Halt) for one in effects):
             return [*told, *effects]
@@ -634,13 +642,14 @@ class ReplicatedServer(Server):
 
     def _of_server(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         self._reached(sender)
+        self._is_linked |= sender == self._backup
         if isinstance(message, msg.Replicated):
             effects = self._replicated(message.count) if sender == self._backup else []
             return effects + self._published(self._fill())
         if self.copy is None:
             return []
         self.copy.rank = sender.node.rank
-        self._is_linked, self._dialled_by = True, sender
+        self._dialled_by = sender
         if isinstance(message, SAID):
             said = _said(message)
             if said[1] and self._said.pop(said, None) is None:
@@ -689,11 +698,10 @@ class ReplicatedServer(Server):
             self.dense.tell = self.sparse.tell = self._tell
             self.dense.be_alone()
             self.sparse.be_alone()
-            dials = count > 2 or own == 0  # of two servers that are each other's backups one dials
-            self._is_linked = dials or self._dialled_by == backup.member
-            if self._dialled_by != backup.member:
+            self._is_linked = self._dialled_by == backup.member
+            if not self._is_linked:
                 self._await_backup("there was never a connection between them", now)
-            if dials:
+            if self._dials:
                 effects.append(fx.Connect(backup.member, backup.endpoint))
         return effects
 
