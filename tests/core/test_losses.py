@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.core.machine import ChildEnded, PeerDisconnected, Unreachable
+from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.worker.requests import ClaimFolder
@@ -532,3 +534,36 @@ def test_rounds_that_wait_for_nobody_are_refused_with_a_least_number_of_workers(
     for request in requests if is_refused else ():
         error = wired.failed[request]
         assert isinstance(error, ConfigError) and str(error).startswith("KVDIST_MIN_WORKERS is 2 (")
+
+
+def ready_together() -> Wired:
+    """Two of three workers are back, and push for the first time, one right behind the other."""
+    wired = Wired(3, 2, on_loss="continue")
+    wired.initialise({"w": [0.0, 0.0]})
+    for rank in range(3):
+        wired.set_optimizer(rank, "sgd", learning_rate=1.0)
+    wired.settle()
+    for rank in (1, 2):
+        wired.kill(f"worker-{rank}")
+    wired.settle()
+    for rank in (1, 2):
+        wired.come_back(rank)
+        wired.declare(rank, {"w": (2,)})
+        wired.set_optimizer(rank, "sgd", learning_rate=1.0)
+    wired.settle()
+    for rank in (1, 2):
+        wired.push(rank, {"w": [1.0, 1.0]})
+    wired.settle()
+    return wired
+
+
+def test_a_worker_that_is_ready_while_servers_are_asked_because_of_another_joins_behind_it() -> None:
+    assert ready_together().scheduler.membership.newcomers == {}
+    forgets = mock.patch.object(
+        Newcomers, "_ready", lambda self, sender, message: [] if self._is_finding else READY(self, sender, message)
+    )
+    with forgets:
+        assert len(ready_together().scheduler.membership.newcomers) == 1, "it comes while servers are asked"
+
+
+READY = Newcomers._ready

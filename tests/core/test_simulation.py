@@ -21,7 +21,7 @@ from kvdist.config.settings import Limits
 from kvdist.core.agreement import Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.joining import SCHEDULER_MEMBER, Joining
-from kvdist.core.machine import NEVER, ChildEnded, Effect, Event, PeerDisconnected, Persist, Send
+from kvdist.core.machine import ChildEnded, Effect, Event, PeerDisconnected, Persist, Send
 from kvdist.core.policy import Policy
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
@@ -818,18 +818,8 @@ def promises_nothing(self: Admission, version: int) -> bool:
     return True
 
 
-def promises_again(self: Round[Any, Any], more: int = 1) -> int:
-    admission = self.admission = self.admission or Admission()
-    admission.limit = min(self.version + more, admission.limit or NEVER)
-    return self.version
-
-
 def keeps_what_servers_had_said(self: Newcomers) -> list[Effect]:
     return [] if self._paused_since is not None else ORIGINAL_GONE_BACK(self)
-
-
-def is_ready_too_early(self: Newcomers, sender: Member, message: Message) -> list[Effect]:
-    return [] if self._is_finding else ORIGINAL_READY(self, sender, message)
 
 
 def tells_of_the_cluster_at_once(self: Newcomers, stranger: Member, hello: Any, now: float) -> list[Effect]:
@@ -887,7 +877,7 @@ def numbers_of_its_own(self: Newcomers, sender: Member, message: Any, opened: An
     return message.counter
 
 
-ORIGINAL_GONE_BACK, ORIGINAL_READY = Newcomers.gone_back, Newcomers._ready
+ORIGINAL_GONE_BACK = Newcomers.gone_back
 ORIGINAL_MAY_GO_ON = Losses.may_go_on
 ORIGINAL_HELLO = Newcomers.hello
 ORIGINAL_ACCEPT = newcomer.Newcomer.accept
@@ -1544,18 +1534,9 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "joins when too few are left",
         [(Newcomers, "_lacking", lambda newcomers, joining=0: 0)],
     ),
-    "who is ready while servers are asked is forgotten": (
-        "joins as the scheduler dies",
-        [(Newcomers, "_ready", is_ready_too_early)],
-    ),
-    "servers promise a new scheduler more": ("joins as the scheduler dies", [(Round, "promise", promises_again)]),
     "a cut of undone versions is made": (
         "goes back and then loses a worker",
         [(Newcomers, "gone_back", keeps_what_servers_had_said)],
-    ),
-    "a newcomer does not say again that it is ready": (
-        "joins as the scheduler dies",
-        [(newcomer.Newcomer, "wishes", property(lambda newcomer: []))],
     ),
     "the first mean waits for a newcomer": ("joins before the first mean", [(Round, "leave_out", awaits_all_at_once)]),
     "an early hello is refused": ("joins", [(Newcomers, "keep", refuses_early_hellos)]),
