@@ -98,7 +98,8 @@ def scheduler_port(job: Job) -> int:
 def sockets_of(job: Job) -> list[Path]:
     """The files at which the processes of a launched job listen."""
     port = scheduler_port(job)
-    return [path for path in FOLDER.iterdir() if port in (int(word) for word in path.name.split("-")[1:2])]
+    sockets = [path for path in FOLDER.iterdir() if path.is_socket()]
+    return [path for path in sockets if port in (int(word) for word in path.name.split("-")[1:2])]
 
 
 def lets_in_plain_text(port: int) -> bool:
