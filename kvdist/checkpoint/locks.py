@@ -128,7 +128,7 @@ _MUTEX = threading.RLock()
 _HELD: dict[Path, _Lock] = {}
 _Seen: TypeAlias = "dict[tuple[int, int, int], float]"
 """Locks without content, by device, inode and time of change → when this process saw them first, on its own clock."""
-_NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
+NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
 """What ``flock`` gives on a file system without it, as Lustre mounted without that option."""
 _RUN: list[str] = []
 """Drawn when it is first needed: one for a process, and for the job that it saves for."""
@@ -204,7 +204,7 @@ def _flocked(descriptor: int, operation: int, path: Path) -> bool:
     try:
         fcntl.flock(descriptor, operation)
     except OSError as error:
-        if error.errno not in _NO_FLOCK:
+        if error.errno not in NO_FLOCK:
             raise
         if not _WARNED:
             _WARNED.append(path)

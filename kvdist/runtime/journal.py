@@ -19,7 +19,6 @@ nothing but objects of the machine, see `Unpickler`: no code in the file is run.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import io
 import json
@@ -36,6 +35,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from kvdist.checkpoint.locks import NO_FLOCK
 from kvdist.checkpoint.snapshot import LockFolder
 from kvdist.config.addresses import host_name
 from kvdist.config.settings import ClusterConfig
@@ -53,16 +53,16 @@ FORMAT = "kvdist journal"
 RECORD = struct.Struct("<II")
 """Length and CRC-32 of what follows."""
 ENTRIES_MAX = 20_000
-"""So many inputs are read in a second."""
+"""So many inputs are read in one to two seconds."""
 BYTES_MAX = 32 << 20
 """Of entries, in case that some are long."""
 AGAIN = "Start the job again, from a checkpoint if it has one, and remove {}"
 AGAIN_S = 10.0
 """When a journal that could not be written is tried once more."""
 STALE_S = 86400.0
+"""A journal that nobody has open, and that is so much older than the newest, is of a job that is over."""
 LOCK_WAIT_S = 5.0
 """A process that was killed may hold its lock until the system has ended it."""
-NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
 ASIDE = ".new"
 """Behind the name of a journal while it is written anew."""
 
@@ -167,6 +167,8 @@ class Journal:
         self._config = config
         self._descriptor = _locked(path)
         self._state: State | None = None
+        self._is_whole = False
+        """Whether the file says all that the machine was told."""
         self._entries = self._nbytes = 0
         """Since the state that is in the file."""
         self._again_at = fx.NEVER
@@ -221,10 +223,14 @@ class Journal:
                 aside.unlink(missing_ok=True)
                 raise
         except OSError as error:
-            self._fail(error, now)
+            if self._is_whole:  # and can grow for as long again
+                self._entries = self._nbytes = 0
+                LOG.warning("the journal %s grows, as it cannot be written anew (%s)", self.path, error.strerror)
+            else:
+                self._fail(error, now)
             return
         os.close(self._descriptor)
-        self._descriptor = descriptor
+        self._descriptor, self._is_whole = descriptor, True
         self._entries = self._nbytes = 0
         if self._again_at < fx.NEVER:
             self._again_at = fx.NEVER
@@ -241,7 +247,7 @@ class Journal:
         os.close(self._descriptor)
 
     def _append(self, entry: Entry) -> None:
-        if self._again_at < fx.NEVER:
+        if not self._is_whole:
             return
         record = record_of(entry)
         try:
@@ -264,7 +270,7 @@ class Journal:
                 self.path,
                 error.strerror,
             )
-        self._again_at = now + AGAIN_S
+        self._again_at, self._is_whole = now + AGAIN_S, False
         try:
             os.ftruncate(self._descriptor, min(os.fstat(self._descriptor).st_size, len(self._heading)))
         except OSError as worse:
@@ -317,7 +323,7 @@ class Journal:
                 f"{self._whose} cannot be followed: {place} of {len(contents) - 1} entries gives"
                 f" {type(error).__name__}: {error}. {AGAIN.format(self.path)}"
             ) from error
-        self._state = state
+        self._state, self._is_whole = state, True
         state.scheduler.tell_launcher_again()
         return Revived(state, effects, len(contents) - 1)
 
@@ -433,10 +439,12 @@ def _method(owner: object, name: str) -> Any:
 
 
 def unpickled(content: bytes) -> Any:
+    """What the content of a record says."""
     return Unpickler(io.BytesIO(content)).load()
 
 
 def record_of(value: object) -> bytes:
+    """A state or an entry, as it stands in the file."""
     content = io.BytesIO()
     Pickler(content, pickle.HIGHEST_PROTOCOL).dump(value)
     return RECORD.pack(content.tell(), zlib.crc32(content.getbuffer())) + content.getvalue()

@@ -367,11 +367,12 @@ class Node:
             return
         self.reliable, self.is_revived = revived.state.reliable, True
         LOG.warning("the scheduler was started again and goes on where it was, by its journal %s", journal.path)
+        works = list(revived.state.works.values())  # whatever has not been done begins again
         for member in list(self.reliable.links):
             self._observe(fx.PeerDisconnected(member, NOT_BACK, True), self.clock())
         for lock in revived.locks:
             self._disk.begin(lock, _locked_again)
-        for work in revived.state.works.values():  # whatever has not been done begins again
+        for work in works:
             self._disk.begin(work.work, partial(self._persisted, work.token))
         self._carry_out(revived.unsaid)
 

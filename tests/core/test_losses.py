@@ -20,6 +20,8 @@ from kvdist.protocol.messages import Flag
 from tests.cases import each
 from tests.core.wired import Wired
 
+READY = Newcomers._ready
+
 KILLED = "killed by signal 9 (SIGKILL)"
 
 
@@ -564,6 +566,3 @@ def test_a_worker_that_is_ready_while_servers_are_asked_because_of_another_joins
     )
     with forgets:
         assert len(ready_together().scheduler.membership.newcomers) == 1, "it comes while servers are asked"
-
-
-READY = Newcomers._ready

@@ -319,6 +319,16 @@ def test_where_there_is_no_room_the_job_goes_on_and_who_would_come_back_meanwhil
     assert revived.entries == 1 and "the last" in str(revived.state.scheduler.membership._started_on)
 
 
+def test_a_journal_that_cannot_be_written_anew_stays_whole_and_grows(written: Written) -> None:
+    aside = written.path.with_name("journal.new")
+    aside.mkdir()
+    written.journal.write_state(written.now)
+    written.sees(fx.ProcessStarted(worker(0), "later", 1))
+    written.is_killed()
+    assert Journal(written.path, JOB).read().entries == 4, "nothing was lost"
+    assert aside.is_dir(), "the fault happened"
+
+
 def test_journals_of_jobs_that_are_long_over_are_removed(tmp_path: Path) -> None:
     old, young, held = (tmp_path / f"journal-{name}" for name in ("old", "young", "held"))
     for one in (old, young):
