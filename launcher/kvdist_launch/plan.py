@@ -264,6 +264,7 @@ class JobSpec:
         cwd: the folder in which processes on hosts start; None is that of the launcher or agent.
         env, env_server, env_worker: variables for every process, for servers, for workers.
         security: wins over `SECURITY_VARIABLES` in `env`.
+        keeps_journal: whether the scheduler writes a journal, by which it goes on when the launcher starts it again.
     """
 
     num_workers: int
@@ -281,6 +282,7 @@ class JobSpec:
     env_server: Mapping[str, str] = field(default_factory=dict)
     env_worker: Mapping[str, str] = field(default_factory=dict)
     security: Security = field(default_factory=Security)
+    keeps_journal: bool = False
 
 
 def plan(job: JobSpec, hosts: Sequence[Host], facts: Sequence[HostFacts], launcher: HostFacts) -> list[Process]:
@@ -455,7 +457,7 @@ def _environment(
     else:
         # NumPy's threads for products of matrices, of which there are none here, spin when they start.
         defaults["OPENBLAS_NUM_THREADS"] = "1"
-    if role is Role.SCHEDULER:
+    if role is Role.SCHEDULER and job.keeps_journal:
         defaults["KVDIST_JOURNAL"] = f"journal-{job.name}-{job.env.get(RESTARTS, 0)}"  # each start of a job has its own
     return Environment(defaults, front, settings)
 

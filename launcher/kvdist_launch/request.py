@@ -298,6 +298,7 @@ def job_of(request: Request, hosts: Sequence[Host], environ: Mapping[str, str]) 
         env_server=env_server,
         env_worker=env_worker,
         security=_security(options, env, environ, others, num_servers > 0),
+        keeps_journal=bool(options.restart) and not target_of(options),
     )
 
 

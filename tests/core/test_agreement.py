@@ -72,7 +72,7 @@ def test_an_answered_question_of_all_servers_goes_on_once_with_the_first_failure
         outcomes.append(failure)
         return cause.answer(partial(failed, failure))
 
-    asked = sent(questions.ask(lambda request: Perform(request, 3, ""), then, cause))
+    asked = sent(questions.ask(Perform(0, 3, ""), then, cause))
     assert [name for name, _ in asked] == ["server-0", "server-1", "server-2"]
     assert questions.answered(servers[server(2)], 1, "server-2: no") == []
     assert questions.answered(servers[server(2)], 1, "") == [], "it has answered"

@@ -93,6 +93,21 @@ def test_every_format_is_printed_and_nothing_is_started(capfd, form):
     assert "DMLC_NUM_WORKER" in shown and "train.py" in shown
 
 
+@each(
+    "words, journals",
+    [
+        (["--dry-run", "-v"], 1),
+        (["--emit", "sbatch"], 0),
+        (["--emit", "kubernetes", "--image", "x"], 0),
+        (["--launcher", "none"], 0),
+    ],
+)
+def test_only_a_launcher_that_starts_schedulers_again_chooses_a_journal(capfd, words, journals):
+    """A text is run more than once, also at the same time; and the journal of the first run is not the second's."""
+    assert main(["-n", "1", "-s", "1", "--on-loss", "continue", "--restart", "2", *words, "true"]) == 0
+    assert capfd.readouterr().out.count("KVDIST_JOURNAL") == journals
+
+
 @each("how", ["option", "variable"])
 def test_manifests_without_encryption_say_so_to_the_processes(capfd, monkeypatch, how):
     if how == "variable":
