@@ -1138,7 +1138,7 @@ def writes_no_more(self: Journal, now: float) -> None:
     """When the state is written anew, what comes after it is lost."""
     ORIGINAL_WRITE_STATE(self, now)
     if now:
-        self._again_at = 1e9
+        self._is_whole = False
 
 
 ORIGINAL_RECEIVED, ORIGINAL_OBSERVED = Journal.received, Journal.observed
