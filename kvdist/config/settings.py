@@ -396,8 +396,8 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "KVDIST_JOURNAL", PATH, None,
             "file into which the scheduler writes all that it hears, so that it can be started again after a kill",
             "A name without a slash lies in the folder of this user's sockets. `kvdist-launch --restart` chooses such a"
-            " name; for a scheduler that is started by hand, name a file on a disk of its host, and another for each job."
-            " Unused where the loss of the scheduler ends the job (`KVDIST_SCHEDULER_AWAY_S`)"
+            " name; for a scheduler that is started by hand, name a file on a disk of its host, and another for each"
+            " job. Unused where the loss of the scheduler ends the job (`KVDIST_SCHEDULER_AWAY_S`)"
             " ([reliability.md](reliability.md#a-scheduler-that-comes-back))",
         ),
         Setting(
