@@ -71,6 +71,8 @@ def launched(job, tmp_path, *more, options=(), workers=WORKERS):
     [
         (["server-1"], ()),
         (["server-0", "server-1"], ()),
+        (["scheduler", "server-1"], ()),
+        pytest.param(["server-0", "scheduler", "server-1"], (), marks=pytest.mark.slow),
         pytest.param(["server-1"], ("trainer",), marks=pytest.mark.slow),
         (["server-1"], ("trainer", "--policy", "local_sgd:4")),
     ],
@@ -89,6 +91,7 @@ def test_killed_servers_come_back_and_all_go_on_from_the_newest_snapshot(job, tm
     for name in victims:
         assert launcher.lines_with(f"{name} was started 2 times; it was killed by signal 9"), job.transcript()
     assert launcher.lines_with("all have gone back to step"), job.transcript()
+    assert "Error" not in launcher.text, job.transcript()
 
 
 def test_all_go_back_when_a_server_dies_that_has_counted_a_push_and_not_said_so(job, tmp_path):
