@@ -117,11 +117,12 @@ def main() -> None:
         journal.close(is_over=False)
         largest = max(journal.largest, path.stat().st_size)
         began = time.perf_counter()
-        revived = Journal(path, config).read()
+        reader = Journal(path, config)
+        reader.read()
         took_s = time.perf_counter() - began
     print(
-        f"the file has {largest / 1e6:.1f} MB at most; a new process reads {revived.entries:,} inputs in"
-        f" {took_s:.2f} s, {1e6 * took_s / max(1, revived.entries):.0f} us each"
+        f"the file has {largest / 1e6:.1f} MB at most; a new process reads {reader.entries:,} inputs in"
+        f" {took_s:.2f} s, {1e6 * took_s / max(1, reader.entries):.0f} us each"
     )
 
 

@@ -197,16 +197,11 @@ def _check_listening(config: ClusterConfig, descriptor: int) -> None:
 
 def _scheduler_node(config: ClusterConfig, transport: Transport) -> Node:
     """A scheduler; in the place of one that was killed, if there is a journal of it."""
-    journal, clock, revived = _journal(config), time.monotonic, None
-    if journal is not None and not journal.is_new:
-        revived = journal.read()
-        machine, absence_s = revived.state.scheduler, time.monotonic() - revived.state.now
-        clock = lambda: time.monotonic() - absence_s  # noqa: E731  # the machine has not been away
-    else:
-        machine = Scheduler(config, time.monotonic(), random.SystemRandom().getrandbits(48) + 2)
-    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, clock, _disk())
+    machine = Scheduler(config, time.monotonic(), random.SystemRandom().getrandbits(48) + 2)
+    journal = _journal(config)
+    node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=_disk())
     if journal is not None:
-        node.keep(journal, revived)
+        node.keep(journal)
     return node
 
 

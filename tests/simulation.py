@@ -66,7 +66,7 @@ from kvdist.optimizer.offload import arithmetic_on
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.messages import CompressedPush, Due, DueWhen, JoinedPush, Push
 from kvdist.runtime import journal as journals
-from kvdist.runtime.journal import Journal
+from kvdist.runtime.journal import ASIDE, Journal
 from kvdist.runtime.node import Node
 from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
@@ -87,7 +87,7 @@ FORMED, FORMING = -2, -3
 RETURN_S = 20.0
 """Simulated seconds within which a worker comes back that was the last."""
 AWAY_S = 10.0
-"""Simulated seconds within which all register with a scheduler that was started again."""
+"""Simulated seconds within which all connect to a scheduler that was started again."""
 VERDICT_S = 1.0
 """Simulated seconds within which everybody must know of a death."""
 PORTION = 5
@@ -646,24 +646,19 @@ def _scheduler_node(cluster: Cluster, config: ClusterConfig, transport: Simulate
     """A scheduler; if its loss ends no job, it keeps a journal, and the next one takes its place by that."""
     network, scenario = transport.network, cluster.scenario
     disk = SimulatedDisk(network, cluster.shelf, scenario.full, scenario.torn, partial(_may_be_torn, cluster))
-    journal = revived = None
     before = cluster.processes.get("scheduler")
     if before is not None:
         assert before.node.journal is not None
         before.node.journal.close(is_over=False)
         _tear(cluster.journal, network.random)
-    if scenario.returns_s:
-        journal = Journal(cluster.journal, config)
-        revived = None if journal.is_new else journal.read()
-    machine = Scheduler(config, network.now) if revived is None else revived.state.scheduler
+    machine = Scheduler(config, network.now)
     machine.hears_of_work = False  # what it would say of this is only read aloud, and would move what seeds draw
-    since = 0.0 if revived is None else network.now - revived.state.now
-    node = Node(machine, transport, 4711, scenario.limits.explain_after_s, lambda: network.now - since, disk)
-    if cluster.dumps is not None and revived is None:
-        node.ring = Ring(machine, 4711, EVENTS_MAX, cluster.dumps, lambda: network.now)
-    if journal is not None:
-        node.keep(journal, revived)
-        network.used["revived by its journal"] += revived is not None
+    node = Node(machine, transport, 4711, scenario.limits.explain_after_s, lambda: network.now, disk)
+    if scenario.returns_s:
+        node.keep(Journal(cluster.journal, config))
+        network.used["revived by its journal"] += node.is_revived
+    if cluster.dumps is not None and not node.is_revived:
+        node.ring = Ring(machine, 4711, EVENTS_MAX, cluster.dumps, node.clock)
     return node
 
 
@@ -674,10 +669,14 @@ def _close_journal(cluster: Cluster) -> None:
 
 
 def _tear(path: Path, random: Random) -> None:
-    """What a process was writing when it was killed may be there in part; nobody has acted on that."""
+    """What a process was writing when it was killed may be there in part: an entry, or a new file."""
     content = path.read_bytes()
+    record = content[content.index(b"\n") + 1 :]
+    nbytes = random.choice((0, 3, 12))
     with path.open("ab") as file:
-        file.write(content[: random.choice((0, 3, 9))])
+        file.write(record[:nbytes])
+    if nbytes == 3:
+        path.with_name(path.name + ASIDE).write_bytes(content[: len(content) // 2])
 
 
 def _may_be_torn(cluster: Cluster, folder: str) -> bool:

@@ -132,8 +132,9 @@ NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLC
 """What ``flock`` gives on a file system without it, as Lustre mounted without that option."""
 _RUN: list[str] = []
 """Drawn when it is first needed: one for a process, and for the job that it saves for."""
-_WARNED: list[Path] = []
-"""The first lock on a file system without ``flock``."""
+ONLY_CONTENT = "only the content of that file shows whether another job saves into the folder"
+_WARNED: list[str] = []
+"""What was said of locks on file systems without ``flock``."""
 
 
 def _run() -> str:
@@ -176,7 +177,7 @@ def _attempt(path: Path, seen: _Seen) -> int | None:
             return None
         is_new = False
     try:
-        has_flock = _flocked(descriptor, fcntl.LOCK_EX | (0 if is_new else fcntl.LOCK_NB), path)
+        has_flock = flocked(descriptor, fcntl.LOCK_EX | (0 if is_new else fcntl.LOCK_NB), path, ONLY_CONTENT)
         if _is_at(descriptor, path) and (is_new or _is_left_over(path, has_flock, seen)):
             _write(descriptor)
             if has_flock or is_new or _is_ours_still(path):
@@ -195,8 +196,13 @@ def _attempt(path: Path, seen: _Seen) -> int | None:
     return None
 
 
-def _flocked(descriptor: int, operation: int, path: Path) -> bool:
-    """Lock an open file. False: its file system cannot.
+def flocked(descriptor: int, operation: int, path: Path, otherwise: str) -> bool:
+    """Lock an open file. False: its file system cannot, which a warning says once.
+
+    Args:
+        descriptor, path: of the file.
+        operation: that of ``flock``.
+        otherwise: what takes the place of the lock, or does not.
 
     Raises:
         BlockingIOError: another process has it locked.
@@ -206,14 +212,9 @@ def _flocked(descriptor: int, operation: int, path: Path) -> bool:
     except OSError as error:
         if error.errno not in NO_FLOCK:
             raise
-        if not _WARNED:
-            _WARNED.append(path)
-            LOG.warning(
-                "the file system of %s does not support flock (%s): only the content of that file shows whether"
-                " another job saves into the folder",
-                path,
-                os.strerror(error.errno),
-            )
+        if otherwise not in _WARNED:
+            _WARNED.append(otherwise)
+            LOG.warning("the file system of %s does not support flock (%s): %s", path, error.strerror, otherwise)
         return False
     return True
 

@@ -223,7 +223,7 @@ class Questions:
             self._asked.pop(request, None)
 
     @property
-    def open(self) -> list[Question]:
+    def unanswered(self) -> list[Question]:
         """What a server has to answer that takes the place of a lost one."""
         return list(self._asked.values())
 

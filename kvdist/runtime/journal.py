@@ -1,19 +1,20 @@
-"""The journal of a scheduler: a file with all that its machine was told, so that a new process can be told the same.
+"""The journal of a scheduler: a file with each input of its machine, so that a new process can replay them.
 
 An input is appended after the machine has reacted to it, which changes nothing outside, and before any of its effects
-leaves. So whatever others have heard from a scheduler, its journal explains. To them a scheduler that was killed and
+leaves. So the journal explains whatever others have heard from the scheduler. To them a scheduler that was killed and
 started again is one that stood still: it has the same members, numbers and open questions. Rules that hold here:
 
-* An entry that is torn was never acted on, and is dropped. Damage anywhere else is an error.
+* A torn entry at the end was never acted on, and is dropped. Any other damage is an error, and changes nothing.
 * One process has the file: it is locked with ``flock``.
 * The time of the machine goes on from the last entry, so that nobody was silent while there was no scheduler.
-* What was lost with a power cut is noticed by the numbers of messages: see `Reliable`.
+* A process that ends without ending the job sends nothing after its last entry.
+* What a power cut has taken away is noticed by the numbers of messages: see `Reliable`.
 
-The file is a line of JSON, which says whose journal it is, and records: a length and a CRC-32, 4 bytes each, and a
-pickle. The first record is a state, the others are inputs since. After `ENTRIES_MAX` inputs the state is written
-anew, into a file beside it that is renamed: this bounds the size of the file, and the time to read it. Only its owner
-can read or write it. It has no secret, and of a message that carries values only their size. Whoever reads it makes
-nothing but objects of the machine, see `Unpickler`: no code in the file is run.
+The file is a line of JSON, which says whose journal it is, and records: a length, its complement and the CRC-32 of the
+pickle that follows. The first record is a state, the others are inputs since. After `ENTRIES_MAX` inputs the state is
+written anew, into a file beside it that is renamed: this bounds the size of the file, and the time to read it. Only its
+owner can read or write it. It has no secret, and of a message that carries values only their size. Reading it imports
+no module, and calls nothing but functions and classes of the modules in `OWN` and `OTHERS`.
 """
 
 from __future__ import annotations
@@ -35,8 +36,7 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from kvdist.checkpoint.locks import NO_FLOCK
-from kvdist.checkpoint.snapshot import LockFolder
+from kvdist.checkpoint.locks import flocked
 from kvdist.config.addresses import host_name
 from kvdist.config.settings import ClusterConfig
 from kvdist.core import machine as fx
@@ -50,21 +50,23 @@ from kvdist.version import __version__
 LOG = logging.getLogger("kvdist")
 
 FORMAT = "kvdist journal"
-RECORD = struct.Struct("<II")
-"""Length and CRC-32 of what follows."""
+RECORD = struct.Struct("<III")
+"""The length of the pickle that follows, its complement, and the CRC-32 of the pickle."""
+LENGTH_MAX = 0xFFFF_FFFF
 ENTRIES_MAX = 20_000
-"""So many inputs are read in one to two seconds."""
+"""As many inputs are replayed in one to two seconds."""
 BYTES_MAX = 32 << 20
-"""Of entries, in case that some are long."""
-AGAIN = "Start the job again, from a checkpoint if it has one, and remove {}"
-AGAIN_S = 10.0
-"""When a journal that could not be written is tried once more."""
+"""Of entries, in case some are long."""
+START_ANEW = "Start the job again, from a checkpoint if it has one, and remove {}"
+RETRY_S = 10.0
+"""How long after a failed write the state is written once more."""
 STALE_S = 86400.0
-"""A journal that nobody has open, and that is so much older than the newest, is of a job that is over."""
+"""A journal that no process has open, and that is so much older than the newest, is of a job that is over."""
 LOCK_WAIT_S = 5.0
 """A process that was killed may hold its lock until the system has ended it."""
 ASIDE = ".new"
-"""Behind the name of a journal while it is written anew."""
+"""Ends the name of the file that will take the place of a journal."""
+WITHOUT_FLOCK = "two schedulers of one job are kept apart only by whoever starts them"
 
 Entry = tuple[Any, ...]
 """(time,) when something was due; (time, event, number of a work with the disk) of an event, -1 for none; (time,
@@ -73,13 +75,13 @@ envelope, header, bytes of the payload) of a message, -1 for none."""
 
 @dataclass(slots=True)
 class State:
-    """What a scheduler is between two inputs.
+    """A scheduler between two inputs.
 
     Attributes:
         now: the time of the machine.
-        reliable: the machine, and its lines to all others.
-        works: number → work with the disk that is not done.
-        begun: how many works there have been.
+        reliable: the machine, and its links to all others.
+        works: number → work with the disk that has not ended.
+        begun: how many works with the disk there have been.
     """
 
     now: float
@@ -94,8 +96,8 @@ class State:
         assert isinstance(machine, Scheduler)
         return machine
 
-    def tell(self, entry: Entry) -> list[fx.Effect]:
-        """Tell the machine what it was told before, and return what it did then."""
+    def replay(self, entry: Entry) -> list[fx.Effect]:
+        """Give the machine an input that it had before, and return the effects that it had then."""
         self.now = now = entry[0]
         match entry:
             case (_,):
@@ -115,66 +117,44 @@ class State:
         return effects
 
     def begin(self, work: fx.Persist) -> None:
-        """Note a work with the disk."""
+        """Remember a work with the disk until it has ended."""
         self.works[self.begun] = work
         self.begun += 1
 
     def end(self, event: fx.Persisted) -> int:
-        """The number of the work that an event ends."""
+        """Forget the work that this event ends, and return its number."""
         number = next(number for number, work in self.works.items() if work.token is event.token)
         del self.works[number]
         return number
 
 
-@dataclass(slots=True)
-class Revived:
-    """What a journal says.
-
-    Attributes:
-        state: of the scheduler when its process was killed.
-        effects: of the last input. They may not have left.
-        entries: how many inputs there were since the state that was in the file.
-    """
-
-    state: State
-    effects: list[fx.Effect]
-    entries: int
-
-    @property
-    def unsaid(self) -> list[fx.Effect]:
-        """What would never be said or done, if it was not: what goes to others is repeated anyway."""
-        return [one for one in self.effects if isinstance(one, fx.Log | fx.TellLauncher | fx.Halt)]
-
-    @property
-    def locks(self) -> list[LockFolder]:
-        """The locks of folders that the process had."""
-        return [LockFolder(*place) for place in self.state.scheduler.locked_folders]
-
-
 class Journal:
-    """The file of one scheduler, which this process alone has.
+    """The file of one scheduler, which this process alone has open.
 
     Args:
-        path: it.
-        config: of the scheduler.
+        path: the file.
+        config: the settings of the scheduler.
 
     Raises:
-        ConfigError: it cannot be opened, another process has it, or it is no journal of this job; says which.
+        ConfigError: the file cannot be opened, another process has it, or others may write it; says which.
     """
 
     def __init__(self, path: Path, config: ClusterConfig) -> None:
         self.path = path
+        self._aside = path.with_name(path.name + ASIDE)
         self._config = config
         self._descriptor = _locked(path)
         self._state: State | None = None
-        self._is_whole = False
-        """Whether the file says all that the machine was told."""
-        self._entries = self._nbytes = 0
-        """Since the state that is in the file."""
-        self._again_at = fx.NEVER
-        """When it is tried once more, after it could not be written."""
+        self._is_complete = False
+        """Whether the file has a state and all inputs since; else it has neither."""
+        self.entries = 0
+        """How many inputs there have been since the state that is in the file."""
+        self._nbytes = 0
+        """The bytes of their records."""
+        self._retry_at = fx.NEVER
+        """When the state is written once more, after the file could not be written."""
 
-    # Of a process that is killed.
+    # Writing.
 
     def begin(self, reliable: Reliable, now: float) -> None:
         """Keep the journal of this machine from now on."""
@@ -182,95 +162,97 @@ class Journal:
         self.write_state(now)
 
     def received(self, now: float, frames: Sequence[Buffer]) -> None:
-        """A message came."""
+        """Append a message."""
         envelope, header, *payload = frames
         nbytes = sum([memoryview(frame).nbytes for frame in payload]) if payload else -1
         self._append((now, bytes(envelope), bytes(header), nbytes))
 
     def observed(self, now: float, event: fx.Event) -> None:
-        """An event that is no message."""
+        """Append an event that is no message."""
         assert self._state is not None
         work = self._state.end(event) if isinstance(event, fx.Persisted) else -1
         self._append((now, replace(event, token=None) if isinstance(event, fx.Persisted) else event, work))
 
     def ticked(self, now: float) -> None:
-        """Something fell due."""
+        """Append that something fell due."""
         self._append((now,))
 
     def began(self, work: fx.Persist) -> None:
-        """The machine has given a work to the disk."""
+        """Remember that the machine has given a work to the disk."""
         assert self._state is not None
         self._state.begin(work)
 
     def is_due(self, now: float) -> bool:
         """Whether the state should be written now, between two inputs."""
-        is_long = self._entries >= ENTRIES_MAX or self._nbytes >= BYTES_MAX
-        return now >= self._again_at if self._again_at < fx.NEVER else is_long
+        is_long = self.entries >= ENTRIES_MAX or self._nbytes >= BYTES_MAX
+        return now >= self._retry_at if self._retry_at < fx.NEVER else is_long
 
     def write_state(self, now: float) -> None:
-        """Let a state take the place of all that is in the file."""
+        """Write a new file that begins with the present state, and let it take the place of the journal."""
         assert self._state is not None
         self._state.now = now
-        aside = self.path.with_name(self.path.name + ASIDE)
         try:
-            descriptor = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._aside.unlink(missing_ok=True)  # of a process that was killed here, or of somebody else
+            descriptor = os.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
-                _flocked(descriptor, aside)
+                flocked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, self._aside, WITHOUT_FLOCK)
                 _write(descriptor, self._heading + record_of(self._state))
-                os.rename(aside, self.path)
+                os.rename(self._aside, self.path)
             except BaseException:
                 os.close(descriptor)
-                aside.unlink(missing_ok=True)
+                self._aside.unlink(missing_ok=True)
                 raise
         except OSError as error:
-            if self._is_whole:  # and can grow for as long again
-                self._entries = self._nbytes = 0
+            if self._is_complete:  # and may get as many inputs again
+                self.entries = self._nbytes = 0
                 LOG.warning("the journal %s grows, as it cannot be written anew (%s)", self.path, error.strerror)
             else:
                 self._fail(error, now)
             return
         os.close(self._descriptor)
-        self._descriptor, self._is_whole = descriptor, True
-        self._entries = self._nbytes = 0
-        if self._again_at < fx.NEVER:
-            self._again_at = fx.NEVER
+        self._descriptor, self._is_complete = descriptor, True
+        self.entries = self._nbytes = 0
+        if self._retry_at < fx.NEVER:
+            self._retry_at = fx.NEVER
             LOG.warning("the journal of the scheduler, %s, is written again", self.path)
 
     def close(self, is_over: bool) -> None:
-        """Keep it no more.
+        """Close the file.
 
         Args:
-            is_over: whether the job is, so that nobody needs the file.
+            is_over: whether the job has ended, so that nobody needs the file, which is removed.
         """
         if is_over:
-            self.path.unlink(missing_ok=True)
+            for path in (self.path, self._aside):
+                with contextlib.suppress(OSError):
+                    path.unlink()
         os.close(self._descriptor)
 
     def _append(self, entry: Entry) -> None:
-        if not self._is_whole:
+        if not self._is_complete:
             return
         record = record_of(entry)
         try:
             _write(self._descriptor, record)
         except OSError as error:
             self._fail(error, entry[0])
-        self._entries += 1
+        self.entries += 1
         self._nbytes += len(record)
 
     def _fail(self, error: OSError, now: float) -> None:
-        """It cannot be written: what is there is not to be read, as it lacks what is done from now on.
+        """The file cannot be written: empty it, as it will lack the inputs to come.
 
         Raises:
-            ConfigError: that cannot be made sure either.
+            ConfigError: it cannot be emptied either.
         """
-        if self._again_at == fx.NEVER:
+        if self._retry_at == fx.NEVER:
             LOG.warning(
                 "the journal of the scheduler, %s, cannot be written (%s): until it can, a loss of the scheduler ends"
                 " the job. Free some room, or name a file on another disk by KVDIST_JOURNAL",
                 self.path,
                 error.strerror,
             )
-        self._again_at, self._is_whole = now + AGAIN_S, False
+        self._retry_at, self._is_complete = now + RETRY_S, False
         try:
             os.ftruncate(self._descriptor, min(os.fstat(self._descriptor).st_size, len(self._heading)))
         except OSError as worse:
@@ -282,32 +264,35 @@ class Journal:
 
     @property
     def _heading(self) -> bytes:
-        """Whose journal it is."""
+        """The line that says whose journal this is."""
         job, host = self._config.job_tag, host_name()
         return json.dumps({"format": FORMAT, "kvdist": __version__, "job": job, "host": host}).encode() + b"\n"
 
-    # Of a process that takes its place.
+    # Reading.
 
     @property
     def is_new(self) -> bool:
-        """Whether no scheduler has written anything into it."""
+        """Whether no scheduler has written anything into the file."""
         return self._state is None and os.fstat(self._descriptor).st_size == 0
 
-    def read(self) -> Revived:
-        """The scheduler whose journal this is, as it was.
+    def read(self) -> tuple[State, list[fx.Effect]]:
+        """Be the journal of the scheduler that wrote it, from its last input on.
+
+        Returns:
+            The scheduler after its last input, and the effects of that input, which may not have left.
 
         Raises:
-            ConfigError: it is of another job, version or host, it is damaged, or it was given up.
+            ConfigError: the file is of another job, version or host, it is damaged, or its scheduler has emptied it.
         """
         data = bytearray(os.fstat(self._descriptor).st_size)
         data = data[: os.preadv(self._descriptor, [data], 0)]
         start = self._read_heading(bytes(data[: data.find(b"\n") + 1]))
-        contents = self._contents(data, start)
-        if not contents:
+        if start == len(data):
             raise ConfigError(
                 f"{self._whose} has no state: the scheduler could not write it any more (its disk was full), so no"
-                f" other can take its place. {AGAIN.format(self.path)}"
+                f" other can take its place. {START_ANEW.format(self.path)}"
             )
+        contents, end = self._records(data, start)
         effects: list[fx.Effect] = []
         place = "the state"
         try:
@@ -315,17 +300,21 @@ class Journal:
             self._require_settings(state.scheduler.config)
             for number, content in enumerate(contents[1:], 1):
                 place = f"entry {number}"
-                effects = state.tell(unpickled(content))
+                effects = state.replay(unpickled(content))
         except ConfigError:
             raise
         except Exception as error:  # whatever is in a file
             raise ConfigError(
                 f"{self._whose} cannot be followed: {place} of {len(contents) - 1} entries gives"
-                f" {type(error).__name__}: {error}. {AGAIN.format(self.path)}"
+                f" {type(error).__name__}: {error}. {START_ANEW.format(self.path)}"
             ) from error
-        self._state, self._is_whole = state, True
-        state.scheduler.tell_launcher_again()
-        return Revived(state, effects, len(contents) - 1)
+        if end < len(data):
+            LOG.warning("%s ends in the middle of an entry, which nobody has acted on", self._whose)
+            os.ftruncate(self._descriptor, end)
+        os.lseek(self._descriptor, 0, os.SEEK_END)
+        self._state, self._is_complete = state, True
+        self.entries, self._nbytes = len(contents) - 1, end
+        return state, effects
 
     @property
     def _whose(self) -> str:
@@ -334,13 +323,14 @@ class Journal:
     def _read_heading(self, line: bytes) -> int:
         """The number of bytes of the heading, if it is that of this job."""
         try:
-            said = json.loads(line)
-            assert said["format"] == FORMAT
-        except Exception as error:  # whatever is in a file
+            heading = dict(json.loads(line))
+        except (ValueError, TypeError):
+            heading = {}
+        if heading.get("format") != FORMAT:
             raise ConfigError(
                 f"KVDIST_JOURNAL is {self.path}, which is no journal of kvdist: name a file for the scheduler alone"
-            ) from error
-        if said.get("job") != self._config.job_tag:
+            )
+        if heading.get("job") != self._config.job_tag:
             raise ConfigError(
                 f"{self._whose} is of another job than {self._config.job!r}, which this is (KVDIST_JOB): give each job"
                 f" its own file, or remove {self.path} if that job is over"
@@ -349,34 +339,36 @@ class Journal:
             ("kvdist", __version__, "install the version with which the job was started"),
             ("host", host_name(), "a scheduler can only take the place of another on the same host: start it there"),
         ):
-            if said.get(name) != own:
-                raise ConfigError(f"{self._whose} is of {name} {said.get(name)!r:.80}, and this is {own!r}: {cure}")
+            if heading.get(name) != own:
+                raise ConfigError(f"{self._whose} is of {name} {heading.get(name)!r:.80}, and this is {own!r}: {cure}")
         return len(line)
 
-    def _contents(self, data: bytearray, start: int) -> list[bytes]:
-        """All records; the last one may be torn."""
-        found: list[bytes] = []
-        while start + RECORD.size <= len(data):
-            length, checksum = RECORD.unpack_from(data, start)
-            content = bytes(data[start + RECORD.size : start + RECORD.size + length])
+    def _records(self, data: bytearray, start: int) -> tuple[list[bytes], int]:
+        """The contents of all records but a torn one at the end, and where the last of them ends."""
+        contents: list[bytes] = []
+        while start + RECORD.size <= len(data) and any(data[start:]):  # what a power cut adds has no bit
+            length, complement, checksum = RECORD.unpack_from(data, start)
             stop = start + RECORD.size + length
-            if length and zlib.crc32(content) == checksum:
-                found.append(content)
-            elif stop < len(data) and any(data[start:]):
-                raise ConfigError(
-                    f"{self._whose} is damaged at byte {start} of {len(data)}: no scheduler can be made of it."
-                    f" {AGAIN.format(self.path)}"
-                )
-            else:
-                LOG.warning("%s ends in the middle of an entry, which nobody has acted on", self._whose)
+            content = bytes(data[start + RECORD.size : stop])
+            is_torn = length ^ complement == LENGTH_MAX and stop > len(data) and contents
+            if is_torn:
                 break
+            if length ^ complement != LENGTH_MAX or zlib.crc32(content) != checksum:
+                raise self._damaged(data, start)
+            contents.append(content)
             start = stop
-        os.ftruncate(self._descriptor, min(start, len(data)))
-        os.lseek(self._descriptor, 0, os.SEEK_END)
-        return found
+        if not contents:
+            raise self._damaged(data, start)
+        return contents, start
+
+    def _damaged(self, data: bytearray, start: int) -> ConfigError:
+        return ConfigError(
+            f"{self._whose} is damaged at byte {start} of {len(data)}: no scheduler can be made of it."
+            f" {START_ANEW.format(self.path)}"
+        )
 
     def _require_settings(self, config: ClusterConfig) -> None:
-        """Whether the process before had the same settings."""
+        """Whether the scheduler that wrote the file had the same settings."""
         for field in fields(ClusterConfig):
             before, now = getattr(config, field.name), getattr(self._config, field.name)
             if before != now and field.name not in OF_PROCESS:
@@ -390,9 +382,17 @@ OF_PROCESS = frozenset({"restarts", "listen_fd"})
 """What may differ between two processes of one scheduler."""
 
 
-OWN = ("kvdist.core.", "kvdist.protocol.", "kvdist.nodes", "kvdist.naming", "kvdist.dtypes", "kvdist.config.settings",
-       "kvdist.checkpoint.snapshot")  # fmt: skip
-"""The modules of which everything may be in a journal."""
+OWN = (
+    "kvdist.core.",
+    "kvdist.protocol.",
+    "kvdist.errors",
+    "kvdist.nodes",
+    "kvdist.naming",
+    "kvdist.dtypes",
+    "kvdist.config.settings",
+    "kvdist.checkpoint.snapshot",
+)
+"""Modules whose functions and classes a journal may name."""
 OTHERS = {
     "builtins": ("set", "frozenset"),
     "collections": ("ChainMap", "Counter", "OrderedDict", "defaultdict", "deque"),
@@ -404,7 +404,7 @@ OTHERS = {
     "numpy._core.numeric": ("_frombuffer",),
     __name__: ("State", "_method"),
 }
-"""Module → what of it may be."""
+"""Other modules → what of theirs a journal may name."""
 
 
 class Pickler(pickle.Pickler):
@@ -439,36 +439,38 @@ def _method(owner: object, name: str) -> Any:
 
 
 def unpickled(content: bytes) -> Any:
-    """What the content of a record says."""
+    """The state or entry in the content of a record."""
     return Unpickler(io.BytesIO(content)).load()
 
 
 def record_of(value: object) -> bytes:
-    """A state or an entry, as it stands in the file."""
+    """A state or an entry as a record of the file."""
     content = io.BytesIO()
     Pickler(content, pickle.HIGHEST_PROTOCOL).dump(value)
-    return RECORD.pack(content.tell(), zlib.crc32(content.getbuffer())) + content.getvalue()
+    length = content.tell()
+    return RECORD.pack(length, length ^ LENGTH_MAX, zlib.crc32(content.getbuffer())) + content.getvalue()
 
 
 def sweep(newest: Path) -> None:
-    """Remove the journals beside this one that are a day older: their schedulers were killed when the jobs ended."""
-    now = newest.stat().st_mtime
+    """Remove journals in the folder of this one that are a day older: their schedulers were killed as jobs ended."""
+    stale_at = newest.stat().st_mtime - STALE_S
     for path in newest.parent.glob("journal-*"):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if now - path.stat().st_mtime > STALE_S:
-                path.unlink()
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < stale_at:
+                with path.open("rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
 
 
 def _write(descriptor: int, data: bytes) -> None:
-    """Write all of it, or raise `OSError`."""
+    """Write all of the data, or raise `OSError`."""
     written = os.write(descriptor, data)
-    if written != len(data):
-        os.write(descriptor, data[written:])  # says why it cannot
+    while written < len(data):
+        written += os.write(descriptor, data[written:])
 
 
 def _locked(path: Path) -> int:
-    """Open a journal, or make it, and keep all others from it."""
+    """Open and lock a journal, which is made if need be. Returns the descriptor."""
     by, name = time.monotonic() + LOCK_WAIT_S, f"KVDIST_JOURNAL is {str(path)!r}"
     while True:
         try:
@@ -477,7 +479,7 @@ def _locked(path: Path) -> int:
             raise ConfigError(f"{name}, which cannot be opened ({error.strerror}): name a file of this host") from error
         try:
             _require_own(os.fstat(descriptor), name)
-            _flocked(descriptor, path)
+            flocked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, path, WITHOUT_FLOCK)
             with contextlib.suppress(FileNotFoundError):  # it was written anew, or removed, meanwhile
                 if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
                     return descriptor
@@ -496,7 +498,7 @@ def _locked(path: Path) -> int:
 
 
 def _require_own(found: os.stat_result, name: str) -> None:
-    """Whether nobody else can write a journal, or read what users have said."""
+    """Whether only the user who runs the scheduler can read and write the journal."""
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{name}, which is not a file: name one that is not there yet")
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
@@ -504,23 +506,4 @@ def _require_own(found: os.stat_result, name: str) -> None:
         raise ConfigError(
             f"{name}, which user {found.st_uid} owns with mode {mode:04o}: a journal must belong to the user who runs"
             f" the scheduler, {os.geteuid()}, and be open to nobody else (mode 0600)"
-        )
-
-
-def _flocked(descriptor: int, path: Path) -> None:
-    """Lock a file.
-
-    Raises:
-        BlockingIOError: another process has it.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno not in NO_FLOCK:
-            raise
-        LOG.warning(
-            "the file system of %s does not support flock (%s): nothing but who starts schedulers keeps two from"
-            " running for one job",
-            path,
-            error.strerror,
         )

@@ -23,7 +23,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvdist import errors
-from kvdist.checkpoint.snapshot import DiskResult
+from kvdist.checkpoint.snapshot import DiskResult, LockFolder
 from kvdist.config.exit_codes import exit_with_peer_lost
 from kvdist.core import machine as fx
 from kvdist.core.cluster_view import ClusterView
@@ -39,7 +39,7 @@ from kvdist.runtime.waits import AwaitedFuture, note_call
 from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disconnected, MemoryShared, Route, Transport
 
 if TYPE_CHECKING:  # features at a seam: nodes run without them
-    from kvdist.runtime.journal import Journal, Revived
+    from kvdist.runtime.journal import Journal
     from kvdist.runtime.ring import Ring
 
 LOG = logging.getLogger("kvdist")
@@ -126,7 +126,7 @@ class Mailbox:
 
     def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._wake = wake
-        self._clock = clock
+        self.clock = clock
         self._items: list[Errand | fx.Event] = []
         # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
         self._lock = threading.RLock()
@@ -150,7 +150,7 @@ class Mailbox:
             if growing is None:
                 self._look_by(URGENT)
             else:
-                now = self._clock()
+                now = self.clock()
                 self._since = min(self._since, now)
                 self._look_by(growing.due(now))
             return True
@@ -265,9 +265,9 @@ class Node:
         self.ring: Ring | None = None
         """Keeps what the machine was told last and what it answered, if that is wanted; set before the node runs."""
         self.journal: Journal | None = None
-        """Keeps all that the machine was told, for a process that takes the place of this one; see `keep`."""
+        """Gets each input of the machine, for a process that takes the place of this one; see `keep`."""
         self.is_revived = False
-        """Whether the machine was told something by a process before this one."""
+        """Whether the machine has had inputs in a process before this one."""
         self._explain_after_s = explain_after_s
         self._explained_until = fx.NEVER
         self.clock = clock
@@ -354,27 +354,28 @@ class Node:
 
     # For the thread that owns the node.
 
-    def keep(self, journal: Journal, revived: Revived | None = None) -> None:
-        """Keep a journal, before the node runs.
-
-        Args:
-            journal: the file.
-            revived: what it says of the process whose place this one takes. Its machine is that of this node.
-        """
+    def keep(self, journal: Journal) -> None:
+        """Keep a journal, before the node runs. If a process before this one has written it, go on where that was."""
         self.journal = journal
-        if revived is None:
+        if journal.is_new:
             journal.begin(self.reliable, self.clock())
             return
-        self.reliable, self.is_revived = revived.state.reliable, True
-        LOG.warning("the scheduler was started again and goes on where it was, by its journal %s", journal.path)
-        works = list(revived.state.works.values())  # whatever has not been done begins again
+        state, effects = journal.read()
+        clock, absence_s = self.clock, self.clock() - state.now
+        self.clock = self._mailbox.clock = lambda: clock() - absence_s  # the machine has not been away
+        self.reliable, self.machine, self.is_revived = state.reliable, state.scheduler, True
+        cure = "" if state.scheduler.config.supervised else ". If this is a new job, end it and remove that file"
+        LOG.warning("the scheduler was started again and goes on where it was, by its journal %s%s", journal.path, cure)
+        works = list(state.works.values())
+        state.scheduler.resume(self.clock())
         for member in list(self.reliable.links):
             self._observe(fx.PeerDisconnected(member, NOT_BACK, True), self.clock())
-        for lock in revived.locks:
-            self._disk.begin(lock, _locked_again)
+        for place in state.scheduler.locked_folders:
+            self._disk.begin(LockFolder(*place), _locked_again)
         for work in works:
             self._disk.begin(work.work, partial(self._persisted, work.token))
-        self._carry_out(revived.unsaid)
+        # What goes to others is repeated anyway, and nothing else would do these once more.
+        self._carry_out([effect for effect in effects if isinstance(effect, fx.Log | fx.TellLauncher)])
 
     def run(self) -> None:
         """Turn until the machine stops, then close the transport."""
@@ -424,7 +425,7 @@ class Node:
         if self.machine.hears_of_work:
             self._note_work(heard_at)
         self._send_outgoing()
-        if self.journal is not None and self.journal.is_due(heard_at):
+        if self.journal is not None and not self.stopped and self.journal.is_due(heard_at):
             self.journal.write_state(self.clock())
         return bool(events) or asked or due
 
@@ -443,16 +444,21 @@ class Node:
         return min(self.reliable.deadline, self._mailbox.due)
 
     def finish(self) -> None:
-        """Say the last acknowledgements, free the transport, and fail the requests that are still open."""
+        """Say the last acknowledgements, free the transport, and fail the requests that are still open.
+
+        Whoever can be started again by a journal says nothing: it may have been interrupted before it wrote an input.
+        """
         self._stop(None)
         if not self._closed:
             self._closed = True
-            self._tick(self.clock() + ACK_DELAY_S)
-            self._send_outgoing()
+            journal, self.journal = self.journal, None
+            if journal is None or self._has_halted:
+                self._tick(self.clock() + ACK_DELAY_S)
+                self._send_outgoing()
             self.transport.close(LINGER_S)
             self._disk.close(LINGER_S)
-            if self.journal is not None:
-                self.journal.close(is_over=self._has_halted)
+            if journal is not None:
+                journal.close(is_over=self._has_halted)
         for item in self._mailbox.close():
             if isinstance(item, Errand):
                 item.answer.set_exception(self._reason())

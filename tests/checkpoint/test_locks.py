@@ -166,7 +166,7 @@ def test_without_flock_a_clone_with_the_same_name_keeps_its_lock(tmp_path, monke
     ours, theirs = boots
     holder.kill()
     holder.wait(60)  # as seen from here: the clone has a process of that number, which lives
-    monkeypatch.setattr(module, "_flocked", lambda *_: False)
+    monkeypatch.setattr(module, "flocked", lambda *_: False)
     monkeypatch.setattr(module, "boot_id", lambda: ours)
     path = tmp_path / "run" / NAME
     said = {**json.loads(path.read_text()), "boot": theirs}
@@ -272,7 +272,7 @@ def test_a_lock_that_is_being_made_is_not_left_over_whatever_the_clock_of_its_fi
 ):
     path = tmp_path / NAME
     if not has_flock:
-        monkeypatch.setattr(module, "_flocked", lambda *_: False)
+        monkeypatch.setattr(module, "flocked", lambda *_: False)
     clock = Clock(monkeypatch)
     path.touch()
     os.utime(path, (1, 1))

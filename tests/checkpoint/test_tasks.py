@@ -401,7 +401,7 @@ def test_a_mistake_of_the_program_is_told_as_a_failure_too(tmp_path):
 
 
 def test_a_manifest_that_is_there_already_needs_no_room(tmp_path, monkeypatch):
-    """A scheduler that was killed had written it, and its successor is asked again."""
+    """A scheduler that was killed had written it, and its successor begins the same work again."""
     save(tmp_path, 3)
     folder = folder_of(tmp_path, 3)
     found = formats.read_manifest(folder)

@@ -80,7 +80,7 @@ from kvdist.protocol.messages import (
     TakeRestored,
 )
 from kvdist.protocol.wire import decode
-from kvdist.runtime.journal import Journal, Revived
+from kvdist.runtime.journal import Journal
 from kvdist.runtime.node import Node
 from tests import simulation
 from tests.cases import each
@@ -1119,13 +1119,9 @@ def leaves_out_events(self: Journal, now: float, event: Event) -> None:
         ORIGINAL_OBSERVED(self, now, event)
 
 
-def begins_no_work_again(self: Node, journal: Journal, revived: Revived | None = None) -> None:
+def begins_no_work_again(self: Node, journal: Journal) -> None:
     """What the last process had begun with the disk stays undone."""
-    if revived is not None:
-        revived.state.works = Counter(revived.state.works)  # type: ignore[assignment]
-        with mock.patch.object(type(self._disk), "begin", lambda disk, work, done: None):
-            ORIGINAL_KEEP(self, journal, revived)
-    else:
+    with mock.patch.object(type(self._disk), "begin", lambda disk, work, done: None):
         ORIGINAL_KEEP(self, journal)
 
 
@@ -1138,7 +1134,7 @@ def writes_no_more(self: Journal, now: float) -> None:
     """When the state is written anew, what comes after it is lost."""
     ORIGINAL_WRITE_STATE(self, now)
     if now:
-        self._is_whole = False
+        self._is_complete = False
 
 
 ORIGINAL_RECEIVED, ORIGINAL_OBSERVED = Journal.received, Journal.observed
@@ -1356,7 +1352,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "users do not hear that all went back": ("goes back", [(Worker, "_rewind", tells_the_user_nothing)]),
     "a new server does not hear what others are asked": (
         "goes back and then loses a worker",
-        [(Questions, "open", property(lambda questions: []))],
+        [(Questions, "unanswered", property(lambda questions: []))],
     ),
     "a snapshot is of many moments": ("goes back", [(shard, "_is_in_step", takes_slices_as_they_are)]),
     "a torn snapshot counts": ("goes back", [(Rollback, "snapshot_taken", counts_what_is_torn)]),

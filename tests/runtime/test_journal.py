@@ -27,8 +27,12 @@ from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
 from kvdist.protocol import messages as msg
 from kvdist.protocol.wire import encode
 from kvdist.runtime import journal as journals
-from kvdist.runtime.journal import RECORD, Journal, record_of, sweep, unpickled
+from kvdist.runtime.journal import LENGTH_MAX, RECORD, Journal, State, record_of, sweep, unpickled
+from kvdist.runtime.node import Node
+from kvdist.transport.base import Arrived
 from kvdist.version import __version__
+from tests.runtime.test_node_names import JOB as CONNECTED_JOB
+from tests.runtime.test_node_names import Scripted, heard, hello, message
 
 JOB = ClusterConfig(Role.SCHEDULER, "host-s", 1, 2, 1, job="job", on_loss="continue")
 
@@ -86,6 +90,14 @@ def written(path: Path) -> Written:
     return Written(path).forms()
 
 
+def read(path: Path, config: ClusterConfig = JOB) -> tuple[State, int]:
+    """What a new process finds: the scheduler, and how many inputs it has replayed."""
+    journal = Journal(path, config)
+    state, _ = journal.read()
+    journal.close(is_over=False)
+    return state, journal.entries
+
+
 def state_of(reliable: Reliable) -> str:
     """All that a scheduler knows, so that two can be compared."""
     return repr(unpickled(record_of(reliable)[RECORD.size :]).machine.membership.__dict__) + repr(reliable.links)
@@ -95,10 +107,10 @@ def test_a_new_process_is_what_the_last_one_was_at_the_time_of_its_last_input(wr
     written.is_killed()
     journal = Journal(written.path, JOB)
     assert not journal.is_new
-    revived = journal.read()
-    assert state_of(revived.state.reliable) == state_of(written.reliable)
-    assert revived.state.now == written.now and revived.entries == 3
-    assert revived.state.scheduler.membership.is_complete
+    state, _ = journal.read()
+    assert state_of(state.reliable) == state_of(written.reliable)
+    assert state.now == written.now and journal.entries == 3
+    assert state.scheduler.membership.is_complete
 
 
 def test_the_state_takes_the_place_of_what_was_before_it_and_the_file_stays_small(written: Written) -> None:
@@ -109,11 +121,40 @@ def test_the_state_takes_the_place_of_what_was_before_it_and_the_file_stays_smal
             if written.journal.is_due(written.now):
                 written.journal.write_state(written.now)
     written.is_killed()
-    revived = Journal(written.path, JOB).read()
-    assert revived.entries == 1003 % 50
-    assert state_of(revived.state.reliable) == state_of(written.reliable)
+    state, entries = read(written.path)
+    assert entries == 1003 % 50
+    assert state_of(state.reliable) == state_of(written.reliable)
     assert written.path.stat().st_size < 30_000
     assert not written.path.with_name("journal.new").exists()
+
+
+def test_the_file_stays_small_also_if_no_process_lives_until_it_is_due(written: Written) -> None:
+    member = Member(worker(0), written.machine.membership.workers[worker(0)].incarnation)
+    with mock.patch.object(journals, "ENTRIES_MAX", 50):
+        for _ in range(10):
+            for _ in range(30):
+                written.hears(member, msg.Alive())
+            if written.journal.is_due(written.now):
+                written.journal.write_state(written.now)
+            written.is_killed()
+            written.journal = Journal(written.path, JOB)
+            state, _ = written.journal.read()
+            written.reliable, written.machine = state.reliable, state.scheduler
+            assert written.journal.entries < 80
+
+
+def test_what_is_beside_it_where_it_is_written_anew_is_not_written_to(written: Written, tmp_path: Path) -> None:
+    """A process was killed while it wrote a state, or somebody has put a file there."""
+    aside, mine = written.path.with_name("journal.new"), tmp_path / "mine"
+    mine.write_text("a text of mine")
+    for put in (mine.chmod, aside.hardlink_to, aside.symlink_to, os.mkfifo):
+        put(0o666 if put == mine.chmod else aside if put == os.mkfifo else mine)
+        written.journal.write_state(written.now)
+        assert not aside.exists() and written.path.stat().st_mode & 0o777 == 0o600
+    assert mine.read_text() == "a text of mine"
+    aside.write_bytes(b"half a state")
+    written.journal.close(is_over=True)
+    assert not aside.exists()
 
 
 def test_an_entry_that_was_not_written_to_its_end_was_never_acted_on(written: Written) -> None:
@@ -124,12 +165,10 @@ def test_an_entry_that_was_not_written_to_its_end_was_never_acted_on(written: Wr
     for end in range(len(whole), len(longer)):
         written.path.write_bytes(longer[:end])
         journal = Journal(written.path, JOB)
-        assert journal.read().entries == 3
+        journal.read()
         journal.ticked(99.0)
         journal.close(is_over=False)
-        again = Journal(written.path, JOB)
-        assert again.read().entries == 4, "what comes after it is written where it was torn"
-        again.close(is_over=False)
+        assert read(written.path)[1] == 4, "what comes after it is written where it was torn"
 
 
 def test_works_with_the_disk_that_had_not_ended_are_known_and_those_that_had_are_not(path: Path) -> None:
@@ -140,9 +179,9 @@ def test_works_with_the_disk_that_had_not_ended_are_known_and_those_that_had_are
     written.journal.write_state(written.now)
     written.sees(fx.Persisted("one", "run"))
     written.is_killed()
-    revived = Journal(path, replace(JOB, snapshots="/data/run")).read()
-    assert [(work.token, work.work.folder) for work in revived.state.works.values()] == [("two", "/b")]
-    assert revived.state.begun == 2
+    state, _ = read(path, replace(JOB, snapshots="/data/run"))
+    assert [(work.token, work.work.folder) for work in state.works.values()] == [("two", "/b")]
+    assert state.begun == 2
 
 
 def test_what_the_last_input_led_to_and_perhaps_was_not_done_is_done_again(path: Path) -> None:
@@ -150,9 +189,9 @@ def test_what_the_last_input_led_to_and_perhaps_was_not_done_is_done_again(path:
     lost = written.machine.membership.workers[worker(1)]
     effects = written.sees(fx.ChildEnded(lost.node, "killed by signal 9 (SIGKILL)", clean=False))
     written.is_killed()
-    revived = Journal(path, replace(JOB, supervised=True)).read()
+    _, again = Journal(path, replace(JOB, supervised=True)).read()
     logs = [effect for effect in effects if isinstance(effect, fx.Log)]
-    assert logs and [effect for effect in revived.unsaid if isinstance(effect, fx.Log)] == logs
+    assert logs and [effect for effect in again if isinstance(effect, fx.Log)] == logs
 
 
 def test_only_its_owner_may_read_it_and_it_has_no_secret_and_no_values(tmp_path: Path) -> None:
@@ -198,7 +237,8 @@ def test_who_waits_for_it_gets_the_newest(written: Written) -> None:
     with mock.patch.object(time, "sleep", sleeps):
         journal = Journal(written.path, JOB)
     assert os.path.samestat(os.fstat(journal._descriptor), written.path.stat())
-    assert journal.read().entries == 0
+    journal.read()
+    assert journal.entries == 0
 
 
 def truncated(content: bytes) -> bytes:
@@ -215,6 +255,22 @@ def cut_in_the_middle(content: bytes) -> bytes:
     return content[:middle] + content[middle + 50 :]
 
 
+def cut_in_the_state(content: bytes) -> bytes:
+    return content[: content.index(b"\n") + 100]
+
+
+def with_another_length(number: int) -> Callable[[bytes], bytes]:
+    """A bit has changed in the length of a record, which now ends long after the file."""
+
+    def of(content: bytes) -> bytes:
+        start = content.index(b"\n") + 1
+        for _ in range(number):
+            start += RECORD.size + RECORD.unpack_from(content, start)[0]
+        return content[: start + 3] + bytes([content[start + 3] ^ 0x40]) + content[start + 4 :]
+
+    return of
+
+
 def of_other(name: str, value: object) -> Callable[[bytes], bytes]:
     def of(content: bytes) -> bytes:
         heading, rest = content.split(b"\n", 1)
@@ -229,7 +285,7 @@ def that_runs_code(content: bytes) -> bytes:
             return os.system, ("touch /tmp/kvdist-was-here",)
 
     evil = pickle.dumps(Evil())
-    return truncated(content) + RECORD.pack(len(evil), zlib.crc32(evil)) + evil
+    return truncated(content) + RECORD.pack(len(evil), len(evil) ^ LENGTH_MAX, zlib.crc32(evil)) + evil
 
 
 @pytest.mark.parametrize(
@@ -240,6 +296,9 @@ def that_runs_code(content: bytes) -> bytes:
         (truncated, "has no state: the scheduler could not write it any more"),
         (damaged, "is damaged at byte"),
         (cut_in_the_middle, "is damaged at byte"),
+        (cut_in_the_state, "is damaged at byte"),
+        (with_another_length(0), "is damaged at byte"),
+        (with_another_length(1), "is damaged at byte"),
         (of_other("job", 5), "is of another job than 'job', which this is"),
         (of_other("kvdist", "0.1"), "is of kvdist '0.1', and this is '.*': install the version"),
         (of_other("host", "elsewhere"), "is of host 'elsewhere', and this is '.*': a scheduler can only take"),
@@ -315,8 +374,8 @@ def test_where_there_is_no_room_the_job_goes_on_and_who_would_come_back_meanwhil
     assert first[1] == "1" and first[2] == second[2], "the heading alone is left"
     assert done.stderr.count("(File too large): until it can, a loss of the scheduler ends the job") == 1
     assert "is written again" in done.stderr
-    revived = Journal(path, JOB).read()
-    assert revived.entries == 1 and "the last" in str(revived.state.scheduler.membership._started_on)
+    state, entries = read(path)
+    assert entries == 1 and "the last" in str(state.scheduler.membership._started_on)
 
 
 def test_a_journal_that_cannot_be_written_anew_stays_whole_and_grows(written: Written) -> None:
@@ -325,7 +384,7 @@ def test_a_journal_that_cannot_be_written_anew_stays_whole_and_grows(written: Wr
     written.journal.write_state(written.now)
     written.sees(fx.ProcessStarted(worker(0), "later", 1))
     written.is_killed()
-    assert Journal(written.path, JOB).read().entries == 4, "nothing was lost"
+    assert read(written.path)[1] == 4, "nothing was lost"
     assert aside.is_dir(), "the fault happened"
 
 
@@ -344,7 +403,7 @@ def test_journals_of_jobs_that_are_long_over_are_removed(tmp_path: Path) -> None
 
 
 def test_methods_and_messages_and_arrays_come_back_as_they_were(written: Written) -> None:
-    for one in (written.machine.tell_launcher_again, msg.Rest(3, (1, 2)), written.machine.keys):
+    for one in (written.machine.resume, msg.Rest(3, (1, 2)), written.machine.keys):
         again = unpickled(record_of(one)[RECORD.size :])
         assert type(again) is type(one)
 
@@ -363,6 +422,77 @@ def test_only_what_a_scheduler_consists_of_is_found_and_no_module_is_imported_fo
     with pytest.raises((ValueError, AttributeError), match="of which no scheduler consists|has no attribute"):
         unpickled(content)
     assert "this" not in sys.modules
+
+
+class Clock:
+    """The time of a node."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def formed(path: Path, clock: Clock) -> Node:
+    """A scheduler to which all have come, and which is told of processes that end."""
+    config = replace(JOB, on_loss="fail", supervised=True)
+    node = Node(Scheduler(config, clock.now, 7), Scripted(), CONNECTED_JOB, 10.0, clock)
+    node.keep(Journal(path, config))
+    if not node.is_revived:
+        heard(node, hello(Role.SERVER, 0, None, "s0", 90))
+        heard(node, hello(Role.WORKER, 0, None, "w0", 91), hello(Role.WORKER, 1, None, "w1", 92))
+    assert isinstance(node.machine, Scheduler) and node.machine.membership.is_complete
+    return node
+
+
+def test_a_process_that_is_interrupted_before_it_has_written_an_input_says_nothing(path: Path) -> None:
+    """Ctrl-C comes when the machine has reacted to a message: whoever has sent it must not hear that it arrived."""
+    clock = Clock()
+    node = formed(path, clock)
+    (source,) = (member for member in node.reliable.links if member.node == worker(0))
+    node.transport.events = [Arrived("w0", message(source, msg.Barrier(1, 0, 1, "")), None)]
+    node.transport.said.clear()
+    with mock.patch.object(Journal, "received", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        node.run()
+    assert node.reliable.links[source].received == 1 and node.transport.said == []
+    again = formed(path, clock)
+    assert again.is_revived and again.reliable.links[source].received == 0, "so that it is heard when it is repeated"
+    again.finish()
+
+
+def test_a_process_after_one_that_was_killed_as_it_ended_the_job_ends_it_too(path: Path) -> None:
+    clock = Clock()
+    node = formed(path, clock)
+    node.post(fx.ChildEnded(worker(1), "killed by signal 9 (SIGKILL)", clean=False))
+    node.turn(0.0)
+    assert node.stopped and "worker-1" in str(node.failure), "it has told everybody, and halts"
+    assert node.journal is not None
+    node.journal.close(is_over=False)
+    clock.now += 30.0
+    again = formed(path, clock)
+    assert not again.stopped, "perhaps not everybody has heard it"
+    clock.now += again.machine.limits.farewell_s
+    again.turn(0.0)
+    assert again.stopped and str(again.failure) == str(node.failure)
+    again.finish()
+    assert not path.exists()
+
+
+def test_the_time_while_there_was_no_scheduler_does_not_count(path: Path) -> None:
+    clock = Clock()
+    node = formed(path, clock)
+    clock.now += 1.0
+    node.turn(0.0)
+    assert node.journal is not None
+    node.journal.close(is_over=False)
+    said_at = clock.now
+    clock.now += 5000.0
+    again = formed(path, clock)
+    assert again.clock() <= said_at
+    again.turn(0.0)
+    assert again.machine.membership.is_complete and not again.stopped
+    again.finish()
 
 
 def test_no_file_stays_open_when_the_state_is_written_anew(written: Written) -> None:

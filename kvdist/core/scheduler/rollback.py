@@ -471,7 +471,7 @@ class Rollback:
 
     def welcome(self, server: Member) -> list[fx.Effect]:
         """A server has taken the place of a lost one: tell it what all others know."""
-        messages = [*self._keys.told(), *self._questions.open]
+        messages = [*self._keys.told(), *self._questions.unanswered]
         return [fx.Send(server, message) for message in messages]
 
     def quiet(self, sender: Member, message: msg.Quiet, now: float) -> list[fx.Effect]:

@@ -127,6 +127,8 @@ class Scheduler(fx.Machine):
         """Awaited rejoins: node → (deadline, what ends the job when it passes)."""
         self._stop_by = fx.NEVER
         self._stopped = False
+        self._error: errors.KvdistError | None = None
+        """What has ended the job, if it has failed."""
         self._now = now
         """When the last message or event came."""
         self._awake_since = now
@@ -169,9 +171,14 @@ class Scheduler(fx.Machine):
         self._at_work.add(member)
         return [fx.TellLauncher(f"at work worker {member.node.rank} life {self.membership.lives[member]}")]
 
-    def tell_launcher_again(self) -> None:
-        """This process is new, and the launcher has not heard from it who is at work."""
+    def resume(self, now: float) -> None:
+        """Go on in a new process, from which the launcher has not heard who is at work.
+
+        If the job has been ended, not everybody may know that: end it once more when there was time for a farewell.
+        """
         self._at_work.clear()
+        if self._stopped:
+            self._stopped, self._stop_by = False, now + self.limits.farewell_s
 
     def _note_time(self, now: float) -> None:
         if now - self._now > self.limits.quiet_s:
@@ -976,8 +983,8 @@ class Scheduler(fx.Machine):
     def _stop(self, error: errors.KvdistError | None) -> list[fx.Effect]:
         if self._stopped:
             return []
-        self._stopped = True
-        return [fx.Halt(error)]
+        self._stopped, self._error = True, self._error or error
+        return [fx.Halt(self._error)]
 
     # Waits.
 
