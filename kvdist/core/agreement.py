@@ -11,7 +11,7 @@ checkpoint, only the first speaker where the first one decides. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -82,7 +82,7 @@ class Agreement(Generic[Statement]):
         since: when it began.
         askers: who may ask for its answer.
         quorum: whose word is needed, group by group.
-        exempted: members of the quorum whose statements are not needed.
+        joined_later: returns those of the quorum that take no part, because they have joined later in the program.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Agreement(Generic[Statement]):
         since: float,
         askers: Live,
         quorum: Sequence[Live] = (),
-        exempted: Iterable[Member] = (),
+        joined_later: Callable[[], Set[Member]] = frozenset,
     ) -> None:
         self.subject = subject
         self.deed = deed
@@ -101,8 +101,9 @@ class Agreement(Generic[Statement]):
         """In the order in which they spoke first."""
         self.waits_for: Agreement[str] | None = None
         """What has to be agreed next, once this is complete."""
-        self.exempted: set[Member] = set(exempted)
-        """Members of the quorum that take no part, because they joined later in the program."""
+        self.joined_later = joined_later
+        self.unasked: set[Member] = set()
+        """Other members of the quorum that take no part."""
         self._askers = askers
         self._quorum = quorum
         self._asked: dict[tuple[Member, int], None] = {}
@@ -115,8 +116,13 @@ class Agreement(Generic[Statement]):
         return self._answer is not None
 
     @property
+    def exempted(self) -> Set[Member]:
+        """The members of the quorum that take no part."""
+        return self.joined_later() | self.unasked
+
+    @property
     def is_complete(self) -> bool:
-        """Whether every member of the quorum has spoken."""
+        """Whether every member of the quorum that takes part has spoken."""
         return len(self.said) + len(self.exempted) >= sum(map(len, self._quorum)) and not self.missing()
 
     def say(self, member: Member, statement: Statement) -> None:
@@ -144,7 +150,8 @@ class Agreement(Generic[Statement]):
         """The members whose word is needed and not given, of the first group that lacks one."""
         for group in self._quorum:
             silent = [(node, member) for node, member in group.items() if not self.has_heard(member)]
-            missing = [node for node, member in silent if member not in self.exempted]
+            exempted = self.exempted if silent else ()
+            missing = [node for node, member in silent if member not in exempted]
             if missing:
                 return tuple(sorted(missing, key=lambda node: node.rank))
         return ()
@@ -214,7 +221,7 @@ class Questions:
     def exempt(self, server: Member) -> None:
         """Let no open question wait for this server, which has joined since."""
         for question, _ in self._open.values():
-            question.exempted.add(server)
+            question.unasked.add(server)
 
     def drop(self, question: Agreement[str] | None) -> None:
         """Ask this no more."""

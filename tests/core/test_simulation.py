@@ -18,7 +18,7 @@ import pytest
 
 from kvdist.checkpoint.snapshot import ReadManifest, SavedSlice
 from kvdist.config.settings import Limits
-from kvdist.core.agreement import Questions
+from kvdist.core.agreement import Agreement, Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.joining import SCHEDULER_MEMBER, Joining
 from kvdist.core.machine import ChildEnded, Effect, Event, PeerDisconnected, Persist, Send
@@ -853,8 +853,16 @@ def waits_for_newcomers(self: Membership, pushes: int) -> set[Member]:
     return set()
 
 
-def spares_nobody(self: Any, members: Any) -> None:
+def exempts_nobody_later(self: Agreement[Any]) -> Set[Member]:
     """What is being agreed on when a newcomer becomes a member waits for it."""
+    later, self.joined_later = self.joined_later, frozenset
+    self.unasked |= later()
+    return self.unasked
+
+
+def awaits_marks_of_all(self: Snapshots, snapshot: ServerSnapshot) -> Set[int]:
+    """A checkpoint of a server waits for those, too, that have joined later in the program."""
+    return self._peers.awaited
 
 
 def needs_others(self: Losses, member: Member, said: str) -> bool:
@@ -1536,9 +1544,15 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "the first mean waits for a newcomer": ("joins before the first mean", [(Round, "leave_out", awaits_all_at_once)]),
     "an early hello is refused": ("joins", [(Newcomers, "keep", refuses_early_hellos)]),
-    "what comes before a newcomer waits for it": ("joins", [(Membership, "exempt_at", waits_for_newcomers)]),
-    "what is under way waits for a newcomer": ("joins while others save", [(Checkpoints, "exempt", spares_nobody)]),
-    "servers' checkpoints wait for a newcomer": ("joins while others save", [(Snapshots, "exempt", spares_nobody)]),
+    "what comes before a newcomer waits for it": ("joins", [(Membership, "joined_later", waits_for_newcomers)]),
+    "what is under way waits for a newcomer": (
+        "joins while others save",
+        [(Agreement, "exempted", property(exempts_nobody_later))],
+    ),
+    "servers' checkpoints wait for a newcomer": (
+        "joins while others save",
+        [(Snapshots, "_awaited", awaits_marks_of_all)],
+    ),
     "the last loss ends the job": ("joins when all were lost", [(Losses, "may_go_on", needs_others)]),
     "nobody waits for one that comes back": (
         "joins when all were lost",

@@ -170,13 +170,6 @@ class Checkpoints:
         loading = {number: one.agreement for (of, number), one in self._loading.items() if of == store}
         return loading, self.loads.get(store, 0)
 
-    def exempt(self, members: Iterable[Member]) -> None:
-        """Go on without these workers, which join now."""
-        for saving in self._saving.values():
-            saving.agreement.exempted.update(members)
-        for loading in self._loading.values():
-            loading.agreement.exempted.update(members)
-
     def drop_all(self) -> list[fx.Effect]:
         """Forget all that are under way; their callers know, and will give their next ones the same numbers."""
         folders = sorted({save.folder for saving in self._saving.values() for _, save in saving.saves if save.run})
@@ -234,7 +227,7 @@ class Checkpoints:
         saving = self._open(message, now)
         earlier = saving.saves
         if not earlier:
-            saving.agreement.exempted |= self._membership.exempt_at(message.pushes)
+            saving.agreement.joined_later = partial(self._membership.joined_later, message.pushes)
             saving.keys = self._keys.saved(message.store)
         saving.agreement.say(sender, message)
         effects = saving.agreement.ask(sender, message.request)
@@ -379,9 +372,9 @@ class Checkpoints:
         loading = self._loading.get(place)
         if loading is None:
             subject, deed = "loading of a checkpoint", "call load_checkpoint"
-            exempted = self._membership.exempt_at(message.pushes)
+            later = partial(self._membership.joined_later, message.pushes)
             quorum = self._membership.quorum
-            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, quorum, exempted))
+            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, quorum, later))
             self._loading[place] = loading
             self.loads[message.store] = message.counter + 1
         loading.agreement.say(sender, message)

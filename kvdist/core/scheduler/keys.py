@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import groupby
@@ -72,10 +72,12 @@ class DeclaredKey:
     """The dtype in which its values come back."""
     form: str
     """What its rows begin as, if it is a table of rows."""
+    pushes: int
+    """After how many pushes it was declared: whoever has joined later in the program need not declare it."""
     declared: int = 0
-    """A bit for each rank that has declared it, or need not."""
+    """A bit for each rank that has declared it."""
     exempted: frozenset[Member] = frozenset()
-    """Members that need not, because they have joined later in the program: its rounds do not wait for them yet."""
+    """Members that had joined later when it got its place: its rounds do not wait for them yet."""
     home: int = -1
     init_rank: int = 0
     """The worker whose value is the first one."""
@@ -138,6 +140,8 @@ class StoreKeys:
     opener: Member
     """The worker that used the store first."""
     slice_bytes: int
+    joined_later: Callable[[int], Set[Member]]
+    """See `Membership`."""
     entries: dict[int | str, DeclaredKey] = field(default_factory=dict)
     requests: dict[KeyRequest, None] = field(default_factory=dict)
     """Those without an answer, in their order."""
@@ -152,26 +156,24 @@ class StoreKeys:
     _ready: list[KeyRequest] = field(default_factory=list)
     """The requests all of whose keys are placed."""
 
-    def declare(self, sender: Member, message: msg.Declare, now: float, exempted: Collection[Member] = ()) -> str:
+    def declare(self, sender: Member, message: msg.Declare, now: float) -> str:
         """Note that a worker is about to initialise keys.
 
         Args:
             sender: the worker.
             message: what it says.
             now: the time.
-            exempted: who need not declare them, because they have joined later in the program.
 
         Returns:
             '', or why it cannot. Other requests that wait for such a key fail, too: see `take_conflicts`.
         """
         conflict, rank, entries = "", sender.node.rank, []
-        declared = _bits((rank, *(other.node.rank for other in exempted)))
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
             entry = self.entries.get(key)
             if entry is None:
                 entry = self.entries[key] = self._unplaced[key] = DeclaredKey(
-                    key, shape, dtype, sender, pulled_as, form
+                    key, shape, dtype, sender, pulled_as, form, message.pushes
                 )
             elif entry.placed and entry.said != (shape, dtype, pulled_as, form):
                 conflict = conflict or _another_model(entry, (shape, dtype, pulled_as, form))
@@ -181,9 +183,7 @@ class StoreKeys:
             if message.mode != self.mode:
                 entry.conflict = self._other_type(sender, message)
             conflict = conflict or entry.conflict
-            entry.declared |= declared
-            if exempted and not entry.placed:
-                entry.exempted |= frozenset(exempted)
+            entry.declared |= 1 << rank
             entries.append(entry)
         if not conflict:
             self._enter(KeyRequest(sender, message.request, message.keys, 0, now), entries)
@@ -212,8 +212,8 @@ class StoreKeys:
         """Give up keys that workers have declared differently, once all have, or `DISPUTE_S` later; whether any was."""
         if not self._disputed:
             return False
-        awaited = _bits(live)
-        given_up = [key for key in self._disputed if now >= self.due or not awaited & ~self.entries[key].declared]
+        lacks = self._lacks(live)
+        given_up = [key for key in self._disputed if now >= self.due or not lacks(self.entries[key])]
         for key in given_up:
             entry, otherwise = self.entries[key], self._disputed.pop(key)
             entry.conflict = entry.conflict or entry.dispute(otherwise)
@@ -230,12 +230,17 @@ class StoreKeys:
         if not request.missing:
             self._ready.append(request)
 
-    def exempt(self, members: Collection[Member]) -> None:
-        """Place the keys that are being declared without these."""
-        exempted = _bits(member.node.rank for member in members)
-        for entry in self._unplaced.values():
-            entry.exempted |= frozenset(members)
-            entry.declared |= exempted
+    def _lacks(self, live: Set[int]) -> Callable[[DeclaredKey], int]:
+        """What says of a key by which live workers it has yet to be declared: a bit for each."""
+        awaited, later = _bits(live), dict[int, int]()
+
+        def lacks(entry: DeclaredKey) -> int:
+            pushes = entry.pushes
+            if pushes not in later:
+                later[pushes] = _bits(member.node.rank for member in self.joined_later(pushes))
+            return awaited & ~(entry.declared | later[pushes])
+
+        return lacks
 
     def take_conflicts(self) -> list[tuple[KeyRequest, str]]:
         """The requests that wait for a key about which workers disagree, each once; they are removed."""
@@ -259,12 +264,8 @@ class StoreKeys:
         """
         unplaced = self._unplaced
         entries = unplaced.values() if keys is None else [unplaced[key] for key in keys if key in unplaced]
-        complete = [entry for entry in entries if entry.declared.bit_count() >= len(live)]  # all others lack some
-        if not complete:
-            return []
-        awaited, disputed = _bits(live), self._disputed
-        complete = [entry for entry in complete if not awaited & ~entry.declared]
-        agreed = [one for one in complete if not one.conflict and one.key not in disputed]
+        lacks, disputed = self._lacks(live), self._disputed
+        agreed = [one for one in entries if not (one.conflict or lacks(one) or one.key in disputed)]
         for entry in agreed:
             del self._unplaced[entry.key]
         return agreed
@@ -301,14 +302,14 @@ class StoreKeys:
 
     def waits(self, live: Set[int]) -> Iterator[MemberWait]:
         """All that wait for keys, and for whose declarations."""
-        awaited = _bits(live)
+        lacks = self._lacks(live)
         found: dict[tuple[int | str, ...], tuple[tuple[NodeId, ...], int | str]] = {}
         for request in self.requests:
             if request.keys not in found:  # most workers ask for the same keys
                 entries = [entry for key in request.keys if not (entry := self.entries[key]).placed]
                 missing = 0
                 for entry in entries:
-                    missing |= awaited & ~entry.declared
+                    missing |= lacks(entry)
                 ranks = [rank for rank in sorted(live) if missing >> rank & 1]
                 found[request.keys] = (tuple(map(worker, ranks)), entries[0].key)
             nodes, key = found[request.keys]
@@ -345,9 +346,10 @@ class Keys:
         store = self.stores.get(message.store)
         if store is None:
             slice_bytes = self._placer.slice_bytes_of(POLICIES[message.mode])
-            store = self.stores[message.store] = StoreKeys(message.store, message.mode, sender, slice_bytes)
+            own = (message.store, message.mode, sender, slice_bytes, self._membership.joined_later)
+            store = self.stores[message.store] = StoreKeys(*own)
         effects: list[fx.Effect] = []
-        conflict = store.declare(sender, message, now, self._membership.exempt_at(message.pushes))
+        conflict = store.declare(sender, message, now)
         if conflict:
             effects.append(fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.INIT_MISMATCH, conflict)))
         if store.give_up_disputed(_ranks(self._membership.workers), now) or conflict:
@@ -377,7 +379,7 @@ class Keys:
         """Place what is agreed of these keys, or of all, and answer what is placed."""
         entries = store.take_agreed(_ranks(self._membership.workers), keys)
         effects: list[fx.Effect] = []
-        for _, group in groupby(entries, lambda entry: entry.exempted):
+        for _, group in groupby(entries, lambda entry: entry.pushes):
             alike = list(group)
             for start in range(0, len(alike), req.KEYS_PER_MESSAGE):
                 effects += self._place(store, alike[start : start + req.KEYS_PER_MESSAGE])
@@ -400,7 +402,9 @@ class Keys:
     def _assign(self, store: StoreKeys, entries: list[DeclaredKey], placement: msg.Placement) -> list[fx.Effect]:
         """Tell the servers, then the workers. The first worker that has declared them gives first values."""
         there = self._membership.workers or self._membership.newcomers
-        exempted = {member for member in self._membership.there.values() if member in entries[0].exempted}
+        exempted = self._membership.joined_later(entries[0].pushes) & {*self._membership.there.values()}
+        for entry in entries:
+            entry.exempted = frozenset(exempted)
         givers = _ranks(there) - _ranks(member.node for member in exempted)
         giver = min(givers or _ranks(there), default=0)
         later = tuple(sorted(one.node.rank for one in exempted if store.leaves_out(one, entries[0])))
@@ -464,11 +468,6 @@ class Keys:
     def changes(self) -> int:
         """How often keys have got their places or an error, or a store its optimizer."""
         return len(self.optimizers) + sum(store.changes for store in self.stores.values())
-
-    def exempt(self, members: Collection[Member]) -> None:
-        """Place what is being declared without these workers, which join now."""
-        for store in self.stores.values():
-            store.exempt(members)
 
     def exempt_nobody(self) -> None:
         """All workers stand at the same step: rounds of all keys wait for all of them."""

@@ -7,6 +7,7 @@ The set is fixed once it is complete, but for members that leave, and for worker
 from __future__ import annotations
 
 from collections import ChainMap
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 from kvdist import errors
@@ -141,8 +142,8 @@ class Membership:
         """All workers stand after so many pushes now, whenever they have joined."""
         self.since = {member: min(since, version - 1) for member, since in self.since.items()}
 
-    def exempt_at(self, pushes: int) -> set[Member]:
-        """The workers that have joined later in the program than after so many pushes, and take no part in this."""
+    def joined_later(self, pushes: int) -> Set[Member]:
+        """The workers that have joined later in the program than after so many pushes."""
         return {member for member, since in self.since.items() if since >= pushes}
 
     def is_there(self, node: NodeId) -> bool:

@@ -83,9 +83,6 @@ class NewcomerScheduler(Protocol):
     def again(self, sender: Member, message: msg.Message) -> list[fx.Effect]:
         """Handle what had to wait."""
 
-    def exempt(self, members: Sequence[Member]) -> None:
-        """Let no open agreement wait for these members, which join later in the program."""
-
 
 class Newcomers:
     """All that have come later.
@@ -396,8 +393,6 @@ class Newcomers:
         for member in there:
             self._membership.make_member(member, version)
             self._joined[member] = set()
-        self._keys.exempt(there)
-        self._scheduler.exempt(there)
         at, self._at_current_cut = self._at_current_cut, None
         before = [] if at is None else at(version)
         cut = self._make(version, ranks)

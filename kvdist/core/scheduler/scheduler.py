@@ -439,12 +439,6 @@ class Scheduler(fx.Machine):
         """Tell all who is there, now."""
         return self._announce(self._now)
 
-    def exempt(self, members: Sequence[Member]) -> None:
-        """Let nothing that is agreed on now wait for these."""
-        for barrier in self._barriers.values():
-            barrier.exempted.update(members)
-        self.checkpoints.exempt(members)
-
     # Barriers and commands.
 
     def _barrier(self, sender: Member, message: msg.Barrier, now: float) -> list[fx.Effect]:
@@ -464,9 +458,9 @@ class Scheduler(fx.Machine):
         place, workers = (message.store, number), self.membership.workers
         barrier = self._barriers.get(place)
         if barrier is None:
-            subject, exempted = f"barrier {number}", self.membership.exempt_at(message.pushes)
+            subject, later = f"barrier {number}", partial(self.membership.joined_later, message.pushes)
             quorum = self.membership.quorum
-            barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, quorum, exempted)
+            barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, quorum, later)
         asks_again = barrier.has_heard(sender)
         barrier.say(sender, (message.statement, message.giver))
         barrier.ask(sender, message.request)

@@ -397,7 +397,6 @@ class Server(fx.Machine):
         """Let rounds wait for workers that came later, and tell them from when on."""
         if message.store < 0:
             self.peers.admit(message.ranks, message.version)
-            self.snapshots.exempt(message.ranks)
         found = [one for shard in self._shards for one in shard.admit(message)]
         if self.peers.waits:
             self.snapshots.roster()  # some have waited for those that were away

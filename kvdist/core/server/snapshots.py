@@ -95,8 +95,8 @@ class ServerSnapshot:
     leased: list[Buffer] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
     """Ranks that have marked all their slices."""
-    exempted: set[int] = field(default_factory=set)
-    """Ranks of workers that do not take part, because they joined later in the program."""
+    pushes: int = 0
+    """How many pushes its workers have made: who has joined later in the program takes no part."""
     at: Mapping[int, int] | None = None
     """Slice → the version at which it is taken, where that is not said by marks."""
     is_begun: bool = False
@@ -147,7 +147,7 @@ class Snapshots:
         if snapshot is None:
             where = (message.folder, message.contents, message.run, message.step)
             snapshot = ServerSnapshot(message.store, message.counter, *where)
-            snapshot.exempted = {rank for rank, since in self._peers.since.items() if since >= message.pushes}
+            snapshot.pushes = message.pushes
             self._snapshots[message.store, message.counter] = snapshot
         if not message.contents:
             snapshot.fail(f"{sender} cannot take part")
@@ -230,14 +230,9 @@ class Snapshots:
                     del snapshot.marks[number]
                     self._stop_awaiting(number, snapshot)
 
-    def exempt(self, ranks: Sequence[int]) -> None:
-        """Wait for no marks of these, which join while checkpoints are under way."""
-        for snapshot in self._snapshots.values():
-            snapshot.exempted.update(ranks)
-
     def _awaited(self, snapshot: ServerSnapshot) -> Set[int]:
         """The ranks that have to mark."""
-        return self._peers.awaited - snapshot.exempted
+        return self._peers.awaited - {rank for rank, since in self._peers.since.items() if since >= snapshot.pushes}
 
     def roster(self) -> None:
         """Go on without departed workers. To be called when the rounds that waited for them are closed."""
