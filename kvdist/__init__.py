@@ -36,6 +36,7 @@ from kvdist.errors import (
     RolledBackError,
     StoreClosed,
 )
+from kvdist.runtime.preparations import PREPARATIONS
 from kvdist.version import __version__
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from kvdist.kvstore.base import KVStore
     from kvdist.kvstore.checkpoints import Checkpoint
     from kvdist.kvstore.rowsparse import LazyRows, RowSparse
+    from kvdist.runtime.node import Node
     from kvdist.training.data import SplitSampler, split_and_load, split_data
     from kvdist.training.embedding import Embedding
     from kvdist.training.queue_sampler import QueueSampler
@@ -142,6 +144,13 @@ _REMOVED = {
     **dict.fromkeys(("buffered", "Buffered"), "kvdist.asynchronous(damping='sqrt') or kvdist.quota(samples)"),
 }
 """Names of 0.2 and before → what to use instead, for error messages."""
+
+
+def _attach_diagnostics(node: Node) -> None:
+    import_module("kvdist.diagnostics.attach").attach(node)
+
+
+PREPARATIONS.append(_attach_diagnostics)
 
 
 def __getattr__(name: str) -> Any:

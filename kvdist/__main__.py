@@ -56,9 +56,11 @@ GROUPS: dict[str, dict[str, Subcommand]] = {
         "status": Subcommand("list the jobs on this machine, and their processes", "kvdist.status:add_arguments"),
     },
     "after a failure": {
-        "why": Subcommand("name the process that failed or is awaited, from a job's dumps", "kvdist.why:add_arguments"),
+        "why": Subcommand(
+            "name the process that failed or is awaited, from a job's dumps", "kvdist.diagnostics.why:add_arguments"
+        ),
         "ledger": Subcommand(
-            "say whether servers counted, refused or dropped a gradient", "kvdist.runtime.ledger:add_arguments"
+            "say whether servers counted, refused or dropped a gradient", "kvdist.diagnostics.ledger:add_arguments"
         ),
     },
     "checkpoints": {

@@ -20,10 +20,10 @@ import logging
 import os
 
 from kvdist.config.paths import expanded
+from kvdist.diagnostics.profiler import PROFILER_HEAD, PROFILERS, TraceSettings, require_plain
 from kvdist.errors import KvdistError
 from kvdist.protocol.messages import Command
 from kvdist.runtime.cluster import PROCESS_CLUSTER
-from kvdist.runtime.profiler import PROFILER_HEAD, PROFILERS, TraceSettings, require_plain
 
 __all__ = ["dump", "pause", "resume", "set_config", "set_state", "start", "stop"]
 

@@ -25,7 +25,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
 from kvdist.checkpoint.locks import release_when_terminated
 from kvdist.config.addresses import local_address_towards, own_addresses_of
 from kvdist.config.command_line import end_with
@@ -39,9 +38,10 @@ from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.errors import EXITED, ConfigError, FencedError, JobOver, KvdistError, PeerLostError
 from kvdist.nodes import UNRANKED, NodeId, Role
 from kvdist.optimizer.registry import registered
-from kvdist.runtime.cluster import HANDLERS, keep_events, open_server_device, server_node
+from kvdist.runtime.cluster import HANDLERS, open_server_device, server_node
 from kvdist.runtime.io_thread import ThreadedDisk
 from kvdist.runtime.node import Node
+from kvdist.runtime.preparations import prepare
 from kvdist.runtime.process_name import name_process
 from kvdist.transport.base import Transport
 from kvdist.transport.endpoints import endpoint_of_listener
@@ -85,7 +85,7 @@ def serve(options: argparse.Namespace) -> int:
         node = _scheduler(config) if config.role is Role.SCHEDULER else _server(config)
         if config.role is Role.SCHEDULER:
             release_when_terminated()  # here, as its locks are taken by another thread
-            keep_events(node)
+            prepare(node)
         node.run()
         _tell_of_strangers(node)
     except JobOver as error:

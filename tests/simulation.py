@@ -40,8 +40,6 @@ from kvdist.config.settings import SCHEDULER_AWAY_S, ClusterConfig, Limits
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
 from kvdist.core.joining import HELLO_INTERVAL_S, Introduction
 from kvdist.core.machine import ChildEnded, Effect
-from kvdist.core.record import Reader, Writer
-from kvdist.core.replay import Difference, replay
 from kvdist.core.round import Verdict
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.scheduler import Scheduler
@@ -57,6 +55,9 @@ from kvdist.core.server.sparse_table import RowContribution, SparseTable
 from kvdist.core.worker import requests
 from kvdist.core.worker.transfers import Ready
 from kvdist.core.worker.worker import Worker
+from kvdist.diagnostics.record import Reader, Writer
+from kvdist.diagnostics.replay import Difference, replay
+from kvdist.diagnostics.ring import Ring
 from kvdist.errors import CheckpointError, DeadlineExceeded, FencedError, JobOver, PeerLostError, RolledBackError
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
@@ -68,7 +69,6 @@ from kvdist.protocol.messages import CompressedPush, Due, DueWhen, JoinedPush, P
 from kvdist.runtime import journal as journals
 from kvdist.runtime.journal import ASIDE, Journal
 from kvdist.runtime.node import Node
-from kvdist.runtime.ring import Ring
 from kvdist.version import __version__
 from tests.core.leasing import LeasingUser, QuotaLeasingUser, require_position, require_used_once
 from tests.core.network import Network, Process, SimulatedTransport, Wall, Weather

@@ -46,7 +46,8 @@ FLOORS = {
     "kvdist.profiler": 8,
     "kvdist.serve": 8,
     "kvdist.training": 8,
-    "kvdist.why": 7,
+    "kvdist.diagnostics": 7,
+    "kvdist.diagnostics.trace": 4,
     "kvdist.horovod": 9,
     "kvdist.keras": 9,
     "kvdist.mxnet": 9,
@@ -92,7 +93,7 @@ IMPURE = {
 WALL_CLOCK = {"datetime.now", "time.time", "time.time_ns"}
 MAY_READ_THE_WALL_CLOCK = {
     "kvdist/checkpoint/locks.py", "kvdist/collective/rendezvous.py", "kvdist/collective/timeline.py",
-    "kvdist/runtime/ring.py", "launcher/kvdist_launch/cli.py", "launcher/kvdist_launch/ssh.py",
+    "kvdist/diagnostics/ring.py", "launcher/kvdist_launch/cli.py", "launcher/kvdist_launch/ssh.py",
 }  # fmt: skip
 """Ages of files, and times that are shown to people. Whatever waits reads the monotonic clock: the other one jumps."""
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdist.why import NoDumps, Story, align, explained, read_dumps
+from kvdist.diagnostics.why import NoDumps, Story, align, explained, read_dumps
 from tests.cases import each
 from tests.simulation import SCENARIOS, run
 

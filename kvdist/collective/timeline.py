@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from kvdist.config.paths import expanded
-from kvdist.runtime.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable
+from kvdist.diagnostics.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable
 
 LOG = logging.getLogger("kvdist")
 

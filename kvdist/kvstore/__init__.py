@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import kvdist.runtime.profiler  # noqa: F401  # attaches itself to the nodes of this process
 from kvdist.config import exit_codes
 from kvdist.config.environment import has_servers_from_env, read_setting, world_from_env
 from kvdist.config.policies import Pace, TrainingPolicy, policy_from

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from kvdist import errors
@@ -46,6 +45,7 @@ from kvdist.kernels.interface import Device
 from kvdist.nodes import Role
 from kvdist.runtime.io_thread import Disk
 from kvdist.runtime.node import Node, run_together
+from kvdist.runtime.preparations import prepare
 from kvdist.runtime.process_name import name_process
 from kvdist.runtime.waits import UnderWay, UserThreads
 from kvdist.transport.base import Transport
@@ -61,9 +61,6 @@ EXIT_WAIT_S = 30.0
 
 HANDLERS: dict[int, Handler] = {}
 """Command → its handler on the servers of this process."""
-
-PREPARATIONS: list[Callable[[Node], None]] = []
-"""Called with each node of a worker or a server before it runs. The profiler attaches itself this way."""
 
 EMBEDDED_ENDPOINT = "inproc://kvdist-scheduler"
 EMBEDDED_SERVER_ENDPOINT = "inproc://kvdist-server"
@@ -324,29 +321,6 @@ PROCESS_CLUSTER = ProcessCluster()
 atexit.register(PROCESS_CLUSTER.at_exit)
 
 
-def prepare(node: Node) -> None:
-    """Do with the node of a worker or a server what is to be done before it runs."""
-    keep_events(node)
-    for preparation in PREPARATIONS:
-        preparation(node)
-
-
-def keep_events(node: Node) -> None:
-    """Let a node write its last events to a file if it fails, where ``KVDIST_DUMP`` says so."""
-    folder = read_setting("KVDIST_DUMP")
-    if folder is not None:
-        from kvdist.runtime.ring import (
-            Ring,
-            write_at_exit,
-            write_when_terminated,
-        )  # a feature at a seam: loaded where it is used
-
-        about = (node.reliable.job, read_setting("KVDIST_DUMP_EVENTS"), Path(folder).absolute())
-        node.ring = Ring(node.machine, *about, node.clock, node.is_revived)
-        write_when_terminated(node.ring)
-        write_at_exit(node.ring)
-
-
 def server_node(
     config: ClusterConfig,
     endpoint: str,
@@ -379,10 +353,6 @@ def server_node(
 
         kind = ReplicatedServer
     machine = kind(introduced, config.limits, kernels, time.monotonic(), memory.allocate, HANDLERS, arithmetic)
-    if (folder := read_setting("KVDIST_LEDGER")) is not None:
-        from kvdist.runtime import ledger  # a feature at a seam: loaded where it is used
-
-        ledger.keep(machine, Path(folder))
     node = Node(machine, transport, config.job_tag, config.limits.explain_after_s, disk=disk)
     prepare(node)
     return node
@@ -492,4 +462,5 @@ def _embedded() -> Cluster:
         server_node(*of_server, transports[Role.SERVER], memory),
         Node(worker, transports[Role.WORKER], config.job_tag, config.limits.explain_after_s),
     ]
+    prepare(nodes[0])
     return Cluster(config, nodes[-1], memory, lambda: run_together(nodes, network.wait), is_embedded=True)

@@ -384,6 +384,7 @@ OF_PROCESS = frozenset({"restarts", "listen_fd"})
 
 OWN = (
     "kvdist.core.",
+    "kvdist.diagnostics.pace",
     "kvdist.protocol.",
     "kvdist.errors",
     "kvdist.nodes",

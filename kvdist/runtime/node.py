@@ -40,7 +40,6 @@ from kvdist.transport.base import Arrived, Buffer, Connected, DialRefused, Disco
 
 if TYPE_CHECKING:  # features at a seam: nodes run without them
     from kvdist.runtime.journal import Journal
-    from kvdist.runtime.ring import Ring
 
 LOG = logging.getLogger("kvdist")
 
@@ -224,6 +223,42 @@ class Tracer(abc.ABC):
         """A message has been dealt with, and what follows from it has been done."""
 
 
+class Recorder(abc.ABC):
+    """Keeps what a node's machine was told last and what it answered. Times are those of the machine."""
+
+    @abc.abstractmethod
+    def received(self, now: float, frames: Sequence[Buffer], message: msg.Message) -> None:
+        """The machine gets a message."""
+
+    @abc.abstractmethod
+    def observed(self, now: float, event: fx.Event) -> None:
+        """The machine is told of an event."""
+
+    @abc.abstractmethod
+    def ticked(self, now: float) -> None:
+        """The machine is told the time."""
+
+    @abc.abstractmethod
+    def asked(self, now: float, requests: Sequence[req.Request]) -> None:
+        """The machine gets requests of the user."""
+
+    @abc.abstractmethod
+    def sent(self, to: Member, frames: Sequence[Buffer]) -> None:
+        """The machine has sent a message; no frames if it could not leave."""
+
+    @abc.abstractmethod
+    def did(self, effect: fx.Effect) -> None:
+        """The machine wants this done, which is no message."""
+
+    @abc.abstractmethod
+    def explained(self, now: float, text: str) -> None:
+        """The node has explained for what it waits."""
+
+    @abc.abstractmethod
+    def ended(self, failure: Exception | None) -> None:
+        """The node has ended."""
+
+
 class Node:
     """One machine, one transport, one thread.
 
@@ -262,7 +297,7 @@ class Node:
         """Messages whose sender is not whom its key belongs to."""
         self.trace: Tracer | None = None
         """Notes what happens here, if that is wanted. Any thread sets it, so read it once."""
-        self.ring: Ring | None = None
+        self.ring: Recorder | None = None
         """Keeps what the machine was told last and what it answered, if that is wanted; set before the node runs."""
         self.journal: Journal | None = None
         """Gets each input of the machine, for a process that takes the place of this one; see `keep`."""

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from kvdist import why
+from kvdist.diagnostics import why
 from tests.integration.processes import Job
 
 SOON_S = 60.0

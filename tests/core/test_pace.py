@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.machine import Log
 from kvdist.core.scheduler.membership import Membership
-from kvdist.core.scheduler.pace import Verdicts
 from kvdist.core.worker.requests import ReportTimes
+from kvdist.diagnostics.attach import judge_pace
+from kvdist.diagnostics.pace import Verdicts
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
 from kvdist.protocol.messages import Hello, StepTimes
 from kvdist.version import __version__
@@ -320,6 +321,7 @@ def test_a_worker_alone_is_not_judged() -> None:
 
 def test_a_cluster_hears_of_it_while_it_trains_and_when_the_last_worker_leaves() -> None:
     wired = Wired(2, 1)
+    judge_pace(wired.scheduler)
     for _ in range(30):
         wired.advance(1.0)
         for rank, (compute_us, blocked_us) in enumerate([(250_000, 750_000), (1_000_000, 0)]):

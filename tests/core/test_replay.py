@@ -8,11 +8,11 @@ from unittest import mock
 
 import pytest
 
-from kvdist.core.replay import Difference, replay
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server.shard import DenseShard
 from kvdist.core.worker.transfers import Transfers
-from kvdist.why import read_dumps
+from kvdist.diagnostics.replay import Difference, replay
+from kvdist.diagnostics.why import read_dumps
 from tests.cases import each
 from tests.simulation import SCENARIOS, run, small_messages
 

@@ -413,7 +413,7 @@ def test_methods_and_messages_and_arrays_come_back_as_they_were(written: Written
     [
         b"cthis\ns\n.",
         b"cos\nsystem\n.",
-        b"ckvdist.core.record\nbase64\n.",
+        b"ckvdist.diagnostics.record\nbase64\n.",
         b"cnumpy\nload\n.",
         b"cbuiltins\ngetattr\n.",
     ],

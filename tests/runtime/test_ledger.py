@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvdist.__main__ import main
-from kvdist.runtime.ledger import fate, keep
+from kvdist.diagnostics.ledger import fate, keep
 from tests.core.wired import Wired
 
 

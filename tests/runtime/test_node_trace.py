@@ -10,10 +10,10 @@ import pytest
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.worker.requests import EnterBarrier
+from kvdist.diagnostics.profiler import NodeTrace, traced_rounds
+from kvdist.diagnostics.trace import Trace
 from kvdist.errors import KvdistError
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Ack, Command, Message, Packet, Perform, Pull, Stamp
-from kvdist.runtime.profiler import NodeTrace, traced_rounds
-from kvdist.runtime.trace import Trace
 from tests.cases import each
 from tests.core.wired import Wired
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import kvdist.runtime.trace
+import kvdist.diagnostics.trace
 from kvdist import KvdistError, kv, profiler
+from kvdist.diagnostics.profiler import PROFILER_HEAD, PROFILERS, Profiler, TraceSettings, require_plain
 from kvdist.runtime.cluster import PROCESS_CLUSTER
 from kvdist.runtime.node import Node
-from kvdist.runtime.profiler import PROFILER_HEAD, PROFILERS, Profiler, TraceSettings, require_plain
 from tests.cases import each
 
 ONES = np.ones(5, np.float32)
@@ -136,7 +136,7 @@ def test_a_second_worker_that_comes_late_does_not_replace_a_finished_trace_of_a_
 
 
 def test_no_command_of_a_worker_waits_for_a_file(folder, monkeypatch):
-    begun, released, write = threading.Event(), threading.Event(), kvdist.runtime.trace.write
+    begun, released, write = threading.Event(), threading.Event(), kvdist.diagnostics.trace.write
 
     def slowly(path, pieces):
         begun.set()
@@ -149,7 +149,7 @@ def test_no_command_of_a_worker_waits_for_a_file(folder, monkeypatch):
         store.barrier()
         tell("stop")
         let_threads_end()
-        monkeypatch.setattr(kvdist.runtime.trace, "write", slowly)
+        monkeypatch.setattr(kvdist.diagnostics.trace, "write", slowly)
         tell("start")
         store.barrier()
         tell("dump", finished=False)
@@ -171,7 +171,7 @@ def test_no_command_of_a_worker_waits_for_a_file(folder, monkeypatch):
 
 
 def test_a_handler_of_a_signal_may_dump_while_a_dump_is_written(folder, monkeypatch):
-    path, text, once = folder / "profile.worker-0.json", kvdist.runtime.trace.TraceSnapshot.text, iter([True])
+    path, text, once = folder / "profile.worker-0.json", kvdist.diagnostics.trace.TraceSnapshot.text, iter([True])
 
     def interrupted(snapshot, process, about):
         for piece in text(snapshot, process, about):
@@ -187,7 +187,7 @@ def test_a_handler_of_a_signal_may_dump_while_a_dump_is_written(folder, monkeypa
     with kv.create("dist") as store:
         profiler.start()
         store.barrier()
-        monkeypatch.setattr(kvdist.runtime.trace.TraceSnapshot, "text", interrupted)
+        monkeypatch.setattr(kvdist.diagnostics.trace.TraceSnapshot, "text", interrupted)
         before = signal.signal(signal.SIGUSR1, dump)
         try:
             profiler.dump(finished=False)

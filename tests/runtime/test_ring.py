@@ -13,10 +13,10 @@ from kvdist.checkpoint.snapshot import Sweep
 from kvdist.config.settings import ClusterConfig
 from kvdist.core.machine import Effect, Event, Forget, Send, Transmit
 from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.diagnostics import ring as rings
+from kvdist.diagnostics.ring import Ring
+from kvdist.diagnostics.why import read_dumps
 from kvdist.nodes import Member, Role, server
-from kvdist.runtime import ring as rings
-from kvdist.runtime.ring import Ring
-from kvdist.why import read_dumps
 
 
 def make(folder: Path | None, events_max: int = 4) -> Ring:

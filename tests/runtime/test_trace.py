@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvdist.runtime.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable, write
+from kvdist.diagnostics.trace import Trace, TraceCopy, TraceFiles, now_ns, require_writable, write
 from tests.cases import each
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvdist import errors
 from kvdist.config.settings import ClusterConfig
@@ -31,7 +31,6 @@ from kvdist.protocol import messages as msg
 if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
     from kvdist.core.scheduler.leases import Leases
     from kvdist.core.scheduler.newcomers import Newcomers
-    from kvdist.core.scheduler.pace import Verdicts
     from kvdist.core.scheduler.rollback import Rollback
 
 BarrierWord = tuple[str, int]
@@ -51,6 +50,16 @@ NO_LEAST = (
 ROSTER_GAP_S = 0.001
 """Between two rosters, for each member: to tell all of all costs the square of their number, and a thousand workers
 leave at nearly the same time."""
+
+
+class Verdicts(Protocol):
+    """Judges who is slow, by what all report of their time: see `kvdist/diagnostics/pace.py`."""
+
+    def heard(self, sender: Member, message: msg.StepTimes, now: float) -> list[fx.Effect]:
+        """A member reports its time."""
+
+    def summary(self) -> list[fx.Effect]:
+        """What is to be said of the whole job when it ends."""
 
 
 class Scheduler(fx.Machine):
@@ -78,7 +87,7 @@ class Scheduler(fx.Machine):
             config.placement == "hash",
             config.limits.priority_slice_bytes,
         )
-        self._loads_bytes = placer.loads_bytes
+        self.loads_bytes = placer.loads_bytes
         self.keys = Keys(self.membership, placer, self._questions)
         self.checkpoints = Checkpoints(self.membership, self.keys, self._questions)
         self.on_loss = msg.OnLoss[config.on_loss.upper()]
@@ -99,8 +108,8 @@ class Scheduler(fx.Machine):
         self.losses = Losses(self.membership, self.keys, self.on_loss, config.return_limit_s > 0, self._doomed)
         self.leases: Leases | None = None
         """There are some once a worker has asked for one, or a checkpoint was loaded that had some."""
-        self._verdicts: Verdicts | None = None
-        """Of who is slow, once anybody has reported how its time goes."""
+        self.verdicts: Verdicts | None = None
+        """Judges who is slow, if anything is attached that does."""
         self.checkpoints.restoring_data = self._restoring_data
         self._deadlocks = Deadlocks()
         self._barriers: dict[tuple[int, int], Agreement[BarrierWord]] = {}
@@ -236,7 +245,7 @@ class Scheduler(fx.Machine):
             case msg.Command() if is_worker:
                 return self._command(sender, message, now)
             case msg.StepTimes():
-                return self._with_verdicts().heard(sender, message, now)
+                return [] if self.verdicts is None else self.verdicts.heard(sender, message, now)
             case msg.Goodbye() if is_worker:
                 return self._goodbye(sender, message, now)
             case msg.Goodbye() if message.failure:
@@ -585,7 +594,7 @@ class Scheduler(fx.Machine):
         self._announce_at = fx.NEVER
         effects: list[fx.Effect] = [fx.Send(server, msg.Stop(), server) for server in self.membership.servers.values()]
         effects += self._turn_away_late()
-        effects += [] if self._verdicts is None else self._verdicts.summary()
+        effects += [] if self.verdicts is None else self.verdicts.summary()
         effects += self._uneven()
         if len(self.membership.absent) == self.config.num_workers:
             effects.insert(0, fx.Log("no worker joined the cluster: does the script call kv.create('dist')?"))
@@ -899,13 +908,6 @@ class Scheduler(fx.Machine):
 
     def _restoring_data(self, position: Mapping[str, Any]) -> Callable[[], None]:
         return self._with_leases().restoring(position)
-
-    def _with_verdicts(self) -> Verdicts:
-        if self._verdicts is None:
-            from kvdist.core.scheduler.pace import Verdicts  # a feature at a seam: loaded where it is used
-
-            self._verdicts = Verdicts(self.membership, self._loads_bytes)
-        return self._verdicts
 
     def _go_on_without_data(self, now: float) -> list[fx.Effect]:
         """A worker rests: whatever has waited for nobody else goes on."""

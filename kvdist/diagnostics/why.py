@@ -1,8 +1,8 @@
 """``kvdist why FOLDER``: read the dumps of a job, and say in a paragraph who was awaited, by whom, and why.
 
-A dump is what a process heard and answered last (`kvdist.runtime.ring`). The clocks of hosts differ, so the times of a
+A dump is what a process heard and answered last (`ring`). The clocks of hosts differ, so the times of a
 dump are shifted until no message arrives before it was sent. With ``--replay`` a new machine hears all that a dump
-says, and has to answer the same (`kvdist.core.replay`).
+says, and has to answer the same (`replay`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 
 from kvdist.config.paths import expanded
 from kvdist.core.machine import ChildEnded, Event
-from kvdist.core.record import Asked, Beginning, Entry, Explained, Observed, Reader, Received, Sent, Ticked
-from kvdist.core.replay import Difference, replay
+from kvdist.diagnostics.record import Asked, Beginning, Entry, Explained, Observed, Reader, Received, Sent, Ticked
+from kvdist.diagnostics.replay import Difference, replay
 from kvdist.errors import KvdistError
 from kvdist.nodes import NodeId, Role
 from kvdist.protocol.messages import Roster, Stamp, Welcome
@@ -34,7 +34,7 @@ NOT_THE_USERS = re.compile(r"/kvdist/|/lib/python[^/]*/(?!site-packages/)|/site-
 GAVE_UP = "(KVDIST_STALL_SHUTDOWN_S)"
 """How the reason ends of a worker that has waited for as long as the user allows."""
 OF_A_WAIT = "a long wait"
-"""The reason of a dump that was written while its process waited (`kvdist.runtime.ring`)."""
+"""The reason of a dump that was written while its process waited (`ring`)."""
 LISTED_MAX = 4
 """Processes that a sentence names."""
 

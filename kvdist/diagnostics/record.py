@@ -1,7 +1,7 @@
 """What a machine was told and what it answered, as a record that can be written down. Pure.
 
 A record has no payloads: of values and gradients only their sizes, and of what is indexed the ids. Numbers, names and
-times are kept exactly. Nothing in a record runs code when it is read back. `kvdist.core.replay` plays it to a machine.
+times are kept exactly. Nothing in a record runs code when it is read back. `replay` plays it to a machine.
 """
 
 from __future__ import annotations

@@ -14,7 +14,11 @@ from typing import Any
 
 from kvdist.core import machine as fx
 from kvdist.core.host_aggregation import HostAggregation
-from kvdist.core.record import (
+from kvdist.core.reliable import Reliable
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.server import Server
+from kvdist.core.worker.worker import Worker
+from kvdist.diagnostics.record import (
     Asked,
     Beginning,
     Did,
@@ -28,10 +32,6 @@ from kvdist.core.record import (
     played,
     words_of,
 )
-from kvdist.core.reliable import Reliable
-from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server.server import Server
-from kvdist.core.worker.worker import Worker
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Role
 from kvdist.protocol import messages as msg

@@ -32,12 +32,12 @@ from kvdist.core.server.block import Block, Contribution, apply_round
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import ApplyRound
 from kvdist.core.worker import requests as req
+from kvdist.diagnostics.trace import EVENTS_MAX, Trace, TraceCopy, TraceFiles, now_ns, require_writable
 from kvdist.nodes import UNRANKED
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol import messages as msg
-from kvdist.runtime.cluster import HANDLERS, PREPARATIONS
+from kvdist.runtime.cluster import HANDLERS
 from kvdist.runtime.node import Node, Tracer
-from kvdist.runtime.trace import EVENTS_MAX, Trace, TraceCopy, TraceFiles, now_ns, require_writable
 from kvdist.version import __version__
 
 LOG = logging.getLogger("kvdist")
@@ -557,4 +557,3 @@ class ProcessProfilers:
 
 PROFILERS = ProcessProfilers()
 HANDLERS[PROFILER_HEAD] = PROFILERS.perform
-PREPARATIONS.append(PROFILERS.attach)

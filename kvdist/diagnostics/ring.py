@@ -1,8 +1,8 @@
 """The last events of a node: what its machine was told and what it answered, and the file that they are written to.
 
-Nothing is kept but what `kvdist.core.record` says: no values. The file, a *dump*, is written when the process fails, is
+Nothing is kept but what `record` says: no values. The file, a *dump*, is written when the process fails, is
 told to end by SIGTERM, has an uncaught exception, or explains a long wait; a later one takes the place of an earlier
-one. `kvdist.why` reads it. A process that is killed writes nothing.
+one. `why` reads it. A process that is killed writes nothing.
 
 A dump is a text of lines. The first one is a JSON object about the process, each other one an entry of the record.
 """
@@ -27,7 +27,12 @@ from typing import Any
 from kvdist import errors
 from kvdist.config.addresses import host_name
 from kvdist.core import machine as fx
-from kvdist.core.record import (
+from kvdist.core.scheduler.scheduler import Scheduler
+from kvdist.core.server.server import Server
+from kvdist.core.worker import requests as req
+from kvdist.core.worker.pending import Threads
+from kvdist.core.worker.worker import Worker
+from kvdist.diagnostics.record import (
     Asked,
     Beginning,
     Did,
@@ -44,14 +49,10 @@ from kvdist.core.record import (
     without_values,
     words_of,
 )
-from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server.server import Server
-from kvdist.core.worker import requests as req
-from kvdist.core.worker.pending import Threads
-from kvdist.core.worker.worker import Worker
+from kvdist.diagnostics.trace import write
 from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
-from kvdist.runtime.trace import write
+from kvdist.runtime.node import Recorder
 from kvdist.runtime.waits import OWN_THREADS
 from kvdist.transport.base import Buffer
 from kvdist.version import __version__
@@ -64,7 +65,7 @@ FRAMES_MAX = 12
 """The innermost calls of a thread that a dump has."""
 
 
-class Ring:
+class Ring(Recorder):
     """The last events of one node, from the moment its machine was made.
 
     Args:
