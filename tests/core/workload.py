@@ -539,7 +539,7 @@ class User:
             slices = self._machine.transfers.slices
             counters = {int(slices.pushed[piece.number]) for info in self.infos.values() for piece in info.slices}
             is_alone = len(self.oracle.lost) == self.job.num_workers  # versions may be made of nothing
-            assert is_alone or counters == {joined.result()}, (
+            assert is_alone or self.oracle.went_back or counters == {joined.result()}, (
                 "the weights have had as many updates as there were rounds"
             )
         yield [self._ask(lambda number: EnterBarrier(number, STORE))]
