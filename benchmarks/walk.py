@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import kvdist
-from kvdist import Trainer
+from kvdist import Trainer, kv
 from kvdist.runtime.node import Node
 
 STEPS = 21
@@ -61,7 +61,7 @@ class CallCounter:
         if self.is_counting:
             file = str(Path(code.co_filename).relative_to(PACKAGE))
             if code.co_name not in LOOP or not file.startswith("runtime/"):
-                (counts[-1] if counts else self._total)[file, code.co_qualname] += 1
+                (counts[-1] if counts else self._total)[file, getattr(code, "co_qualname", code.co_name)] += 1
 
     def take(self) -> Counter[tuple[str, str]]:
         """The counts since the last call of this method."""
@@ -77,7 +77,8 @@ def main() -> None:
     counter = CallCounter()
     threading.setprofile(counter.note)  # of the nodes' thread, which the Trainer starts
     parameters = [torch.nn.Parameter(torch.ones(*shape)) for shape in PARAMETERS]
-    trainer = Trainer(parameters, "sgd", {"learning_rate": 0.1}, kvstore="dist")
+    store = kv.create("dist")
+    trainer = Trainer(parameters, "sgd", {"learning_rate": 0.1}, kvstore=store)
     counts: list[Counter[tuple[str, str]]] = []
     for step in range(WARMUP + STEPS):
         for parameter in parameters:
@@ -91,7 +92,7 @@ def main() -> None:
         if step >= WARMUP:
             counts.append(counter.take())
     threading.setprofile(None)
-    trainer.kvstore.close()
+    store.close()
     report(sorted(counts, key=Counter.total)[len(counts) // 2], options.functions)
 
 
