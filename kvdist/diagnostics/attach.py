@@ -33,7 +33,7 @@ def attach(node: Node) -> None:
 
 
 def judge_pace(scheduler: Scheduler) -> None:
-    """Let a scheduler report slow members. One that a journal has restored has its `Verdicts` already."""
+    """Let a scheduler report slow members. A scheduler from a journal has its `Verdicts` already."""
     if scheduler.verdicts is None:
         scheduler.verdicts = Verdicts(scheduler.membership, scheduler.loads_bytes)
 

@@ -9,7 +9,7 @@ slices, and ``key``, the key of the first of them. The lines are:
 - workers were lost: ``lost``, a list of [rank, incarnation]. Their later pushes are not counted in these slices;
 - a push of a lost worker came after that: ``fenced``, [rank, incarnation, number of the push]. It was refused.
 
-A worker that was started again has a higher incarnation. Its pushes are counted anew: from 1 on ``dist_async``, and in
+A worker that was started again has a higher incarnation. Its pushes are numbered anew: from 1 on ``dist_async``, and in
 lockstep after the round at which it has joined.
 
 The ledger is for debugging: it has a line for each block and round.

@@ -142,7 +142,7 @@ class NodeTrace(Tracer):
         self._called.since_ns = now_ns()
 
     def take_since(self) -> int:
-        """Return the time at which the call of the request began that is submitted now."""
+        """Return the begin of the call whose request is being submitted."""
         since_ns, self._called.since_ns = self._called.since_ns, 0
         return since_ns or now_ns()
 

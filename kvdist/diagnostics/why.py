@@ -308,7 +308,7 @@ class Story:
         return listed(str(NodeId(*one)) for one in missing) if missing else ""
 
     def awaited(self) -> tuple[str, bool] | None:
-        """Return the process at the end of most chains of waits and False, or a process in a circle of waits and True."""
+        """Return the process at the end of most chains of waits, or in a circle of waits; and whether in a circle."""
         ends: dict[str, int] = defaultdict(int)
         for name in self.waits:
             seen = [name]

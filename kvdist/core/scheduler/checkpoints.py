@@ -90,7 +90,7 @@ class SaveUnderWay:
 
 @dataclass(slots=True, eq=False)
 class FolderClaim:
-    """A worker's claim to a directory for checkpoints of this job."""
+    """A directory that workers claim for checkpoints of this job."""
 
     first: msg.Claim
     agreement: Agreement[str]
@@ -100,8 +100,8 @@ class FolderClaim:
     """Reason why the job cannot save into the directory: the answer to every claim of this checkpoint."""
 
     def is_answer_to(self, claim: msg.Claim) -> bool:
-        """Return whether the claim has the answer of this claim: a refused directory is tried again for each further
-        checkpoint. A worker with a refused claim takes part in that checkpoint, so its next claim is of a further."""
+        """Return whether this claim also answers `claim`: a refused directory is tried again for each later checkpoint.
+        A worker with a refused claim takes part in that checkpoint, so its next claim is of a later checkpoint."""
         return not self.failure or (self.first.store, self.first.counter) == (claim.store, claim.counter)
 
 
@@ -145,7 +145,7 @@ class Checkpoints:
         self._saving: dict[tuple[int, int], SaveUnderWay] = {}
         self._loading: dict[tuple[int, int], LoadUnderWay] = {}
         self._unaware: dict[Member, tuple[float, str]] = {}
-        """Worker that may mark pushes at a lost server → (epoch of the roster that ends this, reason of the failure)."""
+        """Worker that may mark pushes at a lost server → (epoch of the roster that ends this, reason to fail)."""
         self.saves: dict[int, int] = {}
         """Store → number of its checkpoints so far."""
         self.loads: dict[int, int] = {}

@@ -417,7 +417,7 @@ class Keys:
     def _placed(
         self, store: StoreKeys, entries: list[DeclaredKey], placement: msg.Placement, giver: int, failure: str
     ) -> list[fx.Effect]:
-        """Mark keys as placed, as all servers know them; or fail the tables that servers have refused."""
+        """Mark keys as placed, as all servers know them; or fail keys that a server has refused."""
         live = _ranks(self._membership.workers or self._membership.newcomers)
         if live and giver not in live:
             return self._assign(store, entries, placement)  # the chosen worker has left before others knew of it

@@ -1,7 +1,7 @@
 """Membership: the processes in the cluster. Only the scheduler changes it; servers and workers get rosters. Pure.
 
 A process gets its rank once. The token of its hello identifies it, so a repeated hello gets the same answer. Once the
-cluster is complete, its members are fixed, except that members leave or are *lost*, and that processes may join late.
+cluster is complete, its members change only as members leave or are *lost*, and as processes join late.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ class Membership:
         self.lives[member] = hello.life
         self.left.discard(node)
         self.away.pop(node, None)
-        if is_late and role is Role.SERVER and self._config.replicas:  # a backup of the server before it, without a copy
+        # The slices of a new server have no copy yet, nor those of the server before it, whose backup it is.
+        if is_late and role is Role.SERVER and self._config.replicas:
             self._uncopied |= dict.fromkeys((node.rank, self._rank_beside(node, -1)), self.epoch + 1)
         workers = self.newcomers if is_late else self.workers
         (workers if role is Role.WORKER else self.servers)[node] = member
