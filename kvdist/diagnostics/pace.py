@@ -2,7 +2,7 @@
 
 Reports come at most once a second and are sums over steps. Rules:
 
-* The newest reports of a worker count that cover 20 steps, at least 5 reports: fewer are left to chance.
+* A worker is judged by its newest reports, at least 5 that cover 20 steps: fewer may be chance.
 * A worker is compared with the median of the others' medians, and with its best time. If all workers report their
   examples, times are per example, so that batches may differ. Costs are always per step.
 * A worker is slow if three quarters of its reports are slow, until their median is close to the others' again.

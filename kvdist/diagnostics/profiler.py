@@ -49,7 +49,7 @@ REST = 20
 DUMP_PERIOD_MAX_S = 86_400.0
 """Longest time between two rewrites of the file."""
 CALLS_OPEN_MAX = 100_000
-"""Most calls under way that are noted; further calls are not."""
+"""Largest number of open calls that are noted; further calls are not."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -133,7 +133,7 @@ class NodeTrace(Tracer):
         self.trace = trace
         self._called = _CallStart()
         self._calls: dict[int, tuple[str, int, dict[str, Any]]] = {}
-        """Number of a request → its label, its begin, its arguments. Only the node's thread uses it."""
+        """Number of a request → its label, start and arguments. Only the node's thread uses it."""
 
     # On the user's threads.
 
@@ -142,7 +142,7 @@ class NodeTrace(Tracer):
         self._called.since_ns = now_ns()
 
     def take_since(self) -> int:
-        """Return the begin of the call whose request is being submitted."""
+        """Return the start of the call whose request is being submitted."""
         since_ns, self._called.since_ns = self._called.since_ns, 0
         return since_ns or now_ns()
 

@@ -75,7 +75,7 @@ class RecordedThreads:
         return self._next("may_act", "")  # type: ignore[no-any-return]
 
     def longest_wait_since(self) -> float | None:
-        """Return the recorded begin of the longest wait."""
+        """Return the recorded start of the longest wait."""
         return self._next("longest_wait_since", None)  # type: ignore[no-any-return]
 
     def room_wait(self) -> str:

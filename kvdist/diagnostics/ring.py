@@ -66,7 +66,7 @@ FRAMES_MAX = 12
 
 
 class Ring(Recorder):
-    """The last events of a node, from the creation of its machine on.
+    """The last events of a node, since the creation of its machine.
 
     Args:
         machine: the machine, before its first input.
@@ -165,7 +165,7 @@ class Ring(Recorder):
         self.write("a long wait")
 
     def ended(self, failure: Exception | None) -> None:
-        """Write the dump of a node that has stopped by a failure; else remove the dump of a wait that is over."""
+        """Write the dump if the node has failed or was interrupted; else remove the dump of a wait that is over."""
         if failure is not None:
             self.write(f"{type(failure).__name__}: {failure}", failure)
         elif self._failure_said:
@@ -256,7 +256,7 @@ class _HeardThreads:
         return self._threads.may_act(now)
 
     def longest_wait_since(self) -> float | None:
-        """Keep and return the begin of the longest wait."""
+        """Keep and return the start of the longest wait."""
         return self._ring.threads_said(  # type: ignore[no-any-return]
             "longest_wait_since", self._threads.longest_wait_since()
         )

@@ -38,7 +38,7 @@ now_ns = time.monotonic_ns
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An event with a begin and an end. `overlaps`: other spans of its thread may begin in it and end after it."""
+    """An event with a start and an end. `overlaps`: other spans of its thread may begin in it and end after it."""
 
     number: int
     name: str
@@ -145,7 +145,7 @@ class TraceCopy:
 
     path: Path
     trace_number: int
-    """Number of the trace among those of its process, in the order of their begins."""
+    """Number of the trace among those of its process, in the order in which they began."""
     snapshot: TraceSnapshot
     process: str
     about: dict[str, Any]
@@ -161,7 +161,7 @@ class _Overtaken(Exception):
 
 
 class TraceFiles:
-    """The files of a process's traces. Any thread may write a copy, and a signal handler may interrupt a write."""
+    """The files of a process's traces. Any thread may write a copy; a signal handler also within another write."""
 
     def __init__(self) -> None:
         self._writing = threading.RLock()

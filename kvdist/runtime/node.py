@@ -201,7 +201,7 @@ class Tracer(abc.ABC):
 
     @abc.abstractmethod
     def take_since(self) -> int:
-        """Return the begin of the call whose request is being submitted."""
+        """Return the start of the call whose request is being submitted."""
 
     @abc.abstractmethod
     def wait(self, future: Future[Any]) -> Any:
