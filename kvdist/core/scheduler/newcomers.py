@@ -2,7 +2,7 @@
 
 A newcomer is welcomed at once, and gets the roster when every server knows it. Its calls before its first push change
 nothing. With that push it asks to become a member. The scheduler finds the highest version of all slices, while every
-server promises to make at most the next version; from the version after the highest on, T, every round waits for the
+server promises to make at most the next version; from version T on, which `_version` chooses, every round waits for the
 newcomer. The other workers do not stop for that. Invariants:
 
 * A newcomer is counted in no version before its T, and awaited in all from T on.
