@@ -1,12 +1,12 @@
-"""Agreement: members say something about one subject, and all that asked get one answer. Pure.
+"""Agreement: members make statements on a subject, and all that ask get the same answer. Pure.
 
-Whose word is needed, the quorum, is data: all live workers at a barrier, all servers for a command, both for a
-checkpoint, only the first speaker where the first one decides. Invariants:
+The quorum, the members whose statements are needed, is data: all live workers at a barrier, all servers for a command,
+both for a checkpoint, only the first speaker if the first decides. Invariants:
 
-* Saying the same again changes nothing. A member's newer statement replaces its older one.
-* A process counts, not its rank: what an earlier incarnation said does not count for the present one.
-* There is one answer. Members that ask after it was given get the same.
-* Only members that are still in the cluster are answered and waited for.
+* A repeated statement changes nothing. A member's newer statement replaces its older statement.
+* Processes count, not ranks: a statement of an earlier incarnation does not count for the present incarnation.
+* An agreement has a single answer. Members that ask later get the same.
+* Only members that are still in the cluster are answered and awaited.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ Statement = TypeVar("Statement")
 Said = TypeVar("Said")
 
 Live = Mapping[NodeId, Member]
-"""Members that are in the cluster. `Membership` changes it as they come and go."""
+"""Members in the cluster, by node id. `Membership` changes the mapping as they join and leave."""
 
 Question: TypeAlias = (
     msg.Assign | msg.Cut | msg.DropRestored | msg.FindCut | msg.Perform | msg.Prepare | msg.Rest | msg.Restore
     | msg.RollBack | msg.SetOptimizer | msg.TakeRestored
 )  # fmt: skip
-"""What the scheduler sends to all servers, each of which answers."""
+"""A message of the scheduler to all servers; each of them answers."""
 
 Answer = Callable[[int], msg.Message]
-"""Makes the answer to the request of that number."""
+"""Number of a request → the answer to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberWait:
     """A member that waits for an answer.
 
-    missing: who has to act first: workers, or else servers; empty while the scheduler itself is at work.
-    subject: what is waited for, such as ``barrier 3``; '' if the deed is that of missing servers, too.
-    deed: what the missing workers have to do, such as ``reach barrier 3``.
-    who: who is missing, in words, where it is not known which ranks these will have.
+    missing: members that must act first: workers, or else servers; empty while the scheduler itself is at work.
+    subject: subject of the agreement, such as ``barrier 3``; '' if the deed is that of missing servers, too.
+    deed: action of the missing workers, such as ``reach barrier 3``.
+    who: description of the missing members, if their ranks are not known yet.
     """
 
     member: Member
@@ -56,16 +56,16 @@ class MemberWait:
 
     @property
     def workers(self) -> tuple[int, ...]:
-        """The ranks of the missing workers."""
+        """Ranks of the missing workers."""
         return tuple([node.rank for node in self.missing if node.role is Role.WORKER])
 
     def hint(self, now: float) -> fx.Send:
-        """The message that tells the member for whom it waits."""
+        """Return the message that tells the member for whom it waits."""
         who = "" if self.workers else f"{self.who or _names(self.missing)} to "
         return fx.Send(self.member, msg.Waiting(f"{who}{self._awaited_deed}", self.workers, now - self.since))
 
     def sentence(self, now: float) -> str:
-        """Who has to do what, for how long."""
+        """Explain who has to do what, and for how long the member has waited."""
         return waiting(now - self.since, self.who or _names(self.missing), self._awaited_deed)
 
     @property
@@ -74,15 +74,15 @@ class MemberWait:
 
 
 class Agreement(Generic[Statement]):
-    """What members say about one subject.
+    """The statements of members on a subject, and the answer.
 
     Args:
-        subject: what it is about, such as ``barrier 3``.
-        deed: what a worker does to take part, such as ``reach barrier 3``.
-        since: when it began.
-        askers: who may ask for its answer.
-        quorum: whose word is needed, group by group.
-        joined_later: returns those of the quorum that take no part, because they have joined later in the program.
+        subject: the subject, such as ``barrier 3``.
+        deed: action by which a worker takes part, such as ``reach barrier 3``.
+        since: time at which the agreement began.
+        askers: members that may ask for the answer.
+        quorum: members whose statements are needed, group by group.
+        joined_later: returns members of the quorum that take no part, because they joined later in the program.
     """
 
     def __init__(
@@ -98,56 +98,56 @@ class Agreement(Generic[Statement]):
         self.deed = deed
         self.since = since
         self.said: dict[NodeId, tuple[Member, Statement]] = {}
-        """In the order in which they spoke first."""
+        """Node id → (member, its statement), in the order of the first statements."""
         self.waits_for: Agreement[str] | None = None
-        """What has to be agreed next, once this is complete."""
+        """Agreement that must be complete next, after this agreement."""
         self.joined_later = joined_later
         self.unasked: set[Member] = set()
-        """Other members of the quorum that take no part."""
+        """Members of the quorum that were not asked, so take no part."""
         self._askers = askers
         self._quorum = quorum
         self._asked: dict[tuple[Member, int], None] = {}
-        """(member, request) of all that wait for the answer."""
+        """(member, request) of all members that wait for the answer."""
         self._answer: Answer | None = None
 
     @property
     def is_answered(self) -> bool:
-        """Whether there is an answer."""
+        """Whether the answer is known."""
         return self._answer is not None
 
     @property
     def exempted(self) -> Set[Member]:
-        """The members of the quorum that take no part."""
+        """Members of the quorum that take no part."""
         return self.joined_later() | self.unasked
 
     @property
     def is_complete(self) -> bool:
-        """Whether every member of the quorum that takes part has spoken."""
+        """Whether every member of the quorum that takes part has made its statement."""
         return len(self.said) + len(self.exempted) >= sum(map(len, self._quorum)) and not self.missing()
 
     def say(self, member: Member, statement: Statement) -> None:
-        """Note what a member says."""
+        """Store the statement of a member."""
         self.said[member.node] = (member, statement)
 
     def has_heard(self, member: Member) -> bool:
-        """Whether this very process has spoken."""
+        """Return whether this very process has made its statement."""
         return self.said.get(member.node, (None,))[0] == member
 
     def ask(self, member: Member, request: int) -> list[fx.Effect]:
-        """Answer a request: now, if there is an answer, else by `answer`."""
+        """Answer a request: now if the answer is known, else by `answer`."""
         if self._answer is not None:
             return [fx.Send(member, self._answer(request))]
         self._asked[member, request] = None
         return []
 
     def answer(self, answer: Answer) -> list[fx.Effect]:
-        """Give this answer to all members that have asked, and to those that will."""
+        """Send the answer to all members that have asked, and keep it for later requests."""
         self._answer = answer
         asked, self._asked = self._asked, {}
         return [fx.Send(member, answer(request)) for member, request in asked if self._is_live(member)]
 
     def missing(self) -> tuple[NodeId, ...]:
-        """The members whose word is needed and not given, of the first group that lacks one."""
+        """Return the members without a statement, of the first group that is not complete."""
         for group in self._quorum:
             silent = [(node, member) for node, member in group.items() if not self.has_heard(member)]
             exempted = self.exempted if silent else ()
@@ -157,16 +157,16 @@ class Agreement(Generic[Statement]):
         return ()
 
     def disagreement(self, what: Callable[[Statement], Said]) -> list[tuple[int, Said]]:
-        """The rank of each worker with what it said; empty if all agree.
+        """Return the rank of each member and its part of the statement; empty if all are equal.
 
         Args:
-            what: what of a statement must be equal.
+            what: returns the part of a statement that must be equal.
         """
         said = [(node.rank, what(statement)) for node, (_, statement) in self.said.items()]
         return said if any(one[1] != said[0][1] for one in said) else []
 
     def waits(self) -> Iterator[MemberWait]:
-        """All that wait for the answer, and for whom."""
+        """Yield the waits of all members that wait for the answer."""
         if self._asked:
             missing = self.missing() or (self.waits_for.missing() if self.waits_for else ())
             for member, request in self._asked:
@@ -182,17 +182,17 @@ class Agreement(Generic[Statement]):
 
 
 class Questions:
-    """Requests of the scheduler to all servers, each an agreement about its number.
+    """Requests of the scheduler to all servers, with an agreement for each number of a request.
 
     Args:
-        servers: who is asked.
+        servers: the live servers.
     """
 
     def __init__(self, servers: Live) -> None:
         self._servers = servers
         self._open: dict[int, tuple[Agreement[str], Callable[[str], list[fx.Effect]] | None]] = {}
         self._asked: dict[int, Question] = {}
-        """What is open, for a server that takes the place of a lost one."""
+        """Number → open request, for a server that replaces a lost server."""
         self.next_request = 1
 
     def ask(
@@ -201,11 +201,11 @@ class Questions:
         then: Callable[[str], list[fx.Effect]] | None = None,
         cause: Agreement[Any] | None = None,
     ) -> list[fx.Effect]:
-        """Send all servers a message.
+        """Send a message to all servers.
 
         Args:
-            message: it, with any number of a request.
-            then: called when the last server has answered, with '' or with the first failure; None for nothing.
+            message: the message; its number of the request is replaced.
+            then: called when the last server has answered, with '' or with the first failure; may be None.
             cause: the agreement that waits for the answers.
         """
         request = self.next_request
@@ -219,23 +219,23 @@ class Questions:
         return [fx.Send(server, asked) for server in servers]
 
     def exempt(self, server: Member) -> None:
-        """Let no open question wait for this server, which has joined since."""
+        """Exempt a server from all open requests, as it has joined after them."""
         for question, _ in self._open.values():
             question.unasked.add(server)
 
     def drop(self, question: Agreement[str] | None) -> None:
-        """Ask this no more."""
+        """Drop the request with this agreement."""
         for request in [number for number, (one, _) in self._open.items() if one is question]:
             del self._open[request]
             self._asked.pop(request, None)
 
     @property
     def unanswered(self) -> list[Question]:
-        """What a server has to answer that takes the place of a lost one."""
+        """Open requests, which a server that replaces a lost server must answer."""
         return list(self._asked.values())
 
     def answered(self, sender: Member, request: int, failure: str) -> list[fx.Effect]:
-        """A server has answered, with '' or with why it could not."""
+        """Store a server's answer: '' or its failure. Returns what follows if the last server has answered."""
         question, _ = self._open.get(request, (None, None))
         if question is None or question.has_heard(sender):
             return []
@@ -243,7 +243,7 @@ class Questions:
         return self._end(request)
 
     def advance(self) -> list[fx.Effect]:
-        """A server is gone: whatever has waited for nobody else goes on."""
+        """Complete the requests for which only a server was missing that has left."""
         return [effect for request in list(self._open) for effect in self._end(request)]
 
     def _end(self, request: int) -> list[fx.Effect]:

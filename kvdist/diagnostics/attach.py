@@ -19,7 +19,7 @@ from kvdist.runtime.node import Node
 
 
 def attach(node: Node) -> None:
-    """Attach to a node that does not run yet what its role and the settings ask for."""
+    """Attach the diagnostics that the role and the settings ask for to a node that does not run yet."""
     keep_events(node)
     machine = node.machine
     if isinstance(machine, Scheduler):
@@ -33,13 +33,13 @@ def attach(node: Node) -> None:
 
 
 def judge_pace(scheduler: Scheduler) -> None:
-    """Let a scheduler say who is slow, unless it does: by a journal it has its judgement from the process before."""
+    """Let a scheduler report slow members. A scheduler from a journal has its `Verdicts` already."""
     if scheduler.verdicts is None:
         scheduler.verdicts = Verdicts(scheduler.membership, scheduler.loads_bytes)
 
 
 def keep_events(node: Node) -> None:
-    """Let a node write its last events to a file if it fails, where ``KVDIST_DUMP`` says so."""
+    """Let a node write its last events to a file if it fails, where ``KVDIST_DUMP`` names a folder."""
     folder = read_setting("KVDIST_DUMP")
     if folder is not None:
         from kvdist.diagnostics.ring import (

@@ -1,18 +1,18 @@
-"""`KVDIST_LEDGER`: what became of every push, line by line; and `kvdist ledger`, which reads it.
+"""`KVDIST_LEDGER`: the fate of every push, line by line; and `kvdist ledger`, which reads it.
 
-Each server appends to a file of its own in that folder, one JSON object a line, with ``slices`` (their numbers) and
-``key`` (of the first one) in each:
+Each server appends to its file in that folder, a JSON object per line. Each line has ``slices``, the numbers of some
+slices, and ``key``, the key of the first of them. The lines are:
 
-- a round that was closed: ``version``, and ``counted``, a list of [rank, incarnation, number of the push, from 1];
-- one that was refused after that: the same with ``refused``, the reason;
-- a server was lost, and all went back: ``rolled_back``, the version. What made later ones is undone;
-- workers that were given up: ``lost``, a list of [rank, incarnation]. Nothing more of them is counted in these slices;
-- a push of one of them that has come after that: ``fenced``, [rank, incarnation, number of the push]. It was refused.
+- a round was closed: ``version``, and ``counted``, a list of [rank, incarnation, number of the push, from 1];
+- that round could not be applied: the same with ``refused``, the reason;
+- all went back to a snapshot: ``rolled_back``, its version. Pushes counted in later versions are undone;
+- workers were lost: ``lost``, a list of [rank, incarnation]. Their later pushes are not counted in these slices;
+- a push of a lost worker came after that: ``fenced``, [rank, incarnation, number of the push]. It was refused.
 
-A worker that was started again has a higher incarnation. Its pushes have numbers of their own: on ``dist_async`` they
-begin at 1 again, in lockstep behind those of the round at which it has joined.
+A worker that was started again has a higher incarnation. Its pushes are numbered anew: from 1 on ``dist_async``, and in
+lockstep after the round at which it has joined.
 
-It is for debugging: a line for each block and round.
+The ledger is for debugging: it has a line for each block and round.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
 
 NAMED_MAX = 8
-"""Keys that an answer names."""
+"""The most keys that an answer names."""
 FENCED_MAX = 256
-"""Late pushes that are remembered."""
+"""The most late pushes that are remembered."""
 
 
 class FileLedger:
     """The ledger of one server.
 
     Args:
-        folder: where its file goes; made if it is not there.
-        name: of the server, once it has one.
+        folder: the folder of its file, created if missing.
+        name: returns the name of the server.
     """
 
     def __init__(self, folder: Path, name: Callable[[], str]) -> None:
         self._folder = folder
         self._name = name
         self._fenced: dict[tuple[Member, int], set[int]] = {}
-        """(who, step) of the latest late pushes → the slices of which that is written, as pushes are repeated."""
+        """(worker, step) of the latest late pushes → the slices for which a line is written, as pushes are repeated."""
 
     def round_closed(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
-        """A round has been closed."""
+        """Write the contributions of a round that has been closed."""
         self._write(holder, version=holder.round.version, counted=_rows(contributions))
 
     def refused(self, holder: StoredHolder, contributions: Sequence[Any], reason: str) -> None:
-        """It could not be applied."""
+        """Write that a closed round could not be applied, and why."""
         self._write(holder, version=holder.round.version, counted=_rows(contributions), refused=reason)
 
     def dropped(self, holder: StoredHolder, lost: Mapping[int, Member]) -> None:
-        """Nothing more of these workers will be counted."""
+        """Write that no later push of these lost workers is counted."""
         self._write(holder, lost=sorted([rank, member.incarnation] for rank, member in lost.items()))
 
     def rolled_back(self, holder: StoredHolder) -> None:
-        """What made later versions is undone."""
+        """Write the version to which a block went back."""
         self._write(holder, rolled_back=holder.round.version)
 
     def fenced(self, member: Member, message: LatePush, holder: Callable[[int], StoredHolder | None]) -> None:
-        """A push of a worker that was given up before has been refused."""
+        """Write that a push of a lost worker has been refused, once for each slice."""
         own = (
             message.ranks == member.node.rank
             if isinstance(message, msg.JoinedPush)
@@ -98,19 +98,18 @@ class FileLedger:
 
 
 def keep(server: Server, folder: Path) -> None:
-    """Let a server write its ledger."""
+    """Let a server write a ledger into this folder."""
     server.dense.ledger = server.sparse.ledger = FileLedger(folder, lambda: str(server.me))
 
 
 def fate(folder: Path, rank: int, push: int) -> str:
-    """What became of a push of a worker, by the ledgers in a folder.
+    """Describe the fate of a worker's push, by the ledgers in a folder.
 
     Returns:
-        A sentence; of a worker that was given up one for each of its incarnations that may have made the push, a line
-        each, in their order.
+        A sentence. For a lost worker a line for each incarnation that may have made the push, in their order.
 
     Raises:
-        FileNotFoundError: there are none.
+        FileNotFoundError: the folder has no ledger.
     """
     first: dict[int, int] = {}
     """Incarnation of this rank → the number of the first push that was counted; 0 if none was."""
@@ -123,14 +122,14 @@ def fate(folder: Path, rank: int, push: int) -> str:
             if one == rank:
                 first.setdefault(incarnation, 0)
                 is_lost = True
-    # Pushes of lower numbers than an incarnation's first are those of earlier ones, before it joined.
+    # An incarnation has not made the pushes below its first counted number: earlier incarnations have.
     able = [one for one in sorted(first) if first[one] <= push] or sorted(first)[-1:] or [0]
     who = f"push {push} of worker-{rank}"
     return "\n".join(_fate(folder, rank, one, push, f"{who} (incarnation {one})" if is_lost else who) for one in able)
 
 
 def _fate(folder: Path, rank: int, incarnation: int, push: int, who: str) -> str:
-    """What became of a push of one incarnation of a worker."""
+    """Describe the fate of a push of a single incarnation of a worker."""
     counted: dict[int, int] = {}
     refused: dict[int, str] = {}
     lost: set[int] = set()
@@ -138,7 +137,7 @@ def _fate(folder: Path, rank: int, incarnation: int, push: int, who: str) -> str
     keys: dict[int, int | str] = {}
     for line in _lines(folder):
         slices = line["slices"]
-        if "fenced" not in line:  # whose slices may be of many keys
+        if "fenced" not in line:  # the slices of a fenced push may be of many keys
             keys.update((number, line["key"]) for number in slices)
         if "rolled_back" in line:
             undone = {number for number in slices if counted.get(number, 0) > line["rolled_back"]}
@@ -170,7 +169,7 @@ def _fate(folder: Path, rank: int, incarnation: int, push: int, who: str) -> str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``kvdist ledger``, and as `command` what answers."""
+    """Add the arguments of ``kvdist ledger``, with its function as `command`."""
     parser.add_argument("folder", metavar="DIR", help="the folder that KVDIST_LEDGER named during the job")
     parser.add_argument("--worker", type=int, required=True, metavar="RANK", help="rank of the worker that pushed")
     parser.add_argument("--push", type=int, required=True, metavar="N", help="which of its pushes, from 1")

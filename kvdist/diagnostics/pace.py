@@ -1,14 +1,14 @@
-"""`Verdicts`: which member is slow, why, since when, and what that costs, by what all report of their time. Pure.
+"""`Verdicts`: which member is slow, why, since when, and at which cost, by the reports of all about their time. Pure.
 
-Reports come at most once a second and are sums over steps. Rules here:
+Reports come at most once a second and are sums over steps. Rules:
 
-* Of each worker the newest reports count that are of 20 steps, and 5 at least: what is said of fewer is chance.
-* A worker is compared with the median of the others' medians, and with its own best. Where all say their examples,
-  times are per example, so that batches may differ; what it costs is always per step.
-* It is slow if three quarters of its reports are, and not any more when their median is nearly that of the others.
-* A worker's own time is its loader's, its computing, and what sending takes while it waits. All other waiting is for
-  others: in synchronous rounds the slow one waits least, so whether rounds wait for it is seen there.
-* A cause is named if it makes 80 % of the excess. What all have at once is nobody's.
+* A worker is judged by its newest reports, at least 5 that cover 20 steps: fewer may be chance.
+* A worker is compared with the median of the others' medians, and with its best time. If all workers report their
+  examples, times are per example, so that batches may differ. Costs are always per step.
+* A worker is slow if three quarters of its reports are slow, until their median is close to the others' again.
+* The busy time of a worker is loading data, computing, and sending while it waits. The rest of its waiting is for
+  others: in synchronous rounds the slow worker waits least, which shows whether rounds wait for it.
+* A cause is named if it makes 80 % of the excess. A delay that all members share is not blamed on any of them.
 
 Sources: the upper median and the coverage rule of TraceML; relative and individual scores of NVIDIA's resiliency
 extension; Lin et al., Understanding Stragglers in Large Model Training Using What-if Analysis (2025), for the cost.
@@ -29,19 +29,19 @@ from kvdist.nodes import Member, Role
 from kvdist.protocol import messages as msg
 
 STEPS_MIN, REPORTS_MIN, KEPT = 20, 5, 64
-"""Steps and reports that suffice for a word, and reports of a member that are kept."""
+"""Steps and reports that a verdict needs, and reports of a member that are kept."""
 SLOW, SLOWER, CLEAR = 1.5, 1.3, 1.2
-"""How many times the others' median is slow; how many times the own best, if others are not; what is not any more."""
+"""Multiples: of the others' median that is slow, of a worker's best that is slower, of the median that is fast."""
 BUSY, CALM = 2.0, 1.5
-"""The first and the last of them for the time in which a server computes."""
+"""The same as `SLOW` and `CLEAR`, for the time in which a server computes."""
 MATTERS, COVERS = 0.1, 0.8
-"""The part of a round that is worth a word, and of an excess that names its cause."""
+"""The part of a round that is worth a report, and the part of an excess that names its cause."""
 PAUSE_S, PAUSE, PAUSES_MAX = 1.5, 2.0, 2
-"""A step that takes so many seconds more, and so many times the usual, is a pause; so many of a worker are said."""
+"""Extra seconds of a step that make a pause, and multiple of the usual time; pauses that are reported per worker."""
 LOOK_S, LOOK_MEMBER_S = 1.0, 0.002
-"""Between two looks at all members, and more for each of them."""
+"""Seconds between two checks of all members, and extra seconds for each member."""
 SAID_MAX = 3
-"""At the end of the job."""
+"""Verdicts that are reported at the end of the job."""
 PARTS = ("data", "compute", "sending")
 COMPARED = (*PARTS, "own", "step", "waiting")
 SENTENCES = {
@@ -51,7 +51,7 @@ SENTENCES = {
     "sending": "waits for its slow line for {mine} in a step ({others}: {theirs})",
     "own": "takes {factor:.1f}x as long as {others} for a step, and not for one cause alone",
 }
-"""What a worker does, by the part of its time that makes the excess."""
+"""Part of the time that makes the excess → description of the slow worker."""
 ADVICE = {
     "changed": "Look what else runs there, and for heat and swapping.",
     "data": "Give its DataLoader more workers, or bring the data nearer to it.",
@@ -62,11 +62,11 @@ TINY_S = 1e-6
 
 @dataclass(slots=True)
 class Report:
-    """What a worker says of each of some steps, in seconds; or a server of a span of time, as if it were a step."""
+    """A worker's mean times per step, in seconds, over some steps; or a server's over a span, as if it were a step."""
 
     at: float
     first: int
-    """The number of the first of the steps."""
+    """Number of the first of the steps."""
     steps: int
     samples: float
     data: float
@@ -75,26 +75,26 @@ class Report:
     sending: float
 
     def extra_s(self, usual_s: float) -> float:
-        """By how much all the steps together have taken longer than usual, but for waiting."""
+        """Seconds by which all the steps together have taken longer than usual, without waiting."""
         return (self.data + self.compute - usual_s) * self.steps
 
 
 @dataclass(slots=True)
 class History:
-    """What a member has reported, newest last."""
+    """The reports of a member, newest last."""
 
     reports: deque[Report] = field(default_factory=lambda: deque(maxlen=KEPT))
     steps: int = 0
     new: int = 0
-    """Reports since the last look."""
+    """Reports since the last check."""
     best: float = 0.0
-    """The least median of its own time so far; 0 before there is one."""
+    """Least median of its busy time so far; 0 before the first."""
     best_due: int = 0
-    """At how many steps the next one counts: they do not overlap, or the least would be one of chance."""
+    """Number of steps at which the next median counts. Medians do not overlap, or chance would choose the least."""
     pauses: int = 0
 
     def recent(self) -> list[Report]:
-        """The newest reports that suffice, newest first; none if there are too few."""
+        """Return as many of the newest reports as a verdict needs, newest first; none if they are too few."""
         steps, found = 0, []
         for report in reversed(self.reports):
             found.append(report)
@@ -105,8 +105,7 @@ class History:
 
     @property
     def busy(self) -> tuple[float, float]:
-        """The part of its time in which a server has computed lately: the first quartile, 0 if it has not reported
-        enough, and the median."""
+        """Part of its time in which a server has computed lately: first quartile (0 with too few reports), median."""
         lately = [
             one.compute / max(one.compute + one.blocked, TINY_S) for one in list(self.reports)[-2 * REPORTS_MIN :]
         ]
@@ -115,7 +114,7 @@ class History:
 
 @dataclass(slots=True)
 class Timing:
-    """Medians of the recent reports of a worker. The first five are per example, or per step if those are unknown."""
+    """Medians of a worker's recent reports. `data` to `low` are per example, or per step if examples are unknown."""
 
     member: Member
     history: History
@@ -124,45 +123,45 @@ class Timing:
     sending: float
     own: float
     low: float
-    """Three quarters of the reports have more of its own time."""
+    """First quartile of the busy time."""
     samples: float
-    """Of a step; 1 if unknown."""
+    """Examples of a step; 1 if unknown."""
     waiting: float
-    """For others, in a step."""
+    """Seconds of waiting for others, in a step (a mean)."""
 
     @property
     def step(self) -> float:
-        """Its own time for a step."""
+        """Busy seconds of a step."""
         return self.own * self.samples
 
     @property
     def worse(self) -> float:
-        """How many times its best."""
+        """Busy time as a multiple of the worker's best."""
         return self.own / self.history.best
 
     @property
     def period(self) -> float:
-        """From step to step."""
+        """Seconds from step to step."""
         return self.step + self.waiting
 
 
 @dataclass(slots=True)
 class Verdict:
-    """What was said of a member."""
+    """A report that a member is slow, or stood still."""
 
     member: Member
     sentence: str
     since: float
     cost_s: float = 0.0
-    """For how long the others have waited because of it."""
+    """Seconds for which the others have waited because of it."""
 
 
 class Verdicts:
-    """Listens to the reports, and says who is slow: once when it begins, once when it ends, and at the end of the job.
+    """Reports slow members: once when slowness begins, once when it ends, and the costliest at the end of the job.
 
     Args:
-        membership: who is there, and where.
-        loads_bytes: how many bytes of values each server, as placement names it, has.
+        membership: the members and their hosts.
+        loads_bytes: bytes of values of each server, by its number in the placement.
     """
 
     def __init__(self, membership: Membership, loads_bytes: Sequence[int]) -> None:
@@ -175,7 +174,7 @@ class Verdicts:
         self._looked_at = self._look_at = 0.0
 
     def heard(self, sender: Member, message: msg.StepTimes, now: float) -> list[fx.Effect]:
-        """A worker says how the time of its last steps went, or a server how much it had to do."""
+        """Add a report: times of a worker's last steps, or how busy a server was. Returns the logs that follow."""
         if (sender.node.role is Role.WORKER) is not bool(message.steps):
             return []
         history, steps = self._of.setdefault(sender, History()), max(message.steps, 1)
@@ -191,7 +190,7 @@ class Verdicts:
         return said
 
     def summary(self) -> list[fx.Effect]:
-        """What has cost the job most."""
+        """Return logs of the members that have cost the job most."""
         costly = sorted([one for one in self._said if one.cost_s >= PAUSE_S], key=lambda one: -one.cost_s)[:SAID_MAX]
         return [fx.Log(f"{one.sentence} The job has waited {_s(one.cost_s)} for it in all.") for one in costly]
 
@@ -213,10 +212,10 @@ class Verdicts:
             history.new = 0
 
     def _workers(self, busy: float) -> list[Timing]:
-        """Those that have reported enough.
+        """Return the timings of the workers that have reported enough.
 
         Args:
-            busy: the part of its time in which the busiest server computes.
+            busy: part of its time in which the busiest server computes.
         """
         enough = [(one, history, history.recent()) for one, history in self._of.items() if one.node.role is Role.WORKER]
         enough = [one for one in enough if one[2]]
@@ -224,13 +223,13 @@ class Verdicts:
         found = []
         for member, history, reports in enough:
             samples = median([one.samples for one in reports]) if per_example else 1.0
-            # A server that computes, or has nothing to answer yet, acknowledges late: that is no time of the line.
+            # A server that computes, or has no answer yet, acknowledges late: the line is not to blame for that time.
             late_s = busy * median([one.data + one.compute + one.blocked for one in reports]) + ACK_DELAY_S
             sending = [max(0.0, min(one.sending, one.blocked) - late_s) for one in reports]
             parts = ([one.data for one in reports], [one.compute for one in reports], sending)
             own = [sum(each) / (one.samples if per_example else 1) for one, *each in zip(reports, *parts, strict=True)]
             middle, low = max(median(own), TINY_S), quantiles(own, n=4)[0]
-            # A mean: where not every step is an exchange, all of the waiting is in few.
+            # A mean: if not every step exchanges values, a few steps have all of the waiting.
             waiting = fmean(one.blocked - sent for one, sent in zip(reports, sending, strict=True))
             data, compute, sent = (median(values) / samples for values in parts)
             found.append(Timing(member, history, data, compute, sent, middle, low, samples, waiting))
@@ -243,7 +242,7 @@ class Verdicts:
         return found
 
     def _judge(self, one: Timing, ordered: Mapping[str, list[float]], now: float) -> Iterator[str]:
-        """Say that a worker is slow, if it was not, or is not any more."""
+        """Report that a worker has become slow, or is as fast as others again."""
         typical = {name: _median_without(ordered[name], getattr(one, name)) for name in COMPARED}
         excess_s, waited_s = one.step - typical["step"], typical["waiting"] - one.waiting
         is_awaited = waited_s > max(excess_s / 2, 0.0)
@@ -284,7 +283,7 @@ class Verdicts:
         yield self._begin(one.member, words, now, is_awaited * waited_s * (one.history.steps + 1 - since))
 
     def _pauses(self, one: Timing, others: Sequence[Timing], now: float) -> Iterator[str]:
-        """Say that a worker stood still in one step, once it has gone on as before, unless others stood still too."""
+        """Report that a worker stood still in a step, once it goes on as before, unless most others stood still too."""
         reports, usual_s = list(one.history.reports), one.step
         first_new = max(len(reports) - one.history.new - 2, 0)
         for report, *later in zip(
@@ -309,7 +308,7 @@ class Verdicts:
     def _judge_servers(
         self, busy: Mapping[Member, tuple[float, float]], workers: Sequence[Timing], now: float
     ) -> Iterator[str]:
-        """The same of servers, by the time in which they compute while all workers wait."""
+        """Report slow servers, by the time in which they compute while all workers wait."""
         period_s, least_s = median([one.period for one in workers]), min([one.waiting for one in workers])
         loads = {one: sum(self._loads_bytes[at] for at in self._membership.numbers_of(one.node)) for one in busy}
         ordered = sorted([share for _, share in busy.values()])
@@ -329,7 +328,7 @@ class Verdicts:
                 yield self._begin(member, [sentence, f"It has {has:.0%} of the bytes.", advice], now)
 
     def _begin(self, member: Member, words: Sequence[str], now: float, cost_s: float = 0.0) -> str:
-        """Take down what a member is slow in, the first of these sentences, which all are said now."""
+        """Start a verdict with the first of these sentences, and return all of them as a text."""
         verdict = self._active[member] = Verdict(member, f"{self._name(member)} {words[0]}", now, cost_s)
         self._said.append(verdict)
         return " ".join([verdict.sentence, *words[1:]])
@@ -347,7 +346,7 @@ class Verdicts:
 
 
 def _since(one: Timing, part: str, typical: float) -> int:
-    """From which step on its reports, as far as they are kept, are nearer to what they are now than to the others'."""
+    """Return the step from which on the kept reports are closer to the worker's present time than to the others'."""
     limit_s, since = (getattr(one, part) + typical) / 2 * one.samples, one.history.steps
     for report in reversed(one.history.reports):
         if (report.data + report.compute if part == "own" else getattr(report, part)) < limit_s:
@@ -357,7 +356,7 @@ def _since(one: Timing, part: str, typical: float) -> int:
 
 
 def _median_without(ordered: Sequence[float], value: float) -> float:
-    """The median of these numbers, in ascending order, without one that is among them."""
+    """Return the median of these ascending numbers without `value`, which is among them."""
     place, left = bisect_left(ordered, value), len(ordered) - 1
     low, high = (left - 1) // 2, left // 2
     return (ordered[low + (low >= place)] + ordered[high + (high >= place)]) / 2
@@ -368,11 +367,11 @@ def _others(count: int) -> str:
 
 
 def _s(seconds: float, other: float = 0.0) -> str:
-    """A time, in the unit of the longer of it and the one that it is compared with."""
+    """Format a time, in a unit that suits the longer of the two compared times."""
     longer = max(seconds, other)
     return f"{seconds:.0f} s" if longer >= 10 else f"{seconds:.2f} s" if longer >= 0.1 else f"{1e3 * seconds:.0f} ms"
 
 
 def _both_s(one: float, other: float) -> tuple[str, str]:
-    """Two times that are compared, in the same unit."""
+    """Format two compared times, in the same unit."""
     return _s(one, other), _s(other, one)

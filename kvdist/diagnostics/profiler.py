@@ -1,13 +1,13 @@
 """`Profiler`: traces one node into one file, from `start` to `dump`; by a call, or by a command of a worker.
 
-While it runs, a thread renews the file now and then, each time a whole one. So however the process ends there is a
-valid file, in which at most the last moments are missing. Renewing takes at most a twentieth of one processor.
+While the profiler runs, a thread rewrites the whole file from time to time. However the process ends, the file is
+valid, and at most the last moments are missing. Rewriting takes at most a twentieth of a processor.
 
-Rules that hold here:
+Rules:
 
 * No file of a trace is written under the lock of a `Profiler`, so beginning or pausing a trace never waits for a file.
-* A command of a worker, which runs on the server's only thread, takes a snapshot; the profiler's thread writes it. The
-  command is answered before that. What a look at the place cannot tell, such as a full disk, is logged then.
+* A command of a worker, which runs on the server's only thread, takes a snapshot; the profiler's thread writes it after
+  the command is answered. Errors that a check of the path cannot find, such as a full disk, are logged then.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from kvdist.version import __version__
 LOG = logging.getLogger("kvdist")
 
 PROFILER_HEAD = msg.HEAD_OF_USERS_MAX + 1
-"""The number of the command that controls the profiler of a server."""
+"""Number of the command that controls the profiler of a server."""
 REST = 20
-"""How many times as long as it took to renew the file it is then left alone."""
+"""Pause after rewriting the file, as a multiple of the time that it took."""
 DUMP_PERIOD_MAX_S = 86_400.0
-"""The most that may lie between two renewals."""
+"""Longest time between two rewrites of the file."""
 CALLS_OPEN_MAX = 100_000
-"""Calls that may be under way and noted; more are not."""
+"""Largest number of open calls that are noted; further calls are not."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -58,7 +58,7 @@ class TraceSettings:
     """Where a trace goes and how large it becomes.
 
     Raises (on construction):
-        TypeError: something has a wrong type.
+        TypeError: a setting has the wrong type.
         ValueError: a number is out of range, or the name cannot be that of a file.
     """
 
@@ -81,7 +81,7 @@ class TraceSettings:
             )
 
     def as_fields(self) -> dict[str, object]:
-        """The fields of the command that gives these to a server."""
+        """Return the fields of the command that sends these settings to a server."""
         return {**vars(self), "dump_period_s": float(self.dump_period_s)}
 
 
@@ -104,7 +104,7 @@ def require_plain(filename: str) -> None:
     """Refuse a name that could lead out of the directory that was chosen when the server was started.
 
     Raises:
-        ValueError: it is anything but letters, digits, dots, dashes and underlines.
+        ValueError: the name is not 1 to 64 letters, digits, dots, dashes and underlines, or is "." or "..".
     """
     if not _PLAIN_NAME.fullmatch(filename) or filename in (".", ".."):
         raise ValueError(
@@ -113,11 +113,11 @@ def require_plain(filename: str) -> None:
         )
 
 
-# What of a node goes into a trace.
+# The events of a node that go into a trace.
 
 
 class _CallStart(threading.local):
-    """When the present thread's call began, if no request has been made for it yet; else 0."""
+    """Time at which this thread's call began, if no request has been submitted for it yet; else 0."""
 
     since_ns = 0
 
@@ -126,28 +126,28 @@ class NodeTrace(Tracer):
     """Notes what a node does. The calls of the user overlap; messages and rounds nest on the node's thread.
 
     Args:
-        trace: where.
+        trace: the trace that gets the events.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self._called = _CallStart()
         self._calls: dict[int, tuple[str, int, dict[str, Any]]] = {}
-        """Request → what was asked, since when, and more about it. Only the node's thread uses it."""
+        """Number of a request → its label, start and arguments. Only the node's thread uses it."""
 
     # On the user's threads.
 
     def called(self) -> None:
-        """The user has called a method, and a request may follow."""
+        """Note that the user has called a method; a request may follow."""
         self._called.since_ns = now_ns()
 
     def take_since(self) -> int:
-        """When the call began that makes the request which is submitted now."""
+        """Return the start of the call whose request is being submitted."""
         since_ns, self._called.since_ns = self._called.since_ns, 0
         return since_ns or now_ns()
 
     def wait(self, future: Future[Any]) -> Any:
-        """The result of a future, waited for in the trace."""
+        """Return the result of a future, with the wait in the trace."""
         since = now_ns()
         try:
             return future.result()
@@ -157,13 +157,13 @@ class NodeTrace(Tracer):
     # On the node's thread.
 
     def asked(self, request: req.Request, since_ns: int) -> None:
-        """The machine gets a request; `since_ns` is 0 if tracing began after it was submitted."""
+        """Note a request to the machine; `since_ns` is 0 if tracing began after the request was submitted."""
         if since_ns and len(self._calls) < CALLS_OPEN_MAX:
             label, arguments = _told(request)
             self._calls[request.request] = (label, since_ns, arguments)
 
     def answered(self, request: int, error: Exception | None = None) -> None:
-        """A request is fulfilled, or cannot be."""
+        """Add the call of a request that has been fulfilled or has failed."""
         label, since, arguments = self._calls.pop(request, ("", 0, {}))
         if since:
             if error is not None:
@@ -171,7 +171,7 @@ class NodeTrace(Tracer):
             self.trace.add(label, "call", since, arguments, overlaps=True)
 
     def handled(self, packet: msg.Packet, since_ns: int) -> None:
-        """A message has been dealt with, and what follows from it has been done."""
+        """Add a message that has been handled, with its effects."""
         tells = True
         arguments: dict[str, Any] = {"from": str(packet.stamp.source), "step": packet.stamp.step}
         match packet.message:
@@ -196,7 +196,7 @@ class NodeTrace(Tracer):
 
 
 def traced_rounds(trace: Trace) -> ApplyRound:
-    """`apply_round` that notes each round under the key of its first slice: the time of the sum and the update."""
+    """Return an `apply_round` that adds each round, its sum and its update, under the key of its first slice."""
 
     def apply(blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater | None) -> None:
         since = now_ns()
@@ -214,7 +214,7 @@ def traced_rounds(trace: Trace) -> ApplyRound:
 
 
 def _told(request: req.Request) -> tuple[str, dict[str, Any]]:
-    """What a request is, for people, and what else there is to say of it."""
+    """Return the label of a request, for people, and its arguments in the trace."""
     match request:
         case req.Transfer(label=label, runs=runs, priority=priority):
             nbytes = sum(run.plan.nbytes for run in runs)
@@ -247,14 +247,14 @@ def _told(request: req.Request) -> tuple[str, dict[str, Any]]:
             return "going back to a snapshot", {}
 
 
-# When.
+# When the node is traced.
 
 
 class Profiler:
-    """Traces one node. Every method may be called again, and does nothing then.
+    """Traces a node. Every method may be called again, and does nothing then.
 
     Args:
-        find_folder: says where files lie whose names have no directory; asked when a trace begins.
+        find_folder: returns the folder of files whose names have no directory; called when a trace begins.
     """
 
     def __init__(self, find_folder: Callable[[], Path]) -> None:
@@ -266,28 +266,29 @@ class Profiler:
         self._trace_number = 0
         self._records = False
         self._claimed = False
-        """A call has begun the present trace, or joined in; else the environment began it."""
-        # Reentrant, because Ctrl-C may interrupt the thread that holds it, whose handler may dump.
+        """Whether a call has begun the present trace or joined it; else the environment began it."""
+        # Reentrant: Ctrl-C may interrupt the thread that holds the lock, and its handler may dump.
         self._lock = threading.RLock()
         self._files = TraceFiles()
         self._copies: queue.SimpleQueue[TraceCopy | None] = queue.SimpleQueue()
-        """What the thread shall write; None to look whether it is wanted."""
+        """Copies for the thread to write; None to make it check whether it is still wanted."""
         self._thread: threading.Thread | None = None
         self._thread_wanted = False
         self._pid = os.getpid()
 
     def attach(self, node: Node) -> None:
-        """Trace this node from now on, at once if the profiler runs already."""
+        """Choose the node to trace; tracing starts at once if the profiler runs already."""
         with self._lock:
             self._node = node
             if self._records:
                 self._engage()
 
     def set_config(self, settings: TraceSettings) -> None:
-        """Choose where the next trace goes; the present one too, if the environment began it and no call joined in.
+        """Configure the next trace; the present trace too, if the environment began it and no call joined it.
 
         Raises:
-            KvdistError: a trace is being made that a call began, with other settings; or the place cannot be written.
+            KvdistError: a trace that a call began or joined is in progress with other settings, or the path cannot be
+                written.
         """
         with self._lock:
             if settings == self._settings:
@@ -307,13 +308,13 @@ class Profiler:
             self._hand_over(self._copy())
 
     def start(self, by_call: bool = False) -> None:
-        """Record from now on, into the trace that there is, if it has not been finished.
+        """Record from now on, into the present trace if it is not finished, else into a new trace.
 
         Args:
-            by_call: a call asked for it, not the environment.
+            by_call: whether a call starts the profiler, not the environment.
 
         Raises:
-            KvdistError: its file cannot be written.
+            KvdistError: the file of the trace cannot be written.
         """
         with self._lock:
             if not self._records:
@@ -326,10 +327,10 @@ class Profiler:
             self._claimed = self._claimed or by_call
 
     def stop(self, waits: bool = True) -> None:
-        """Record no more, and write what there is.
+        """Stop recording, and write the trace.
 
         Args:
-            waits: until it is written; else the profiler's thread writes it.
+            waits: whether to wait until the trace is written; else the profiler's thread writes it.
         """
         with self._lock:
             self.pause()
@@ -340,7 +341,7 @@ class Profiler:
             self._look()
 
     def pause(self) -> None:
-        """Record no more until `resume`."""
+        """Stop recording until `resume`."""
         with self._lock:
             self._records = False
             if self._node is not None:
@@ -349,20 +350,20 @@ class Profiler:
                     self._node.machine.dense.apply = apply_round
 
     def resume(self) -> None:
-        """Record again, if a trace is being made."""
+        """Record again, if a trace is in progress."""
         with self._lock:
             if self._trace is not None:
                 self.start()
 
     def dump(self, finished: bool, waits: bool = True) -> Path | None:
-        """Write what there is, and return where; None if no node has been traced.
+        """Write the trace and return its path; None if no node has been traced.
 
         Args:
-            finished: end the trace; another `start` makes a new one.
-            waits: until it is written; else the profiler's thread writes it.
+            finished: whether the trace ends; the next `start` begins a new trace.
+            waits: whether to wait until the trace is written; else the profiler's thread writes it.
 
         Raises:
-            KvdistError: it cannot be written. What was there is there still.
+            KvdistError: the trace cannot be written. An older file stays as it is.
         """
         path = self._write_out(waits)
         if finished:
@@ -377,11 +378,11 @@ class Profiler:
         return path
 
     def perform(self, head: int, body: str, rank: int) -> None:
-        """The handler of the command by which a worker controls this profiler; see `Handler`. It writes no trace.
+        """Handle the command by which a worker controls this profiler; see `Handler`. Another thread writes the trace.
 
         Raises:
             TypeError, ValueError: the body is not a known call, or the file name is not plain.
-            KvdistError: a place cannot be written, or a trace is being made.
+            KvdistError: a path cannot be written, or a trace is in progress.
         """
         match json.loads(body):
             case {"do": "set_config", "filename": str(name), "events_max": int(most), "dump_period_s": float(period)}:
@@ -420,7 +421,7 @@ class Profiler:
 
     def _path(self) -> Path | None:
         node = self._node
-        # A forked child has a copy of this, but the file is its parent's.
+        # A forked child has a copy of the profiler, but the file belongs to its parent.
         if node is None or self._trace is None or node.view.me.node.rank == UNRANKED or os.getpid() != self._pid:
             return None
         named = self._folder / self._settings.filename
@@ -435,7 +436,7 @@ class Profiler:
                 raise _unwritable(path, str(node.view.me), error) from error
 
     def _copy(self) -> TraceCopy | None:
-        """What there is to write; None if all that is known stands there already."""
+        """Return a copy of the trace to write; None if the file has all of its events already."""
         path, node, trace = self._path(), self._node, self._trace
         if path is None or node is None or trace is None or self._files.has(path, (self._trace_number, trace.last)):
             return None
@@ -443,7 +444,7 @@ class Profiler:
         return TraceCopy(path, self._trace_number, trace.snapshot(), str(node.view.me), about)
 
     def _hand_over(self, copy: TraceCopy | None) -> None:
-        """Let the thread write this."""
+        """Let the thread write a copy; start the thread if it does not run."""
         self._copies.put(copy)
         if not self._thread_wanted:
             self._copies.put(None)
@@ -454,7 +455,7 @@ class Profiler:
             thread.start()
             self._thread = thread
 
-    # Without it.
+    # Without the lock.
 
     def _write_out(self, waits: bool) -> Path | None:
         with self._lock:
@@ -473,12 +474,12 @@ class Profiler:
             raise _unwritable(copy.path, copy.process, error) from error
 
     def _look(self) -> None:
-        """Let the thread end when it has written what it was handed, if it is not wanted any more."""
+        """Let the thread end after its last copy, if it is not wanted any more."""
         if self._thread is not None:
             self._copies.put(None)
 
     def _run(self) -> None:
-        """The thread's work: write what it is handed, and renew the file again and again."""
+        """Run the thread: write the copies in the queue, and rewrite the file from time to time."""
         pause_s, complaint = self._settings.dump_period_s, ""
         while True:
             try:
@@ -493,12 +494,12 @@ class Profiler:
             try:
                 if copy is not None:
                     self._write(copy)
-            except Exception as error:  # noqa: BLE001  # whatever went wrong, the next time it may go well
+            except Exception as error:  # noqa: BLE001  # the next write may succeed, whatever the error
                 if str(error) != complaint:
                     complaint = str(error)
                     LOG.warning("%s", error)
             pause_s = max(self._settings.dump_period_s, REST * (now_ns() - began) / 1e9)
-            del copy  # or a finished trace would stay
+            del copy  # or a finished trace would stay in memory
 
     def _ends(self) -> bool:
         with self._lock:
@@ -535,14 +536,14 @@ def _unwritable(path: Path, process: str, error: OSError) -> errors.KvdistError:
 
 
 class ProcessProfilers:
-    """The profilers of this process: one of its worker, and one of each server that it runs."""
+    """The profilers of this process: of its worker, and of the last server that was attached."""
 
     def __init__(self) -> None:
         self.worker = Profiler(profile_dir_from_env)
         self._server = Profiler(profile_dir_from_env)
 
     def attach(self, node: Node) -> None:
-        """Trace this node: at once, if the environment says so, else when its profiler is started."""
+        """Trace a node: at once with ``KVDIST_PROFILER_AUTOSTART``, else when its profiler is started."""
         profiler = self.worker
         if isinstance(node.machine, Server):
             profiler = self._server = Profiler(profile_dir_from_env)
@@ -551,7 +552,7 @@ class ProcessProfilers:
             profiler.start()
 
     def perform(self, head: int, body: str, rank: int) -> None:
-        """The handler of the command by which a worker controls the server's profiler: see `Profiler.perform`."""
+        """Handle the command by which a worker controls the server's profiler; see `Profiler.perform`."""
         self._server.perform(head, body, rank)
 
 

@@ -1,7 +1,7 @@
-"""What a machine was told and what it answered, as a record that can be written down. Pure.
+"""The inputs of a machine and its answers, as a record that can be written to a file. Pure.
 
-A record has no payloads: of values and gradients only their sizes, and of what is indexed the ids. Numbers, names and
-times are kept exactly. Nothing in a record runs code when it is read back. `replay` plays it to a machine.
+A record has no payloads: only the sizes of values and gradients, and the ids of indexed values. Numbers, names and
+times are kept exactly. Reading a record runs no code from it. `replay` plays it to a machine.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Ascending:
 
 @dataclass(slots=True)
 class Received:
-    """A message came: its envelope and header, the bytes of its payload (-1 for none), and the ids in there."""
+    """A received message: its envelope and header, the bytes of its payload (-1 for none), and the ids in it."""
 
     now: float
     envelope: bytes
@@ -56,7 +56,7 @@ class Received:
     ids: tuple[Ascending, ...] = ()
 
     def packet(self) -> msg.Packet:
-        """The message, with zeros for values."""
+        """Return the message, with zeros for values."""
         if self.nbytes < 0:
             return decode([self.envelope, self.header])
         payload = bytearray(self.nbytes)
@@ -68,7 +68,7 @@ class Received:
 
 @dataclass(slots=True)
 class Observed:
-    """An event that is no message; `work` is which work with the disk it ends, counted from 0, or -1."""
+    """An event other than a message; `work` is the number of the work with the disk that it ends, from 0, or -1."""
 
     now: float
     event: fx.Event
@@ -77,7 +77,7 @@ class Observed:
 
 @dataclass(slots=True)
 class Ticked:
-    """Something fell due."""
+    """A timer of the machine that expired."""
 
     now: float
 
@@ -92,7 +92,7 @@ class Asked:
 
 @dataclass(slots=True)
 class ThreadsSaid:
-    """What a worker heard when it asked this about the user's threads."""
+    """An answer to a worker's question about the user's threads."""
 
     question: str
     answer: float | str | None
@@ -100,7 +100,7 @@ class ThreadsSaid:
 
 @dataclass(slots=True)
 class Sent:
-    """A message left: its envelope and header; none if there was no connection."""
+    """A sent message: its envelope and header, which are empty if there was no connection."""
 
     to: Member
     envelope: bytes = b""
@@ -116,7 +116,7 @@ class Did:
 
 @dataclass(slots=True)
 class Explained:
-    """What a person was told of a long wait."""
+    """The explanation of a long wait, for people."""
 
     now: float
     text: str
@@ -128,17 +128,17 @@ Entry = Input | ThreadsSaid | Sent | Did | Explained
 
 @dataclass(frozen=True, slots=True)
 class Beginning:
-    """How a machine was made.
+    """The arguments with which a machine was created.
 
     Attributes:
-        now: the time.
-        job: the job's tag.
+        now: time of the creation.
+        job: tag of the job.
         limits: sizes and times.
-        config, first_incarnation: of a scheduler.
-        introduction: of a server or a worker.
-        commands: which ones a server has handlers for.
+        config, first_incarnation: settings of a scheduler, and the first incarnation that it assigns.
+        introduction: introduction of a server or a worker.
+        commands: commands for which a server has handlers.
         local_reduce: how a worker aggregates on its host; '' if it does not.
-        replicas: how many other servers keep a copy of a server's slices.
+        replicas: number of other servers that keep a copy of a server's slices.
     """
 
     now: float
@@ -158,9 +158,9 @@ class RecordedRun:
 
     plan: req.RunPlan
     nbytes: int
-    """Of its payload; -1 for none."""
+    """Bytes of its payload; -1 for none."""
     sinks: int
-    """How many arrays take values."""
+    """Number of arrays that take values."""
     flags: Any
     settings: tuple[tuple[float, float, float], ...]
     setting_of: Any
@@ -168,13 +168,13 @@ class RecordedRun:
     stays: bool
     samples: int
     chunks: tuple[tuple[int, int], ...]
-    """(rows, bytes) of each."""
+    """(rows, bytes) of each chunk of rows."""
     row_length: int
     encoded: req.Encoded | None
     states: Any
 
     def run(self) -> req.Run:
-        """The run, with zeros for values."""
+        """Return the run, with zeros for values."""
         return req.Run(
             self.plan,
             None if self.nbytes < 0 else _zeros(self.nbytes),
@@ -202,7 +202,7 @@ def _zeros(nbytes: int) -> memoryview:
 
 
 def recorded(request: req.Request) -> Any:
-    """A request without the memory of its user."""
+    """Return a request without the memory of its user."""
     if not isinstance(request, req.Transfer):
         return request
     runs: Any = tuple(map(_recorded_run, request.runs))
@@ -228,14 +228,14 @@ def _recorded_run(run: req.Run) -> RecordedRun:
 
 
 def played(request: Any) -> req.Request:
-    """A request as a machine takes it, of a recorded one."""
+    """Return a recorded request as a machine takes it."""
     if not isinstance(request, req.Transfer):
         return request  # type: ignore[no-any-return]
     return dataclasses.replace(request, runs=[run.run() for run in request.runs])  # type: ignore[attr-defined]
 
 
 def ids_of(message: msg.Message) -> tuple[Ascending, ...]:
-    """The ids in the payload of a message, which a record keeps."""
+    """Return the ids in the payload of a message, which a record keeps."""
     match message:
         case msg.CompressedPush(arrays=coded) if coded.encoding == Encoding.TOP_K:
             return _top_k(coded)
@@ -250,7 +250,7 @@ def ids_of(message: msg.Message) -> tuple[Ascending, ...]:
 
 
 def _row_ids(arrays: Arrays, positions: Iterable[int]) -> tuple[Ascending, ...]:
-    """The arrays at these positions are ids of rows."""
+    """Return the ids of rows in the arrays at these positions."""
     width, payload, found = ROW_ID.itemsize, b"".join(arrays.frames), []
     starts, _ = offsets(arrays.dtypes, arrays.counts)
     for start, count in ((int(starts[position]), int(arrays.counts[position])) for position in positions):
@@ -261,7 +261,7 @@ def _row_ids(arrays: Arrays, positions: Iterable[int]) -> tuple[Ascending, ...]:
 
 
 def _numbers(arrays: Arrays, which: npt.NDArray[np.bool_]) -> tuple[Ascending, ...]:
-    """These arrays are numbers of states, which decide what may be one block: the bits of each are kept as an id."""
+    """Return the numbers of optimizer states, the bits of each as an id: they decide which slices form a block."""
     width, payload, (starts, _) = ROW_ID.itemsize, b"".join(arrays.frames), offsets(arrays.dtypes, arrays.counts)
     spans = zip(starts[which].tolist(), arrays.counts[which].tolist(), strict=True)
     places = [start + width * i for start, count in spans for i in range(count)]
@@ -276,7 +276,7 @@ def _top_k(coded: Coded) -> tuple[Ascending, ...]:
 
 
 def words_of(effect: fx.Effect, work: int = -1) -> tuple[Any, ...]:
-    """An effect that sends nothing, in words; `work` counts works with the disk."""
+    """Describe an effect that sends no message; `work` is the number of its work with the disk."""
     match effect:
         case fx.Connect(to, endpoint):
             return "connect", str(to), endpoint
@@ -311,13 +311,13 @@ _ENUMS: dict[str, type[enum.Enum]] = {one.__name__: one for one in (DType, msg.D
 
 
 class Writer:
-    """Makes entries of a record into what JSON can hold. A plan that many transfers use is written once."""
+    """Converts entries of a record to values of JSON. A plan that many transfers use is written once."""
 
     def __init__(self) -> None:
         self._plans: dict[int, int] = {}
 
     def plain(self, value: Any) -> Any:
-        """A value as numbers, texts, lists and objects."""
+        """Convert a value to numbers, texts, lists and objects."""
         match value:
             case enum.Enum():
                 return {"$": type(value).__name__, "v": value.value}
@@ -350,16 +350,16 @@ class Writer:
 
 
 class Reader:
-    """Makes entries of what a `Writer` made, in the same order."""
+    """Converts values of a `Writer` back to entries, in the same order."""
 
     def __init__(self) -> None:
         self._plans: list[Any] = []
 
     def value(self, plain: Any) -> Any:
-        """The value.
+        """Convert a value of JSON back.
 
         Raises:
-            ValueError: this is not what a `Writer` of this version makes.
+            ValueError: the value has a kind that no `Writer` of this version writes.
         """
         if isinstance(plain, list):
             return tuple([self.value(one) for one in plain])
@@ -396,7 +396,7 @@ class Reader:
 
 
 def without_values(event: fx.Persisted) -> fx.Persisted:
-    """What came of a work with the disk, with zeros for values and without its token."""
+    """Return the result of a work with the disk, with zeros for values and without its token."""
 
     def zeros(value: Any) -> Any:
         if isinstance(value, np.ndarray):

@@ -1,7 +1,7 @@
-"""A machine that is told again what a record says it was told: it must answer the same. Pure.
+"""Replay: a new machine gets the inputs of a record, and must answer the same. Pure.
 
-It computes with zeros, as a record has no values. So answers are compared by what does not depend on values: who is
-sent which envelope and header, in which order, and what else is done.
+The machine computes with zeros, as a record has no values. Answers are compared by the parts that do not depend on
+values: receivers, envelopes and headers of messages, their order, and all other effects.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from kvdist.protocol.wire import encode
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a replay is not what was recorded.
+    """The first difference between a record and its replay.
 
     Attributes:
-        number: of the input, counted from 0.
+        number: number of the input, from 0.
         told: the input.
-        recorded, replayed: the first answers that differ; None if there is none on that side.
+        recorded, replayed: the first answers that differ; None if that side has no more answers.
     """
 
     number: int
@@ -55,31 +55,31 @@ class Difference:
 
 
 class RecordedThreads:
-    """The user's threads, as a record says that they answered."""
+    """The user's threads, with their answers from a record."""
 
     def __init__(self) -> None:
         self._answers: dict[str, deque[Any]] = defaultdict(deque)
 
     def will_say(self, said: Sequence[ThreadsSaid]) -> None:
-        """The answers to the next input."""
+        """Replace the answers by those for the next input."""
         self._answers.clear()
         for one in said:
             self._answers[one.question].append(one.answer)
 
     def blocked_since(self) -> float | None:
-        """See `kvdist.core.worker.pending.Threads`, as the others."""
+        """See `kvdist.core.worker.pending.Threads`, for all four methods."""
         return self._next("blocked_since", None)  # type: ignore[no-any-return]
 
     def may_act(self, now: float) -> str:
-        """The threads that may act."""
+        """Return the recorded threads that may act."""
         return self._next("may_act", "")  # type: ignore[no-any-return]
 
     def longest_wait_since(self) -> float | None:
-        """Since when one waits."""
+        """Return the recorded start of the longest wait."""
         return self._next("longest_wait_since", None)  # type: ignore[no-any-return]
 
     def room_wait(self) -> str:
-        """What a push waits for."""
+        """Return the recorded wait of a push for room."""
         return self._next("room_wait", "")  # type: ignore[no-any-return]
 
     def _next(self, question: str, otherwise: Any) -> Any:
@@ -88,7 +88,7 @@ class RecordedThreads:
 
 
 def machine_of(beginning: Beginning, threads: RecordedThreads) -> fx.Machine:
-    """A machine as it was when it was made."""
+    """Create a machine as the recorded machine was created."""
     if beginning.config is not None:
         return Scheduler(beginning.config, beginning.now, beginning.first_incarnation)
     introduction, limits = beginning.introduction, beginning.limits
@@ -108,18 +108,18 @@ def machine_of(beginning: Beginning, threads: RecordedThreads) -> fx.Machine:
 
 
 def _do_nothing(head: int, body: str, rank: int) -> None:
-    """Take the place of a handler of commands, which is the user's and runs nowhere but on its server."""
+    """Replace a handler of commands: the user's handler runs only on its server."""
 
 
 def replay(beginning: Beginning, entries: Sequence[Entry]) -> Difference | fx.Machine:
-    """Tell a new machine all that a record says, from its beginning.
+    """Play a whole record to a new machine.
 
     Args:
-        beginning: how the machine was made.
-        entries: all of them. The answers to the last input may be missing.
+        beginning: how the machine was created.
+        entries: all entries of the record. Answers to the last input may be missing.
 
     Returns:
-        The first difference, or, if there is none, the machine.
+        The first difference; the machine if nothing differs.
     """
     threads = RecordedThreads()
     reliable = Reliable(machine_of(beginning, threads), beginning.job)
@@ -143,7 +143,7 @@ _Step = tuple[Input, list[ThreadsSaid], list[Sent | Did]]
 
 
 def _steps(entries: Sequence[Entry]) -> Iterator[_Step]:
-    """Each input with what followed from it."""
+    """Yield each input with the threads' answers and the machine's answers that followed."""
     step: _Step | None = None
     for entry in entries:
         if isinstance(entry, Received | Observed | Ticked | Asked):
@@ -160,14 +160,14 @@ def _steps(entries: Sequence[Entry]) -> Iterator[_Step]:
 
 
 class _Player:
-    """Tells a machine inputs, and remembers its works with the disk."""
+    """Plays inputs to a machine, and remembers its works with the disk."""
 
     def __init__(self, reliable: Reliable) -> None:
         self._reliable = reliable
         self._works: list[object] = []
 
     def tell(self, told: Input) -> list[fx.Effect]:
-        """What it does with an input."""
+        """Give the machine an input, and return its effects."""
         reliable = self._reliable
         match told:
             case Received(now):
@@ -185,13 +185,13 @@ class _Player:
         return reliable.perform(submit, told.now)
 
     def answer(self, effect: fx.Effect) -> Sent | Did:
-        """An effect as a record has it."""
+        """Convert an effect to an entry of a record."""
         if isinstance(effect, fx.Transmit):
             message = effect.packet.message
             if isinstance(message, msg.ReplicateRows) or (
                 isinstance(message, msg.Fill) and msg.ROW_IDS in message.parts
             ):
-                return Sent(effect.to)  # how many rows these are depends on ids of which a record has the last ones
+                return Sent(effect.to)  # the number of rows depends on ids, of which a record has only the last
             try:
                 envelope, header, *_ = encode(effect.packet)
             except ValueError:  # ids among zeros do not ascend

@@ -1,10 +1,10 @@
-"""The last events of a node: what its machine was told and what it answered, and the file that they are written to.
+"""`Ring`: the last events of a node, which are inputs of its machine and their answers, and the file for them.
 
-Nothing is kept but what `record` says: no values. The file, a *dump*, is written when the process fails, is
-told to end by SIGTERM, has an uncaught exception, or explains a long wait; a later one takes the place of an earlier
-one. `why` reads it. A process that is killed writes nothing.
+Events are kept as entries of `record`, without values. The file, a *dump*, is written when the process fails, gets
+SIGTERM, has an uncaught exception, or explains a long wait; a later dump replaces an earlier dump. `why` reads it. A
+process that is killed writes no dump.
 
-A dump is a text of lines. The first one is a JSON object about the process, each other one an entry of the record.
+A dump is a text of lines. The first line is a JSON object about the process, each other line an entry of the record.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ from kvdist.version import __version__
 LOG = logging.getLogger("kvdist")
 
 HEADERS_BYTES_MAX = 32 << 20
-"""What the headers of all entries may have together, so that long lists of keys do not fill the memory."""
+"""Most bytes of the headers of all entries, so that long lists of keys do not fill the memory."""
 FRAMES_MAX = 12
-"""The innermost calls of a thread that a dump has."""
+"""Number of the innermost calls of a thread that a dump has."""
 
 
 class Ring(Recorder):
-    """The last events of one node, from the moment its machine was made.
+    """The last events of a node, since the creation of its machine.
 
     Args:
-        machine: whose events they are. It must not have been told anything yet.
-        job: the job's tag.
-        events_max: how many are kept.
-        folder: where the dump goes; None for nowhere.
+        machine: the machine, before its first input.
+        job: tag of the job.
+        events_max: most events that are kept.
+        folder: folder of the dump; None to write no dump.
         clock: monotonic seconds.
-        is_revived: whether a process before this one has told the machine something, which is not in the dump.
+        is_revived: whether the machine had inputs in an earlier process, which are not in the dump.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Ring(Recorder):
         self.beginning = beginning_of(machine, job)
         self.entries: deque[Entry] = deque()
         self.dropped = int(is_revived)
-        """Entries that are gone, at least."""
+        """Number of entries that were dropped, at least."""
         self._machine = machine
         self._events_max = events_max
         self._folder = folder
@@ -98,21 +98,21 @@ class Ring(Recorder):
         self._written: Path | None = None
         self._headers_bytes = 0
         self._works: dict[int, object] = {}
-        """Number → token of each work with the disk that is not done."""
+        """Number → token of each work with the disk that has not ended."""
         self._next_work = 0
         self._wait = ""
-        """What this process waited for when its end began; see `_note_wait`."""
+        """Explanation of the wait of this process when its end began; see `_note_wait`."""
         self._calls: dict[str, list[str]] = {}
-        """What the user's threads did then."""
+        """Thread of the user → its calls when the end of this process began."""
         self._failure_said = ""
         """The failure with which the user's program left."""
         if isinstance(machine, Worker):
             machine.watch(_HeardThreads(machine._threads, self))
 
-    # What the node does.
+    # The events of the node.
 
     def received(self, now: float, frames: Sequence[Buffer], message: msg.Message) -> None:
-        """A message came."""
+        """Keep a message that came."""
         if type(message) is msg.Abort:
             self._note_wait()
         envelope, header, *payload = frames
@@ -121,7 +121,7 @@ class Ring(Recorder):
         self._keep(entry, len(entry.header))
 
     def observed(self, now: float, event: fx.Event) -> None:
-        """An event that is no message."""
+        """Keep an event other than a message."""
         work = -1
         if isinstance(event, fx.Persisted):
             work = next(number for number, token in self._works.items() if token is event.token)
@@ -130,11 +130,11 @@ class Ring(Recorder):
         self._keep(Observed(now, event, work))
 
     def ticked(self, now: float) -> None:
-        """Something fell due."""
+        """Keep that a timer of the machine expired."""
         self._keep(Ticked(now))
 
     def asked(self, now: float, requests: Sequence[req.Request]) -> None:
-        """The user has called."""
+        """Keep requests of the user."""
         for request in requests:
             if isinstance(request, req.Leave):
                 self._failure_said = request.failure
@@ -142,17 +142,17 @@ class Ring(Recorder):
         self._keep(Asked(now, tuple(map(recorded, requests))))
 
     def threads_said(self, question: str, answer: Any) -> Any:
-        """The machine has asked something about the user's threads."""
+        """Keep an answer about the user's threads to the machine, and return it."""
         self._keep(ThreadsSaid(question, answer))
         return answer
 
     def sent(self, to: Member, frames: Sequence[Buffer]) -> None:
-        """A message left, or did not, without frames."""
+        """Keep a message of the machine; no frames if it could not leave."""
         entry = Sent(to, bytes(frames[0]), bytes(frames[1])) if frames else Sent(to)
         self._keep(entry, len(entry.header))
 
     def did(self, effect: fx.Effect) -> None:
-        """Any other effect."""
+        """Keep an effect that sends no message."""
         work = self._next_work
         if isinstance(effect, fx.Persist):
             self._works[work] = effect.token
@@ -160,12 +160,12 @@ class Ring(Recorder):
         self._keep(Did(words_of(effect, work)))
 
     def explained(self, now: float, text: str) -> None:
-        """A long wait was explained to a person."""
+        """Keep the explanation of a long wait, and write the dump."""
         self._keep(Explained(now, text))
         self.write("a long wait")
 
     def ended(self, failure: Exception | None) -> None:
-        """The node has stopped."""
+        """Write the dump if the node has failed or was interrupted; else remove the dump of a wait that is over."""
         if failure is not None:
             self.write(f"{type(failure).__name__}: {failure}", failure)
         elif self._failure_said:
@@ -173,10 +173,10 @@ class Ring(Recorder):
         elif isinstance(sys.exc_info()[1], KeyboardInterrupt):
             self.write(f"ended by signal {signal.SIGINT.value} ({signal.SIGINT.name})")
         elif self._written is not None:
-            self._written.unlink(missing_ok=True)  # of a wait that is over
+            self._written.unlink(missing_ok=True)  # the dump of a wait that is over
 
     def _note_wait(self) -> None:
-        """The end has begun: soon the machine has forgotten its calls, and the user's threads do other things."""
+        """Note the waits of machine and threads as the end begins: soon both have moved on."""
         if not self._calls:
             self._wait, self._calls = self._explained(), _calls_of_user()
 
@@ -193,23 +193,23 @@ class Ring(Recorder):
     # The dump.
 
     def write(self, reason: str, failure: Exception | None = None) -> None:
-        """Put the dump into its folder; say so if that cannot be done.
+        """Write the dump into its folder; log a warning if that fails.
 
         Args:
-            reason: why it is written now, for people.
+            reason: why the dump is written now, for people.
             failure: why the node stopped.
         """
-        if self._folder is None or os.getpid() != self._owner:  # a forked child has nothing to tell
+        if self._folder is None or os.getpid() != self._owner:  # a forked child writes no dump
             return
         path = self._folder / f"{self._machine.me}.{self._owner}.dump"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             write(path, self._lines(reason, failure))
-        except Exception as error:  # noqa: BLE001  # a job never fails because it could not say why it does
+        except Exception as error:  # noqa: BLE001  # a job never fails for the lack of a dump
             LOG.warning("%s cannot write its dump to %s: %s", self._machine.me, path, error)
         else:
             if self._written is not None and self._written != path:
-                self._written.unlink(missing_ok=True)  # of a wait, when it had no rank yet
+                self._written.unlink(missing_ok=True)  # the dump of a wait, before this process had a rank
             self._written = path
 
     def _lines(self, reason: str, failure: Exception | None) -> Iterator[str]:
@@ -236,38 +236,38 @@ class Ring(Recorder):
     def _explained(self) -> str:
         try:
             return self._machine.explain(self._clock()) or ""
-        except RuntimeError:  # a signal handler looks at it on another thread, and it changed meanwhile
+        except RuntimeError:  # a signal handler reads the machine from another thread, while it changes
             return ""
 
 
 class _HeardThreads:
-    """The user's threads; what the machine hears of them is kept."""
+    """The user's threads; their answers to the machine are kept."""
 
     def __init__(self, threads: Threads, ring: Ring) -> None:
         self._threads = threads
         self._ring = ring
 
     def blocked_since(self) -> float | None:
-        """See `kvdist.core.worker.pending.Threads`, as the others."""
+        """See `kvdist.core.worker.pending.Threads`, for all four methods."""
         return self._ring.threads_said("blocked_since", self._threads.blocked_since())  # type: ignore[no-any-return]
 
     def may_act(self, now: float) -> str:
-        """The threads that may act. Asked for explanations alone, which are no answers of the machine."""
+        """Return the threads that may act; not kept, as only explanations need them, which are not answers."""
         return self._threads.may_act(now)
 
     def longest_wait_since(self) -> float | None:
-        """Since when one waits."""
+        """Keep and return the start of the longest wait."""
         return self._ring.threads_said(  # type: ignore[no-any-return]
             "longest_wait_since", self._threads.longest_wait_since()
         )
 
     def room_wait(self) -> str:
-        """What a push waits for."""
+        """Keep and return the wait of a push for room."""
         return self._ring.threads_said("room_wait", self._threads.room_wait())  # type: ignore[no-any-return]
 
 
 def beginning_of(machine: fx.Machine, job: int) -> Beginning:
-    """How a machine was made that has not been told anything yet."""
+    """Return the arguments with which a machine was created; only before its first input."""
     if isinstance(machine, Scheduler):
         first = machine.membership._next_incarnation
         return Beginning(machine._started_at, job, machine.limits, machine.config, first)
@@ -289,7 +289,7 @@ def _told(failure: Exception) -> dict[str, Any]:
 
 
 def _calls_of_user() -> dict[str, list[str]]:
-    """Thread of the user → its calls, the innermost first."""
+    """Return thread of the user → its calls, the innermost first."""
     frames = sys._current_frames()
     return {
         thread.name: _calls(frames.get(thread.ident or 0))
@@ -307,7 +307,7 @@ def _calls(frame: FrameType | None) -> list[str]:
 
 
 def _uncaught() -> dict[str, list[str]]:
-    """The calls that an uncaught exception went through, the innermost first, if there was one."""
+    """Return the main thread → the calls that an uncaught exception went through, the innermost first; or nothing."""
     trace: TracebackType | None = getattr(sys, "last_traceback", None)
     calls = (
         [] if trace is None else [_place(frame, line) for frame, line in traceback.walk_tb(trace)][::-1][:FRAMES_MAX]
@@ -333,9 +333,9 @@ def write_at_exit(ring: Ring) -> None:
 
 
 def write_when_terminated(ring: Ring) -> None:
-    """Let SIGTERM write the dump before it ends this process, or before the program's own handler runs.
+    """Let SIGTERM write the dump before it ends this process, or before the program's handler runs.
 
-    Outside the main thread nothing changes.
+    Does nothing outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return

@@ -1,15 +1,15 @@
-"""A bounded record of what happened when, and its file, which Perfetto and ``chrome://tracing`` open.
+"""Bounded traces of events with their times, and their files, which Perfetto and ``chrome://tracing`` open.
 
-Rules that hold here:
+Rules:
 
-* Memory is bounded: a trace keeps its newest events, and its file says how many older ones are gone.
-* The file is a whole JSON text at every moment: it is written beside its place and then put there in one step.
-* In a place stands the newest trace that was brought there, in any order; and a finished one gives way only to
-  a trace that has something to tell.
-* Noting an event takes no lock, so any thread may, a signal handler too.
+* Memory is bounded: a trace keeps its newest events, and its file has the number of older events that were dropped.
+* The file is a whole JSON text at every moment: it is written beside its path and renamed in a single step.
+* The file at a path is the newest trace written to it, in any order of the writes. Only a trace with an event worth a
+  file replaces a finished trace.
+* Adding an event takes no lock, so any thread and any signal handler may add events.
 
-Times are those of `time.monotonic_ns`, which on Linux all processes of a host share: their traces fit together as they
-are. Between hosts the clocks have nothing in common.
+Times come from `time.monotonic_ns`, which all processes of a Linux host share, so traces of a host fit together. Clocks
+of different hosts are unrelated.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from pathlib import Path
 from typing import Any
 
 EVENTS_MAX = 1_000_000
-"""The most that a trace may be told to keep: about half a gigabyte."""
+"""Largest number of events that a trace may keep: about half a gigabyte."""
 
 SPANS_PER_PIECE = 50
-"""Made without a pause in which another thread could run: well under a millisecond of work."""
+"""Spans that are converted without a pause for other threads: well under a millisecond of work."""
 
 now_ns = time.monotonic_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time. `overlaps`: others on the same thread may begin in it and end after it."""
+    """An event with a start and an end. `overlaps`: other spans of its thread may begin in it and end after it."""
 
     number: int
     name: str
@@ -52,26 +52,26 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TraceSnapshot:
-    """What a trace held at one moment."""
+    """The contents of a trace at a moment."""
 
     spans: deque[Span]
     threads: dict[int, str]
     events_max: int
     dropped: int
     tells: bool
-    """Whether anything happened that is worth a file."""
+    """Whether any event was worth a file."""
 
     @property
     def last(self) -> int:
-        """The number of the newest span; -1 if there is none."""
+        """Number of the newest span; -1 without spans."""
         return self.spans[-1].number if self.spans else -1
 
     def text(self, process: str, about: dict[str, Any]) -> Iterator[str]:
-        """What the file holds, piece by piece: an object of the trace event format, times in microseconds.
+        """Yield the text of the file in pieces: an object of the trace event format, times in microseconds.
 
         Args:
             process: the name that viewers show, such as ``server-1``.
-            about: what else the file says of itself.
+            about: further entries of the file's ``otherData``.
         """
         pid, rest = os.getpid(), iter(self.spans)
         said = {**about, "process": process, "events_max": self.events_max, "events_dropped": self.dropped}
@@ -85,10 +85,10 @@ class TraceSnapshot:
 
 
 class Trace:
-    """The newest spans of one process.
+    """The newest spans of a process.
 
     Args:
-        events_max: how many are kept.
+        events_max: number of spans that are kept.
     """
 
     def __init__(self, events_max: int) -> None:
@@ -97,7 +97,7 @@ class Trace:
         self._numbers = count()
         self._threads: dict[int, str] = {}
         self._dropped = 0
-        """How many were gone when the number to keep last changed."""
+        """Spans dropped before the last change of `events_max`."""
         self._tells = False
 
     def add(
@@ -111,7 +111,7 @@ class Trace:
         tells: bool = True,
         end_ns: int = 0,
     ) -> None:
-        """Note what began then and ends now, or at `end_ns`, on the calling thread; `tells`: it is worth a file."""
+        """Add a span of the calling thread, from `begin_ns` to `end_ns` or now; `tells`: whether it is worth a file."""
         self._tells = self._tells or tells
         thread = threading.get_native_id()
         if thread not in self._threads:
@@ -121,11 +121,11 @@ class Trace:
 
     @property
     def last(self) -> int:
-        """The number of the newest span; -1 if there is none."""
+        """Number of the newest span; -1 without spans."""
         return self._spans[-1].number if self._spans else -1
 
     def keep(self, events_max: int) -> None:
-        """Keep this many from now on. What another thread notes at this very moment may be missing."""
+        """Change the number of spans to keep. Spans that other threads add during the call may be missing."""
         self._dropped = self.snapshot().dropped
         dropped_now = max(0, len(self._spans) - events_max)
         self._spans = deque(self._spans.copy(), maxlen=events_max)
@@ -133,7 +133,7 @@ class Trace:
         self.events_max = events_max
 
     def snapshot(self) -> TraceSnapshot:
-        """What there is now: some ten milliseconds for a million spans."""
+        """Copy the trace: some ten milliseconds for a million spans."""
         tells, spans = self._tells, self._spans.copy()
         dropped = max(self._dropped, spans[0].number) if len(spans) == self.events_max else self._dropped
         return TraceSnapshot(spans, self._threads.copy(), self.events_max, dropped, tells)
@@ -145,36 +145,36 @@ class TraceCopy:
 
     path: Path
     trace_number: int
-    """Traces of one process are numbered, in the order in which they began."""
+    """Number of the trace among those of its process, in the order in which they began."""
     snapshot: TraceSnapshot
     process: str
     about: dict[str, Any]
 
     @property
     def age(self) -> tuple[int, int]:
-        """Grows with time."""
+        """Number of the trace and of its newest span; newer copies have greater ages."""
         return self.trace_number, self.snapshot.last
 
 
 class _Overtaken(Exception):
-    """While it was being written something newer has taken its place."""
+    """A newer copy was written to the path while this copy was being written."""
 
 
 class TraceFiles:
-    """The files of one process's traces. Any thread may bring a copy, also within another: a signal handler may."""
+    """The files of a process's traces. Any thread may write a copy; a signal handler also within another write."""
 
     def __init__(self) -> None:
         self._writing = threading.RLock()
         self._newest: dict[Path, tuple[int, int]] = {}
-        """Place → the age of what stands there."""
+        """Path → age of the copy in its file."""
         self._finished: dict[Path, int] = {}
-        """Place → the number of the first trace that was finished there."""
+        """Path → number of the first trace that was finished in its file."""
 
     def put(self, copy: TraceCopy) -> None:
-        """Put a copy in its place, unless something newer is there, or it would replace a finished trace by nothing.
+        """Write a copy, unless its file is newer, or is a finished trace and the copy has no event worth a file.
 
         Raises:
-            OSError: it cannot be written; what was there is there still.
+            OSError: the copy cannot be written; the file stays as it was.
         """
         with self._writing:
             older_finished = self._finished.get(copy.path, copy.trace_number) < copy.trace_number
@@ -185,11 +185,11 @@ class TraceFiles:
                 self._newest[copy.path] = copy.age
 
     def has(self, path: Path, age: tuple[int, int]) -> bool:
-        """Whether this or something newer stands there. Takes no lock."""
+        """Return whether the file has a copy of this age or newer. Takes no lock."""
         return self._newest.get(path, (0, 0)) >= age
 
     def finish(self, path: Path, trace_number: int) -> None:
-        """This trace is at its end, also if its last copy is still to come. Takes no lock."""
+        """Record that a trace has ended, even if its last copy is still to be written. Takes no lock."""
         self._finished.setdefault(path, trace_number)
 
     def _pieces(self, copy: TraceCopy) -> Iterator[str]:
@@ -199,10 +199,10 @@ class TraceFiles:
 
 
 def write(path: Path, pieces: Iterable[str]) -> None:
-    """Put a text in the place of what is there, in one step.
+    """Replace a file by a text, in a single step.
 
     Raises:
-        OSError: it could not be written; what was there is there still.
+        OSError: the text could not be written; the file stays as it was.
     """
     with _name_beside(path) as beside:
         with open(beside, "w", encoding="utf-8") as file:
@@ -211,10 +211,10 @@ def write(path: Path, pieces: Iterable[str]) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Refuse a place where nothing can be put, and leave what is there as it is.
+    """Refuse a path to which no file can be written, and leave its file as it is.
 
     Raises:
-        OSError: nothing can.
+        OSError: no file can be written.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -224,7 +224,7 @@ def require_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _name_beside(path: Path) -> Iterator[Path]:
-    """A name that no other write of this process has at this time. The lowest, so that killed processes leave few."""
+    """Yield a path that no other write of this process uses. Its low number keeps leftovers of killed processes few."""
     with _naming:
         number = next(number for number in count() if (path, number) not in _names_taken)
         _names_taken.add((path, number))
@@ -246,7 +246,7 @@ def _named(pid: int, thread: int, what: str, name: str) -> dict[str, Any]:
 
 
 def _told(pid: int, span: Span) -> list[str]:
-    """One complete event; for what overlaps a pair that viewers put on a line of its own."""
+    """Convert a span to a complete event, or, if it overlaps, to a pair that viewers show on a separate line."""
     begin_us, end_us = span.begin_ns / 1000, span.end_ns / 1000
     event = {"name": span.name, "cat": span.category, "pid": pid, "tid": span.thread, "ts": begin_us}
     if not span.overlaps:

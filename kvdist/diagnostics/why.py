@@ -1,8 +1,8 @@
-"""``kvdist why FOLDER``: read the dumps of a job, and say in a paragraph who was awaited, by whom, and why.
+"""``kvdist why FOLDER``: read the dumps of a job, and explain in a paragraph who was awaited, by whom, and why.
 
-A dump is what a process heard and answered last (`ring`). The clocks of hosts differ, so the times of a
-dump are shifted until no message arrives before it was sent. With ``--replay`` a new machine hears all that a dump
-says, and has to answer the same (`replay`).
+A dump has the last inputs and answers of a process (`ring`). The clocks of hosts differ, so the times of a dump are
+shifted until no message arrives before it was sent. With ``--replay`` a new machine gets the inputs of each dump, and
+must answer the same (`replay`).
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ WAITING = re.compile(r"waiting (?P<seconds>[\d.]+) s for (?P<who>.*?) to (?P<dee
 INTERRUPTED = re.compile(r"ended by signal (?:1|2|15) |KeyboardInterrupt")
 NOT_THE_USERS = re.compile(r"/kvdist/|/lib/python[^/]*/(?!site-packages/)|/site-packages/|<frozen ")
 GAVE_UP = "(KVDIST_STALL_SHUTDOWN_S)"
-"""How the reason ends of a worker that has waited for as long as the user allows."""
+"""Part of the failure of a worker that has waited for as long as the user allows."""
 OF_A_WAIT = "a long wait"
 """The reason of a dump that was written while its process waited (`ring`)."""
 LISTED_MAX = 4
-"""Processes that a sentence names."""
+"""The most processes that a sentence names."""
 
 
 class NoDumps(KvdistError):
-    """There is nothing to read."""
+    """The folder has no dumps that can be read."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A wait of one process for others.
+    """A wait of a process for others.
 
     Attributes:
-        seconds: how long it had lasted.
-        awaited: the names of the processes.
-        deed: what they have to do, such as ``push key 'fc1' (step 21)``.
-        who: what is awaited, in words, where these name no process.
+        seconds: time that the wait had lasted.
+        awaited: names of the awaited processes.
+        deed: action that is awaited of them, such as ``push key 'fc1' (step 21)``.
+        who: description of those awaited, if it names no process.
     """
 
     seconds: float
@@ -62,41 +62,41 @@ class Wait:
 
 @dataclass
 class Dump:
-    """One process at the end of its record."""
+    """The dump of a process."""
 
     about: Mapping[str, Any]
     beginning: Beginning
     entries: Sequence[Entry]
     ahead_s: float = 0.0
-    """How far its clock is ahead of the others'."""
+    """Seconds by which the clock of the process is ahead of the others'."""
 
     @property
     def process(self) -> str:
-        """Its name, such as ``worker-1``."""
+        """Name of the process, such as ``worker-1``."""
         return str(self.about["process"])
 
     @property
     def where(self) -> str:
-        """Its name with its host and process id."""
+        """Name of the process with its host and process id."""
         return f"{self.process} (host {self.about['host']}, pid {self.about['pid']})"
 
     def wall(self, now: float) -> float:
-        """The time of day of a moment of its clock, in seconds since 1970."""
+        """Convert a time of the process's clock to seconds since 1970."""
         return float(self.about["wall"]) + (now - float(self.about["monotonic"])) - self.ahead_s
 
     @property
     def ended_at(self) -> float:
-        """When it was written."""
+        """Time at which the dump was written, in seconds since 1970."""
         return self.wall(float(self.about["monotonic"]))
 
     @property
     def explained(self) -> str:
-        """What it last told a person of a long wait; '' if nothing."""
+        """Last explanation of a long wait; '' if there was none."""
         return next((entry.text for entry in reversed(self.entries) if isinstance(entry, Explained)), "")
 
     @cached_property
     def stamps(self) -> list[tuple[float, bool, Stamp]]:
-        """(when, whether it came, its stamp) of every message."""
+        """(time, whether it was received, stamp) of every message."""
         found: list[tuple[float, bool, Stamp]] = []
         now = self.beginning.now
         for entry in self.entries:
@@ -107,7 +107,7 @@ class Dump:
         return found
 
     def call(self) -> str:
-        """Where the program's main thread was, such as ``train.py:12 in load``; '' if that is not known."""
+        """Return the line of the program's main thread, such as ``train.py:12 in load``; '' if unknown."""
         calls = self.about["threads"].get("MainThread", [])
         own = [call for call in calls if not NOT_THE_USERS.search(call)]
         return next(iter(own), "")
@@ -117,10 +117,10 @@ class Dump:
 
 
 def read_dumps(folder: Path) -> list[Dump]:
-    """The dumps of the newest job in a folder, with aligned clocks.
+    """Return the dumps of the newest job in a folder, with aligned clocks.
 
     Raises:
-        NoDumps: there is none that can be read.
+        NoDumps: no dump can be read.
     """
     dumps, refused = [], []
     for path in sorted(folder.glob("*.dump")):
@@ -145,10 +145,10 @@ def read_dumps(folder: Path) -> list[Dump]:
 
 
 def read_dump(path: Path) -> Dump:
-    """One dump.
+    """Read a dump.
 
     Raises:
-        ValueError: it is not one, or another version's.
+        ValueError: the file is not a dump, or a dump of another version.
     """
     with open(path, encoding="utf-8") as lines:
         about = json.loads(next(lines, ""))
@@ -158,7 +158,7 @@ def read_dump(path: Path) -> Dump:
 
 
 def align(dumps: Sequence[Dump]) -> None:
-    """Find how far the clock of each dump is ahead of the first one's, where messages went both ways."""
+    """Set `ahead_s` of each dump against the first dump, for other hosts and where messages went both ways."""
     first, *others = dumps
     for other in others:
         there, back = quickest(first, other), quickest(other, first)
@@ -167,7 +167,7 @@ def align(dumps: Sequence[Dump]) -> None:
 
 
 def quickest(source: Dump, target: Dump) -> float | None:
-    """The shortest time that a message took, as the two clocks show it; None if none is in both records."""
+    """Return the shortest time that a message took, by the two clocks; None if no message is in both records."""
     sent = {
         (str(stamp.source), stamp.seq): source.wall(now)
         for now, came, stamp in source.stamps
@@ -190,16 +190,16 @@ def _is_of(stamp: Stamp, dump: Dump) -> bool:
 
 @dataclass
 class Story:
-    """What the dumps of a job say together."""
+    """The explanation of a job, from all its dumps together."""
 
     dumps: Sequence[Dump]
     by_name: dict[str, Dump] = field(init=False)
     verdict: Mapping[str, Any] | None = field(init=False)
-    """The failure that the first process said to be the reason; None if the job was interrupted, or only waits."""
+    """First failure of the job, the scheduler's if it has one; None if the job was interrupted, or only waits."""
     waits: dict[str, Wait] = field(init=False)
 
     def __post_init__(self) -> None:
-        # Of a rank that was started again the last life.
+        # Of a rank that was started again, the newest dump counts.
         self.by_name = {dump.process: dump for dump in sorted(self.dumps, key=lambda dump: dump.ended_at)}
         scheduler_first = sorted(self.dumps, key=lambda dump: (dump.process != "scheduler", dump.ended_at))
         failures = [dump.about["failure"] for dump in scheduler_first if dump.about["failure"]]
@@ -218,7 +218,7 @@ class Story:
         return None
 
     def paragraph(self) -> str:
-        """The whole explanation."""
+        """Return the whole explanation."""
         verdict = self.verdict
         if verdict is None:
             sentences = self._of_a_wait()
@@ -293,13 +293,13 @@ class Story:
             yield f"{upper(name)} itself waited for nobody: its main thread was at {call}."
 
     def _missing(self) -> str:
-        """Who had not registered, in a cluster that was never complete; '' if it was, or if that is not known."""
+        """Return who had not registered, if the cluster was never complete; '' if it was, or if that is unknown."""
         dump = self.by_name.get("scheduler")
         if dump is None or dump.beginning.config is None or any(one.about["dropped"] for one in self.dumps):
             return ""
         said = [entry for one in self.dumps for entry in one.entries if isinstance(entry, Received | Sent)]
         if any(read_stamp(entry.envelope)[0].message is Roster for entry in said if entry.envelope):
-            return ""  # perhaps to a worker, after the scheduler had written its dump
+            return ""  # a worker may have received the roster after the scheduler had written its dump
         sent = [entry for entry in dump.entries if isinstance(entry, Sent) and entry.envelope]
         told = [(entry.to.node.role, decode([entry.envelope, entry.header]).message) for entry in sent]
         welcomed = {(role, message.rank) for role, message in told if isinstance(message, Welcome)}
@@ -308,7 +308,7 @@ class Story:
         return listed(str(NodeId(*one)) for one in missing) if missing else ""
 
     def awaited(self) -> tuple[str, bool] | None:
-        """The process at the end of the longest chain of waits, and whether the chain is a circle."""
+        """Return the process at the end of most chains of waits, or in a circle of waits; and whether in a circle."""
         ends: dict[str, int] = defaultdict(int)
         for name in self.waits:
             seen = [name]
@@ -322,7 +322,7 @@ class Story:
         return (max(ends, key=lambda name: ends[name]), False) if ends else None
 
     def _waits_for(self, name: str) -> Iterator[str]:
-        """Who waited for a process, then who waited for those, and so on."""
+        """Explain who waited for a process, then who waited for those waiters, and so on."""
         reached, level = {name}, {name}
         while level:
             groups: dict[Wait, list[str]] = defaultdict(list)
@@ -337,12 +337,12 @@ class Story:
             reached |= level
 
     def _end_of(self, name: str) -> Dump | None:
-        """What a process wrote at its end; None if it wrote nothing then: what it wrote in a long wait may be old."""
+        """Return the dump that a process wrote at its end; None if it has only the dump of a wait, which may be old."""
         dump = self.by_name.get(name)
         return None if dump is None or dump.about["reason"] == OF_A_WAIT else dump
 
     def _lost_at(self, verdict: Mapping[str, Any]) -> float:
-        """When a process was seen to end, or wrote that it does; otherwise when the first one ended because of it."""
+        """Return when a process ended, by observers or by its dump; else when the first process ended because of it."""
         name = verdict["node"]
         seen = [
             dump.wall(entry.now)
@@ -356,7 +356,7 @@ class Story:
         return max(seen, default=0.0) or min(ended)
 
     def _last_word(self, name: str) -> Iterator[str]:
-        """When a process was last heard of, and by whom."""
+        """Explain when a process was last heard, and by whom."""
         heard = [
             (dump.wall(now), dump.process, stamp.step)
             for dump in self.dumps
@@ -387,7 +387,7 @@ def _is_end_of(name: str, event: Event) -> bool:
 
 
 def _advice(name: str, cause: str, host: str) -> Iterator[str]:
-    """Where to look for why a process ended that wrote no dump."""
+    """Advise where to look for the end of a process that wrote no dump."""
     if "SIGKILL" in cause:
         on = f" on {host}" if host else ""
         yield f"Signal 9 often comes from the kernel when memory is short: see dmesg{on}."
@@ -396,19 +396,19 @@ def _advice(name: str, cause: str, host: str) -> Iterator[str]:
 
 
 def upper(text: str) -> str:
-    """A sentence, of a text; the names of processes stay as they are."""
+    """Begin a text with a capital, unless it begins with the name of a process."""
     return text if NAME.match(text) else text[:1].upper() + text[1:]
 
 
 def listed(names: Iterable[str]) -> str:
-    """``worker-0, worker-1 and 3 more``."""
+    """Join names, as in ``worker-0, worker-1 and 3 more``."""
     known = sorted(dict.fromkeys(names))
     shown = known[:LISTED_MAX] + ([f"{len(known) - LISTED_MAX} more"] if len(known) > LISTED_MAX else [])
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def clock(wall: float) -> str:
-    """A time of day, with milliseconds."""
+    """Format a time of day, with milliseconds."""
     return time.strftime("%H:%M:%S", time.localtime(wall)) + f".{int(wall % 1 * 1000):03d}"
 
 
@@ -416,7 +416,7 @@ def clock(wall: float) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``kvdist why``, and as `command` what answers."""
+    """Add the arguments of ``kvdist why``, with its function as `command`."""
     parser.add_argument("folder", metavar="FOLDER", help="the folder given to kvdist-launch --dump, or KVDIST_DUMP")
     parser.add_argument(
         "--replay",
@@ -432,19 +432,19 @@ def _answer(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def explained(folder: Path) -> str:
-    """The paragraph about the newest job whose dumps lie in a folder.
+    """Return the paragraph about the newest job whose dumps are in a folder.
 
     Raises:
-        NoDumps: none do.
+        NoDumps: the folder has no dumps.
     """
     return Story(read_dumps(folder)).paragraph()
 
 
 def compared(folder: Path) -> tuple[str, int]:
-    """For each dump whether a new machine that hears the same answers the same; and 1 if one does not, else 0.
+    """Replay each dump. Returns a line for each, with its first difference, and 1 if any has a difference, else 0.
 
     Raises:
-        NoDumps: there are none.
+        NoDumps: the folder has no dumps.
     """
     dumps = read_dumps(folder)
     wrong = [_difference(dump) for dump in dumps]

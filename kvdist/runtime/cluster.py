@@ -1,8 +1,8 @@
-"""This process's membership in a cluster: one worker node and its thread, shared by all stores of the process.
+"""This process's membership in a cluster: a worker node and its thread, shared by all stores of the process.
 
-Three ways of becoming a member: the environment describes a cluster (this process joins it as a worker), or it
-describes none (a cluster of one worker and one server runs inside this process, in one thread), or it is wrong (an
-error says how). Leaving is explicit with the last `close()`, else it happens when the interpreter ends.
+If the environment describes a cluster, this process joins it as a worker. If it describes none, a cluster with a worker
+and a server runs inside this process, in a single thread. A wrong environment is an error. The process leaves with the
+last `close()`, else when the interpreter ends.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from kvdist.version import __version__
 LOG = logging.getLogger("kvdist")
 
 EXIT_WAIT_S = 30.0
-"""How long the interpreter's end waits for the node's thread, which may be in a callback of the user's."""
+"""Longest wait of the interpreter's end for the node's thread, which may be in a callback of the user."""
 
 HANDLERS: dict[int, Handler] = {}
 """Command → its handler on the servers of this process."""
@@ -67,37 +67,37 @@ EMBEDDED_SERVER_ENDPOINT = "inproc://kvdist-server"
 
 
 class Leasing(Protocol):
-    """What this process has leased of the cluster's data."""
+    """The examples of the cluster's data that this process has leased."""
 
     def tell(self) -> None:
-        """Say how many are used."""
+        """Report the number of used examples."""
 
     def give_back(self) -> None:
-        """Let others have what is not used."""
+        """Return unused examples, so that others can lease them."""
 
     def rolled_back(self) -> None:
-        """All have gone back to a snapshot: what is leased is void."""
+        """Drop all leases, as all have gone back to a snapshot."""
 
 
 class RollsBack(Protocol):
     """A store, when all go back to a snapshot."""
 
     def forget_pushes(self) -> None:
-        """Drop what has not left, and what is left of pushes."""
+        """Drop pushes that have not left, and residuals of earlier pushes."""
 
     def rolled_back(self, step: int) -> None:
         """Tell the user that the values are those of this step."""
 
 
 class Cluster:
-    """One membership. Made by `ProcessCluster.join`, not by hand.
+    """A membership. Created only by `ProcessCluster.join`.
 
     Args:
-        config: the cluster.
-        node: the worker's node.
-        memory: where arrays lie that are to be sent.
-        run: what the thread does.
-        is_embedded: the whole cluster lives in this process, so another one may be made after it.
+        config: settings of the cluster.
+        node: node of the worker.
+        memory: allocator of arrays that are to be sent.
+        run: function of the thread.
+        is_embedded: whether the whole cluster is in this process, so that another cluster may follow it.
     """
 
     def __init__(
@@ -114,15 +114,15 @@ class Cluster:
         self.is_embedded = is_embedded
         self.rank = -1
         self.came_late = False
-        """Whether this process has joined a running job."""
+        """Whether this process joined a running job."""
         self.stores_open = 0
         self._next_store = 0
         self.stores: list[RollsBack] = []
-        """What hears of it when all go back to a snapshot."""
+        """Stores that are notified when all go back to a snapshot."""
         self.batches_pushed = 0
-        """How many pushes that say their examples have been handed to the node."""
+        """Number of pushes with examples that were submitted to the node."""
         self.leasing: Leasing | None = None
-        """If this process trains on leased examples, which others may have when it leaves."""
+        """Leased examples of this process, which it returns when it leaves; None if it leases none."""
         self._retained: set[Future[Any]] = set()
         self._thread = threading.Thread(target=run, name="kvdist-node", daemon=True)
 
@@ -131,7 +131,7 @@ class Cluster:
 
         Raises:
             ConfigError: the scheduler refused this process.
-            DeadlineExceeded: the scheduler or the rest of the cluster did not turn up.
+            DeadlineExceeded: the scheduler or other members did not appear in time.
         """
         self._thread.start()
         try:
@@ -144,20 +144,20 @@ class Cluster:
             name_process(f"{Role.WORKER}-{self.rank}")
 
     def open_store(self) -> int:
-        """A number for a new store: all workers must open theirs in the same order."""
+        """Return the number of a new store. All workers must open their stores in the same order."""
         self.stores_open += 1
         self._next_store += 1
         return self._next_store - 1
 
     def ask(self, make: Callable[[int], req.Request]) -> Any:
-        """Hand the worker a request and wait for its result."""
+        """Submit a request to the worker, and wait for its result."""
         return self.wait(self.node.submit(make))
 
     def wait(self, future: Future[Any]) -> Any:
-        """The result of a future.
+        """Wait for a future, and return its result.
 
         Raises:
-            RuntimeError: called on the node's own thread, by a callback of a future, which would wait for itself.
+            RuntimeError: a callback of a future calls this on the node's thread, which would wait for itself.
         """
         if threading.current_thread() is self._thread and not future.done():
             raise RuntimeError(
@@ -172,21 +172,21 @@ class Cluster:
 
     @property
     def rolled_back(self) -> errors.RolledBackError | None:
-        """What every call fails with, until the user has seen it; nearly always None."""
+        """Error of every call until the user has seen it; nearly always None."""
         machine = self.node.machine
         assert isinstance(machine, Worker)
         return machine.rolled_back
 
     def accept_rollback(self, error: errors.RolledBackError) -> errors.RolledBackError:
-        """The user is about to see this error: what is called from now on is meant for after it.
+        """Accept a rollback, as the user is about to see its error: later calls are meant for the time after it.
 
         Returns:
-            What to raise, when all have gone back: another server may have been lost meanwhile.
+            The error to raise once all have gone back: another server may have been lost meanwhile.
         """
         if self.rolled_back is None or threading.current_thread() is self._thread:
             return error
         for store in self.stores:
-            store.forget_pushes()  # of values that are no more
+            store.forget_pushes()  # their values belong to steps that are undone
         newest: errors.RolledBackError | None = self.node.submit(req.AcceptRollback).result()
         if newest is None:
             return error  # another thread has seen it
@@ -197,21 +197,21 @@ class Cluster:
         return newest
 
     def retain(self, future: Future[Any]) -> None:
-        """Stay in the cluster until this is done: a checkpoint, which needs this process to be complete."""
+        """Stay in the cluster until a future is done: a checkpoint needs this process to become complete."""
         self._retained.add(future)
         future.add_done_callback(self._retained.discard)
 
     def leave(self, failure: str = "", *, wait: bool = True, ends: bool = False) -> None:
-        """Say goodbye, wait until it is heard, and end the thread. With a `failure` this process is lost.
+        """Leave the cluster: send a goodbye, wait for the answer, and end the thread. A `failure` makes it a loss.
 
         Args:
-            failure: why this process cannot go on.
-            wait: first for what holds it.
-            ends: the process ends, and has closed no store.
+            failure: reason why this process cannot go on; '' if it leaves well.
+            wait: whether to wait for retained futures first, unless there is a failure.
+            ends: whether the process ends, without having closed its stores.
 
         Raises:
-            DeadlockError: pushes that have to arrive first wait for workers that wait for this one.
-            DeadlineExceeded: they have waited for as long as ``KVDIST_STALL_SHUTDOWN_S``.
+            DeadlockError: the last pushes wait for workers that wait for this worker.
+            DeadlineExceeded: the last pushes have waited for ``KVDIST_STALL_SHUTDOWN_S``.
         """
         if wait and not failure:
             for future in list(self._retained):
@@ -227,11 +227,11 @@ class Cluster:
                 self.leave(failure, wait=wait, ends=ends)
                 return
             except (errors.DeadlockError, errors.DeadlineExceeded) as error:
-                endless = error  # leaving itself waited in vain
+                endless = error  # the goodbye has waited in vain
             except errors.KvdistError:
                 pass  # the cluster ended first, and every open request has failed
         self._thread.join()
-        # Or a process that goes on without its cluster would keep the servers' memory mapped, when nothing else does.
+        # Else a process that continues without its cluster would keep the servers' memory mapped.
         self.memory.forget_shown()
         if not (failure or ends):
             tell_what_lingers()
@@ -241,8 +241,8 @@ class Cluster:
     def wait_for_thread(self, timeout_s: float) -> None:
         """Wait until the thread of a cluster that this process has left, or that failed, has ended.
 
-        Before the interpreter does: it ends threads that still run in the middle of whatever they do, and one that is
-        in torch then, if only to free a tensor, aborts the process.
+        The wait comes before the interpreter's end, which stops threads in the middle of their work. A thread that is
+        stopped in torch, even while it frees a tensor, aborts the process.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -253,22 +253,22 @@ class Cluster:
 
 
 class ProcessCluster:
-    """The one cluster that this process may be in at a time."""
+    """The cluster of this process, which may be in a single cluster at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._present: Cluster | None = None
         self.after_leaving: list[Callable[[], None]] = []
-        """What to do at the interpreter's end, after this process has left its cluster, if it was in one."""
+        """Functions to call at the interpreter's end, after this process has left its cluster, if any."""
 
     @property
     def present(self) -> Cluster | None:
-        """The cluster that this process is in, if it is in one."""
+        """Cluster of this process; None if it is in none."""
         cluster = self._present
         return None if cluster is None or cluster.node.stopped else cluster
 
     def join(self) -> Cluster:
-        """The cluster of this process, joined now if it has not been."""
+        """Return the cluster of this process; join it first if need be."""
         with self._lock:
             present = self._present
             if present is not None:
@@ -295,7 +295,7 @@ class ProcessCluster:
             return cluster
 
     def at_exit(self) -> None:
-        """The interpreter ends: leave the cluster, then do what is to be done after that."""
+        """Leave the cluster as the interpreter ends, then call the functions of `after_leaving`."""
         try:
             self._leave_at_exit()
         finally:
@@ -303,7 +303,7 @@ class ProcessCluster:
                 action()
 
     def _leave_at_exit(self) -> None:
-        """Say goodbye, and say so if the interpreter ends by an exception."""
+        """Leave the cluster, with a failure if the interpreter ends by an exception."""
         cluster = self._present
         if cluster is None:
             return
@@ -330,14 +330,16 @@ def server_node(
     memory: Allocator,
     disk: Disk | None = None,
 ) -> Node:
-    """The node of a server, to be run.
+    """Create the node of a server, which does not run yet.
 
     Args:
-        endpoint: where it listens, with `transport`.
-        scheduler: where its scheduler does.
-        device: where it sums and updates; None for the host.
-        memory: where its values lie.
-        disk: where checkpoints go; None for anywhere on this machine.
+        config: settings of the cluster.
+        endpoint: address at which the server listens.
+        scheduler: address of the scheduler.
+        device: GPU that sums and updates; None for the host.
+        transport: transport that is bound to `endpoint`.
+        memory: allocator of the values.
+        disk: disk for checkpoints; None for the disk of this host.
     """
     kernels = choose(read_setting("KVDIST_KERNELS"))
     arithmetic = None
@@ -359,16 +361,16 @@ def server_node(
 
 
 def open_server_device(name: str) -> Device | None:
-    """The GPU of this name, ready for work; None for the host's processor.
+    """Open a GPU by its name; None for the host's processor.
 
-    There is no falling back: who asks for a GPU gets it, or this error.
+    If the GPU cannot be opened, this is an error, without a fallback to the host.
 
     Args:
-        name: ``cpu``, or ``cuda:0`` and so on, as ``KVDIST_SERVER_DEVICE`` takes it.
+        name: ``cpu``, ``cuda:0`` and so on, as in ``KVDIST_SERVER_DEVICE``.
 
     Raises:
         ConfigError: ``KVDIST_GPU`` keeps all arithmetic on the host.
-        DeviceError: there is no such GPU, no driver, or no library for it.
+        DeviceError: the GPU, its driver or its library is missing.
     """
     if name == "cpu":
         return None
@@ -381,7 +383,7 @@ def open_server_device(name: str) -> Device | None:
             " change one of them, or set KVDIST_GPU for workers alone"
         )
     try:
-        # KVDIST_GPU=host, which helps a worker, would be refused above.
+        # The usual advice, KVDIST_GPU=host, helps only workers: it is refused above.
         device = gpu.open_gpu(int(name.partition(":")[2]), setting, otherwise="or let servers compute on their hosts")
     except errors.DeviceError as error:
         wish = f"this server was to sum and update on {name}, and without --server-device would do so on its host"
@@ -391,7 +393,7 @@ def open_server_device(name: str) -> Device | None:
 
 
 def introduction(config: ClusterConfig, endpoint: str, scheduler_endpoint: str) -> Introduction:
-    """What this process says of itself to the scheduler; `endpoint` is where it listens, if it does."""
+    """Return the introduction of this process to the scheduler; `endpoint` is its address, '' if it has none."""
     # Not a secret: it only has to differ between processes that start at the same time.
     token = random.SystemRandom().getrandbits(63) | 1
     return Introduction(
@@ -419,7 +421,7 @@ def _joined(config: ClusterConfig) -> Cluster:
     endpoint = "" if isinstance(memory, HeapAllocator) else _endpoint_for_neighbours(config, transport)
     introduced = introduction(config, endpoint, scheduler_endpoint(config))
     aggregation = None
-    # What is in a sum cannot go back to a snapshot.
+    # A contribution in a sum of a host cannot go back to a snapshot.
     if config.local_reduce != "off" and config.num_workers > 1 and config.snapshots is None:
         from kvdist.core.host_aggregation import HostAggregation  # a feature at a seam: loaded where it is used
 
@@ -430,7 +432,7 @@ def _joined(config: ClusterConfig) -> Cluster:
 
 
 def _endpoint_for_neighbours(config: ClusterConfig, transport: Transport) -> str:
-    """Where other workers of this host reach this one, if it is to sum for them; '' for nowhere."""
+    """Return the address at which this worker sums for others of its host; '' if it does not."""
     if config.local_reduce == "off" or config.num_workers == 1:
         return ""
     try:
@@ -443,7 +445,7 @@ def _endpoint_for_neighbours(config: ClusterConfig, transport: Transport) -> str
 
 
 def _embedded() -> Cluster:
-    """A scheduler, a server and a worker in this process, in one thread, without sockets."""
+    """Create a scheduler, a server and a worker in this process, in a single thread, without sockets."""
     LOG.warning(
         "kv.create('dist'): running alone, as the environment names no cluster. For several workers, start by"
         " `kvdist-launch -n WORKERS -s SERVERS COMMAND`"

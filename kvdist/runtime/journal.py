@@ -1,20 +1,20 @@
 """The journal of a scheduler: a file with each input of its machine, so that a new process can replay them.
 
 An input is appended after the machine has reacted to it, which changes nothing outside, and before any of its effects
-leaves. So the journal explains whatever others have heard from the scheduler. To them a scheduler that was killed and
-started again is one that stood still: it has the same members, numbers and open questions. Rules that hold here:
+leaves. So the journal covers all messages that others have from the scheduler. To them a scheduler that was killed and
+started again has only stood still: it has the same members, numbers and open questions. Rules:
 
 * A torn entry at the end was never acted on, and is dropped. Any other damage is an error, and changes nothing.
-* One process has the file: it is locked with ``flock``.
-* The time of the machine goes on from the last entry, so that nobody was silent while there was no scheduler.
+* A single process has the file: it is locked with ``flock``.
+* The time of the machine continues from the last entry, so a restart makes no member silent.
 * A process that ends without ending the job sends nothing after its last entry.
-* What a power cut has taken away is noticed by the numbers of messages: see `Reliable`.
+* Entries lost in a power cut are noticed by the numbers of messages: see `Reliable`.
 
-The file is a line of JSON, which says whose journal it is, and records: a length, its complement and the CRC-32 of the
-pickle that follows. The first record is a state, the others are inputs since. After `ENTRIES_MAX` inputs the state is
-written anew, into a file beside it that is renamed: this bounds the size of the file, and the time to read it. Only its
-owner can read or write it. It has no secret, and of a message that carries values only their size. Reading it imports
-no module, and calls nothing but functions and classes of the modules in `OWN` and `OTHERS`.
+The file is a line of JSON, which names the job and the host, and records: a length, its complement and the CRC-32 of
+the pickle that follows. The first record is a state, the others are inputs since. After `ENTRIES_MAX` inputs the state
+is written anew, into a file beside it that is renamed: this bounds the size of the file, and the time to read it. Only
+its owner can read or write it. It has no secrets, and only the sizes of messages' values. Reading it imports no module,
+and calls only functions and classes of the modules in `OWN` and `OTHERS`.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ RECORD = struct.Struct("<III")
 """The length of the pickle that follows, its complement, and the CRC-32 of the pickle."""
 LENGTH_MAX = 0xFFFF_FFFF
 ENTRIES_MAX = 20_000
-"""As many inputs are replayed in one to two seconds."""
+"""Inputs after which the state is written anew; they are replayed in one to two seconds."""
 BYTES_MAX = 32 << 20
-"""Of entries, in case some are long."""
+"""Bytes of entries after which the state is written anew, in case some are long."""
 START_ANEW = "Start the job again, from a checkpoint if it has one, and remove {}"
 RETRY_S = 10.0
-"""How long after a failed write the state is written once more."""
+"""Time after a failed write until the state is written once more."""
 STALE_S = 86400.0
-"""A journal that no process has open, and that is so much older than the newest, is of a job that is over."""
+"""Age, against the newest journal, at which a journal that no process has open belongs to a job that is over."""
 LOCK_WAIT_S = 5.0
-"""A process that was killed may hold its lock until the system has ended it."""
+"""Longest wait for the lock: a killed process may hold it until the system has ended the process."""
 ASIDE = ".new"
-"""Ends the name of the file that will take the place of a journal."""
+"""Suffix of the file that replaces a journal."""
 WITHOUT_FLOCK = "two schedulers of one job are kept apart only by whoever starts them"
 
 Entry = tuple[Any, ...]
-"""(time,) when something was due; (time, event, number of a work with the disk) of an event, -1 for none; (time,
-envelope, header, bytes of the payload) of a message, -1 for none."""
+"""(time,) of a tick; (time, event, number of its work with the disk, -1 for none) of an event; (time, envelope, header,
+bytes of the payload, -1 for none) of a message."""
 
 
 @dataclass(slots=True)
@@ -78,10 +78,10 @@ class State:
     """A scheduler between two inputs.
 
     Attributes:
-        now: the time of the machine.
-        reliable: the machine, and its links to all others.
+        now: time of the machine.
+        reliable: the machine, and its links to all other processes.
         works: number → work with the disk that has not ended.
-        begun: how many works with the disk there have been.
+        begun: number of works with the disk that have begun.
     """
 
     now: float
@@ -91,13 +91,13 @@ class State:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The machine."""
+        """Machine of `reliable`."""
         machine = self.reliable.machine
         assert isinstance(machine, Scheduler)
         return machine
 
     def replay(self, entry: Entry) -> list[fx.Effect]:
-        """Give the machine an input that it had before, and return the effects that it had then."""
+        """Give the machine an input again, and return the same effects as before."""
         self.now = now = entry[0]
         match entry:
             case (_,):
@@ -129,14 +129,14 @@ class State:
 
 
 class Journal:
-    """The file of one scheduler, which this process alone has open.
+    """The file of a scheduler, which only this process has open.
 
     Args:
         path: the file.
-        config: the settings of the scheduler.
+        config: settings of the scheduler.
 
     Raises:
-        ConfigError: the file cannot be opened, another process has it, or others may write it; says which.
+        ConfigError: the file cannot be opened, another process has it, or other users may read or write it.
     """
 
     def __init__(self, path: Path, config: ClusterConfig) -> None:
@@ -146,18 +146,18 @@ class Journal:
         self._descriptor = _locked(path)
         self._state: State | None = None
         self._is_complete = False
-        """Whether the file has a state and all inputs since; else it has neither."""
+        """Whether the file has a state and all inputs since; else it has none of them."""
         self.entries = 0
-        """How many inputs there have been since the state that is in the file."""
+        """Number of inputs since the state in the file."""
         self._nbytes = 0
-        """The bytes of their records."""
+        """Bytes of the records of these inputs."""
         self._retry_at = fx.NEVER
-        """When the state is written once more, after the file could not be written."""
+        """Time at which the state is written once more, after a failed write; else NEVER."""
 
     # Writing.
 
     def begin(self, reliable: Reliable, now: float) -> None:
-        """Keep the journal of this machine from now on."""
+        """Begin the journal of a machine."""
         self._state = State(now, reliable, {})
         self.write_state(now)
 
@@ -168,31 +168,31 @@ class Journal:
         self._append((now, bytes(envelope), bytes(header), nbytes))
 
     def observed(self, now: float, event: fx.Event) -> None:
-        """Append an event that is no message."""
+        """Append an event other than a message."""
         assert self._state is not None
         work = self._state.end(event) if isinstance(event, fx.Persisted) else -1
         self._append((now, replace(event, token=None) if isinstance(event, fx.Persisted) else event, work))
 
     def ticked(self, now: float) -> None:
-        """Append that something fell due."""
+        """Append a tick."""
         self._append((now,))
 
     def began(self, work: fx.Persist) -> None:
-        """Remember that the machine has given a work to the disk."""
+        """Remember a work with the disk that the machine has begun."""
         assert self._state is not None
         self._state.begin(work)
 
     def is_due(self, now: float) -> bool:
-        """Whether the state should be written now, between two inputs."""
+        """Return whether the state should be written now, between two inputs."""
         is_long = self.entries >= ENTRIES_MAX or self._nbytes >= BYTES_MAX
         return now >= self._retry_at if self._retry_at < fx.NEVER else is_long
 
     def write_state(self, now: float) -> None:
-        """Write a new file that begins with the present state, and let it take the place of the journal."""
+        """Replace the journal by a new file that begins with the present state."""
         assert self._state is not None
         self._state.now = now
         try:
-            self._aside.unlink(missing_ok=True)  # of a process that was killed here, or of somebody else
+            self._aside.unlink(missing_ok=True)  # of a process that was killed at this point, or of another user
             descriptor = os.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 flocked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, self._aside, WITHOUT_FLOCK)
@@ -203,7 +203,7 @@ class Journal:
                 self._aside.unlink(missing_ok=True)
                 raise
         except OSError as error:
-            if self._is_complete:  # and may get as many inputs again
+            if self._is_complete:  # the old file may get as many inputs again
                 self.entries = self._nbytes = 0
                 LOG.warning("the journal %s grows, as it cannot be written anew (%s)", self.path, error.strerror)
             else:
@@ -220,7 +220,7 @@ class Journal:
         """Close the file.
 
         Args:
-            is_over: whether the job has ended, so that nobody needs the file, which is removed.
+            is_over: whether the job has ended; then the file is removed.
         """
         if is_over:
             for path in (self.path, self._aside):
@@ -240,10 +240,10 @@ class Journal:
         self._nbytes += len(record)
 
     def _fail(self, error: OSError, now: float) -> None:
-        """The file cannot be written: empty it, as it will lack the inputs to come.
+        """Empty a file that cannot be written, as it will lack the inputs to come.
 
         Raises:
-            ConfigError: it cannot be emptied either.
+            ConfigError: the file cannot be emptied either.
         """
         if self._retry_at == fx.NEVER:
             LOG.warning(
@@ -264,7 +264,7 @@ class Journal:
 
     @property
     def _heading(self) -> bytes:
-        """The line that says whose journal this is."""
+        """Line with the format, version, job and host of the journal."""
         job, host = self._config.job_tag, host_name()
         return json.dumps({"format": FORMAT, "kvdist": __version__, "job": job, "host": host}).encode() + b"\n"
 
@@ -272,17 +272,18 @@ class Journal:
 
     @property
     def is_new(self) -> bool:
-        """Whether no scheduler has written anything into the file."""
+        """Whether no scheduler has written into the file."""
         return self._state is None and os.fstat(self._descriptor).st_size == 0
 
     def read(self) -> tuple[State, list[fx.Effect]]:
-        """Be the journal of the scheduler that wrote it, from its last input on.
+        """Read the file, and continue the journal after its last input.
 
         Returns:
             The scheduler after its last input, and the effects of that input, which may not have left.
 
         Raises:
-            ConfigError: the file is of another job, version or host, it is damaged, or its scheduler has emptied it.
+            ConfigError: the file is of another job, version, host or settings, it is damaged, or its scheduler has
+                emptied it.
         """
         data = bytearray(os.fstat(self._descriptor).st_size)
         data = data[: os.preadv(self._descriptor, [data], 0)]
@@ -303,7 +304,7 @@ class Journal:
                 effects = state.replay(unpickled(content))
         except ConfigError:
             raise
-        except Exception as error:  # whatever is in a file
+        except Exception as error:  # a file may have any contents
             raise ConfigError(
                 f"{self._whose} cannot be followed: {place} of {len(contents) - 1} entries gives"
                 f" {type(error).__name__}: {error}. {START_ANEW.format(self.path)}"
@@ -321,7 +322,7 @@ class Journal:
         return f"the journal of the scheduler, {self.path} (KVDIST_JOURNAL),"
 
     def _read_heading(self, line: bytes) -> int:
-        """The number of bytes of the heading, if it is that of this job."""
+        """Check that the heading is that of this job, version and host. Returns its number of bytes."""
         try:
             heading = dict(json.loads(line))
         except (ValueError, TypeError):
@@ -344,9 +345,9 @@ class Journal:
         return len(line)
 
     def _records(self, data: bytearray, start: int) -> tuple[list[bytes], int]:
-        """The contents of all records but a torn one at the end, and where the last of them ends."""
+        """Return the contents of all records except a torn record at the end, and the end of the last of them."""
         contents: list[bytes] = []
-        while start + RECORD.size <= len(data) and any(data[start:]):  # what a power cut adds has no bit
+        while start + RECORD.size <= len(data) and any(data[start:]):  # a power cut may add zeros
             length, complement, checksum = RECORD.unpack_from(data, start)
             stop = start + RECORD.size + length
             content = bytes(data[start + RECORD.size : stop])
@@ -368,7 +369,7 @@ class Journal:
         )
 
     def _require_settings(self, config: ClusterConfig) -> None:
-        """Whether the scheduler that wrote the file had the same settings."""
+        """Refuse a file whose scheduler had other settings."""
         for field in fields(ClusterConfig):
             before, now = getattr(config, field.name), getattr(self._config, field.name)
             if before != now and field.name not in OF_PROCESS:
@@ -379,7 +380,7 @@ class Journal:
 
 
 OF_PROCESS = frozenset({"restarts", "listen_fd"})
-"""What may differ between two processes of one scheduler."""
+"""Settings that may differ between two processes of a scheduler."""
 
 
 OWN = (
@@ -405,11 +406,11 @@ OTHERS = {
     "numpy._core.numeric": ("_frombuffer",),
     __name__: ("State", "_method"),
 }
-"""Other modules → what of theirs a journal may name."""
+"""Other module → functions and classes of it that a journal may name."""
 
 
 class Pickler(pickle.Pickler):
-    """Writes objects of a machine: a method by its name."""
+    """Writes objects of a machine; methods are written by name."""
 
     def reducer_override(self, value: object) -> Any:
         """See `pickle.Pickler`."""
@@ -423,7 +424,7 @@ class Unpickler(pickle.Unpickler):
         """See `pickle.Unpickler`.
 
         Raises:
-            ValueError: this is nothing that a machine consists of.
+            ValueError: no machine consists of such objects.
         """
         if name in OTHERS.get(module, ()):
             return super().find_class(module, name)
@@ -433,19 +434,19 @@ class Unpickler(pickle.Unpickler):
 
 
 def _method(owner: object, name: str) -> Any:
-    """A method of an object of a machine."""
+    """Return a method of an object of a machine, by its name."""
     if not type(owner).__module__.startswith(OWN):
         raise ValueError(f"it names a method of {type(owner).__name__}, which is no part of a scheduler")
     return getattr(owner, name)
 
 
 def unpickled(content: bytes) -> Any:
-    """The state or entry in the content of a record."""
+    """Return the state or entry in the content of a record."""
     return Unpickler(io.BytesIO(content)).load()
 
 
 def record_of(value: object) -> bytes:
-    """A state or an entry as a record of the file."""
+    """Convert a state or an entry to a record of the file."""
     content = io.BytesIO()
     Pickler(content, pickle.HIGHEST_PROTOCOL).dump(value)
     length = content.tell()
@@ -453,7 +454,7 @@ def record_of(value: object) -> bytes:
 
 
 def sweep(newest: Path) -> None:
-    """Remove journals in the folder of this one that are a day older: their schedulers were killed as jobs ended."""
+    """Remove journals beside `newest` that are a day older: their schedulers were killed as jobs ended."""
     stale_at = newest.stat().st_mtime - STALE_S
     for path in newest.parent.glob("journal-*"):
         with contextlib.suppress(OSError):
@@ -471,7 +472,7 @@ def _write(descriptor: int, data: bytes) -> None:
 
 
 def _locked(path: Path) -> int:
-    """Open and lock a journal, which is made if need be. Returns the descriptor."""
+    """Open and lock a journal, which is created if missing. Returns the descriptor."""
     by, name = time.monotonic() + LOCK_WAIT_S, f"KVDIST_JOURNAL is {str(path)!r}"
     while True:
         try:
@@ -481,7 +482,7 @@ def _locked(path: Path) -> int:
         try:
             _require_own(os.fstat(descriptor), name)
             flocked(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, path, WITHOUT_FLOCK)
-            with contextlib.suppress(FileNotFoundError):  # it was written anew, or removed, meanwhile
+            with contextlib.suppress(FileNotFoundError):  # another process has replaced or removed it meanwhile
                 if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
                     return descriptor
         except BlockingIOError:
@@ -499,7 +500,7 @@ def _locked(path: Path) -> int:
 
 
 def _require_own(found: os.stat_result, name: str) -> None:
-    """Whether only the user who runs the scheduler can read and write the journal."""
+    """Refuse a journal that other users than that of the scheduler can read or write."""
     if not stat.S_ISREG(found.st_mode):
         raise ConfigError(f"{name}, which is not a file: name one that is not there yet")
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:

@@ -1,9 +1,8 @@
-"""The only loop: runs any machine over any transport, and hands calls and answers between threads.
+"""`Node`: the only loop. It runs a machine over a transport, and passes calls and answers between threads.
 
-One thread owns a `Node` and everything in it. Other threads may only `submit` and `post`, which put something into
-the mailbox and wake the loop, and read `view`, a snapshot that never changes, and `failure` and `stopped`, which are
-set once; answers come back as futures. This is the one place that knows machines, bytes and sockets at once, and the
-one place where effects are carried out.
+A single thread owns a `Node` and its attributes. Other threads may only `submit` and `post`, which put an item into the
+mailbox and wake the loop, and read `view`, a snapshot that never changes, and `failure` and `stopped`, which are set
+once; answers are futures. Only this module knows machines, bytes and sockets at once, and only it carries out effects.
 """
 
 from __future__ import annotations
@@ -44,36 +43,36 @@ if TYPE_CHECKING:  # features at a seam: nodes run without them
 LOG = logging.getLogger("kvdist")
 
 MESSAGES_TOGETHER = 8
-"""Messages to one peer that wait for each other at most; more would let the peer wait for its first work."""
+"""Most messages to a peer that are sent together; more would delay the peer's first work."""
 TURN_S = 1.0
-"""The longest the loop sleeps."""
+"""Longest sleep of the loop."""
 LINGER_S = 0.5
-"""How long last words may take to leave."""
+"""Longest time for the last messages to leave."""
 GARBAGE_REPORTS_MAX = 5
-"""Invalid messages that are reported one by one; the rest is only counted."""
+"""Number of invalid messages that are logged; further ones are only counted."""
 
 NOT_BACK = "it has not come back since the scheduler was started again"
-"""Why a member is lost that does not connect to a scheduler that takes the place of another."""
+"""Cause of the loss of a member that does not connect to a restarted scheduler."""
 
 URGENT = -fx.NEVER
 WAIT_MAX_S = 0.05
-"""The longest that anything waits in the mailbox, however much comes after it."""
+"""Longest wait of an item in the mailbox, however many items follow."""
 
 _living: weakref.WeakSet[Node] = weakref.WeakSet()
 
 
 Finish = Callable[[], Any]
-"""Called on the node's thread when a request is fulfilled, before its future resolves; gives the future's result."""
+"""Called on the node's thread when a request is fulfilled, before its future resolves; returns the future's result."""
 
 
 class Answer(Protocol):
-    """Takes the outcome of a request; a `concurrent.futures.Future` is one."""
+    """Takes the outcome of a request, as a `concurrent.futures.Future` does."""
 
     def set_result(self, result: Any) -> None:
-        """The request is fulfilled."""
+        """Take the result of the request."""
 
     def set_exception(self, exception: BaseException) -> None:
-        """It is not, and why."""
+        """Take the error with which the request failed."""
 
 
 class AnswerByKey(abc.ABC):
@@ -81,45 +80,45 @@ class AnswerByKey(abc.ABC):
 
     @abc.abstractmethod
     def set_keys(self, keys: Sequence[int], error: Exception | None) -> None:
-        """The keys with these indices have arrived, or failed."""
+        """Take the arrival of the keys with these indices, or their error."""
 
     @abc.abstractmethod
     def set_result(self, result: Any) -> None:
-        """All keys have been answered."""
+        """Take the result, after the answers for all keys."""
 
     @abc.abstractmethod
     def set_exception(self, exception: BaseException) -> None:
-        """Those keys that have not been answered will not be, and why."""
+        """Take the error for all keys without an answer."""
 
 
 class Growing(Protocol):
-    """A request that may take in more until it is made."""
+    """A request that may grow until it is submitted to the machine."""
 
     def due(self, now: float) -> float:
-        """When it should be made at the latest, as far as is known now. Asked again then."""
+        """Return the latest time for its submission, as known now. Called again at that time."""
 
 
 @dataclass(slots=True)
 class Errand:
-    """A request that is still to be made: `make` gets its number, on the node's thread."""
+    """A request before its submission to the machine: `make` gets its number, on the node's thread."""
 
     make: Callable[[int], req.Request]
     answer: Answer | AnswerByKey
     finish: Finish | None
     growing: Growing | None = None
-    """It is not urgent: it waits for as long as this says, or until anything urgent comes."""
+    """If set, the request waits until its `due`, or until an urgent item comes."""
     since_ns: int = 0
-    """When the user's call began that it is for, if anybody wants to know; see `NodeTrace`."""
+    """Time at which the user's call began, for a trace; see `NodeTrace`."""
 
 
 class Mailbox:
-    """What other threads leave for the thread of a node, in order, and when that has to look. Safe from any thread.
+    """Items from other threads for the thread of a node, in order, and the time to handle them. Safe from any thread.
 
-    Most of it is urgent. What is not may wait a little for more of its kind, because two threads of Python that hand
-    work over at every call spend their time waiting for each other.
+    Most items are urgent. The others may wait a little for further items, because two threads of Python that exchange
+    work at every call spend their time waiting for each other.
 
     Args:
-        wake: makes the node's thread look.
+        wake: wakes the node's thread.
         clock: monotonic seconds.
     """
 
@@ -127,20 +126,20 @@ class Mailbox:
         self._wake = wake
         self.clock = clock
         self._items: list[Errand | fx.Event] = []
-        # Reentrant, because a signal handler of the user may call us while the thread it interrupted holds it.
+        # Reentrant: a signal handler of the user may call kvdist while the thread that it interrupts holds the lock.
         self._lock = threading.RLock()
         self._closed = False
         self._due = fx.NEVER
         self._since = fx.NEVER
-        """When the first of what lies here came."""
+        """Time at which the first growing item came."""
 
     @property
     def due(self) -> float:
-        """When the node's thread should look; `NEVER` when there is nothing."""
+        """Time at which the node's thread should handle the items; `NEVER` without items."""
         return self._due
 
     def put(self, item: Errand | fx.Event) -> bool:
-        """Leave something; False if the mailbox is closed."""
+        """Add an item; False if the mailbox is closed."""
         growing = item.growing if isinstance(item, Errand) else None
         with self._lock:
             if self._closed:
@@ -155,18 +154,18 @@ class Mailbox:
             return True
 
     def hurry(self) -> None:
-        """What was left here is urgent now."""
+        """Make all items urgent."""
         with self._lock:
             if self._items:
                 self._look_by(URGENT)
 
     def pop_due(self, now: float) -> list[Errand | fx.Event]:
-        """All of it, if it is due."""
+        """Remove and return all items, if they are due."""
         if now < self._due:
             return []
         with self._lock:
             if self._due != URGENT and self._items:
-                # In order, so what still grows keeps back what stands before it. Only the last ones of a store grow.
+                # Items stay in order, so a growing item holds back the items before it. Only the last items grow.
                 last = [item for item in self._items[-2:] if isinstance(item, Errand) and item.growing]
                 due = max([item.growing.due(now) for item in last if item.growing], default=URGENT)
                 due = min(due, self._since + WAIT_MAX_S)
@@ -177,14 +176,14 @@ class Mailbox:
             return items
 
     def _look_by(self, due: float) -> None:
-        """Have the node's thread look no later than this; under the lock."""
+        """Make the node's thread handle the items by this time; under the lock."""
         wakes = self._due == fx.NEVER or (due == URGENT and self._due != URGENT)
         self._due = min(self._due, due)
         if wakes:
             self._wake()
 
     def close(self) -> list[Errand | fx.Event]:
-        """Take no more; what is left."""
+        """Refuse further items, and return the rest."""
         with self._lock:
             self._closed = True
             items, self._items, self._due, self._since = self._items, [], fx.NEVER, fx.NEVER
@@ -198,77 +197,77 @@ class Tracer(abc.ABC):
 
     @abc.abstractmethod
     def called(self) -> None:
-        """The user has called a method, and a request may follow."""
+        """Note that the user has called a method; a request may follow."""
 
     @abc.abstractmethod
     def take_since(self) -> int:
-        """When the call began that makes the request which is submitted now."""
+        """Return the start of the call whose request is being submitted."""
 
     @abc.abstractmethod
     def wait(self, future: Future[Any]) -> Any:
-        """The result of a future, waited for in the trace."""
+        """Return the result of a future, with the wait in the trace."""
 
     # On the node's thread.
 
     @abc.abstractmethod
     def asked(self, request: req.Request, since_ns: int) -> None:
-        """The machine gets a request; `since_ns` is 0 if tracing began after it was submitted."""
+        """Note a request to the machine; `since_ns` is 0 if tracing began after the request was submitted."""
 
     @abc.abstractmethod
     def answered(self, request: int, error: Exception | None = None) -> None:
-        """A request is fulfilled, or cannot be."""
+        """Note that a request has been fulfilled or has failed."""
 
     @abc.abstractmethod
     def handled(self, packet: msg.Packet, since_ns: int) -> None:
-        """A message has been dealt with, and what follows from it has been done."""
+        """Note that a message has been handled, with its effects."""
 
 
 class Recorder(abc.ABC):
-    """Keeps what a node's machine was told last and what it answered. Times are those of the machine."""
+    """Keeps the last inputs of a node's machine and its answers. Times are those of the machine."""
 
     @abc.abstractmethod
     def received(self, now: float, frames: Sequence[Buffer], message: msg.Message) -> None:
-        """The machine gets a message."""
+        """Keep a message to the machine."""
 
     @abc.abstractmethod
     def observed(self, now: float, event: fx.Event) -> None:
-        """The machine is told of an event."""
+        """Keep an event for the machine."""
 
     @abc.abstractmethod
     def ticked(self, now: float) -> None:
-        """The machine is told the time."""
+        """Keep a tick of the machine."""
 
     @abc.abstractmethod
     def asked(self, now: float, requests: Sequence[req.Request]) -> None:
-        """The machine gets requests of the user."""
+        """Keep requests of the user to the machine."""
 
     @abc.abstractmethod
     def sent(self, to: Member, frames: Sequence[Buffer]) -> None:
-        """The machine has sent a message; no frames if it could not leave."""
+        """Keep a message of the machine; no frames if it could not leave."""
 
     @abc.abstractmethod
     def did(self, effect: fx.Effect) -> None:
-        """The machine wants this done, which is no message."""
+        """Keep an effect of the machine that sends no message."""
 
     @abc.abstractmethod
     def explained(self, now: float, text: str) -> None:
-        """The node has explained for what it waits."""
+        """Keep the explanation of a long wait."""
 
     @abc.abstractmethod
     def ended(self, failure: Exception | None) -> None:
-        """The node has ended."""
+        """Note the end of the node."""
 
 
 class Node:
-    """One machine, one transport, one thread.
+    """A machine with its transport and its thread.
 
     Args:
-        machine: what reacts.
-        transport: what carries.
-        job: the tag of the job.
+        machine: scheduler, server or worker.
+        transport: connections to the other processes.
+        job: tag of the job.
         explain_after_s: a wait longer than this is explained, again at every multiple.
         clock: monotonic seconds.
-        disk: where the machine's state is kept; None for the disk of this machine.
+        disk: disk for the machine's files; None for the disk of this host.
     """
 
     def __init__(
@@ -285,47 +284,47 @@ class Node:
         self.transport = transport
         self.reliable = Reliable(machine, job)
         self.view = ClusterView(machine.me)
-        """The newest snapshot of the cluster, for any thread. Replaced before anybody hears of what has changed."""
+        """Newest snapshot of the cluster, for any thread. Replaced before the effects of a change are carried out."""
         self.stopped = False
         self.failure: Exception | None = None
-        """Why the machine stopped; None if it stopped well."""
+        """Error with which the node stopped; None if it stopped well."""
         self._has_halted = False
-        """Whether the machine has said that its part is over, rather than that an error or a signal has ended it."""
+        """Whether the machine has ended the node by `Halt`; False after an error or a signal."""
         self.garbage_dropped = 0
-        """Messages that were not valid."""
+        """Number of invalid messages."""
         self.forgeries = 0
-        """Messages whose sender is not whom its key belongs to."""
+        """Number of messages signed by another sender than the owner of the connection's key."""
         self.trace: Tracer | None = None
-        """Notes what happens here, if that is wanted. Any thread sets it, so read it once."""
+        """Tracer of the node's events, or None. Any thread may set it, so methods read it once."""
         self.ring: Recorder | None = None
-        """Keeps what the machine was told last and what it answered, if that is wanted; set before the node runs."""
+        """Recorder of the machine's inputs and answers, or None; set before the node runs."""
         self.journal: Journal | None = None
-        """Gets each input of the machine, for a process that takes the place of this one; see `keep`."""
+        """Journal of the machine's inputs, for a process that replaces this process; see `keep`."""
         self.is_revived = False
-        """Whether the machine has had inputs in a process before this one."""
+        """Whether the machine had inputs in an earlier process."""
         self._explain_after_s = explain_after_s
         self._explained_until = fx.NEVER
         self.clock = clock
         self._work_s = 0.0
-        """What turns have taken without their waits, since the machine has heard of it."""
+        """Seconds of turns, without their waits, since the last report to the machine."""
         self._work_heard_at = clock()
         self._forked = False
         self._routes: dict[Member, Route] = {}
         self._members: dict[Route, Member] = {}
         self._mailbox = Mailbox(transport.wake, clock)
         self._outgoing: dict[Route, list[list[Buffer]]] = {}
-        """What one turn has to say, so that it leaves together."""
+        """Route → messages of this turn, which are sent together."""
         self._closed = False
         self._dialled: dict[Route, Member] = {}
-        """Routes that this process has dialled, and who is expected there."""
+        """Route that this process has dialled → member that is expected at it."""
         self._sharing: set[Route] = set()
         """Routes whose peers read the shared memory of this process."""
         self._introduced: dict[Route, Member] = {}
-        """Who has introduced itself last by a route that others have dialled, and has no seat yet."""
+        """Route → last stranger that introduced itself by it and has no rank yet."""
         self._refused_routes: set[Route] = set()
-        """Routes of strangers, of other versions or of others' names: told so once, and not listened to any more."""
+        """Routes of strangers, other versions and forged names: refused once, and ignored since."""
         self._superseded: dict[Route, Member] = {}
-        """Routes of members that have dialled anew: what is left there is still heard, and nothing is sent there."""
+        """Old route of a member that has dialled anew → member. It is still read, but not used for sending."""
         self._answers: dict[int, tuple[Answer | AnswerByKey, Finish | None]] = {}
         self._numbers = count(1)
         _living.add(self)
@@ -333,10 +332,10 @@ class Node:
     # For other threads.
 
     def submit(self, make: Callable[[int], req.Request], finish: Finish | None = None) -> Future[Any]:
-        """Hand the machine a request; `make` gets its number. Every error comes through the future."""
+        """Submit a request; `make` gets its number. Every error except `ForkError` comes through the future."""
         self.check_fork()
         future: Future[Any] = AwaitedFuture()
-        # It cannot be cancelled: what was asked has left, and the answer may be under way into the user's arrays.
+        # It cannot be cancelled: its messages have left, and the answer may be under way into the user's arrays.
         future.set_running_or_notify_cancel()
         self.submit_for(future, make, finish)
         return future
@@ -351,10 +350,10 @@ class Node:
         """`submit` for a caller that takes the outcome without a future.
 
         Args:
-            answer: gets it, on the node's thread.
-            make: makes the request out of its number, on the node's thread.
+            answer: gets the outcome, on the node's thread.
+            make: creates the request from its number, on the node's thread.
             finish: as in `submit`.
-            growing: lets it wait a little, so that `make` may take in what is submitted meanwhile; see `hurry`.
+            growing: lets the request wait a little, so that it may take in later calls; see `hurry`.
         """
         self.check_fork()
         trace = self.trace
@@ -363,15 +362,15 @@ class Node:
             answer.set_exception(self._reason())
 
     def hurry(self) -> None:
-        """What was submitted and may wait a little is wanted now."""
+        """Stop the waits of growing requests."""
         self._mailbox.hurry()
 
     def post(self, event: fx.Event) -> None:
-        """Hand the machine an event."""
+        """Pass an event to the machine."""
         self._mailbox.put(event)
 
     def begin_call(self) -> None:
-        """A call of the user: note its thread, and the time for the trace; raise `ForkError` in a forked child."""
+        """Note the thread of a user's call, and its time for the trace. Raises `ForkError` in a forked child."""
         if self._forked:
             self.check_fork()
         note_call()
@@ -390,14 +389,14 @@ class Node:
     # For the thread that owns the node.
 
     def keep(self, journal: Journal) -> None:
-        """Keep a journal, before the node runs. If a process before this one has written it, go on where that was."""
+        """Keep a journal, before the node runs. If an earlier process has written it, continue from its last input."""
         self.journal = journal
         if journal.is_new:
             journal.begin(self.reliable, self.clock())
             return
         state, effects = journal.read()
         clock, absence_s = self.clock, self.clock() - state.now
-        self.clock = self._mailbox.clock = lambda: clock() - absence_s  # the machine has not been away
+        self.clock = self._mailbox.clock = lambda: clock() - absence_s  # for the machine, no time has passed
         self.reliable, self.machine, self.is_revived = state.reliable, state.scheduler, True
         cure = "" if state.scheduler.config.supervised else ". If this is a new job, end it and remove that file"
         LOG.warning("the scheduler was started again and goes on where it was, by its journal %s%s", journal.path, cure)
@@ -409,11 +408,11 @@ class Node:
             self._disk.begin(LockFolder(*place), _locked_again)
         for work in works:
             self._disk.begin(work.work, partial(self._persisted, work.token))
-        # What goes to others is repeated anyway, and nothing else would do these once more.
+        # Messages to others are repeated anyway; logs and lines for the launcher are not.
         self._carry_out([effect for effect in effects if isinstance(effect, fx.Log | fx.TellLauncher)])
 
     def run(self) -> None:
-        """Turn until the machine stops, then close the transport."""
+        """Run the loop until the machine stops, then close the transport."""
         try:
             while not self.stopped:
                 self.turn(TURN_S)
@@ -424,16 +423,16 @@ class Node:
             self.finish()
 
     def turn(self, timeout_s: float) -> bool:
-        """One round of the loop: what has arrived, what was asked, what is due. True if there was anything.
+        """Run the loop once: handle arrivals, requests, timers. Returns whether there were any.
 
         Args:
-            timeout_s: how long to wait for something to happen.
+            timeout_s: longest wait for an event.
         """
         now = self.clock()
         timeout_s = max(0.0, min(timeout_s, self.deadline - now))
         events = self.transport.recv(timeout_s)
-        # What is due is due by the time at which the line was last listened to: if this process then stands still, or
-        # computes for seconds, others are not late, for what they said meanwhile lies unread.
+        # Timers are due by the time of the last read: if this process stands still, or computes for seconds, others are
+        # not late, as their messages wait to be read.
         heard_at = self.clock()
         for event in events:
             if self.stopped:
@@ -465,7 +464,7 @@ class Node:
         return bool(events) or asked or due
 
     def _note_work(self, since: float) -> None:
-        """Count what a turn has done since then, and tell the machine once a second."""
+        """Add the time of a turn since `since`, and report the sum to the machine once a second."""
         now = self.clock()
         self._work_s += now - since
         passed_s = now - self._work_heard_at
@@ -475,13 +474,14 @@ class Node:
 
     @property
     def deadline(self) -> float:
-        """When `turn` has something to do, whatever arrives."""
+        """Time at which `turn` has work to do, whatever arrives."""
         return min(self.reliable.deadline, self._mailbox.due)
 
     def finish(self) -> None:
-        """Say the last acknowledgements, free the transport, and fail the requests that are still open.
+        """Send the last acknowledgements, close the transport, and fail the requests that are still open.
 
-        Whoever can be started again by a journal says nothing: it may have been interrupted before it wrote an input.
+        A node with a journal sends nothing unless its machine has halted: it may have been interrupted before it wrote
+        an input.
         """
         self._stop(None)
         if not self._closed:
@@ -543,12 +543,12 @@ class Node:
             trace.handled(packet, since_ns)
 
     def _adopt(self, route: Route, packet: msg.Packet) -> bool:
-        """Take a route for that of the sender, if it may speak there; whether the message is to be read."""
+        """Make a route that of the sender, if the sender may use it. Returns whether to handle the message."""
         source = packet.stamp.source
         may_speak = self._may_speak(route, packet)
         refusal = self.reliable.refusal(packet) if may_speak else ""
         if refusal is not None:
-            # What is dropped without a word is of this job, and too early or too late.
+            # A packet that is dropped without an answer is of this job, and too early or too late.
             is_stranger = not may_speak or (bool(refusal) and self.reliable.is_stranger(packet.stamp))
             self.reliable.strangers_refused += is_stranger
             if refusal:
@@ -559,11 +559,11 @@ class Node:
         if isinstance(packet.message, msg.Rejected):
             return True
         if self._superseded.get(route) == source:
-            # Several connections are read in turn: this was said before the peer dialled anew, and is read after.
+            # Several connections are read in turn: this message was sent before the peer dialled anew.
             return True
         known = self._routes.get(source)
         if known is not None:
-            # The peer dialled anew. What was said under the old connection may be lost, noticed or not.
+            # The peer dialled anew. Messages of the old connection may be lost, noticed or not.
             self._went_away(known, "a new connection took its place")
             self._supersede(known, source)
         if source.node.rank == UNRANKED:
@@ -580,10 +580,10 @@ class Node:
         self._superseded[known] = member
 
     def _may_speak(self, route: Route, packet: msg.Packet) -> bool:
-        """Whether the sender of a message can be at the other end of its route.
+        """Return whether the sender of a message can be at the other end of its route.
 
-        Servers and workers dial the scheduler, workers dial servers and each other, and a server the one that keeps a
-        copy of its slices. A process that dials this one cannot be anything else.
+        Servers and workers dial the scheduler, workers dial servers and each other, and a server dials its backup. Only
+        such processes dial this process.
         """
         dialled, source = self._dialled.get(route), packet.stamp.source
         if dialled is not None:
@@ -592,14 +592,14 @@ class Node:
         return source.node.role is Role.WORKER or (not is_worker and source.node.role is Role.SERVER)
 
     def _refuse(self, route: Route, packet: msg.Packet) -> None:
-        """Say once why a route is not listened to any more: answers to a peer that does not read stay in memory."""
+        """Refuse a route and send the reason, once: answers to a peer that does not read stay in memory."""
         if route not in self._refused_routes:
             self._refused_routes.add(route)
             self.transport.send(route, encode(packet))
             self.transport.hang_up(route)
 
     def _other_version(self, route: Route, error: VersionMismatch) -> None:
-        """Stop if the scheduler has another version; refuse any other process that has."""
+        """Stop if the scheduler has another version; refuse any other process with another version."""
         if self._members.get(route) == SCHEDULER_MEMBER:
             self._stop(errors.ConfigError(f"{error}: install the same version of kvdist on every machine"))
         else:
@@ -607,7 +607,7 @@ class Node:
             self._refuse(route, self.reliable.rejection(str(error)))
 
     def _forged(self, route: Route, packet: msg.Packet, sender: NodeId) -> None:
-        """Refuse a process with a key of this job that speaks in another's name, and say why: it may be a mistake."""
+        """Refuse a process with a key of this job that uses another's name, with a reason: it may be a mistake."""
         self.forgeries += 1
         stamp = packet.stamp
         claimed = stamp.source.node
@@ -633,12 +633,12 @@ class Node:
 
     def _went_away(self, route: Route, reason: str, after_silence: bool = False) -> None:
         member = self._members.get(route)
-        # A member that is heard under another route by now has come back already.
+        # A member with another route by now has come back already.
         if member is not None and self._routes.get(member) == route:
             self._observe(fx.PeerDisconnected(member, reason, after_silence), self.clock())
 
     def _forget_route(self, route: Route) -> None:
-        """The connection of a route is over: nothing of a stranger's is kept, and a member may come back anywhere."""
+        """Forget the stranger of a closed route, and its refusal. A member may come back by any route."""
         self._refused_routes.discard(route)
         self._superseded.pop(route, None)
         if self._superseded and (member := self._members.get(route)) is not None:
@@ -658,7 +658,7 @@ class Node:
                 continue
             try:
                 request = item.make(next(self._numbers))
-            except Exception as error:  # noqa: BLE001  # whatever the making raised belongs to its caller
+            except Exception as error:  # noqa: BLE001  # the caller gets the error of `make`, whatever it is
                 item.answer.set_exception(error)
             else:
                 self._answers[request.request] = (item.answer, item.finish)
@@ -667,7 +667,7 @@ class Node:
                     trace.asked(request, item.since_ns)
         now = self.clock()
         for event in events:
-            if isinstance(event, fx.Persisted) and event.failure and event.token is None:  # else the machine says so
+            if isinstance(event, fx.Persisted) and event.failure and event.token is None:  # else the machine reports it
                 LOG.error("%s: %s", self.machine.me, event.failure)
             self._observe(event, now)
         machine = self.machine
@@ -694,7 +694,7 @@ class Node:
         self._carry_out(effects)
 
     def _publish(self) -> None:
-        """Show other threads what has changed in the cluster."""
+        """Replace `view` by a new snapshot of the cluster."""
         machine = self.machine
         if isinstance(machine, Worker):
             self.view = machine.view(self._shares_memory_with)
@@ -705,7 +705,7 @@ class Node:
         return self._routes.get(member) in self._sharing
 
     def _share(self, route: Route, is_shared: bool) -> None:
-        """Note whether the peer of a route reads the shared memory of this process."""
+        """Record whether the peer of a route reads the shared memory of this process."""
         if is_shared:
             self._sharing.add(route)
         elif route in self._sharing:
@@ -749,8 +749,8 @@ class Node:
                 case fx.Log(text):
                     LOG.warning("%s", text)
                 case fx.TellLauncher(line):
-                    with contextlib.suppress(OSError):  # the launcher has gone, which is noticed elsewhere
-                        print(line, flush=True)  # noqa: T201 (that is what it is for)
+                    with contextlib.suppress(OSError):  # the end of the launcher is noticed elsewhere
+                        print(line, flush=True)  # noqa: T201 (the launcher reads this output)
                 case fx.Persist(token, work):
                     if self.journal is not None:
                         self.journal.began(effect)
@@ -766,7 +766,7 @@ class Node:
 
     def _transmit(self, to: Member, packet: msg.Packet) -> None:
         route, ring = self._routes.get(to), self.ring
-        # Without a route the peer is away: what matters is repeated when it is back.
+        # Without a route the peer is away: messages that matter are repeated when it is back.
         if ring is not None and (route is None or isinstance(packet.message, msg.Rejected)):
             ring.sent(to, ())
         if route is None:
@@ -777,7 +777,7 @@ class Node:
         try:
             frames = encode(packet)
         except ValueError as error:
-            # What a user may hand in is checked at the call; what slips through must not leave others waiting.
+            # A user's arguments are checked at the call; an error that slips through must not leave others waiting.
             self._stop(errors.KvdistError(f"{self.machine.me} has something to say that no message can carry: {error}"))
             return
         if ring is not None:
@@ -805,7 +805,7 @@ class Node:
             if trace is not None:
                 trace.answered(request)
             answer.set_result(outcome)
-        except Exception as error:  # noqa: BLE001  # whatever the finishing raised belongs to its caller
+        except Exception as error:  # noqa: BLE001  # the caller gets the error of `finish`, whatever it is
             if trace is not None:
                 trace.answered(request, error)
             answer.set_exception(error)
@@ -832,13 +832,13 @@ class Node:
 
 
 def _locked_again(_: DiskResult, failure: str) -> None:
-    """A process that takes the place of another has its lock of a folder, or could not have it."""
+    """Log that a restarted process could not lock a folder again, if so."""
     if failure:
         LOG.error("%s", failure)
 
 
 def _introduces(packet: msg.Packet, sender: NodeId) -> bool:
-    """Whether this is from a process that has no seat yet, of that role, and wants the very rank of its key."""
+    """Return whether a process without a rank sent this, of its key's role; a hello must ask for the key's rank."""
     source, message = packet.stamp.source.node, packet.message
     if source.rank != UNRANKED or source.role is not sender.role:
         return False
@@ -846,11 +846,11 @@ def _introduces(packet: msg.Packet, sender: NodeId) -> bool:
 
 
 def run_together(nodes: Sequence[Node], wait: Callable[[float], object]) -> None:
-    """Run several nodes in one thread until all have stopped, first to last in every round.
+    """Run several nodes in a single thread until all have stopped, first to last in every round.
 
     Args:
-        nodes: the nodes; their transports must share what `wait` waits for.
-        wait: sleeps for at most this many seconds, or until something happens for any of the nodes.
+        nodes: the nodes; `wait` must wake for all of their transports.
+        wait: sleeps for at most this many seconds, or until an event for any of the nodes.
     """
     running = list(nodes)
     try:
@@ -863,7 +863,7 @@ def run_together(nodes: Sequence[Node], wait: Callable[[float], object]) -> None
                     node._stop(error)
                     raise
             for node in [node for node in running if node.stopped]:
-                # At once, so that the others see it go.
+                # At once, so that the others notice its end.
                 node.finish()
                 running.remove(node)
             if running and not busy:

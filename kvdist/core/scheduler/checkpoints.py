@@ -1,9 +1,9 @@
-"""The scheduler's part in checkpoints: it waits for all workers and servers, and makes or refuses the whole. Pure.
+"""The scheduler's part in checkpoints: it waits for all workers and servers, and completes or refuses them. Pure.
 
-A checkpoint is an agreement of the workers, which mark their pushes, and the servers, which write theirs. When it is
-complete the manifest is written, which makes it a checkpoint; if anyone fails it is swept away, and training goes on.
-Before the first one in a directory the scheduler takes its lock, and asks the servers whether they can write there.
-Restoring is an agreement of the workers; then every server reads, and all take over what they have read, or none does.
+A checkpoint is an agreement of the workers, which mark their pushes, and the servers, which write their slices. When it
+is complete the manifest is written, which makes it valid; if any member fails, its files are removed, and training goes
+on. Before the first checkpoint in a directory the scheduler locks it, and asks the servers whether they can write to
+it. Restoring is an agreement of the workers; then every server reads, and all take over the values, or none does.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from kvdist.protocol import messages as msg
 
 @dataclass(slots=True, eq=False)
 class SaveUnderWay:
-    """One checkpoint that is being made."""
+    """A checkpoint under way."""
 
     store: int
     counter: int
     live: frozenset[int]
-    """The ranks of the workers that were there when it began."""
+    """Ranks of the workers when it began, without resting workers."""
     servers: dict[NodeId, Member]
-    """The servers that were there when it began: it lacks slices without the file of one that has ended since."""
+    """Servers with slices when it began: without the file of any of them the checkpoint fails."""
     agreement: Agreement[msg.Save | msg.SavedFile]
     """The workers' messages and the servers' files."""
     keys: tuple[SavedKey, ...] = ()
-    """Of the store when the first worker called: what is initialised later is in the next checkpoint."""
+    """Keys of the store when the first worker called: keys that are initialised later are in the next checkpoint."""
     failure: str = ""
     is_ending: bool = False
-    """All have reported: the manifest is being written, or what was written is being removed."""
+    """Whether all have reported: the manifest is being written, or the files are being removed."""
 
     def fail(self, reason: str) -> None:
-        """Note why it cannot be made; the first reason counts."""
+        """Fail the checkpoint for a reason; the first reason counts."""
         self.failure = self.failure or reason
 
     @property
     def saves(self) -> list[tuple[Member, msg.Save]]:
-        """The workers that have called, in that order, and what they said."""
+        """(worker, message) of the workers that have called, in the order of their calls."""
         said = self.agreement.said.values()
         return [(member, statement) for member, statement in said if isinstance(statement, msg.Save)]
 
@@ -72,17 +72,17 @@ class SaveUnderWay:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have reported, so that nothing more of it comes: good or bad, it ends then, and for all."""
+        """Whether all have reported. The checkpoint ends then for all, complete or failed."""
         return self.agreement.is_complete and bool(self.saves)
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """Name of the checkpoint, for people."""
         steps = {message.step for _, message in self.saves}
         return "checkpoint" if len(steps) != 1 else f"checkpoint of step {min(steps)}"
 
     def waits(self) -> Iterator[MemberWait]:
-        """The workers that wait for it, and for whom."""
+        """Yield the waits of workers for the checkpoint."""
         for wait in self.agreement.waits():
             subject = f"{msg.SAVING}{self.name})"
             yield replace(wait, subject=subject, deed=f"call {subject}")
@@ -90,50 +90,50 @@ class SaveUnderWay:
 
 @dataclass(slots=True, eq=False)
 class FolderClaim:
-    """A directory into which this job saves, or was asked to."""
+    """A directory that workers claim for checkpoints of this job."""
 
     first: msg.Claim
     agreement: Agreement[str]
-    """What the first worker claims is claimed for all."""
+    """Agreement on the lock; the first worker claims it for all."""
     run: str = ""
     failure: str = ""
-    """Why it cannot be: the answer to every claim of this checkpoint."""
+    """Reason why the job cannot save into the directory: the answer to every claim of this checkpoint."""
 
     def is_answer_to(self, claim: msg.Claim) -> bool:
-        """Whether the claim need not be looked into: what was refused is, for every further checkpoint. A worker whose
-        claim was refused takes part in that checkpoint all the same, so its next claim is of a further one."""
+        """Return whether this claim also answers `claim`: a refused directory is tried again for each later checkpoint.
+        A worker with a refused claim takes part in that checkpoint, so its next claim is of a later checkpoint."""
         return not self.failure or (self.first.store, self.first.counter) == (claim.store, claim.counter)
 
 
 @dataclass(slots=True, eq=False)
 class LoadUnderWay:
-    """A store that is to be restored."""
+    """A load of a store under way."""
 
     asked: msg.Load
-    """What the first worker said."""
+    """Message of the first worker."""
     agreement: Agreement[msg.Load]
     is_reading: bool = False
     take_data: Callable[[], None] | None = None
-    """Lets the workers go on where they were in their data; None if the checkpoint does not say."""
+    """Restores the workers' positions in their data; None if the checkpoint has none."""
 
 
 class DataPositions(Protocol):
-    """Knows where the workers are in their data."""
+    """The positions of the workers in their data."""
 
     def position(self, place: tuple[int, int]) -> dict[str, Any] | None:
-        """Where they were when they called for the checkpoint of this store and counter."""
+        """Return their positions when they called for the checkpoint of this store and counter."""
 
     def saved(self, place: tuple[int, int]) -> list[fx.Effect]:
-        """The checkpoint has come to its end, good or bad."""
+        """Handle the end of the checkpoint, complete or failed."""
 
 
 class Checkpoints:
-    """All checkpoints that are written or read.
+    """All checkpoints that are being written or read.
 
     Args:
-        membership: who is in the cluster.
-        keys: its keys and optimizers.
-        questions: what servers are asked.
+        membership: members of the cluster.
+        keys: keys and optimizers of the cluster.
+        questions: requests to servers.
     """
 
     def __init__(self, membership: Membership, keys: Keys, questions: Questions) -> None:
@@ -141,37 +141,37 @@ class Checkpoints:
         self._keys = keys
         self._questions = questions
         self._claims: dict[str, FolderClaim] = {}
-        """By directory."""
+        """Directory → its claim."""
         self._saving: dict[tuple[int, int], SaveUnderWay] = {}
         self._loading: dict[tuple[int, int], LoadUnderWay] = {}
         self._unaware: dict[Member, tuple[float, str]] = {}
-        """Who may mark pushes at a server that is lost → until it hears this roster, and why that is in vain."""
+        """Worker that may mark pushes at a lost server → (epoch of the roster that ends this, reason to fail)."""
         self.saves: dict[int, int] = {}
-        """Store → how many checkpoints of it there were."""
+        """Store → number of its checkpoints so far."""
         self.loads: dict[int, int] = {}
         self.after_load: Callable[[], None] | None = None
-        """Called when a store has other values than rounds have made."""
+        """Called after a load has replaced the values of a store."""
         self.data: DataPositions | None = None
-        """Where the workers are in their data, if that is known here."""
+        """Positions of the workers in their data, if the scheduler knows them."""
         self.restoring_data: Callable[[Mapping[str, Any]], Callable[[], None]] | None = None
-        """Reads such a position, and returns what takes it over."""
+        """Reads the positions in a manifest, and returns a function that restores them."""
 
     def __len__(self) -> int:
-        """How many are under way."""
+        """Number of checkpoints and loads under way."""
         return len(self._saving) + len(self._loading)
 
     def saving_of(self, store: int) -> tuple[dict[int, Agreement[Any]], int]:
-        """The checkpoints of a store under way, by number, and how many there were."""
+        """Return the checkpoints of a store under way, by number, and the number of all so far."""
         saving = {one.counter: one.agreement for one in self._saving.values() if one.store == store}
         return saving, self.saves.get(store, 0)
 
     def loading_of(self, store: int) -> tuple[dict[int, Agreement[Any]], int]:
-        """The loads of a store under way, by number, and how many there were."""
+        """Return the loads of a store under way, by number, and the number of all so far."""
         loading = {number: one.agreement for (of, number), one in self._loading.items() if of == store}
         return loading, self.loads.get(store, 0)
 
     def drop_all(self) -> list[fx.Effect]:
-        """Forget all that are under way; their callers know, and will give their next ones the same numbers."""
+        """Drop all checkpoints and loads under way; their callers know, and will use the same numbers again."""
         folders = sorted({save.folder for saving in self._saving.values() for _, save in saving.saves if save.run})
         for counts, dropped in ((self.saves, self._saving), (self.loads, self._loading)):
             for store, counter in dropped:
@@ -184,18 +184,18 @@ class Checkpoints:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint is being made."""
+        """Whether a checkpoint is under way."""
         return bool(self._saving)
 
     @property
     def locked_folders(self) -> list[tuple[str, str]]:
-        """In each directory of which this job has the lock, the folder that was claimed first; and the run."""
+        """(folder that was claimed first, run) of each directory that this job has locked."""
         return [(one.first.folder, one.run) for one in self._claims.values() if one.run and not one.failure]
 
     # Saving.
 
     def claim(self, sender: Member, message: msg.Claim, now: float) -> list[fx.Effect]:
-        """A worker is about to save into a directory for the first time."""
+        """Handle the claim of a worker that is about to save into a directory for the first time."""
         directory = directory_of(message.folder)
         claim, effects = self._claims.get(directory), []
         if claim is None or not claim.is_answer_to(message):
@@ -205,14 +205,14 @@ class Checkpoints:
         return [*effects, *claim.agreement.ask(sender, message.request)]
 
     def _locked(self, claim: FolderClaim, run: str) -> list[fx.Effect]:
-        """The directory is this job's: see whether the servers can write there."""
+        """Ask the servers whether they can write into a directory that this job has locked."""
         claim.run = run
         first = claim.first
         message = msg.Prepare(0, first.store, first.folder, first.contents, run)
         return self._questions.ask(message, partial(self._prepared, claim), claim.agreement)
 
     def _prepared(self, claim: FolderClaim, failure: str) -> list[fx.Effect]:
-        """Servers can write in the directory, or one cannot."""
+        """Answer a claim after the servers' answers; unlock the directory if a server cannot write into it."""
         unlock = [fx.Persist(None, UnlockFolder(claim.first.folder))] if failure else []
         return [*unlock, *self._answer_claim(claim, failure)]
 
@@ -223,7 +223,7 @@ class Checkpoints:
         return claim.agreement.answer(partial(_answer, failure=failure) if failure else claimed)
 
     def save(self, sender: Member, message: msg.Save, now: float) -> list[fx.Effect]:
-        """A worker has marked its pushes."""
+        """Handle the call of a worker that has marked its pushes."""
         saving = self._open(message, now)
         earlier = saving.saves
         if not earlier:
@@ -233,7 +233,7 @@ class Checkpoints:
         effects = saving.agreement.ask(sender, message.request)
         first, said = (earlier or saving.saves)[0]
         if message.failure and not any(one.failure for _, one in earlier):
-            saving.failure = f"{sender}: {message.failure}"  # says more than what others could not do because of it
+            saving.failure = f"{sender}: {message.failure}"  # more useful than failures of others that follow from it
         elif sender in self._unaware and not any(one.failure for _, one in earlier):
             saving.failure = _with_loss(saving.failure, self._unaware[sender][1])
         elif saving.failure:
@@ -250,31 +250,31 @@ class Checkpoints:
         return effects + self._advance(saving)
 
     def saved(self, sender: Member, message: msg.Saved, now: float) -> list[fx.Effect]:
-        """A server has written its slices, or could not."""
+        """Handle the report of a server that has written its slices or failed."""
         place = (message.store, message.counter)
         if place not in self._saving and message.counter < self.saves.get(message.store, 0):
-            return []  # it is over
+            return []  # the checkpoint is over
         saving = self._open(message, now)
         if saving.servers.get(sender.node) != sender:
-            return []  # it had no slices when the others began
+            return []  # the server had no slices when the checkpoint began
         saving.agreement.say(sender, message.file)
         if message.failure:
             saving.fail(f"{sender}: {message.failure}")
         return self._advance(saving)
 
     def advance_all(self) -> list[fx.Effect]:
-        """A worker has left, and is not awaited any more."""
+        """Continue checkpoints and loads whose waits may be over, such as after a worker has left."""
         effects = [effect for saving in list(self._saving.values()) for effect in self._advance(saving)]
         for loading in list(self._loading.values()):
             effects += self._begin_loading(loading)
         return effects
 
     def server_lost(self, server: Member, unaware: Iterable[Member]) -> None:
-        """A server is gone, and another one has its slices: what is being saved lacks them.
+        """Fail the checkpoints that lack slices of a lost server.
 
         Args:
-            server: it.
-            unaware: who does not know that yet, and has perhaps marked pushes at the lost one.
+            server: the lost server.
+            unaware: workers that may not know of the loss, and may have marked pushes at the lost server.
         """
         reason = f"{server} was lost before it had saved its slices: save again"
         self._unaware |= dict.fromkeys(unaware, (self._membership.epoch + 1, reason))
@@ -284,17 +284,17 @@ class Checkpoints:
                 del saving.servers[server.node]
 
     def is_unaware(self, member: Member) -> bool:
-        """Whether a worker may not know that a server is lost."""
+        """Return whether a worker may not know that a server is lost."""
         return member in self._unaware
 
     def heard(self, member: Member, epoch: int) -> None:
-        """A worker knows which servers there were in this roster."""
+        """Record that a worker knows the servers of this roster."""
         if self._unaware.get(member, (fx.NEVER, ""))[0] <= epoch:
             del self._unaware[member]
 
     @property
     def is_loading(self) -> bool:
-        """Whether servers restore something: all workers have called for it, and copies are whole."""
+        """Whether servers restore a store: all workers have called for the load, and copies are complete."""
         return any(loading.is_reading for loading in self._loading.values())
 
     def _open(self, message: msg.Save | msg.Saved, now: float) -> SaveUnderWay:
@@ -329,10 +329,10 @@ class Checkpoints:
         return [*([fx.Log(f"{saving.name} has no state of {lacks}")] if lacks else []), written]
 
     def _sweep(self, saving: SaveUnderWay) -> list[fx.Effect]:
-        """Remove what was written; only then may any worker try again, perhaps in the same folder."""
+        """Remove the files of a failed checkpoint; only then may workers try again, perhaps in the same folder."""
         folders = sorted({message.folder for _, message in saving.saves if message.run})
         if not folders:
-            return self._end_saving(saving, "")  # nothing was to be written
+            return self._end_saving(saving, "")  # no files were to be written
         *others, last = folders
         return [*(fx.Persist(None, Sweep(folder)) for folder in others), fx.Persist(saving, Sweep(last))]
 
@@ -341,9 +341,9 @@ class Checkpoints:
             saving.failure = failure
             return self._sweep(saving)
         if present is not None and present.is_of(saving.files):
-            saving.failure = ""  # it is there, though its writing ended with an error
+            saving.failure = ""  # the manifest exists, though its writing ended with an error
         if self._saving.get((saving.store, saving.counter)) is not saving:
-            return []  # it was dropped meanwhile
+            return []  # the checkpoint was dropped meanwhile
         del self._saving[saving.store, saving.counter]
         effects = saving.agreement.answer(partial(_answer, failure=saving.failure))
         return effects if self.data is None else effects + self.data.saved((saving.store, saving.counter))
@@ -367,7 +367,7 @@ class Checkpoints:
     # Loading.
 
     def load(self, sender: Member, message: msg.Load, now: float) -> list[fx.Effect]:
-        """A worker has no push under way, and waits for the store to be restored."""
+        """Handle the call of a worker that has no push under way, and waits until the store is restored."""
         place, workers = (message.store, message.counter), self._membership.workers
         loading = self._loading.get(place)
         if loading is None:
@@ -396,7 +396,7 @@ class Checkpoints:
         return [fx.Persist(asked, ReadManifest(asked.folder))]
 
     def _check(self, asked: msg.Load, manifest: Manifest) -> list[fx.Effect]:
-        """The manifest has been read: if it fits, let the servers read."""
+        """Check a manifest that has been read; if it fits, let the servers read."""
         optimizer = self._keys.optimizers.get(asked.store)
         try:
             description = None if optimizer is None else optimizer.description
@@ -410,13 +410,13 @@ class Checkpoints:
         return self._questions.ask(message, partial(self._read, asked), self._agreement_of(asked))
 
     def _read(self, asked: msg.Load, failure: str) -> list[fx.Effect]:
-        """Every server has read, or one could not."""
+        """Let the servers take over the values that they have read, or drop them if a server failed."""
         kind = msg.DropRestored if failure else msg.TakeRestored
         end = partial(self._taken, asked, failure)
         return self._questions.ask(kind(0, asked.store), end, self._agreement_of(asked))
 
     def _taken(self, asked: msg.Load, failure: str, _: str) -> list[fx.Effect]:
-        """Every server has taken what it has read, or dropped it because one could not read."""
+        """End a load, as every server has taken over or dropped its values."""
         return self._end_loading(asked, failure)
 
     def _agreement_of(self, asked: msg.Load) -> Agreement[msg.Load] | None:
@@ -425,7 +425,7 @@ class Checkpoints:
 
     def _end_loading(self, asked: msg.Load, failure: str) -> list[fx.Effect]:
         if self._agreement_of(asked) is None:
-            return []  # it was dropped meanwhile
+            return []  # the load was dropped meanwhile
         loading = self._loading.pop((asked.store, asked.counter))
         for follows in (loading.take_data, self.after_load):
             if not failure and follows is not None:
@@ -435,7 +435,7 @@ class Checkpoints:
     # Both.
 
     def persisted(self, event: fx.Persisted) -> list[fx.Effect]:
-        """A manifest is written or read, or could not be; or what was written is removed."""
+        """Handle the end of a work with the disk: a lock, a manifest written or read, or files removed."""
         match event.token:
             case FolderClaim() as claim if event.failure:
                 return self._answer_claim(claim, event.failure)
@@ -454,7 +454,7 @@ class Checkpoints:
                 return []
 
     def waits(self) -> Iterator[MemberWait]:
-        """All that wait, and for whom."""
+        """Yield all waits for claims, checkpoints and loads."""
         for claim in self._claims.values():
             yield from claim.agreement.waits()
         for saving in self._saving.values():
@@ -480,15 +480,15 @@ def _answer(request: int, failure: str) -> msg.Done | msg.Failed:
 
 
 def _with_loss(failure: str, loss: str) -> str:
-    """Why a checkpoint was not made in which a server was lost, and another had failed before that was known: perhaps
-    because of the loss, perhaps not, as where its disk is full."""
+    """Return the failure of a checkpoint with a lost server, and with an earlier failure of another: perhaps by the
+    loss, perhaps not, as with a full disk."""
     if loss in failure:
         return failure
     return f"{failure}; {loss}" if failure else loss
 
 
 def _place(message: msg.Save | msg.Load) -> tuple[Hashable, ...]:
-    """What all workers must say alike."""
+    """Return the arguments that must be equal on all workers."""
     more = (message.step, message.keep) if isinstance(message, msg.Save) else ()
     return (message.folder, message.contents, *more)
 

@@ -1,10 +1,10 @@
-"""What the workers agree on, store by store: keys and their places, and the optimizer. Pure.
+"""Agreements of the workers for each store: keys and their places, and the optimizer. Pure.
 
 A key goes through three states: *declared* by some workers, *agreed* when every live worker has declared it alike,
-*placed* when every server knows of it. A worker's request for a list of keys is answered when its last key is placed.
-There are many keys and many workers, so a key has a bit of an integer for each worker that has declared it.
+*placed* when every server knows it. A worker's request for a list of keys is answered when its last key is placed.
+Keys and workers may be many, so a key has a bit of an integer for each worker that has declared it.
 
-The first worker that sets an optimizer decides for the store; the others have to set the same.
+The first worker that sets an optimizer decides for the store; the others must set the same.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kvdist.optimizer.registry import from_description
 from kvdist.protocol import messages as msg
 
 DISPUTE_S = 1.0
-"""How long a key that workers declare differently waits for the others, so that the error names the odd one out."""
+"""Time for which a key with different declarations waits for the others, so that the error names the minority."""
 
 ALIKE = "every worker must build the same model: a key has the same shape and dtype on all"
-"""What to do where workers have declared a key otherwise."""
+"""Advice if workers have declared a key differently."""
 REFUSED = (
     "This process was refused, and nothing was changed: start it with the program of the others, or start the whole job"
     " again"
@@ -44,56 +44,56 @@ REFUSED = (
 Description = dict[str, str | int | float | bool | None]
 
 Declared = tuple[tuple[int, ...], int, int, str]
-"""What a worker declares of a key: shape, dtype, the dtype in which values come back, what rows begin as."""
+"""Declaration of a key by a worker: shape, dtype, dtype of pulled values, initial values of rows."""
 
 
 @dataclass(slots=True, eq=False)
 class KeyRequest:
-    """One worker's list of keys, waiting to be placed."""
+    """A worker's request for a list of keys, which waits for their places."""
 
     member: Member
     request: int
     keys: tuple[int | str, ...]
     missing: int
-    """How many of the keys are not placed yet."""
+    """Number of the keys that are not placed yet."""
     since: float
 
 
 @dataclass(slots=True, eq=False)
 class DeclaredKey:
-    """What is known of one key."""
+    """A declared key, its place and its conflicts."""
 
     key: int | str
     shape: tuple[int, ...]
     dtype: int
     first: Member
-    """The worker that declared it first; the others must agree."""
+    """Worker that declared the key first; the others must agree."""
     pulled_as: int
-    """The dtype in which its values come back."""
+    """Dtype of pulled values."""
     form: str
-    """What its rows begin as, if it is a table of rows."""
+    """Initial values of rows, if the key is a table of rows; else ''."""
     pushes: int
-    """After how many pushes it was declared: whoever has joined later in the program need not declare it."""
+    """Number of pushes before its declaration: workers that join later in the program need not declare it."""
     declared: int = 0
-    """A bit for each rank that has declared it."""
+    """A bit for each rank that has declared the key."""
     exempted: frozenset[Member] = frozenset()
-    """Members that had joined later when it got its place: its rounds do not wait for them yet."""
+    """Members that had joined later when the key got its place: its rounds do not wait for them yet."""
     home: int = -1
     init_rank: int = 0
-    """The worker whose value is the first one."""
+    """Rank of the worker that sends the first value."""
     first_slice: int = -1
     placed: bool = False
     conflict: str = ""
-    """The error that every worker gets once they have disagreed."""
+    """Error that every worker gets after a disagreement; '' without."""
     waiters: list[KeyRequest] = field(default_factory=list)
 
     @property
     def said(self) -> Declared:
-        """What the first worker has declared."""
+        """Declaration of the first worker."""
         return self.shape, self.dtype, self.pulled_as, self.form
 
     def dispute(self, otherwise: Mapping[int, Declared]) -> str:
-        """What workers have declared that do not agree, for people; `otherwise` has what differs from the first one."""
+        """Describe the different declarations, for people; `otherwise` has those that differ from the first by rank."""
         ranks = [rank for rank in range(self.declared.bit_length()) if self.declared >> rank & 1]
         groups = minority_first((rank, otherwise.get(rank, self.said)) for rank in ranks)
         shapes, dtypes, _, forms = (len(set(column)) > 1 for column in zip(*(said for _, said in groups), strict=True))
@@ -108,7 +108,7 @@ class DeclaredKey:
         return f"{'; '.join(clauses)}; {ALIKE}"
 
     def is_split(self, keep: Keep, num_servers: int, slice_bytes: int) -> bool:
-        """Whether it has been placed otherwise than an optimizer needs that must have so much together."""
+        """Return whether the key has been cut where an optimizer needs it together, by `keep`."""
         if keep is Keep.NOTHING or self.first_slice < 0 or self.form:
             return False
         row = row_length(self.shape)
@@ -126,46 +126,46 @@ class InstalledOptimizer:
     description: Description
     chosen_by: Member
     keep: Keep
-    """What of a key it wants to see together."""
+    """Parts of a key that must stay together for the optimizer."""
     agreement: Agreement[str]
     failure: str = ""
 
 
 @dataclass(slots=True, eq=False)
 class StoreKeys:
-    """All keys of one store."""
+    """All keys of a store."""
 
     store: int
     mode: str
     opener: Member
-    """The worker that used the store first."""
+    """Worker that used the store first."""
     slice_bytes: int
     joined_later: Callable[[int], Set[Member]]
-    """See `Membership`."""
+    """See `Membership.joined_later`."""
     entries: dict[int | str, DeclaredKey] = field(default_factory=dict)
     requests: dict[KeyRequest, None] = field(default_factory=dict)
-    """Those without an answer, in their order."""
+    """Requests without an answer, in their order."""
     due: float = fx.NEVER
-    """When `give_up_disputed` waits for no further worker."""
+    """Time at which `give_up_disputed` stops waiting for further workers."""
     _disputed: dict[int | str, dict[int, Declared]] = field(default_factory=dict)
-    """Key → what was declared otherwise than by the first worker, by rank."""
+    """Key → rank → declaration that differs from the first worker's."""
     _unplaced: dict[int | str, DeclaredKey] = field(default_factory=dict)
-    """The entries for which no place was sought yet."""
+    """Entries for which no place was chosen yet."""
     changes: int = 0
-    """How often keys have got their places or an error."""
+    """Number of times that keys have got their places or an error."""
     _ready: list[KeyRequest] = field(default_factory=list)
-    """The requests all of whose keys are placed."""
+    """Requests whose keys are all placed."""
 
     def declare(self, sender: Member, message: msg.Declare, now: float) -> str:
-        """Note that a worker is about to initialise keys.
+        """Record the keys that a worker is about to initialise.
 
         Args:
             sender: the worker.
-            message: what it says.
+            message: its declaration.
             now: the time.
 
         Returns:
-            '', or why it cannot. Other requests that wait for such a key fail, too: see `take_conflicts`.
+            The reason why it cannot, or ''. Other requests that wait for such a key fail, too: see `take_conflicts`.
         """
         conflict, rank, entries = "", sender.node.rank, []
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
@@ -190,7 +190,7 @@ class StoreKeys:
         return conflict
 
     def misfit(self, sender: Member, message: msg.Declare) -> str:
-        """Why a worker cannot take part that declares keys which have their places; '' if it can."""
+        """Return why a worker's declaration contradicts keys with places; '' if it does not."""
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         for key, shape, dtype, pulled_as, form in zip(*columns, strict=True):
             entry = self.entries.get(key)
@@ -209,7 +209,7 @@ class StoreKeys:
         )
 
     def give_up_disputed(self, live: Set[int], now: float) -> bool:
-        """Give up keys that workers have declared differently, once all have, or `DISPUTE_S` later; whether any was."""
+        """Fail keys with different declarations, once all have declared or at `due`. Returns whether there were any."""
         if not self._disputed:
             return False
         lacks = self._lacks(live)
@@ -231,7 +231,7 @@ class StoreKeys:
             self._ready.append(request)
 
     def _lacks(self, live: Set[int]) -> Callable[[DeclaredKey], int]:
-        """What says of a key by which live workers it has yet to be declared: a bit for each."""
+        """Return a function of a key: the live workers that must still declare it, a bit for each."""
         awaited, later = _bits(live), dict[int, int]()
 
         def lacks(entry: DeclaredKey) -> int:
@@ -243,7 +243,7 @@ class StoreKeys:
         return lacks
 
     def take_conflicts(self) -> list[tuple[KeyRequest, str]]:
-        """The requests that wait for a key about which workers disagree, each once; they are removed."""
+        """Remove and return the requests that wait for a key with a conflict, each once."""
         self.changes += 1
         failed: dict[KeyRequest, str] = {}
         for entry in self.entries.values():
@@ -256,11 +256,11 @@ class StoreKeys:
         return list(failed.items())
 
     def take_agreed(self, live: Set[int], keys: Iterable[int | str] | None = None) -> list[DeclaredKey]:
-        """The keys that every live worker has declared and that have no place yet, in their order.
+        """Remove and return the unplaced keys that every live worker has declared, in their order.
 
         Args:
-            live: the ranks of the live workers.
-            keys: which of them to look at; None for all, in order of declaration.
+            live: ranks of the live workers.
+            keys: keys to check; None for all, in order of declaration.
         """
         unplaced = self._unplaced
         entries = unplaced.values() if keys is None else [unplaced[key] for key in keys if key in unplaced]
@@ -271,7 +271,7 @@ class StoreKeys:
         return agreed
 
     def mark_placed(self, entries: Iterable[DeclaredKey]) -> None:
-        """Every server knows of these keys now."""
+        """Record that every server knows these keys."""
         self.changes += 1
         for entry in entries:
             entry.placed = True
@@ -282,7 +282,7 @@ class StoreKeys:
             entry.waiters = []
 
     def take_answers(self) -> list[fx.Effect]:
-        """The answers to the requests all of whose keys are placed; they are removed."""
+        """Remove the requests whose keys are all placed, and return their answers."""
         ready, self._ready = [request for request in self._ready if request in self.requests], []
         for request in ready:
             del self.requests[request]
@@ -297,11 +297,11 @@ class StoreKeys:
         return msg.Placed(request.request, placement, tuple(givers))
 
     def leaves_out(self, member: Member, entry: DeclaredKey) -> bool:
-        """Whether rounds of a key have begun without this member."""
+        """Return whether rounds of a key have begun without this member."""
         return member in entry.exempted and POLICIES[self.mode].is_lockstep
 
     def waits(self, live: Set[int]) -> Iterator[MemberWait]:
-        """All that wait for keys, and for whose declarations."""
+        """Yield the waits for keys, with the workers that must still declare them."""
         lacks = self._lacks(live)
         found: dict[tuple[int | str, ...], tuple[tuple[NodeId, ...], int | str]] = {}
         for request in self.requests:
@@ -321,9 +321,9 @@ class Keys:
     """The keys and optimizers of all stores, as the scheduler knows them.
 
     Args:
-        membership: who is in the cluster.
-        placer: chooses where keys live.
-        questions: what servers are asked.
+        membership: members of the cluster.
+        placer: chooses places for keys.
+        questions: requests to servers.
     """
 
     def __init__(self, membership: Membership, placer: Placer, questions: Questions) -> None:
@@ -333,10 +333,10 @@ class Keys:
         self._placer = placer
         self._questions = questions
         self._by_slice: list[DeclaredKey] = []
-        """All keys that have slices, by the numbers of these."""
+        """All keys with slices, in order of the slices' numbers."""
 
     def declare(self, sender: Member, message: msg.Declare, now: float) -> list[fx.Effect]:
-        """A worker is about to initialise keys."""
+        """Handle the declaration of keys that a worker is about to initialise."""
         if message.mode not in POLICIES:
             reason = f"this scheduler knows no policy {message.mode!r}, only {', '.join(POLICIES)}"
             return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
@@ -358,16 +358,16 @@ class Keys:
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether every store is one in which each version has a contribution of every worker."""
+        """Whether in every store each version has a contribution of every worker."""
         return all(POLICIES[store.mode].is_lockstep for store in self.stores.values())
 
     @property
     def due(self) -> float:
-        """When `advance_all` has something to do, whatever workers declare."""
+        """Time at which `advance_all` has work to do, whatever workers declare."""
         return min([store.due for store in self.stores.values()], default=fx.NEVER)
 
     def advance_all(self, now: float) -> list[fx.Effect]:
-        """Fewer workers are awaited, or none for a disputed key any more: place what is agreed, refuse what is not."""
+        """Place agreed keys and refuse disputed keys, after the awaited workers have become fewer or `due` has come."""
         effects: list[fx.Effect] = []
         for store in self.stores.values():
             if store.give_up_disputed(_ranks(self._membership.workers), now):
@@ -376,7 +376,7 @@ class Keys:
         return effects
 
     def _advance(self, store: StoreKeys, keys: Iterable[int | str] | None = None) -> list[fx.Effect]:
-        """Place what is agreed of these keys, or of all, and answer what is placed."""
+        """Place the agreed keys among `keys`, or among all, and answer requests whose keys are placed."""
         entries = store.take_agreed(_ranks(self._membership.workers), keys)
         effects: list[fx.Effect] = []
         for _, group in groupby(entries, lambda entry: entry.pushes):
@@ -400,7 +400,7 @@ class Keys:
         return self._assign(store, entries, placement)
 
     def _assign(self, store: StoreKeys, entries: list[DeclaredKey], placement: msg.Placement) -> list[fx.Effect]:
-        """Tell the servers, then the workers. The first worker that has declared them gives first values."""
+        """Send keys with their places to the servers. The lowest rank that is not exempted gives first values."""
         there = self._membership.workers or self._membership.newcomers
         exempted = self._membership.joined_later(entries[0].pushes) & {*self._membership.there.values()}
         for entry in entries:
@@ -417,13 +417,13 @@ class Keys:
     def _placed(
         self, store: StoreKeys, entries: list[DeclaredKey], placement: msg.Placement, giver: int, failure: str
     ) -> list[fx.Effect]:
-        """All servers have been told of these keys."""
+        """Mark keys as placed, as all servers know them; or fail keys that a server has refused."""
         live = _ranks(self._membership.workers or self._membership.newcomers)
         if live and giver not in live:
-            return self._assign(store, entries, placement)  # nobody knows of the choice yet, and it is gone by now
+            return self._assign(store, entries, placement)  # the chosen worker has left before others knew of it
         for entry in entries:
             entry.init_rank = giver
-        # Only a table can have failed, where no key comes too late; arrays of the same call are there.
+        # If no key comes too late, only a table can have failed; arrays of the same call are placed.
         refused = [entry for entry in entries if failure and (entry.form == msg.ROWS or self._membership.waits)]
         for entry in refused:
             entry.conflict = failure
@@ -432,7 +432,7 @@ class Keys:
         return [*conflicts, *self._advance(store, ())]
 
     def told(self) -> list[msg.Assign | msg.SetOptimizer]:
-        """What all servers have been told, for one that takes the place of a lost one."""
+        """Return the messages about keys and optimizers, for a server that replaces a lost server."""
         told: list[msg.Assign | msg.SetOptimizer] = [
             msg.SetOptimizer(0, store, one.description) for store, one in self.optimizers.items() if not one.failure
         ]
@@ -448,39 +448,39 @@ class Keys:
         return told
 
     def saved(self, store: int) -> tuple[SavedKey, ...]:
-        """The keys of a store that have their places, as checkpoints name them."""
+        """Return the placed keys of a store, as checkpoints name them."""
         keys = self.stores.get(store)
         entries = () if keys is None else keys.entries.values()
         return tuple(SavedKey(one.key, one.shape, DType(one.dtype).label, one.form) for one in entries if one.placed)
 
     def misfit(self, sender: Member, message: msg.Declare) -> str:
-        """Why a newcomer cannot take part that declares these keys; '' if it can, as far as they have their places."""
+        """Return why a newcomer's declaration contradicts keys with places; '' if it does not."""
         store = self.stores.get(message.store)
         return "" if store is None else store.misfit(sender, message)
 
     def is_decided(self, store: int, key: int | str) -> bool:
-        """Whether a key has its place, or an error."""
+        """Return whether a key has its place, or an error."""
         keys = self.stores.get(store)
         entry = None if keys is None else keys.entries.get(key)
         return entry is not None and (entry.placed or bool(entry.conflict))
 
     @property
     def changes(self) -> int:
-        """How often keys have got their places or an error, or a store its optimizer."""
+        """Number of times that keys have got their places or an error, or a store its first optimizer."""
         return len(self.optimizers) + sum(store.changes for store in self.stores.values())
 
     def exempt_nobody(self) -> None:
-        """All workers stand at the same step: rounds of all keys wait for all of them."""
+        """Let rounds of all keys wait for all workers, which stand at the same step."""
         for store in self.stores.values():
             for entry in store.entries.values():
                 entry.exempted = frozenset()
 
     def key_of(self, number: int) -> int | str:
-        """The key that a slice belongs to, by the number of the slice."""
+        """Return the key of a slice, by the number of the slice."""
         return self._entry_of(number).key
 
     def giver_of(self, number: int) -> int | None:
-        """The rank that has been told to give a slice its first value; None if nobody has been told yet."""
+        """Return the rank that must send the first value of a slice; None if its key has no place yet."""
         entry = self._entry_of(number)
         return entry.init_rank if entry.placed else None
 
@@ -492,7 +492,7 @@ class Keys:
         return self._by_slice[bisect_right(self._by_slice, number, key=_first_slice) - 1]
 
     def configure(self, sender: Member, message: msg.Configure, now: float) -> list[fx.Effect]:
-        """A worker chooses an optimizer."""
+        """Handle a worker's choice of an optimizer."""
         present = self.optimizers.get(message.store)
         if present is None or present.failure:
             try:
@@ -510,11 +510,11 @@ class Keys:
         return present.agreement.ask(sender, message.request)
 
     def _choose(self, sender: Member, message: msg.Configure, now: float) -> InstalledOptimizer:
-        """The optimizer that a worker asks for first.
+        """Create the optimizer that the first worker asks for.
 
         Raises:
-            ValueError: the optimizer is unknown, a key of the store has been split that it must have together, or it
-                cannot update one of the store's tables of rows.
+            ValueError: the optimizer is unknown, a key that it needs together has been split, or it cannot update a
+                table of rows of the store.
         """
         optimizer = from_description(message.description)
         store = self.stores.get(message.store)
@@ -547,7 +547,7 @@ class Keys:
         return optimizer.agreement.answer(failed if failure else msg.Done)
 
     def waits(self) -> Iterator[MemberWait]:
-        """All that wait for keys or optimizers, and for whom."""
+        """Yield all waits for keys and optimizers."""
         live = _ranks(self._membership.workers)
         for store in self.stores.values():
             yield from store.waits(live)
@@ -560,7 +560,7 @@ def _ranks(nodes: Iterable[NodeId]) -> set[int]:
 
 
 def _bits(ranks: Iterable[int]) -> int:
-    """An integer with a bit for each of these ranks."""
+    """Return an integer with a bit for each of these ranks."""
     return reduce(or_, (1 << rank for rank in ranks), 0)
 
 
@@ -573,7 +573,7 @@ def _refuse(store: StoreKeys, code: msg.ErrorCode) -> list[fx.Effect]:
 
 
 def _cannot_update(chosen: InstalledOptimizer | None, message: msg.Declare) -> str:
-    """Why the optimizer of a store cannot update one of these keys, if that is a table of rows; '' if it can."""
+    """Return why the optimizer of a store cannot update a table of rows among these keys; '' if it can."""
     if chosen is None or not any(message.forms):
         return ""
     optimizer = from_description(chosen.description)
@@ -585,14 +585,14 @@ def _cannot_update(chosen: InstalledOptimizer | None, message: msg.Declare) -> s
 
 
 def _kind(form: str) -> str:
-    """What rows begin as, if it is a table of rows."""
+    """Describe a table of rows by its initial values; '' for an array."""
     return (
         "" if not form else ", as a table of rows" if form == msg.ROWS else f", as a table of rows that begin as {form}"
     )
 
 
 def _another_model(entry: DeclaredKey, said: Declared) -> str:
-    """Why a worker cannot take part that declares a key otherwise which all have agreed on."""
+    """Explain that a worker's declaration of a key contradicts the agreed declaration."""
     own, theirs = (
         f"shape {shape}, dtype {DType(dtype).label}, values in {DType(pulled_as).label}{_kind(form)}"
         for shape, dtype, pulled_as, form in (said, entry.said)
@@ -604,7 +604,7 @@ def _another_model(entry: DeclaredKey, said: Declared) -> str:
 
 
 def _difference(one: Description, other: Description) -> tuple[str, str]:
-    """Two optimizers in words: their names; or, if these are equal, the hyper-parameters that differ."""
+    """Describe two optimizers: by name; or, if the names are equal, by the hyperparameters that differ."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     if one.get("name") != other.get("name"):
         return str(one.get("name")), str(other.get("name"))

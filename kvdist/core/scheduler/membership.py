@@ -1,7 +1,7 @@
-"""Who is in the cluster. Only the scheduler changes this; servers and workers get rosters of it. Pure.
+"""Membership: the processes in the cluster. Only the scheduler changes it; servers and workers get rosters. Pure.
 
-A rank is given once, to a process that is known by the token of its hello, so a repeated hello gets the same answer.
-The set is fixed once it is complete, but for members that leave, and for workers that are given up: those are *lost*.
+A process gets its rank once. The token of its hello identifies it, so a repeated hello gets the same answer. Once the
+cluster is complete, its members change only as members leave or are *lost*, and as processes join late.
 """
 
 from __future__ import annotations
@@ -20,64 +20,64 @@ from kvdist.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """Why a member that is not heard is suspected, and when it counts as lost."""
+    """Reason to suspect a silent member, and time at which it counts as lost."""
 
     due: float
     reason: str
     has_ended: bool
-    """Whether its own host closed the connection, as it does when a process ends."""
+    """Whether the member's host closed the connection, as it does when a process ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Untold:
-    """The workers that the next roster says were given up, or have ended."""
+    """Workers that the next roster reports as lost, or as ended."""
 
     lost: set[int] = field(default_factory=set)
     ended: set[Member] = field(default_factory=set)
 
 
 class Membership:
-    """The members of one cluster.
+    """The members of a cluster.
 
     Args:
-        config: how many there are to be.
-        first_incarnation: where incarnations begin.
+        config: settings, with the numbers of workers and servers.
+        first_incarnation: incarnation of the first member.
     """
 
     def __init__(self, config: ClusterConfig, first_incarnation: int) -> None:
         self.epoch = 0
-        """How many rosters there have been."""
+        """Number of the newest roster."""
         self.peers: dict[NodeId, msg.Peer] = {}
-        """All processes that have registered; a process that has left keeps its rank."""
+        """Node id → process that has registered last; a process that has left keeps its rank."""
         self.workers: dict[NodeId, Member] = {}
-        """The live workers that take part, without newcomers and resting workers; agreements hold this very dict."""
+        """Live workers that take part, without newcomers and resting workers; agreements hold this very dict."""
         self.newcomers: dict[NodeId, Member] = {}
-        """Workers that have come when the cluster was complete, until a cut makes members of them."""
+        """Workers that registered when the cluster was complete, until a cut makes them members."""
         self.since: dict[Member, int] = {}
-        """Workers that became members so → how many pushes the others had made that they had not."""
+        """Member that was a newcomer → pushes that the others had made before it joined."""
         self.lives: dict[Member, int] = {}
-        """How often a process of its rank was started before each, as it says itself."""
+        """Member → number of earlier starts of its rank, as reported in its hello."""
         self.resting: dict[NodeId, Member] = {}
-        """Live workers that have nothing to train on, so that nobody waits for them."""
+        """Live workers without examples, which are not awaited."""
         self.there = ChainMap(self.workers, self.resting)
-        """The live workers by node id, resting ones included; a read-only view."""
+        """Live workers by node id, including resting workers; a read-only view."""
         self.away: dict[NodeId, Member] = {}
-        """Lost workers whose rejoin all wait for (``--on-loss wait``)."""
+        """Lost workers whose rejoin is awaited (``--on-loss wait``)."""
         self.changes = 0
-        """Counts each change of `workers`, `resting` and `away`."""
+        """Number of changes of `workers`, `resting` and `away`."""
         self.quorum = (self.workers, self.away)
-        """The groups whose statements the agreements of workers need."""
+        """Groups whose statements the agreements of workers need."""
         self.servers: dict[NodeId, Member] = {}
         self.owners = list(range(config.num_servers))
-        """Number of a server, as placement names it → the rank of the one that has its slices."""
+        """Number of a server in the placement → rank of the server that has its slices."""
         self._uncopied: dict[int, int] = {}
-        """Rank of a server of which not all has a copy → the first roster in which that is so."""
+        """Rank of a server whose slices lack a copy → epoch of the first roster with that state."""
         self.left: set[NodeId] = set()
-        """Workers that have said goodbye, and servers that have ended after they were told to."""
+        """Members that have left: by a goodbye, by an ordered end, or because they were lost."""
         self.absent: set[NodeId] = set()
         """Workers whose processes ended well without having registered."""
         self.lost: dict[Member, str] = {}
-        """The processes that were given up, and why. They have left, too, but nobody listens to them any more."""
+        """Lost process → cause. Lost processes have left, too, but their messages are refused."""
         self._config = config
         self._started_on: dict[NodeId, str] = {}
         self._suspects: dict[Member, Suspicion] = {}
@@ -88,16 +88,16 @@ class Membership:
 
     @property
     def waits(self) -> bool:
-        """Whether all wait for lost workers."""
+        """Whether the cluster waits for the rejoin of lost workers."""
         return self._config.on_loss == "wait"
 
     # Joining.
 
     def known(self, stranger: Member, hello: msg.Hello) -> Member | None:
-        """The member that this stranger has become before, if its hello is a repeated one.
+        """Return the member that a stranger became by an earlier hello with the same token, or None.
 
         Raises:
-            ConfigError: it has the token of a member, but another role or rank: it is another process.
+            ConfigError: the token belongs to a member with another role or rank, so to another process.
         """
         member = self._tokens.get(stranger.incarnation)
         if member is None:
@@ -111,10 +111,10 @@ class Membership:
         return member
 
     def admit(self, stranger: Member, hello: msg.Hello) -> Member:
-        """Give a process its rank and incarnation.
+        """Assign a rank and an incarnation to a process.
 
         Raises:
-            ConfigError: it cannot have one; the message says why.
+            ConfigError: the process cannot have a rank; the message has the reason.
         """
         role, is_late = stranger.node.role, self.is_complete
         node = self._rank_for(role, hello)
@@ -125,7 +125,8 @@ class Membership:
         self.lives[member] = hello.life
         self.left.discard(node)
         self.away.pop(node, None)
-        if is_late and role is Role.SERVER and self._config.replicas:  # the backup of the one before it, without a copy
+        # The slices of a new server have no copy yet, nor those of the server before it, whose backup it is.
+        if is_late and role is Role.SERVER and self._config.replicas:
             self._uncopied |= dict.fromkeys((node.rank, self._rank_beside(node, -1)), self.epoch + 1)
         workers = self.newcomers if is_late else self.workers
         (workers if role is Role.WORKER else self.servers)[node] = member
@@ -133,73 +134,73 @@ class Membership:
         return member
 
     def make_member(self, member: Member, since: int) -> None:
-        """A cut lets rounds wait for a newcomer."""
+        """Make a newcomer a member, as a cut lets rounds wait for it. The others had made `since` pushes before."""
         self.workers[member.node] = self.newcomers.pop(member.node)
         self.since[member] = since
         self.changes += 1
 
     def go_back(self, version: int) -> None:
-        """All workers stand after so many pushes now, whenever they have joined."""
+        """Let all workers count as members from this version of a snapshot on, whenever they joined."""
         self.since = {member: min(since, version - 1) for member, since in self.since.items()}
 
     def joined_later(self, pushes: int) -> Set[Member]:
-        """The workers that have joined later in the program than after so many pushes."""
+        """Return the workers that joined after at least this number of pushes of the others."""
         return {member for member, since in self.since.items() if since >= pushes}
 
     def is_there(self, node: NodeId) -> bool:
-        """Whether a worker of this rank is there, as a member or a newcomer."""
+        """Return whether a worker of this rank is live, as a member or a newcomer."""
         return node in self.there or node in self.newcomers
 
     @property
     def is_complete(self) -> bool:
-        """Whether all have registered."""
+        """Whether all workers and servers have registered."""
         return len(self.peers) >= self._config.num_workers + self._config.num_servers
 
     def has_started(self, node: NodeId, host: str, pid: int) -> None:
-        """The launcher has started a process there."""
+        """Record that the launcher has started a process on a host."""
         self._started_on[node] = f" on {host} (pid {pid} was started there, no hello yet)"
 
     def missing(self) -> list[str]:
-        """The processes that have not registered, and where they were started."""
+        """Return the processes that have not registered, with the hosts on which they were started."""
         wanted = [server(rank) for rank in range(self._config.num_servers)]
         wanted += [worker(rank) for rank in range(self._config.num_workers)]
         return [f"{node}{self._started_on.get(node, '')}" for node in wanted if node not in self.peers]
 
     def progress(self) -> str:
-        """How many have registered, and who has not."""
+        """Explain how many processes have registered, and which are missing."""
         came = [sum(node.role is role for node in self.peers) for role in (Role.SERVER, Role.WORKER)]
         counts = f"{came[0]}/{self._config.num_servers} servers, {came[1]}/{self._config.num_workers} workers"
         return f"{counts}; waiting for {', '.join(self.missing())} to register"
 
-    # Being there.
+    # Present members.
 
     def has(self, member: Member) -> bool:
-        """Whether this very process has its rank, whether it has left or not; it has not if it was given up."""
+        """Return whether this very process has its rank, live or left, and is not lost."""
         peer = self.peers.get(member.node)
         return peer is not None and peer.member == member and member not in self.lost
 
     @property
     def present(self) -> tuple[msg.Peer, ...]:
-        """All that have not left."""
+        """Processes that have not left."""
         return tuple(peer for node, peer in self.peers.items() if node not in self.left)
 
     def next_roster(self) -> msg.Roster:
-        """Who is there now, in a new epoch."""
+        """Begin a new epoch, and return its roster, with workers that were lost or have ended since the last."""
         self.epoch += 1
         told, self._untold = self._untold, Untold()
         return replace(self.roster, lost=tuple(sorted(told.lost)), ended=tuple(told.ended))
 
     @property
     def roster(self) -> msg.Roster:
-        """Who is there now, for one that has heard nothing yet."""
+        """Roster of the present epoch, for a process that has no roster yet."""
         newcomers = tuple(sorted(node.rank for node in self.newcomers))
         is_moved = self.owners != sorted(set(self.owners))
         return msg.Roster(self.present, self.epoch, newcomers=newcomers, owners=tuple(self.owners) if is_moved else ())
 
-    # Leaving and dying.
+    # Leaving and losses.
 
     def leave(self, node: NodeId) -> None:
-        """A worker has said goodbye, or a server has ended after it was told to. Its rank stays its own."""
+        """Record that a member has left. It keeps its rank."""
         self.left.add(node)
         self.changes += 1
         for live in (self.servers, self.workers, self.resting, self.newcomers):
@@ -209,7 +210,7 @@ class Membership:
                 self.since.pop(member, None)
 
     def rest(self, node: NodeId) -> bool:
-        """Record that a worker has nothing to train on, so nobody waits for it. Returns whether it was awaited."""
+        """Record that a worker has no examples, so is not awaited. Returns whether it was awaited."""
         member = self.workers.pop(node, None)
         if member is not None:
             self.resting[node] = member
@@ -217,17 +218,17 @@ class Membership:
         return member is not None
 
     def wake(self, node: NodeId) -> None:
-        """Record that a resting worker has something to train on again, so that the others wait for it."""
+        """Record that a resting worker has examples again, so is awaited."""
         member = self.resting.pop(node, None)
         if member is not None:
             self.workers[node] = member
             self.changes += 1
 
     def lose(self, member: Member, cause: str, has_ended: bool) -> None:
-        """Give up a worker that is there, or a server that may be lost; it may go on, unless it has ended."""
+        """Record the loss of a live worker, or of a server that may be lost. It may run on, unless `has_ended`."""
         self.leave(member.node)
         self.lost[member] = cause
-        if member.node.role is Role.WORKER:  # that a server is not there, rosters say as they are
+        if member.node.role is Role.WORKER:  # rosters show the loss of a server by its absence
             self._untold.lost.add(member.node.rank)
             self.away |= {member.node: member} if self.waits else {}
         elif self._config.replicas:
@@ -238,7 +239,7 @@ class Membership:
             self.has_ended(member)
 
     def has_ended(self, member: Member) -> bool:
-        """Note that the process of a lost worker is no more; whether that is news."""
+        """Record that the process of a lost member has ended. Returns whether that is news."""
         is_news = member not in self._ended
         self._ended.add(member)
         if is_news and member.node.role is Role.WORKER:
@@ -251,21 +252,21 @@ class Membership:
         return (server.rank + step) % self._config.num_servers
 
     def backup_of(self, server: NodeId) -> Member | None:
-        """The server that keeps a copy of what this one has, or is getting it: the next one, if it is there."""
+        """Return the server with a copy, finished or not, of this server's slices: the next rank, if it is live."""
         backup = self.servers.get(NodeId(Role.SERVER, self._rank_beside(server, 1)))
         return backup if self._config.replicas else None
 
     def numbers_of(self, server: NodeId) -> list[int]:
-        """The slices of which servers, as placement names them, this one has."""
+        """Return the numbers in the placement whose slices this server has."""
         return [number for number, owner in enumerate(self.owners) if owner == server.rank]
 
     def may_lose(self, server: NodeId) -> bool:
-        """Whether nothing is lost with this server: it has nothing, or there is a copy of all that it has."""
+        """Return whether no values are lost with this server: it has no slices, or all of them have a copy."""
         has_copy = self.backup_of(server) is not None and server.rank not in self._uncopied
         return self._config.replicas > 0 and (has_copy or not self.numbers_of(server))
 
     def copied(self, rank: int, epoch: int) -> bool:
-        """All that a server had in this roster has a copy; whether that is news."""
+        """Record that all slices that a server had in this epoch have a copy. Returns whether that is news."""
         if self._uncopied.get(rank, epoch + 1) > epoch:
             return False
         del self._uncopied[rank]
@@ -273,7 +274,7 @@ class Membership:
 
     @property
     def is_filling(self) -> bool:
-        """Whether a server is giving its backup what that lacks."""
+        """Whether a server is sending missing slices to its backup."""
         backups = (self.backup_of(NodeId(Role.SERVER, rank)) for rank in self._uncopied if self._is_server(rank))
         return any(backups)
 
@@ -282,13 +283,13 @@ class Membership:
 
     @property
     def workers_counted(self) -> int:
-        """How many workers are there or have finished well."""
+        """Number of workers that are live or have finished well."""
         finished = [node for node in self.left if node.role is Role.WORKER and self.peers[node].member not in self.lost]
         return len(self.there) + len(finished)
 
     @property
     def workers_are_gone(self) -> bool:
-        """Whether no worker is there, nor will come."""
+        """Whether no worker is live, and none is expected."""
         if self.is_complete:
             return not (self.there or self.newcomers)
         return sum(node.role is Role.WORKER for node in self.left | self.absent) == self._config.num_workers
@@ -299,26 +300,26 @@ class Membership:
         return sum(node.role is Role.SERVER for node in self.left) == self._config.num_servers
 
     def suspect(self, member: Member, due: float, reason: str, after_silence: bool = False) -> None:
-        """A member counts as lost at that time, unless it comes back; one that has left does not."""
+        """Suspect a live member: it counts as lost at `due`, unless it comes back."""
         if self.has(member) and member.node not in self.left:
             self._suspects[member] = Suspicion(due, reason, not after_silence)
 
     def judge_silent(self, due: float) -> None:
-        """All have registered now: those for whose return nobody was in a hurry before have until then."""
+        """Limit the time of all suspects to `due`: the cluster is complete now, and silence counts."""
         for member, suspicion in self._suspects.items():
             self._suspects[member] = replace(suspicion, due=min(suspicion.due, due))
 
     def trust(self, member: Member) -> None:
-        """A suspect has come back."""
+        """Drop the suspicion of a member that has come back."""
         self._suspects.pop(member, None)
 
     @property
     def next_loss(self) -> float:
-        """When the first suspect counts as lost, or NEVER."""
+        """Time at which the first suspect counts as lost, or NEVER."""
         return min((suspicion.due for suspicion in self._suspects.values()), default=fx.NEVER)
 
     def take_lost(self, now: float) -> tuple[Member, Suspicion] | None:
-        """A suspect whose time is over, and why it was suspected."""
+        """Remove and return a suspect whose time is over, with its suspicion; None if no suspect is due."""
         for member, suspicion in self._suspects.items():
             if now >= suspicion.due:
                 del self._suspects[member]
@@ -370,6 +371,6 @@ class Membership:
         return node
 
     def _is_free(self, node: NodeId) -> bool:
-        """Whether nobody has had this rank, or who had it was given up."""
+        """Return whether no process has had this rank, or the last process of it was lost."""
         taken = self.peers.get(node)
         return taken is None or taken.member in self.lost

@@ -1,22 +1,21 @@
-"""Workers that join a running job: a rank that was started again, or one more than there were at the start. Pure.
+"""Newcomers: workers that join a running job, by a rank that was started again or by an additional rank. Pure.
 
-A newcomer is welcomed at once, hears who is in the cluster when every server knows it, and looks on: nothing that it
-calls before its first push changes anything. With that push it asks to be a member. The scheduler looks for the
-highest version of all slices, while every server promises to make one more at most; from the version after it on,
-T, every round waits for the newcomer. Nobody stops for that. Rules that hold here:
+A newcomer is welcomed at once, and gets the roster when every server knows it. Its calls before its first push change
+nothing. With that push it asks to become a member. The scheduler finds the highest version of all slices, while every
+server promises to make at most the next version; from version T on, which `_version` chooses, every round waits for the
+newcomer. The other workers do not stop for that. Invariants:
 
 * A newcomer is counted in no version before its T, and awaited in all from T on.
-* One cut at a time: all that are ready when servers have answered share it. It is made even if they are gone, as it
-  ends the promise.
-* T is a place in the program: after T pushes. What the others agree on before that place does not wait for the
-  newcomer; what comes after it does. Its own barriers and loads get the numbers that the others' have, once it is known
-  which is its first; so do its checkpoints, when it claims a folder.
-* A newcomer whose model is another than the one that the others have agreed on is refused while it looks on, and it
-  alone.
-* With fewer workers than `ClusterConfig.min_workers` a cut is begun and not made before enough are there: so servers
-  keep their promise, and no round is closed but the one that is open.
-* Slices that are not pushed at each step (of means, say) have no version that says where in the program they are. A
-  newcomer takes part in a store of such slices from its first barrier there on, at which all workers stand.
+* A single cut at a time: all newcomers that are ready when servers have answered share it. It is made even if they have
+  left, as it ends the promise.
+* T is a place in the program: after T pushes. Agreements of the others before that place do not wait for the newcomer,
+  later agreements do. Its barriers and loads get the others' numbers, once the number of its first is known; so do its
+  checkpoints, when it claims a folder.
+* A newcomer whose model differs from the agreed model is refused before it becomes a member, and no other worker is.
+* With fewer workers than `ClusterConfig.min_workers` a cut begins, but is not made until enough have joined: so servers
+  keep their promise, and only the open round is closed.
+* Slices that are not pushed at each step (of means, say) have no version that shows the place in the program. A
+  newcomer takes part in a store of such slices from its first barrier of that store on, at which all workers stand.
 """
 
 from __future__ import annotations
@@ -38,61 +37,61 @@ from kvdist.protocol import messages as msg
 
 @dataclass(slots=True, eq=False)
 class Unannounced:
-    """A newcomer whose existence servers have to learn before it may speak to them. A token of their rosters."""
+    """A newcomer that some servers do not know yet, so that it may not send to them. A token of their rosters."""
 
     member: Member
     unaware: set[Member]
 
 
 Call = msg.Barrier | msg.Load | msg.Claim
-"""What all workers do as often, and count."""
+"""A call that all workers make equally often, and number."""
 
 
 @dataclass(slots=True, eq=False)
 class WaitingCall:
-    """What a newcomer says, and cannot be answered before another worker has said the same."""
+    """A newcomer's call that cannot be answered before another worker makes the same call."""
 
     sender: Member
     message: msg.Declare | msg.Configure | Call
     since: float
     decided: int = 0
-    """How many of the keys of a declaration have their places, or an error, from its first one on."""
+    """Number of keys of a declaration, from the first on, that have their places or an error."""
 
 
 class NewcomerScheduler(Protocol):
-    """What the scheduler does for newcomers."""
+    """The scheduler's functions for newcomers."""
 
     on_loss: msg.OnLoss
     config: ClusterConfig
 
     @property
     def now(self) -> float:
-        """When the last message or event came."""
+        """Time of the last message or event."""
 
     @property
     def idle(self) -> int:
-        """How many newcomers find no data to train on."""
+        """Number of newcomers without data to train on."""
 
     @property
     def calls(self) -> int:
-        """How many barriers, checkpoints and loads there have been, those included that are under way."""
+        """Number of barriers, checkpoints and loads so far, including those under way."""
 
     def announce(self) -> list[fx.Effect]:
-        """Tell all who is there."""
+        """Send a new roster to all."""
 
     def again(self, sender: Member, message: msg.Message) -> list[fx.Effect]:
-        """Handle what had to wait."""
+        """Handle a message that had to wait."""
 
 
 class Newcomers:
-    """All that have come later.
+    """All workers that join late.
 
     Args:
-        membership: who is in the cluster.
-        keys: what is declared.
-        questions: what servers are asked.
-        patience_s: how long a rank may be wanted by a second process before that is refused.
-        scheduler: does the rest.
+        membership: members of the cluster.
+        keys: declared keys.
+        questions: requests to servers.
+        patience_s: time after which a second process that asks for a rank is refused.
+        scheduler: functions of the scheduler.
     """
 
     def __init__(
@@ -104,13 +103,13 @@ class Newcomers:
         self._patience_s = patience_s
         self._scheduler = scheduler
         self.over = "the job is over: all workers had finished before this process could take part"
-        """What is said to a process that comes too late."""
+        """Reason for the rejection of a process that comes too late."""
         self._delayed: set[Member] = set()
-        """Processes that were told to ask again later."""
+        """Processes that must ask again later."""
         self.introductions: dict[Member, Unannounced] = {}
-        """Newcomers that not all servers know of."""
+        """Newcomer that some servers do not know → its introduction."""
         self._early: dict[NodeId, tuple[Member, float]] = {}
-        """Rank → a process that wants it, though its last process has not been given up yet, and since when."""
+        """Worker → (process that asks for its rank before the rank's last process is lost, time of its first hello)."""
         self._line: list[Member] = []
         """Newcomers that become members by the next cut."""
         self._at_cut: Callable[[int], list[fx.Effect]] | None = None
@@ -118,25 +117,25 @@ class Newcomers:
         self._at_current_cut: Callable[[int], list[fx.Effect]] | None = None
         """Callback of the cut for which servers are being asked now."""
         self._paused_since: float | None = None
-        """Since when the cut has waited for enough workers; None if it does not wait."""
+        """Time since which the cut waits for enough workers; None if it does not wait."""
         self._found_by: dict[Member, msg.CutFound] = {}
-        """Server → how far its slices are."""
+        """Server → highest and lowest versions of its slices."""
         self._is_finding = self._must_find_again = False
-        """Whether servers are being asked for their versions; and whether they must be asked once more."""
+        """Whether servers are being asked for their versions, and whether they must be asked once more."""
         self._waiting: list[WaitingCall] = []
         self._looked_at: tuple[int, ...] = ()
-        """What all that waits depended on when it was looked at: see `_state`."""
+        """State at the last check of the waiting calls; see `_state`."""
         self._models: dict[int, str] = {}
-        """Store → what all workers have said of the model of their Trainers."""
+        """Store → description of the Trainers' model, on which all workers agree."""
         self._aligned: set[tuple[Member, type[msg.Message], int]] = set()
-        """(who has joined later, kind of call, store) where it gives its calls the numbers that the others do."""
+        """(late member, kind of call, store) where the member numbers its calls as the others do."""
         self._joined: dict[Member, set[int]] = {}
-        """Who has joined later → the stores where it takes part in all slices."""
+        """Late member → stores where it takes part in all slices."""
 
-    # Coming.
+    # Joining.
 
     def hello(self, stranger: Member, hello: msg.Hello, now: float) -> list[fx.Effect]:
-        """A process wants to join the running job."""
+        """Let a process join the running job."""
         node = NodeId(Role.WORKER, hello.wanted_rank)
         if hello.wanted_rank >= 0 and self._membership.is_there(node):
             return self.keep(node, stranger, hello, now)
@@ -152,7 +151,7 @@ class Newcomers:
         return [fx.Send(stranger, welcome), fx.Bind(stranger, member), *self._scheduler.announce()]
 
     def keep(self, node: NodeId, stranger: Member, hello: msg.Hello, now: float) -> list[fx.Effect]:
-        """The process that has this rank may be dead: hellos are repeated until that is known, or that it lives."""
+        """Delay a process that asks for a rank in use, whose process may be dead; refuse it after `patience_s`."""
         wants, since = self._early.get(node, (stranger, now))
         if wants != stranger:
             since = now
@@ -168,12 +167,12 @@ class Newcomers:
         return [fx.Send(stranger, msg.Rejected(reason))]
 
     def delay(self, stranger: Member, awaited: str) -> list[fx.Effect]:
-        """Let a process ask again soon, and say for what it waits."""
+        """Let a process ask again soon, and tell it whom it waits for."""
         self._delayed.add(stranger)
         return [fx.Send(stranger, msg.Waiting(awaited, (), 0.0))]
 
     def acknowledged(self, server: Member, introductions: Iterable[Unannounced]) -> list[fx.Effect]:
-        """A server knows of these newcomers; those that all know of may hear of the cluster."""
+        """Record that a server knows these newcomers. Newcomers that all servers know get the roster."""
         effects: list[fx.Effect] = []
         for introduction in introductions:
             introduction.unaware.discard(server)
@@ -183,14 +182,14 @@ class Newcomers:
         return effects
 
     def server_lost(self, server: Member) -> list[fx.Effect]:
-        """A server is gone, and another one has its slices."""
+        """Handle the loss of a server whose slices another server has now."""
         self._must_find_again = self._is_finding
         return self.acknowledged(server, list(self.introductions.values()))
 
-    # Going.
+    # Leaving.
 
     def forget(self, member: Member) -> None:
-        """A worker was given up, or has left."""
+        """Forget a worker that was lost or has left."""
         self.introductions.pop(member, None)
         self._joined.pop(member, None)
         self._line = [one for one in self._line if one != member]
@@ -198,7 +197,7 @@ class Newcomers:
         self._aligned = {place for place in self._aligned if place[0] != member}
 
     def end(self) -> list[fx.Effect]:
-        """The last member has finished well: who has only looked on is too late."""
+        """Reject all newcomers, as the last member has finished well."""
         late = [*self._membership.newcomers.values()]
         for member in late:
             self._membership.leave(member.node)
@@ -206,19 +205,19 @@ class Newcomers:
         return [fx.Send(member, msg.Rejected(self.over, is_over=True)) for member in late]
 
     def turn_away(self, answer: msg.Message) -> list[fx.Effect]:
-        """The job ends: those that wait to be let in must hear so, for soon there is no scheduler to ask again.
+        """Send the end of the job to processes that must ask again later, as the scheduler ends soon.
 
-        Those that have been let in since have other names, by which they hear of it.
+        Processes that were admitted since ignore it: they have new names, by which they hear of the end.
         """
         delayed, self._delayed = self._delayed, set()
         return [fx.Send(stranger, answer) for stranger in sorted(delayed, key=lambda one: one.incarnation)]
 
-    # Looking on.
+    # Before the first push.
 
     def answer(self, sender: Member, message: msg.Message) -> list[fx.Effect] | None:
-        """What a worker hears that looks on; None for what everybody hears.
+        """Answer a message of a newcomer; None if it is handled like those of members.
 
-        Its program begins anew, while the others are in the middle of theirs: what they have agreed on stays.
+        Its program begins anew, while the others are in the middle of theirs: their agreements stay.
         """
         if isinstance(message, msg.Ready):
             return self._ready(sender, message)
@@ -246,7 +245,7 @@ class Newcomers:
         return []
 
     def _may_go_on(self, waiting: WaitingCall) -> bool:
-        """Whether it is worth handling what has waited."""
+        """Return whether a waiting call can be handled now."""
         message = waiting.message
         if not self._membership.there:
             return True
@@ -255,7 +254,7 @@ class Newcomers:
         return not isinstance(message, msg.Configure) or message.store in self._keys.optimizers
 
     def _undecided_key(self, waiting: WaitingCall, message: msg.Declare) -> int | str | None:
-        """The first key of a declaration that has neither its place nor an error; None if there is none."""
+        """Return the first key of a declaration with neither a place nor an error; None if all are decided."""
         while waiting.decided < len(message.keys):
             key = message.keys[waiting.decided]
             if not self._keys.is_decided(message.store, key):
@@ -264,7 +263,7 @@ class Newcomers:
         return None
 
     def waits(self) -> Iterator[MemberWait]:
-        """The newcomers that wait for what no other worker has declared or chosen yet; all while they are too few."""
+        """Yield waits of newcomers for declarations and optimizers of others, and of all while workers are too few."""
         workers = tuple(sorted(self._membership.there, key=lambda node: node.rank))
         for one in self._waiting:
             sender, message = one.sender, one.message
@@ -286,13 +285,13 @@ class Newcomers:
             yield MemberWait(member, 0, self._paused_since, (), "", deed, who)
 
     def agreed(self, store: int, statement: str) -> None:
-        """All workers have made the same statement at a barrier of this store."""
+        """Store the model in a statement that all workers have made at a barrier of this store, if it has any."""
         model = model_of(statement)
         if model:
             self._models[store] = model
 
     def advance(self) -> list[fx.Effect]:
-        """Handle again what had to wait, as long as anything that it depends on changes. Called after every message."""
+        """Handle waiting calls again, as long as the state that they depend on changes. Called after every message."""
         effects: list[fx.Effect] = []
         while self._waiting and (state := self._state) != self._looked_at:
             self._looked_at = state
@@ -306,7 +305,7 @@ class Newcomers:
 
     @property
     def _state(self) -> tuple[int, ...]:
-        """What decides whether anything that waits can go on, as numbers of which one differs whenever that does."""
+        """Numbers on which the waiting calls depend: a number changes whenever a call may go on."""
         return self._membership.changes, self._keys.changes, self._scheduler.calls, len(self._aligned)
 
     # Becoming a member.
@@ -317,36 +316,36 @@ class Newcomers:
             return self._next_cut()
         joined = self._joined.get(sender)
         if joined is None or message.store in joined:
-            return []  # it is told where its counters begin
+            return []  # servers tell it where its counters begin
         return self.join([sender], message.store)
 
     def cut(self, at: Callable[[int], list[fx.Effect]]) -> list[fx.Effect]:
-        """Make a cut, though nobody may join by it; `at` is called with its version, before servers are told."""
+        """Make a cut even without newcomers; `at` is called with its version, before the cut is sent to servers."""
         self._at_cut = at
         return self._next_cut()
 
     def begin_anew(self) -> None:
-        """All go back to an earlier step, and stand there together: no cut before that is worth anything."""
+        """Drop all cuts and waiting calls, as all workers go back to the same earlier step."""
         self._line, self._at_cut, self._at_current_cut = [], None, None
         self._waiting.clear()
         self._joined.clear()
         self._keys.exempt_nobody()
 
     def gone_back(self) -> list[fx.Effect]:
-        """All have gone back, and servers make no version before the next cut."""
+        """Make a cut after a rollback: servers make no version before it."""
         if self._paused_since is None:
             return self.cut(_nothing)
         self._paused_since = None
-        return self._find()  # what they have said is of versions that are undone
+        return self._find()  # the answers of servers are of versions that are undone
 
     def pause_if_few(self) -> list[fx.Effect]:
-        """After a loss: with fewer workers than ``--min-workers``, let servers close one more round at most."""
+        """Pause after a loss that leaves fewer workers than ``--min-workers``: servers close at most the next round."""
         return self._next_cut()
 
     def _lacking(self, joining: int = 0) -> int:
-        """How many workers are missing to the least, with so many that join.
+        """Return how many workers are missing to ``--min-workers``, with `joining` more.
 
-        Who has finished well is not, nor who would join if the others had left it any data.
+        Workers that have finished well count, and newcomers for which the others have left no data.
         """
         least = self._scheduler.config.min_workers or 0
         return max(0, least - self._membership.workers_counted - joining - self._scheduler.idle)
@@ -364,19 +363,19 @@ class Newcomers:
         return self._questions.ask(msg.FindCut(0), self._found)
 
     def found(self, server: Member, message: msg.CutFound) -> list[fx.Effect]:
-        """A server says how far its slices are."""
+        """Store the versions of a server's slices."""
         self._found_by[server] = message
         return self._questions.answered(server, message.request, "")
 
     def _found(self, _: str) -> list[fx.Effect]:
-        """All servers have said how far they are, and make one more version of each slice at most."""
-        if self._must_find_again:  # some slices have another server now, which may have been asked before it had them
+        """Admit newcomers, as all servers have sent their versions, and make at most the next version of each slice."""
+        if self._must_find_again:  # some slices have moved to a server that may have been asked before it had them
             return self._find()
         self._is_finding = False
         return self._admit()
 
     def _admit(self) -> list[fx.Effect]:
-        """Make members of those that wait, if enough are there then."""
+        """Make the ready newcomers members, if enough workers are live then."""
         there, told = self._ready_ones, list[fx.Effect]()
         least, lacking = self._scheduler.config.min_workers, self._lacking(len(there))
         if lacking:
@@ -403,14 +402,14 @@ class Newcomers:
         return [one for one in self._line if self._membership.newcomers.get(one.node) == one]
 
     def _make(self, version: int, ranks: Sequence[int]) -> list[fx.Effect]:
-        """Say it to servers. They hear of the next one after that, and are asked how far they are in between."""
+        """Send a cut to servers. Before the next cut they are asked for their versions again."""
         return self._questions.ask(msg.Cut(0, -1, version, tuple(ranks)))
 
     def _version(self) -> int:
-        """From which version on newcomers take part.
+        """Return the version from which on newcomers take part.
 
-        Where all wait for them it is the lowest one of the slices of a step, as nobody is beyond that step. Slices that
-        are further behind are pushed less often, and say nothing of it.
+        With ``--on-loss wait`` it is the lowest version of the slices of a step, as no worker is beyond that step.
+        Slices that are further behind are pushed less often, and are ignored.
         """
         highest = max([one.highest for one in self._found_by.values()], default=0)
         if self._scheduler.on_loss is not msg.OnLoss.WAIT:
@@ -421,7 +420,7 @@ class Newcomers:
     # Taking part.
 
     def joining(self, store: int, members: Iterable[Member]) -> list[Member]:
-        """Those of these workers that are at a barrier of this store for the first time since they have joined."""
+        """Return the workers that are at a barrier of this store for the first time since they joined."""
         return [member for member in members if store not in self._joined.get(member, (store,))]
 
     def join(
@@ -431,20 +430,20 @@ class Newcomers:
         then: Callable[[str], list[fx.Effect]] | None = None,
         cause: Agreement[Any] | None = None,
     ) -> list[fx.Effect]:
-        """Let these take part in all slices of a store, if there are some that are not pushed at each step."""
+        """Let late members take part in all slices of a store, also in slices that are not pushed at each step."""
         for member in members:
             self._joined[member].add(store)
         ranks = tuple(member.node.rank for member in members)
         return self._questions.ask(msg.Cut(0, store, 0, ranks), then, cause)
 
     def number(self, sender: Member, message: Call, opened: Mapping[int, Agreement[Any]], count: int) -> int | None:
-        """The number that all workers give to the call of one of them; None if that is not known yet.
+        """Return the number that all workers give to a call; None if it is not known yet.
 
         Args:
-            sender: who calls.
-            message: its call, which waits for another worker's if the number is not known.
-            opened: what is open of this kind in this store, by number.
-            count: how many there were, at least.
+            sender: worker that calls.
+            message: its call, which waits for another worker's call if the number is not known.
+            opened: open agreements of this kind in this store, by number.
+            count: number of these agreements so far, at least.
         """
         place = (sender, type(message), message.store)
         if message.counter == msg.LATER:
@@ -457,23 +456,23 @@ class Newcomers:
         return message.counter
 
     def align(self, member: Member, stores: Iterable[int]) -> None:
-        """A worker hears the numbers of all that there has been: it counts as the others from now on."""
+        """Record that a late member gets the numbers of all earlier calls, so numbers its calls as the others do."""
         self._aligned.update((member, kind, store) for kind in (msg.Barrier, msg.Load, msg.Claim) for store in stores)
 
     def tell(self, sender: Member, message: Call, number: int) -> list[fx.Effect]:
-        """Tell a worker the number of its call, if it does not know it."""
+        """Send a worker the number of its call, if the worker does not know it."""
         if message.counter != msg.LATER:
             return []
         self._aligned.add((sender, type(message), message.store))
         return [fx.Send(sender, msg.Numbered(message.request, number))]
 
     def _knows(self, other: Member, place: tuple[Member, type[msg.Message], int]) -> bool:
-        """Whether another worker's calls of this kind say which the next one is."""
+        """Return whether another worker's calls of this kind have numbers that this worker can take."""
         return other != place[0] and (other not in self._membership.since or (other, *place[1:]) in self._aligned)
 
 
 def _nothing(_: int) -> list[fx.Effect]:
-    """What follows a cut that is made for itself."""
+    """Do nothing, at a cut without a further purpose."""
     return []
 
 

@@ -1,17 +1,17 @@
 """A server's part in checkpoints: the moment of each slice that is saved while training goes on, and restoring. Pure.
 
 Every worker marks its pushes: *the checkpoint has my first n pushes of this slice*. A mark leaves before any later push
-of its worker, so a server knows it in time. Rules that hold here:
+of its worker, so it reaches a server in time. Invariants:
 
-* In synchronous mode the first mark fixes the moment: the version that has exactly those pushes, taken before a round
-  is closed that has more. The marks of other workers must agree.
-* Otherwise a slice is taken when every live worker has marked it and all marked pushes are counted. Later pushes may be
-  in it: nothing is lost, but it is not one moment of the whole store, and the manifest says so.
+* In synchronous mode the first mark fixes the moment: the version with exactly the marked pushes, taken before a round
+  with more is closed. The marks of other workers must agree.
+* In other modes a slice is taken when every live worker has marked it and all marked pushes are counted. It may have
+  later pushes: nothing is lost, but slices have different moments, and the manifest records this.
 * A weight is leased, not copied, until it is written. States and rows change in place, so they are copied in one pass.
 * Every worker marks at every server, and every server reports once: when all live workers have marked and its file is
-  written, or something has failed. A worker may push through the leader of its host: the leader's mark is in time.
-* A restored store is read by every server first, and replaced when all of them have read it.
-* Nobody marks a snapshot that servers write by themselves: each slice is taken at a version that the scheduler says.
+  written, or after a failure. A worker may push through the leader of its host: the leader's mark is in time.
+* Every server reads a restored store first, and replaces its values when all servers have read.
+* Snapshots that servers write by themselves have no marks: the scheduler sends the version of each slice.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ class SnapshotSource(Protocol):
     """Slices of a server that can be saved and restored."""
 
     def holder(self, number: int) -> Holder | None:
-        """What holds a slice; None if it is not here."""
+        """Return the holder of a slice; None if this source has no such slice."""
 
     def key_of(self, number: int) -> int | str:
-        """The key of a slice that is here."""
+        """Return the key of a slice of this source."""
 
     def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
-        """Slices as they are now, in memory that does not change; and the buffer that is leased for that, if any.
+        """Return the present values of slices, in memory that does not change; and the buffer leased for it, if any.
 
         Args:
-            numbers: slices of one holder that has a value.
-            contents: what is wanted of them: `WEIGHTS`, `STATES`.
+            numbers: slices of a single holder that has a value.
+            contents: parts to copy: `WEIGHTS`, `STATES`.
 
         Raises:
-            MemoryError: there is no room for a copy; nothing has changed.
+            MemoryError: a copy has no room; nothing has changed.
         """
 
     def wanted(self, store: int) -> list[WantedSlice]:
-        """What a checkpoint must hold so that all slices of a store can continue from it."""
+        """Return the slices of a store that a checkpoint must have to be restored."""
 
     def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
-        """Continue from what was found for the slices of a store."""
+        """Replace the slices of a store by those read from a checkpoint."""
 
 
 NO_FILE = msg.SavedFile("", 0, "")
@@ -75,7 +75,7 @@ NO_FILE = msg.SavedFile("", 0, "")
 
 @dataclass(slots=True, eq=False)
 class ServerSnapshot:
-    """One checkpoint under way."""
+    """A checkpoint under way on a server."""
 
     store: int
     counter: int
@@ -84,33 +84,33 @@ class ServerSnapshot:
     run: str
     step: int
     marks: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Slice that is not taken yet → rank → its mark."""
+    """Slice that is not taken yet → rank → mark of the worker."""
     taken: dict[int, SavedSlice] = field(default_factory=dict)
-    """What is not written yet."""
+    """Slice → its copy, until it is written."""
     versions: dict[int, int] = field(default_factory=dict)
-    """Slice of a synchronous store → its version that was taken."""
+    """Slice of a synchronous store → version that was taken."""
     trained: dict[int, int] = field(default_factory=dict)
-    """Incarnation of a worker → how many examples its pushes in those versions summed, where most count; only
-    of a snapshot that servers write by themselves."""
+    """Incarnation of a worker → examples of its pushes in the taken slices, the most of any slice; only for snapshots
+    that servers write by themselves."""
     leased: list[Buffer] = field(default_factory=list)
     marked: set[int] = field(default_factory=set)
     """Ranks that have marked all their slices."""
     pushes: int = 0
-    """How many pushes its workers have made: who has joined later in the program takes no part."""
+    """Pushes of its workers before the checkpoint: workers that joined later in the program take no part."""
     at: Mapping[int, int] | None = None
-    """Slice → the version at which it is taken, where that is not said by marks."""
+    """Slice → version at which it is taken, for snapshots without marks."""
     is_begun: bool = False
-    """Its file is being written, or is there: it takes no more slices."""
+    """Whether its file has been begun, or it has failed: it takes no more slices."""
     is_writing: bool = False
     file: msg.SavedFile = NO_FILE
     failure: str = ""
 
     def fail(self, reason: str) -> None:
-        """Note why it cannot be made; the first reason counts."""
+        """Fail the checkpoint for a reason; the first reason counts."""
         self.failure = self.failure or reason
 
     def release(self) -> None:
-        """Give back what was taken."""
+        """Release the leased buffers and drop the copies."""
         for buffer in self.leased:
             buffer.leases -= 1
         self.leased.clear()
@@ -118,10 +118,10 @@ class ServerSnapshot:
 
 
 class Snapshots:
-    """All checkpoints that are under way on a server.
+    """All checkpoints under way on a server.
 
     Args:
-        peers: who is alive.
+        peers: live members.
     """
 
     def __init__(self, peers: Peers) -> None:
@@ -129,20 +129,20 @@ class Snapshots:
         self._sources: list[SnapshotSource] = []
         self._snapshots: dict[tuple[int, int], ServerSnapshot] = {}
         self.awaited: dict[int, list[ServerSnapshot]] = {}
-        """Slice → the snapshots that wait for it. Empty nearly always: asked whenever a round is closed."""
+        """Slice → snapshots that wait for it. Empty nearly always: checked whenever a round is closed."""
         self.ready: dict[ServerSnapshot, None] = {}
-        """The snapshots to be looked at by `take_effects`, once each. Empty nearly always."""
+        """Snapshots for `take_effects` to continue, once each. Empty nearly always."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of checkpoints under way."""
         return len(self._snapshots)
 
     def add(self, source: SnapshotSource) -> None:
-        """Save its slices, too."""
+        """Add a source of slices."""
         self._sources.append(source)
 
     def mark(self, sender: Member, message: msg.MarkPushes) -> None:
-        """Note which pushes of a worker belong to a checkpoint; take the slices whose moment this is."""
+        """Record which pushes of a worker belong to a checkpoint, and take the slices that are due."""
         snapshot = self._snapshots.get((message.store, message.counter))
         if snapshot is None:
             where = (message.folder, message.contents, message.run, message.step)
@@ -163,13 +163,13 @@ class Snapshots:
         self.look(found, rank)
 
     def take_at(self, message: msg.TakeSnapshot, versions: Mapping[int, int]) -> None:
-        """Take each of these slices at this version, and write them.
+        """Take each slice at its version, for a snapshot that servers write by themselves.
 
         Args:
-            message: where.
-            versions: slice → its version, which is still to come, or the present one.
+            message: the scheduler's message, with store, folder and run.
+            versions: slice → its version, which is the present or a later version.
         """
-        counter = -1 - message.version  # workers count theirs from 0 on
+        counter = -1 - message.version  # workers number their checkpoints from 0
         where = (message.folder, EVERYTHING, message.run, message.version)
         snapshot = ServerSnapshot(message.store, counter, *where, at=versions)
         self._snapshots[message.store, counter] = snapshot
@@ -180,18 +180,18 @@ class Snapshots:
         self.look(list(versions))
 
     def clear(self) -> None:
-        """Drop all that are under way, without a word: the scheduler knows."""
+        """Drop all checkpoints under way, without a report: the scheduler knows."""
         for snapshot in self._snapshots.values():
             self._forget(snapshot)
         self._snapshots.clear()
         self.ready.clear()
 
     def look(self, numbers: Sequence[int], marked_by: int | None = None) -> None:
-        """Take those of these slices whose moment this is, for every checkpoint that awaits them.
+        """Take the slices that are due, for every checkpoint that awaits them.
 
         Args:
             numbers: slices whose counters have changed, or that a worker has marked.
-            marked_by: its rank. What others have marked was looked at when they did.
+            marked_by: rank of that worker. Marks of others were checked when they came.
         """
         due: dict[tuple[int, int], list[int]] = {}
         snapshots: dict[int, ServerSnapshot] = {}
@@ -220,9 +220,9 @@ class Snapshots:
             self._copy(snapshots[which], some)
 
     def unmark(self, lost: Set[int]) -> None:
-        """What these lost workers had marked may never be counted: the marks of the others decide."""
+        """Drop the marks of lost workers, as the marked pushes may never be counted."""
         for snapshot in self.called_for:
-            snapshot.marked -= lost  # or what it alone had marked so far would be taken for all there is
+            snapshot.marked -= lost  # or slices that only it had marked would count as all slices
             for number, marks in list(snapshot.marks.items()):
                 for rank in lost & marks.keys():
                     del marks[rank]
@@ -231,11 +231,11 @@ class Snapshots:
                     self._stop_awaiting(number, snapshot)
 
     def _awaited(self, snapshot: ServerSnapshot) -> Set[int]:
-        """The ranks that have to mark."""
+        """Return the ranks that must mark."""
         return self._peers.awaited - {rank for rank, since in self._peers.since.items() if since >= snapshot.pushes}
 
     def roster(self) -> None:
-        """Go on without departed workers. To be called when the rounds that waited for them are closed."""
+        """Continue without departed workers. Called when the rounds that waited for them are closed."""
         self.look(list(self.awaited))
         for snapshot in self.called_for:
             _require_alike(snapshot, self._awaited(snapshot))
@@ -243,22 +243,22 @@ class Snapshots:
 
     @property
     def called_for(self) -> list[ServerSnapshot]:
-        """Those that workers have called for."""
+        """Checkpoints that workers have called for."""
         return [snapshot for snapshot in self._snapshots.values() if snapshot.at is None]
 
     def take_effects(self) -> list[fx.Effect]:
-        """What has to be written or reported now."""
+        """Return the effects that write or report checkpoints now."""
         ready, self.ready = self.ready, {}
         return [effect for snapshot in ready for effect in self._advance(snapshot)]
 
     def persisted(self, event: fx.Persisted) -> list[fx.Effect]:
-        """A file was written, or could not be."""
+        """Handle the end of a write, complete or failed."""
         snapshot = event.token
         assert isinstance(snapshot, ServerSnapshot)
         snapshot.is_writing = False
         snapshot.release()
         if self._snapshots.get((snapshot.store, snapshot.counter)) is not snapshot:
-            return []  # it was dropped meanwhile
+            return []  # the checkpoint was dropped meanwhile
         if event.failure:
             snapshot.fail(event.failure)
         made = event.product
@@ -282,7 +282,7 @@ class Snapshots:
             assert waits, "what is complete is reported"
 
     def _find(self, number: int) -> tuple[SnapshotSource, Holder] | None:
-        """Where a slice is, if it is here."""
+        """Return the source and the holder of a slice; None if this server does not have it."""
         for source in self._sources:
             if (holder := source.holder(number)) is not None:
                 return source, holder
@@ -294,7 +294,7 @@ class Snapshots:
         return found
 
     def _enter(self, snapshot: ServerSnapshot, message: msg.MarkPushes, rank: int) -> list[int]:
-        """Note the marks of a message; returns the slices that are not taken yet."""
+        """Record the marks of a message. Returns the slices that are not taken yet."""
         found = []
         for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
             where = self._find(number)
@@ -307,7 +307,7 @@ class Snapshots:
                 step_then = holder.round.counted.get(rank, 0) - (holder.round.version - snapshot.versions[number])
                 if step_then != step:
                     snapshot.fail(_disagreement(source.key_of(number), rank, step, step_then))
-            elif not snapshot.is_begun:  # else other workers do not know the key: the scheduler finds out
+            elif not snapshot.is_begun:  # else other workers do not know the key, which the scheduler notices
                 if number not in snapshot.marks:
                     self.awaited.setdefault(number, []).append(snapshot)
                 snapshot.marks.setdefault(number, {})[rank] = step
@@ -336,7 +336,7 @@ class Snapshots:
         return [fx.Send(SCHEDULER_MEMBER, msg.Saved(snapshot.store, snapshot.counter, file, snapshot.failure))]
 
     def _forget(self, snapshot: ServerSnapshot) -> None:
-        """Drop what belongs to a failed checkpoint."""
+        """Drop the marks and copies of a checkpoint, and take no more slices."""
         snapshot.is_begun = True
         for number in snapshot.marks:
             self._stop_awaiting(number, snapshot)
@@ -350,7 +350,7 @@ class Snapshots:
             del self.awaited[number]
 
     def _copy(self, snapshot: ServerSnapshot, numbers: Sequence[int]) -> None:
-        """Take slices of one holder."""
+        """Take slices of a single holder."""
         source, holder = self._found(numbers[0])
         if not snapshot.failure:
             try:
@@ -371,7 +371,7 @@ class Snapshots:
         self.ready[snapshot] = None
 
     def _note_trained(self, snapshot: ServerSnapshot, examples: Mapping[int, int]) -> None:
-        """Note which examples are in a slice that is taken. What a lost worker had used, `Settled` has said before."""
+        """Record the examples in a taken slice. `Settled` has reported those of lost workers before."""
         for worker in (*self._peers.workers.values(), *self._peers.left):
             used = max(snapshot.trained.get(worker.incarnation, 0), examples.get(worker.node.rank, 0))
             snapshot.trained[worker.incarnation] = used
@@ -393,7 +393,7 @@ def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Set[int]
 
 
 def _require_alike(snapshot: ServerSnapshot, workers: Set[int]) -> None:
-    """Fail unless all workers, once they have marked, have marked every awaited slice; else it would wait for ever."""
+    """Fail a checkpoint if all workers have marked, but not every awaited slice; else it would wait for ever."""
     if not workers <= snapshot.marked:
         return
     for number, marks in snapshot.marks.items():
@@ -414,7 +414,7 @@ def _disagreement(key: int | str, rank: int, step: int, step_then: int) -> str:
 
 
 class Restoring:
-    """Slices that were read from a checkpoint, until the scheduler says that every server has read.
+    """Slices that were read from a checkpoint, until the scheduler reports that every server has read.
 
     Args:
         sources: the slices of this server.
@@ -423,7 +423,7 @@ class Restoring:
     def __init__(self, sources: Sequence[SnapshotSource]) -> None:
         self._sources = sources
         self._read: dict[int, Sequence[ReadSlice]] = {}
-        """By store."""
+        """Store → slices that were read."""
 
     def prepare(self, message: msg.Prepare, name: str) -> list[fx.Effect]:
         """Check that the slices of a store can be written, to files called `name`."""
@@ -440,7 +440,7 @@ class Restoring:
         return [fx.Persist(message, ReadShards(message.folder, wanted, message.contents))]
 
     def persisted(self, event: fx.Persisted) -> list[fx.Effect]:
-        """A job of the disk is done, or failed."""
+        """Answer the scheduler after a check or a read of the disk, complete or failed."""
         message = event.token
         assert isinstance(message, msg.Restore | msg.Prepare)
         if event.failure:
@@ -452,12 +452,12 @@ class Restoring:
         return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
     def pop_read(self) -> dict[int, Sequence[ReadSlice]]:
-        """Remove and return what was read, by store."""
+        """Remove and return the slices that were read, by store."""
         read, self._read = self._read, {}
         return read
 
     def end(self, message: msg.TakeRestored | msg.DropRestored) -> list[fx.Effect]:
-        """Take over what was read, or drop it because a server could not read."""
+        """Take over the slices that were read, or drop them because a server could not read."""
         read = self._read.pop(message.store, ())
         for source in self._sources if isinstance(message, msg.TakeRestored) else ():
             source.restore(message.store, [one for one in read if source.holder(one.number) is not None])
