@@ -20,6 +20,7 @@ no module, and calls nothing but functions and classes of the modules in `OWN` a
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import fcntl
 import io
 import json
@@ -407,12 +408,14 @@ OTHERS = {
 """Other modules → what of theirs a journal may name."""
 
 
-class Pickler(pickle.Pickler):
-    """Writes objects of a machine: a method by its name."""
+def _reduced(method: MethodType) -> tuple[Any, tuple[object, str]]:
+    return _method, (method.__self__, method.__name__)
 
-    def reducer_override(self, value: object) -> Any:
-        """See `pickle.Pickler`."""
-        return (_method, (value.__self__, value.__name__)) if isinstance(value, MethodType) else NotImplemented
+
+class Pickler(pickle.Pickler):
+    """Writes objects of a machine: a method as its object and its name."""
+
+    dispatch_table = {**copyreg.dispatch_table, MethodType: _reduced}  # noqa: RUF012  # as `pickle.Pickler` wants it
 
 
 class Unpickler(pickle.Unpickler):
