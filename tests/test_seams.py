@@ -15,21 +15,21 @@ FEATURES = {
     " checkpoint.shards",
     "clipping": "core.server.clipping kvstore.clipping",
     "compression": "optimizer.compression kvstore.compression",
-    "dumps": "core.record core.replay runtime.ring why",
+    "dumps": "diagnostics.record diagnostics.replay diagnostics.ring diagnostics.why",
     "devices": "kernels.gpu kernels.cupy_cuda kernels.numba_cuda optimizer.offload kvstore.device",
     "GPU backends": "kernels.cupy_cuda kernels.numba_cuda",
     "host aggregation": "core.host_aggregation",
     "leases of examples": "core.scheduler.leases training.queue_sampler",
-    "ledger": "runtime.ledger",
+    "ledger": "diagnostics.ledger",
     "newcomers": "core.scheduler.newcomers core.worker.newcomer",
     "replicas of servers": "core.server.replica",
     "return of the scheduler": "runtime.journal",
-    "profiler": "profiler runtime.profiler runtime.trace",
+    "profiler": "profiler diagnostics.attach diagnostics.profiler diagnostics.trace",
 }
 """Feature → the modules and packages of kvdist that it lives in."""
 
-ATTACHED = {"runtime.profiler"}
-"""Modules that attach themselves when they are imported: an empty one takes the place of each."""
+ATTACHED = {"diagnostics.attach"}
+"""Modules that are attached to each node: one that attaches nothing takes the place of each."""
 
 PROGRAM = """
 import sys
@@ -37,7 +37,10 @@ import types
 
 names = [f"kvdist.{name}" for name in sys.argv[1].split()]
 REFUSED = tuple(name for name in names if name not in sys.argv[2:])
-sys.modules.update({name: types.ModuleType(name) for name in names if name in sys.argv[2:]})
+for name in names:
+    if name in sys.argv[2:]:
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].attach = lambda node: None
 
 class Refusal:
     def find_spec(self, name, path=None, target=None):

@@ -20,6 +20,7 @@ and calls only functions and classes of the modules in `OWN` and `OTHERS`.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import fcntl
 import io
 import json
@@ -409,12 +410,14 @@ OTHERS = {
 """Other module → functions and classes of it that a journal may name."""
 
 
-class Pickler(pickle.Pickler):
-    """Writes objects of a machine; methods are written by name."""
+def _reduced(method: MethodType) -> tuple[Any, tuple[object, str]]:
+    return _method, (method.__self__, method.__name__)
 
-    def reducer_override(self, value: object) -> Any:
-        """See `pickle.Pickler`."""
-        return (_method, (value.__self__, value.__name__)) if isinstance(value, MethodType) else NotImplemented
+
+class Pickler(pickle.Pickler):
+    """Writes objects of a machine: a method as its object and its name."""
+
+    dispatch_table = {**copyreg.dispatch_table, MethodType: _reduced}  # noqa: RUF012  # as `pickle.Pickler` wants it
 
 
 class Unpickler(pickle.Unpickler):

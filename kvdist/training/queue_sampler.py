@@ -158,9 +158,9 @@ class SharedQueue(Leasing):
         said = (self.number, *plan, batch, wanted, self._told, version, rests)
         leased = self.ask(lambda request, store: Lease(request, store, *said))
         given = Range(leased.epoch, leased.start, leased.stop)
-        if len(given):
+        if given.size:
             self.holder.ranges.append(given)
-        return LeaseAnswer(given if len(given) else None, leased.is_over, leased.version)
+        return LeaseAnswer(given if given.size else None, leased.is_over, leased.version)
 
     def tell(self) -> None:
         """Say how much is used, before a checkpoint."""

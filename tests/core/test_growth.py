@@ -152,7 +152,7 @@ def test_a_cut_costs_no_square_of_the_workers_that_join_by_it() -> None:
 
 def test_of_the_orders_in_which_workers_have_declared_keys_nothing_is_kept() -> None:
     workers, messages = 40, 10
-    store, random = StoreKeys(0, "sync", member(0), 64), Random(0)
+    store, random = StoreKeys(0, "sync", member(0), 64, lambda pushes: set()), Random(0)
     for number in range(messages):
         for rank in random.sample(range(workers), workers):
             declare(store, rank, {f"key {number}": (1,)})

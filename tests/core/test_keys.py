@@ -36,7 +36,7 @@ def answered(store: StoreKeys) -> list[Placed]:
 
 @pytest.fixture
 def store() -> StoreKeys:
-    return StoreKeys(0, "sync", member(0), 64)
+    return StoreKeys(0, "sync", member(0), 64, lambda pushes: set())
 
 
 def test_a_key_is_agreed_when_every_live_worker_has_declared_it(store: StoreKeys) -> None:

@@ -52,7 +52,7 @@ def test_ranges_are_whole_batches_and_shrink_towards_the_end_of_an_epoch() -> No
     queue = Queue.of(Plan(1000, 2, True, 0))
     sizes = []
     while (taken := queue.lease(10, 40, 3)) is not None:
-        sizes.append(len(taken))
+        sizes.append(taken.size)
     assert sizes[0] == 40 and sizes[-1] == 10 and sum(sizes) == 2000
     assert all(size % 10 == 0 for size in sizes)
 

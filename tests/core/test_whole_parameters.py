@@ -217,7 +217,7 @@ def test_what_must_stay_whole_goes_to_the_emptiest_server_however_large() -> Non
     ],
 )
 def test_a_key_knows_whether_it_is_split(home: int, shape: tuple[int, ...], keep: Keep, split: bool) -> None:
-    key = DeclaredKey("w", shape, DType.FLOAT32, Member(worker(0), 1), DType.FLOAT32, "", home=home, first_slice=0)
+    key = DeclaredKey("w", shape, DType.FLOAT32, Member(worker(0), 1), DType.FLOAT32, "", 0, home=home, first_slice=0)
     assert key.is_split(keep, 2, 4096) is split
 
 
