@@ -134,7 +134,7 @@ _RUN: list[str] = []
 """Drawn when it is first needed: one for a process, and for the job that it saves for."""
 ONLY_CONTENT = "only the content of that file shows whether another job saves into the folder"
 _WARNED: list[str] = []
-"""What was said of locks on file systems without ``flock``."""
+"""Warnings about file systems without ``flock`` that were logged, by their last clause."""
 
 
 def _run() -> str:
@@ -200,9 +200,9 @@ def flocked(descriptor: int, operation: int, path: Path, otherwise: str) -> bool
     """Lock an open file. False: its file system cannot, which a warning says once.
 
     Args:
-        descriptor, path: of the file.
-        operation: that of ``flock``.
-        otherwise: what takes the place of the lock, or does not.
+        descriptor, path: the file.
+        operation: the operation of ``flock``.
+        otherwise: last clause of the warning: what protects the file without a lock.
 
     Raises:
         BlockingIOError: another process has it locked.

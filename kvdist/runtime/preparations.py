@@ -1,4 +1,4 @@
-"""What is done with each node of this process before it runs: see `kvdist/__init__.py`, which says what."""
+"""Functions that are called with each node of this process before it runs: `kvdist/__init__.py` registers them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ PREPARATIONS: list[Callable[[Node], None]] = []
 
 
 def prepare(node: Node) -> None:
-    """Do with a node what is to be done before it runs."""
+    """Call the registered functions with a node that does not run yet."""
     for preparation in PREPARATIONS:
         preparation(node)
