@@ -100,6 +100,7 @@ class _Piece:
     name: str
     start: int
     stop: int
+    version: int
     updates: int
     scalars: tuple[float, ...]
     states: tuple[str, ...]
@@ -212,8 +213,8 @@ class Shards:
         if asks_state:
             state = self._state(wanted, pieces, parts, size)
         begins = pieces[0].initializer
-        samples = max(piece.samples for piece in pieces)
-        return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins, samples)
+        samples, version = max(piece.samples for piece in pieces), max(piece.version for piece in pieces)
+        return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins, samples, version)
 
     def whole(self, key: int | str, size: int, dtype: DType) -> Bits:
         """All elements of a key."""
@@ -399,7 +400,7 @@ def _pieces(file: TensorFile) -> Iterator[tuple[_Piece, int | str]]:
                 raise ValueError(f"a number of a slice of key {key!r:.80} is not a count")
             if type(key) not in (int, str):
                 raise ValueError(f"a key {key!r:.80}")
-            numbers = start, start + count, updates
+            numbers = start, start + count, version, updates
             kept = (tuple(map(float, scalars)), tuple(states))
             (begins,) = (initializer_from(text).describe() for text in lazy) if lazy else ("",)
             yield _Piece(file, _name(key, start, count), *numbers, *kept, begins, samples), key

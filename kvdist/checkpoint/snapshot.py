@@ -297,6 +297,8 @@ class ReadSlice:
     """As of `SavedSlice`."""
     initializer: str = ""
     samples: int = 0
+    version: int = 0
+    """As of `SavedSlice`: the highest where the slice was saved in pieces."""
 
 
 # Tasks.

@@ -28,7 +28,7 @@ Live = Mapping[NodeId, Member]
 
 Question: TypeAlias = (
     msg.Assign | msg.Cut | msg.DropRestored | msg.FindCut | msg.Perform | msg.Prepare | msg.Rest | msg.Restore
-    | msg.RollBack | msg.SetOptimizer | msg.TakeRestored
+    | msg.SetOptimizer | msg.TakeRestored
 )  # fmt: skip
 """A message of the scheduler to all servers; each of them answers."""
 

@@ -884,9 +884,15 @@ class Restore(_ToServer):
 
 @dataclass(frozen=True, slots=True)
 class TakeRestored(_OfStore):
-    """Scheduler → server: every server has read what it needs; go on from there."""
+    """Scheduler → server: every server has read what it needs; go on from there.
+
+    After a `Rewind` the push counters, too, are those that were read, and every worker is told by `Rewound`: no push of
+    any worker is in flight. Slices that were not read begin anew, and no version is made before a `Cut`.
+    """
 
     KIND = 46
+    rollback: UInt32
+    """Number of the `Rewind`; 0 where workers have called for a load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1008,15 +1014,13 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SnapshotTaken(WireMessage):
-    """Server → scheduler: my slices of that snapshot are in this file, at these versions; or not, because of
-    `failure`. It names all workers whose pushes count there, but for those that were given up before."""
+    """Server → scheduler: my slices of that snapshot are in this file; or not, because of `failure`. It names all
+    workers whose pushes count there, but for those that were given up before."""
 
     KIND = 111
     folder: Name
     file: Annotated[SavedFile, _FILE]
     failure: Sentence
-    ids: Numbers
-    versions: Numbers
     trained: Annotated[tuple[Trained, ...], list_of("trained", record("trained", Trained), "members_max")]
 
 
@@ -1045,21 +1049,6 @@ class Rewound(WireMessage):
     """Server → worker: I have gone back. My slices have these versions, each of as many pushes of yours."""
 
     KIND = 115
-    number: UInt32
-    ids: Numbers
-    versions: Numbers
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RollBack(WireMessage):
-    """Scheduler → server: go on from what you have read, at these versions, and tell every worker by `Rewound`.
-
-    No push of any worker is under way, or, of an asynchronous store, to this server. Slices that are not named begin
-    anew. None of a synchronous store makes a version before a `Cut`.
-    """
-
-    KIND = 114
-    request: UInt64
     number: UInt32
     ids: Numbers
     versions: Numbers
@@ -1336,7 +1325,7 @@ Message = (
     | InitRows | PushRows | PullRows | RowValues
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
     | Ready | FindCut | CutFound | Cut | Counters | Numbered
-    | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound
+    | TakeSnapshot | SnapshotTaken | Rewind | Quiet | Rewound
     | Command | Perform
     | Lease | Leased | Rest | Used | Progress | Due | NotDue
     | Replicate | ReplicateRows | Replicated | Fill | Copied

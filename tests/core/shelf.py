@@ -139,7 +139,7 @@ class Shelf:
             if one.ids is not None and (one.key, one.start) == (wanted.key, wanted.start):
                 lazy = SliceState(one.updates, tuple(one.states.values()), one.scalars, one.master)
                 own = (one.weight, lazy, False, one.ids, one.initializer)
-                return ReadSlice(wanted.number, *own)
+                return ReadSlice(wanted.number, *own, version=one.version)
         stretch = slice(wanted.start, wanted.start + wanted.count)
         is_saved = any(one.key == wanted.key for one in self.slices(folder))
         assert is_saved, f"key {wanted.key} is in the manifest of {folder}, and not saved there"
@@ -149,7 +149,8 @@ class Shelf:
             arrays = tuple(self.gathered(folder, name)[wanted.key][stretch].copy() for name in wanted.state_names)
             updates = max(one.updates for one in self.slices(folder) if one.key == wanted.key)
             state = SliceState(updates, arrays)
-        return ReadSlice(wanted.number, weight, state)
+        version = max(one.version for one in self.slices(folder) if one.key == wanted.key)
+        return ReadSlice(wanted.number, weight, state, version=version)
 
 
 class SimulatedDisk(Disk):

@@ -192,7 +192,7 @@ def test_a_folder_of_snapshots_that_is_not_locked_is_named_once(tmp_path: Path) 
     told = f"the scheduler has waited 2 s for the lock of the folder {tmp_path}; another job is taking it"
     assert [told in line for line in wired.reports if "no snapshot can be written" in line] == [True]
     wired.settle_works()
-    assert wired.scheduler.rollback._has_lock
+    assert wired.scheduler.rollback._claim.run
 
 
 # Too few workers.
@@ -313,7 +313,7 @@ def test_a_snapshot_that_is_not_written_is_reported_once(wired: Wired, who: str,
     begin_snapshot(wired)
     version = wired.scheduler.rollback._making.version
     hanging = work_but(wired, who, kind)
-    since = wired.scheduler.rollback._making.begun_at
+    since = wired.scheduler.rollback._making.agreement.since
     wired.advance(since + 180.0 - wired.now - 1.0)
     assert not late(wired), "three intervals of a minute are left to it"
     wired.advance(400.0)

@@ -16,12 +16,12 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvdist.checkpoint.snapshot import ReadManifest, SavedSlice
+from kvdist.checkpoint.snapshot import SavedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.agreement import Agreement, Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.joining import SCHEDULER_MEMBER, Joining
-from kvdist.core.machine import ChildEnded, Effect, Event, PeerDisconnected, Persist, Send
+from kvdist.core.machine import ChildEnded, Effect, Event, PeerDisconnected, Send
 from kvdist.core.policy import Policy
 from kvdist.core.reliable import PeerLink, Reliable
 from kvdist.core.round import Admission, PullRequest, Round, Verdict
@@ -31,7 +31,7 @@ from kvdist.core.scheduler.leases import LeaseHolder, Leases, Queue, Range
 from kvdist.core.scheduler.losses import Losses
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
-from kvdist.core.scheduler.rollback import Rollback, Snapshot, WayBack
+from kvdist.core.scheduler.rollback import Rollback, Snapshot
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import replica, shard, snapshots
 from kvdist.core.server.block import Block, BlockRows, Blocks, Contribution
@@ -703,7 +703,7 @@ def waits_for_one_mark(round_: Round[Any, Any], marks: Any, workers: Any, is_exa
 
 def takes_over_a_half(self: Restoring, message: Any) -> Any:
     """What this server could read counts, whatever the others say."""
-    return ORIGINAL_END(self, TakeRestored(message.request, message.store))
+    return ORIGINAL_END(self, TakeRestored(message.request, message.store, 0))
 
 
 def restores_no_state(self: Updater, index: Any, state: SliceState) -> None:
@@ -999,10 +999,10 @@ def keeps_the_numbers_of_what_was_dropped(self: Checkpoints) -> list[Effect]:
     return effects
 
 
-def goes_on_before_the_cut(self: Shard[Any], versions: Any, read: Any) -> list[tuple[int, int]]:
+def goes_on_before_the_cut(self: Shard[Any], store: int, read: Any) -> list[tuple[int, int]]:
     """Servers make versions again as soon as they have gone back, however few workers are there."""
     with mock.patch.object(type(self), "promise", lambda shard, more=1: []):
-        return ORIGINAL_ROLL_BACK(self, versions, read)
+        return ORIGINAL_ROLL_BACK(self, store, read)
 
 
 def counts_what_is_torn(self: Rollback, sender: Member, message: SnapshotTaken) -> list[Effect]:
@@ -1025,7 +1025,7 @@ def keeps_what_it_counted(self: Round[Any, Any], version: int, ranks: Iterable[i
 
 
 ORIGINAL_REWOUND = Worker._rewound
-ORIGINAL_READ_BACK = Rollback._read
+ORIGINAL_READ = Checkpoints._read
 ORIGINAL_REWIND = Worker._rewind
 ORIGINAL_TAKEN = Rollback.snapshot_taken
 ORIGINAL_DROP_ALL = Checkpoints.drop_all
@@ -1037,8 +1037,8 @@ def sends_to_the_new_server_at_once(self: Transfers, server: int) -> None:
     self.kept_back.add(server)
 
 
-def reads_what_is_torn(self: Rollback, back: WayBack, failure: str) -> list[Effect]:
-    return ORIGINAL_READ_BACK(self, back, "")
+def reads_what_is_torn(self: Checkpoints, loading: LoadUnderWay, failure: str) -> list[Effect]:
+    return ORIGINAL_READ(self, loading, "")
 
 
 def goes_further_back_in_silence(self: Rollback, damaged: Snapshot, failure: str) -> list[Effect]:
@@ -1046,8 +1046,8 @@ def goes_further_back_in_silence(self: Rollback, damaged: Snapshot, failure: str
     self.written.remove(damaged)
     back, to = self.way_back, self.newest
     assert back is not None and to is not None
-    back.to, back.request = to, -1
-    return [Persist(back, ReadManifest(to.folder))]
+    self._to, self.way_back = to, replace(back, folder=to.folder, is_reading=False)
+    return self._checkpoints.roll_back(self.way_back)
 
 
 def leaves_what_is_torn(self: Rollback, sender: Member, message: SnapshotTaken) -> list[Effect]:
@@ -1366,7 +1366,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "a torn snapshot counts": ("goes back", [(Rollback, "snapshot_taken", counts_what_is_torn)]),
     "what was read of a torn snapshot counts": (
         "goes back from torn snapshots",
-        [(Rollback, "_read", reads_what_is_torn)],
+        [(Checkpoints, "_read", reads_what_is_torn)],
     ),
     "workers do not hear that a snapshot is torn": (
         "goes back from torn snapshots",

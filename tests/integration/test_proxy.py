@@ -38,7 +38,7 @@ KINDS = {
 KINDS_OF_LOSSES = {
     "Settled", "Ready", "Counters", "FindCut", "CutFound", "Cut", "Replicate", "Replicated", "Fill", "Copied",
 }  # fmt: skip
-KINDS_OF_ROLLBACKS = {"TakeSnapshot", "SnapshotTaken", "Rewind", "Quiet", "RollBack", "Rewound"}
+KINDS_OF_ROLLBACKS = {"TakeSnapshot", "SnapshotTaken", "Rewind", "Quiet", "Rewound"}
 KINDS_OF_DATA = {"Lease", "Leased", "Rest", "Used", "Progress", "Due"}
 LEFT_TO_THE_SIMULATION = {
     "Abort", "Blocked", "CheckBlocked", "HandedBack", "JoinedPush", "Numbered", "Refused", "Rejected",

@@ -270,7 +270,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Saved: st.builds(m.Saved, U32, U64, FILES, NAMES),
     m.Load: st.builds(m.Load, U64, U32, U64, NAMES, CONTENTS, NAMES, U32),
     m.Restore: st.builds(m.Restore, U64, U32, NAMES, CONTENTS),
-    m.TakeRestored: st.builds(m.TakeRestored, U64, U32),
+    m.TakeRestored: st.builds(m.TakeRestored, U64, U32, U32),
     m.DropRestored: st.builds(m.DropRestored, U64, U32),
     m.FindCut: st.builds(m.FindCut, U64),
     m.CutFound: st.builds(m.CutFound, U64, U32, U32),
@@ -279,13 +279,10 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Ready: st.builds(m.Ready, U32),
     m.Numbered: st.builds(m.Numbered, U64, U64),
     m.TakeSnapshot: st.builds(m.TakeSnapshot, U32, U32, NAMES, NAMES),
-    m.SnapshotTaken: (LENGTHS | st.just(0)).flatmap(
-        lambda n: st.builds(m.SnapshotTaken, NAMES, FILES, NAMES, numbers(n), numbers(n), TRAINED)
-    ),
+    m.SnapshotTaken: st.builds(m.SnapshotTaken, NAMES, FILES, NAMES, TRAINED),
     m.Rewind: st.builds(m.Rewind, U32, U32, NAMES),
     m.Quiet: st.builds(m.Quiet, U32),
     m.Rewound: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Rewound, U32, numbers(n), numbers(n))),
-    m.RollBack: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.RollBack, U64, U32, numbers(n), numbers(n))),
     m.Command: st.builds(m.Command, U64, U32, NAMES),
     m.Perform: st.builds(m.Perform, U64, U32, NAMES),
 }

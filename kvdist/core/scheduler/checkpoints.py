@@ -4,6 +4,9 @@ A checkpoint is an agreement of the workers, which mark their pushes, and the se
 is complete the manifest is written, which makes it valid; if any member fails, its files are removed, and training goes
 on. Before the first checkpoint in a directory the scheduler locks it, and asks the servers whether they can write to
 it. Restoring is an agreement of the workers; then every server reads, and all take over the values, or none does.
+
+A snapshot is a checkpoint that only servers agree on, and a rollback is a load that workers are told to enter; both are
+ordered by `kvdist.core.scheduler.rollback`.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any, Protocol
 
 from kvdist import errors
 from kvdist.checkpoint.snapshot import (
+    EVERYTHING,
     FileRecord,
     LockFolder,
     Manifest,
@@ -41,17 +45,34 @@ class SaveUnderWay:
 
     store: int
     counter: int
-    live: frozenset[int]
-    """Ranks of the workers when it began, without resting workers."""
+    """Number of the checkpoint in its store; negative for a snapshot."""
     servers: dict[NodeId, Member]
     """Servers with slices when it began: without the file of any of them the checkpoint fails."""
     agreement: Agreement[msg.Save | msg.SavedFile]
     """The workers' messages and the servers' files."""
+    position: Callable[[SaveUnderWay], Mapping[str, Any] | None]
+    """Returns the positions of the workers in their data at the moment of the checkpoint; raises a ValueError."""
+    end: Callable[[SaveUnderWay], list[fx.Effect]]
+    """Called at the end: `failure` says how the checkpoint went."""
+    live: frozenset[int] = frozenset()
+    """Ranks of the workers that had to call when it began, without resting workers."""
     keys: tuple[SavedKey, ...] = ()
     """Keys of the store when the first worker called: keys that are initialised later are in the next checkpoint."""
+    order: msg.Save | None = None
+    """What to save, and where: the message of the first worker, or of the scheduler for a snapshot."""
     failure: str = ""
     is_ending: bool = False
     """Whether all have reported: the manifest is being written, or the files are being removed."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all members have written their parts: the manifest is being written, or has been."""
+        return self.is_ending and not self.failure
+
+    @property
+    def folders(self) -> set[str]:
+        """Folders into which members may have written files."""
+        return {order.folder for order in (self.order, *(message for _, message in self.saves)) if order and order.run}
 
     def fail(self, reason: str) -> None:
         """Fail the checkpoint for a reason; the first reason counts."""
@@ -73,7 +94,7 @@ class SaveUnderWay:
     @property
     def is_complete(self) -> bool:
         """Whether all have reported. The checkpoint ends then for all, complete or failed."""
-        return self.agreement.is_complete and bool(self.saves)
+        return self.agreement.is_complete and self.order is not None
 
     @property
     def name(self) -> str:
@@ -98,6 +119,8 @@ class FolderClaim:
     run: str = ""
     failure: str = ""
     """Reason why the job cannot save into the directory: the answer to every claim of this checkpoint."""
+    end: Callable[[str], list[fx.Effect]] | None = None
+    """Called with '' when the directory is locked, or with the failure."""
 
     def is_answer_to(self, claim: msg.Claim) -> bool:
         """Return whether this claim also answers `claim`: a refused directory is tried again for each later checkpoint.
@@ -107,14 +130,31 @@ class FolderClaim:
 
 @dataclass(slots=True, eq=False)
 class LoadUnderWay:
-    """A load of a store under way."""
+    """A load of a store under way: workers have called for it, or are told to enter it, for a rollback."""
 
-    asked: msg.Load
-    """Message of the first worker."""
-    agreement: Agreement[msg.Load]
+    store: int
+    counter: int
+    """Number of the load in its store; for a rollback, its negative number."""
+    folder: str
+    contents: tuple[str, ...]
+    agreement: Agreement[msg.Load | msg.Quiet]
+    """The messages of the workers: each has no push in flight."""
+    may_begin: Callable[[], bool]
+    """Whether servers can read."""
+    check: Callable[[LoadUnderWay, Manifest], None]
+    """Checks whether the store can be restored from a checkpoint; raises a CheckpointError or a ValueError."""
+    end: Callable[[LoadUnderWay, str], list[fx.Effect]]
+    """Called when every server has taken over the values, with '', or none has, with the failure."""
     is_reading: bool = False
+    is_taking: bool = False
+    """Whether every server has read, and takes over the values."""
     take_data: Callable[[], None] | None = None
     """Restores the workers' positions in their data; None if the checkpoint has none."""
+
+    @property
+    def rollback(self) -> int:
+        """Number of the rollback; 0 for a load that workers have called for."""
+        return max(0, -self.counter)
 
 
 class DataPositions(Protocol):
@@ -157,35 +197,40 @@ class Checkpoints:
         """Reads the positions in a manifest, and returns a function that restores them."""
 
     def __len__(self) -> int:
-        """Number of checkpoints and loads under way."""
-        return len(self._saving) + len(self._loading)
+        """Number of checkpoints and loads under way that workers have called for."""
+        return sum(counter >= 0 for _, counter in (*self._saving, *self._loading))
 
     def saving_of(self, store: int) -> tuple[dict[int, Agreement[Any]], int]:
         """Return the checkpoints of a store under way, by number, and the number of all so far."""
-        saving = {one.counter: one.agreement for one in self._saving.values() if one.store == store}
+        saving = {number: one.agreement for (of, number), one in self._saving.items() if of == store and number >= 0}
         return saving, self.saves.get(store, 0)
 
     def loading_of(self, store: int) -> tuple[dict[int, Agreement[Any]], int]:
         """Return the loads of a store under way, by number, and the number of all so far."""
-        loading = {number: one.agreement for (of, number), one in self._loading.items() if of == store}
+        loading = {number: one.agreement for (of, number), one in self._loading.items() if of == store and number >= 0}
         return loading, self.loads.get(store, 0)
 
     def drop_all(self) -> list[fx.Effect]:
-        """Drop all checkpoints and loads under way; their callers know, and will use the same numbers again."""
-        folders = sorted({save.folder for saving in self._saving.values() for _, save in saving.saves if save.run})
+        """Drop all checkpoints and loads under way; their callers know, and will use the same numbers again.
+
+        A snapshot whose manifest is being written stays.
+        """
+        kept = {place: saving for place, saving in self._saving.items() if place[1] < 0 and saving.is_written}
+        folders = {folder for place, saving in self._saving.items() if place not in kept for folder in saving.folders}
         for counts, dropped in ((self.saves, self._saving), (self.loads, self._loading)):
             for store, counter in dropped:
-                counts[store] = min(counts[store], counter)
+                if counter >= 0:
+                    counts[store] = min(counts[store], counter)
         for loading in self._loading.values():
             self._questions.drop(loading.agreement.waits_for)
-        self._saving.clear()
+        self._saving = kept
         self._loading.clear()
-        return [fx.Persist(None, Sweep(folder)) for folder in folders]
+        return [fx.Persist(None, Sweep(folder)) for folder in sorted(folders)]
 
     @property
     def is_saving(self) -> bool:
-        """Whether a checkpoint is under way."""
-        return bool(self._saving)
+        """Whether workers wait for a checkpoint."""
+        return any(counter >= 0 for _, counter in self._saving)
 
     @property
     def locked_folders(self) -> list[tuple[str, str]]:
@@ -196,13 +241,28 @@ class Checkpoints:
 
     def claim(self, sender: Member, message: msg.Claim, now: float) -> list[fx.Effect]:
         """Handle the claim of a worker that is about to save into a directory for the first time."""
-        directory = directory_of(message.folder)
-        claim, effects = self._claims.get(directory), []
-        if claim is None or not claim.is_answer_to(message):
-            agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.workers)
-            claim = self._claims[directory] = FolderClaim(message, agreement)
-            effects = [fx.Persist(claim, LockFolder(message.folder))]
+        claim, effects = self._claim(message, now)
         return [*effects, *claim.agreement.ask(sender, message.request)]
+
+    def lock(
+        self, folder: str, store: int, now: float, end: Callable[[str], list[fx.Effect]]
+    ) -> tuple[FolderClaim, list[fx.Effect]]:
+        """Claim the directory of a folder for snapshots of a store; `end` is called with '' or with the failure."""
+        claim = self._claims.get(directory_of(folder))
+        if claim is not None and claim.failure:
+            del self._claims[directory_of(folder)]
+        claim, effects = self._claim(msg.Claim(0, store, 0, folder, EVERYTHING), now)
+        claim.end = end
+        return claim, [*effects, *(end("") if claim.agreement.is_answered else [])]
+
+    def _claim(self, message: msg.Claim, now: float) -> tuple[FolderClaim, list[fx.Effect]]:
+        directory = directory_of(message.folder)
+        claim = self._claims.get(directory)
+        if claim is not None and claim.is_answer_to(message):
+            return claim, []
+        agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.workers)
+        claim = self._claims[directory] = FolderClaim(message, agreement)
+        return claim, [fx.Persist(claim, LockFolder(message.folder))]
 
     def _locked(self, claim: FolderClaim, run: str) -> list[fx.Effect]:
         """Ask the servers whether they can write into a directory that this job has locked."""
@@ -220,13 +280,15 @@ class Checkpoints:
     def _answer_claim(claim: FolderClaim, failure: str) -> list[fx.Effect]:
         claim.failure = failure
         claimed = partial(msg.Claimed, run=claim.run)
-        return claim.agreement.answer(partial(_answer, failure=failure) if failure else claimed)
+        answers = claim.agreement.answer(partial(_answer, failure=failure) if failure else claimed)
+        return answers if claim.end is None else [*answers, *claim.end(failure)]
 
     def save(self, sender: Member, message: msg.Save, now: float) -> list[fx.Effect]:
         """Handle the call of a worker that has marked its pushes."""
         saving = self._open(message, now)
         earlier = saving.saves
         if not earlier:
+            saving.order = message
             saving.agreement.joined_later = partial(self._membership.joined_later, message.pushes)
             saving.keys = self._keys.saved(message.store)
         saving.agreement.say(sender, message)
@@ -257,10 +319,18 @@ class Checkpoints:
         saving = self._open(message, now)
         if saving.servers.get(sender.node) != sender:
             return []  # the server had no slices when the checkpoint began
-        saving.agreement.say(sender, message.file)
+        return self.report(saving, sender, message)
+
+    def report(self, saving: SaveUnderWay, server: Member, message: msg.Saved | msg.SnapshotTaken) -> list[fx.Effect]:
+        """Handle the report of a server about a checkpoint under way."""
+        saving.agreement.say(server, message.file)
         if message.failure:
-            saving.fail(f"{sender}: {message.failure}")
+            saving.fail(f"{server}: {message.failure}")
         return self._advance(saving)
+
+    def take_snapshot(self, saving: SaveUnderWay) -> None:
+        """Await the servers' parts of a snapshot."""
+        self._saving[saving.store, saving.counter] = saving
 
     def advance_all(self) -> list[fx.Effect]:
         """Continue checkpoints and loads whose waits may be over, such as after a worker has left."""
@@ -307,30 +377,36 @@ class Checkpoints:
             quorum = (*self._membership.quorum, servers)
             agreement: Agreement[msg.Save | msg.SavedFile] = Agreement("checkpoint", "", now, there, quorum)
             live = frozenset(node.rank for node in workers)
-            saving = self._saving[place] = SaveUnderWay(*place, live, servers, agreement)
+            saving = self._saving[place] = SaveUnderWay(
+                *place, servers, agreement, self._position, self._answer_saving, live
+            )
             self.saves[message.store] = message.counter + 1
         return saving
 
     def _advance(self, saving: SaveUnderWay) -> list[fx.Effect]:
         if saving.is_ending or not saving.is_complete:
             return []
-        saving.is_ending = True
-        if saving.failure:
+        saving.is_ending, manifest = True, None
+        if not saving.failure:
+            try:
+                manifest = self._manifest(saving)
+            except ValueError as error:
+                saving.fail(str(error))
+        if manifest is None:
             return self._sweep(saving)
-        saves = saving.saves
-        first = saves[0][1]
         exempted = {member.node.rank for member in saving.agreement.exempted}
-        gone = saving.live - {member.node.rank for member, _ in saves} - exempted
+        gone = saving.live - {member.node.rank for member, _ in saving.saves} - exempted
         gone -= {node.rank for node in self._membership.resting}
         lost = gone & {member.node.rank for member in self._membership.lost}
         ways = ((lost, "lost before"), (gone - lost, "left instead of"))
         lacks = " and ".join(f"{_names(ranks)} ({how} calling save_checkpoint)" for ranks, how in ways if ranks)
-        written = fx.Persist(saving, WriteManifest(first.folder, self._manifest(saving, first), first.keep))
+        assert saving.order is not None
+        written = fx.Persist(saving, WriteManifest(saving.order.folder, manifest, saving.order.keep))
         return [*([fx.Log(f"{saving.name} has no state of {lacks}")] if lacks else []), written]
 
     def _sweep(self, saving: SaveUnderWay) -> list[fx.Effect]:
         """Remove the files of a failed checkpoint; only then may workers try again, perhaps in the same folder."""
-        folders = sorted({message.folder for _, message in saving.saves if message.run})
+        folders = sorted(saving.folders)
         if not folders:
             return self._end_saving(saving, "")  # no files were to be written
         *others, last = folders
@@ -345,23 +421,32 @@ class Checkpoints:
         if self._saving.get((saving.store, saving.counter)) is not saving:
             return []  # the checkpoint was dropped meanwhile
         del self._saving[saving.store, saving.counter]
+        return saving.end(saving)
+
+    def _position(self, saving: SaveUnderWay) -> Mapping[str, Any] | None:
+        return None if self.data is None else self.data.position((saving.store, saving.counter))
+
+    def _answer_saving(self, saving: SaveUnderWay) -> list[fx.Effect]:
+        """Answer the workers that have called for a checkpoint."""
         effects = saving.agreement.answer(partial(_answer, failure=saving.failure))
         return effects if self.data is None else effects + self.data.saved((saving.store, saving.counter))
 
-    def _manifest(self, saving: SaveUnderWay, first: msg.Save) -> Manifest:
+    def _manifest(self, saving: SaveUnderWay) -> Manifest:
+        order = saving.order
+        assert order is not None
         mode, optimizer = self._keys.stores[saving.store].mode, self._keys.optimizers.get(saving.store)
         return Manifest(
-            first.step,
-            first.contents,
+            order.step,
+            order.contents,
             mode,
             POLICIES[mode].is_lockstep,
             None if optimizer is None else optimizer.description,
-            len(saving.saves),
+            len(saving.saves) or len(self._membership.workers),
             len(saving.servers),
             saving.keys,
             tuple(FileRecord(file.name, file.nbytes, file.sha256) for file in saving.files),
-            first.run,
-            None if self.data is None else self.data.position((saving.store, saving.counter)),
+            order.run,
+            saving.position(saving),
         )
 
     # Loading.
@@ -373,60 +458,89 @@ class Checkpoints:
         if loading is None:
             subject, deed = "loading of a checkpoint", "call load_checkpoint"
             later = partial(self._membership.joined_later, message.pushes)
-            quorum = self._membership.quorum
-            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, quorum, later))
-            self._loading[place] = loading
+            agreement: Agreement[msg.Load | msg.Quiet]
+            agreement = Agreement(subject, deed, now, workers, self._membership.quorum, later)
+            loading = self._loading[place] = LoadUnderWay(
+                message.store,
+                message.counter,
+                message.folder,
+                message.contents,
+                agreement,
+                self._may_load,
+                self._check,
+                self._answer_loading,
+            )
             self.loads[message.store] = message.counter + 1
         loading.agreement.say(sender, message)
         return [*loading.agreement.ask(sender, message.request), *self._begin_loading(loading)]
 
+    def _may_load(self) -> bool:
+        return not self._membership.is_filling
+
+    def roll_back(self, loading: LoadUnderWay) -> list[fx.Effect]:
+        """Open a load that the workers are told to enter: they call `quiet`."""
+        self._loading[loading.store, loading.counter] = loading
+        return self._begin_loading(loading)
+
+    def quiet(self, loading: LoadUnderWay, sender: Member, message: msg.Quiet) -> list[fx.Effect]:
+        """Handle the message of a worker that has no push under way, and waits until all have gone back."""
+        loading.agreement.say(sender, message)
+        return self._begin_loading(loading)
+
     def _begin_loading(self, loading: LoadUnderWay) -> list[fx.Effect]:
-        if loading.is_reading or not loading.agreement.is_complete or self._membership.is_filling:
+        if loading.is_reading or not loading.agreement.is_complete or not loading.may_begin():
             return []
         loading.is_reading = True
-        asked = loading.asked
-        for member, message in loading.agreement.said.values():
+        calls = [(member, one) for member, one in loading.agreement.said.values() if isinstance(one, msg.Load)]
+        for member, message in calls:
             if message.failure:
-                return self._end_loading(asked, f"{member}: {message.failure}")
-        differing = loading.agreement.disagreement(_place)
-        if differing:
-            return self._end_loading(asked, _differ(differing))
-        if not self._keys.saved(asked.store):
-            return self._end_loading(asked, "the store has no keys: init them before")
-        return [fx.Persist(asked, ReadManifest(asked.folder))]
+                return self._end_loading(loading, f"{member}: {message.failure}")
+        places = [(member.node.rank, _place(message)) for member, message in calls]
+        if len({place for _, place in places}) > 1:
+            return self._end_loading(loading, _differ(places))
+        if not self._keys.saved(loading.store):
+            return self._end_loading(loading, "the store has no keys: init them before")
+        return [fx.Persist(loading, ReadManifest(loading.folder))]
 
-    def _check(self, asked: msg.Load, manifest: Manifest) -> list[fx.Effect]:
+    def _let_servers_read(self, loading: LoadUnderWay, manifest: Manifest) -> list[fx.Effect]:
         """Check a manifest that has been read; if it fits, let the servers read."""
-        optimizer = self._keys.optimizers.get(asked.store)
         try:
-            description = None if optimizer is None else optimizer.description
-            manifest.require(self._keys.saved(asked.store), description, asked.contents)
-            if manifest.data is not None and self.restoring_data is not None:
-                self._loading[asked.store, asked.counter].take_data = self.restoring_data(manifest.data)
+            loading.check(loading, manifest)
         except (errors.CheckpointError, ValueError) as error:
-            return self._end_loading(asked, str(error))
+            return self._end_loading(loading, str(error))
+        message = msg.Restore(0, loading.store, loading.folder, loading.contents)
+        return self._questions.ask(message, partial(self._read, loading), loading.agreement)
 
-        message = msg.Restore(0, asked.store, asked.folder, asked.contents)
-        return self._questions.ask(message, partial(self._read, asked), self._agreement_of(asked))
+    def _check(self, loading: LoadUnderWay, manifest: Manifest) -> None:
+        """Check whether a store, as it is now, can be restored from a checkpoint that workers have named."""
+        optimizer = self._keys.optimizers.get(loading.store)
+        description = None if optimizer is None else optimizer.description
+        manifest.require(self._keys.saved(loading.store), description, loading.contents)
+        if manifest.data is not None and self.restoring_data is not None:
+            loading.take_data = self.restoring_data(manifest.data)
 
-    def _read(self, asked: msg.Load, failure: str) -> list[fx.Effect]:
+    def _read(self, loading: LoadUnderWay, failure: str) -> list[fx.Effect]:
         """Let the servers take over the values that they have read, or drop them if a server failed."""
-        kind = msg.DropRestored if failure else msg.TakeRestored
-        end = partial(self._taken, asked, failure)
-        return self._questions.ask(kind(0, asked.store), end, self._agreement_of(asked))
+        loading.is_taking = not failure
+        take = msg.TakeRestored(0, loading.store, loading.rollback)
+        message = msg.DropRestored(0, loading.store) if failure else take
+        return self._questions.ask(message, partial(self._taken, loading, failure), loading.agreement)
 
-    def _taken(self, asked: msg.Load, failure: str, _: str) -> list[fx.Effect]:
+    def _taken(self, loading: LoadUnderWay, failure: str, _: str) -> list[fx.Effect]:
         """End a load, as every server has taken over or dropped its values."""
-        return self._end_loading(asked, failure)
+        return self._end_loading(loading, failure)
 
-    def _agreement_of(self, asked: msg.Load) -> Agreement[msg.Load] | None:
-        loading = self._loading.get((asked.store, asked.counter))
-        return None if loading is None or loading.asked is not asked else loading.agreement
+    def _is_open(self, loading: LoadUnderWay) -> bool:
+        return self._loading.get((loading.store, loading.counter)) is loading
 
-    def _end_loading(self, asked: msg.Load, failure: str) -> list[fx.Effect]:
-        if self._agreement_of(asked) is None:
+    def _end_loading(self, loading: LoadUnderWay, failure: str) -> list[fx.Effect]:
+        if not self._is_open(loading):
             return []  # the load was dropped meanwhile
-        loading = self._loading.pop((asked.store, asked.counter))
+        del self._loading[loading.store, loading.counter]
+        return loading.end(loading, failure)
+
+    def _answer_loading(self, loading: LoadUnderWay, failure: str) -> list[fx.Effect]:
+        """Answer the workers that have called for a load."""
         for follows in (loading.take_data, self.after_load):
             if not failure and follows is not None:
                 follows()
@@ -445,11 +559,11 @@ class Checkpoints:
             case SaveUnderWay() as saving:
                 assert event.product is None or isinstance(event.product, Manifest)
                 return self._end_saving(saving, event.failure, event.product)
-            case msg.Load() as asked if event.failure:
-                return self._end_loading(asked, event.failure)
-            case msg.Load() as asked if self._agreement_of(asked) is not None:
+            case LoadUnderWay() as loading if event.failure:
+                return self._end_loading(loading, event.failure)
+            case LoadUnderWay() as loading if self._is_open(loading):
                 assert isinstance(event.product, Manifest)
-                return self._check(asked, event.product)
+                return self._let_servers_read(loading, event.product)
             case _:
                 return []
 
@@ -471,7 +585,7 @@ class Checkpoints:
         for claim in self._claims.values():
             claim.agreement.validate()
         for loading in self._loading.values():
-            may_wait = self._membership.is_filling or not loading.agreement.is_complete
+            may_wait = not loading.may_begin() or not loading.agreement.is_complete
             assert loading.is_reading or may_wait, "a complete agreement is carried out"
 
 

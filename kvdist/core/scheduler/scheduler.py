@@ -102,7 +102,7 @@ class Scheduler(fx.Machine):
             from kvdist.core.scheduler.rollback import Rollback  # a feature at a seam: loaded where it is used
 
             assert self.newcomers is not None
-            parts = (self.membership, self.keys, self._questions, self.newcomers, self)
+            parts = (self.membership, self.keys, self._questions, self.checkpoints, self.newcomers, self)
             self.rollback = Rollback(config, now, *parts)
             self.checkpoints.after_load = self.rollback.forget
         self.losses = Losses(self.membership, self.keys, self.on_loss, config.return_limit_s > 0, self._doomed)
@@ -294,8 +294,7 @@ class Scheduler(fx.Machine):
             case fx.ProcessStarted(node, host, pid):
                 self.membership.has_started(node, host, pid)
             case fx.Persisted():
-                effects = [] if self.rollback is None else self.rollback.persisted(event, now)
-                return effects + self.checkpoints.persisted(event)
+                return self.checkpoints.persisted(event)
             case fx.LauncherGone():
                 return self._abort(
                     "launcher", self.config.root_host, "it ended or was killed", None, "the launcher is gone"
@@ -707,7 +706,6 @@ class Scheduler(fx.Machine):
             if self.on_loss is msg.OnLoss.WAIT or not others:
                 self._wait_for_return(member, host, cause, step, sentence, now)
             effects = self._go_on_without(member, cause, sentence, has_ended, now)
-            effects += [] if self.rollback is None else self.rollback.advance(now)
             # Who says itself why it must end is ending. One that was silent may be stopped, and would be so for ever.
             is_there = member in self.membership.lost and not has_ended and not said
             return [*effects, *self._end_given_up(member)] if is_there else effects
@@ -801,7 +799,7 @@ class Scheduler(fx.Machine):
             self._questions.exempt(member)
             told = fx.Log(f"{self._where(member)} is back, and is given a copy of slices while training goes on")
             return [*effects, told, *self._announce(now)]
-        return [*effects, *self.rollback.welcome(member), *self._announce(now), *self.rollback.advance(now)]
+        return [*effects, *self.rollback.welcome(member), *self._announce(now), *self.checkpoints.advance_all()]
 
     def _about_snapshots(
         self, rollback: Rollback, sender: Member, message: msg.Message, now: float
@@ -811,15 +809,13 @@ class Scheduler(fx.Machine):
             case msg.SnapshotTaken():
                 return rollback.snapshot_taken(sender, message)
             case msg.Quiet():
-                return rollback.quiet(sender, message, now)
+                return rollback.quiet(sender, message)
             case msg.Barrier() | msg.Claim() | msg.Save() | msg.Load() | msg.Lease() | msg.Used() if rollback.ignores(
                 sender
             ):
                 return []
             case msg.Saved() if rollback.is_stale(sender):
                 return []
-            case msg.Done():
-                rollback.note_done(sender, message.request)
             case msg.Hello() if sender.node.role is Role.WORKER and rollback.way_back:
                 assert self.newcomers is not None
                 return self.newcomers.delay(sender, "the others to go back to a snapshot")
@@ -835,7 +831,7 @@ class Scheduler(fx.Machine):
     @property
     def locked_folders(self) -> list[tuple[str, str]]:
         """A folder in each directory of which this process has the lock; and the run."""
-        return [*self.checkpoints.locked_folders, *([] if self.rollback is None else self.rollback.locked_folders)]
+        return self.checkpoints.locked_folders
 
     def end_job(self, member: Member, cause: str, sentence: str) -> list[fx.Effect]:
         """End the job because of this process."""

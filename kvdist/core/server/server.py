@@ -281,14 +281,14 @@ class Server(fx.Machine):
                 return self._restoring.prepare(message, str(self.me.node))
             case msg.Restore():
                 return self._restoring.read(message)
+            case msg.TakeRestored() if message.rollback:
+                return self._roll_back(message)
             case msg.TakeRestored() | msg.DropRestored():
                 return self._restoring.end(message)
             case msg.TakeSnapshot():
                 versions = [one.versions_at(message) for one in self._shards]
                 self.snapshots.take_at(message, {number: at for own in versions for number, at in own.items()})
                 return self._replies()
-            case msg.RollBack():
-                return self._roll_back(message)
             case msg.Perform():
                 return [fx.Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
             case msg.Abort():
@@ -423,19 +423,18 @@ class Server(fx.Machine):
         found = [one for shard in self._shards for one in shard.begin_together(store)] if self.peers.waits else []
         return self._counters({rank for rank, *_ in found} & self.peers.workers.keys(), found)
 
-    def _roll_back(self, message: msg.RollBack) -> list[fx.Effect]:
+    def _roll_back(self, message: msg.TakeRestored) -> list[fx.Effect]:
         """Go on from a snapshot that has been read, and tell the workers where their counters begin."""
         self.snapshots.clear()
         self.peers.since.clear()  # all stand at the same step now, whenever they have joined
         self.peers.rest(set())
         if self._quotas is not None:
             self._quotas.clear()
-        versions = dict(zip(message.ids.tolist(), message.versions.tolist(), strict=True))
-        read = self._restoring.pop_read()
-        there = [(number, one.round) for shard in self._shards for number, one in shard.roll_back(versions, read)]
-        ids = np.array([number for number, _ in there], np.uint32)
-        made = np.array([round_.version for _, round_ in there], np.uint32)
-        rewound = msg.Rewound(message.number, ids, made)
+        read = self._restoring.pop_read(message.store)
+        rounds = [(number, one.round) for shard in self._shards for number, one in shard.roll_back(message.store, read)]
+        ids = np.array([number for number, _ in rounds], np.uint32)
+        versions = np.array([round_.version for _, round_ in rounds], np.uint32)
+        rewound = msg.Rewound(message.rollback, ids, versions)
         told = [fx.Send(member, rewound) for member in self.peers.workers.values()]
         return [*told, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 

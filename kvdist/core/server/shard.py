@@ -327,19 +327,20 @@ class Shard(abc.ABC, Generic[H]):
             found |= dict.fromkeys(holder.ids.tolist(), version)
         return found
 
-    def roll_back(self, versions: Mapping[int, int], read: Mapping[int, Sequence[ReadSlice]]) -> list[tuple[int, H]]:
-        """Go on from a snapshot. Slices that it has not are of sums, which nobody needs: they begin anew.
+    def roll_back(self, store: int, read: Sequence[ReadSlice]) -> list[tuple[int, H]]:
+        """Continue from a snapshot. Slices that it lacks are of sums, which nobody needs: they begin anew.
 
         Args:
-            versions: slice → its version there.
-            read: store → what was read of its slices.
+            store: the store of the snapshot.
+            read: its slices, of this shard and others.
 
         Returns:
-            (slice, its holder) of all that are here.
+            (slice, its holder) of all slices of this shard.
         """
         self._begin_anew()
-        for store, found in read.items():
-            self._load(store, [one for one in found if self.holder(one.number) is not None])
+        found = [one for one in read if self.holder(one.number) is not None]
+        self._load(store, found)
+        versions = {one.number: one.version for one in found}
         for holder in self:
             holder.round.rewind(versions.get(int(holder.ids[0]), 0), self.peers.workers)
             if self.ledger is not None:

@@ -20,8 +20,6 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
-
 from kvdist.checkpoint.snapshot import (
     EVERYTHING,
     WEIGHTS,
@@ -378,12 +376,9 @@ class Snapshots:
 
 
 def _taken(snapshot: ServerSnapshot) -> msg.SnapshotTaken:
-    columns = np.array(list((snapshot.at or {}).items()), np.uint32).reshape(-1, 2)
     file = NO_FILE if snapshot.failure else snapshot.file
     trained = tuple(msg.Trained(worker, examples) for worker, examples in snapshot.trained.items())
-    return msg.SnapshotTaken(
-        snapshot.folder, file, snapshot.failure, columns[:, 0].copy(), columns[:, 1].copy(), trained
-    )
+    return msg.SnapshotTaken(snapshot.folder, file, snapshot.failure, trained)
 
 
 def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Set[int], is_exact: bool) -> bool:
@@ -451,10 +446,10 @@ class Restoring:
         self._read[message.store] = event.product
         return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
-    def pop_read(self) -> dict[int, Sequence[ReadSlice]]:
-        """Remove and return the slices that were read, by store."""
+    def pop_read(self, store: int) -> Sequence[ReadSlice]:
+        """Remove all slices that were read, and return those of a store."""
         read, self._read = self._read, {}
-        return read
+        return read.get(store, ())
 
     def end(self, message: msg.TakeRestored | msg.DropRestored) -> list[fx.Effect]:
         """Take over the slices that were read, or drop them because a server could not read."""
