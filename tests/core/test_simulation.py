@@ -1411,7 +1411,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Journal, "observed", leaves_out_events)],
     ),
     "works with the disk do not begin again": (
-        "goes back and loses its scheduler on the way",
+        "scheduler returns twice",
         [(Node, "keep", begins_no_work_again)],
     ),
     "the journal is not read": ("scheduler returns", [(Journal, "is_new", property(begins_a_job_of_its_own))]),
