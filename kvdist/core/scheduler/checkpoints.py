@@ -251,7 +251,7 @@ class Checkpoints:
         claim = self._claims.get(directory_of(folder))
         if claim is not None and claim.failure:
             del self._claims[directory_of(folder)]
-        claim, effects = self._claim(msg.Claim(0, store, 0, folder, EVERYTHING), now)
+        claim, effects = self._claim(msg.Claim(0, store, -1, folder, EVERYTHING), now)
         claim.end = end
         return claim, [*effects, *(end("") if claim.agreement.is_answered else [])]
 

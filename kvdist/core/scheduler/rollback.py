@@ -61,14 +61,25 @@ LOCK_LATE_S = 2.0
 class Snapshot(SaveUnderWay):
     """A snapshot, complete or under way."""
 
-    version: int = 0
-    folder: str = ""
+    again_s: float = AGAIN_S
+    """Time until the next try if the snapshot fails."""
     trained: dict[int, int] = field(default_factory=dict)
     """Incarnation of a worker → examples of its pushes in the snapshot: examples that count in some slices count."""
     data: Mapping[str, Any] | None = None
     """Positions of the workers in their data, if they lease examples."""
     is_late: bool = False
     """Whether the snapshot was reported as late."""
+
+    @property
+    def version(self) -> int:
+        """Version of the slices."""
+        return -1 - self.counter
+
+    @property
+    def folder(self) -> str:
+        """Folder of the snapshot."""
+        assert self.order is not None
+        return self.order.folder
 
 
 class SnapshotScheduler(Protocol):
@@ -256,7 +267,7 @@ class Rollback:
         folder, run, servers = f"{self._folder}/step-{version}", self._claim.run, dict(self._membership.servers)
         agreement: Agreement[msg.Save | msg.SavedFile] = Agreement("snapshot", "", now, {}, (servers,))
         parts = (servers, agreement, self._position, self._ended)
-        making = self._making = Snapshot(store, -1 - version, *parts, version=version, folder=folder)
+        making = self._making = Snapshot(store, -1 - version, *parts, again_s=self._again_s)
         making.keys = self._keys.saved(store)
         what = (folder, EVERYTHING, run, version, KEPT, len(making.keys), msg.SavedFile("", 0, ""), "")
         making.order = msg.Save(0, store, making.counter, *what)
@@ -288,7 +299,11 @@ class Rollback:
 
     def _position(self, making: SaveUnderWay) -> Mapping[str, Any] | None:
         assert isinstance(making, Snapshot)
-        making.data = None if self.leases is None else self.leases.position_at(making.trained)
+        try:
+            making.data = None if self.leases is None else self.leases.position_at(making.trained)
+        except ValueError:
+            making.again_s = LOOK_AGAIN_S
+            raise
         return making.data
 
     def _ended(self, making: SaveUnderWay) -> list[fx.Effect]:
@@ -297,7 +312,7 @@ class Rollback:
             return []
         making, self._making, now = self._making, None, self._scheduler.now
         if making.failure:
-            self._next = now + self._again_s
+            self._next = now + making.again_s
             before = "there is none before" if self.newest is None else f"that of step {self.newest.version} stays"
             told = (
                 f"the snapshot of step {making.version} was not made, training goes on, and {before}: {making.failure}"
