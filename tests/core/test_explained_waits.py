@@ -183,6 +183,23 @@ def test_a_server_that_is_lost_on_the_way_back_leaves_calls_held_back_once(wired
     assert all(worker.waiting_since is None for worker in wired.workers)
 
 
+def test_a_push_between_the_news_of_a_loss_and_the_order_to_go_back_is_dropped(wired: Wired) -> None:
+    (worker, _), lost = wired.workers, wired.servers[1].me
+    wired.kill("server-1")
+    while lost in {peer.member for peer in worker.peers}:
+        wired.deliver()
+    early = [wired.pushpull(0, {"w": [1, 1], "b": [1]}) for _ in range(2)]
+    assert worker.rolled_back is None, "the order has not arrived"
+    wired.settle()
+    assert all(isinstance(wired.failed[call], RolledBackError) for call in early)
+    calls = [wired.ask(rank, AcceptRollback) for rank in (0, 1)]
+    wired.return_server(1)
+    wired.settle_works()
+    assert all(isinstance(wired.completed[call], RolledBackError) for call in calls)
+    train(wired, 2)
+    assert all(worker.waiting_since is None for worker in wired.workers)
+
+
 def test_a_folder_of_snapshots_that_is_not_locked_is_named_once(tmp_path: Path) -> None:
     wired = Wired(1, 1, on_loss="continue", snapshots=str(tmp_path))
     wired.set_optimizer(0, "sgd", learning_rate=1.0)
