@@ -45,8 +45,8 @@ class Exported:
 
     Attributes:
         folder: folder of the checkpoint.
-        step: step of the checkpoint.
-        arrays: number of arrays in the file.
+        step: its step.
+        arrays: number of arrays.
         nbytes: length of the file.
     """
 
@@ -62,12 +62,12 @@ def export(
     """Write the weights of a checkpoint into a single file, which any reader of safetensors loads.
 
     All checksums are compared before the file is written. Only a single key at a time is in memory. The file gets its
-    name when it is completely on the disk.
+    name when it is complete.
 
     Args:
         source: directory of checkpoints, or folder of a checkpoint.
         out: path of the file.
-        step: step of the checkpoint; None for the newest, or for the only checkpoint.
+        step: step of the checkpoint; None for the newest.
         overwrite: whether an existing file may be replaced.
         average: whether to write the averages of the weights instead, rounded to their types; see
             `Optimizer.average_half_life`.
@@ -179,7 +179,7 @@ def _stored(values: Bits, dtype: DType) -> Bits:
 
 
 def _lazy(shards: Shards, manifest: Manifest, names: Mapping[int | str, str]) -> dict[str, str]:
-    """Return metadata with the shape of each lazy table and the initializer of its other rows."""
+    """Return metadata: the shape of each lazy table, and the initializer of its other rows."""
     tables = {
         names[one.key]: {"shape": list(one.shape), "initializer": shards.initializer(one.key)}
         for one in manifest.keys

@@ -38,8 +38,8 @@ def write_file(folder: Path, stem: str, suffix: str, parts: Iterable[memoryview]
         parts: content, as contiguous views of bytes.
 
     Raises:
-        OSError: the write failed, for example on a full disk. No unfinished file is left. If only the sync of the
-            folder failed, the complete file stays, as an earlier attempt may have written the same file.
+        OSError: writing failed, as on a full disk. No unfinished file is left. If only the sync of the folder failed,
+            the complete file stays, as an earlier attempt may have written the same file.
     """
     make_folder(folder)
     with _unfinished(folder / f"{stem}{suffix}") as unfinished:
@@ -63,7 +63,7 @@ def write_named_file(path: Path, parts: Iterable[memoryview], overwrite: bool) -
 
     Raises:
         FileExistsError: the file exists, and `overwrite` is False.
-        OSError: the write failed, for example on a full disk. No unfinished file is left.
+        OSError: writing failed, as on a full disk. No unfinished file is left.
     """
     with _unfinished(path) as unfinished:
         nbytes, digits = _write(unfinished, parts)
@@ -268,7 +268,7 @@ def read_intact(folder: Path, record: FileRecord) -> bytes:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Convert an `OSError` to a `CheckpointError` with a description of the failed operation."""
+    """Convert an `OSError` to a `CheckpointError` about the operation `what`."""
     try:
         yield
     except OSError as error:

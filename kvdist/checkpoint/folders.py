@@ -114,7 +114,7 @@ def _unmake(folder: Path) -> None:
 
 
 def sweep(folder: Path) -> Manifest | None:
-    """Remove files of failed attempts, which no manifest names, and the folder if it is empty then.
+    """Remove files of failed attempts, which no manifest names, and the folder if it is then empty.
 
     Returns:
         The manifest; None if it is missing, or cannot be read, in which case nothing is removed.
@@ -187,7 +187,7 @@ def perform(task: DiskTask, locks: Locks, root: Path | None = None) -> DiskResul
 
 
 def _is_written(folder: Path, manifest: Manifest) -> bool:
-    """Return whether a scheduler that was killed before it could report has already written the manifest."""
+    """Return whether a scheduler that was killed before it reported has written the manifest."""
     try:
         return read_manifest(folder).is_of(manifest.files)
     except (OSError, CheckpointError):

@@ -97,7 +97,7 @@ def write_tensors(folder: Path, stem: str, tensors: Sequence[Tensor], metadata: 
 
     Raises:
         CheckpointError: the header would be too long, or a name is not unique or cannot be encoded.
-        OSError: the write failed, for example on a full disk.
+        OSError: writing failed, as on a full disk.
     """
     ordered = _ordered(tensors)
     return write_file(folder, stem, SUFFIX, _parts(_header(ordered, metadata), ordered))
@@ -111,7 +111,7 @@ def write_named_tensors(
     Raises:
         CheckpointError: as in `write_tensors`.
         FileExistsError: the file exists, and `overwrite` is False.
-        OSError: the write failed, for example on a full disk.
+        OSError: writing failed, as on a full disk.
     """
     ordered = _ordered(tensors)
     return write_named_file(path, _parts(_header(ordered, metadata), ordered), overwrite)
@@ -277,7 +277,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
     Raises:
         CheckpointError: a file is missing on this host.
-        OSError: the write failed, for example on a full disk.
+        OSError: writing failed, as on a full disk.
     """
     for file in manifest.files:
         require_present(folder, file)

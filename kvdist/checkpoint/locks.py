@@ -4,10 +4,10 @@ The lock is the file ``lock.json`` in that directory, created by the process tha
 job ends. Invariants:
 
 * The owner holds a ``flock`` on the file, which the kernel releases when the process ends for any reason. A lock of
-  this host that no process holds is stale, from a process that was killed, and is taken over.
+  this host that no process holds is stale, as its process was killed, and is taken over.
 * The content of the file is for people, and for other hosts, whose kernels may not see the ``flock``. On a file system
   without ``flock`` only the content counts: a lock is stale if it is of this kernel and its process has ended. The name
-  of the host is not enough for this, as cloned machines share it.
+  of the host is not enough, as cloned machines share it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ATTEMPTS = 100
 PAUSE_S = 0.05
 """Time between two attempts, while another process is creating or removing the lock."""
 EMPTY_ATTEMPTS = ATTEMPTS // 2
-"""Number of pauses after which an unchanged empty lock is stale: its process was killed before it wrote the content."""
+"""Number of pauses after which an empty lock is stale: its process was killed before it wrote the content."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class Locks:
     """Locks of a store, or of the scheduler of a job."""
 
     def take(self, directory: Path, run: str = "") -> str:
-        """Lock a directory, unless this process already holds its lock. Creates the directory if it is missing.
+        """Lock a directory, and create it if it is missing. Locks of this process are counted.
 
         Args:
             directory: directory of checkpoints.
@@ -89,8 +89,8 @@ class Locks:
             return _run()
 
     def release(self, directory: Path) -> None:
-        """Undo a single `take`. The last release lets other jobs save into the directory, and removes empty folders
-        that were created for the lock."""
+        """Undo a single `take`. The last unlocks the directory, and removes empty folders that were created for the
+        lock."""
         with _MUTEX:
             place = directory.resolve()
             lock = _HELD.get(place)
@@ -221,8 +221,8 @@ def flocked(descriptor: int, operation: int, path: Path, otherwise: str) -> bool
 
 
 def _is_ours_still(path: Path) -> bool:
-    """Return whether this process still owns a lock that it has taken over without ``flock``: of several processes that
-    take it over at once, the last to write owns it."""
+    """Return whether this process owns a lock that it has taken over without ``flock``, where the last of several
+    writers owns it."""
     time.sleep(PAUSE_S)
     return _content(path).get("run") == _run()
 

@@ -1,4 +1,4 @@
-"""Data of checkpoints that the core handles, and the disk tasks that it orders. No file access.
+"""Checkpoint data that the core handles, and disk tasks that it orders. No file access.
 
 The machines of scheduler and server order a `DiskTask` by an effect and receive its result by an event; the node calls
 `kvdist.checkpoint.folders.perform` on a separate thread.

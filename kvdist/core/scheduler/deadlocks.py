@@ -28,7 +28,7 @@ CONFIRM_S = 2.0
 NAMED_MAX = 8
 """Maximum number of workers that the error names."""
 LEAVING = "leaving the cluster"
-"""Place of a worker whose program has ended."""
+"""`Blocked.place` of a worker whose program has ended."""
 
 Waits = Mapping[tuple[int, int], Set[int]]
 """(rank of a worker, its request) → ranks of the workers that must act first."""

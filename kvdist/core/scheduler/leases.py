@@ -313,7 +313,7 @@ class Leases:
         self._holders.pop(member, None)
 
     def account(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
-        """Free the unused ranges of lost workers, as all servers have accounted for the losses of a roster."""
+        """Free the unused ranges of lost workers, whose pushes all servers have accounted for, as of this roster."""
         said = list(fates)
         for member in [member for member, since in self._unaccounted.items() if since < epoch]:
             holder = self._holders[member]
@@ -420,9 +420,9 @@ class Leases:
     # Checkpoints.
 
     def mark(self, sender: Member, message: msg.Save) -> None:
-        """Mark the call of a worker for a checkpoint, which has no examples that the worker uses later.
+        """Record that a worker calls for a checkpoint: examples that it uses later are not in the checkpoint.
 
-        Nor does it have examples of newcomers, which do not call, as rounds wait for them only later.
+        Nor are examples of newcomers, which do not call, as rounds wait for them only later.
         """
         marked = self._marked.setdefault((message.store, message.counter), Marked(message.pushes))
         for member in (sender, *(one for one in self._holders if self._is_exempt(one, marked))):

@@ -1,5 +1,4 @@
-"""Snapshots, which servers take without a call of the workers, and the rollback to a snapshot when a server is lost.
-Pure.
+"""Snapshots, which servers take without calls of workers, and the rollback to them when a server is lost. Pure.
 
 A snapshot is a checkpoint that only servers agree on, at a cut, as newcomers have it: every slice is taken when it
 reaches version T, so it is a single moment of the whole store, and no worker stops. A rollback is a load that all
@@ -354,7 +353,7 @@ class Rollback:
         self._none_known = "there is no snapshot since the store was loaded"
         self._next = self._scheduler.now
 
-    # The way back.
+    # The rollback.
 
     def obstacle(self) -> str:
         """Return why a rollback is impossible if a server is lost now; '' if it is possible."""

@@ -141,8 +141,7 @@ class Scheduler(fx.Machine):
         self._now = now
         """Time of the last message or event."""
         self._awake_since = now
-        """Time since which messages or events have come at least every few heartbeats, so that this process was not
-        suspended."""
+        """Time since which events have come at least every few heartbeats, so this process was not suspended."""
 
     @property
     def deadline(self) -> float:
@@ -154,7 +153,8 @@ class Scheduler(fx.Machine):
         return min(self.membership.next_loss, returns, snapshot, *dues)
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
-        """Accept messages of members, and the hello of processes that want to join."""
+        """Return the reason to refuse a message, unless it is of a member, or the hello of a process that wants to
+        join."""
         if self.membership.has(source):
             return None
         if source.node.rank == UNRANKED and source.node.role is not Role.SCHEDULER:
@@ -548,7 +548,7 @@ class Scheduler(fx.Machine):
         failed = partial(msg.Failed, code=msg.ErrorCode.INTERNAL, reason=reason)
         return command.answer(failed if failure else msg.Done)
 
-    # Leaving, dying, ending.
+    # Departures, losses, the end.
 
     def _goodbye(self, sender: Member, message: msg.Goodbye, now: float) -> list[fx.Effect]:
         effects: list[fx.Effect] = [fx.Send(sender, msg.Done(message.request))]

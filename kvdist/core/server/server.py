@@ -113,7 +113,7 @@ class Server(fx.Machine):
         return min(self.joining.deadline, self._next_alive, self._next_look, self._scheduler_lost_at, due)
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
-        """Accept messages of the scheduler and of the live workers of the roster."""
+        """Return the reason to refuse a message, unless it is of the scheduler or a live worker of the roster."""
         if source == SCHEDULER_MEMBER or self.peers.has(source):
             return None
         if source in self.peers.left or not self.joining.complete:

@@ -168,8 +168,8 @@ class Worker(fx.Machine):
         return [*again, *self._release(released, now)]
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
-        """Accept messages of the scheduler, of the servers of the roster, and of workers of this host that push
-        together."""
+        """Return the reason to refuse a message, unless it is of the scheduler, a live server, or an aggregating
+        worker."""
         if source == SCHEDULER_MEMBER or self._is_peer(source):
             return None
         if self.aggregation is not None and self.aggregation.has_left(source):
@@ -803,7 +803,7 @@ class Worker(fx.Machine):
         effects += [fx.CompleteKeys(request, keys, refusals.get(request)) for request, keys in finished.keys]
         return [*effects, *(self._close(self._pending[request]) for request in finished.requests)]
 
-    # Ends.
+    # The end.
 
     def _close(self, pending: Pending, result: object = None) -> fx.Effect:
         if pending.in_background:
