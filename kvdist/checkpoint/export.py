@@ -1,7 +1,7 @@
-"""One plain safetensors file out of a checkpoint: the weights under the names that the user gave them.
+"""Export of a checkpoint as a single safetensors file: the weights under the names from the user.
 
-A lazy table, which may be larger than any disk, becomes two arrays: ``<name>.indices``, the rows that exist, and
-``<name>.values``, theirs. What the other rows are is said in the metadata, under "kvdist.lazy".
+A lazy table, which may be larger than any disk, becomes two arrays: ``<name>.indices`` with the ids of its existing
+rows, and ``<name>.values`` with their values. The metadata describes the other rows under "kvdist.lazy".
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from kvdist.kernels.quantization import from_float32
 from kvdist.naming import name_of
 
 FRAMEWORK = {"format": "pt"}
-"""What readers of models look for beside the arrays."""
+"""Metadata that readers of models expect."""
 INDICES, VALUES = ".indices", ".values"
-"""Behind the name of a lazy table."""
+"""Suffixes of the arrays of a lazy table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written.
+    """Result of an export.
 
     Attributes:
-        folder: the checkpoint.
+        folder: folder of the checkpoint.
         step: its step.
-        arrays: how many.
+        arrays: number of arrays.
         nbytes: length of the file.
     """
 
@@ -59,23 +59,22 @@ class Exported:
 def export(
     source: Path, out: Path, step: int | None = None, *, overwrite: bool = False, average: bool = False
 ) -> Exported:
-    """Write the weights of a checkpoint into one file, which any reader of safetensors loads.
+    """Write the weights of a checkpoint into a single file, which any reader of safetensors loads.
 
-    Checksums are compared before anything is written. One key at a time is in memory. The file has its name only when
-    all of it is on the disk.
+    All checksums are compared before the file is written. Only a single key at a time is in memory. The file gets its
+    name when it is complete.
 
     Args:
-        source: a folder of checkpoints, or that of one checkpoint.
-        out: the file.
-        step: its step; None for the newest, or for the only one.
-        overwrite: whether a file of that name may be replaced.
-        average: write the averages of the weights in their place, rounded to their types; see
+        source: directory of checkpoints, or folder of a checkpoint.
+        out: path of the file.
+        step: step of the checkpoint; None for the newest.
+        overwrite: whether an existing file may be replaced.
+        average: whether to write the averages of the weights instead, rounded to their types; see
             `Optimizer.average_half_life`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is damaged, has no weights or no averages, or two keys share a
-            name.
-        ConfigError: the file is there already, or cannot be.
+        CheckpointError: the checkpoint is missing or damaged, has no weights or no averages, or two keys share a name.
+        ConfigError: the file exists, or its path is unusable.
     """
     _require_room(out, overwrite)
     folder = chosen(source, step)
@@ -103,10 +102,10 @@ def export(
 
 
 def chosen(source: Path, step: int | None) -> Path:
-    """The folder of the checkpoint: the source itself, if it is one.
+    """Return the folder of the checkpoint: `source` itself, if it is a checkpoint.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: `source` has no such checkpoint.
     """
     with explained(f"{source} could not be searched for checkpoints"):
         if (source / NAME).exists():
@@ -127,7 +126,7 @@ def _taken(out: Path) -> ConfigError:
 
 
 def _names(folder: Path, manifest: Manifest) -> Mapping[int | str, str]:
-    """Key → what its array is called: what worker 0 said, or else the key itself."""
+    """Return key → name of its array: the name from the file of worker 0, or else the key itself."""
     first = manifest.workers.get(0)
     given = {} if first is None else read_worker(folder, first, manifest).names
     names = {one.key: given.get(one.key, str(one.key)) for one in manifest.keys}
@@ -149,7 +148,7 @@ def _names(folder: Path, manifest: Manifest) -> Mapping[int | str, str]:
 
 
 def _called(one: SavedKey, name: str) -> list[str]:
-    """What the arrays of a key are called."""
+    """Return the names of the arrays of a key."""
     return [name + INDICES, name + VALUES] if one.is_lazy else [name]
 
 
@@ -180,7 +179,7 @@ def _stored(values: Bits, dtype: DType) -> Bits:
 
 
 def _lazy(shards: Shards, manifest: Manifest, names: Mapping[int | str, str]) -> dict[str, str]:
-    """Of each lazy table its shape, and what a row is that has no values."""
+    """Return metadata: the shape of each lazy table, and the initializer of its other rows."""
     tables = {
         names[one.key]: {"shape": list(one.shape), "initializer": shards.initializer(one.key)}
         for one in manifest.keys
@@ -193,7 +192,7 @@ def _lazy(shards: Shards, manifest: Manifest, names: Mapping[int | str, str]) ->
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``kvdist export``, and as `command` what answers."""
+    """Add the arguments of ``kvdist export``, and its function as `command`."""
     parser.add_argument("checkpoint", metavar="CKPT", help="a folder of checkpoints, or of one step")
     parser.add_argument("out", metavar="OUT", help="the file to write, such as model.safetensors")
     parser.add_argument("--step", type=int, metavar="N", help="the step to export (default: the newest)")
@@ -203,7 +202,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_list_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``kvdist checkpoints``, and as `command` what answers."""
+    """Add the arguments of ``kvdist checkpoints``, and its function as `command`."""
     parser.add_argument("directory", metavar="DIR", help="a folder of checkpoints, or of one step")
     parser.add_argument("--verify", action="store_true", help="read every checkpoint, and compare checksums and runs")
     parser.set_defaults(command=_list)
@@ -228,7 +227,7 @@ def _list(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _line(folder: Path, verify: bool) -> tuple[str, int]:
-    """What is known of one checkpoint; and 1 if it is damaged, else 0."""
+    """Return a line about a checkpoint; and 1 if it is damaged, else 0."""
     if not (folder / NAME).exists():
         return f"{folder.name:<16} incomplete: being written, or an attempt that failed", 0
     try:
@@ -236,7 +235,7 @@ def _line(folder: Path, verify: bool) -> tuple[str, int]:
         for record in manifest.files:
             (require_intact if verify else require_present)(folder, record)
         if verify:
-            Shards(folder, manifest)  # which compares what each file says of itself with the manifest
+            Shards(folder, manifest)  # compares the run and step in each file with the manifest
             read_workers(folder, manifest)
     except CheckpointError as error:
         return f"{folder.name:<16} damaged: {error}", 1

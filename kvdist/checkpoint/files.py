@@ -1,10 +1,10 @@
-"""Durable files: written whole, checked and made permanent before they have their name.
+"""Durable files: complete, checked and permanent before they get their names.
 
-Rules that hold here:
+Invariants:
 
-* A file gets its final name only when all its bytes are on the disk; until then it ends in ``.part``.
-* The name has the first digits of the SHA-256 of the content, so it never replaces a file with another content.
-* Only regular files are read, never through a symbolic link, and opening one never waits, as a named pipe would.
+* A file gets its final name only when all its bytes are on the disk; until then its name ends in ``.part``.
+* The name has the first digits of the SHA-256 of the content, so it never replaces a file with other content.
+* Only regular files are read, never through a symbolic link, and opening a file never blocks, as a named pipe would.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from kvdist.errors import CheckpointError
 
 CHUNK_BYTES = 8 << 20
 DIGITS = 16
-"""Of the checksum, in a name."""
+"""Number of digits of the checksum in a name."""
 PART = ".part"
 
 
 def write_file(folder: Path, stem: str, suffix: str, parts: Iterable[memoryview]) -> FileRecord:
-    """Write ``<stem>-<digits><suffix>`` into the folder, which is made if need be. One pass over the bytes.
+    """Write ``<stem>-<digits><suffix>`` into the folder, in a single pass over the bytes. Creates a missing folder.
 
     Args:
-        folder: where.
-        stem: how its name begins.
-        suffix: how its name ends, with the dot.
-        parts: the content; each a contiguous view of bytes.
+        folder: folder of the file.
+        stem: beginning of its name.
+        suffix: end of its name, with the dot.
+        parts: content, as contiguous views of bytes.
 
     Raises:
-        OSError: the disk is full, say. Nothing unfinished is left. If it could not be made permanent the file may be
-            there, whole: it is not removed, for an earlier attempt may have written the very same.
+        OSError: writing failed, as on a full disk. No unfinished file is left. If only the sync of the folder failed,
+            the complete file stays, as an earlier attempt may have written the same file.
     """
     make_folder(folder)
     with _unfinished(folder / f"{stem}{suffix}") as unfinished:
@@ -51,7 +51,7 @@ def write_file(folder: Path, stem: str, suffix: str, parts: Iterable[memoryview]
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Give the file this content at one stroke: a reader finds the old content or the new one."""
+    """Replace the content of a file atomically: a reader sees the old content or the new content."""
     with _unfinished(path) as unfinished:
         _write(unfinished, [memoryview(content)])
         os.replace(unfinished, path)
@@ -59,11 +59,11 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def write_named_file(path: Path, parts: Iterable[memoryview], overwrite: bool) -> FileRecord:
-    """Write a file under this very name, at one stroke. Its folder must be there.
+    """Write a file under this exact name atomically. Its folder must exist.
 
     Raises:
-        FileExistsError: there is one, and it is not to be overwritten.
-        OSError: the disk is full, say. Nothing unfinished is left.
+        FileExistsError: the file exists, and `overwrite` is False.
+        OSError: writing failed, as on a full disk. No unfinished file is left.
     """
     with _unfinished(path) as unfinished:
         nbytes, digits = _write(unfinished, parts)
@@ -77,9 +77,9 @@ def write_named_file(path: Path, parts: Iterable[memoryview], overwrite: bool) -
 
 @contextlib.contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
-    """The name that a file has while it is written. Whatever fails, no file of that name is left."""
+    """Yield the temporary name of a file that is being written. After any failure no file has this name."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}{PART}")
-    unfinished.unlink(missing_ok=True)  # of a process that had this number and was killed, or of a stranger
+    unfinished.unlink(missing_ok=True)  # from a killed process with the same process id, or from a stranger
     try:
         yield unfinished
     except BaseException:
@@ -109,12 +109,12 @@ def _write_part(file: IO[bytes], digest: hashlib._Hash, part: memoryview) -> Non
 
 
 def _rename_to_nothing(unfinished: Path, path: Path) -> None:
-    """Rename a file, unless there is another of the new name."""
+    """Rename a file, unless a file has the new name already."""
     try:
         os.link(unfinished, path)
     except FileExistsError:
         raise
-    except OSError:  # a file system without a second name for a file
+    except OSError:  # the file system lacks hard links
         if os.path.lexists(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from None
         os.replace(unfinished, path)
@@ -123,35 +123,35 @@ def _rename_to_nothing(unfinished: Path, path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, each of them permanent: a file is lost with the name of its folder."""
+    """Create a folder and its parents, and make each permanent: a file is lost with the name of its folder."""
     if folder.is_dir():
         return
     make_folder(folder.parent)
     try:
-        folder.mkdir(exist_ok=True)  # another process may be making it too
+        folder.mkdir(exist_ok=True)  # another process may be creating it, too
     except FileExistsError:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
     make_durable(folder.parent)
 
 
 def make_durable(folder: Path) -> None:
-    """Make what was named, renamed and removed in the folder survive a loss of power."""
+    """Make new, changed and removed names in a folder survive a loss of power."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems have no such operation on folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)
 
 
 def check_room(folder: Path, stem: str, nbytes: int) -> None:
-    """See whether a file of this size, called by this stem, could be written into a folder, as far as can be known.
+    """Check that a file of this size and stem could be written into a folder, as far as can be known.
 
     Raises:
-        CheckpointError: there is less room on the disk.
-        OSError: no file can be written there.
+        CheckpointError: the disk has less free space.
+        OSError: no file can be written into the folder.
     """
     make_folder(folder)
     with _unfinished(folder / stem) as probe:
@@ -167,16 +167,16 @@ def check_room(folder: Path, stem: str, nbytes: int) -> None:
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading, unbuffered. Never waits, and follows no symbolic link at its end.
+    """Open a regular file for reading, unbuffered. Never blocks, and follows no symbolic link at the end of the path.
 
     Raises:
-        CheckpointError: it is something else: a link, a named pipe, a device.
-        OSError: it is not there, or may not be read.
+        CheckpointError: the path leads to something else: a link, a named pipe, a device.
+        OSError: the file is missing, or may not be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        if path.is_symlink() or error.errno == errno.ENXIO:  # which a socket gives
+        if path.is_symlink() or error.errno == errno.ENXIO:  # the error for a socket
             raise _not_regular(path) from None
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -186,11 +186,11 @@ def open_regular(path: Path) -> FileIO:
 
 
 def read_regular(path: Path, nbytes_max: int) -> bytes:
-    """The content of a short regular file.
+    """Return the content of a short regular file.
 
     Raises:
-        CheckpointError: as of `open_regular`, or it is longer than `nbytes_max`.
-        OSError: it is not there, or cannot be read.
+        CheckpointError: as in `open_regular`, or the file is longer than `nbytes_max`.
+        OSError: the file is missing, or cannot be read.
     """
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -205,10 +205,10 @@ def _not_regular(path: Path) -> CheckpointError:
 
 
 def require_present(folder: Path, record: FileRecord) -> None:
-    """Whether the file is there, with its length.
+    """Check that a file exists and has its length.
 
     Raises:
-        CheckpointError: it is not.
+        CheckpointError: the file is missing, not regular, or has another length.
     """
     path = folder / record.name
     try:
@@ -228,10 +228,10 @@ def require_present(folder: Path, record: FileRecord) -> None:
 
 
 def require_intact(folder: Path, record: FileRecord) -> None:
-    """Whether the file is there and has its content, by its checksum; one pass over it.
+    """Check that a file exists and has its checksum, in a single pass over the file.
 
     Raises:
-        CheckpointError: it is not, or has another.
+        CheckpointError: the file is missing, cannot be read, or is damaged.
     """
     require_present(folder, record)
     path = folder / record.name
@@ -242,7 +242,7 @@ def require_intact(folder: Path, record: FileRecord) -> None:
 
 
 def record_of(folder: Path, name: str) -> FileRecord:
-    """What is known of a file that is there; one pass over it."""
+    """Return the record of an existing file, in a single pass over the file."""
     digest, nbytes = hashlib.sha256(), 0
     with open_regular(folder / name) as file:
         for chunk in iter(lambda: file.read(CHUNK_BYTES), b""):
@@ -252,10 +252,10 @@ def record_of(folder: Path, name: str) -> FileRecord:
 
 
 def read_intact(folder: Path, record: FileRecord) -> bytes:
-    """The content of a short file.
+    """Return the content of a short file.
 
     Raises:
-        CheckpointError: it is not there, cannot be read, or has another checksum.
+        CheckpointError: the file is missing, cannot be read, or is damaged.
     """
     require_present(folder, record)
     path = folder / record.name
@@ -268,7 +268,7 @@ def read_intact(folder: Path, record: FileRecord) -> bytes:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Say of an `OSError` what could not be done."""
+    """Convert an `OSError` to a `CheckpointError` about the operation `what`."""
     try:
         yield
     except OSError as error:

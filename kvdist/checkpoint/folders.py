@@ -1,8 +1,8 @@
-"""Folders of checkpoints: which are complete, what of them is removed, and the tasks of `snapshot` done to them.
+"""Folders of checkpoints: which are complete, which are removed, and execution of the tasks of `snapshot`.
 
-A directory of checkpoints has one folder ``step-<K>`` for each. Only files of the names that checkpoints have are ever
-removed, and of a folder whose manifest cannot be read none, because nothing says which it needs. A peer may name a
-folder: `perform` works below the root alone that was chosen when the process was started.
+A directory of checkpoints has a folder ``step-<K>`` for each checkpoint. Only files with the names of checkpoint files
+are ever removed, and none if the manifest of the folder cannot be read, as its files are unknown. A peer may name any
+folder, so `perform` works only below the root that was chosen when the process was started.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvdist.errors import CheckpointError, NoCheckpoint
 LOG = logging.getLogger("kvdist")
 
 NAMED_MAX = 10
-"""Steps that an error names."""
+"""Maximum number of steps that an error names."""
 
 _UNFINISHED = re.compile(
     rf"(server-[0-9]+\.safetensors|worker-[0-9]+\.json|{re.escape(NAME)})\.[0-9]+{re.escape(PART)}"
@@ -50,12 +50,12 @@ _UNFINISHED = re.compile(
 
 
 def folder_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the folder of the checkpoint of a step."""
     return directory / f"step-{step}"
 
 
 def all_steps(directory: Path) -> list[int]:
-    """The steps that have a folder, complete or not, in order."""
+    """Return the steps with a folder, complete or not, in order."""
     if not directory.is_dir():
         return []
     steps = [step_of(folder.name) for folder in directory.iterdir() if folder.is_dir()]
@@ -63,16 +63,16 @@ def all_steps(directory: Path) -> list[int]:
 
 
 def complete_steps(directory: Path) -> list[int]:
-    """The steps with a complete checkpoint, in order."""
+    """Return the steps with a complete checkpoint, in order."""
     return [step for step in all_steps(directory) if (folder_of(directory, step) / NAME).is_file()]
 
 
 def find(directory: Path, step: int | None) -> Path:
-    """The folder of a checkpoint that is to be read: of a step, or of the highest.
+    """Return the folder of the checkpoint of a step, or of the highest step, to read it.
 
     Raises:
-        NoCheckpoint: there is none.
-        CheckpointError: it cannot be looked for.
+        NoCheckpoint: the directory has no such checkpoint.
+        CheckpointError: the directory cannot be searched.
     """
     with explained(f"{directory} could not be searched for checkpoints"):
         steps = complete_steps(directory)
@@ -87,19 +87,19 @@ def find(directory: Path, step: int | None) -> Path:
 
 
 def prune(directory: Path, keep: int, written: int) -> None:
-    """Remove all checkpoints but `keep`, and what attempts that failed have left in folders of earlier steps.
+    """Remove all checkpoints but `keep`, and files of failed attempts in folders of earlier steps.
 
     Args:
-        directory: where they lie.
-        keep: how many stay, at least 1: the one that was just written, and of the others those of the highest steps.
-        written: its step. After going back to an earlier one it need not be the highest.
+        directory: directory of the checkpoints.
+        keep: number of remaining checkpoints, at least 1: the newest, and those of the highest steps among the others.
+        written: step of the newest checkpoint, not necessarily the highest step after a return to an earlier step.
     """
     others = [step for step in complete_steps(directory) if step != written]
     gone = others[: max(0, len(others) - keep + 1)]
     for step in all_steps(directory):
         folder = folder_of(directory, step)
         if folder.is_symlink():
-            continue  # the user keeps it elsewhere
+            continue  # the user keeps the checkpoint elsewhere
         if step in gone:
             _unmake(folder)
         if step in gone or step < written:
@@ -107,17 +107,17 @@ def prune(directory: Path, keep: int, written: int) -> None:
 
 
 def _unmake(folder: Path) -> None:
-    """Remove the manifest, before what it names: it never outlives its files."""
+    """Remove the manifest before the files that it names, so that it never outlives them."""
     if (folder / NAME).exists():
         (folder / NAME).unlink()
         make_durable(folder)
 
 
 def sweep(folder: Path) -> Manifest | None:
-    """Remove what no manifest names: files of attempts that failed, and the folder if nothing is left.
+    """Remove files of failed attempts, which no manifest names, and the folder if it is then empty.
 
     Returns:
-        The manifest; None if there is none, or it cannot be read, and all is left as it is.
+        The manifest; None if it is missing, or cannot be read, in which case nothing is removed.
     """
     named: set[str] = set()
     kinds = [SERVER_FILE, WORKER_FILE, OWN_FILE]
@@ -132,13 +132,13 @@ def sweep(folder: Path) -> Manifest | None:
         named = {file.name for file in manifest.files}
         try:
             named.update(one.own.file.name for one in read_workers(folder, manifest).values() if one.own is not None)
-        except CheckpointError:  # nobody can say which files of workers' own states belong to it
+        except CheckpointError:  # it is unknown which files with states of workers belong to the checkpoint
             kinds.remove(OWN_FILE)
     for path in folder.iterdir():
         ours = any(kind.fullmatch(path.name) for kind in kinds)
         if (ours and path.name not in named) or _UNFINISHED.fullmatch(path.name):
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it is not empty
+    with contextlib.suppress(OSError):  # the folder is not empty
         folder.rmdir()
     return manifest
 
@@ -147,15 +147,15 @@ def sweep(folder: Path) -> Manifest | None:
 
 
 def perform(task: DiskTask, locks: Locks, root: Path | None = None) -> DiskResult:
-    """Do a task and return what it gives.
+    """Perform a task and return its result.
 
     Args:
         task: the task.
-        locks: of the scheduler or store for which it is done.
-        root: the folder below which it may write and read; None for everywhere.
+        locks: locks of the scheduler or the store that orders the task.
+        root: folder below which the task may write and read; None for everywhere.
 
     Raises:
-        CheckpointError: it cannot be done; says why.
+        CheckpointError: the task failed; the message has the reason.
     """
     folder = _allowed(task.folder, root)
     directory = Path(directory_of(str(folder)))
@@ -187,7 +187,7 @@ def perform(task: DiskTask, locks: Locks, root: Path | None = None) -> DiskResul
 
 
 def _is_written(folder: Path, manifest: Manifest) -> bool:
-    """Whether a scheduler has done it that was killed before it could say so."""
+    """Return whether a scheduler that was killed before it reported has written the manifest."""
     try:
         return read_manifest(folder).is_of(manifest.files)
     except (OSError, CheckpointError):
@@ -199,7 +199,8 @@ def _read(shards: Shards, wanted: Iterable[WantedSlice], contents: tuple[str, ..
 
 
 def _tidy(folder: Path, keep: int, root: Path | None) -> None:
-    """Remove what is not needed beside a checkpoint that is complete: that it cannot be done makes it no worse."""
+    """Remove what a complete checkpoint makes superfluous. A failure is only logged, as the checkpoint is still
+    good."""
     try:
         sweep(folder)
         step = step_of(folder.name)
@@ -215,7 +216,7 @@ def _allowed(name: str, root: Path | None) -> Path:
         raise CheckpointError(f"{name} is not an absolute path of a folder")
     try:
         is_below = root is None or folder.resolve().is_relative_to(root.resolve())
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a character that no path has
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, an invalid character
         raise CheckpointError(f"{name!r} cannot be the path of a folder: {error}") from None
     if not is_below:
         raise CheckpointError(

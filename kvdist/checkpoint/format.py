@@ -1,12 +1,12 @@
-"""The files of a checkpoint: arrays in the safetensors format, the manifest, and what a worker keeps.
+"""Files of a checkpoint: arrays in the safetensors format, the manifest, and files of workers.
 
-Rules that hold here:
+Invariants:
 
-* Arrays are written from where they lie and read into where they shall lie: no copy of a file is ever in memory, and
-  bfloat16, which NumPy does not have, is written and read like every type. Any reader of safetensors reads the files.
-* Nothing in a file is trusted: it may come from a stranger. Every offset of a header is compared with its shape, its
-  neighbours and the length of the file; a manifest names no file outside its folder.
-* The manifest is written last and has a checksum over everything else in it: a folder without one is not a checkpoint.
+* Arrays are written from their place in memory, and read into their place: no copy of a whole file is in memory, and
+  bfloat16, which NumPy lacks, is treated like every type. Any reader of safetensors reads the files.
+* Files are not trusted: every offset of a header is compared with its shape, its neighbours and the length of the file;
+  a manifest names no file outside its folder.
+* The manifest is written last, with a checksum of everything else in it: a folder without a manifest is no checkpoint.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from kvdist.version import __version__
 SUFFIX = ".safetensors"
 METADATA = "__metadata__"
 HEADER_BYTES_MAX = 100_000_000
-"""As other readers of the format have it."""
+"""Limit, as in other readers of the format."""
 ALIGNMENT_BYTES = 8
 DIMENSIONS_MAX = 64
 COUNT_MAX = (1 << 63) - 1
@@ -67,7 +67,7 @@ NAMES = {
     DType.INT8: "I8",
     DType.UINT8: "U8",
 }
-"""What the format calls each element type."""
+"""Element type → its name in the format."""
 _TYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -76,10 +76,10 @@ class Tensor:
     """An array to be written.
 
     Attributes:
-        name: unique in its file.
+        name: name, unique in its file.
         dtype: element type.
-        shape: its lengths.
-        read: gives its elements, 1-D and contiguous; called once, when they are written.
+        shape: lengths of its dimensions.
+        read: returns its elements, 1-D and contiguous; called once, when they are written.
     """
 
     name: str
@@ -96,8 +96,8 @@ def write_tensors(folder: Path, stem: str, tensors: Sequence[Tensor], metadata: 
     """Write a file of these arrays, named by its content.
 
     Raises:
-        CheckpointError: there are too many for one header, or a name cannot be encoded.
-        OSError: the disk is full, say.
+        CheckpointError: the header would be too long, or a name is not unique or cannot be encoded.
+        OSError: writing failed, as on a full disk.
     """
     ordered = _ordered(tensors)
     return write_file(folder, stem, SUFFIX, _parts(_header(ordered, metadata), ordered))
@@ -106,19 +106,19 @@ def write_tensors(folder: Path, stem: str, tensors: Sequence[Tensor], metadata: 
 def write_named_tensors(
     path: Path, tensors: Sequence[Tensor], metadata: Mapping[str, str], overwrite: bool
 ) -> FileRecord:
-    """Write a file of these arrays under this very name.
+    """Write a file of these arrays under this exact name.
 
     Raises:
-        CheckpointError: as of `write_tensors`.
-        FileExistsError: there is one, and it is not to be overwritten.
-        OSError: the disk is full, say.
+        CheckpointError: as in `write_tensors`.
+        FileExistsError: the file exists, and `overwrite` is False.
+        OSError: writing failed, as on a full disk.
     """
     ordered = _ordered(tensors)
     return write_named_file(path, _parts(_header(ordered, metadata), ordered), overwrite)
 
 
 def _ordered(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Wide elements first: so each array starts where its elements may."""
+    """Return the arrays with the widest elements first, so that each array is aligned."""
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
@@ -157,16 +157,16 @@ def _parts(header: bytes, ordered: Sequence[Tensor]) -> Iterator[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where an array lies in its file."""
+    """Place of an array in its file."""
 
     dtype: DType
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -178,11 +178,11 @@ class TensorFile:
     """A file of arrays, read piece by piece.
 
     Args:
-        path: the file. It may come from a stranger: see the rules of this module.
+        path: path of the file, which is not trusted.
 
     Raises:
-        CheckpointError: it is not such a file, or damaged.
-        OSError: it cannot be read.
+        CheckpointError: the file is not in the format, or damaged.
+        OSError: the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -201,7 +201,7 @@ class TensorFile:
             self.metadata = {name: str(value) for name, value in metadata.items()}
             self.entries = {name: _entry(entry, 8 + length) for name, entry in entries.items()}
             _require_back_to_back(self.entries.values(), 8 + length, nbytes)
-        # A header is made of whatever JSON can say.
+        # JSON can hold any type and any depth.
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: its header is not readable ({error})") from None
 
@@ -209,7 +209,7 @@ class TensorFile:
         """Fill `out` with the elements of an array from `start`.
 
         Raises:
-            CheckpointError: there is no such array, or it is shorter, or of another type.
+            CheckpointError: the file has no such array, or it is shorter, or of another type.
         """
         entry = self.entries.get(name)
         if entry is None or out.dtype != entry.dtype.storage or not 0 <= start <= entry.size - out.size:
@@ -246,7 +246,7 @@ def _is_count(number: object) -> bool:
 
 
 def _require_back_to_back(entries: Iterable[TensorEntry], begin: int, nbytes: int) -> None:
-    """Whether the arrays fill the file: none outside, none over another, no room for anything else."""
+    """Check that the arrays fill the file exactly: without overlaps, gaps or other data."""
     for entry in sorted(entries, key=lambda entry: (entry.offset, entry.nbytes)):
         if entry.offset != begin:
             raise ValueError("arrays overlap, or leave a gap")
@@ -262,22 +262,22 @@ _Named = TypeVar("_Named")
 NAME = "manifest.json"
 FORMAT = "kvdist checkpoint"
 VERSION = 2
-"""Of the format. A reader refuses what is newer than itself."""
+"""Version of the format. A reader refuses newer versions."""
 VERSION_WITHOUT_TABLES = 1
-"""Written where no key is a table of rows: then nothing is different, and older readers can go on."""
+"""Version of manifests without tables of rows, which older readers can read."""
 MANIFEST_BYTES_MAX = 1 << 30
 
 LISTED = (SERVER_FILE, WORKER_FILE)
-"""The files that a manifest names."""
+"""Names of the files that a manifest lists."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Make the folder a checkpoint, if all its files are there.
+    """Complete a checkpoint: check that its files exist, and write its manifest.
 
     Raises:
-        CheckpointError: one is not, as seen from here.
-        OSError: the disk is full, say.
+        CheckpointError: a file is missing on this host.
+        OSError: writing failed, as on a full disk.
     """
     for file in manifest.files:
         require_present(folder, file)
@@ -301,20 +301,20 @@ def _described_key(one: SavedKey) -> dict[str, Any]:
 
 
 def _require_ours(path: Path) -> None:
-    """Many programs have files of this name.
+    """Check that a file of this common name is a manifest of a checkpoint, if it exists.
 
     Raises:
-        CheckpointError: the file is there, and another program wrote it.
+        CheckpointError: another program wrote the file.
     """
     if os.path.lexists(path) and FORMAT.encode() not in read_regular(path, MANIFEST_BYTES_MAX):
         raise CheckpointError(f"{path} belongs to another program; choose another folder for checkpoints")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a folder.
+    """Read the manifest of a folder.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or of a newer version.
+        CheckpointError: the manifest is missing, damaged, or of a newer version.
     """
     path = folder / NAME
     try:
@@ -334,13 +334,13 @@ def read_manifest(folder: Path) -> Manifest:
         if _with_checksum(body) != text:
             raise CheckpointError(f"{path} is damaged: its content does not have its checksum")
         return _parsed(body)
-    # It is made of whatever JSON can say.
+    # JSON can hold any type and any depth.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged: not readable ({error})") from None
 
 
 def _with_checksum(body: dict[str, Any]) -> bytes:
-    """The text of a manifest; the same body always gives the same."""
+    """Return the text of a manifest; equal bodies have equal texts."""
     inner = json.dumps(body, sort_keys=True)
     digest = hashlib.sha256(inner.encode()).hexdigest()
     return (json.dumps({**body, "sha256": digest}, sort_keys=True, indent=1) + "\n").encode()
@@ -417,19 +417,19 @@ def _with_different_names(found: Sequence[_Named], what: str, name: Callable[[_N
     return found
 
 
-# What each worker keeps with a checkpoint: its own state, and from rank 0 the names of parameters.
+# Files of workers: the user's state, and from rank 0 the names of parameters.
 
 STATE_BYTES_MAX = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class OwnStates:
-    """The states of the optimizer with which a worker makes steps of its own.
+    """States of the optimizer of a worker that updates its weights itself.
 
     Attributes:
-        file: where they are.
-        optimizer: its description.
-        steps: how many steps the worker had made.
+        file: file with the states.
+        optimizer: description of the optimizer.
+        steps: number of steps of the worker.
     """
 
     file: FileRecord
@@ -439,12 +439,12 @@ class OwnStates:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFile:
-    """What a worker gave.
+    """Content of the file of a worker.
 
     Attributes:
-        state: whatever JSON can say; None for nothing.
-        names: key → what the user calls it.
-        own: where it makes steps of its own, what belongs to these.
+        state: state from the user, of any JSON type; None without a state.
+        names: key → name of its parameter.
+        own: states of the worker's optimizer, if the worker updates its weights itself.
     """
 
     state: Any
@@ -453,10 +453,10 @@ class WorkerFile:
 
 
 def read_worker(folder: Path, record: FileRecord, manifest: Manifest) -> WorkerFile:
-    """The content of one worker's file.
+    """Read the file of a worker.
 
     Raises:
-        CheckpointError: it is missing or damaged, or of another checkpoint.
+        CheckpointError: the file is missing or damaged, or belongs to another checkpoint.
     """
     path = folder / record.name
     if record.nbytes > STATE_BYTES_MAX:
@@ -471,7 +471,7 @@ def read_worker(folder: Path, record: FileRecord, manifest: Manifest) -> WorkerF
 
 
 def read_workers(folder: Path, manifest: Manifest) -> dict[int, WorkerFile]:
-    """Rank → what that worker kept.
+    """Return rank → content of the worker's file.
 
     Raises:
         CheckpointError: a file is missing or damaged.

@@ -1,13 +1,13 @@
-"""The lock of a folder of checkpoints: one job at a time saves into it.
+"""Lock of a directory of checkpoints: only a single job at a time saves into it.
 
-The lock is the file ``lock.json`` in that folder, made by the process that writes manifests, and removed when its job
-ends. Rules that hold here:
+The lock is the file ``lock.json`` in that directory, created by the process that writes manifests, and removed when its
+job ends. Invariants:
 
-* Its owner has it locked with ``flock``, which the kernel releases when the process ends, however it ends. A lock of
-  this host that no process holds is left over from a process that was killed, and is taken over.
-* What the file says is for other hosts, whose kernels may not know of it, and for people. It alone counts on a file
-  system that has no ``flock``: a lock is left over there if it is of this kernel and its process is gone. The name of a
-  host does not tell there: cloned machines have the same.
+* The owner holds a ``flock`` on the file, which the kernel releases when the process ends for any reason. A lock of
+  this host that no process holds is stale, as its process was killed, and is taken over.
+* The content of the file is for people, and for other hosts, whose kernels may not see the ``flock``. On a file system
+  without ``flock`` only the content counts: a lock is stale if it is of this kernel and its process has ended. The name
+  of the host is not enough, as cloned machines share it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ FORMAT = "kvdist lock"
 BYTES_MAX = 4096
 ATTEMPTS = 100
 PAUSE_S = 0.05
-"""Between two attempts: another process is making or removing the lock."""
+"""Time between two attempts, while another process is creating or removing the lock."""
 EMPTY_ATTEMPTS = ATTEMPTS // 2
-"""For as many pauses a lock has been seen empty and unchanged: who made it was killed before it wrote."""
+"""Number of pauses after which an empty lock is stale: its process was killed before it wrote the content."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,27 +52,27 @@ class _Lock:
 
     descriptor: int
     made: list[Path]
-    """The folders that were made for it, innermost first."""
+    """Folders that were created for the lock, innermost first."""
     owners: Counter[Locks] = field(default_factory=Counter)
-    """Each with how often it has taken the lock and not released it."""
+    """Holder → number of times it has taken the lock and not released it."""
 
 
 class Locks:
-    """The folders into which one store, or the scheduler of a job, saves."""
+    """Locks of a store, or of the scheduler of a job."""
 
     def take(self, directory: Path, run: str = "") -> str:
-        """Lock a folder, which is made if need be, unless this process holds the lock already.
+        """Lock a directory, and create it if it is missing. Locks of this process are counted.
 
         Args:
-            directory: the folder.
-            run: that of the process whose place this one takes; empty for one of its own.
+            directory: directory of checkpoints.
+            run: run of the lost process that this process replaces; '' for a new run.
 
         Returns:
-            The run: what tells this job from others.
+            The run, which identifies this job.
 
         Raises:
-            CheckpointError: another job holds the lock; says which, and what to do.
-            OSError: the folder cannot be written.
+            CheckpointError: another job holds the lock; the message has the job and the remedy.
+            OSError: the directory cannot be written.
         """
         with _MUTEX:
             if run and not _RUN:
@@ -80,7 +80,7 @@ class Locks:
             place = directory.resolve()
             lock = _HELD.get(place)
             if lock is not None and not _is_at(lock.descriptor, place / NAME):
-                os.close(_HELD.pop(place).descriptor)  # it was removed, with the folder perhaps
+                os.close(_HELD.pop(place).descriptor)  # the lock was removed, perhaps with the folder
                 lock = None
             if lock is None:
                 release_when_terminated()
@@ -89,18 +89,18 @@ class Locks:
             return _run()
 
     def release(self, directory: Path) -> None:
-        """Take back one `take`. After the last one other jobs may save there, and folders that were made for it go
-        away if they are empty."""
+        """Undo a single `take`. The last unlocks the directory, and removes empty folders that were created for the
+        lock."""
         with _MUTEX:
             place = directory.resolve()
             lock = _HELD.get(place)
             if lock is not None:
-                lock.owners -= Counter([self])  # which drops who has taken it no more
+                lock.owners -= Counter([self])  # drops holders with a count of 0
                 if not lock.owners:
                     _released(place, _HELD.pop(place))
 
     def close(self) -> None:
-        """Release all."""
+        """Release all locks of this holder."""
         with _MUTEX:
             for place in [place for place, lock in _HELD.items() if self in lock.owners]:
                 _HELD[place].owners[self] = 1
@@ -108,10 +108,10 @@ class Locks:
 
 
 def require_run(directory: Path, run: str, wait_s: float = ATTEMPTS * PAUSE_S) -> None:
-    """Whether a folder is locked by this run, as seen from here.
+    """Check that this process sees a directory locked by this run.
 
     Raises:
-        CheckpointError: it is not, within `wait_s`: file systems of networks may show a new file late.
+        CheckpointError: it does not see the lock within `wait_s`: network file systems may show a new file late.
     """
     by = time.monotonic() + wait_s
     while (found := _content(directory / NAME).get("run")) != run:
@@ -127,14 +127,15 @@ def require_run(directory: Path, run: str, wait_s: float = ATTEMPTS * PAUSE_S) -
 _MUTEX = threading.RLock()
 _HELD: dict[Path, _Lock] = {}
 _Seen: TypeAlias = "dict[tuple[int, int, int], float]"
-"""Locks without content, by device, inode and time of change → when this process saw them first, on its own clock."""
+"""(device, inode, time of change) of a lock without content → time at which this process saw it first, on its monotonic
+clock."""
 NO_FLOCK = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
-"""What ``flock`` gives on a file system without it, as Lustre mounted without that option."""
+"""Errors of ``flock`` on a file system without it, such as Lustre mounted without that option."""
 _RUN: list[str] = []
-"""Drawn when it is first needed: one for a process, and for the job that it saves for."""
+"""Run of this process and its job, drawn when first needed."""
 ONLY_CONTENT = "only the content of that file shows whether another job saves into the folder"
 _WARNED: list[str] = []
-"""Warnings about file systems without ``flock`` that were logged, by their last clause."""
+"""Last clauses of the warnings about file systems without ``flock`` that were logged."""
 
 
 def _run() -> str:
@@ -144,13 +145,13 @@ def _run() -> str:
 
 
 def _taken(directory: Path) -> _Lock:
-    """Make the lock, or take over one that is left over."""
+    """Create the lock, or take over a stale lock."""
     made = [one for one in (directory, *directory.parents) if not one.exists()]
     path = directory / NAME
     seen: _Seen = {}
     try:
         for _ in range(ATTEMPTS):
-            make_folder(directory)  # which another job may remove when it ends
+            make_folder(directory)  # another job may remove it when it ends
             descriptor = _attempt(path, seen)
             if descriptor is not None:
                 make_durable(directory)
@@ -163,7 +164,7 @@ def _taken(directory: Path) -> _Lock:
 
 
 def _attempt(path: Path, seen: _Seen) -> int | None:
-    """The descriptor of the lock, which is ours; None to try again."""
+    """Try to lock, and return the descriptor of the lock; None to try again."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         is_new = True
@@ -171,7 +172,7 @@ def _attempt(path: Path, seen: _Seen) -> int | None:
         return None
     except FileExistsError:
         try:
-            with open_regular(path):  # no link, and nothing that would wait
+            with open_regular(path):  # neither a link nor a file whose opening could block
                 descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
@@ -197,15 +198,15 @@ def _attempt(path: Path, seen: _Seen) -> int | None:
 
 
 def flocked(descriptor: int, operation: int, path: Path, otherwise: str) -> bool:
-    """Lock an open file. False: its file system cannot, which a warning says once.
+    """Lock an open file. Returns False if its file system lacks ``flock``, and logs a warning about this once.
 
     Args:
         descriptor, path: the file.
-        operation: the operation of ``flock``.
-        otherwise: last clause of the warning: what protects the file without a lock.
+        operation: operation of ``flock``.
+        otherwise: last clause of the warning: the protection of the file without ``flock``.
 
     Raises:
-        BlockingIOError: another process has it locked.
+        BlockingIOError: another process has locked the file.
     """
     try:
         fcntl.flock(descriptor, operation)
@@ -220,23 +221,23 @@ def flocked(descriptor: int, operation: int, path: Path, otherwise: str) -> bool
 
 
 def _is_ours_still(path: Path) -> bool:
-    """Whether this process has taken over a lock, where nothing keeps two from doing it at once: the last one has."""
+    """Return whether this process owns a lock that it has taken over without ``flock``, where the last of several
+    writers owns it."""
     time.sleep(PAUSE_S)
     return _content(path).get("run") == _run()
 
 
 def _is_left_over(path: Path, has_flock: bool, seen: _Seen) -> bool:
-    """Whether a lock may be taken over that no process of this host holds, as far as is known without ``flock``.
-
-    False: ask again.
+    """Return whether a lock that no process of this host holds, as far as is known without ``flock``, may be taken
+    over; False to try again.
 
     Raises:
-        CheckpointError: its owner may live.
+        CheckpointError: the owner may be live.
     """
     owner = _content(path)
     if not owner:
-        found = path.stat()  # empty: it is being made, or who made it was killed at that
-        now = time.monotonic()  # the clock of a file server, or one that is set meanwhile, does not count
+        found = path.stat()  # empty while it is being created, or for ever if its process was killed meanwhile
+        now = time.monotonic()  # clocks of file servers, and clocks that are set meanwhile, do not count
         since = seen.setdefault((found.st_dev, found.st_ino, found.st_mtime_ns), now)
         return not found.st_size and now - since > EMPTY_ATTEMPTS * PAUSE_S
     if not _is_gone(owner, has_flock):
@@ -246,27 +247,27 @@ def _is_left_over(path: Path, has_flock: bool, seen: _Seen) -> bool:
 
 
 def _is_gone(owner: dict[str, Any], has_flock: bool) -> bool:
-    """Whether the process that a lock names has ended, as far as this host can know."""
+    """Return whether the owner of a lock has ended, as far as this host can know."""
     ours, theirs, is_this_host = boot_id(), owner.get("boot"), owner.get("host") == host_name()
     if not has_flock and (not ours or ours != theirs):
-        return False  # a clone of this host may have it
-    if ours and theirs:  # else a kernel does not say which it is
+        return False  # the owner may be on a clone of this host
+    if ours and theirs:  # else a kernel does not report its boot id
         if ours != theirs:
-            return is_this_host  # which was started again since
+            return is_this_host  # a host that has been rebooted since
         if has_flock:
             return True
-    # Another container of this kernel may count processes anew, but has another name.
+    # Another container of this kernel may number processes anew, but has another host name.
     return is_this_host and not _may_run(owner.get("process"))
 
 
 def _may_run(process: object) -> bool:
-    """Whether the process of this host that has left its word may run, and is not this one."""
+    """Return whether the owner of a lock of this host may be live, and is another process than this."""
     if process == this_process():
-        return False  # this one knows its locks
+        return False  # this process knows its locks
     try:
         return may_run(str(process))
     except ValueError:
-        return True  # the file does not say
+        return True  # the file does not name a process
 
 
 def _refusal(path: Path, owner: dict[str, Any]) -> str:
@@ -301,7 +302,7 @@ def _write(descriptor: int) -> None:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """What a lock says; empty if there is none, or it is being written."""
+    """Return the content of a lock; empty if the lock is missing, or is being written."""
     try:
         found = json.loads(read_regular(path, BYTES_MAX))
     except (OSError, ValueError, RecursionError):
@@ -310,7 +311,7 @@ def _content(path: Path) -> dict[str, Any]:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether this open file is still the one of that name."""
+    """Return whether a path still leads to this open file."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     return False
@@ -325,35 +326,35 @@ def _released(directory: Path, lock: _Lock) -> None:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    with contextlib.suppress(OSError):  # it is not empty
+    with contextlib.suppress(OSError):  # a folder is not empty
         for folder in folders:
             folder.rmdir()
 
 
 def release_when_terminated() -> None:
-    """Let SIGTERM release the locks before it ends this process, which other hosts could not see.
+    """Release the locks on SIGTERM before the process ends, as other hosts could not see its end.
 
-    A program with a handler of its own keeps it; outside the main thread nothing changes.
+    A handler of the program itself stays; outside the main thread nothing changes.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _end_by)
 
 
 def _end_by(number: int, _: object) -> None:
-    signal.signal(number, signal.SIG_DFL)  # first: a second signal waits for nothing
+    signal.signal(number, signal.SIG_DFL)  # first, so that a second signal ends the process at once
     _release_all()
     os.kill(os.getpid(), number)
 
 
 def _release_all() -> None:
-    """This process ends: let other jobs save."""
+    """Release all locks at the end of this process."""
     with _MUTEX:
         while _HELD:
             _released(*_HELD.popitem())
 
 
 def _forget() -> None:
-    """In a forked child: the locks are its parent's, and must end with it."""
+    """Drop the locks in a forked child: they belong to its parent, and must end with the parent."""
     global _MUTEX
     _MUTEX = threading.RLock()
     for lock in _HELD.values():

@@ -1,11 +1,11 @@
-"""What a server keeps of a store, as arrays of a file; and back, for servers that cut the keys otherwise.
+"""The slices of a server as arrays in a file, and back, for servers that cut the keys differently.
 
-Each slice is stored by itself: its weight, its states and its master, 1-D, named by the key and the range of its
-elements. A reader takes for each of its own slices whatever overlaps, so any number of servers can read what any other
-number has written. Where all is copied, nothing is computed: the bits are the same.
+Each slice is stored separately: weight, states and master as 1-D arrays, named by the key and the range of elements. A
+reader takes the overlapping parts for each of its slices, so any number of servers can read the files of any other
+number. Values are copied, not computed, so their bits are the same.
 
-Of a slice of a lazy table only the rows that exist are stored, in the order of their ids, and the ids beside them. A
-row that is not there does not exist: it still begins as the initialiser says.
+Of a slice of a lazy table only existing rows are stored, ordered by id, beside their ids. Other rows still have their
+initial value.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from kvdist.optimizer.states import SliceState
 
 WEIGHT, MASTER, INDICES = "weight", "master", "indices"
 SLICES = "kvdist.slices"
-"""In the metadata of a file: what is known of each of its slices beside arrays."""
+"""Metadata of a file: description of each of its slices beside the arrays."""
 SAMPLES = "kvdist.samples"
-"""In the metadata of a file: of how many examples each of its slices is made, if that is known of any."""
+"""Metadata of a file: number of examples behind each of its slices, if any number is known."""
 RUN, STEP = "kvdist.run", "kvdist.step"
-"""In the metadata of a file: for which checkpoint it was written. Not in those of older versions."""
+"""Metadata of a file: the checkpoint for which it was written. Files of older versions lack both."""
 
 
 def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str, step: int) -> FileRecord:
-    """Write the file of one server, for this step of this run.
+    """Write the file of a server for this step of this run.
 
     Raises:
-        CheckpointError, OSError: as of `write_tensors`.
+        CheckpointError, OSError: as in `write_tensors`.
     """
     tensors = [tensor for one in slices for tensor in _tensors(one)]
     described = [_described(one) for one in slices]
@@ -84,7 +84,7 @@ def _tensor(name: str, dtype: DType, bits: Bits) -> Tensor:
 
 
 def _wide(dtype: DType) -> DType:
-    """The type of the states of such an element."""
+    """Return the type of the states of a slice with this element type."""
     return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
 
 
@@ -94,7 +94,7 @@ def _name(key: int | str, start: int, count: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A saved slice in its file."""
+    """A saved slice in a file."""
 
     file: TensorFile
     name: str
@@ -105,15 +105,15 @@ class _Piece:
     scalars: tuple[float, ...]
     states: tuple[str, ...]
     initializer: str = ""
-    """Of a slice of a lazy table; empty otherwise."""
+    """Initializer of a lazy table; '' otherwise."""
     samples: int = 0
-    """Of how many examples an array is made."""
+    """Number of examples behind the value."""
 
     def ids(self, row: int) -> Ids:
-        """The rows that exist, of `row` elements each.
+        """Return the ids of the existing rows, of `row` elements each.
 
         Raises:
-            CheckpointError: they are not of the slice, or in no order.
+            CheckpointError: the ids are outside the slice, or not ascending.
         """
         found = np.empty(self.num_rows, np.int64)
         self.file.read_into(f"{self.name}/{INDICES}", 0, found)
@@ -126,7 +126,7 @@ class _Piece:
 
     @property
     def num_rows(self) -> int:
-        """How many rows of a lazy table it has."""
+        """Number of existing rows of a lazy table."""
         entry = self.file.entries.get(f"{self.name}/{INDICES}")
         if entry is None:
             raise CheckpointError(f"{self.file.path} is damaged: it does not say which rows of {self.name} it has")
@@ -135,7 +135,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What of a piece goes where: `count` elements of the weight, from `begin` of the piece's to `at` of the result."""
+    """Part of a piece for a result: `count` elements of the weight, from `begin` in the piece to `at` in the result."""
 
     piece: _Piece
     begin: int
@@ -144,14 +144,14 @@ class _Part:
 
 
 class Shards:
-    """All files with arrays of a checkpoint. Nothing is taken out of a file before its checksum was compared.
+    """All files with arrays of a checkpoint. The checksum of a file is compared before an array of it is read.
 
     Args:
-        folder: the checkpoint.
+        folder: folder of the checkpoint.
         manifest: its manifest.
 
     Raises:
-        CheckpointError: a file is missing, or cut off, or no file of a server, or one of another checkpoint.
+        CheckpointError: a file is missing or cut off, was not written by a server, or belongs to another checkpoint.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -166,13 +166,13 @@ class Shards:
                 for piece, key in _pieces(file):
                     self._pieces.setdefault(key, []).append(piece)
             except CheckpointError:
-                self._verify(path)  # that its content is not what was written says more
+                self._verify(path)  # a damaged file is the more useful error
                 raise
         for pieces in self._pieces.values():
             pieces.sort(key=lambda piece: piece.start)
 
     def verify(self) -> None:
-        """Compare all checksums; otherwise each file is read for that when something is first wanted of it.
+        """Compare the checksums of all files now, instead of at the first read of each file.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -186,15 +186,15 @@ class Shards:
             require_intact(self._folder, record)
 
     def read(self, wanted: WantedSlice, contents: Sequence[str]) -> ReadSlice:
-        """The content of a slice.
+        """Read a slice.
 
         Raises:
-            CheckpointError: some of it is in no file, or a file is damaged.
+            CheckpointError: the files lack a part of it, or a file is damaged.
         """
         try:
             pieces = self._covering(wanted)
         except CheckpointError:
-            self.verify()  # perhaps it is the names that are damaged
+            self.verify()  # the names of slices may be damaged
             raise
         for piece in pieces:
             self._verify(piece.file.path)
@@ -217,36 +217,38 @@ class Shards:
         return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins, samples, version)
 
     def whole(self, key: int | str, size: int, dtype: DType) -> Bits:
-        """All elements of a key."""
+        """Return all elements of a key."""
         weight = self.read(WantedSlice(0, key, 0, size, dtype), (WEIGHTS,)).weight
         assert weight is not None
         return weight
 
     def average(self, key: int | str, size: int, dtype: DType) -> Bits:
-        """The average of all elements of a key, of `DType.accumulate`; its value where it was never updated."""
+        """Return the average of all elements of a key, in `DType.accumulate`; the value of elements that were never
+        updated."""
         pieces = self._covering(WantedSlice(0, key, 0, size, dtype))
         for piece in pieces:
             self._verify(piece.file.path)
         return _averages(_parts(WantedSlice(0, key, 0, size, dtype), pieces), size, dtype)
 
     def rows(self, key: int | str, size: int, row: int, dtype: DType, contents: Sequence[str]) -> ReadSlice:
-        """All of a lazy table of `size` elements, `row` a row: which rows exist, and these contents of them."""
+        """Read a lazy table of `size` elements, with `row` elements a row: the ids and these contents of its existing
+        rows."""
         return self.read(WantedSlice(0, key, 0, size, dtype, lazy_row=row), contents)
 
     def num_rows(self, key: int | str) -> int:
-        """How many rows of a lazy table exist. Reads nothing but headers.
+        """Return the number of existing rows of a lazy table. Reads only headers.
 
         Raises:
-            CheckpointError: it is not a lazy table in some file.
+            CheckpointError: the key is not a lazy table in some file.
         """
         return sum(piece.num_rows for piece in self._pieces.get(key, []))
 
     def initializer(self, key: int | str) -> str:
-        """How the rows of a lazy table begin that do not exist."""
+        """Return the initializer of a lazy table, for rows that do not exist."""
         return next((piece.initializer for piece in self._pieces.get(key, [])), "")
 
     def _covering(self, wanted: WantedSlice) -> list[_Piece]:
-        """The pieces that have the slice, one after the other; each element in one of them."""
+        """Return the pieces that cover a slice, in order; each element is in a single piece."""
         position, stop = wanted.start, wanted.stop
         pieces = self._pieces.get(wanted.key, [])
         # An empty key has one empty slice.
@@ -266,7 +268,7 @@ class Shards:
     def _state(
         self, wanted: WantedSlice, pieces: Sequence[_Piece], parts: Sequence[_Part], size: int
     ) -> SliceState | None:
-        """What was remembered of the slice; None if it was never updated."""
+        """Return the state of a slice; None if it was never updated."""
         updated = [piece for piece in pieces if piece.updates]
         if not updated:
             return None
@@ -297,13 +299,13 @@ class Shards:
             for name in wanted.state_names
         )
         master = _gathered(having, MASTER, size, accumulate) if wanted.has_master else None
-        # Slices of one key have had the same updates, but for asynchronous stores: then the furthest counts.
+        # Slices of a key have had the same number of updates; in asynchronous stores the highest number counts.
         newest = max(updated, key=lambda piece: piece.updates)
         return SliceState(newest.updates, arrays, newest.scalars, master)
 
 
 def _parts(wanted: WantedSlice, pieces: Sequence[_Piece]) -> list[_Part]:
-    """What of these pieces makes the slice."""
+    """Return the parts of these pieces that make up a slice."""
     parts = []
     for piece in pieces:
         start, stop = max(piece.start, wanted.start), min(piece.stop, wanted.stop)
@@ -313,7 +315,7 @@ def _parts(wanted: WantedSlice, pieces: Sequence[_Piece]) -> list[_Part]:
 
 
 def _lazy_parts(wanted: WantedSlice, pieces: Sequence[_Piece]) -> tuple[list[_Part], Ids]:
-    """The same of a lazy table, where only rows that exist are there; and which rows those are."""
+    """Return the parts that make up a slice of a lazy table, of existing rows only, and the ids of these rows."""
     row = wanted.lazy_row
     ends = [wanted.start, wanted.stop, *(end for piece in pieces for end in (piece.start, piece.stop))]
     if any(end % row for end in ends):
@@ -334,12 +336,12 @@ def _lazy_parts(wanted: WantedSlice, pieces: Sequence[_Piece]) -> tuple[list[_Pa
 
 
 def _of_rule(states: tuple[str, ...]) -> tuple[str, ...]:
-    """Without the average, which may be kept or not from a checkpoint on."""
+    """Return the states without the average, which may be switched on or off at a load."""
     return tuple(name for name in states if name != AVERAGE)
 
 
 def _averages(parts: Sequence[_Part], size: int, dtype: DType) -> Bits:
-    """The average of the weights; where none is kept, it begins with the weight."""
+    """Return the average of the weights. Parts without an average begin with the weight."""
     out: Bits = np.zeros(size, dtype.accumulate)
     for part in parts:
         file, target = part.piece.file, out[part.at : part.at + part.count]
@@ -358,8 +360,8 @@ def _averages(parts: Sequence[_Part], size: int, dtype: DType) -> Bits:
 
 
 def _gathered(parts: Sequence[_Part], what: str, size: int, dtype: Any, row: int = 1) -> Bits:
-    """An array of `size` elements, or one for each `row` of them, out of its parts."""
-    out: Bits = np.zeros(size // row, dtype)  # as states begin, where there is no part
+    """Assemble an array of `size` elements, or of an element for each `row` of them, from its parts."""
+    out: Bits = np.zeros(size // row, dtype)  # the initial value of states, for missing parts
     for part in parts:
         low, high = part.at // row, (part.at + part.count) // row
         part.piece.file.read_into(f"{part.piece.name}/{what}", part.begin // row, out[low:high])
@@ -367,7 +369,7 @@ def _gathered(parts: Sequence[_Part], what: str, size: int, dtype: Any, row: int
 
 
 def updates_in(folder: Path) -> int:
-    """How many updates the slice of a checkpoint has had that has had most. Reads headers alone.
+    """Return the most updates of any slice of a checkpoint. Reads only headers.
 
     Raises:
         CheckpointError: a file is not readable.
@@ -376,7 +378,7 @@ def updates_in(folder: Path) -> int:
 
 
 def samples_in(folder: Path) -> int:
-    """Of how many examples the array of a checkpoint is made that has most. Reads headers alone.
+    """Return the most examples behind any slice of a checkpoint. Reads only headers.
 
     Raises:
         CheckpointError: a file is not readable.

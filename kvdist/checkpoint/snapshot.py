@@ -1,7 +1,7 @@
-"""What the core knows of checkpoints: what is saved and read, and what a process is asked to do with its disk.
+"""Checkpoint data that the core handles, and disk tasks that it orders. No file access.
 
-Nothing here touches a file. The machines of scheduler and server ask for a `DiskTask` by an effect and get its result
-by an event; between the two the node calls `kvdist.checkpoint.folders.perform` on a thread of its own.
+The machines of scheduler and server order a `DiskTask` by an effect and receive its result by an event; the node calls
+`kvdist.checkpoint.folders.perform` on a separate thread.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from kvdist.protocol.messages import ROWS, SavedFile
 Bits = npt.NDArray[np.generic]
 """A 1-D array of `DType.storage` elements."""
 Ids = npt.NDArray[np.int64]
-"""(k,) row ids of a whole table, strictly ascending."""
+"""(k,) row ids in the whole table, strictly ascending."""
 
 WEIGHTS, STATES = "weights", "states"
 EVERYTHING = (WEIGHTS, STATES)
-"""What a checkpoint can hold. Averages of the weights are states."""
+"""Parts that a checkpoint can have. Averages of the weights are states."""
 
 SERVER_FILE = re.compile(r"server-[0-9]{1,9}-[0-9a-f]{1,64}\.safetensors")
 WORKER_FILE = re.compile(r"worker-([0-9]{1,9})-[0-9a-f]{1,64}\.json")
 OWN_FILE = re.compile(r"worker-[0-9]{1,9}-states-[0-9a-f]{1,64}\.safetensors")
-"""The states of a worker's own optimizer, which its `WORKER_FILE` names."""
+"""File with the states of an optimizer that a worker runs itself; the worker's `WORKER_FILE` names it."""
 RUN = re.compile(r"[0-9a-f]{16}")
-"""What tells jobs apart: drawn by each."""
+"""Identifier of a job, drawn at random."""
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What is known of a file without opening it.
+    """A file as a manifest records it.
 
     Attributes:
-        name: within its folder.
-        nbytes: its length.
-        sha256: of its content, 64 hexadecimal digits.
+        name: name in its folder.
+        nbytes: length.
+        sha256: SHA-256 of its content, 64 hexadecimal digits.
     """
 
     name: str
@@ -61,7 +61,7 @@ class SavedKey:
     """A key as every worker knows it.
 
     Attributes:
-        form: "" for an array, `ROWS` for a table whose rows all exist, or what the rows of a lazy one begin as.
+        form: "" for an array, `ROWS` for a table whose rows all exist, or the initializer of a lazy table as text.
     """
 
     key: int | str
@@ -75,31 +75,32 @@ class SavedKey:
 
     @property
     def is_lazy(self) -> bool:
-        """Whether only some of its rows exist."""
+        """Whether this is a lazy table, of which only some rows exist."""
         return self.form not in ("", ROWS)
 
     def fits(self, other: SavedKey) -> bool:
-        """Whether one can go on from the other. All elements of an array are there, and all of a table of `ROWS`."""
+        """Return whether values of either key fit the other. Arrays and `ROWS` tables are alike: all their elements
+        exist."""
         ours, theirs = (one.form if one.is_lazy else "" for one in (self, other))
         return (self.key, self.shape, self.dtype, ours) == (other.key, other.shape, other.dtype, theirs)
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint has.
+    """Manifest of a checkpoint.
 
     Attributes:
-        step: the user's number of it; 0 for states that were saved alone.
-        run: of the job that wrote it, the same in each of its files; empty if an older kvdist wrote it.
-        contents: of `WEIGHTS` and `STATES`.
-        mode: of the store, ``sync``, ``async`` or ``local``.
-        exact: whether it is one moment of the whole store. In asynchronous mode it is not: each slice has all pushes
-            that preceded the call on any worker, and perhaps some later ones.
-        optimizer: its description; None for a store without one.
-        num_workers, num_servers: who wrote it. Any number can read it.
-        keys: in the order of their initialisation.
-        files: all of them.
-        data: where the workers were in their data, as numbers and lists; None where nothing was leased.
+        step: number from the user; 0 for states that were saved alone.
+        run: run of the job that wrote it, also in each of its files; '' from older versions of kvdist.
+        contents: parts: `WEIGHTS`, `STATES`.
+        mode: mode of the store: ``sync``, ``async`` or ``local``.
+        exact: whether it is a single moment of the whole store. In asynchronous mode it is not: each slice has all
+            pushes before the call on any worker, and perhaps later pushes.
+        optimizer: description of the optimizer; None for a store without an optimizer.
+        num_workers, num_servers: size of the cluster that wrote it. A cluster of any size can read it.
+        keys: keys in the order of their initialisation.
+        files: files of the servers and the workers.
+        data: positions of the workers in their data, as numbers and lists; None if no examples were leased.
     """
 
     step: int
@@ -116,24 +117,25 @@ class Manifest:
 
     @property
     def shards(self) -> list[FileRecord]:
-        """The files with arrays."""
+        """Files with arrays."""
         return [file for file in self.files if not WORKER_FILE.fullmatch(file.name)]
 
     def is_of(self, files: Iterable[FileRecord | SavedFile]) -> bool:
-        """Whether it is of the attempt that has made these files: no other makes shards of the same names."""
+        """Return whether these files are of the same attempt to save: different attempts have shards of different
+        names."""
         return not {file.name for file in self.shards}.isdisjoint(file.name for file in files)
 
     @property
     def workers(self) -> dict[int, FileRecord]:
-        """Rank → what that worker wanted to have back."""
+        """Rank → file of the worker."""
         found = [(WORKER_FILE.fullmatch(file.name), file) for file in self.files]
         return {int(match[1]): file for match, file in found if match}
 
     def require_part(self, path: object, run: object, step: object) -> None:
-        """Whether a file was written for this checkpoint, by what it says of itself.
+        """Check that a file was written for this checkpoint, by the run and the step in the file.
 
         Raises:
-            CheckpointError: it was written by another job, or for another step.
+            CheckpointError: the file was written by another job, or for another step.
         """
         if self.run and (run, str(step)) != (self.run, str(self.step)):
             raise CheckpointError(
@@ -143,10 +145,10 @@ class Manifest:
             )
 
     def require(self, keys: Iterable[SavedKey], optimizer: Mapping[str, Any] | None, contents: Sequence[str]) -> None:
-        """Whether a store of these keys and this optimizer can take in these contents.
+        """Check that a store with these keys and this optimizer can load these contents.
 
         Raises:
-            CheckpointError: it cannot; says what differs.
+            CheckpointError: it cannot; the message has the difference.
         """
         missing = [one for one in contents if one not in self.contents]
         if missing:
@@ -174,7 +176,7 @@ class Manifest:
 
 
 def _state_of(description: Mapping[str, Any] | None) -> object:
-    """What must be equal for states to fit."""
+    """Return the part of a description that must be equal for states to be loaded."""
     if description is None:
         return None
     optimizer = chosen_optimizer(description)
@@ -182,10 +184,10 @@ def _state_of(description: Mapping[str, Any] | None) -> object:
 
 
 def chosen_optimizer(description: Mapping[str, Any]) -> Optimizer:
-    """The optimizer of a manifest.
+    """Return the optimizer that a manifest describes.
 
     Raises:
-        CheckpointError: this process does not know its name, or not with these numbers.
+        CheckpointError: this process has no optimizer with this name and these options.
     """
     try:
         return from_description(dict(description))
@@ -206,13 +208,14 @@ def _described(description: Mapping[str, Any] | None) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a folder of this name; None for another name."""
+    """Return the step of a folder with this name; None for another name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def directory_of(folder: str) -> str:
-    """The directory of checkpoints in which this folder lies; itself, if it is not of a step."""
+    """Return the directory of checkpoints that has this folder; the folder itself, if it is not the folder of a
+    step."""
     directory, _, name = folder.rstrip("/").rpartition("/")
     if step_of(name) is None:
         return folder
@@ -221,21 +224,21 @@ def directory_of(folder: str) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedSlice:
-    """One slice at the moment of a checkpoint.
+    """A slice at the moment of a checkpoint.
 
     Attributes:
-        key: its key.
-        start: its first element.
+        start: first element.
+        count: number of elements.
         dtype: element type.
-        version: how many rounds had been closed.
-        weight: its value; None if only states are saved.
-        states: name → array, of `DType.accumulate`.
-        updates: how many updates the states have had.
-        scalars: numbers beside the arrays.
-        master: the float32 weight behind a half one.
-        ids: of a lazy table the rows that exist: all arrays are those of these rows; None for what is whole.
-        initializer: how its other rows begin, as text.
-        samples: of how many examples an array is made, as far as that was said.
+        version: number of closed rounds.
+        weight: value; None if only states are saved.
+        states: name of a state → array of `DType.accumulate`.
+        updates: number of updates of the states.
+        scalars: numbers of the optimizer beside the arrays.
+        master: float32 weight of a slice of half precision.
+        ids: rows of a lazy table that exist, to which all arrays belong; None without a lazy table.
+        initializer: initializer of the other rows, as text.
+        samples: number of examples behind the value, as far as reported.
     """
 
     key: int | str
@@ -255,12 +258,12 @@ class SavedSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedSlice:
-    """One slice that a server keeps, to be filled.
+    """A slice that a server wants to fill from a checkpoint.
 
     Attributes:
-        number: the server's name for it.
-        row: elements of the key for each element of a state: more than 1 only for rules by rows.
-        lazy_row: elements of a row of a lazy table; 0 for what is whole.
+        number: number of the slice on the server.
+        row: elements of the key for each element of a state: more than 1 only for optimizers by rows.
+        lazy_row: elements of a row of a lazy table, else 0.
     """
 
     number: int
@@ -269,36 +272,36 @@ class WantedSlice:
     count: int
     dtype: DType
     state_names: tuple[str, ...] = ()
-    """`Optimizer.kept_names`."""
+    """Names of the states to restore."""
     row: int = 1
     has_master: bool = False
     has_state: bool = False
-    """Whether an optimizer updates it."""
+    """Whether an optimizer updates the slice."""
     from_weight: bool = False
     """Whether its states begin as copies of the weight, and not all as zeros."""
     lazy_row: int = 0
 
     @property
     def stop(self) -> int:
-        """The end of its elements."""
+        """End of the range of elements."""
         return self.start + self.count
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadSlice:
-    """What was found for it."""
+    """A slice that was read from a checkpoint."""
 
     number: int
     weight: Bits | None
     state: SliceState | None
     is_fresh: bool = False
-    """States were asked for, and it was never updated."""
+    """Whether states were requested, and the slice was never updated."""
     ids: Ids | None = None
-    """As of `SavedSlice`."""
+    """`SavedSlice.ids`."""
     initializer: str = ""
     samples: int = 0
     version: int = 0
-    """As of `SavedSlice`: the highest where the slice was saved in pieces."""
+    """`SavedSlice.version`; the highest, if the slice was saved in pieces."""
 
 
 # Tasks.
@@ -306,9 +309,9 @@ class ReadSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LockFolder:
-    """Keep other jobs from saving where this checkpoint is to lie; gives the run, which its files are to name.
+    """Lock the directory of a checkpoint against other jobs; returns the run, which its files name.
 
-    A process that takes the place of one that was lost has that one's `run`; empty for one of its own.
+    `run` is that of a lost process which this process replaces, else ''.
     """
 
     folder: str
@@ -317,14 +320,14 @@ class LockFolder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnlockFolder:
-    """Let other jobs save there; gives None."""
+    """Unlock the directory for other jobs; returns None."""
 
     folder: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CheckFolder:
-    """See whether this process could write a part of this size of a checkpoint of this run; gives None."""
+    """Check that this process could write `nbytes` of a checkpoint of this run; returns None."""
 
     folder: str
     stem: str
@@ -334,7 +337,7 @@ class CheckFolder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteShard:
-    """Write what a server keeps, for this step of this run; gives a `FileRecord`."""
+    """Write the slices of a server for this step of this run; returns a `FileRecord`."""
 
     folder: str
     stem: str
@@ -345,8 +348,8 @@ class WriteShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WriteManifest:
-    """Make the folder a checkpoint; `keep` of them stay in the directory, 0 keeps all. Takes the lock of the
-    directory, if it was removed. Gives None."""
+    """Write the manifest, which completes the checkpoint, and keep `keep` checkpoints in the directory; 0 keeps all.
+    Locks the directory again if its lock was removed. Returns None."""
 
     folder: str
     manifest: Manifest
@@ -355,14 +358,14 @@ class WriteManifest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadManifest:
-    """Read what a checkpoint has; gives a `Manifest`."""
+    """Read the manifest of a checkpoint; returns a `Manifest`."""
 
     folder: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadShards:
-    """Read what a server is to keep; gives a tuple of `ReadSlice`."""
+    """Read the slices that a server wants; returns a tuple of `ReadSlice`."""
 
     folder: str
     wanted: tuple[WantedSlice, ...]
@@ -371,7 +374,8 @@ class ReadShards:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sweep:
-    """Remove what a failed attempt has left in the folder, or all of a checkpoint; gives the manifest that stays."""
+    """Remove the files of failed attempts from a folder, or its `whole` checkpoint; returns the manifest that
+    remains."""
 
     folder: str
     whole: bool = False

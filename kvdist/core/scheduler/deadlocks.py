@@ -1,12 +1,12 @@
 """The scheduler's search for deadlocks: workers all of whose threads wait for each other. Pure.
 
-A worker that reports (`core.worker.pending`) waits with all its threads. It is in a deadlock if everything that it
-waits for needs another worker of the deadlock to act: to push a slice once more, to initialise a key, to arrive at a
-barrier. Where a push is not due yet, each of the workers that the server awaits may make it due, so all of them have
-to be in the deadlock. From all that report, workers that can go on are removed until none can; the rest wait for ever.
+A worker that reports (`core.worker.pending`) waits with all its threads. It is in a deadlock if all its waits need an
+action of another worker in the deadlock: another push of a slice, the initialisation of a key, arrival at a barrier.
+If a push is not due yet, any worker that the server awaits may make it due, so all of them must be in the deadlock.
+From all workers that report, those that can go on are removed until none can; the rest wait for ever.
 
-One look is not enough. The same set with the same reports must be found again after `CONFIRM_S`, and then each of
-its members must confirm its report.
+A single search is not enough. The next search, after `CONFIRM_S`, must yield the same set with the same reports, and
+then each of its members must confirm its report.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U32
 
 LOOK_AFTER_S = 0.5
-"""Reports that come within this time are looked at together."""
+"""Time in which reports are collected for a common search."""
 CONFIRM_S = 2.0
 NAMED_MAX = 8
-"""Workers that the sentence names."""
+"""Maximum number of workers that the error names."""
 LEAVING = "leaving the cluster"
-"""The call of a worker whose program has ended."""
+"""`Blocked.place` of a worker whose program has ended."""
 
 Waits = Mapping[tuple[int, int], Set[int]]
-"""(rank of a worker, its request) → the ranks of the workers that have to act first."""
+"""(rank of a worker, its request) → ranks of the workers that must act first."""
 KeyOf = Callable[[int], int | str]
-"""Names the key of a slice, by its number."""
+"""Number of a slice → its key."""
 
 
 @dataclass(slots=True)
 class _Blocked:
-    """A report, and who sent it."""
+    """A report and its sender."""
 
     member: Member
     said: msg.Blocked
 
 
 class Deadlocks:
-    """What workers have reported, and the set of them that is being checked."""
+    """Reports of the workers, and the set of workers that is being confirmed."""
 
     def __init__(self) -> None:
         self.due = fx.NEVER
-        """When `look` should run."""
+        """Time at which `look` should run."""
         self._blocked: dict[int, _Blocked] = {}
         self._found: dict[int, int] = {}
-        """Rank → number of its report, of those found at the last look."""
+        """Rank → number of its report, for the result of the last search."""
         self._unconfirmed: set[int] | None = None
-        """Of those, who has been asked and not answered yet; None before they are asked."""
+        """Workers of that result that were asked to confirm and have not answered; None before they are asked."""
 
     def report(self, sender: Member, message: msg.Blocked, now: float) -> None:
-        """A worker waits, goes on, or confirms."""
+        """Record that a worker waits, goes on, or confirms its report."""
         rank = sender.node.rank
         if message.place:
             self._blocked[rank] = _Blocked(sender, message)
@@ -68,7 +68,7 @@ class Deadlocks:
         self.due = min(self.due, now + LOOK_AFTER_S)
 
     def forget(self, member: Member, now: float) -> None:
-        """A worker was given up: what it has reported means nothing, and its confirmation does not come."""
+        """Forget the report of a lost worker, and the confirmation that it cannot send."""
         self._blocked.pop(member.node.rank, None)
         self._found, self._unconfirmed = {}, None
         if self._blocked:
@@ -78,13 +78,13 @@ class Deadlocks:
         """Search again.
 
         Args:
-            live: the ranks of the workers that have not left.
-            waits: what the scheduler knows of requests that wait for workers.
-            key_of: names the key of a slice.
+            live: ranks of the workers that have not left.
+            waits: requests to the scheduler that wait for workers.
+            key_of: returns the key of a slice.
             now: the time.
 
         Returns:
-            What there is to ask, and the sentence of a deadlock that is certain, or ''.
+            Questions to workers, and the error text of a certain deadlock, or ''.
         """
         self._blocked = {rank: one for rank, one in self._blocked.items() if rank in live}
         members = self._stuck(live, waits)
@@ -98,7 +98,7 @@ class Deadlocks:
             return [], ""
         if self._unconfirmed is None:
             self._unconfirmed = set(found)
-            self.due = fx.NEVER  # until they answer
+            self.due = fx.NEVER  # until the workers answer
             return [fx.Send(one.member, msg.CheckBlocked()) for one in members.values()], ""
         if self._unconfirmed:
             self.due = fx.NEVER
@@ -123,7 +123,8 @@ class Deadlocks:
 
 
 def _at(firsts: U32, column: U32, bounds: U32) -> U32:
-    """The value of a column in each of these stretches; 0 before the first one."""
+    """Return the value of a column in each stretch that begins at `bounds`; 0 before the first stretch of the
+    report."""
     places = np.searchsorted(firsts, bounds, side="right")
     return np.concatenate([np.zeros(1, np.uint32), column])[places]
 
@@ -131,7 +132,7 @@ def _at(firsts: U32, column: U32, bounds: U32) -> U32:
 def _waits_for(
     rank: int, said: msg.Blocked, members: Set[int], live: Set[int], waits: Waits, bounds: U32, fewest: U32
 ) -> bool:
-    """Whether everything that a worker waits for needs one of these to act first."""
+    """Return whether every wait of a worker needs one of `members` to act first."""
     reports_to = live & set(said.awaits)
     awaited = _at(said.firsts, said.awaited, bounds)
     waits_for_rounds = awaited > 0
@@ -142,7 +143,7 @@ def _waits_for(
     return bool((fewest < awaited)[waits_for_rounds].all())
 
 
-# The sentence.
+# The error text.
 
 
 def _sentence(members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> str:
@@ -165,7 +166,7 @@ def _sentence(members: Mapping[int, _Blocked], waits: Waits, key_of: KeyOf) -> s
 
 
 def _cycle(members: Mapping[int, _Blocked], waits: Waits) -> list[int]:
-    """A cycle of workers, each waiting for the next one; the lowest rank first."""
+    """Return a cycle of workers, each waiting for the next, from its lowest rank on."""
     chain: list[int] = []
     rank = min(members)
     while rank not in chain:
@@ -177,7 +178,7 @@ def _cycle(members: Mapping[int, _Blocked], waits: Waits) -> list[int]:
 
 
 def _awaited(rank: int, members: Mapping[int, _Blocked], waits: Waits) -> list[int]:
-    """The members that the newest call of a worker waits for."""
+    """Return the members for which the newest call of a worker waits."""
     number, awaited = _slice(members[rank].said)
     if number < 0:
         said = members[rank].said
@@ -186,7 +187,8 @@ def _awaited(rank: int, members: Mapping[int, _Blocked], waits: Waits) -> list[i
 
 
 def _slice(said: msg.Blocked) -> tuple[int, int]:
-    """The slice whose round a worker waits for, and how often all must have pushed it; -1 if it waits for no round."""
+    """Return the slice for whose round a worker waits, and the number of pushes that all must reach; -1 without a
+    round."""
     if said.slice >= 0 and (awaited := _pushes(said.awaited, said, said.slice)):
         return said.slice, awaited
     if said.requests or not said.awaited.any():

@@ -1,14 +1,14 @@
 """Leases of examples: which worker trains on which part of the data. Pure.
 
-A pass goes over all examples, `epochs` times each. What nobody has is free, in ranges of places in the order of an
-epoch; workers make that order from the seed. Rules that hold here:
+A pass goes over all examples, `epochs` times each. Examples without a holder are free, in ranges of places in the order
+of an epoch, which workers derive from the seed. Invariants:
 
-* Every place of an epoch is free, leased to one worker, or used.
-* A worker uses its ranges in order, so that one number says which of its examples are used.
-* What a lost worker has not used is free again when every server has said how much of its pushes counts, not before.
-* A worker that has nothing to train on rests: nobody waits for it, in rounds, barriers or checkpoints. Those that rest
-  go on only when no other works, so that none comes into the middle of a step, and when every server awaits them.
-* The pass is over when nothing is free, leased or not accounted for, and no worker is on its way.
+* Every place of an epoch is free, leased to a single worker, or used.
+* A worker uses its ranges in order, so a single number identifies the examples that are used.
+* The unused ranges of a lost worker are free again when every server has accounted for its pushes, not before.
+* A worker without examples rests: no round, barrier or checkpoint waits for it. Resting workers continue only when all
+  others rest, so not in the middle of a step, and when every server awaits them.
+* The pass is over when no range is free, leased or unaccounted for, and no worker is joining.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
 
 SHARES = 8
-"""A lease is at most 1 / (SHARES · workers) of what is left of an epoch, so that its end waits for little."""
+"""A lease is at most 1 / (SHARES · workers) of the rest of an epoch, so that the wait at its end is short."""
 
 _NUMBERS = ("length", "epochs", "seed")
 NO_NUMBERS: Sequence[Sequence[int]] = ((), (), (), ())
 
 ALL = 1 << 64
-"""More examples than anybody has."""
+"""More examples than any worker has."""
 
 Place = tuple[int, int]
-"""A checkpoint: the store, and how many were made of it before."""
+"""A checkpoint: (store, number of earlier checkpoints of the store)."""
 
 
 class Range(NamedTuple):
-    """The places `start` … `stop` - 1 in the order of an epoch; what is free may go on into the epochs after it."""
+    """The places `start` … `stop` - 1 in the order of an epoch; a free range may extend into later epochs."""
 
     epoch: int
     start: int
@@ -50,12 +50,12 @@ class Range(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of places. Not its length, by which Python makes room when it copies a tuple."""
+        """Number of places. Not `__len__`, which Python uses to copy a tuple."""
         return self.stop - self.start
 
 
 class Plan(NamedTuple):
-    """What a sampler was made with."""
+    """Arguments of a sampler."""
 
     length: int
     epochs: int
@@ -70,27 +70,27 @@ class Queue:
     """The free ranges of a pass.
 
     Args:
-        ranges: what is free.
+        ranges: free ranges.
         length: examples in an epoch.
     """
 
     def __init__(self, ranges: Iterable[Range] = (), length: int = 1) -> None:
         self.length = length
         self.free = merged(ranges, length)
-        """In the order in which they are leased; no two touch."""
+        """Free ranges, in the order of their leases; no two touch."""
 
     @classmethod
     def of(cls, plan: Plan) -> Queue:
-        """All examples of a pass: one range, however many epochs there are."""
+        """Return the queue of a new pass: a single range for any number of epochs."""
         return cls([Range(0, 0, plan.epochs * plan.length)], max(1, plan.length))
 
     def lease(self, batch: int, wanted: int, workers: int) -> Range | None:
-        """Take whole batches from the first range, as far as there are; None if nothing is free.
+        """Remove whole batches from the first range, as far as it has them, and return them; None if no range is free.
 
         Args:
             batch: examples in a batch.
-            wanted: how many at most.
-            workers: how many share what is left.
+            wanted: maximum number of examples.
+            workers: number of workers that share the rest.
         """
         if not self.free:
             return None
@@ -107,10 +107,10 @@ class Queue:
 
 
 def merged(ranges: Iterable[Range], length: int) -> list[Range]:
-    """The same places in as few ranges as possible, in order; some may be named twice.
+    """Return the places of these ranges, which may overlap, in as few ranges as possible, in order.
 
     Args:
-        ranges: they.
+        ranges: ranges to merge.
         length: examples in an epoch.
     """
     found: list[tuple[int, int]] = []
@@ -123,7 +123,7 @@ def merged(ranges: Iterable[Range], length: int) -> list[Range]:
 
 
 def split(ranges: Iterable[Range], count: int) -> tuple[list[Range], list[Range]]:
-    """The first `count` places of these ranges, as far as there are so many; and the others."""
+    """Return the first `count` places of these ranges, or all if they have fewer, and the other places."""
     first: list[Range] = []
     others: list[Range] = []
     for one in ranges:
@@ -135,22 +135,22 @@ def split(ranges: Iterable[Range], count: int) -> tuple[list[Range], list[Range]
 
 
 def position_of(number: int, plan: Plan, left: Iterable[Range]) -> dict[str, Any]:
-    """A place in the data, for a checkpoint: numbers and lists that JSON can express.
+    """Return a position in the data for a checkpoint, as numbers and lists for JSON.
 
     Args:
-        number: of the pass.
-        plan: what its sampler was made with.
-        left: what of it is not used.
+        number: number of the pass.
+        plan: arguments of its sampler.
+        left: unused ranges of the pass.
     """
-    found = merged(left, max(1, plan.length))  # `len` of one may be more than an index can be
+    found = merged(left, max(1, plan.length))  # `len` of a range may exceed the largest index
     return {"number": number, **plan._asdict(), "left": [[one.epoch, one.start, one.stop] for one in found]}
 
 
 def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
-    """The pass, its plan, and what is left of it, of a `position_of`.
+    """Return the number, the plan and the free ranges of the pass of a `position_of`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the position is not valid.
     """
     try:
         number, length, epochs, seed = (operator.index(position[name]) for name in ("number", *_NUMBERS))
@@ -167,12 +167,12 @@ def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
 
 @dataclass(slots=True)
 class LeaseHolder:
-    """What a worker has leased.
+    """Leases of a worker.
 
     Attributes:
-        store: whose pushes tell what it has used.
-        used: how many examples, of all that it was ever given.
-        ranges: what it has not used, in the order in which it will.
+        store: store whose pushes show how many examples the worker has used.
+        used: number of used examples, of all that were leased to the worker.
+        ranges: unused ranges, in the order of their use.
     """
 
     store: int
@@ -180,28 +180,29 @@ class LeaseHolder:
     ranges: list[Range] = field(default_factory=list)
 
     def use(self, used: int) -> None:
-        """It has used so many; fewer than it is known to have used already changes nothing."""
+        """Record the number of used examples; a number below a known number changes nothing."""
         more = max(0, used - self.used)
         self.used += more
         _, self.ranges = split(self.ranges, more)
 
     @property
     def left(self) -> int:
-        """How many examples it has not used."""
+        """Number of unused examples."""
         return sum(one.size for one in self.ranges)
 
 
 Answered = tuple[Member, msg.Lease, Range | None, bool, bool]
-"""What `Leases._answer` takes: who asks, what, its new range, whether the pass is over, whether the worker rested."""
+"""Arguments of `Leases._answer`: worker, request, new range, whether the pass is over, whether the worker has
+rested."""
 
 
 @dataclass(slots=True)
 class Marked:
-    """What is not used in a checkpoint under way.
+    """Examples that are not used in a checkpoint under way.
 
     Attributes:
-        pushes: how many there were before it.
-        ranges: by worker what it had not used when it called, and was given since.
+        pushes: number of pushes before the checkpoint.
+        ranges: worker → ranges unused when it called for the checkpoint, and leased to it since.
     """
 
     pushes: int
@@ -209,14 +210,14 @@ class Marked:
 
 
 class Leases:
-    """The passes of one job, one after the other.
+    """The passes of a job, one after another.
 
     Args:
-        membership: who is in the cluster.
-        questions: what servers are asked.
-        go_on: lets agreements go on that have waited only for a worker that rests now.
-        numbers: (stores, barriers, saves, loads): what a worker has to know that has rested.
-        is_saving: whether a checkpoint is being made.
+        membership: members of the cluster.
+        questions: requests to servers.
+        go_on: completes agreements that have waited only for a worker that rests now.
+        numbers: returns (stores, barriers, saves, loads), the counts that a worker needs after a rest.
+        is_saving: returns whether a checkpoint is under way.
     """
 
     def __init__(
@@ -233,7 +234,7 @@ class Leases:
         self._numbers = numbers
         self._is_saving = is_saving
         self._number = -1
-        """Of the pass."""
+        """Number of the pass."""
         self._plan: Plan | None = None
         self._said_by = ""
         self._queue = Queue()
@@ -241,29 +242,29 @@ class Leases:
         self._version = 0
         self._holders: dict[Member, LeaseHolder] = {}
         self._waiting: dict[Member, tuple[msg.Lease, float]] = {}
-        """Those that rest, or were never awaited; what they have asked, and when."""
+        """Worker that rests, or was never awaited → (its request for a lease, time of the request)."""
         self._unaccounted: dict[Member, int] = {}
-        """Lost worker whose pushes servers have not accounted for → the last epoch in which it was live."""
+        """Lost worker whose pushes servers have not accounted for → last epoch in which it was live."""
         self._marked: dict[Place, Marked] = {}
-        """By checkpoint under way."""
+        """Checkpoint under way → its unused examples."""
         self._unused_at_snapshot: dict[Member, LeaseHolder] | None = None
-        """Worker → the ranges that it had not used when the present snapshot began and those leased to it since, less
-        those that it gave back; None while no snapshot is under way."""
+        """Worker → ranges that were unused when the present snapshot began, and ranges leased to it since, without
+        those that it gave back; None without a snapshot under way."""
         self._snapshot_version = 0
         """Version of the present snapshot."""
         self._snapshot_pass = -1
-        """Number of the pass that was under way when the present snapshot began; -1 if none was."""
+        """Number of the pass when the present snapshot began; -1 if no pass was under way."""
 
-    # What workers say.
+    # Messages of workers.
 
     def lease(self, sender: Member, message: msg.Lease, now: float) -> list[fx.Effect]:
-        """Give a worker its next range, or let it rest."""
+        """Lease a worker its next range, or let it rest."""
         refusal = self._refusal(sender, message)
         if refusal:
             return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, refusal))]
         holder = self._holders.setdefault(sender, LeaseHolder(message.store, message.used))
         holder.use(message.used)
-        if message.used or sender not in self._membership.since:  # else nobody may have made that version yet
+        if message.used or sender not in self._membership.since:  # else the version may not exist yet
             self._version = max(self._version, message.version)
         if message.number < self._number:
             return [self._answer(sender, message, None, is_over=True)]
@@ -278,7 +279,7 @@ class Leases:
         return self.advance() or self._rest(sender, now)
 
     def used(self, sender: Member, message: msg.Used) -> list[fx.Effect]:
-        """A worker is about to save, or to leave."""
+        """Record the used examples of a worker that is about to save, or to leave."""
         holder = self._holders.get(sender, LeaseHolder(0, message.used))
         if message.used > holder.used + holder.left:
             reason = f"{sender} says that it has used {message.used} examples, but it was leased fewer"
@@ -293,14 +294,14 @@ class Leases:
         return [*effects, fx.Send(sender, msg.Done(message.request))]
 
     def left(self, member: Member) -> list[fx.Effect]:
-        """A worker has said goodbye: all that it has pushed counts, and that is all it has used."""
+        """Handle the goodbye of a worker: all its pushes count, and its unused ranges are free again."""
         self._waiting.pop(member, None)
         effects = self._reclaim(member)
         self._holders.pop(member, None)
         return effects
 
     def lost(self, member: Member) -> list[fx.Effect]:
-        """A worker is given up, and the next roster says so: how much it has used is not known yet."""
+        """Handle the loss of a worker, before its roster: the number of its used examples is not known yet."""
         self._waiting.pop(member, None)
         if self._holders.get(member, LeaseHolder(0)).ranges and self._membership.servers:
             self._unaccounted[member] = self._membership.epoch
@@ -312,7 +313,7 @@ class Leases:
         self._holders.pop(member, None)
 
     def account(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
-        """All servers have accounted for the workers that a roster gives up: their unused ranges are free again."""
+        """Free the unused ranges of lost workers, whose pushes all servers have accounted for, as of this roster."""
         said = list(fates)
         for member in [member for member, since in self._unaccounted.items() if since < epoch]:
             holder = self._holders[member]
@@ -324,7 +325,7 @@ class Leases:
         return self.advance()
 
     def _refusal(self, sender: Member, message: msg.Lease) -> str:
-        """Why a worker cannot have what it asks for; opens the next pass."""
+        """Return the reason to refuse a lease, or ''. Opens the next pass."""
         plan = Plan(message.length, message.epochs, message.shuffle, message.seed)
         if self._plan is None or (self._is_over and message.number == self._number + 1):
             self._plan, self._said_by = plan, str(sender)
@@ -363,24 +364,24 @@ class Leases:
     # Resting.
 
     def _rest(self, member: Member, now: float) -> list[fx.Effect]:
-        """Do not wait for this worker any more."""
+        """Stop waiting for a worker."""
         if not self._membership.rest(member.node):
-            return self._go_on(now)  # it is not waited for yet
+            return self._go_on(now)  # it is not awaited yet
         return [*self._tell([]), *self._go_on(now)]
 
     @property
     def idle(self) -> int:
-        """How many newcomers find nothing to train on, and are not ready to join before they do."""
+        """Number of newcomers without examples, which are not ready to join before they have some."""
         return sum(self._membership.newcomers.get(member.node) == member for member in self._waiting)
 
     def advance(self) -> list[fx.Effect]:
-        """End the pass, or let workers go on that rest, if this is the time."""
+        """End the pass, or let resting workers continue, if it is time."""
         if not self._waiting or self._unaccounted or any(one.ranges for one in self._holders.values()):
             return []
         if self._membership.workers.keys() - {member.node for member in self._waiting}:
-            return []  # if there is anything, those that work take it
+            return []  # working workers take free ranges first
         if self._is_saving():
-            return []  # a checkpoint that has begun without them must not wait for them
+            return []  # a checkpoint that began without resting workers must not wait for them
         self._is_over = not self._queue.free
         woken: list[Answered] = []
         for member, (message, _) in list(self._waiting.items()):
@@ -392,13 +393,13 @@ class Leases:
         return self._tell(woken)
 
     def _tell(self, woken: list[Answered]) -> list[fx.Effect]:
-        """Tell the servers who rests; when all know, answer these workers."""
+        """Send the servers the ranks of resting workers; when all know them, answer these workers."""
         told: Agreement[str] = Agreement("the list of workers without data", "", 0.0, {})
         return self._questions.ask(msg.Rest(0, self.resting), partial(self._answer_all, woken), told)
 
     @property
     def resting(self) -> tuple[int, ...]:
-        """The ranks of the workers that rest."""
+        """Ranks of the resting workers."""
         return tuple(sorted(node.rank for node in self._membership.resting))
 
     def _answer_all(self, woken: list[Answered], _: str) -> list[fx.Effect]:
@@ -416,26 +417,24 @@ class Leases:
         leased = msg.Leased(message.request, *(given or Range(0, 0, 0)), is_over, self._version, *columns)
         return fx.Send(sender, leased)
 
-    # Notes.
-
     # Checkpoints.
 
     def mark(self, sender: Member, message: msg.Save) -> None:
-        """A worker saves: what it uses from now on is not in that checkpoint.
+        """Record that a worker calls for a checkpoint: examples that it uses later are not in the checkpoint.
 
-        Nor is what newcomers use, which do not call, as rounds wait for them only later.
+        Nor are examples of newcomers, which do not call, as rounds wait for them only later.
         """
         marked = self._marked.setdefault((message.store, message.counter), Marked(message.pushes))
         for member in (sender, *(one for one in self._holders if self._is_exempt(one, marked))):
             marked.ranges.setdefault(member, list(self._holders.get(member, LeaseHolder(0)).ranges))
 
     def _is_exempt(self, member: Member, marked: Marked) -> bool:
-        """Whether a worker uses nothing that is in a checkpoint, because it comes later."""
+        """Return whether no examples of a worker are in a checkpoint, because it joined later."""
         is_newcomer = self._membership.newcomers.get(member.node) == member
         return is_newcomer or self._membership.since.get(member, -1) >= marked.pushes
 
     def position(self, place: Place) -> dict[str, Any] | None:
-        """Where a checkpoint is in the data: the pass, and what of it was not used then."""
+        """Return the position of a checkpoint in the data: its pass, and the ranges unused at its moment."""
         if self._plan is None:
             return None
         marked = self._marked[place].ranges.values() if place in self._marked else ()
@@ -443,35 +442,36 @@ class Leases:
         return position_of(self._number, self._plan, [*self._queue.free, *held, *chain.from_iterable(marked)])
 
     def saved(self, place: Place) -> list[fx.Effect]:
-        """A checkpoint has come to its end, made or not: who rests may go on."""
+        """Handle the end of a checkpoint, complete or failed: resting workers may continue."""
         self._marked.pop(place, None)
         return self.advance()
 
     # Snapshots that servers write by themselves.
 
     def snapshot_begins(self, version: int) -> None:
-        """Every slice is taken at this version, and none is beyond it: note what nobody is known to have used."""
+        """Note the unused ranges as a snapshot begins: every slice is taken at this version, and none is beyond it."""
         self._unused_at_snapshot = {
             one: replace(holder, ranges=[*holder.ranges]) for one, holder in self._holders.items()
         }
         self._snapshot_version, self._snapshot_pass = version, -1 if self._is_over else self._number
 
     def _note_given(self, then: dict[Member, LeaseHolder], member: Member, given: Range) -> None:
-        """A worker that takes part only after the snapshot uses nothing for it."""
+        """Note a lease during a snapshot, as unused in it if the worker takes part only later."""
         if member not in then:
             is_later = self._membership.since.get(member, -1) >= self._snapshot_version
             then[member] = LeaseHolder(0, ALL if is_later else self._holders[member].used)
         then[member].ranges.append(given)
 
     def position_at(self, trained: Mapping[int, int]) -> dict[str, Any] | None:
-        """Where the present snapshot is in the data. Servers have taken it, so what is leased from now on is not noted.
+        """Return the position of the present snapshot in the data. Servers have taken it, so later leases are not
+        noted.
 
         Args:
-            trained: incarnation → how many examples there are in it of that worker. Of lost ones that are not named
-                all is in it that was ever counted.
+            trained: incarnation of a worker → number of its examples in the snapshot. Lost workers without an entry
+                have all their counted examples in it.
 
         Raises:
-            ValueError: a pass came to its end, and another has begun.
+            ValueError: another pass has begun since the snapshot began.
         """
         noted, self._unused_at_snapshot = self._unused_at_snapshot or {}, None
         if self._plan is None:
@@ -484,7 +484,7 @@ class Leases:
         return position_of(self._number, self._plan, [*self._queue.free, *left])
 
     def go_back(self, position: Mapping[str, Any] | None) -> None:
-        """All go back to a snapshot, to where that is in the data: what they hold is void, and nobody rests."""
+        """Roll back to the position of a snapshot: all leases are void, and no worker rests."""
         if position is not None:
             self.restoring(position)()
             self._said_by = "the snapshot"
@@ -498,10 +498,11 @@ class Leases:
             self._membership.wake(node)
 
     def restoring(self, position: Mapping[str, Any]) -> Callable[[], None]:
-        """Read a position; what is returned goes on there. What workers hold is void then, and they know it.
+        """Read a position, and return a function that continues from it. All leases are void then, and the workers know
+        it.
 
         Raises:
-            ValueError: it is no position.
+            ValueError: the position is not valid.
         """
         return partial(self._restore, *restored(position))
 
@@ -512,7 +513,7 @@ class Leases:
         self._unaccounted.clear()
 
     def waits(self) -> Iterator[MemberWait]:
-        """Those that have nothing to train on wait for those that have."""
+        """Yield the waits of workers without examples for workers that have some."""
         busy = tuple(member.node for member, one in self._holders.items() if one.ranges)
         for member, (message, since) in self._waiting.items():
             yield MemberWait(member, message.request, since, busy, "the list of lost workers", "use their examples")

@@ -1,14 +1,14 @@
-"""Workers that the cluster has given up: whether the others go on, and what became of what those had pushed. Pure.
+"""Lost workers: whether the others go on, and the account of the pushes of the lost. Pure.
 
-Rules that hold here:
+Invariants:
 
-* A loss ends the job unless its policy says that the others go on or wait, the cluster has been complete, and others
-  are there, or may come back in time. That of a server does, unless another one has a copy of all that it has.
-* The same failure said by two processes ends the job: a mistake of the program would take one worker after the other.
-* Every server says once, for each roster that gives somebody up, how many pushes of theirs it has counted in its
-  slices. That never becomes untrue, as it counts nothing of them any more. The scheduler says to all servers what all
-  of them have said, as an example that counts in some slices counts as seen in all.
-* Only the worker that was told to give a key its first value has it. If that is lost before, the job ends.
+* A loss ends the job unless the policy is to continue or to wait, the cluster has been complete, and other workers are
+  live, or may rejoin in time. The loss of a server ends it unless another server has a copy of all its slices.
+* The same failure reported by two workers ends the job: a fault of the program would end them all in turn.
+* Every server accounts once, for each roster with lost workers, for the number of their pushes that its slices have
+  counted. The account is final, as no more of their pushes are counted. The scheduler sends the combined accounts to
+  all servers, because an example that counts in some slices is regarded as used in all.
+* Only the worker that was chosen to initialise a key has its first value. If it is lost before, the job ends.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvdist.protocol import messages as msg
 
 @dataclass(slots=True)
 class LossAccount:
-    """What servers have said of one roster that gives workers up."""
+    """Accounts of the servers for the lost workers of a roster."""
 
     heard: set[Member] = field(default_factory=set)
     fates: dict[tuple[int, int, int], msg.Fate] = field(default_factory=dict)
-    """(rank, incarnation, store) → over all servers."""
+    """(rank, incarnation, store) → fate over all servers."""
     valueless: list[int] = field(default_factory=list)
 
     def add(self, server: Member, message: msg.Settled) -> None:
@@ -50,20 +50,20 @@ class LossAccount:
 
 
 class AccountedLeases(Protocol):
-    """Knows what lost workers had leased."""
+    """Leases of lost workers."""
 
     def account(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
-        """All servers have applied this roster, and say so of those that it gives up."""
+        """Handle the accounts of all servers for the lost workers of the roster of this epoch."""
 
 
 class Losses:
-    """All workers that were given up.
+    """All lost workers.
 
     Args:
-        membership: who is in the cluster.
-        keys: knows who gives first values.
-        on_loss: the policy.
-        returns: whether one may come back that was the last.
+        membership: members of the cluster.
+        keys: keys of the cluster, with the workers that initialise them.
+        on_loss: policy for losses.
+        returns: whether the last worker may rejoin after its loss.
         doomed: ends the job, because a key can never get its first value from this worker.
     """
 
@@ -81,18 +81,18 @@ class Losses:
         self._may_rejoin = returns
         self._doomed = doomed
         self._said: set[str] = set()
-        """Why lost workers had to end, in their own words."""
+        """Failures that lost workers have reported themselves."""
         self._accounts: dict[int, LossAccount] = {}
-        """By epoch."""
+        """Epoch of a roster → accounts of the servers."""
         self._taking_over: dict[Member, float] = {}
-        """Servers that take over the slices of lost ones → the epoch of the roster that tells them."""
+        """Server that takes over slices of a lost server → epoch of the roster with this failover."""
         self._come_late: dict[Member, int] = {}
-        """Servers that have taken the place of others → the first roster that they hear."""
+        """Server that replaces a lost server → epoch of its first roster."""
         self.leases: AccountedLeases | None = None
-        """What lost workers had leased, if anything is leased at all."""
+        """Leases of lost workers, if examples are leased."""
 
     def may_go_on(self, member: Member, said: str) -> bool:
-        """Whether the others go on without this process, which has `said` why it must end, if anything."""
+        """Return whether the others go on without a process that has reported the failure `said`, or ''."""
         there = self._membership
         if self._on_loss is msg.OnLoss.FAIL or not there.is_complete:
             return False
@@ -104,29 +104,29 @@ class Losses:
         return bool(others) or self._may_rejoin or member.node in there.left
 
     def note(self, said: str) -> None:
-        """A worker is given up that has `said` why, if anything."""
+        """Record the failure that a lost worker has reported, or ''."""
         self._said |= {said} - {""}
 
     def account(self, server: Member, message: msg.Settled) -> list[fx.Effect]:
-        """A server has accounted for the workers that a roster gives up, and counts no more of their pushes."""
+        """Handle a server's account for the lost workers of a roster: it counts no more of their pushes."""
         if message.epoch >= self._taking_over.get(server, fx.NEVER):
             del self._taking_over[server]
-            for account in self._accounts.values():  # what the lost server may not have said
+            for account in self._accounts.values():  # which the lost server may not have reported
                 account.add_slices(message)
         else:
             self._accounts.setdefault(message.epoch, LossAccount()).add(server, message)
         return self.finish()
 
     def takes_over(self, server: Member) -> None:
-        """Expect a second account from this server, which takes over the slices of a lost one with the next roster."""
+        """Expect a second account from a server that takes over the slices of a lost server with the next roster."""
         self._taking_over[server] = self._membership.epoch + 1
 
     def exempt(self, server: Member) -> None:
-        """Expect no account of earlier losses from this server, which replaces a lost one."""
+        """Expect no account of earlier losses from a server that replaces a lost server."""
         self._come_late[server] = self._membership.epoch + 1
 
     def finish(self) -> list[fx.Effect]:
-        """Finish the losses that all servers have accounted for."""
+        """Finish the losses for which all servers have accounted."""
         servers = self._membership.servers.values()
         ended = [
             (epoch, account)

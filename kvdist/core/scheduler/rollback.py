@@ -1,18 +1,18 @@
-"""Snapshots, which servers take without a call of the workers, and the rollback to one when a server is lost. Pure.
+"""Snapshots, which servers take without calls of workers, and the rollback to them when a server is lost. Pure.
 
-A snapshot is a checkpoint that only servers agree on, at the moment of a cut, as newcomers have it: every slice is
-taken when it reaches version T, so it is one moment of the whole store, and nobody stops. A rollback is a load that all
+A snapshot is a checkpoint that only servers agree on, at a cut, as newcomers have it: every slice is taken when it
+reaches version T, so it is a single moment of the whole store, and no worker stops. A rollback is a load that all
 workers are told to enter: when a server is lost, and its rank has registered again, all servers read the newest
-snapshot. `kvdist.core.scheduler.checkpoints` carries out both. Rules that hold here:
+snapshot. `kvdist.core.scheduler.checkpoints` carries out both. Invariants:
 
-* A snapshot counts when its manifest is written, and not before. What is torn is never used: all files are compared
-  with their checksums before any server goes back, and if a file is damaged, all go back to the snapshot before.
+* A snapshot counts from the moment its manifest is written. All files are compared with their checksums before any
+  server goes back; if a file is damaged, all go back to the previous snapshot.
 * No server goes back before every worker is quiet: it has dropped its calls, and has nothing in flight. So no push from
   before the rollback is counted after it.
 * No worker continues before every server has gone back.
-* Calls that reach the scheduler from a worker that has not heard of the rollback are dropped, and so are agreements
+* Calls that reach the scheduler from a worker that does not know of the rollback yet are dropped, and so are agreements
   without an answer.
-* Another loss meanwhile begins the rollback anew.
+* The loss of another server meanwhile begins the rollback anew.
 
 An asynchronous store has no versions that all slices share, so it is refused; `--replicas` keeps copies of it.
 """
@@ -146,23 +146,23 @@ class Rollback:
         self.written: list[Snapshot] = []
         """Complete snapshots, the newest last."""
         self._none_known = "there is no snapshot yet"
-        """Reason why there are none."""
+        """Reason for an empty `written`."""
         self._useless: list[str] = []
-        """Folders of snapshots that are damaged or undone: they are removed before the next manifest is written, else
-        older snapshots would be removed in their place."""
+        """Folders of damaged and undone snapshots: removed before the next manifest is written, else older snapshots
+        would be removed in their place."""
         self.way_back: LoadUnderWay | None = None
         """The rollback under way."""
         self._to: Snapshot | None = None
-        """The snapshot to which all go back, or have gone back last."""
+        """Snapshot of the present or the last rollback."""
         self._number = 0
         self._lost: Member | None = None
-        """The server that was lost last."""
+        """Server that was lost last."""
 
     # Snapshots.
 
     @property
     def newest(self) -> Snapshot | None:
-        """The newest complete snapshot."""
+        """Newest complete snapshot."""
         return self.written[-1] if self.written else None
 
     @property
@@ -184,7 +184,7 @@ class Rollback:
         return self._claim is not None and not self._claim.agreement.is_answered
 
     def tick(self, now: float) -> list[fx.Effect]:
-        """Begin a snapshot if it is time; give up a server that does not come back."""
+        """Begin a snapshot if it is time, report delays, and end the job if a lost server is not replaced in time."""
         if self.way_back is not None:
             assert self._lost is not None
             waited = f"nobody took its place within {self._patience_s:g} s"
@@ -210,7 +210,7 @@ class Rollback:
         return self._newcomers.cut(partial(self._begin, now))
 
     def _locked(self, failure: str) -> list[fx.Effect]:
-        """Begin the first snapshot at once when the folder is locked; try again later if it cannot be."""
+        """Begin the first snapshot at once when the folder is locked; try again later if the lock failed."""
         self._next = self._scheduler.now + (self._again_s if failure else 0.0)
         if not failure:
             return []
@@ -235,7 +235,7 @@ class Rollback:
 
     @property
     def wait(self) -> MemberWait | None:
-        """What the rollback waits for; None without a rollback."""
+        """Members for which the rollback waits, and their part; None without a rollback."""
         back = self.way_back
         if back is None:
             return None
@@ -255,12 +255,12 @@ class Rollback:
         return MemberWait(SCHEDULER_MEMBER, 0, agreement.since, awaited, "", deed)
 
     def _store(self) -> int | None:
-        """The store that is updated, once it has keys."""
+        """Return the store with an optimizer, once it has keys."""
         stores = [store for store in self._keys.optimizers if self._keys.saved(store)]
         return stores[0] if stores else None
 
     def _begin(self, now: float, version: int) -> list[fx.Effect]:
-        """Let servers, which have promised to make no later version, take a version."""
+        """Order the servers, which have promised to make no later version, to take a snapshot of this version."""
         store = self._store()
         if store is None or self.way_back is not None or self._making is not None or self._claim is None:
             return []
@@ -278,13 +278,13 @@ class Rollback:
         return [fx.Send(server, message) for server in servers.values()]
 
     def has_leases(self, leases: Leases) -> None:
-        """Record that workers lease examples from now on, perhaps while servers take a snapshot."""
+        """Record that workers lease examples from now on, perhaps during a snapshot."""
         self.leases = leases
         if self._making is not None and not self._making.is_ending:
             leases.snapshot_begins(self._making.version)
 
     def snapshot_taken(self, sender: Member, message: msg.SnapshotTaken) -> list[fx.Effect]:
-        """Handle the report of a server that has written its part, or could not."""
+        """Handle the report of a server that has written its part, or has failed."""
         making = self._making
         if making is None or making.folder != message.folder or making.is_ending:
             return []
@@ -327,7 +327,7 @@ class Rollback:
         return [*logged, *self._checkpoints.advance_all()]
 
     def _without_any(self, making: Snapshot) -> list[fx.Effect]:
-        """End the job if all were about to go back to a snapshot that could not be completed."""
+        """End the job if the rollback was to a snapshot that could not be completed."""
         if self.way_back is None or self._to is not making:
             return []
         assert self._lost is not None
@@ -335,7 +335,7 @@ class Rollback:
         return self._scheduler.end_job(self._lost, cause, f"{self._lost} was lost, and {cause}")
 
     def _once(self, cause: str, told: str) -> list[fx.Effect]:
-        """Report a failure that may come again at each try, once for each cause."""
+        """Log a failure that may recur at each try, once for each cause."""
         is_new = cause not in self._reported
         self._reported.add(cause)
         return [fx.Log(told)] if is_new else []
@@ -363,15 +363,15 @@ class Rollback:
         return ""
 
     def forget(self) -> None:
-        """Forget all snapshots, because the store was loaded: nobody goes back to what was before."""
+        """Forget all snapshots, because a load has replaced the values of the store."""
         self.written, self._making = [], None
         self._none_known = "there is no snapshot since the store was loaded"
         self._next = self._scheduler.now
 
-    # The way back.
+    # The rollback.
 
     def obstacle(self) -> str:
-        """Return why nobody can go back if a server is lost now; '' if all can."""
+        """Return why a rollback is impossible if a server is lost now; '' if it is possible."""
         complete = self._complete()
         if complete is None:
             return self._none_known
@@ -384,15 +384,17 @@ class Rollback:
         return f"{name_of(new[0])} was initialised after the last snapshot" if new else ""
 
     def _complete(self) -> Snapshot | None:
-        """Return the newest snapshot, or the first, if its files are complete and its manifest is being written."""
+        """Return the newest snapshot, or the first snapshot if its files are complete and its manifest is being
+        written."""
         making = self._making
         return making if self.newest is None and making is not None and making.is_written else self.newest
 
     def begin(self, lost: Member, now: float) -> list[fx.Effect]:
-        """Let all workers drop their calls, as a server was lost, and has left the membership."""
+        """Begin the rollback after the loss of a server, which has left the membership: tell all workers to drop their
+        calls."""
         self._lost, to = lost, self._complete()
         assert to is not None
-        if self._making is not None and self._making is not to:  # it is of steps that are undone
+        if self._making is not None and self._making is not to:  # of steps that are undone
             if self._making.is_written:  # it takes the place of the oldest
                 self._useless.append(self._making.folder)
                 self.written = self.written[1 - KEPT :]
@@ -410,21 +412,22 @@ class Rollback:
         return [*told, *self._checkpoints.roll_back(back)]
 
     def _may_read(self) -> bool:
-        """Return whether a server is at work for every rank, and the manifest of the snapshot is written."""
+        """Return whether every rank has a live server, and the manifest of the snapshot is written."""
         return self._is_whole and self._making is None
 
     def ignores(self, sender: Member) -> bool:
-        """Return whether a worker has not heard of the rollback, so that it will drop what it has called."""
+        """Return whether a worker does not know of the rollback yet, so that it will drop its calls."""
         return self.way_back is not None and not self.way_back.agreement.has_heard(sender)
 
     def is_stale(self, sender: Member) -> bool:
-        """Return whether a report of a server is about checkpoints that were dropped: it has not gone back yet."""
+        """Return whether a report of a server is about dropped checkpoints, because the server has not gone back
+        yet."""
         back = self.way_back
         answers = None if back is None or not back.is_taking else back.agreement.waits_for
         return back is not None and (answers is None or not answers.has_heard(sender))
 
     def welcome(self, server: Member) -> list[fx.Effect]:
-        """Tell a server that has taken the place of a lost server what all others know."""
+        """Bring a server that replaces a lost server up to date: keys, optimizers and open requests."""
         messages = [*self._keys.told(), *self._questions.unanswered]
         return [fx.Send(server, message) for message in messages]
 
@@ -445,7 +448,7 @@ class Rollback:
             )
 
     def _loaded(self, _: LoadUnderWay, failure: str) -> list[fx.Effect]:
-        """Handle the end of the load: all have gone back, or none has."""
+        """Handle the end of the load: all servers have gone back, or none has."""
         assert self._to is not None
         if failure:
             return self._without(self._to, failure)
@@ -455,7 +458,7 @@ class Rollback:
         return [told, *self._newcomers.gone_back()]
 
     def _without(self, damaged: Snapshot, failure: str) -> list[fx.Effect]:
-        """Let all go back to the snapshot before, as a snapshot cannot be read."""
+        """Go back to the previous snapshot, as a snapshot cannot be read."""
         assert self._lost is not None
         if damaged in self.written:
             self.written.remove(damaged)

@@ -1,8 +1,8 @@
-"""The scheduler: admits members, agrees on keys and optimizers, keeps barriers, judges who is dead. Pure.
+"""The scheduler: admits members, agrees on keys and optimizers, keeps barriers, judges losses. Pure.
 
-It is off the data path: pushes and pulls never pass through here. What it decides it decides once, by agreements of
-members (`kvdist.core.agreement`) and never by counts of messages, so a repeated request changes nothing. `explain`, the
-hints to members that wait long and the search for deadlocks all ask every agreement the same: who waits for whom.
+It is off the data path: no push or pull passes through it. Its decisions are agreements of members
+(`kvdist.core.agreement`), never counts of messages, so a repeated request changes nothing. `explain`, the hints to
+members that wait long and the search for deadlocks all use the waits of these agreements.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
     from kvdist.core.scheduler.rollback import Rollback
 
 BarrierWord = tuple[str, int]
-"""What a worker says at a barrier: its statement, and the rank of the giver, or -1."""
+"""Statement of a worker at a barrier, and rank of the giver, the worker whose values become everybody's, or -1."""
 
 NO_LEASES = (
     "KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), which makes each worker's steps again as they were, and a"
@@ -48,28 +48,28 @@ NO_LEAST = (
 )
 
 ROSTER_GAP_S = 0.001
-"""Between two rosters, for each member: to tell all of all costs the square of their number, and a thousand workers
-leave at nearly the same time."""
+"""Time between two rosters, for each member: a roster for all members costs the square of their number, and a thousand
+workers may leave at nearly the same time."""
 
 
 class Verdicts(Protocol):
-    """Judges who is slow, by what all report of their time: see `kvdist/diagnostics/pace.py`."""
+    """Detects slow members by the times that all members report: see `kvdist/diagnostics/pace.py`."""
 
     def heard(self, sender: Member, message: msg.StepTimes, now: float) -> list[fx.Effect]:
-        """A member reports its time."""
+        """Handle the times of a member."""
 
     def summary(self) -> list[fx.Effect]:
-        """What is to be said of the whole job when it ends."""
+        """Return the summary of the whole job at its end."""
 
 
 class Scheduler(fx.Machine):
     """The pure machine of the scheduler.
 
     Args:
-        config: the size of the cluster and how keys are placed.
+        config: size of the cluster, placement of keys, and other settings.
         now: the time.
-        first_incarnation: where incarnations begin. A number that differs from job to job keeps processes of an earlier
-            job on the same port from being taken for members of this one.
+        first_incarnation: incarnation of the first member. A number that differs between jobs keeps processes of an
+            earlier job on the same port from being taken for members of this job.
     """
 
     def __init__(self, config: ClusterConfig, now: float, first_incarnation: int = 1) -> None:
@@ -107,45 +107,45 @@ class Scheduler(fx.Machine):
             self.checkpoints.after_load = self.rollback.forget
         self.losses = Losses(self.membership, self.keys, self.on_loss, config.return_limit_s > 0, self._doomed)
         self.leases: Leases | None = None
-        """There are some once a worker has asked for one, or a checkpoint was loaded that had some."""
+        """Leases of examples; None until a worker asks for a lease, or a checkpoint with leases is loaded."""
         self.verdicts: Verdicts | None = None
-        """Judges who is slow, if anything is attached that does."""
+        """Detector of slow members, if diagnostics are attached."""
         self.checkpoints.restoring_data = self._restoring_data
         self._deadlocks = Deadlocks()
         self._barriers: dict[tuple[int, int], Agreement[BarrierWord]] = {}
-        """(store, count) → the barrier, until all workers have passed it."""
+        """(store, count) → barrier that not all workers have passed."""
         self._passed: dict[int, int] = {}
-        """Store → how many of its barriers all workers have passed."""
+        """Store → number of its barriers that all workers have passed."""
         self._commands: list[Agreement[str]] = []
-        """Until every server has run them."""
+        """Commands that not every server has run."""
         self._at_work: set[Member] = set()
-        """The workers that are there and have made a step."""
+        """Live workers that have completed a step."""
         self._heard: dict[Member, float] = {}
-        """Member → when it last said anything."""
+        """Member → time of its last message."""
         self._started_at = now
         self._form_by = now + config.limits.form_timeout_s
         self._next_look = now + config.limits.explain_after_s
         self._announced_at = -fx.NEVER
         self._announce_at = fx.NEVER
-        """When a change that has not been told yet must be."""
+        """Time at which a change of the membership must be announced."""
         self._rounds: dict[int, tuple[int, bool]] = {}
-        """Rank of a worker that has left → how many rounds it had made, and whether it had closed its stores."""
+        """Rank of a worker that has left → (number of its rounds, whether it had closed its stores)."""
         self._ending: set[Member] = set()
-        """Who has said goodbye as its process ends, until the launcher says with which code."""
+        """Workers whose goodbye reported the end of their process, until the launcher reports its exit code."""
         self._awaited_rejoins: dict[NodeId, tuple[float, Callable[[], list[fx.Effect]]]] = {}
-        """Awaited rejoins: node → (deadline, what ends the job when it passes)."""
+        """Awaited rejoins: node → (deadline, function that ends the job when it passes)."""
         self._stop_by = fx.NEVER
         self._stopped = False
         self._error: errors.KvdistError | None = None
-        """What has ended the job, if it has failed."""
+        """Error that has ended the job."""
         self._now = now
-        """When the last message or event came."""
+        """Time of the last message or event."""
         self._awake_since = now
-        """Since when something has come at least every few heartbeats, so that this process has not stood still."""
+        """Time since which events have come at least every few heartbeats, so this process was not suspended."""
 
     @property
     def deadline(self) -> float:
-        """When `tick` should run next."""
+        """Time at which `tick` should run next."""
         form_by = fx.NEVER if self.membership.is_complete else self._form_by
         snapshot = fx.NEVER if self.rollback is None or self._is_over else self.rollback.deadline
         dues = (form_by, self._next_look, self._announce_at, self._stop_by, self._deadlocks.due, self.keys.due)
@@ -153,7 +153,8 @@ class Scheduler(fx.Machine):
         return min(self.membership.next_loss, returns, snapshot, *dues)
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
-        """Listen to members, and to the hello of processes that want to be one."""
+        """Return the reason to refuse a message, unless it is of a member, or the hello of a process that wants to
+        join."""
         if self.membership.has(source):
             return None
         if source.node.rank == UNRANKED and source.node.role is not Role.SCHEDULER:
@@ -163,7 +164,7 @@ class Scheduler(fx.Machine):
         return f"{source} has no seat in this job: it is of an earlier one, or was replaced; start the whole job again"
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
-        """React to a message of a server or a worker."""
+        """Handle a message of a server or a worker."""
         self._note_time(now)
         effects = self._handle(sender, message, now)
         if self.newcomers is None:
@@ -171,7 +172,8 @@ class Scheduler(fx.Machine):
         return effects + self.newcomers.advance() + self._begins_work(sender)
 
     def _begins_work(self, member: Member) -> list[fx.Effect]:
-        """The launcher hears of a worker's first step: only a life that had none may end so again and again."""
+        """Report a worker's first step to the launcher, which limits restarts of processes that end before their first
+        step."""
         is_there = self.config.supervised and self.membership.workers.get(member.node) == member
         if not is_there or member in self._at_work:
             return []
@@ -181,9 +183,9 @@ class Scheduler(fx.Machine):
         return [fx.TellLauncher(f"at work worker {member.node.rank} life {self.membership.lives[member]}")]
 
     def resume(self, now: float) -> None:
-        """Go on in a new process, from which the launcher has not heard who is at work.
+        """Continue in a new process, to which the launcher has not reported the workers at work.
 
-        If the job has been ended, not everybody may know that: end it once more when there was time for a farewell.
+        If the job has ended, some members may not know it, so it is ended again after the time for a farewell.
         """
         self._at_work.clear()
         if self._stopped:
@@ -270,13 +272,13 @@ class Scheduler(fx.Machine):
                 return []
 
     def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
-        """React to connections and to what the launcher saw."""
+        """Handle an event: of a connection, of the disk, or of the launcher."""
         self._note_time(now)
         match event:
             case fx.PeerDisconnected(member) if member in self._ending:
                 return []
             case fx.PeerDisconnected(member, reason, after_silence):
-                # libzmq does not say whether it was itself that closed a silent connection within a host.
+                # libzmq does not report whether it has closed a silent connection within a host itself.
                 heard = self._heard.get(member, now)
                 is_quiet = now - heard > self.limits.quiet_s
                 is_silent = after_silence or is_quiet
@@ -302,12 +304,12 @@ class Scheduler(fx.Machine):
         return self._stop_if_alone()
 
     def tick(self, now: float) -> list[fx.Effect]:
-        """Judge the suspects, hint at who is awaited, enforce deadlines."""
+        """Do whatever is due: evictions, deadlines, announcements, searches for deadlocks, snapshots, hints."""
         self._note_time(now)
         lost = self.membership.take_lost(now)
         if lost is not None:
             member, why = lost
-            # Something between two hosts may close a connection, too; a launcher says of each process when it ends.
+            # A device between two hosts may close a connection, too; a launcher reports the end of each process.
             has_ended = why.has_ended and not self.config.supervised
             return self._server_gone(member) if self._is_over else self._lost(member, why.reason, now, has_ended)
         if now >= self._stop_by:
@@ -334,7 +336,7 @@ class Scheduler(fx.Machine):
         return []
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[fx.Effect]:
-        """A server has heard that it shall stop, with itself as the token, or who is new; or a worker a roster."""
+        """Handle acknowledged messages: a stop (its token is the server), introductions of newcomers, or a roster."""
         if all(isinstance(token, Member) for token in tokens):
             return self._server_gone(member)
         for epoch in tokens:
@@ -345,7 +347,7 @@ class Scheduler(fx.Machine):
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when the scheduler waits for the cluster to form, or for a way back to a snapshot."""
+        """Time since which the scheduler waits for the cluster to form, or for a rollback."""
         if not self.membership.is_complete:
             return self._started_at
         return None if self._snapshot_wait is None else self._snapshot_wait.since
@@ -355,7 +357,7 @@ class Scheduler(fx.Machine):
         return None if self.rollback is None or self._is_over else self.rollback.wait
 
     def explain(self, now: float) -> str | None:
-        """Who has to do what so that the longest wait ends."""
+        """Return the action for which the oldest wait waits, and the members that must act."""
         if not self.membership.is_complete:
             return self.membership.progress()
         oldest = self._snapshot_wait or min(self._waits(), key=lambda wait: wait.since, default=None)
@@ -383,7 +385,7 @@ class Scheduler(fx.Machine):
         except errors.ConfigError as error:
             return [fx.Send(sender, msg.Rejected(str(error)))]
         if member in self.membership.lost:
-            # Its welcome is lost, and what it was told as a member it cannot read: it may be started again.
+            # It has not received its welcome, so it cannot read messages to a member; it may be started again.
             cause, again = self.membership.lost[member], f"{self._fenced(member)}; start it again"
             return [fx.Send(sender, msg.Abort(msg.ErrorCode.PEER_LOST, str(member), "", cause, -1, again))]
         own = (self.on_loss, self.config.away_s, self.config.replicas)
@@ -401,9 +403,9 @@ class Scheduler(fx.Machine):
         return effects
 
     def _grace_s(self, after_silence: bool, silent_s: float = 0.0) -> float:
-        """How long a broken connection may be away, of a peer that had been silent for so long while we were awake."""
+        """Return how long a peer may be disconnected, after `silent_s` of silence while this process was awake."""
         goes_on = self.on_loss is not msg.OnLoss.FAIL
-        is_on_host = self.config.is_local  # where libzmq has waited for the whole patience, and no network can break
+        is_on_host = self.config.is_local  # libzmq waits for the whole patience, and no network can break
         if goes_on and is_on_host and not after_silence and silent_s >= self.limits.patience_s:
             return 0.0
         return self.limits.reconnect_grace_s(after_silence, goes_on)
@@ -423,12 +425,12 @@ class Scheduler(fx.Machine):
         return [*effects, *(fx.TellLauncher(f"joined worker {one.node.rank} life {message.life}") for one in joined)]
 
     def _announce_soon(self, now: float) -> list[fx.Effect]:
-        """Tell all who is gone: now, or with the next ones that go if there was a roster just before."""
+        """Announce departures: now, or together with the next departures if the last roster is recent."""
         self._announce_at = self._announced_at + ROSTER_GAP_S * len(self.membership.peers)
         return self._announce(now) if now >= self._announce_at else []
 
     def _announce(self, now: float) -> list[fx.Effect]:
-        """Tell all who is in the cluster."""
+        """Send the roster of a new epoch to all members."""
         self._announced_at, self._announce_at = now, fx.NEVER
         roster = self.membership.next_roster()
         self.epoch = self.membership.epoch
@@ -440,20 +442,20 @@ class Scheduler(fx.Machine):
         return [fx.Send(one, roster, token if one.node.role is Role.SERVER else self._token(one)) for one in known]
 
     def _token(self, member: Member) -> int | None:
-        """Of a roster for this process, if it is to be known when it has heard it."""
+        """Return the token of a roster for this member, if checkpoints depend on its acknowledgement."""
         return self.epoch if self.checkpoints.is_unaware(member) else None
 
     def announce(self) -> list[fx.Effect]:
-        """Tell all who is there, now."""
+        """Announce the present members now."""
         return self._announce(self._now)
 
     # Barriers and commands.
 
     def _barrier(self, sender: Member, message: msg.Barrier, now: float) -> list[fx.Effect]:
-        """A worker arrives, or asks again and hears who is missing.
+        """Handle the arrival of a worker, or its repeated request, which is answered with the missing workers.
 
-        Each makes a statement, which may be empty. Those of a barrier must be equal, or it fails for all: so workers
-        find out that they are about to train different models before the first gradient.
+        Each worker makes a statement, which may be empty. If the statements at a barrier differ, it fails for all
+        workers: so they detect different models before the first gradient.
         """
         passed = self._passed.get(message.store, 0)
         opened = {number: one for (store, number), one in self._barriers.items() if store == message.store}
@@ -478,7 +480,7 @@ class Scheduler(fx.Machine):
         return effects + self._pass_barriers()
 
     def _pass_barriers(self) -> list[fx.Effect]:
-        """Let all go on where all live workers have arrived."""
+        """Complete the barriers at which all live workers have arrived."""
         effects: list[fx.Effect] = []
         for (store, counter), barrier in list(self._barriers.items()):
             if barrier.is_complete and barrier.waits_for is None:
@@ -486,7 +488,7 @@ class Scheduler(fx.Machine):
         return effects
 
     def _pass(self, store: int, counter: int, barrier: Agreement[BarrierWord]) -> list[fx.Effect]:
-        """Let all go on that stand at a barrier; newcomers among them take part in everything from here on."""
+        """Complete a barrier; newcomers at it take part in everything afterwards."""
 
         there = [member for member, _ in barrier.said.values() if self.membership.workers.get(member.node) == member]
         joining = [] if self.newcomers is None else self.newcomers.joining(store, there)
@@ -499,7 +501,7 @@ class Scheduler(fx.Machine):
         self, store: int, counter: int, barrier: Agreement[BarrierWord], _: str = ""
     ) -> list[fx.Effect]:
         if self._barriers.get((store, counter)) is not barrier:
-            return []  # it was dropped meanwhile
+            return []  # the barrier was dropped meanwhile
         del self._barriers[store, counter]
         self._passed[store] = counter + 1
         answer = _barrier_answer(barrier)
@@ -514,7 +516,8 @@ class Scheduler(fx.Machine):
         opened: Mapping[int, Agreement[Any]],
         count: int,
     ) -> int | None:
-        """The number that all workers give to a call; None if that is not known yet, and the call waits."""
+        """Return the number of a call that is common to all workers; None if it is not known yet, and the call
+        waits."""
         if self.newcomers is None:
             return message.counter
         return self.newcomers.number(sender, message, opened, count)
@@ -530,7 +533,7 @@ class Scheduler(fx.Machine):
         return effects + self.checkpoints.claim(sender, replace(message, counter=number), now)
 
     def _command(self, sender: Member, message: msg.Command, now: float) -> list[fx.Effect]:
-        """All servers run a worker's command; it is answered when the last one has."""
+        """Let all servers run a command of a worker, which is answered after the last server."""
         command: Agreement[str] = Agreement("the command", "", now, self.membership.workers)
         self._commands.append(command)
         effects = command.ask(sender, message.request)
@@ -545,25 +548,25 @@ class Scheduler(fx.Machine):
         failed = partial(msg.Failed, code=msg.ErrorCode.INTERNAL, reason=reason)
         return command.answer(failed if failure else msg.Done)
 
-    # Leaving, dying, ending.
+    # Departures, losses, the end.
 
     def _goodbye(self, sender: Member, message: msg.Goodbye, now: float) -> list[fx.Effect]:
         effects: list[fx.Effect] = [fx.Send(sender, msg.Done(message.request))]
         if message.failure:
-            # Exit codes are no words of its own: others may end with the same one.
+            # An exit code does not identify a failure: other workers may end with the same code.
             said = "" if message.failure.startswith(errors.EXITED) else message.failure
             return effects + self._lost(sender, message.failure, now, said=said)
         if sender.node in self.membership.left:
             return effects
         self._rounds[sender.node.rank] = (self.steps.get(sender, 0), not message.ends)
         if message.ends and self.config.supervised and self.on_loss is msg.OnLoss.WAIT:
-            self._ending.add(sender)  # and the launcher says how: others must not go on without one that comes back
+            self._ending.add(sender)  # and the launcher reports how: if it will come back, others must wait for it
             self.membership.trust(sender)
             return [*effects, fx.TellLauncher(f"leaves worker {sender.node.rank} life {self.membership.lives[sender]}")]
         return effects + self._left(sender, now)
 
     def _left(self, sender: Member, now: float) -> list[fx.Effect]:
-        """A worker is gone for good."""
+        """Handle the final departure of a worker."""
         self.membership.leave(sender.node)
         self._at_work.discard(sender)
         effects: list[fx.Effect] = []
@@ -576,17 +579,17 @@ class Scheduler(fx.Machine):
         return effects + self._announce_soon(now) + self._without_departed(now)
 
     def _without_departed(self, now: float) -> list[fx.Effect]:
-        """A worker is gone: whatever has waited for nobody else goes on."""
+        """Complete agreements that have waited only for a departed worker."""
         effects = [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
         return effects + self._end_if_alone(now)
 
     @property
     def _is_over(self) -> bool:
-        """Whether every worker is gone and the servers have been told to stop."""
+        """Whether every worker has left, and the servers are ordered to stop."""
         return self._stop_by < fx.NEVER
 
     def _end_if_alone(self, now: float) -> list[fx.Effect]:
-        """The last worker has gone: stop the servers, those too that have not registered yet."""
+        """Stop the servers after the last worker has left, also servers that have not registered yet."""
         if not self.membership.workers_are_gone or self._is_over or self._awaited_rejoins:
             return []
         self._stop_by = now + self.limits.farewell_s
@@ -600,7 +603,7 @@ class Scheduler(fx.Machine):
         return effects
 
     def _uneven(self) -> list[fx.Effect]:
-        """Say that workers have made different numbers of rounds, as a warning if a worker did not close its store."""
+        """Report different numbers of rounds of the workers: as a warning if a worker did not close its store."""
         counts = {rank: count for rank, (count, _) in self._rounds.items()}
         open_ = [rank for rank, (_, has_closed) in sorted(self._rounds.items()) if not has_closed]
         may_differ = self.on_loss is not msg.OnLoss.FAIL or self.leases is not None or not self.keys.is_lockstep
@@ -620,13 +623,13 @@ class Scheduler(fx.Machine):
         return [fx.Log(f"WARNING: {text} {purpose} did not call")]
 
     def _turn_away_late(self) -> list[fx.Effect]:
-        """The job is over for those that still wait to be let in."""
+        """Reject processes that still wait to join, as the job is over."""
         if self.newcomers is None:
             return []
         return self.newcomers.turn_away(msg.Rejected(self.newcomers.over, is_over=True))
 
     def _server_gone(self, server: Member) -> list[fx.Effect]:
-        """The server has ended after it was told to, or is about to."""
+        """Handle the end of a server that was ordered to stop."""
         self.membership.leave(server.node)
         return self._stop_if_alone()
 
@@ -656,14 +659,14 @@ class Scheduler(fx.Machine):
         return self._lost(member, cause, now, has_ended=True)
 
     def _earlier_ended(self, event: fx.ChildEnded, now: float) -> list[fx.Effect]:
-        """Not the process that has this rank has ended, but one before it, or the next one before its hello."""
+        """Handle the end of an earlier process of a rank, or of its next process before its hello."""
         lives = self.membership.lives
         news = [one for one in self.membership.lost if one.node == event.node and lives[one] == event.life]
         told = [self.membership.has_ended(member) for member in news]
         return self._announce_soon(now) if any(told) else []
 
     def _incomplete_for_ever(self) -> list[fx.Effect]:
-        """A worker's process ended without joining: an error if others wait for it."""
+        """End the job if workers wait for a worker whose process has ended without joining."""
         waiting = [node for node in self.membership.peers if node.role is Role.WORKER]
         if not waiting:
             return []
@@ -673,23 +676,23 @@ class Scheduler(fx.Machine):
         return self._abort(absent, "", cause, None, sentence)
 
     def _lost(self, member: Member, cause: str, now: float, has_ended: bool = False, said: str = "") -> list[fx.Effect]:
-        """A process is lost: the job ends, or the others go on without it.
+        """Handle the loss of a process: the job ends, or the others go on without it.
 
         Args:
-            member: it.
-            cause: why, as a phrase.
+            member: the lost process.
+            cause: cause, as a phrase.
             now: the time.
-            has_ended: whether it is known that its process is no more.
-            said: the cause, if these are its own words.
+            has_ended: whether the process is known to have ended.
+            said: the cause, if the process itself reported it.
         """
         if member in self.membership.lost:
-            return []  # launcher, connection and process itself may all report one death
+            return []  # launcher, connection and the process itself may all report the same loss
         self._at_work.discard(member)
         peer = self.membership.peers.get(member.node)
         host = peer.host if peer else ""
         step = self.steps.get(member) if member.node.role is Role.WORKER else None
         where = self._where(member)
-        # Workers tell their step once a second, and with each message to the scheduler.
+        # Workers report their step once a second, and with each message to the scheduler.
         when = "" if step is None else f", last reported in step {step}"
         sentence = f"{where} was lost{when}: {cause}"
         if self.rollback is not None and self.membership.servers.get(member.node) == member and not self._is_over:
@@ -706,7 +709,7 @@ class Scheduler(fx.Machine):
             if self.on_loss is msg.OnLoss.WAIT or not others:
                 self._wait_for_return(member, host, cause, step, sentence, now)
             effects = self._go_on_without(member, cause, sentence, has_ended, now)
-            # Who says itself why it must end is ending. One that was silent may be stopped, and would be so for ever.
+            # A process that has reported its failure ends. A silent process may be suspended for ever.
             is_there = member in self.membership.lost and not has_ended and not said
             return [*effects, *self._end_given_up(member)] if is_there else effects
         if self.on_loss is not msg.OnLoss.FAIL and not self.membership.is_complete:
@@ -717,16 +720,16 @@ class Scheduler(fx.Machine):
 
     @property
     def _keeps_copies(self) -> bool:
-        """Whether the weights of a server are anywhere else: on another server, or in snapshots."""
+        """Whether the weights of a server also exist elsewhere: on another server, or in snapshots."""
         return self.config.replicas > 0 or self.rollback is not None
 
     def _where(self, member: Member) -> str:
-        """A process, and where it runs, for people."""
+        """Return a description of a process and its host, for people."""
         peer = self.membership.peers.get(member.node)
         return f"{member} (host {peer.host}, pid {peer.pid})" if peer else str(member)
 
     def _copied(self, message: msg.Copied) -> list[fx.Effect]:
-        """A server's backup has all that it has. Nothing is loaded before."""
+        """Record that a server's backup has a complete copy of its slices, which loads wait for."""
         node, membership = NodeId(Role.SERVER, message.rank), self.membership
         if not membership.copied(message.rank, message.epoch):
             return []
@@ -740,7 +743,8 @@ class Scheduler(fx.Machine):
     def _wait_for_return(
         self, member: Member, host: str, cause: str, step: int | None, sentence: str, now: float
     ) -> None:
-        """All wait for a lost worker, or it was the last one: who comes back finds the weights on the servers."""
+        """Await the rejoin of a lost worker: all wait for it, or it was the last worker, and the weights wait on the
+        servers."""
         if member.node in self.membership.left:
             return
         late = f"it was the last worker, and none has come back within {self.config.return_limit_s:g} s"
@@ -754,7 +758,7 @@ class Scheduler(fx.Machine):
     def _go_back_without(
         self, rollback: Rollback, member: Member, cause: str, sentence: str, has_ended: bool, now: float
     ) -> list[fx.Effect]:
-        """Give up a server, and let all go back to the newest snapshot when there is another in its place."""
+        """Evict a server, and begin the rollback to the newest snapshot, which waits for a replacement."""
         effects: list[fx.Effect] = [fx.Log(f"{sentence}; all go back to the newest snapshot"), fx.Forget(member)]
         self.membership.lose(member, cause, has_ended)
         effects += [] if has_ended else self._end_given_up(member)
@@ -769,7 +773,7 @@ class Scheduler(fx.Machine):
         return [*effects, *self.checkpoints.drop_all(), *self._announce(now), *rollback.begin(member, now)]
 
     def _server_late(self, newcomers: Newcomers, sender: Member, message: msg.Hello, now: float) -> list[fx.Effect]:
-        """A server wants to take the place of a lost one."""
+        """Handle the hello of a server that wants to replace a lost server."""
         node = NodeId(Role.SERVER, message.wanted_rank)
         if self._is_over:
             return [fx.Send(sender, msg.Rejected(newcomers.over, is_over=True))]
@@ -794,8 +798,8 @@ class Scheduler(fx.Machine):
             effects.append(fx.Send(member, msg.Rest(0, self.leases.resting)))
         self.losses.exempt(member)
         if self.rollback is None:
-            # Of what was asked before, the server before it tells it what lasts; an open command or checkpoint is of
-            # those that were there. What is said to all from now on, it hears.
+            # Its predecessor in the ring copies lasting state to it. It takes no part in open commands and checkpoints,
+            # and receives all later requests.
             self._questions.exempt(member)
             told = fx.Log(f"{self._where(member)} is back, and is given a copy of slices while training goes on")
             return [*effects, told, *self._announce(now)]
@@ -804,7 +808,7 @@ class Scheduler(fx.Machine):
     def _about_snapshots(
         self, rollback: Rollback, sender: Member, message: msg.Message, now: float
     ) -> list[fx.Effect] | None:
-        """The answer to what concerns snapshots; None to all else."""
+        """Handle a message that concerns snapshots; return None for all other messages."""
         match message:
             case msg.SnapshotTaken():
                 return rollback.snapshot_taken(sender, message)
@@ -825,28 +829,28 @@ class Scheduler(fx.Machine):
 
     @property
     def now(self) -> float:
-        """When the last message or event came."""
+        """Time of the last message or event."""
         return self._now
 
     @property
     def locked_folders(self) -> list[tuple[str, str]]:
-        """A folder in each directory of which this process has the lock; and the run."""
+        """(folder, run) of each directory that this process has locked."""
         return self.checkpoints.locked_folders
 
     def end_job(self, member: Member, cause: str, sentence: str) -> list[fx.Effect]:
-        """End the job because of this process."""
+        """End the job because of the loss of a process."""
         return self._abort(str(member), "", cause, None, sentence)
 
     def _end_given_up(self, member: Member) -> list[fx.Effect]:
-        """Let the launcher end a process that may still run."""
+        """Order the launcher to end an evicted process that may still be live."""
         if not self.config.supervised:
             return []
         life = self.membership.lives[member]
         return [fx.TellLauncher(f"given up {member.node.role} {member.node.rank} life {life}")]
 
     def _go_on_without(self, member: Member, cause: str, sentence: str, has_ended: bool, now: float) -> list[fx.Effect]:
-        """Give up a worker, and tell all, so that no round waits for it."""
-        if member.node in self.membership.left:  # it had finished its part before
+        """Evict a worker, and announce its loss, so that no round waits for it."""
+        if member.node in self.membership.left:  # it had left before its loss
             return [fx.Log(f"{sentence}; it had left before")]
         self.membership.lose(member, cause, has_ended)
         self._deadlocks.forget(member, now)
@@ -860,7 +864,7 @@ class Scheduler(fx.Machine):
         effects: list[fx.Effect] = [told, fx.Forget(member)]
         if self.newcomers is not None:
             self.newcomers.forget(member)
-            effects += self.newcomers.pause_if_few()  # before servers hear of the loss, and close rounds without it
+            effects += self.newcomers.pause_if_few()  # before servers learn of the loss, and close rounds
         if self.leases is not None:
             effects += self.leases.lost(member)
         return [*effects, *self._announce_soon(now), *self._without_departed(now)]
@@ -868,7 +872,7 @@ class Scheduler(fx.Machine):
     def _go_on_with_heir(
         self, member: Member, cause: str, sentence: str, has_ended: bool, now: float
     ) -> list[fx.Effect]:
-        """Give up a server, of whose slices another one has a copy, and tell all who has them now."""
+        """Evict a server whose slices have a copy on another server, and announce the failover."""
         heir, owned = self.membership.backup_of(member.node), self.membership.numbers_of(member.node)
         workers = [*self.membership.there.values(), *self.membership.newcomers.values()]
         if heir is not None:
@@ -906,23 +910,24 @@ class Scheduler(fx.Machine):
         return self._with_leases().restoring(position)
 
     def _go_on_without_data(self, now: float) -> list[fx.Effect]:
-        """A worker rests: whatever has waited for nobody else goes on."""
+        """Complete agreements that have waited only for a worker that rests now."""
         effects = [] if self.newcomers is None else self.newcomers.pause_if_few()
         return [*effects, *self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
 
     @property
     def idle(self) -> int:
-        """How many newcomers find no data to train on."""
+        """Number of newcomers without examples to train on."""
         return 0 if self.leases is None else self.leases.idle
 
     @property
     def calls(self) -> int:
-        """How many barriers, checkpoints and loads there have been, those included that are under way."""
+        """Number of barriers, checkpoints and loads, finished or under way."""
         made = self.checkpoints
         return len(self._barriers) + sum(map(sum, (self._passed.values(), made.saves.values(), made.loads.values())))
 
     def _numbers(self, member: Member) -> Sequence[Sequence[int]]:
-        """For a worker that has rested: stores, and how many barriers, checkpoints and loads of each have ended."""
+        """Return, for a worker that has rested, stores and their numbers of finished barriers, checkpoints and
+        loads."""
         made = self.checkpoints
         stores = sorted(self._passed.keys() | made.saves.keys() | made.loads.keys())
         if self.newcomers is not None:
@@ -938,7 +943,7 @@ class Scheduler(fx.Machine):
         )
 
     def _doomed(self, key: int | str, giver: Member) -> list[fx.Effect]:
-        """A key can never get its first value, and whoever uses it would wait for ever."""
+        """End the job because a key can never get its first value, and its users would wait for ever."""
         cause = self.membership.lost[giver]
         sentence = (
             f"{giver} was lost before it had given {name_of(key)} its first value ({cause}), and nobody else has it:"
@@ -963,7 +968,7 @@ class Scheduler(fx.Machine):
         )
 
     def _tell_all(self, verdict: msg.Abort, error: errors.KvdistError) -> list[fx.Effect]:
-        """The job ends, for all but the process that the verdict is about."""
+        """End the job for all members but the process that the verdict is about."""
         replaced = {str(member) for member in self.membership.lost}
         present = [peer.member for peer in self.membership.present]
         others = [member for member in present if str(member) != verdict.node or str(member) in replaced]
@@ -981,7 +986,7 @@ class Scheduler(fx.Machine):
     # Waits.
 
     def _waits(self) -> Iterator[MemberWait]:
-        """All that wait for an agreement, and for whom."""
+        """Yield the waits of all members for agreements."""
         agreements: list[Agreement[Any]] = [*self._barriers.values(), *self._commands]
         for agreement in agreements:
             yield from agreement.waits()
@@ -996,7 +1001,8 @@ class Scheduler(fx.Machine):
                 yield replace(self.rollback.wait, member=member)
 
     def _hints(self, now: float) -> list[fx.Effect]:
-        """Tell members that may have waited long for whom they wait; of several hints a worker shows the last one."""
+        """Return hints about missing members, for members that may have waited long; a worker shows the last of several
+        hints."""
         if not self.membership.is_complete:
             hint = msg.Waiting(f"{', '.join(self.membership.missing())} to register", (), now - self._started_at)
             return [fx.Send(peer.member, hint) for peer in self.membership.present]
@@ -1004,7 +1010,7 @@ class Scheduler(fx.Machine):
 
 
 def _ended(under_way: Mapping[int, object], count: int) -> int:
-    """How many calls have come to their ends before the first that has not."""
+    """Return the number of calls that have ended before the first call under way."""
     return min(under_way, default=count)
 
 
@@ -1026,7 +1032,7 @@ def _barrier_answer(barrier: Agreement[BarrierWord]) -> Answer:
 
 
 def _command_failures(failures: Mapping[int, str], num_servers: int) -> str:
-    """One reason in full, and which other servers had one; '' if none had."""
+    """Return a single reason in full, and the names of all servers that failed; '' if none failed."""
     if len(failures) < 2:
         return "".join(failures.values())
     names = ", ".join(f"server-{rank}" for rank in sorted(failures))

@@ -1,4 +1,4 @@
-"""The server: joins the cluster, obeys the scheduler, passes workers' messages to its tables. Pure."""
+"""The server: joins the cluster, obeys the scheduler, passes messages of workers to its shards. Pure."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:  # a feature at a seam: servers run without it
     from kvdist.core.server.progress import Quotas
 
 HINTS_PER_WAIT = 5
-"""Of a server, to workers that wait for a round, until they speak of it."""
+"""Number of hints from a server to a worker that waits for a round, until the worker reports the wait."""
 
 
 class Server(fx.Machine):
     """The pure machine of a server.
 
-    Class attributes say what its slices are kept in, and how many other servers keep copies of them.
+    Class attributes are the types of its shards, and the number of other servers with copies of its slices.
 
     Args:
-        introduction: who this process is and where it listens.
+        introduction: identity and endpoint of this process.
         limits: sizes and times.
-        kernels: the arithmetic of this host; sparse tables use nothing else.
+        kernels: arithmetic of this host; sparse tables use no other.
         now: the time.
-        allocate: gives memory for values.
-        handlers: what runs when a worker sends a command, by the command's number.
-        arithmetic: the arithmetic for dense slices; None for this host's.
+        allocate: allocates memory for values.
+        handlers: number of a command → function that runs it.
+        arithmetic: arithmetic for dense slices; None for that of this host.
     """
 
     DENSE: type[DenseShard] = DenseShard
@@ -85,46 +85,46 @@ class Server(fx.Machine):
         self._restoring = Restoring(self._shards)
         self._handlers = handlers
         self._assigned: dict[tuple[int, int], msg.Assign] = {}
-        """(store, first slice) → what the scheduler has said; here for a backup."""
+        """(store, first slice) → order of the scheduler, kept for a backup."""
         self._optimizers: dict[int, msg.SetOptimizer] = {}
         self._fates: dict[Member, tuple[msg.Fate, ...]] = {}
-        """Lost worker → its fate in the slices here."""
+        """Lost worker → its fate in the slices of this server."""
         self._quotas: Quotas | None = None
-        """If a policy counts examples, and this server is the one that does."""
+        """Progress of the workers, if a policy counts examples and this server counts them."""
         self._next_alive = fx.NEVER
         self._next_look = fx.NEVER
         self._scheduler_lost_at = fx.NEVER
         self._stopping = False
 
     @property
-    def me(self) -> Member:  # type: ignore[override]  # read-only here: the joining decides
-        """Who this process is."""
+    def me(self) -> Member:  # type: ignore[override]  # read-only: the joining decides
+        """This process as a member."""
         return self.joining.me
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The servers, as placement names them, whose slices are here: this one, and those that it has taken over."""
+        """Numbers in the placement whose slices this server has: its rank, and numbers that it has taken over."""
         return (self.me.node.rank,)
 
     @property
     def deadline(self) -> float:
-        """When `tick` should run next."""
+        """Time at which `tick` should run next."""
         due = fx.NEVER if self._quotas is None else self._quotas.deadline
         return min(self.joining.deadline, self._next_alive, self._next_look, self._scheduler_lost_at, due)
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
-        """Listen to the scheduler and to the live workers of the roster."""
+        """Return the reason to refuse a message, unless it is of the scheduler or a live worker of the roster."""
         if source == SCHEDULER_MEMBER or self.peers.has(source):
             return None
         if source in self.peers.left or not self.joining.complete:
-            return ""  # who is there will be known by the time that it says this again
+            return ""  # the roster is known before the sender retransmits
         if source in self.peers.lost:
             self._note_late(source, message)
             return _given_up(source)
         return f"{source} is not a worker of this cluster: it belongs to an earlier job, or was replaced"
 
     def _note_late(self, lost: Member, message: msg.Message) -> None:
-        """A worker that was given up may wake up and push: the ledger says that this was refused."""
+        """Record in the ledger that a push of a worker that was evicted is refused."""
         if not isinstance(message, LatePush):
             return
         shard: Shard[Any] = self.sparse if isinstance(message, msg.PushRows) else self.dense
@@ -132,7 +132,7 @@ class Server(fx.Machine):
             shard.ledger.fenced(lost, message, shard.holder)
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
-        """React to a message of a worker or of the scheduler."""
+        """Handle a message of a worker or of the scheduler."""
         match message:
             case msg.Push():
                 self.dense.push(sender, message, now)
@@ -163,10 +163,10 @@ class Server(fx.Machine):
         return self._replies()
 
     def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
-        """React to a broken or mended connection. Only that of the scheduler matters: it judges the others."""
+        """Handle a connection event. Only that of the scheduler matters, which judges the workers."""
         if isinstance(event, fx.PeerDisconnected):
             if event.member == SCHEDULER_MEMBER and not self._stopping:
-                # The heartbeat leaves with the next connection, and tells the scheduler whose it is.
+                # The heartbeat leaves with the next connection, and identifies it to the scheduler.
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
@@ -176,7 +176,7 @@ class Server(fx.Machine):
             if event.member == SCHEDULER_MEMBER:
                 return [fx.Halt(scheduler_lost(self.joining.introduction.scheduler_endpoint, self.me, event.reason))]
             if event.member in self.peers.lost:
-                return []  # it is told so whenever it comes, and acknowledges nothing
+                return []  # it acknowledges nothing, and learns of its eviction whenever it sends
             if self.on_loss is not msg.OnLoss.FAIL:  # the worker ends, and the others go on
                 return [fx.Send(event.member, msg.Rejected(f"{self.me} cannot reach {event.member}: {event.reason}"))]
             return [fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, f"it cannot reach {event.member}: {event.reason}"))]
@@ -193,7 +193,7 @@ class Server(fx.Machine):
         return []
 
     def tick(self, now: float) -> list[fx.Effect]:
-        """Heartbeat, hints to workers that wait, deadlines."""
+        """Send heartbeats, and hints to workers that wait; enforce deadlines."""
         try:
             effects = self.joining.tick(now)
         except errors.KvdistError as error:
@@ -213,7 +213,7 @@ class Server(fx.Machine):
         return effects
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[fx.Effect]:
-        """Release the buffers of values that have arrived."""
+        """Release the buffers of acknowledged values."""
         for token in tokens:
             assert isinstance(token, tuple)
             for buffer in token:
@@ -223,11 +223,12 @@ class Server(fx.Machine):
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when this server waits for the cluster to form; its open rounds are explained by the workers."""
+        """Time since which this server waits for the cluster to form; None afterwards, as workers explain open
+        rounds."""
         return None if self.joining.complete else self.joining.started_at
 
     def explain(self, now: float) -> str | None:
-        """The oldest open round, and who is missing in it."""
+        """Return the oldest open round, and the workers missing in it."""
         waiting = self.joining.explain(now)
         if waiting is not None:
             return waiting
@@ -252,7 +253,7 @@ class Server(fx.Machine):
             self._quotas = Quotas(self.peers)
         return self._quotas.heard(sender, message, now)
 
-    # What the scheduler says.
+    # Messages of the scheduler.
 
     def _control(self, message: msg.Message, now: float) -> list[fx.Effect]:
         match message:
@@ -264,7 +265,7 @@ class Server(fx.Machine):
                 if message.replicas != self.REPLICAS:
                     return [fx.Halt(replicas_differ(self.me, self.REPLICAS, message.replicas))]
             case msg.Rejected():
-                is_fenced = self.joining.complete  # else it never had a seat
+                is_fenced = self.joining.complete  # else it has never joined
                 return [fx.Halt(errors.FencedError(message.reason) if is_fenced else self.joining.refusal(message))]
             case msg.Roster():
                 return self._roster(message, now)
@@ -294,7 +295,7 @@ class Server(fx.Machine):
             case msg.Abort():
                 return [fx.Halt(verdict(message))]
             case msg.Waiting():
-                pass  # a hint for members that join; the scheduler prints it too
+                pass  # a hint for joining members; the scheduler prints it, too
             case msg.Rest():
                 return self._rest(message, now)
             case msg.Settled():
@@ -325,12 +326,13 @@ class Server(fx.Machine):
 
     @property
     def _look_every_s(self) -> float:
-        """Between two looks for workers that wait, which speak of it after `explain_after_s` and should know why."""
+        """Time between two searches for workers that wait, which should know why when they report it after
+        `explain_after_s`."""
         return self.limits.explain_after_s / HINTS_PER_WAIT
 
     @property
     def _is_too_late(self) -> bool:
-        """Whether a key that comes now would have no place in the steps of a worker for whose return all wait."""
+        """Whether a new key would lack a place in the steps of a worker whose rejoin is awaited."""
         return self.peers.waits and any(shard.steps_made > 1 for shard in self._shards)
 
     def _roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
@@ -349,18 +351,18 @@ class Server(fx.Machine):
         if lost:
             valueless = [number for shard in self._shards for number in shard.valueless()]
             told = tuple(fate for rank in lost for fate in fates[rank])
-            # Before it is said of checkpoints that they are saved: they say what of the data is not used.
+            # Before any report that a checkpoint is saved, as its manifest records the unused examples.
             effects.append(fx.Send(SCHEDULER_MEMBER, msg.Settled(message.epoch, told, np.array(valueless, np.uint32))))
         effects += [*self._replies(), *(fx.Forget(member) for member in gone if member not in self.peers.lost)]
-        # One that is cut off from the scheduler may wait here for values.
+        # A worker that is cut off from the scheduler may wait for values of this server.
         effects += [fx.Send(member, msg.Rejected(_given_up(member))) for member in lost.values()]
         effects += [] if self._quotas is None else self._quotas.roster(now)
         effects += self._ended(message.ended)
-        # A newcomer waits until all servers know of it, so that is not left to a message that may come by.
+        # A newcomer waits until all servers know it, so this roster is acknowledged at once.
         return [*effects, fx.Send(SCHEDULER_MEMBER, msg.Ack(wanted=False))] if message.newcomers else effects
 
     def _rest(self, message: msg.Rest, now: float) -> list[fx.Effect]:
-        """Go on without the workers that have no data; what waited only for them goes on."""
+        """Stop waiting for workers without examples, and complete what has waited only for them."""
         if self.peers.resting != set(message.ranks):
             self.peers.rest(set(message.ranks))
             for shard in self._shards:
@@ -370,10 +372,10 @@ class Server(fx.Machine):
         return [*self._replies(), *due, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
     def _drop(self, lost: Mapping[int, Member]) -> dict[int, tuple[msg.Fate, ...]]:
-        """Nothing of these workers is counted from now on. Before any round closes without them.
+        """Drop contributions of lost workers that are not counted yet, before any round closes without these workers.
 
-        Marks go first, or a checkpoint would wait for pushes that nobody counts. Where all wait for their return, they
-        push again what is not counted, so what they have marked and what is counted of them stays.
+        Marks are dropped first, or a checkpoint would wait for pushes that never count. If all wait for a rejoin, the
+        worker pushes again whatever is not counted, so its marks and its counted pushes stay.
         """
         if self.peers.waits:
             for holder in (one for shard in self._shards for one in shard):
@@ -387,19 +389,20 @@ class Server(fx.Machine):
         return fates
 
     def _promise(self, message: msg.FindCut) -> msg.CutFound:
-        """Answer with the versions of the slices, and promise one more at most until the cut; none under ``wait``."""
+        """Return the versions of the slices, and promise at most a single further version until the cut; none under
+        ``wait``."""
         versions = [version for shard in self._shards for version in shard.promise(0 if self.peers.waits else 1)]
         highest = max(versions, default=0)
         lowest = min((version for version in versions if version >= highest - 1), default=msg.LATER)
         return msg.CutFound(message.request, highest, lowest)
 
     def _cut(self, message: msg.Cut) -> list[fx.Effect]:
-        """Let rounds wait for workers that came later, and tell them from when on."""
+        """Let rounds wait for newcomers, and send them the start of their counters."""
         if message.store < 0:
             self.peers.admit(message.ranks, message.version)
         found = [one for shard in self._shards for one in shard.admit(message)]
         if self.peers.waits:
-            self.snapshots.roster()  # some have waited for those that were away
+            self.snapshots.roster()  # snapshots may have waited for workers that were away
         return [
             *self._replies(),
             *self._counters(message.ranks, found),
@@ -407,7 +410,7 @@ class Server(fx.Machine):
         ]
 
     def _counters(self, ranks: Iterable[int], found: Sequence[tuple[int, int, int, int]]) -> list[fx.Effect]:
-        """Tell workers that came later where their counters begin: see `Shard.admit`."""
+        """Return messages to workers with the start of their counters: see `Shard.admit`."""
         rows: dict[int, list[list[int]]] = {rank: [] for rank in ranks}
         for rank, *row in found:
             if rank in rows:
@@ -419,14 +422,14 @@ class Server(fx.Machine):
         return effects
 
     def _begin_together(self, store: int) -> list[fx.Effect]:
-        """Let new slices wait for those that have come back, where all wait for lost workers."""
+        """Let new slices wait for workers that have rejoined, if all wait for lost workers."""
         found = [one for shard in self._shards for one in shard.begin_together(store)] if self.peers.waits else []
         return self._counters({rank for rank, *_ in found} & self.peers.workers.keys(), found)
 
     def _roll_back(self, message: msg.TakeRestored) -> list[fx.Effect]:
-        """Go on from a snapshot that has been read, and tell the workers where their counters begin."""
+        """Continue from a snapshot that was read, and send the workers the start of their counters."""
         self.snapshots.clear()
-        self.peers.since.clear()  # all stand at the same step now, whenever they have joined
+        self.peers.since.clear()  # all are at the same step now, whenever they joined
         self.peers.rest(set())
         if self._quotas is not None:
             self._quotas.clear()
@@ -439,9 +442,9 @@ class Server(fx.Machine):
         return [*told, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
     def _ended(self, members: Sequence[Member]) -> list[fx.Effect]:
-        """The processes of these lost workers are gone: what they could still have read may be written again.
+        """Release memory that lost workers could still read, as their processes have ended.
 
-        One that was only silent may go on, and must not see values change before it hears that it was given up.
+        A worker that was only silent may go on, and must not see values change before it learns of its eviction.
         """
         ended = [member for member in members if member in self.peers.lost]
         for member in ended:
@@ -457,7 +460,7 @@ class Server(fx.Machine):
     def _set_optimizer(self, message: msg.SetOptimizer, now: float) -> list[fx.Effect]:
         present = self._optimizers.get(message.store)
         if present is not None and present.description == message.description:
-            return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]  # and its state stays
+            return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]  # the state of the optimizer stays
         there = [one.round.key for shard in self._shards for one in shard if one.store == message.store]
         if there and self._is_too_late:
             return [
@@ -475,7 +478,7 @@ class Server(fx.Machine):
 
 
 def came_too_late(key: int | str) -> str:
-    """Why a key is refused where all wait for lost workers."""
+    """Return why a key is refused if all wait for lost workers."""
     return (
         f"{name_of(key)} is declared after the first steps, and KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss): a"
         " worker that comes back finds its step by the versions of the keys, so every key must be pushed in each step"

@@ -1,8 +1,8 @@
-"""A worker on its way back to a snapshot, because a server was lost: what it drops, and what it holds back. Pure.
+"""A rollback on a worker: a server was lost, and all go back to a snapshot. Pure.
 
-It drops all that it has asked of servers and of other workers, and tells the scheduler when nothing of that is under
-way any more. Then every server says where it stands now. Until all have, calls of the user are held back. Everything
-that was called before the user knows of this fails, so that nobody pushes what was made of weights that are no more.
+The worker drops its requests to servers and to other workers, and reports to the scheduler when nothing is in flight.
+Then every server reports the versions of its slices; until all have, new calls of the user are queued. A call before
+the user knows of the rollback fails, so no gradient of dropped weights is pushed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ DROPPED = (
     msg.Lease,
     msg.Used,
 )
-"""What is done together with servers or all other workers. What is left is said again, or concerns nobody else."""
+"""Requests in which servers or all other workers take part. Others are sent again, or concern this worker alone."""
 
 
 @dataclass(slots=True)
 class Rewinding:
-    """The way back of one worker."""
+    """A rollback under way on a worker."""
 
     number: int
-    """Of the scheduler's message."""
+    """Number of the rollback, from the scheduler."""
     step: int
-    """Of the snapshot."""
+    """Step of the snapshot."""
     is_quiet: bool = False
-    """Nothing of before is under way, and the scheduler knows."""
+    """Whether nothing from before the rollback is in flight, and the scheduler knows."""
     told: set[Member] = field(default_factory=set)
-    """The servers that have gone back."""
+    """Servers that have rolled back."""
     queued: list[req.Request] = field(default_factory=list)
+    """Calls of the user that wait until all servers have rolled back."""

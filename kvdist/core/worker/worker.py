@@ -1,7 +1,7 @@
-"""The worker: turns the user's calls into messages to the scheduler and the servers, and their answers into results.
+"""The worker: turns calls of the user into messages to scheduler and servers, and their replies into results.
 
-Pure; no socket, no clock, no thread. Walk of a push: `submit` → `_transfer` (steps and places in line) → `Outbox` →
-`_flush` (as many messages as the window allows) → … → `handle(Values)` → copied into the user's arrays →
+Pure: no socket, no clock, no thread. Path of a push: `submit` → `_transfer` (counts steps, queues slices) → `Outbox` →
+`_flush` (sends as many messages as the window allows) → … → `handle(Values)` → copied into the user's arrays →
 `CompleteRequest`.
 """
 
@@ -51,17 +51,18 @@ if TYPE_CHECKING:  # a feature at a seam: workers run without it
     from kvdist.core.worker.progress import ProgressReports
 
 NEIGHBOUR_WAIT_S = 10.0
-"""The same for another worker of this host, which disconnects when it has left; the roster may be late."""
+"""Time for the scheduler's verdict on a disconnected worker of this host, which may have left: its roster may be
+late."""
 
 
 class Worker(fx.Machine):
     """The pure machine of a worker.
 
     Args:
-        introduction: who this process is.
+        introduction: identity of this process.
         limits: sizes and times.
         now: the time.
-        aggregation: sums the pushes of the workers of this host; None: every worker pushes for itself.
+        aggregation: sums the pushes of workers of this host; None if every worker pushes for itself.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class Worker(fx.Machine):
         self.epoch = 0
         self.step = 0
         self._stepped = 0
-        """The slice whose pushes that counts."""
+        """Slice whose pushes `step` counts."""
         self.steps: dict[Member, int] = {}
         self.servers: dict[int, Member] = {}
-        """The number of a server, as placement names it → the one that has its slices."""
+        """Number of a server in the placement → server that has its slices."""
         self._dialled: set[Member] = set()
-        """All servers that are there."""
+        """Live servers."""
         self.peers: tuple[msg.Peer, ...] = ()
         self.traffic = Traffic()
         self.transfers = Transfers(limits, self.traffic)
@@ -89,7 +90,7 @@ class Worker(fx.Machine):
         if aggregation is not None:
             aggregation.attach(self.transfers)
         self.failure: Exception | None = None
-        """The error with which every request fails from now on."""
+        """Error of all present and later requests."""
         self._pending = PendingRequests()
         self._declared: dict[int, req.DeclareKeys] = {}
         self._barriers = BarrierCalls(self._pending, self._named)
@@ -101,42 +102,42 @@ class Worker(fx.Machine):
         self._goodbye_said = False
         self._hint: msg.Waiting | None = None
         self._lost_links: dict[Member, tuple[float, str]] = {}
-        """Member → when the broken connection counts as lost, and why it broke."""
+        """Member → (time at which its broken connection counts as lost, reason for the break)."""
         self._next_alive = fx.NEVER
         self.on_loss = msg.OnLoss.FAIL
         self._replicas = 0
-        """How many other servers keep a copy of what each of them has."""
+        """Number of other servers with a copy of each slice."""
         self._newcomer: Newcomer | None = None
-        """If this worker has joined later."""
+        """State of a worker that has joined later."""
         self._progress: ProgressReports | None = None
-        """If a policy counts examples."""
+        """Reports of progress, if a policy counts examples."""
         self._sending_since: float | None = None
-        """Since when something is under way to servers."""
+        """Time since which messages to servers are in flight; None if none are."""
         self._sent_s = 0.0
-        """For how long something was, since the last report of times."""
+        """Time with messages in flight, since the last report of times."""
         self._rewinding: Rewinding | None = None
-        """While all go back to a snapshot."""
+        """Rollback under way."""
         self.rolled_back: errors.RolledBackError | None = None
-        """What every call fails with, until the user has seen it."""
+        """Error of every call until the user has received it."""
         self._members: tuple[int, ...] = ()
-        """The ranks of the workers that are there."""
+        """Ranks of the live workers, without newcomers."""
         self._lost_workers = 0
         self._owners: tuple[int, ...] = ()
-        """As the newest roster says."""
+        """`Roster.owners` of the newest roster."""
 
     def watch(self, threads: Threads) -> None:
-        """Take the user's threads into account; to be called before anything else."""
+        """Consider the user's threads in the search for deadlocks; to be called before all other methods."""
         self._threads = threads
         self._blocked = BlockedReports(threads, self._pending, self.transfers)
 
     @property
-    def me(self) -> Member:  # type: ignore[override]  # read-only here: the joining decides
-        """Who this process is."""
+    def me(self) -> Member:  # type: ignore[override]  # read-only: the joining decides
+        """This process as a member."""
         return self.joining.me
 
     @property
     def deadline(self) -> float:
-        """When `tick` should run next."""
+        """Time at which `tick` should run next."""
         if self.failure is not None:
             return fx.NEVER
         links = min([due for due, _ in self._lost_links.values()]) if self._lost_links else fx.NEVER
@@ -145,7 +146,7 @@ class Worker(fx.Machine):
         return min(links, aggregation, *own)
 
     def submit(self, requests: Sequence[req.Request], now: float) -> list[fx.Effect]:
-        """Take calls of the user's thread, in order. Small transfers among them leave joined."""
+        """Accept calls of the user's thread, in order. Small transfers among them are sent together."""
         effects: list[fx.Effect] = []
         for request in requests:
             if self.failure is not None and not isinstance(request, req.Leave):
@@ -157,17 +158,18 @@ class Worker(fx.Machine):
         return effects + self._flush(now)
 
     def _counters(self, newcomer: Newcomer, sender: Member, message: msg.Counters, now: float) -> list[fx.Effect]:
-        """A server says from when on its rounds wait for this worker."""
+        """Handle a server's message with the push counters from which its rounds wait for this worker."""
         was_member = newcomer.is_member
         self.step = max(self.step, newcomer.counters(sender, message))
         released = newcomer.pop_requests()
-        # In slices that are not pushed at each step it takes part when it asks for that as a member.
+        # In slices that are not pushed at each step this worker takes part when it asks to as a member.
         asks = newcomer.is_member and not was_member and not released
         again = [fx.Send(SCHEDULER_MEMBER, wish) for wish in newcomer.wishes] if asks else []
         return [*again, *self._release(released, now)]
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
-        """Listen to the scheduler, to the servers of the roster, and to workers of this host that push together."""
+        """Return the reason to refuse a message, unless it is of the scheduler, a live server, or an aggregating
+        worker."""
         if source == SCHEDULER_MEMBER or self._is_peer(source):
             return None
         if self.aggregation is not None and self.aggregation.has_left(source):
@@ -178,7 +180,7 @@ class Worker(fx.Machine):
         return source in self._dialled or (self.aggregation is not None and self.aggregation.is_member(source))
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
-        """React to a message of the scheduler, of a server, or of a worker of this host."""
+        """Handle a message of the scheduler, of a server, or of a worker of this host."""
         effects: list[fx.Effect] = []
         match message:
             case msg.Values() | msg.RowValues() | msg.Counted() | msg.Refused():
@@ -210,10 +212,10 @@ class Worker(fx.Machine):
         return errors.FencedError(message.reason) if is_fenced else self.joining.refusal(message)
 
     def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
-        """React to a broken or mended connection."""
+        """Handle a connection event."""
         match event:
             case fx.PeerDisconnected(member, reason, after_silence) if member == SCHEDULER_MEMBER:
-                # The heartbeat leaves with the next connection, and tells the scheduler whose it is.
+                # The heartbeat leaves with the next connection, and identifies it to the scheduler.
                 self.joining.disconnected(now)
                 if self.joining.welcomed:
                     self._next_alive = now
@@ -221,11 +223,11 @@ class Worker(fx.Machine):
                     self._lost_links[member] = (self.joining.scheduler_due(grace_s, after_silence, now), reason)
             case fx.PeerDisconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
                 wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else fx.VERDICT_WAIT_S
-                wait_s += self.limits.patience_s if self._replicas else 0.0  # a silent one takes the scheduler so long
+                wait_s += self.limits.patience_s if self._replicas else 0.0  # the scheduler judges silence only then
                 self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence) + wait_s, reason)
             case fx.PeerConnected(member):
                 self._lost_links.pop(member, None)
-                if member == SCHEDULER_MEMBER:  # it may have been away, and judges from now on
+                if member == SCHEDULER_MEMBER:  # the scheduler may have been away, and judges from now on
                     least = now + self.limits.reconnect_grace_s(True, True) + fx.VERDICT_WAIT_S
                     self._lost_links = {one: (max(due, least), why) for one, (due, why) in self._lost_links.items()}
             case fx.Unreachable(member, reason) if member == SCHEDULER_MEMBER:
@@ -241,14 +243,14 @@ class Worker(fx.Machine):
         return []
 
     def tick(self, now: float) -> list[fx.Effect]:
-        """Hello, heartbeat, deadlines."""
+        """Join, send heartbeats, enforce deadlines, search for waiting threads."""
         try:
             effects = self.joining.tick(now)
         except errors.KvdistError as error:
             return self._fail_all(error)
         for member, (due, reason) in list(self._lost_links.items()):
             if now >= due and member != SCHEDULER_MEMBER and SCHEDULER_MEMBER in self._lost_links:
-                self._lost_links[member] = (now + fx.VERDICT_WAIT_S, reason)  # nobody is there to judge
+                self._lost_links[member] = (now + fx.VERDICT_WAIT_S, reason)  # the scheduler cannot judge
             elif now >= due:
                 return self._lost_link(member, reason)
         if now >= self._next_alive:
@@ -267,7 +269,7 @@ class Worker(fx.Machine):
         return effects + self._flush(now)
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[fx.Effect]:
-        """Return the bytes of messages that have arrived to the window."""
+        """Return the bytes of acknowledged messages to the window."""
         if self.failure is not None:
             return []
         for token in tokens:
@@ -279,12 +281,12 @@ class Worker(fx.Machine):
 
     @property
     def waiting_since(self) -> float | None:
-        """Since when the oldest request waits."""
+        """Time since which the oldest request waits."""
         oldest = self._pending.oldest
         return None if oldest is None else oldest.since
 
     def explain(self, now: float) -> str | None:
-        """The oldest request, and what it waits for."""
+        """Return the oldest request, and the members for which it waits."""
         joining = self.joining.explain(now)
         if joining is not None:
             return joining
@@ -322,7 +324,7 @@ class Worker(fx.Machine):
         return f"{self.me}: {waiting(now - oldest.since, who, deed)}{where}{also}"
 
     def _why_queued(self) -> tuple[str, str]:
-        """For whom calls are held back, and what these have to do."""
+        """Return the members for which calls are queued, and their action."""
         if self._rewinding is not None:
             return "the others", f"go back to the snapshot of step {self._rewinding.step}"
         assert self._newcomer is not None
@@ -330,7 +332,7 @@ class Worker(fx.Machine):
         return servers or "the servers", "let it take part"
 
     def _awaited_servers(self, request: int) -> str:
-        """The servers that have not answered a request, with their hosts."""
+        """Return the servers that have not answered a request, with their hosts."""
         servers = self.transfers.awaited_servers(request)
         names = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
         leader = self._leader
@@ -339,10 +341,10 @@ class Worker(fx.Machine):
         return f"{names}, through worker-{leader.node.rank} ({self._host(leader)}) that pushes for its host,"
 
     def view(self, shares: Callable[[Member], bool]) -> ClusterView:
-        """The cluster as the user's threads may see it.
+        """Return the cluster for the user's threads.
 
         Args:
-            shares: whether a member reads the shared memory of this process.
+            shares: returns whether a member reads the shared memory of this process.
         """
         leader = self._leader
         far = {peer.member for peer in self.peers if self._is_far_server(peer)}
@@ -360,7 +362,7 @@ class Worker(fx.Machine):
         )
 
     def _aggregating(self, nbytes: int) -> frozenset[int]:
-        """The servers for which pushes of slices of this size are summed on this host."""
+        """Return the servers for which pushes of slices of this size are summed on this host."""
         aggregation = self.aggregation
         if aggregation is None:
             return frozenset()
@@ -439,7 +441,7 @@ class Worker(fx.Machine):
             case req.ReportProgress():
                 return self._report(request, now)
             case req.TakePart():
-                return [fx.CompleteRequest(request.request, 0)]  # it began with the others
+                return [fx.CompleteRequest(request.request, 0)]  # rounds have waited for this worker from the start
             case req.Leave():
                 return self._leave(request, now)
 
@@ -456,7 +458,7 @@ class Worker(fx.Machine):
         return [fx.Send(SCHEDULER_MEMBER, times), fx.CompleteRequest(request.request)]
 
     def _release(self, held: Sequence[req.Request], now: float) -> list[fx.Effect]:
-        """What was held back goes on."""
+        """Submit queued calls again."""
         for request in held:
             self._pending.release(request.request)
         self._hint = None if held else self._hint
@@ -483,7 +485,7 @@ class Worker(fx.Machine):
 
     @property
     def _place(self) -> int:
-        """Where this worker is in the program: how many steps it has made, and the others while it rested."""
+        """Position of this worker in the program: steps that it has made, and steps of the others while it rested."""
         if not self.transfers.slices.has_rested:
             return self.step
         return max(self.step, self.transfers.slices.rounds_of(self._stepped))
@@ -500,18 +502,19 @@ class Worker(fx.Machine):
 
     @property
     def _leave_in_line(self) -> int | None:
-        """The request to leave, while pushes are in line before it."""
+        """Request to leave, while pushes before it are queued."""
         leaving = self._leaving
         return leaving.request if leaving is not None and not self._may_leave else None
 
     @property
     def _may_leave(self) -> bool:
-        """Whether nothing is lost if this worker leaves. Where a server may die, what it has not counted would be."""
+        """Whether no push is lost if this worker leaves. If pushes may have to be sent again, each needs its reply
+        first."""
         may_repeat = self._replicas or self.transfers.kept_back
         return self.transfers.is_idle if may_repeat else not self.transfers.slices.has_lines
 
     def _stalled(self, now: float) -> list[fx.Effect]:
-        """End the job if the user has waited for as long as `Limits.stall_shutdown_s`."""
+        """End the job if the user has waited for `Limits.stall_shutdown_s`."""
         since = self._threads.longest_wait_since() if len(self._pending) else None
         if since is None or not 0 < self.limits.stall_shutdown_s <= now - since:
             return []
@@ -521,11 +524,11 @@ class Worker(fx.Machine):
 
     @property
     def _leader(self) -> Member | None:
-        """The worker that pushes for this host, if there is one."""
+        """Worker that pushes for this host."""
         return None if self.aggregation is None else self.aggregation.leader
 
     def _flush(self, now: float) -> list[fx.Effect]:
-        """Send everything that may leave."""
+        """Send all messages that may be sent now."""
         if self.failure is not None:
             return []
         effects = [] if self.aggregation is None else self.aggregation.flush(now)
@@ -556,14 +559,14 @@ class Worker(fx.Machine):
         return effects
 
     def _note_sending(self, now: float) -> None:
-        """Something is under way to servers now, or nothing is any more."""
+        """Record that the first message to servers is in flight, or that the last has arrived."""
         if self._sending_since is None:
             self._sending_since = now
         else:
             self._sent_s += now - self._sending_since
             self._sending_since = None
 
-    # Answers of the scheduler.
+    # Messages of the scheduler.
 
     def _control(self, message: msg.Message, now: float) -> list[fx.Effect]:
         match message:
@@ -573,9 +576,7 @@ class Worker(fx.Machine):
                 self.on_loss = msg.OnLoss(message.on_loss)
                 self._replicas = message.replicas
                 if message.replicas or message.on_loss not in (msg.OnLoss.FAIL, msg.OnLoss.CONTINUE):
-                    self.aggregation = (
-                        None  # who returns, or has to push again, would do so with what is in a sum already
-                    )
+                    self.aggregation = None  # a worker that rejoins or pushes again would push what sums already have
             case msg.Roster():
                 return self._roster(message, now)
             case msg.Rewind():
@@ -611,7 +612,7 @@ class Worker(fx.Machine):
         return []
 
     def _number(self, request: int, counter: int) -> None:
-        """A call of this worker, which has joined later, is the `counter`-th of all workers."""
+        """Number a call of this worker, which has joined later: it is the `counter`-th of all workers."""
         pending = self._pending.get(request)
         asked = None if pending is None else pending.asked_for
         if pending is None or not isinstance(asked, msg.Barrier | msg.Claim | msg.Load):
@@ -628,7 +629,7 @@ class Worker(fx.Machine):
 
             self._newcomer = Newcomer(self.transfers, self.servers)
             self._barriers.first = self._saving.first = msg.LATER
-            self.aggregation = None  # its host sums, or does not, without it
+            self.aggregation = None  # this host aggregates, or not, without a newcomer
         before, self.peers = self.peers, self.joining.roster(message)
         self.epoch, self._owners = message.epoch, message.owners
         ranks = [peer.member.node.rank for peer in self.peers if peer.member.node.role is Role.WORKER]
@@ -639,7 +640,7 @@ class Worker(fx.Machine):
             if peer.member.node.role is Role.SERVER and peer.member not in self._dialled:
                 effects.append(fx.Connect(peer.member, peer.endpoint))
                 if self._newcomer is not None or before:
-                    effects.append(fx.Send(peer.member, msg.Ready(0)))  # or it knows no way to this worker
+                    effects.append(fx.Send(peer.member, msg.Ready(0)))  # or the server has no route to this worker
                 self._dialled.add(peer.member)
         effects += self._fail_over(message, now)
         for effect in () if self.aggregation is None else self.aggregation.roster(self.me, self.peers):
@@ -649,7 +650,8 @@ class Worker(fx.Machine):
         return effects + self._registered()
 
     def _rewind(self, message: msg.Rewind, now: float) -> list[fx.Effect]:
-        """A server was lost: drop what was asked for, and hold back what is called, until all have gone back."""
+        """Begin a rollback after the loss of a server: drop requests, and queue new calls until all servers have rolled
+        back."""
         if self.aggregation is not None:
             reason = "its host sums pushes, which cannot go back to a snapshot: set KVDIST_SNAPSHOTS on workers, too"
             return self._fail_all(errors.ConfigError(reason))
@@ -685,7 +687,7 @@ class Worker(fx.Machine):
         return effects
 
     def _rewound(self, sender: Member, message: msg.Rewound, now: float) -> list[fx.Effect]:
-        """A server has gone back. When all have, what was held back goes on."""
+        """Handle the rollback of a server. After the last server's rollback, queued calls continue."""
         rewinding = self._rewinding
         if rewinding is None or rewinding.number != message.number:
             return []
@@ -698,7 +700,8 @@ class Worker(fx.Machine):
         return self._release(rewinding.queued, now)
 
     def _fail_over(self, message: msg.Roster, now: float) -> list[fx.Effect]:
-        """Send to each server what is for it; what lost ones have not answered, to those that have their slices now."""
+        """Redirect messages to the servers that have the slices now, and resend the unanswered requests to lost
+        servers."""
         there = {peer.member.node.rank: peer for peer in self.peers if peer.member.node.role is Role.SERVER}
         had_slices = set(self.servers.values())
         lost: dict[Member, None] = {}
@@ -707,7 +710,7 @@ class Worker(fx.Machine):
         for number, rank in enumerate(message.owners or range(self.joining.introduction.num_servers)):
             member, owner = self.servers.get(number), there.get(rank)
             if owner is None and member is not None and not self._replicas:
-                # All go back to a snapshot.
+                # All will roll back to a snapshot.
                 self.transfers.keep_back(number)
                 lost[member] = None
             if owner is None or owner.member == member:
@@ -732,7 +735,7 @@ class Worker(fx.Machine):
             self._dialled.discard(member)
             self._lost_links.pop(member, None)
         marks = [mark for heir, number in heirs.items() for mark in self._saving.give_up(heir, number)]
-        # Forgotten last: that frees the window, and what leaves then follows what leaves now.
+        # Forgotten last, which frees the window: later messages must follow the messages of this flush.
         return [*effects, *marks, *self._flush(now), *map(fx.Forget, gone)]
 
     def _registered(self) -> list[fx.Effect]:
@@ -759,7 +762,7 @@ class Worker(fx.Machine):
                 in_rounds += range(first, slices[-1].number + 1)
             if giver == msg.LATER:
                 later += range(first, slices[-1].number + 1)
-            if aggregation is not None and is_lockstep and not form:  # else there is nothing to sum
+            if aggregation is not None and is_lockstep and not form:  # else nothing is summed
                 sizes = ((piece, piece.count * dtype.itemsize) for piece in slices)
                 aggregated += [piece.number for piece, size in sizes if aggregation.aggregates(piece.server, size)]
             other = None if pulled_as is dtype else pulled_as
@@ -784,7 +787,7 @@ class Worker(fx.Machine):
             ]
         return [self._close(pending)]
 
-    # Answers of servers.
+    # Replies of servers.
 
     def _answered(self, message: msg.Values | msg.RowValues | msg.Counted | msg.Refused) -> list[fx.Effect]:
         effects: list[fx.Effect] = []
@@ -800,7 +803,7 @@ class Worker(fx.Machine):
         effects += [fx.CompleteKeys(request, keys, refusals.get(request)) for request, keys in finished.keys]
         return [*effects, *(self._close(self._pending[request]) for request in finished.requests)]
 
-    # Ends.
+    # The end.
 
     def _close(self, pending: Pending, result: object = None) -> fx.Effect:
         if pending.in_background:
@@ -817,7 +820,7 @@ class Worker(fx.Machine):
         return self._pending.fail_all(error)
 
     def _fail_all(self, error: Exception) -> list[fx.Effect]:
-        """Fail all requests, present and later ones."""
+        """Fail all present and later requests."""
         if self.failure is not None:
             return []
         self.failure = error
@@ -826,7 +829,7 @@ class Worker(fx.Machine):
 
     def _lost_link(self, member: Member, reason: str) -> list[fx.Effect]:
         if member == SCHEDULER_MEMBER and self._goodbye_said and self._leaving is not None:
-            # It has ended after the goodbye, or died: there will be no reply.
+            # The scheduler has ended after the goodbye, or was lost: no reply will come.
             return self._done(self._leaving.request)
         if member == SCHEDULER_MEMBER:
             endpoint, away_s = self.joining.introduction.scheduler_endpoint, self.joining.scheduler_absence_s
@@ -837,7 +840,7 @@ class Worker(fx.Machine):
         ]
 
     def _late(self, pending: Pending, now: float) -> list[fx.Effect]:
-        """React to a passed deadline of a barrier or of a goodbye."""
+        """Handle the expired deadline of a barrier or of a goodbye."""
         effects = self._barriers.late(pending, now)
         self._hint = None
         return [self._close(pending), fx.Halt()] if effects is None else effects
