@@ -11,7 +11,7 @@ from kvdist.checkpoint.snapshot import LockFolder, ReadManifest, ReadShards, Wri
 from kvdist.config.settings import Limits
 from kvdist.core.worker.requests import AcceptRollback, Leave, ReportProgress
 from kvdist.errors import DeadlineExceeded, RolledBackError
-from kvdist.protocol.messages import DueWhen, Progress
+from kvdist.protocol.messages import Due, DueWhen, Progress
 from tests.core.wired import OpenWork, Wired
 
 STALL_S = 40.0
@@ -198,6 +198,26 @@ def test_a_push_between_the_news_of_a_loss_and_the_order_to_go_back_is_dropped(w
     assert all(isinstance(wired.completed[call], RolledBackError) for call in calls)
     train(wired, 2)
     assert all(worker.waiting_since is None for worker in wired.workers)
+
+
+def test_an_answer_from_before_the_order_to_go_back_is_not_of_the_same_step_after_it(wired: Wired) -> None:
+    """Or a worker would push a version that the others have not been told of, and wait for them for ever."""
+    piece, worker = wired.infos["w"].slices[0], wired.workers[0]
+
+    def report() -> int:
+        progress = Progress(piece.number, 0, 1, DueWhen.QUORUM, 2, False, False)
+        return wired.ask(0, lambda number: ReportProgress(number, piece.server, progress))
+
+    report()
+    wired.settle()
+    calls = lose_server(wired)
+    assert not worker.handle(wired.servers[0].me, Due(piece.number, 6, False, 0), wired.now)
+    wired.return_server(1)
+    wired.settle_works()
+    assert all(call in wired.completed for call in calls)
+    again = report()
+    wired.settle()
+    assert again not in wired.completed, "the other worker has not reported"
 
 
 def test_a_folder_of_snapshots_that_is_not_locked_is_named_once(tmp_path: Path) -> None:

@@ -191,6 +191,8 @@ class Worker(fx.Machine):
                 self.transfers.handed_back(message)
             case msg.Rewound():
                 effects = self._rewound(sender, message, now)
+            case msg.Due() | msg.NotDue() if self._rewinding is not None:
+                pass  # of a step that is undone, or the server repeats it when this worker reports
             case msg.Due() if self._progress is not None:
                 effects = self._progress.due(message)
             case msg.NotDue() if self._progress is not None:
