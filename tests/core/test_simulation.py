@@ -1033,10 +1033,6 @@ ORIGINAL_ROLL_BACK = Shard.roll_back
 ORIGINAL_ROUND_REWIND = Round.rewind
 
 
-def sends_to_the_new_server_at_once(self: Transfers, server: int) -> None:
-    self.kept_back.add(server)
-
-
 def reads_what_is_torn(self: Checkpoints, loading: LoadUnderWay, failure: str) -> list[Effect]:
     return ORIGINAL_READ(self, loading, "")
 
@@ -1381,10 +1377,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Server, "refuses", refuses_early_words)],
     ),
     "counters stay where they were": ("goes back", [(Round, "rewind", keeps_what_it_counted)]),
-    "what is for a lost server leaves before the next one has gone back": (
-        "quorum goes back",
-        [(Transfers, "keep_back", sends_to_the_new_server_at_once)],
-    ),
     "what is called before a worker is quiet counts": (
         "goes back saving with a far scheduler",
         [(Rollback, "ignores", lambda rollback, sender: False)],

@@ -379,8 +379,6 @@ class Transfers:
         self._ready: set[int] = set()
         """Servers to which something may leave. To look at all outboxes at each reply costs a worker with many servers
         more than the reply."""
-        self.kept_back: set[int] = set()
-        """Servers that are lost, and for which everything waits until others go on in their places."""
         self._keeps_little_flying = False
         self._runs: dict[int, req.Run] = {}
         self._runs_left: dict[int, int] = {}
@@ -392,7 +390,6 @@ class Transfers:
 
     def add_server(self, rank: int, is_near: bool) -> None:
         """Add a server, or a leader, to send to; `is_near` if it is on this host."""
-        self.kept_back.discard(rank)
         self._outboxes[rank] = Outbox(rank, self._limits.window_bytes, self._limits.slice_bytes, is_near)
         if self._keeps_little_flying:
             self.keep_little_flying()
@@ -464,13 +461,6 @@ class Transfers:
                 continue
             run.left = len(run.plan.ids)  # which of its answers have come is not known: ask for all of them anew
             self.send_directly(req.RunPart(run))
-
-    def keep_back(self, server: int) -> None:
-        """Send nothing more to a server, which is lost, until another one goes on in its place."""
-        outbox = self._outboxes[server]
-        outbox.forget()
-        outbox.window_bytes = outbox.far_window_bytes = 0
-        self.kept_back.add(server)
 
     def take_aggregated(self) -> list[req.RunPart]:
         """Remove and return what may leave and is summed on this host first."""

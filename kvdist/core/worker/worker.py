@@ -512,8 +512,7 @@ class Worker(fx.Machine):
     def _may_leave(self) -> bool:
         """Whether no push is lost if this worker leaves. If pushes may have to be sent again, each needs its reply
         first."""
-        may_repeat = self._replicas or self.transfers.kept_back
-        return self.transfers.is_idle if may_repeat else not self.transfers.slices.has_lines
+        return self.transfers.is_idle if self._replicas else not self.transfers.slices.has_lines
 
     def _stalled(self, now: float) -> list[fx.Effect]:
         """End the job if the user has waited for `Limits.stall_shutdown_s`."""
@@ -712,9 +711,7 @@ class Worker(fx.Machine):
         for number, rank in enumerate(message.owners or range(self.joining.introduction.num_servers)):
             member, owner = self.servers.get(number), there.get(rank)
             if owner is None and member is not None and not self._replicas:
-                # All will roll back to a snapshot.
-                self.transfers.keep_back(number)
-                lost[member] = None
+                lost[member] = None  # the order to roll back follows, and drops what is called before it
             if owner is None or owner.member == member:
                 continue
             self.servers[number] = owner.member
