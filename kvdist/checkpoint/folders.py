@@ -45,7 +45,7 @@ NAMED_MAX = 10
 """Maximum number of steps that an error names."""
 
 _UNFINISHED = re.compile(
-    rf"(server-[0-9]+\.safetensors|worker-[0-9]+\.json|{re.escape(NAME)})\.[0-9]+{re.escape(PART)}"
+    rf"((server-[0-9]+|worker-[0-9]+-states)\.safetensors|worker-[0-9]+\.json|{re.escape(NAME)})\.[0-9]+{re.escape(PART)}"
 )
 
 

@@ -189,8 +189,8 @@ def _attempt(path: Path, seen: _Seen) -> int | None:
             os.close(descriptor)
             raise CheckpointError(_refusal(path, owner)) from None
     except BaseException:
-        if is_new:
-            path.unlink()
+        if is_new and _is_at(descriptor, path):
+            path.unlink(missing_ok=True)
         os.close(descriptor)
         raise
     os.close(descriptor)

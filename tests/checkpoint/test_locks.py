@@ -187,6 +187,20 @@ def test_another_error_of_flock_is_one(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+def test_an_error_beside_a_lock_that_others_have_made_anew_leaves_theirs(tmp_path, monkeypatch):
+    path = tmp_path / "run" / NAME
+
+    def flock(*_):
+        path.unlink()
+        path.write_text("theirs")
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(module.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="Input/output"):
+        Locks().take(tmp_path / "run")
+    assert path.read_text() == "theirs"
+
+
 def test_what_is_taken_twice_by_two_paths_is_released_twice(tmp_path):
     locks = Locks()
     (tmp_path / "a").mkdir()

@@ -291,7 +291,7 @@ def test_sweeping_removes_files_of_checkpoints_that_no_manifest_names_and_nothin
     folder = tmp_path / "step-1"
     names = {path.name for path in folder.iterdir()}
     gone = ["server-0-0123456789abcdef.safetensors", "worker-12-ab.json", "server-3.safetensors.77.part"]
-    gone += ["worker-0.json.1.part", f"{NAME}.5.part"]
+    gone += ["worker-0.json.1.part", "worker-0-states.safetensors.8.part", f"{NAME}.5.part"]
     stays = ["model.safetensors", "server-0.json", "notes.part", "worker-x-ab.json", "server-0-XY.safetensors", "part"]
     for name in (*gone, *stays):
         (folder / name).write_bytes(b"x")

@@ -84,7 +84,7 @@ class Losses:
         """Failures that lost workers have reported themselves."""
         self._accounts: dict[int, LossAccount] = {}
         """Epoch of a roster → accounts of the servers."""
-        self._taking_over: dict[Member, float] = {}
+        self._taking_over: dict[Member, int] = {}
         """Server that takes over slices of a lost server → epoch of the roster with this failover."""
         self._come_late: dict[Member, int] = {}
         """Server that replaces a lost server → epoch of its first roster."""
@@ -128,13 +128,15 @@ class Losses:
     def finish(self) -> list[fx.Effect]:
         """Finish the losses for which all servers have accounted."""
         servers = self._membership.servers.values()
+        if self._taking_over.keys() & set(servers):
+            return []
         ended = [
             (epoch, account)
             for epoch, account in sorted(self._accounts.items())
             if {one for one in servers if self._come_late.get(one, 0) <= epoch} <= account.heard
         ]
         effects: list[fx.Effect] = []
-        for epoch, account in () if self._taking_over else ended:
+        for epoch, account in ended:
             del self._accounts[epoch]
             effects += self._finish(epoch, account)
         return effects
