@@ -9,7 +9,7 @@ it. Restoring is an agreement of the workers; then every server reads, and all t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -84,7 +84,7 @@ class SaveUnderWay:
     def waits(self) -> Iterator[MemberWait]:
         """Yield the waits of workers for the checkpoint."""
         for wait in self.agreement.waits():
-            subject = f"{msg.SAVING}{self.name})"
+            subject = f"save_checkpoint ({self.name})"
             yield replace(wait, subject=subject, deed=f"call {subject}")
 
 
@@ -93,16 +93,28 @@ class FolderClaim:
     """A directory that workers claim for checkpoints of this job."""
 
     first: msg.Claim
+    counter: int
+    """The number of the checkpoint for which it was claimed first."""
     agreement: Agreement[str]
     """Agreement on the lock; the first worker claims it for all."""
     run: str = ""
     failure: str = ""
     """Reason why the job cannot save into the directory: the answer to every claim of this checkpoint."""
+    counters: dict[tuple[Member, int], int] = field(default_factory=dict)
+    """(worker, request) of an open claim → number of the worker's checkpoint."""
 
-    def is_answer_to(self, claim: msg.Claim) -> bool:
+    def is_answer_to(self, claim: msg.Claim, counter: int) -> bool:
         """Return whether this claim also answers `claim`: a refused directory is tried again for each later checkpoint.
         A worker with a refused claim takes part in that checkpoint, so its next claim is of a later checkpoint."""
-        return not self.failure or (self.first.store, self.first.counter) == (claim.store, claim.counter)
+        return not self.failure or (self.first.store, self.counter) == (claim.store, counter)
+
+    def numbered(self, answers: list[fx.Effect]) -> list[fx.Effect]:
+        """Return the answers to claims, each with the number of its receiver's checkpoint."""
+        return [
+            replace(one, message=replace(one.message, counter=self.counters.pop((one.to, one.message.request))))
+            for one in answers
+            if isinstance(one, fx.Send) and isinstance(one.message, msg.Claimed)
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -111,6 +123,8 @@ class LoadUnderWay:
 
     asked: msg.Load
     """Message of the first worker."""
+    place: tuple[int, int]
+    """Store, and number among the loads of this store."""
     agreement: Agreement[msg.Load]
     is_reading: bool = False
     take_data: Callable[[], None] | None = None
@@ -165,6 +179,11 @@ class Checkpoints:
         saving = {one.counter: one.agreement for one in self._saving.values() if one.store == store}
         return saving, self.saves.get(store, 0)
 
+    def next_saves(self) -> Sequence[Sequence[int]]:
+        """For a worker that has rested: stores, and the number of the next checkpoint of each that waits for it."""
+        stores = sorted(self.saves)
+        return stores, [min(opened, default=count) for opened, count in map(self.saving_of, stores)]
+
     def loading_of(self, store: int) -> tuple[dict[int, Agreement[Any]], int]:
         """Return the loads of a store under way, by number, and the number of all so far."""
         loading = {number: one.agreement for (of, number), one in self._loading.items() if of == store}
@@ -194,15 +213,16 @@ class Checkpoints:
 
     # Saving.
 
-    def claim(self, sender: Member, message: msg.Claim, now: float) -> list[fx.Effect]:
-        """Handle the claim of a worker that is about to save into a directory for the first time."""
+    def claim(self, sender: Member, message: msg.Claim, counter: int, now: float) -> list[fx.Effect]:
+        """Handle the claim of a worker that is about to save its checkpoint `counter`, into a directory that is new."""
         directory = directory_of(message.folder)
         claim, effects = self._claims.get(directory), []
-        if claim is None or not claim.is_answer_to(message):
+        if claim is None or not claim.is_answer_to(message, counter):
             agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.workers)
-            claim = self._claims[directory] = FolderClaim(message, agreement)
+            claim = self._claims[directory] = FolderClaim(message, counter, agreement)
             effects = [fx.Persist(claim, LockFolder(message.folder))]
-        return [*effects, *claim.agreement.ask(sender, message.request)]
+        claim.counters[sender, message.request] = counter
+        return [*effects, *claim.numbered(claim.agreement.ask(sender, message.request))]
 
     def _locked(self, claim: FolderClaim, run: str) -> list[fx.Effect]:
         """Ask the servers whether they can write into a directory that this job has locked."""
@@ -219,8 +239,8 @@ class Checkpoints:
     @staticmethod
     def _answer_claim(claim: FolderClaim, failure: str) -> list[fx.Effect]:
         claim.failure = failure
-        claimed = partial(msg.Claimed, run=claim.run)
-        return claim.agreement.answer(partial(_answer, failure=failure) if failure else claimed)
+        claimed = partial(msg.Claimed, counter=0, run=claim.run, failure=failure)
+        return claim.numbered(claim.agreement.answer(claimed))
 
     def save(self, sender: Member, message: msg.Save, now: float) -> list[fx.Effect]:
         """Handle the call of a worker that has marked its pushes."""
@@ -366,17 +386,17 @@ class Checkpoints:
 
     # Loading.
 
-    def load(self, sender: Member, message: msg.Load, now: float) -> list[fx.Effect]:
-        """Handle the call of a worker that has no push under way, and waits until the store is restored."""
-        place, workers = (message.store, message.counter), self._membership.workers
+    def load(self, sender: Member, message: msg.Load, counter: int, now: float) -> list[fx.Effect]:
+        """Handle load `counter` of a worker, which has no push under way, and waits until the store is restored."""
+        place, workers = (message.store, counter), self._membership.workers
         loading = self._loading.get(place)
         if loading is None:
             subject, deed = "loading of a checkpoint", "call load_checkpoint"
             later = partial(self._membership.joined_later, message.pushes)
             quorum = self._membership.quorum
-            loading = LoadUnderWay(message, Agreement(subject, deed, now, workers, quorum, later))
+            loading = LoadUnderWay(message, place, Agreement(subject, deed, now, workers, quorum, later))
             self._loading[place] = loading
-            self.loads[message.store] = message.counter + 1
+            self.loads[message.store] = counter + 1
         loading.agreement.say(sender, message)
         return [*loading.agreement.ask(sender, message.request), *self._begin_loading(loading)]
 
@@ -384,49 +404,49 @@ class Checkpoints:
         if loading.is_reading or not loading.agreement.is_complete or self._membership.is_filling:
             return []
         loading.is_reading = True
-        asked = loading.asked
         for member, message in loading.agreement.said.values():
             if message.failure:
-                return self._end_loading(asked, f"{member}: {message.failure}")
+                return self._end_loading(loading, f"{member}: {message.failure}")
         differing = loading.agreement.disagreement(_place)
         if differing:
-            return self._end_loading(asked, _differ(differing))
-        if not self._keys.saved(asked.store):
-            return self._end_loading(asked, "the store has no keys: init them before")
-        return [fx.Persist(asked, ReadManifest(asked.folder))]
+            return self._end_loading(loading, _differ(differing))
+        if not self._keys.saved(loading.asked.store):
+            return self._end_loading(loading, "the store has no keys: init them before")
+        return [fx.Persist(loading, ReadManifest(loading.asked.folder))]
 
-    def _check(self, asked: msg.Load, manifest: Manifest) -> list[fx.Effect]:
+    def _check(self, loading: LoadUnderWay, manifest: Manifest) -> list[fx.Effect]:
         """Check a manifest that has been read; if it fits, let the servers read."""
+        asked = loading.asked
         optimizer = self._keys.optimizers.get(asked.store)
         try:
             description = None if optimizer is None else optimizer.description
             manifest.require(self._keys.saved(asked.store), description, asked.contents)
             if manifest.data is not None and self.restoring_data is not None:
-                self._loading[asked.store, asked.counter].take_data = self.restoring_data(manifest.data)
+                loading.take_data = self.restoring_data(manifest.data)
         except (errors.CheckpointError, ValueError) as error:
-            return self._end_loading(asked, str(error))
+            return self._end_loading(loading, str(error))
 
         message = msg.Restore(0, asked.store, asked.folder, asked.contents)
-        return self._questions.ask(message, partial(self._read, asked), self._agreement_of(asked))
+        return self._questions.ask(message, partial(self._read, loading), loading.agreement)
 
-    def _read(self, asked: msg.Load, failure: str) -> list[fx.Effect]:
+    def _read(self, loading: LoadUnderWay, failure: str) -> list[fx.Effect]:
         """Let the servers take over the values that they have read, or drop them if a server failed."""
         kind = msg.DropRestored if failure else msg.TakeRestored
-        end = partial(self._taken, asked, failure)
-        return self._questions.ask(kind(0, asked.store), end, self._agreement_of(asked))
+        end = partial(self._taken, loading, failure)
+        return self._questions.ask(kind(0, loading.asked.store), end, loading.agreement)
 
-    def _taken(self, asked: msg.Load, failure: str, _: str) -> list[fx.Effect]:
+    def _taken(self, loading: LoadUnderWay, failure: str, _: str) -> list[fx.Effect]:
         """End a load, as every server has taken over or dropped its values."""
-        return self._end_loading(asked, failure)
+        return self._end_loading(loading, failure)
 
-    def _agreement_of(self, asked: msg.Load) -> Agreement[msg.Load] | None:
-        loading = self._loading.get((asked.store, asked.counter))
-        return None if loading is None or loading.asked is not asked else loading.agreement
+    def _is_open(self, loading: LoadUnderWay) -> bool:
+        """Whether a load was not dropped meanwhile."""
+        return self._loading.get(loading.place) is loading
 
-    def _end_loading(self, asked: msg.Load, failure: str) -> list[fx.Effect]:
-        if self._agreement_of(asked) is None:
+    def _end_loading(self, loading: LoadUnderWay, failure: str) -> list[fx.Effect]:
+        if not self._is_open(loading):
             return []  # the load was dropped meanwhile
-        loading = self._loading.pop((asked.store, asked.counter))
+        del self._loading[loading.place]
         for follows in (loading.take_data, self.after_load):
             if not failure and follows is not None:
                 follows()
@@ -445,11 +465,11 @@ class Checkpoints:
             case SaveUnderWay() as saving:
                 assert event.product is None or isinstance(event.product, Manifest)
                 return self._end_saving(saving, event.failure, event.product)
-            case msg.Load() as asked if event.failure:
-                return self._end_loading(asked, event.failure)
-            case msg.Load() as asked if self._agreement_of(asked) is not None:
+            case LoadUnderWay() as loading if event.failure:
+                return self._end_loading(loading, event.failure)
+            case LoadUnderWay() as loading if self._is_open(loading):
                 assert isinstance(event.product, Manifest)
-                return self._check(asked, event.product)
+                return self._check(loading, event.product)
             case _:
                 return []
 

@@ -1,11 +1,11 @@
 """Leases of examples: which worker trains on which part of the data. Pure.
 
-A pass goes over all examples, `epochs` times each. What nobody has is free, in ranges of places in the order of an
-epoch; workers make that order from the seed. Rules that hold here:
+A pass goes over all examples, `epochs` times each. Examples that no worker has are free, in ranges of places in the
+order of an epoch; workers make that order from the seed. Invariants:
 
 * Every place of an epoch is free, leased to one worker, or used.
 * A worker uses its ranges in order, so that one number says which of its examples are used.
-* What a lost worker has not used is free again when every server has said how much of its pushes counts, not before.
+* The unused examples of a lost worker are free again once every server has reported how many of its pushes count.
 * A worker that has nothing to train on rests: nobody waits for it, in rounds, barriers or checkpoints. Those that rest
   go on only when no other works, so that none comes into the middle of a step, and when every server awaits them.
 * The pass is over when nothing is free, leased or not accounted for, and no worker is on its way.
@@ -29,20 +29,20 @@ from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
 
 SHARES = 8
-"""A lease is at most 1 / (SHARES · workers) of what is left of an epoch, so that its end waits for little."""
+"""A lease is at most 1 / (SHARES · workers) of the rest of an epoch, so that the epoch's end waits for little."""
 
 _NUMBERS = ("length", "epochs", "seed")
-NO_NUMBERS: Sequence[Sequence[int]] = ((), (), (), ())
+NO_NUMBERS: Sequence[Sequence[int]] = ((), ())
 
 ALL = 1 << 64
 """More examples than anybody has."""
 
 Place = tuple[int, int]
-"""A checkpoint: the store, and how many were made of it before."""
+"""A checkpoint: the store, and the number of earlier checkpoints of the store."""
 
 
 class Range(NamedTuple):
-    """The places `start` … `stop` - 1 in the order of an epoch; what is free may go on into the epochs after it."""
+    """The places `start` … `stop` - 1 in the order of an epoch; a free range may continue into the next epochs."""
 
     epoch: int
     start: int
@@ -55,7 +55,7 @@ class Range(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a sampler was made with."""
+    """The arguments of a sampler."""
 
     length: int
     epochs: int
@@ -70,7 +70,7 @@ class Queue:
     """The free ranges of a pass.
 
     Args:
-        ranges: what is free.
+        ranges: the free ranges.
         length: examples in an epoch.
     """
 
@@ -81,16 +81,16 @@ class Queue:
 
     @classmethod
     def of(cls, plan: Plan) -> Queue:
-        """All examples of a pass: one range, however many epochs there are."""
+        """Return all examples of a pass: a single range, for any number of epochs."""
         return cls([Range(0, 0, plan.epochs * plan.length)], max(1, plan.length))
 
     def lease(self, batch: int, wanted: int, workers: int) -> Range | None:
-        """Take whole batches from the first range, as far as there are; None if nothing is free.
+        """Take whole batches from the first range, as far as possible; None if nothing is free.
 
         Args:
             batch: examples in a batch.
-            wanted: how many at most.
-            workers: how many share what is left.
+            wanted: largest number of examples to take.
+            workers: number of workers that share the rest.
         """
         if not self.free:
             return None
@@ -123,7 +123,7 @@ def merged(ranges: Iterable[Range], length: int) -> list[Range]:
 
 
 def split(ranges: Iterable[Range], count: int) -> tuple[list[Range], list[Range]]:
-    """The first `count` places of these ranges, as far as there are so many; and the others."""
+    """Return the first `count` places of these ranges, or all if they are fewer; and the other places."""
     first: list[Range] = []
     others: list[Range] = []
     for one in ranges:
@@ -135,22 +135,22 @@ def split(ranges: Iterable[Range], count: int) -> tuple[list[Range], list[Range]
 
 
 def position_of(number: int, plan: Plan, left: Iterable[Range]) -> dict[str, Any]:
-    """A place in the data, for a checkpoint: numbers and lists that JSON can express.
+    """Return a place in the data, for a checkpoint: numbers and lists that JSON can express.
 
     Args:
-        number: of the pass.
-        plan: what its sampler was made with.
-        left: what of it is not used.
+        number: number of the pass.
+        plan: arguments of the sampler of the pass.
+        left: unused ranges of the pass.
     """
     found = merged(left, max(1, plan.length))  # `len` of one may be more than an index can be
     return {"number": number, **plan._asdict(), "left": [[one.epoch, one.start, one.stop] for one in found]}
 
 
 def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
-    """The pass, its plan, and what is left of it, of a `position_of`.
+    """Return the pass, its plan, and its unused ranges from a result of `position_of`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the argument is not such a result.
     """
     try:
         number, length, epochs, seed = (operator.index(position[name]) for name in ("number", *_NUMBERS))
@@ -167,12 +167,12 @@ def restored(position: Mapping[str, Any]) -> tuple[int, Plan, Queue]:
 
 @dataclass(slots=True)
 class LeaseHolder:
-    """What a worker has leased.
+    """The leases of a worker.
 
     Attributes:
-        store: whose pushes tell what it has used.
-        used: how many examples, of all that it was ever given.
-        ranges: what it has not used, in the order in which it will.
+        store: store whose pushes show how many examples the worker has used.
+        used: number of used examples, of all that were ever leased to the worker.
+        ranges: unused ranges, in the order in which the worker uses them.
     """
 
     store: int
@@ -197,11 +197,11 @@ Answered = tuple[Member, msg.Lease, Range | None, bool, bool]
 
 @dataclass(slots=True)
 class Marked:
-    """What is not used in a checkpoint under way.
+    """The examples that are not used in a checkpoint under way.
 
     Attributes:
-        pushes: how many there were before it.
-        ranges: by worker what it had not used when it called, and was given since.
+        pushes: number of pushes before the checkpoint.
+        ranges: worker → ranges that it had not used when it called, and ranges leased to it since.
     """
 
     pushes: int
@@ -212,11 +212,11 @@ class Leases:
     """The passes of one job, one after the other.
 
     Args:
-        membership: who is in the cluster.
-        questions: what servers are asked.
+        membership: members of the cluster.
+        questions: requests to servers.
         go_on: lets agreements go on that have waited only for a worker that rests now.
-        numbers: (stores, barriers, saves, loads): what a worker has to know that has rested.
-        is_saving: whether a checkpoint is being made.
+        numbers: returns (stores, numbers of their next checkpoints), for a worker that has rested.
+        is_saving: returns whether a checkpoint is under way.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Leases:
         membership: Membership,
         questions: Questions,
         go_on: Callable[[float], list[fx.Effect]],
-        numbers: Callable[[Member], Sequence[Sequence[int]]],
+        numbers: Callable[[], Sequence[Sequence[int]]],
         is_saving: Callable[[], bool],
     ) -> None:
         self._membership = membership
@@ -293,14 +293,14 @@ class Leases:
         return [*effects, fx.Send(sender, msg.Done(message.request))]
 
     def left(self, member: Member) -> list[fx.Effect]:
-        """A worker has said goodbye: all that it has pushed counts, and that is all it has used."""
+        """Handle the goodbye of a worker: all its pushes count, and the worker has used no other examples."""
         self._waiting.pop(member, None)
         effects = self._reclaim(member)
         self._holders.pop(member, None)
         return effects
 
     def lost(self, member: Member) -> list[fx.Effect]:
-        """A worker is given up, and the next roster says so: how much it has used is not known yet."""
+        """Handle the loss of a worker, which the next roster reports: how much it has used is not known yet."""
         self._waiting.pop(member, None)
         if self._holders.get(member, LeaseHolder(0)).ranges and self._membership.servers:
             self._unaccounted[member] = self._membership.epoch
@@ -412,7 +412,7 @@ class Leases:
         is_over: bool = False,
         has_rested: bool = False,
     ) -> fx.Send:
-        columns = [np.array(column, np.uint32) for column in (self._numbers(sender) if has_rested else NO_NUMBERS)]
+        columns = [np.array(column, np.uint32) for column in (self._numbers() if has_rested else NO_NUMBERS)]
         leased = msg.Leased(message.request, *(given or Range(0, 0, 0)), is_over, self._version, *columns)
         return fx.Send(sender, leased)
 
@@ -443,7 +443,7 @@ class Leases:
         return position_of(self._number, self._plan, [*self._queue.free, *held, *chain.from_iterable(marked)])
 
     def saved(self, place: Place) -> list[fx.Effect]:
-        """A checkpoint has come to its end, made or not: who rests may go on."""
+        """Handle the end of a checkpoint, complete or failed: resting workers may go on."""
         self._marked.pop(place, None)
         return self.advance()
 
@@ -464,11 +464,11 @@ class Leases:
         then[member].ranges.append(given)
 
     def position_at(self, trained: Mapping[int, int]) -> dict[str, Any] | None:
-        """Where the present snapshot is in the data. Servers have taken it, so what is leased from now on is not noted.
+        """Return the present snapshot's place in the data. Servers have taken it, so later leases are not noted.
 
         Args:
-            trained: incarnation → how many examples there are in it of that worker. Of lost ones that are not named
-                all is in it that was ever counted.
+            trained: incarnation of a worker → number of its examples in the snapshot. Lost workers without an entry
+                have all their counted examples in the snapshot.
 
         Raises:
             ValueError: a pass came to its end, and another has begun.
@@ -498,10 +498,10 @@ class Leases:
             self._membership.wake(node)
 
     def restoring(self, position: Mapping[str, Any]) -> Callable[[], None]:
-        """Read a position; what is returned goes on there. What workers hold is void then, and they know it.
+        """Read a position, and return a function that restores it. The workers' leases are void then; they know it.
 
         Raises:
-            ValueError: it is no position.
+            ValueError: the argument is not a position.
         """
         return partial(self._restore, *restored(position))
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # a feature at a seam: schedulers run without it
     from kvdist.core.scheduler.rollback import Rollback
 
 BarrierWord = tuple[str, int]
-"""What a worker says at a barrier: its statement, and the rank of the giver, or -1."""
+"""A worker's word at a barrier: its statement, and the rank of the giver, or -1."""
 
 NO_LEASES = (
     "KVDIST_ON_LOSS is 'wait' (kvdist-launch --on-loss), which makes each worker's steps again as they were, and a"
@@ -59,7 +59,7 @@ class Verdicts(Protocol):
         """A member reports its time."""
 
     def summary(self) -> list[fx.Effect]:
-        """What is to be said of the whole job when it ends."""
+        """Return reports about the whole job, when it ends."""
 
 
 class Scheduler(fx.Machine):
@@ -69,7 +69,7 @@ class Scheduler(fx.Machine):
         config: the size of the cluster and how keys are placed.
         now: the time.
         first_incarnation: where incarnations begin. A number that differs from job to job keeps processes of an earlier
-            job on the same port from being taken for members of this one.
+            job on the same port from being taken for members of this job.
     """
 
     def __init__(self, config: ClusterConfig, now: float, first_incarnation: int = 1) -> None:
@@ -107,31 +107,31 @@ class Scheduler(fx.Machine):
             self.checkpoints.after_load = self.rollback.forget
         self.losses = Losses(self.membership, self.keys, self.on_loss, config.return_limit_s > 0, self._doomed)
         self.leases: Leases | None = None
-        """There are some once a worker has asked for one, or a checkpoint was loaded that had some."""
+        """Leases of data; None before a worker has asked for a lease, or a checkpoint with leases was loaded."""
         self.verdicts: Verdicts | None = None
         """Judges who is slow, if anything is attached that does."""
         self.checkpoints.restoring_data = self._restoring_data
         self._deadlocks = Deadlocks()
         self._barriers: dict[tuple[int, int], Agreement[BarrierWord]] = {}
-        """(store, count) → the barrier, until all workers have passed it."""
+        """(store, number) → open barrier."""
         self._passed: dict[int, int] = {}
-        """Store → how many of its barriers all workers have passed."""
+        """Store → number of its barriers that are over."""
         self._commands: list[Agreement[str]] = []
         """Until every server has run them."""
         self._at_work: set[Member] = set()
-        """The workers that are there and have made a step."""
+        """Live workers that have completed a step."""
         self._heard: dict[Member, float] = {}
-        """Member → when it last said anything."""
+        """Member → time of its last message."""
         self._started_at = now
         self._form_by = now + config.limits.form_timeout_s
         self._next_look = now + config.limits.explain_after_s
         self._announced_at = -fx.NEVER
         self._announce_at = fx.NEVER
-        """When a change that has not been told yet must be."""
+        """Time at which the present changes must be announced."""
         self._rounds: dict[int, tuple[int, bool]] = {}
-        """Rank of a worker that has left → how many rounds it had made, and whether it had closed its stores."""
+        """Rank of a worker that has left → number of its rounds, and whether it had closed its stores."""
         self._ending: set[Member] = set()
-        """Who has said goodbye as its process ends, until the launcher says with which code."""
+        """Workers whose processes end after a goodbye, until the launcher reports their exit codes."""
         self._awaited_rejoins: dict[NodeId, tuple[float, Callable[[], list[fx.Effect]]]] = {}
         """Awaited rejoins: node → (deadline, what ends the job when it passes)."""
         self._stop_by = fx.NEVER
@@ -153,7 +153,7 @@ class Scheduler(fx.Machine):
         return min(self.membership.next_loss, returns, snapshot, *dues)
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
-        """Listen to members, and to the hello of processes that want to be one."""
+        """Refuse all but members, and the hello of processes that want to be members."""
         if self.membership.has(source):
             return None
         if source.node.rank == UNRANKED and source.node.role is not Role.SCHEDULER:
@@ -183,7 +183,7 @@ class Scheduler(fx.Machine):
     def resume(self, now: float) -> None:
         """Go on in a new process, from which the launcher has not heard who is at work.
 
-        If the job has been ended, not everybody may know that: end it once more when there was time for a farewell.
+        If the job has been ended, some members may not know that: end it once more after the time for a farewell.
         """
         self._at_work.clear()
         if self._stopped:
@@ -236,10 +236,7 @@ class Scheduler(fx.Machine):
                 return self.checkpoints.save(sender, message, now)
             case msg.Load() if is_worker:
                 number = self._number(sender, message, *self.checkpoints.loading_of(message.store))
-                if number is None:
-                    return []
-                effects = self._tell_number(sender, message, number)
-                return effects + self.checkpoints.load(sender, replace(message, counter=number), now)
+                return [] if number is None else self.checkpoints.load(sender, message, number, now)
             case msg.Saved() if not is_worker:
                 return self.checkpoints.saved(sender, message, now)
             case msg.Command() if is_worker:
@@ -424,7 +421,7 @@ class Scheduler(fx.Machine):
         return [*effects, *(fx.TellLauncher(f"joined worker {one.node.rank} life {message.life}") for one in joined)]
 
     def _announce_soon(self, now: float) -> list[fx.Effect]:
-        """Tell all who is gone: now, or with the next ones that go if there was a roster just before."""
+        """Announce departures: now, or together with the next if the last roster is recent."""
         self._announce_at = self._announced_at + ROSTER_GAP_S * len(self.membership.peers)
         return self._announce(now) if now >= self._announce_at else []
 
@@ -445,38 +442,37 @@ class Scheduler(fx.Machine):
         return self.epoch if self.checkpoints.is_unaware(member) else None
 
     def announce(self) -> list[fx.Effect]:
-        """Tell all who is there, now."""
+        """Send the roster to all members now."""
         return self._announce(self._now)
 
     # Barriers and commands.
 
     def _barrier(self, sender: Member, message: msg.Barrier, now: float) -> list[fx.Effect]:
-        """A worker arrives, or asks again and hears who is missing.
+        """Handle the arrival of a worker at a barrier; if the worker has entered it before, say who is missing.
 
         Each makes a statement, which may be empty. Those of a barrier must be equal, or it fails for all: so workers
         find out that they are about to train different models before the first gradient.
         """
         passed = self._passed.get(message.store, 0)
         opened = {number: one for (store, number), one in self._barriers.items() if store == message.store}
-        number = self._number(sender, message, opened, passed)
+        entered = [number for number, one in opened.items() if one.has_heard(sender)]
+        number = entered[0] if entered else self._number(sender, message, opened, passed)
         if number is None:
             return []
-        effects = self._tell_number(sender, message, number)
-        if number < passed:
-            return [*effects, fx.Send(sender, msg.Done(message.request))]
+        if message.repeats and not entered:
+            return [fx.Send(sender, msg.Done(message.request))]  # the barrier is over
         place, workers = (message.store, number), self.membership.workers
         barrier = self._barriers.get(place)
         if barrier is None:
             subject, later = f"barrier {number}", partial(self.membership.joined_later, message.pushes)
             quorum = self.membership.quorum
             barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, quorum, later)
-        asks_again = barrier.has_heard(sender)
         barrier.say(sender, (message.statement, message.giver))
         barrier.ask(sender, message.request)
-        if asks_again:
+        if entered:
             waits = (wait for wait in barrier.waits() if (wait.member, wait.request) == (sender, message.request))
             return [wait.hint(now) for wait in waits]
-        return effects + self._pass_barriers()
+        return self._pass_barriers()
 
     def _pass_barriers(self) -> list[fx.Effect]:
         """Let all go on where all live workers have arrived."""
@@ -487,8 +483,7 @@ class Scheduler(fx.Machine):
         return effects
 
     def _pass(self, store: int, counter: int, barrier: Agreement[BarrierWord]) -> list[fx.Effect]:
-        """Let all go on that stand at a barrier; newcomers among them take part in everything from here on."""
-
+        """Let all go on that stand at a barrier; newcomers among them take part in everything from now on."""
         there = [member for member, _ in barrier.said.values() if self.membership.workers.get(member.node) == member]
         joining = [] if self.newcomers is None else self.newcomers.joining(store, there)
         answer_all = partial(self._answer_barrier, store, counter, barrier)
@@ -515,23 +510,21 @@ class Scheduler(fx.Machine):
         opened: Mapping[int, Agreement[Any]],
         count: int,
     ) -> int | None:
-        """The number that all workers give to a call; None if that is not known yet, and the call waits."""
-        if self.newcomers is None:
-            return message.counter
-        return self.newcomers.number(sender, message, opened, count)
+        """Return the number of a call among those of its kind and store; None if it has none yet, and waits.
 
-    def _tell_number(self, sender: Member, message: msg.Barrier | msg.Load | msg.Claim, number: int) -> list[fx.Effect]:
-        return [] if self.newcomers is None else self.newcomers.tell(sender, message, number)
+        It is that of the first open agreement that waits for the caller, else the next.
+        """
+        numbers = [n for n, one in opened.items() if not one.has_heard(sender) and sender not in one.exempted]
+        if self.newcomers is not None and self.newcomers.must_wait(sender, message, bool(numbers)):
+            return None
+        return min(numbers, default=max([count, *(number + 1 for number in opened)]))
 
     def _claim(self, sender: Member, message: msg.Claim, now: float) -> list[fx.Effect]:
         number = self._number(sender, message, *self.checkpoints.saving_of(message.store))
-        if number is None:
-            return []
-        effects = self._tell_number(sender, message, number)
-        return effects + self.checkpoints.claim(sender, replace(message, counter=number), now)
+        return [] if number is None else self.checkpoints.claim(sender, message, number, now)
 
     def _command(self, sender: Member, message: msg.Command, now: float) -> list[fx.Effect]:
-        """All servers run a worker's command; it is answered when the last one has."""
+        """Let all servers run a worker's command; it is answered when the last server has run it."""
         command: Agreement[str] = Agreement("the command", "", now, self.membership.workers)
         self._commands.append(command)
         effects = command.ask(sender, message.request)
@@ -564,7 +557,7 @@ class Scheduler(fx.Machine):
         return effects + self._left(sender, now)
 
     def _left(self, sender: Member, now: float) -> list[fx.Effect]:
-        """A worker is gone for good."""
+        """Handle the departure of a worker, which does not return."""
         self.membership.leave(sender.node)
         self._at_work.discard(sender)
         effects: list[fx.Effect] = []
@@ -577,17 +570,17 @@ class Scheduler(fx.Machine):
         return effects + self._announce_soon(now) + self._without_departed(now)
 
     def _without_departed(self, now: float) -> list[fx.Effect]:
-        """A worker is gone: whatever has waited for nobody else goes on."""
+        """Continue all that waited only for a departed worker."""
         effects = [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
         return effects + self._end_if_alone(now)
 
     @property
     def _is_over(self) -> bool:
-        """Whether every worker is gone and the servers have been told to stop."""
+        """Whether every worker has departed and the servers have the order to stop."""
         return self._stop_by < fx.NEVER
 
     def _end_if_alone(self, now: float) -> list[fx.Effect]:
-        """The last worker has gone: stop the servers, those too that have not registered yet."""
+        """Stop the servers after the departure of the last worker, also servers that have not registered yet."""
         if not self.membership.workers_are_gone or self._is_over or self._awaited_rejoins:
             return []
         self._stop_by = now + self.limits.farewell_s
@@ -601,7 +594,7 @@ class Scheduler(fx.Machine):
         return effects
 
     def _uneven(self) -> list[fx.Effect]:
-        """Say that workers have made different numbers of rounds, as a warning if a worker did not close its store."""
+        """Report different numbers of rounds of the workers, as a warning if a worker did not close its store."""
         counts = {rank: count for rank, (count, _) in self._rounds.items()}
         open_ = [rank for rank, (_, has_closed) in sorted(self._rounds.items()) if not has_closed]
         may_differ = self.on_loss is not msg.OnLoss.FAIL or self.leases is not None or not self.keys.is_lockstep
@@ -627,7 +620,7 @@ class Scheduler(fx.Machine):
         return self.newcomers.turn_away(msg.Rejected(self.newcomers.over, is_over=True))
 
     def _server_gone(self, server: Member) -> list[fx.Effect]:
-        """The server has ended after it was told to, or is about to."""
+        """Handle the end of a server that was ordered to stop, or its announcement."""
         self.membership.leave(server.node)
         return self._stop_if_alone()
 
@@ -657,7 +650,7 @@ class Scheduler(fx.Machine):
         return self._lost(member, cause, now, has_ended=True)
 
     def _earlier_ended(self, event: fx.ChildEnded, now: float) -> list[fx.Effect]:
-        """Not the process that has this rank has ended, but one before it, or the next one before its hello."""
+        """Handle the end of an earlier process of a rank, or of a later process before its hello."""
         lives = self.membership.lives
         news = [one for one in self.membership.lost if one.node == event.node and lives[one] == event.life]
         told = [self.membership.has_ended(member) for member in news]
@@ -674,14 +667,14 @@ class Scheduler(fx.Machine):
         return self._abort(absent, "", cause, None, sentence)
 
     def _lost(self, member: Member, cause: str, now: float, has_ended: bool = False, said: str = "") -> list[fx.Effect]:
-        """A process is lost: the job ends, or the others go on without it.
+        """Handle the loss of a process: the job ends, or the others go on without it.
 
         Args:
-            member: it.
-            cause: why, as a phrase.
+            member: the process.
+            cause: the cause, as a phrase.
             now: the time.
-            has_ended: whether it is known that its process is no more.
-            said: the cause, if these are its own words.
+            has_ended: whether the process is known to have ended.
+            said: the cause, if the process itself has reported it.
         """
         if member in self.membership.lost:
             return []  # launcher, connection and process itself may all report one death
@@ -742,7 +735,7 @@ class Scheduler(fx.Machine):
     def _wait_for_return(
         self, member: Member, host: str, cause: str, step: int | None, sentence: str, now: float
     ) -> None:
-        """All wait for a lost worker, or it was the last one: who comes back finds the weights on the servers."""
+        """Await the return of a worker for which all wait, or of the last worker: the servers keep the weights."""
         if member.node in self.membership.left:
             return
         late = f"it was the last worker, and none has come back within {self.config.return_limit_s:g} s"
@@ -756,7 +749,7 @@ class Scheduler(fx.Machine):
     def _go_back_without(
         self, rollback: Rollback, member: Member, cause: str, sentence: str, has_ended: bool, now: float
     ) -> list[fx.Effect]:
-        """Give up a server, and let all go back to the newest snapshot when there is another in its place."""
+        """Give up a server, and let all go back to the newest snapshot once another server has its place."""
         effects: list[fx.Effect] = [fx.Log(f"{sentence}; all go back to the newest snapshot"), fx.Forget(member)]
         self.membership.lose(member, cause, has_ended)
         effects += [] if has_ended else self._end_given_up(member)
@@ -771,7 +764,7 @@ class Scheduler(fx.Machine):
         return [*effects, *self.checkpoints.drop_all(), *self._announce(now), *rollback.begin(member, now)]
 
     def _server_late(self, newcomers: Newcomers, sender: Member, message: msg.Hello, now: float) -> list[fx.Effect]:
-        """A server wants to take the place of a lost one."""
+        """Handle the hello of a server that wants the place of a lost server."""
         node = NodeId(Role.SERVER, message.wanted_rank)
         if self._is_over:
             return [fx.Send(sender, msg.Rejected(newcomers.over, is_over=True))]
@@ -872,7 +865,7 @@ class Scheduler(fx.Machine):
     def _go_on_with_heir(
         self, member: Member, cause: str, sentence: str, has_ended: bool, now: float
     ) -> list[fx.Effect]:
-        """Give up a server, of whose slices another one has a copy, and tell all who has them now."""
+        """Give up a server whose slices have a copy on another server, and announce their new owner."""
         heir, owned = self.membership.backup_of(member.node), self.membership.numbers_of(member.node)
         workers = [*self.membership.there.values(), *self.membership.newcomers.values()]
         if heir is not None:
@@ -895,7 +888,7 @@ class Scheduler(fx.Machine):
                 self.membership,
                 self._questions,
                 self._go_on_without_data,
-                self._numbers,
+                self.checkpoints.next_saves,
                 self._is_saving,
             )
             self.leases = self.checkpoints.data = self.losses.leases = leases
@@ -921,19 +914,9 @@ class Scheduler(fx.Machine):
 
     @property
     def calls(self) -> int:
-        """How many barriers, checkpoints and loads there have been, those included that are under way."""
+        """Number of barriers, checkpoints and loads so far, including those under way."""
         made = self.checkpoints
         return len(self._barriers) + sum(map(sum, (self._passed.values(), made.saves.values(), made.loads.values())))
-
-    def _numbers(self, member: Member) -> Sequence[Sequence[int]]:
-        """For a worker that has rested: stores, and how many barriers, checkpoints and loads of each have ended."""
-        made = self.checkpoints
-        stores = sorted(self._passed.keys() | made.saves.keys() | made.loads.keys())
-        if self.newcomers is not None:
-            self.newcomers.align(member, stores)
-        passed = [self._passed.get(store, 0) for store in stores]
-        saves, loads = ([_ended(*of(store)) for store in stores] for of in (made.saving_of, made.loading_of))
-        return stores, passed, saves, loads
 
     def _fenced(self, member: Member) -> str:
         return (
@@ -1000,16 +983,11 @@ class Scheduler(fx.Machine):
                 yield replace(self.rollback.wait, member=member)
 
     def _hints(self, now: float) -> list[fx.Effect]:
-        """Tell members that may have waited long for whom they wait; of several hints a worker shows the last one."""
+        """Tell members that may have waited long for whom they wait; of several hints a worker shows the last."""
         if not self.membership.is_complete:
             hint = msg.Waiting(f"{', '.join(self.membership.missing())} to register", (), now - self._started_at)
             return [fx.Send(peer.member, hint) for peer in self.membership.present]
         return [wait.hint(now) for wait in sorted(self._waits(), key=lambda wait: wait.since, reverse=True)]
-
-
-def _ended(under_way: Mapping[int, object], count: int) -> int:
-    """How many calls have come to their ends before the first that has not."""
-    return min(under_way, default=count)
 
 
 def _barrier_answer(barrier: Agreement[BarrierWord]) -> Answer:
@@ -1030,7 +1008,7 @@ def _barrier_answer(barrier: Agreement[BarrierWord]) -> Answer:
 
 
 def _command_failures(failures: Mapping[int, str], num_servers: int) -> str:
-    """One reason in full, and which other servers had one; '' if none had."""
+    """Return the first reason in full, and which other servers have failed; '' if no server has."""
     if len(failures) < 2:
         return "".join(failures.values())
     names = ", ".join(f"server-{rank}" for rank in sorted(failures))

@@ -79,9 +79,9 @@ class Worker(fx.Machine):
         """The slice whose pushes that counts."""
         self.steps: dict[Member, int] = {}
         self.servers: dict[int, Member] = {}
-        """The number of a server, as placement names it → the one that has its slices."""
+        """Number of a server in the placement → the server that has its slices."""
         self._dialled: set[Member] = set()
-        """All servers that are there."""
+        """All servers in the roster."""
         self.peers: tuple[msg.Peer, ...] = ()
         self.traffic = Traffic()
         self.transfers = Transfers(limits, self.traffic)
@@ -105,7 +105,7 @@ class Worker(fx.Machine):
         self._next_alive = fx.NEVER
         self.on_loss = msg.OnLoss.FAIL
         self._replicas = 0
-        """How many other servers keep a copy of what each of them has."""
+        """Number of other servers that keep a copy of each server's slices."""
         self._newcomer: Newcomer | None = None
         """If this worker has joined later."""
         self._progress: ProgressReports | None = None
@@ -119,10 +119,10 @@ class Worker(fx.Machine):
         self.rolled_back: errors.RolledBackError | None = None
         """What every call fails with, until the user has seen it."""
         self._members: tuple[int, ...] = ()
-        """The ranks of the workers that are there."""
+        """Ranks of the workers that are members."""
         self._lost_workers = 0
         self._owners: tuple[int, ...] = ()
-        """As the newest roster says."""
+        """Owners of the slices, in the newest roster."""
 
     def watch(self, threads: Threads) -> None:
         """Take the user's threads into account; to be called before anything else."""
@@ -157,7 +157,7 @@ class Worker(fx.Machine):
         return effects + self._flush(now)
 
     def _counters(self, newcomer: Newcomer, sender: Member, message: msg.Counters, now: float) -> list[fx.Effect]:
-        """A server says from when on its rounds wait for this worker."""
+        """Handle the counters of a server, at which its rounds begin to wait for this worker."""
         was_member = newcomer.is_member
         self.step = max(self.step, newcomer.counters(sender, message))
         released = newcomer.pop_requests()
@@ -420,9 +420,7 @@ class Worker(fx.Machine):
                 return [*rest, self._pending.ask(request.request, request)]
             case req.EnterBarrier():
                 self._open(request, now, request.timeout_s)
-                if self._newcomer is not None and self._newcomer.looks_on:
-                    return [self._barriers.compare(request)]
-                return self._barriers.enter(request, self._place)
+                return [self._barriers.enter(request, self._place)]
             case req.ClaimFolder():
                 self._open(request, now)
                 return self._saving.claim(request)
@@ -456,7 +454,7 @@ class Worker(fx.Machine):
         return [fx.Send(SCHEDULER_MEMBER, times), fx.CompleteRequest(request.request)]
 
     def _release(self, held: Sequence[req.Request], now: float) -> list[fx.Effect]:
-        """What was held back goes on."""
+        """Accept the requests that were held back."""
         for request in held:
             self._pending.release(request.request)
         self._hint = None if held else self._hint
@@ -483,7 +481,7 @@ class Worker(fx.Machine):
 
     @property
     def _place(self) -> int:
-        """Where this worker is in the program: how many steps it has made, and the others while it rested."""
+        """Place of this worker in the program: number of its steps, and of the others' steps while it rested."""
         if not self.transfers.slices.has_rested:
             return self.step
         return max(self.step, self.transfers.slices.rounds_of(self._stepped))
@@ -521,7 +519,7 @@ class Worker(fx.Machine):
 
     @property
     def _leader(self) -> Member | None:
-        """The worker that pushes for this host, if there is one."""
+        """The worker that pushes for this host, if any."""
         return None if self.aggregation is None else self.aggregation.leader
 
     def _flush(self, now: float) -> list[fx.Effect]:
@@ -584,23 +582,26 @@ class Worker(fx.Machine):
                 return self._placed(message)
             case msg.Done():
                 return self._done(message.request)
-            case msg.Claimed(request, run):
-                pending = self._pending.get(request)
-                return [] if pending is None else [self._close(pending, run)]
+            case msg.Claimed():
+                pending = self._pending.get(message.request)
+                if pending is None:
+                    return []
+                self._saving.claimed(pending.asked_for, message)
+                if message.failure:
+                    pending.error = refusal(msg.ErrorCode.CHECKPOINT, message.failure)
+                return [self._close(pending, message.run)]
             case msg.Failed():
                 pending = self._pending.get(message.request)
                 self._barriers.answered(message.request)
                 if pending is not None:
                     pending.error = refusal(message.code, message.reason)
                     return [self._close(pending)]
-            case msg.Numbered(request, counter):
-                self._number(request, counter)
             case msg.Leased():
-                self._barriers.begin_at(message.stores, message.barriers)
-                self._saving.begin_at(message.stores, message.saves, message.loads)
+                self._saving.begin_at(message.stores, message.saves)
                 pending = self._pending.get(message.request)
                 if pending is not None and isinstance(pending.asked_for, msg.Lease) and pending.asked_for.rests:
                     self.transfers.slices.has_rested = True
+                    self._barriers.forget()
                 return [] if pending is None else [self._close(pending, message)]
             case msg.CheckBlocked():
                 return [fx.Send(SCHEDULER_MEMBER, self._blocked.report(self._leave_in_line, now))]
@@ -610,24 +611,11 @@ class Worker(fx.Machine):
                 pass
         return []
 
-    def _number(self, request: int, counter: int) -> None:
-        """A call of this worker, which has joined later, is the `counter`-th of all workers."""
-        pending = self._pending.get(request)
-        asked = None if pending is None else pending.asked_for
-        if pending is None or not isinstance(asked, msg.Barrier | msg.Claim | msg.Load):
-            return
-        pending.asked_for = numbered = replace(asked, counter=counter)
-        if isinstance(numbered, msg.Barrier):
-            self._barriers.number(numbered)
-        else:
-            self._saving.number(numbered)
-
     def _roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         if not self.joining.complete and self.me.node.rank in message.newcomers:
             from kvdist.core.worker.newcomer import Newcomer  # a feature at a seam: loaded where it is used
 
             self._newcomer = Newcomer(self.transfers, self.servers)
-            self._barriers.first = self._saving.first = msg.LATER
             self.aggregation = None  # its host sums, or does not, without it
         before, self.peers = self.peers, self.joining.roster(message)
         self.epoch, self._owners = message.epoch, message.owners
@@ -649,7 +637,7 @@ class Worker(fx.Machine):
         return effects + self._registered()
 
     def _rewind(self, message: msg.Rewind, now: float) -> list[fx.Effect]:
-        """A server was lost: drop what was asked for, and hold back what is called, until all have gone back."""
+        """Drop open requests, and hold back new calls, until all are back at a snapshot, as a server was lost."""
         if self.aggregation is not None:
             reason = "its host sums pushes, which cannot go back to a snapshot: set KVDIST_SNAPSHOTS on workers, too"
             return self._fail_all(errors.ConfigError(reason))
@@ -676,16 +664,17 @@ class Worker(fx.Machine):
             )
             is_shared |= pending.request in dropped
             if is_shared or self.transfers.is_open(pending.request):
-                self._barriers.drop(pending.request)
+                self._barriers.answered(pending.request)
                 self._saving.drop(pending.asked_for)
                 pending.error = error
                 effects.append(self._close(pending))
+        self._barriers.forget()
         self.transfers.drop()
         self._blocked.repeat(now)
         return effects
 
     def _rewound(self, sender: Member, message: msg.Rewound, now: float) -> list[fx.Effect]:
-        """A server has gone back. When all have, what was held back goes on."""
+        """Handle the return of a server to the snapshot. When all servers are back, held back calls go on."""
         rewinding = self._rewinding
         if rewinding is None or rewinding.number != message.number:
             return []
@@ -698,7 +687,7 @@ class Worker(fx.Machine):
         return self._release(rewinding.queued, now)
 
     def _fail_over(self, message: msg.Roster, now: float) -> list[fx.Effect]:
-        """Send to each server what is for it; what lost ones have not answered, to those that have their slices now."""
+        """Send queued messages to each server; unanswered messages to lost servers go to the heirs of their slices."""
         there = {peer.member.node.rank: peer for peer in self.peers if peer.member.node.role is Role.SERVER}
         had_slices = set(self.servers.values())
         lost: dict[Member, None] = {}
@@ -817,7 +806,7 @@ class Worker(fx.Machine):
         return self._pending.fail_all(error)
 
     def _fail_all(self, error: Exception) -> list[fx.Effect]:
-        """Fail all requests, present and later ones."""
+        """Fail all present and later requests."""
         if self.failure is not None:
             return []
         self.failure = error
