@@ -113,6 +113,7 @@ class Scenario:
     quota: after how many examples of all workers a round is due; 0: at once.
     second: whether there is a second model, which is declared after the first one.
     when: what else that number is of.
+    barrier_s: for how long a worker waits at a barrier at most, before it calls it again; 0: for ever.
     in_step: whether a worker has what came of a round before it begins the next one, where it need not.
     full: how probable it is that a work of a disk fails.
     torn: how probable it is that the newest snapshot is damaged, where there is one before it.
@@ -155,6 +156,7 @@ class Scenario:
     quota: int = 0
     second: bool = False
     when: DueWhen = DueWhen.QUOTA
+    barrier_s: float = 0.0
     in_step: bool = False
     full: float = 0.04
     torn: float = 0.0
@@ -429,6 +431,7 @@ def _build(cluster: Cluster) -> None:
         scenario.quota,
         scenario.second,
         scenario.when,
+        scenario.barrier_s,
     )
     oracle = cluster.oracle = Oracle(job, network.random)
     oracle.books.is_void = partial(_has_given_up, cluster)
@@ -859,6 +862,7 @@ def _judge(cluster: Cluster) -> None:
         cluster.network.used["joined"] += user.life > 0
         cluster.network.used["a step once more"] += user.repeats
         cluster.network.used["went back"] += user.rollbacks > 0
+        cluster.network.used["late at a barrier"] += user.late
         assert user.error is None or _must_abort(cluster), f"{name} got {user.error!r}"
         assert all(future.done() for future in user.asked), f"{name} has requests that nobody answered"
         assert user.done, f"{name} did not come to its end"
@@ -1124,6 +1128,8 @@ FORMS = Scenario(
     num_workers=3, optimizer="test", last_s=5.5, fault_round=FORMING, pause_s=6.0, limits=IMPATIENT_OF_SILENCE
 )
 """Who stands still for three patiences wakes a moment after the last one has come."""
+LATE = Scenario(num_workers=3, rounds=8, optimizer="test", saves=0.0, barrier_s=0.02)
+"""Workers that call barriers again when others have not reached them in time."""
 GOING_ON = Scenario(num_workers=4, rounds=6, optimizer="test", saves=0.3, spread_s=0.02, on_loss="continue")
 JOINING = Scenario(
     num_workers=4,
@@ -1268,6 +1274,8 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "storm": Scenario(weather=STORM, limits=STORM_LIMITS),
     "async storm": Scenario(mode="async", optimizer="test", weather=STORM, limits=STORM_LIMITS),
+    "late at barriers": LATE,
+    "late at barriers in a storm": replace(LATE, weather=STORM, limits=STORM_LIMITS),
     "leaver": Scenario(num_workers=3, rounds=4, leaver_rounds=2, optimizer="test"),
     "leaver in a storm": Scenario(num_workers=3, rounds=3, leaver_rounds=1, weather=STORM, limits=STORM_LIMITS),
     "offloaded": Scenario(num_workers=3, rounds=6, optimizer="momentum", saves=0.7, offloaded=True),
@@ -1469,6 +1477,7 @@ SCENARIOS: dict[str, Scenario] = {
         HURRIES, victims=("server-1", "worker-1", "worker-2"), num_workers=4, rounds=24
     ),
     "joins": replace(JOINING, victims=("worker-1",)),
+    "joins and is late at barriers": replace(JOINING, victims=("worker-1",), barrier_s=LATE.barrier_s),
     "joins as rank 0": replace(JOINING, victims=("worker-0",)),
     "joins beside another": replace(JOINING, victims=("worker-1", "worker-2")),
     "joins with a far scheduler": replace(
@@ -1562,6 +1571,7 @@ SCENARIOS: dict[str, Scenario] = {
     "waits for one that left others behind": replace(WAITING, victims=("worker-1",), leaver_rounds=3, fault_round=2),
     "leases": replace(LEASES, victims=()),
     "leases of lost workers": LEASES,
+    "leases and is late at barriers": replace(LEASES, barrier_s=0.005),
     "leases of all but one": replace(LEASES, victims=("worker-1", "worker-3", "worker-0"), spread_s=0.2),
     "leases in a storm": replace(LEASES, victims=("worker-1", "worker-2"), weather=STORM, limits=STORM_LIMITS),
     "leases of a zombie": replace(LEASES, victims=("worker-2",), pause_s=3.05, limits=IMPATIENT_OF_SILENCE),
@@ -1614,6 +1624,7 @@ SCENARIOS: dict[str, Scenario] = {
         LEASES_RETURN, victims=("worker-0", "scheduler", "scheduler"), fault_round=14, spread_s=0.1, returns_s=0.2
     ),
     "goes back": replace(GOES_BACK, victims=("server-1",)),
+    "goes back from late barriers": replace(GOES_BACK, victims=("server-1",), barrier_s=LATE.barrier_s),
     "goes back with averages": replace(GOES_BACK, victims=("server-1",), optimizer="averaged"),
     "goes back without both servers": replace(GOES_BACK, victims=("server-0", "server-1")),
     "goes back again and again": replace(GOES_BACK, victims=("server-0", "server-1"), rounds=30, lives=4),
@@ -1687,6 +1698,7 @@ SCENARIOS: dict[str, Scenario] = {
         GOES_BACK_LEASING, victims=("server-1",), weather=STORM, limits=STORM_LIMITS
     ),
     "scheduler returns": replace(RETURNS, victims=("scheduler",)),
+    "scheduler returns to late barriers": replace(RETURNS, victims=("scheduler",), barrier_s=LATE.barrier_s),
     "scheduler returns while keys are declared": replace(
         RETURNS, victims=("scheduler",), fault_round=-1, spread_s=0.02, tables=True, saves=0.0
     ),

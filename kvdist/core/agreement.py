@@ -62,7 +62,8 @@ class MemberWait:
     def hint(self, now: float) -> fx.Send:
         """Return the message that tells the member for whom it waits."""
         who = "" if self.workers else f"{self.who or _names(self.missing)} to "
-        return fx.Send(self.member, msg.Waiting(f"{who}{self._awaited_deed}", self.workers, now - self.since))
+        waited = now - self.since
+        return fx.Send(self.member, msg.Waiting(f"{who}{self._awaited_deed}", self.workers, waited, self.request))
 
     def sentence(self, now: float) -> str:
         """Explain who has to do what, and for how long the member has waited."""

@@ -4,8 +4,8 @@ WIRE.md specifies the bytes. A field's annotation names its wire type: `wire` co
 compares it with the tables of WIRE.md. Annotations are therefore not postponed in this module. Invariants:
 
 * A kind means one thing. No flag changes what a message is.
-* Whatever is about slices is a set of parallel arrays, one element per slice (`ids[i]`, `steps[i]`, …), so that a
-  thousand small keys cost one message and a handful of array operations.
+* Messages about slices have parallel arrays, an element per slice (`ids[i]`, `steps[i]`, …), so that a thousand small
+  keys cost a single message and a handful of array operations.
 * A *run* is the sender's number for a batch of slices that it asked for at once; answers repeat it.
 * `SEQUENCED` messages are numbered, acknowledged and repeated until they arrive; the others may be lost.
 """
@@ -77,7 +77,7 @@ class Stamp:
     seq: int
     """1, 2, … per pair of members for sequenced messages; 0 for the others."""
     ack: int
-    """Every sequenced message up to this number has arrived here."""
+    """Every sequenced message up to this number has arrived at the sender."""
     step: int
     """The training step of the sender, for logs and errors."""
 
@@ -95,7 +95,7 @@ class Outcome(enum.IntEnum):
 
 
 class ErrorCode(enum.IntEnum):
-    """Why a request failed; each becomes one exception type on the worker."""
+    """Why a request failed; each code becomes an exception type on the worker."""
 
     INTERNAL = 0
     INIT_MISMATCH = 1
@@ -104,7 +104,7 @@ class ErrorCode(enum.IntEnum):
     CONFIG = 4
     CHECKPOINT = 5
     PEER_LOST = 6
-    """A process of the job is gone."""
+    """A process of the job is lost."""
     DEADLOCK = 7
     """Processes wait for each other in a circle."""
 
@@ -126,26 +126,26 @@ class DueWhen(enum.IntEnum):
     QUOTA = 0
     """The workers together have processed `quota` examples since the last version."""
     QUORUM = 1
-    """All workers have made their steps; or `quota` workers have, and the others are not expected soon."""
+    """All workers have completed their steps; or `quota` workers have, and the others are not expected soon."""
     ASYNC = 2
     """At once. A gradient may be of weights that are at most `quota` versions old."""
 
 
 class Flag(enum.IntFlag):
-    """What a contribution is; one byte per slice."""
+    """The kind of a contribution; a byte per slice."""
 
     EMPTY = 1
     """No gradient on this worker: counts, adds nothing, and has no bytes in the payload."""
     WEIGHTED = 2
     """A mean over its samples: multiply it by their number, and divide the sum by that of the whole round."""
     AVERAGE = 4
-    """Divide the sum by the number of contributions, empty ones included."""
+    """Divide the sum by the number of contributions, including empty contributions."""
     HOLD = 8
-    """The value that answers is read where it lies, until the next one of this slice has been received."""
+    """The answer's value is read where it lies, until the next value of this slice has been received."""
     CARRIED = 16
-    """Only in a joined push: it is in the sum that another row of its slice carries, and has no bytes of its own."""
+    """Only in a joined push: the contribution is in the sum of another row of its slice, and has no bytes."""
     MEASURE = 32
-    """Keep the contributions of the round, and answer with the sum of squares of what they add up to."""
+    """Keep the contributions of the round, and answer with the sum of squares of their sum."""
     APPLY = 64
     """Empty: apply what the round before has kept, multiplied by the rescale that comes along."""
 
@@ -171,7 +171,7 @@ PushRowsFlags = Annotated[U8, bits(Flag.EMPTY | Flag.WEIGHTED | Flag.AVERAGE | M
 
 @dataclass(frozen=True, slots=True)
 class Hello(WireMessage):
-    """Process → scheduler: here I am. Repeated until answered; the stamp's incarnation is the process's token."""
+    """Process → scheduler: register me. Repeated until answered; the stamp's incarnation is the process's token."""
 
     KIND = 1
     SEQUENCED = False
@@ -185,7 +185,7 @@ class Hello(WireMessage):
     num_servers: UInt32
     version: Name
     life: UInt32 = 0
-    """How often a process of this rank was started before, as its launcher says; 0 if nobody says so."""
+    """Number of earlier starts of a process of this rank, from its launcher; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class Welcome(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Rejected(WireMessage):
-    """Any process → one that may not take part: why not. Final."""
+    """Any process → a process that may not take part: why not. Final."""
 
     KIND = 3
     SEQUENCED = False
@@ -217,7 +217,7 @@ class Rejected(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One line of the roster."""
+    """A line of the roster."""
 
     member: Annotated[Member, MEMBER]
     host: Name
@@ -229,20 +229,20 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Roster(WireMessage):
-    """Scheduler → all: the processes of the cluster. The first one means that the cluster is complete."""
+    """Scheduler → all: the processes of the cluster. The first roster means that the cluster is complete."""
 
     KIND = 4
     peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
     epoch: UInt32 = 0
     """1, 2, …"""
     lost: Ranks = ()
-    """The workers given up since the roster before: nothing of theirs is counted any more."""
+    """Workers lost since the last roster: none of their pushes is counted any more."""
     ended: Members = ()
-    """Of all that were given up, those whose processes are known since then to have ended: they read nothing more."""
+    """Lost workers whose processes are known since then to have ended: they read nothing more."""
     newcomers: Ranks = ()
     """Of `peers`, the workers that no round waits for: a `Cut` makes members of them."""
     owners: Ranks = ()
-    """The rank of the server that has the slices of each, as placement numbers them; none if each has its own."""
+    """Number of a server in the placement → rank of the server that has its slices; empty if no slices have moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,15 +264,15 @@ class Fate:
 
 @dataclass(frozen=True, slots=True)
 class Settled(WireMessage):
-    """Server → scheduler: this roster is applied, and nothing more of the workers that it gives up will be counted.
+    """Server → scheduler: this roster is applied, and no more pushes of its lost workers will be counted.
 
-    Scheduler → server: all servers have said so, and this is counted over all of them."""
+    Scheduler → server: all servers have reported that, and this is counted over all of them."""
 
     KIND = 5
     epoch: UInt32
     fates: Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "members_max")]
     valueless: Numbers
-    """The slices here that have no first values."""
+    """The slices of this server that have no first values."""
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
@@ -296,7 +296,7 @@ class _OfKeys(_OfStore):
     shapes: Shapes
     dtypes: DTypes
     pulled_as: DTypes
-    """Per key the dtype in which its values travel to workers: its own, or a half for a key of float32."""
+    """Per key the dtype in which its values travel to workers: that of the key, or a half for a key of float32."""
     forms: Forms
     """Per key: empty for an array, else what the rows of a table begin as."""
 
@@ -307,14 +307,14 @@ class Declare(_OfKeys):
 
     KIND = 10
     pushes: UInt32 = 0
-    """How many pushes it has made, of the key that it has pushed most: its place in the program."""
+    """Number of the worker's pushes of its most pushed key: its place in the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where the slices of a list of keys live.
 
-    `homes[i]` is a server's rank, or `CUT` for a key cut over all, or `CUT_AT_ROWS` for one cut between its rows.
+    `homes[i]` is a server's rank, or `CUT` for a key cut over all, or `CUT_AT_ROWS` for a key cut between its rows.
     """
 
     CUT: ClassVar[int] = 0xFFFFFFFF
@@ -335,8 +335,8 @@ class Placed(WireMessage):
     request: UInt64
     placement: Annotated[Placement, _PLACEMENT]
     givers: Givers
-    """Per key the rank of the worker whose value is the first one; `LATER` if rounds do not wait for the receiver yet,
-    because the others have agreed on the key without it: `Counters` say from when on they do."""
+    """Per key the rank of the worker with its first value; `LATER` if rounds do not wait for the receiver yet, because
+    the others have agreed on the key without it: `Counters` will have the begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +346,7 @@ class Assign(_OfKeys):
     KIND = 12
     placement: Annotated[Placement, _PLACEMENT]
     giver: UInt32 = 0
-    """The rank of the worker that is going to be told to give their first values."""
+    """Rank of the worker that will be ordered to send their first values."""
     later: Ranks = ()
     """The ranks of members that their rounds do not wait for yet: the others have agreed on them without these."""
 
@@ -387,22 +387,22 @@ class Failed(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Barrier(_OfStore):
-    """Worker → scheduler: I am at the `counter`-th barrier of this store. Answered by `Done` when all are.
+    """Worker → scheduler: I am at a barrier of this store. Answered by `Done` when all are.
 
-    All of them must say the same in `statement`, or all are answered by `Failed`. So they are if one says that the
-    barrier needs another `giver`, or if that worker does not arrive because it is gone.
-
-    A worker that looks on says `LATER` for the number. It is answered at once: what its Trainer says of the model is
-    compared with what the others have said.
+    Their statements must be equal, and their givers too, or all are answered by `Failed`; also if the giver does not
+    arrive because it is lost. A worker that looks on is answered at once: the description of the model by its `Trainer`
+    is compared with that of the others.
     """
 
     KIND = 17
-    counter: UInt64
     statement: Sentence
     giver: FromMinusOne = -1
     """The worker whose values the others wait for; -1 for none."""
     pushes: UInt32 = 0
     """As in `Declare`."""
+    repeats: Boolean = False
+    """Whether the worker has entered this barrier before, and knows of no answer: it asks who is missing, or it calls
+    again after its timeout. Answered at once if the barrier is over."""
 
 
 # Data: between workers and servers, and workers of one host. No scheduler involved.
@@ -436,7 +436,7 @@ class InitValues(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Contributions(WireMessage):
-    """A push of whole slices, one column entry for each; with `pull`, the new values are wanted."""
+    """A push of whole slices, a column entry for each; with `pull`, the new values are wanted."""
 
     pull: Boolean
     runs: U32s
@@ -446,7 +446,7 @@ class _Contributions(WireMessage):
     versions: U32s
     """The version of the weights that the contribution was computed on."""
     samples: U32s
-    """How many examples the contribution sums; 0 = not said."""
+    """How many examples the contribution sums; 0 = unknown."""
     flags: PushFlags
     settings: Settings
     """Distinct (learning rate, weight decay, rescale); NaN for what the server's optimizer should decide."""
@@ -493,7 +493,7 @@ class Counted(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refused(_OfSlices):
-    """Server → worker: these slices of a request failed, for one reason. Their neighbours are not touched."""
+    """Server → worker: these slices of a request failed, for the same reason. Their neighbours are not touched."""
 
     KIND = 25
     code: Error
@@ -502,7 +502,7 @@ class Refused(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplaceValues(_OfSlices):
-    """Worker 0 → server: new values of slices in place of the present ones, while no push is under way."""
+    """Worker 0 → server: new values of slices in place of the present values, while no push is under way."""
 
     KIND = 26
     arrays: SliceArrays
@@ -524,7 +524,7 @@ class PullState(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplaceState(_OfSlices):
-    """Worker → server: parts of the optimizer's state in place of the present ones, while no push is under way."""
+    """Worker → server: new parts of the optimizer's state in place of the present, while no push is under way."""
 
     KIND = 71
     parts: U8s
@@ -533,10 +533,10 @@ class ReplaceState(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedPush(WireMessage):
-    """Worker → server: contributions of several workers of the sender's host, summed there. One answer per slice.
+    """Worker → server: summed contributions of several workers of the sender's host. A single answer per slice.
 
-    The columns are those of `Push`, one row per slice and worker. The rows of a slice stand together, by rank, the
-    sender's among them; `runs` repeats the sender's own run, under which it is answered.
+    The columns are those of `Push`, a row per slice and worker. The rows of a slice stand together, by rank, the
+    sender's among them; `runs` repeats the sender's run, under which it is answered.
     """
 
     KIND = 27
@@ -558,7 +558,7 @@ class JoinedPush(WireMessage):
 class HandedBack(_OfSlices):
     """Worker that sums for its host → worker of that host: send these contributions to the server yourself.
 
-    Server → worker: the sum that they came in is dropped, as somebody in it is lost; so says its sender to the others.
+    Server → worker: their sum is dropped, as a worker in it is lost; its sender forwards this to the others.
     """
 
     KIND = 28
@@ -590,7 +590,7 @@ class InitRows(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PushRows(_AfterPushes):
-    """Worker → server: contributions of rows; one without rows counts, too. The other columns are those of `Push`."""
+    """Worker → server: contributions of rows, perhaps of no rows. The other columns are those of `Push`."""
 
     KIND = 61
     samples: U32s
@@ -604,7 +604,7 @@ class PushRows(_AfterPushes):
 class PullRows(_AfterPushes):
     """Worker → server: send these rows as soon as my first `steps` pushes are counted and `versions` is reached.
 
-    `arrays` has one entry for each slice: the ids.
+    `arrays` has an entry for each slice: the ids.
     """
 
     KIND = 62
@@ -613,7 +613,7 @@ class PullRows(_AfterPushes):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowValues(_OfSlices):
-    """Server → worker: the values of the rows that `PullRows` named, in its order. One entry for each slice."""
+    """Server → worker: the values of the rows that `PullRows` named, in its order. An entry for each slice."""
 
     KIND = 63
     versions: U32s
@@ -633,9 +633,9 @@ class Alive(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes(WireMessage):
-    """Process → scheduler, at most once a second: how the time since the last one went. Each number is a sum.
+    """Process → scheduler, at most once a second: times since the last report. Each number is a sum.
 
-    A server has no steps: it tells for how long its node's thread has computed, and waited.
+    A server has no steps: it reports for how long its node's thread has computed, and waited.
     """
 
     KIND = 38
@@ -655,7 +655,7 @@ class StepTimes(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Ack(WireMessage):
-    """Nothing but the acknowledgement in the stamp. `wanted` asks for one back: the connection is new."""
+    """Nothing but the acknowledgement in the stamp. `wanted` asks for an answer: the connection is new."""
 
     KIND = 31
     SEQUENCED = False
@@ -673,15 +673,17 @@ class Waiting(WireMessage):
     ranks: Ranks
     """The workers awaited."""
     since_s: Seconds
+    request: UInt64 = 0
+    """The request of the worker; 0 if its number is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goodbye(WireMessage):
-    """Worker → scheduler: I leave. With a `failure` the job cannot go on; a server says only that. Answered by `Done`.
+    """Worker → scheduler: I leave. With a `failure`, also from a server, the job cannot go on. Answered by `Done`.
 
     Before that, to the worker that sums for its host: nothing of mine may be with you alone. Answered likewise.
     With request 0, to that worker too: I push nothing for a while, do not wait for me. Not answered.
-    With `ends` the process ends with it, and has not closed its stores: its exit code may still say otherwise.
+    With `ends` the process ends with it, and has not closed its stores: its exit code may still be an error.
     """
 
     KIND = 33
@@ -697,7 +699,7 @@ class Abort(WireMessage):
     KIND = 34
     SEQUENCED = False
     code: Error
-    """`ErrorCode.PEER_LOST` or `ErrorCode.DEADLOCK`. What is said of a process below, only the former has."""
+    """`ErrorCode.PEER_LOST` or `ErrorCode.DEADLOCK`. The fields about a process below are only for the former."""
     node: Name
     host: Name
     cause: Sentence
@@ -717,8 +719,8 @@ class Stop(WireMessage):
 class Blocked(WireMessage):
     """Worker → scheduler: all threads of the user wait, and can go on only if other workers do something.
 
-    It holds until the next one. An empty `place` takes it back. Slices that are alike stand together in stretches; the
-    last stretch is all slices that this worker does not know.
+    It holds until the next report. An empty `place` takes it back. Slices that are alike stand together in stretches;
+    the last stretch is all slices that this worker does not know.
     """
 
     KIND = 36
@@ -749,9 +751,6 @@ class CheckBlocked(WireMessage):
 
 # Checkpoints.
 
-SAVING = "save_checkpoint ("
-"""What is in every `Waiting` about a checkpoint."""
-
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
@@ -767,9 +766,8 @@ _FILE = record("file", SavedFile)
 
 @dataclass(frozen=True, slots=True)
 class _FromWorker(_OfStore):
-    """A request about the `counter`-th checkpoint, or the `counter`-th load, of a worker: it lies in this folder."""
+    """A request about a checkpoint, which lies in this folder."""
 
-    counter: UInt64
     folder: Name
     contents: Names
 
@@ -784,25 +782,28 @@ class _ToServer(_OfStore):
 
 @dataclass(frozen=True, slots=True)
 class Claim(_FromWorker):
-    """Worker → scheduler: the `counter`-th checkpoint of this store will be the first one that I save into the
-    directory of this folder. Answered when the job has the lock of the directory and every server can write there."""
+    """Worker → scheduler: my next checkpoint of this store will be the first that I save into the directory of this
+    folder. Answered when the job has the lock of the directory and every server can write there."""
 
     KIND = 43
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed(WireMessage):
-    """Scheduler → worker: save there; files say that they are of this run."""
+    """Scheduler → worker: save into that folder, if you can; files say that they are of this run."""
 
     KIND = 48
     request: UInt64
+    counter: UInt64
+    """The number of that checkpoint among those of the store."""
     run: Name
+    failure: Sentence
+    """Why it cannot be saved; '' if it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepare(_ToServer):
-    """Scheduler → server: checkpoints of this run are going to lie in the directory of this folder; can you write
-    there?"""
+    """Scheduler → server: can you write into the directory of this folder, where checkpoints of this run will lie?"""
 
     KIND = 49
     run: Name
@@ -812,8 +813,8 @@ class Prepare(_ToServer):
 class MarkPushes(WireMessage):
     """Worker → server: the `counter`-th checkpoint of this store has my first `steps` pushes of each slice.
 
-    It comes before any later push of this worker, to every server, with no slices to one that keeps nothing of the
-    store. The slices are those of arrays and of tables alike. Not answered: the server reports to the scheduler.
+    It comes before any later push of this worker, to every server, without slices to a server with none of the store.
+    The slices are those of arrays and of tables alike. Not answered: the server reports to the scheduler.
     """
 
     KIND = 40
@@ -837,6 +838,7 @@ class Save(_FromWorker):
     """Worker → scheduler: I have marked my pushes. Answered when the checkpoint is complete, or has failed."""
 
     KIND = 41
+    counter: UInt64
     run: Name
     """Empty if the worker has not claimed the folder, and does not take part."""
     step: UInt64
@@ -855,7 +857,7 @@ class Save(_FromWorker):
 @dataclass(frozen=True, slots=True)
 class Saved(WireMessage):
     """Server → scheduler: all workers have marked, and my slices are in this file (none if I keep nothing),
-    or they are not, because of `failure`. Every server says it once for every checkpoint."""
+    or they are not, because of `failure`. Every server reports once for every checkpoint."""
 
     KIND = 42
     store: UInt32
@@ -905,7 +907,7 @@ class DropRestored(_OfStore):
 # Newcomers: workers that join a running job.
 
 LATER = (1 << 32) - 1
-"""In place of a counter: no round of this slice waits for the worker before another `Counters` says when."""
+"""In place of a counter: no round of this slice waits for the worker before another `Counters` with its begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -932,16 +934,16 @@ class FindCut(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class CutFound(WireMessage):
-    """Server → scheduler: the highest version of slices that are updated in rounds; 0 if there are none.
+    """Server → scheduler: the highest version of slices that are updated in rounds; 0 without such slices.
 
-    It is that at which they were asked first since the last `Cut`, by whatever scheduler.
+    It is the version at the first question since the last `Cut`, by whatever scheduler.
     """
 
     KIND = 81
     request: UInt64
     highest: UInt32
     lowest: UInt32
-    """Of those that are at the highest or at the one before it; `LATER` if there are none."""
+    """The lowest version of slices that are at most a version behind the highest; `LATER` without such slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -950,7 +952,7 @@ class Cut(WireMessage):
 
     Without a store they become members, and take part from this version on in all slices that were as far as that.
     Where rounds have waited for their return, what they had pushed before still counts.
-    With one they take part from now on in the slices of that store that have not waited for them yet.
+    With a store they take part from now on in the slices of that store that have not waited for them yet.
     """
 
     KIND = 82
@@ -971,18 +973,6 @@ class Counters(WireMessage):
     ids: Numbers
     steps: Numbers
     updates: Numbers
-
-
-@dataclass(frozen=True, slots=True)
-class Numbered(WireMessage):
-    """Scheduler → worker that came later: this barrier, load or claim of yours is the `counter`-th of all workers.
-
-    The worker had said `LATER` in place of the number. From here on it counts as the others do.
-    """
-
-    KIND = 85
-    request: UInt64
-    counter: UInt64
 
 
 # Snapshots, which servers write by themselves, and the way back to one when a server is lost.
@@ -1026,19 +1016,19 @@ class SnapshotTaken(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Rewind(WireMessage):
-    """Scheduler → worker: a server was lost, and all go back to this step. Drop what you have asked of servers and of
-    other workers, and answer by `Quiet` when all that you have sent to servers that are there has arrived."""
+    """Scheduler → worker: a server was lost, and all go back to this step. Drop your requests to servers and to other
+    workers, and answer by `Quiet` when all that you have sent to live servers has arrived."""
 
     KIND = 112
     number: UInt32
-    """How many of these messages there were, with this one."""
+    """Number of these messages so far, including this."""
     step: UInt32
     reason: Sentence
 
 
 @dataclass(frozen=True, slots=True)
 class Quiet(WireMessage):
-    """Worker → scheduler: I have dropped what that `Rewind` says, and nothing of it is under way."""
+    """Worker → scheduler: I have dropped all that the `Rewind` names, and none of it is under way."""
 
     KIND = 113
     number: UInt32
@@ -1046,7 +1036,7 @@ class Quiet(WireMessage):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rewound(WireMessage):
-    """Server → worker: I have gone back. My slices have these versions, each of as many pushes of yours."""
+    """Server → worker: I am back at the snapshot. My slices have these versions, each of as many pushes of yours."""
 
     KIND = 115
     number: UInt32
@@ -1075,15 +1065,15 @@ Contributors = Annotated[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicate(WireMessage):
-    """Server → the one that keeps a copy of its slices: a round is closed, and this is the scaled sum of its pushes."""
+    """Server → its backup: a round is closed, and this is the scaled sum of its pushes."""
 
     KIND = 100
     ids: U32s
     version: UInt32
-    """The one that it makes."""
+    """Version after the round."""
     contributors: Contributors
     settings: Settings
-    """One (learning rate, weight decay, 1); NaN for what the optimizer decides."""
+    """A single (learning rate, weight decay, 1); NaN for a number that the optimizer decides."""
     code: FromMinusOne
     """Of the error with which the round was refused; -1 if it was not."""
     reason: Sentence
@@ -1100,7 +1090,7 @@ class ReplicateRows(WireMessage):
 
     KIND = 101
     ids: U32s
-    """One: the slice."""
+    """A single id: the slice."""
     version: UInt32
     contributors: Contributors
     settings: Settings
@@ -1137,19 +1127,19 @@ WEIGHT, ROW_IDS = 254, 253
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fill(WireMessage):
-    """Server → the one that keeps a copy of its slices: a slice as it is now, which was not in the copy."""
+    """Server → its backup: the present state of a slice, which was not in the copy."""
 
     KIND = 103
     ids: U32s
     """The same slice for each part."""
     parts: U8s
-    """Of what each array is a piece; those of a part follow each other."""
+    """Per array the part of which it is a piece; pieces of a part follow each other."""
     version: UInt32
     standings: Annotated[tuple[Standing, ...], list_of("standings", record("standing", Standing), "members_max")]
     limit: FromMinusOne
-    """No version above this is made yet; -1: there is no limit."""
+    """No version above this may be completed yet; -1: no limit."""
     restored: Int64
-    """How many updates more the slice has had than there were rounds."""
+    """Number of updates of the slice, less the number of its rounds."""
     has_value: Boolean
     """Whether its first values are complete."""
     initializer: Name
@@ -1170,7 +1160,7 @@ class Copied(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Replicated(WireMessage):
-    """Server → the one whose slices it keeps a copy of: the first `count` of your messages are in it."""
+    """Backup → the server whose slices it copies: the first `count` of your messages are in the copy."""
 
     KIND = 102
     count: UInt64
@@ -1227,14 +1217,14 @@ class Lease(_OfStore):
     version: UInt64
     """How many updates the weights have had that it knows."""
     rests: Boolean
-    """Whether it has nothing more to train on: if there is nothing now, wait until there is, and do not wait for me."""
+    """Whether the worker has no examples left: if none are free, answer when some are, and do not wait for me."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leased(WireMessage):
     """Scheduler → worker: the places `start` … `stop` - 1 in the order of this epoch are yours; none if both are equal.
 
-    To a worker that has rested it says, too, how many barriers, checkpoints and loads of each store there have been.
+    A worker that has rested gets the number of the next checkpoint of each store, too.
     """
 
     KIND = 91
@@ -1247,9 +1237,7 @@ class Leased(WireMessage):
     version: UInt64
     """The most updates that any worker knows."""
     stores: Numbers
-    barriers: Numbers
     saves: Numbers
-    loads: Numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -1273,22 +1261,22 @@ class Used(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Progress(WireMessage):
-    """Worker → server of a slice: since my last push of it, the `step`-th, I have made so many examples.
+    """Worker → server of a slice: since my last push of it, the `step`-th, I have trained on so many examples.
 
-    The next one is due by the rule `when`, or when all say `together`.
+    The next push is due by the rule `when`, or when all ask for `together`.
     """
 
     KIND = 94
     slice: UInt32
     step: UInt32
     samples: UInt64
-    """By `QUORUM`, 1 if the steps are made, else 0."""
+    """By `QUORUM`, 1 if the steps are complete, else 0."""
     when: When
     quota: UInt64
     now: Boolean
-    """Whether it is due whatever the others have made."""
+    """Whether it is due whatever the progress of the others."""
     together: Boolean
-    """Whether this worker waits until all say so, and takes part meanwhile in what is due earlier."""
+    """Whether this worker waits until all ask for it, and takes part meanwhile in earlier pushes that are due."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1299,9 +1287,9 @@ class Due(WireMessage):
     slice: UInt32
     step: UInt32
     together: Boolean
-    """Whether all workers have said that they wait for this."""
+    """Whether all workers wait for this."""
     delay: UInt64
-    """How many pushes of others were let through since this worker's last one, where each is a version; else 0."""
+    """Number of others' pushes since this worker's last push, where each push is a version; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1312,7 +1300,7 @@ class NotDue(WireMessage):
     SEQUENCED = False
     slice: UInt32
     step: UInt32
-    """As the worker has said."""
+    """The step of the worker's `Progress`."""
     ranks: Ranks
     """The workers any of which may still do something for it to be due."""
 
@@ -1324,7 +1312,7 @@ Message = (
     | Blocked | CheckBlocked
     | InitRows | PushRows | PullRows | RowValues
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
-    | Ready | FindCut | CutFound | Cut | Counters | Numbered
+    | Ready | FindCut | CutFound | Cut | Counters
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | Rewound
     | Command | Perform
     | Lease | Leased | Rest | Used | Progress | Due | NotDue

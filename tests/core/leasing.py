@@ -30,6 +30,8 @@ from tests.core.workload import KEYS, SERVER_DECIDES, STORE, Program, User, _lan
 
 EPOCHS = 2
 BATCH = 3
+LAST = 999
+"""The step of a checkpoint of all that was made."""
 
 Place = tuple[int, int]
 """(epoch, place in its order)."""
@@ -97,13 +99,17 @@ class LeasingUser(User):
             self._used += len(self._batch)
             self._version += 1
             if self._version % 5 == 0:
-                yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+                yield from self._meet(f"version {self._version}" if self.job.mode == "sync" else "")
             if self._version % 3 == 0 and self.job.saves:
                 yield [self._ask(lambda number: Used(number, self._used, False))]
                 yield from self._save(self._version)
         yield self._landed
-        for statement in ("the end", "the very end"):
-            yield [self._ask(lambda number, said=statement: EnterBarrier(number, STORE, statement=said))]
+        yield from self._meet("the end")
+        if self.job.saves:
+            yield [self._ask(lambda number: Used(number, self._used, False))]
+            yield from self._save(LAST)
+            yield self._landed
+        yield from self._meet("the very end")
         yield from self._require(self._final(), "something is missing at the end")
         self.reads += 1
         self._let_go()

@@ -171,6 +171,24 @@ def test_a_way_back_without_an_end_ends_after_the_time_for_waits(wired: Wired) -
         assert "the job ends after 40 s of this (KVDIST_STALL_SHUTDOWN_S)" in str(wired.failed[call])
 
 
+@pytest.mark.parametrize("is_over", [True, False])
+def test_all_have_gone_back_before_a_barrier_that_was_late(wired: Wired, is_over: bool) -> None:
+    late = wired.barrier(0, timeout_s=1.0)
+    wired.advance(1.5)
+    passed = [wired.barrier(1)] if is_over else []
+    wired.settle()
+    assert late in wired.failed and set(passed) <= wired.completed.keys()
+    lose_server(wired)
+    wired.return_server(1)
+    wired.settle_works()
+    barriers = [wired.barrier(0)]
+    wired.settle()
+    assert not set(barriers) & wired.completed.keys()
+    barriers.append(wired.barrier(1))
+    wired.settle()
+    assert set(barriers) <= wired.completed.keys()
+
+
 def test_a_server_that_is_lost_on_the_way_back_leaves_calls_held_back_once(wired: Wired) -> None:
     calls = lose_server(wired)
     wired.return_server(1)
@@ -306,6 +324,48 @@ def test_a_newcomer_may_push_what_is_not_pushed_at_each_step_first() -> None:
     other = wired.pushpull(0, {"w": [3, 4]})
     wired.settle()
     assert wired.value(late, "w") == wired.value(other, "w") == [4, 6]
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_barrier_of_a_newcomer_is_that_of_the_others_at_its_place(is_first: bool) -> None:
+    """Not the one before it, which the others have yet to reach when the newcomer calls, or have reached."""
+    wired = with_newcomer()
+    wired.take_part(1)
+    wired.settle()
+    wired.push(1, {"w": [1, 1], "b": [1]})
+    wired.settle()
+    calls = [(1, "later"), (0, "earlier")][:: 1 if is_first else -1]
+    barriers = {statement: wired.barrier(rank, statement=statement) for rank, statement in calls}
+    wired.settle()
+    assert barriers["earlier"] in wired.completed and barriers["later"] not in wired.completed
+    wired.push(0, {"w": [1, 1], "b": [1]})
+    wired.settle()
+    other = wired.barrier(0, statement="later")
+    wired.settle()
+    assert wired.completed.keys() >= {other, barriers["later"]} and not wired.failed
+
+
+def test_a_newcomer_may_be_late_at_its_first_barrier_before_others_have_reached_any() -> None:
+    wired = with_newcomer()
+    wired.take_part(1)
+    wired.settle()
+    wired.push(1, {"w": [1, 1], "b": [1]})
+    late = wired.barrier(1, timeout_s=1.0)
+    wired.advance(2.5)
+    assert str(wired.failed[late]) == "the other workers did not reach the barrier within 2.0 s"
+    again = wired.barrier(1)
+    wired.push(0, {"w": [1, 1], "b": [1]})
+    wired.settle()
+    assert again not in wired.completed
+    barriers = [again, wired.barrier(0)]
+    wired.settle()
+    assert set(barriers) <= wired.completed.keys()
+    barriers = [wired.barrier(1)]
+    wired.settle()
+    assert not set(barriers) & wired.completed.keys()
+    barriers.append(wired.barrier(0))
+    wired.settle()
+    assert set(barriers) <= wired.completed.keys()
 
 
 @pytest.mark.parametrize("call", ["push", "place"])

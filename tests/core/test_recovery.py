@@ -270,7 +270,35 @@ def test_who_rests_goes_on_only_when_all_do_and_hears_what_it_has_missed(wired: 
     ended = [lease(wired, rank, used, length=8, rests=True) for rank, used in ((0, 0), (1, 8))]
     wired.settle()
     assert wired.completed[ended[0]].is_over and wired.completed[ended[1]].is_over and wired.completed[resting].is_over
-    assert wired.completed[resting].barriers.tolist() == [1]
+    later = [wired.barrier(2)]
+    wired.settle()
+    assert not wired.completed.keys() & {*later}, "its next barrier is the next one of all"
+    later += [wired.barrier(rank) for rank in (0, 1)]
+    wired.settle()
+    assert wired.completed.keys() >= {*later}
+
+
+@pytest.mark.parametrize("is_over", [True, False])
+def test_who_rests_leaves_the_barrier_at_which_it_was_late(wired: Wired, is_over: bool) -> None:
+    late = wired.barrier(2, timeout_s=1.0)
+    wired.advance(1.5)
+    assert late in wired.failed
+    for rank in (0, 1):
+        lease(wired, rank, length=8)
+    lease(wired, 2, length=8, rests=True)
+    wired.settle()
+    passed = [wired.barrier(rank) for rank in (0, 1) if is_over]
+    wired.settle()
+    assert set(passed) <= wired.completed.keys()
+    for rank in (0, 1):
+        lease(wired, rank, 4, length=8, rests=True)
+    wired.settle()
+    first = wired.barrier(2)
+    wired.settle()
+    assert first not in wired.completed
+    others = [wired.barrier(rank) for rank in (0, 1)]
+    wired.settle()
+    assert {first, *others} <= wired.completed.keys()
 
 
 def test_what_was_said_of_losses_is_not_said_again(wired: Wired) -> None:

@@ -28,7 +28,7 @@ from kvdist.core.machine import (
 )
 from kvdist.core.scheduler.scheduler import ROSTER_GAP_S, Scheduler
 from kvdist.core.server.server import Server
-from kvdist.core.worker.requests import Register
+from kvdist.core.worker.requests import EnterBarrier, Register
 from kvdist.errors import BarrierTimeout, ConfigError, InitMismatch, JobOver, OptimizerMismatch, PeerLostError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, server, worker
@@ -156,7 +156,7 @@ def test_a_server_cannot_speak_for_the_worker_of_its_rank() -> None:
     wired.barrier(0)
     wired.settle()
     impostor = wired.member("server-1")
-    for message in (Barrier(99, 0, 0, ""), Goodbye(98, "")):
+    for message in (Barrier(99, 0, ""), Goodbye(98, "")):
         assert wired.scheduler.handle(impostor, message, 1.0) == []
     assert wired.scheduler.explain(1.0) == "waiting 1.0 s for worker-1 to reach barrier 0"
 
@@ -294,6 +294,66 @@ def test_a_barrier_can_be_tried_again_after_it_was_late() -> None:
     again = [wired.barrier(rank) for rank in (0, 1)]
     wired.settle()
     assert set(again) <= wired.completed.keys()
+
+
+def the_next_barrier_waits_for(wired: Wired, rank: int, other: int) -> None:
+    """The next barrier of a worker is that of the other one."""
+    alone = wired.barrier(rank)
+    wired.settle()
+    assert alone not in wired.completed
+    together = wired.barrier(other)
+    wired.settle()
+    assert {alone, together} <= wired.completed.keys()
+
+
+@pytest.mark.parametrize("meanwhile", ["the answer has come", "the answer is under way", "the scheduler was away"])
+def test_a_barrier_that_was_late_and_is_over_is_passed_by_the_next_call(meanwhile: str) -> None:
+    wired = Wired(2, 1)
+    late = wired.barrier(0, timeout_s=1.0)
+    wired.advance(1.5)
+    assert late in wired.failed
+    other = wired.barrier(1)
+    wired.deliver()
+    if meanwhile != "the answer is under way":
+        wired.settle()
+    if meanwhile == "the scheduler was away":
+        wired.return_scheduler()
+    again = wired.barrier(0)
+    wired.advance(1.0)
+    assert {other, again} <= wired.completed.keys()
+    the_next_barrier_waits_for(wired, 0, 1)
+
+
+def test_a_worker_that_asks_who_is_missing_when_the_barrier_is_over_does_not_enter_the_next_one() -> None:
+    wired = Wired(2, 1)
+    late, other = wired.barrier(0, timeout_s=1.0), wired.barrier(1)
+    wired.deliver(2)
+    wired.now += 1.0
+    wired.tick()
+    assert any(isinstance(packet.message, Barrier) for _, _, packet in wired.wire)
+    wired.settle()
+    assert {late, other} <= wired.completed.keys()
+    the_next_barrier_waits_for(wired, 0, 1)
+
+
+def test_workers_that_are_late_at_barriers_of_two_stores_hear_who_is_missing_at_each() -> None:
+    wired = Wired(3, 1)
+    wired.ask(0, lambda number: EnterBarrier(number, 1))
+    late = [wired.ask(1, lambda number, store=store: EnterBarrier(number, store, 1.0)) for store in (0, 1)]
+    wired.advance(1.5)
+    errors = [wired.failed[request] for request in late]
+    assert [isinstance(error, BarrierTimeout) and error.missing for error in errors] == [(0, 2), (2,)]
+
+
+def test_a_load_for_which_a_worker_waits_is_not_its_next_one() -> None:
+    wired = Wired(2, 1)
+    loads = [wired.load(0, "/run/step-1"), wired.load(0, "/run/step-2")]
+    wired.settle()
+    assert wired.scheduler.checkpoints.loading_of(0)[0].keys() == {0, 1}
+    loads += [wired.load(1, "/run/step-1"), wired.load(1, "/run/step-2")]
+    wired.settle()
+    reasons = {str(wired.failed[load]) for load in loads}
+    assert len(reasons) == 1 and "the store has no keys" in reasons.pop()
 
 
 def test_workers_that_say_the_same_at_a_barrier_go_on() -> None:
@@ -642,7 +702,7 @@ def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers
     scheduler, servers = with_copies()
     with mock.patch.object(type(scheduler.keys), "saved", lambda keys, store: ("w",)):
         workers = [*scheduler.membership.workers.values()]
-        load = Load(1, 0, 0, "/run/step-1", ("weights",), "")
+        load = Load(1, 0, "/run/step-1", ("weights",), "")
         assert scheduler.handle(workers[0], load, 0.2) == [], "it waits for the other one"
         scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.3)
         assert not scheduler._stopped, "another one has its slices"
@@ -681,7 +741,7 @@ def test_a_checkpoint_that_a_lost_server_has_spoilt_says_so_and_what_another_ser
     scheduler.observe(ChildEnded(servers[0].node, "killed", False), 0.2)
     for one in servers[1:]:
         scheduler.handle(one, Saved(0, 0, SavedFile("", 0, ""), said), 0.3)
-    save = Save(1, 0, 0, "/run/step-1", ("weights",), "", 1, 0, 1, SavedFile("", 0, ""), "")
+    save = Save(1, 0, "/run/step-1", ("weights",), 0, "", 1, 0, 1, SavedFile("", 0, ""), "")
     workers = scheduler.membership.workers.values()
     told = [one.message for member in workers for one in scheduler.handle(member, save, 0.4) if isinstance(one, Send)]
     reasons = {one.reason for one in told if isinstance(one, Failed)}
@@ -697,7 +757,7 @@ def test_a_checkpoint_that_would_be_refused_is_complete_if_an_earlier_scheduler_
     made = SavedFile("server-1-0a.safetensors", 8, "0" * 64)
     for one in servers[1:]:
         scheduler.handle(one, Saved(0, 0, made if one is servers[1] else SavedFile("", 0, ""), ""), 0.3)
-    save = Save(1, 0, 0, "/run/step-1", ("weights",), "0123456789abcdef", 1, 0, 1, SavedFile("", 0, ""), "")
+    save = Save(1, 0, "/run/step-1", ("weights",), 0, "0123456789abcdef", 1, 0, 1, SavedFile("", 0, ""), "")
     workers = [*scheduler.membership.workers.values()]
     *_, swept = [one for member in workers for one in scheduler.handle(member, save, 0.4)]
     assert isinstance(swept, Persist) and isinstance(swept.work, Sweep)

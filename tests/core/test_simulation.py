@@ -45,7 +45,7 @@ from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
 from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.worker import newcomer
-from kvdist.core.worker.pending import BarrierCalls
+from kvdist.core.worker.pending import BarrierCalls, SavingCalls
 from kvdist.core.worker.progress import ProgressReports
 from kvdist.core.worker.requests import LoadStore, Request, RunPart
 from kvdist.core.worker.transfers import LEADER, SliceTable, Transfers
@@ -58,6 +58,7 @@ from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import (
     Ack,
+    Barrier,
     Copied,
     Fate,
     Fill,
@@ -130,6 +131,7 @@ FAULTS = {
     "paused worker while a cluster forms that goes on": ("pause",),
     "checkpoints of hosts in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "checkpoints in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
+    "late at barriers in a storm": ("cut", "lost", "duplicated", "lost in a cut"),
     "checkpoint and a killed server": ("crash",),
     "checkpoint and a paused worker": ("pause",),
     "long pause": ("pause",),
@@ -279,6 +281,8 @@ def used_in(scenario: Scenario) -> Iterator[str]:
     is_complete = not scenario.victims or is_short or goes_on
     if not scenario.is_odd:  # which may join or cut it all
         yield from USED
+    if scenario.barrier_s:
+        yield "late at a barrier"
     if scenario.parted_s or scenario.is_odd:
         return  # what is said of faults is enough
     if scenario.quota:
@@ -880,11 +884,8 @@ def forgets_lives(self: Scheduler, event: ChildEnded, now: float) -> list[Effect
     return ORIGINAL_ENDED(self, replace(event, life=self.membership.lives[peer.member]), now)
 
 
-def numbers_of_its_own(self: Newcomers, sender: Member, message: Any, opened: Any, count: int) -> int | None:
-    """A newcomer's barriers are those that it has counted itself."""
-    return message.counter
-
-
+ORIGINAL_NUMBER = Scheduler._number
+ORIGINAL_BARRIER = Scheduler._barrier
 ORIGINAL_GONE_BACK = Newcomers.gone_back
 ORIGINAL_MAY_GO_ON = Losses.may_go_on
 ORIGINAL_HELLO = Newcomers.hello
@@ -930,8 +931,23 @@ def ends_when_nothing_is_free(self: Leases) -> list[Effect]:
         self._holders, self._unaccounted = holders, unsettled
 
 
-def tells_no_numbers(self: BarrierCalls, stores: Any, counts: Any) -> None:
-    """Who has rested knows nothing of the barriers that the others have passed."""
+def begins_its_own(self: Scheduler, sender: Member, message: Any, opened: Any, count: int) -> int | None:
+    """No call of a newcomer is one that others have made."""
+    is_late = sender in self.membership.since
+    return ORIGINAL_NUMBER(self, sender, message, {} if is_late else opened, count)
+
+
+def hears_no_repeats(self: Scheduler, sender: Member, message: Barrier, now: float) -> list[Effect]:
+    """A barrier that is called again is another one."""
+    return ORIGINAL_BARRIER(self, sender, replace(message, repeats=False), now)
+
+
+def stays_late(self: BarrierCalls) -> None:
+    """Who has gone back is still at the barrier at which it was late."""
+
+
+def tells_no_numbers(self: SavingCalls, stores: Any, counts: Any) -> None:
+    """Who has rested knows nothing of the checkpoints that the others have made."""
 
 
 def wakes_into_checkpoints(self: Checkpoints) -> bool:
@@ -1551,7 +1567,15 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(Scheduler, "_wait_for_return", stops_servers)],
     ),
     "a late line ends the next life": ("joins again and again", [(Scheduler, "_child_ended", forgets_lives)]),
-    "newcomers count barriers alone": ("joins", [(Newcomers, "number", numbers_of_its_own)]),
+    "newcomers begin barriers of their own": ("joins", [(Scheduler, "_number", begins_its_own)]),
+    "a barrier that is called again is the next one": (
+        "late at barriers in a storm",
+        [(Scheduler, "_barrier", hears_no_repeats)],
+    ),
+    "who goes back is still late at a barrier": (
+        "goes back from late barriers",
+        [(BarrierCalls, "forget", stays_late)],
+    ),
     "who comes back reads the present": ("waits", [(Round, "is_before", knows_one_version)]),
     "rows of the version before are not kept": ("waits with rows", [(TableRows, "visited", keeps_no_rows)]),
     "a block that is split loses the version before": ("waits", [(Block, "_part", loses_what_was_before)]),
@@ -1607,7 +1631,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "rounds wait for workers without data": ("leases", [(Peers, "rest", awaits_all)]),
     "the data end while others hold some": ("leases near the end", [(Leases, "advance", ends_when_nothing_is_free)]),
-    "who has rested does not know of barriers": ("leases", [(BarrierCalls, "begin_at", tells_no_numbers)]),
+    "who has rested does not know of checkpoints": ("leases", [(SavingCalls, "begin_at", tells_no_numbers)]),
     "checkpoints wait for who has rested": (
         "leases",
         [(Checkpoints, "is_saving", property(wakes_into_checkpoints))],

@@ -48,7 +48,7 @@ from kvdist.core.worker.requests import (
 )
 from kvdist.core.worker.worker import Worker
 from kvdist.dtypes import DType
-from kvdist.errors import CheckpointError, KvdistError, RolledBackError
+from kvdist.errors import BarrierTimeout, CheckpointError, KvdistError, RolledBackError
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member
 from kvdist.optimizer.base import AVERAGE
@@ -125,6 +125,7 @@ class Job:
     second: whether there is a second model.
     quota: after how many examples of all workers a round is due; 0: at once.
     when: what else that number is of.
+    barrier_s: for how long a worker waits at a barrier at most, before it calls it again; 0: for ever.
     """
 
     num_workers: int
@@ -144,6 +145,7 @@ class Job:
     quota: int = 0
     second: bool = False
     when: DueWhen = DueWhen.QUOTA
+    barrier_s: float = 0.0
 
     def rounds_of(self, rank: int) -> int:
         """How many rounds a worker takes part in."""
@@ -347,6 +349,8 @@ class User:
     """Slices that had made a step without it which its earlier life had begun, and it makes again."""
     restored: bool | None = None
     """Whether the newest checkpoint could be loaded at the end; None if there was none."""
+    late: int = 0
+    """At how many barriers it has not met all others in time."""
     rollbacks: int = 0
     """How often it has heard that all went back to a snapshot."""
     _landed: list[Future[Any]] = field(default_factory=list)
@@ -381,6 +385,8 @@ class User:
                 self._waiting = next(self._program)
             except StopIteration:
                 self.done = True
+            except BarrierTimeout as late:
+                self._waiting = self._program.throw(late)
             except RolledBackError:
                 accepted = self._ask(AcceptRollback)
                 self._waiting, self._program = [accepted], self._begin_anew(accepted)
@@ -582,13 +588,26 @@ class User:
         if self.job.in_step:
             yield self._last_turn
         if self.job.leaver_rounds is None and turn % 2 == 1:
-            yield [self._ask(lambda number: EnterBarrier(number, STORE))]
+            # Without rounds no place says which barrier is a newcomer's first.
+            yield from self._meet(f"turn {turn}" if self.job.mode == "sync" else "")
         if turn in self.job.means:
             yield from self._average(turn)
         if not self.job.in_step and self.random.random() < 0.5:
             yield self._last_turn
         if self.oracle.saves[turn]:
             yield from self._save(turn)
+
+    def _meet(self, statement: str) -> Program:
+        """Arrive at a barrier, again and again as long as it is late."""
+        while True:
+            timeout_s = self.random.uniform(0, self.job.barrier_s) if self.job.barrier_s else None
+            try:
+                yield [self._ask(lambda number, limit=timeout_s: EnterBarrier(number, STORE, limit, statement))]
+                return
+            except BarrierTimeout:
+                self.late += 1
+            if self.random.random() < 0.5:
+                yield [self._read(["bias"], is_checked=False)[1]]
 
     def _average(self, turn: int) -> Program:
         """As `KVStore.average` does; a sum shows how many are in it, and that they gave it for the same turn."""

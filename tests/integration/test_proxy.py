@@ -41,7 +41,7 @@ KINDS_OF_LOSSES = {
 KINDS_OF_ROLLBACKS = {"TakeSnapshot", "SnapshotTaken", "Rewind", "Quiet", "Rewound"}
 KINDS_OF_DATA = {"Lease", "Leased", "Rest", "Used", "Progress", "Due"}
 LEFT_TO_THE_SIMULATION = {
-    "Abort", "Blocked", "CheckBlocked", "HandedBack", "JoinedPush", "Numbered", "Refused", "Rejected",
+    "Abort", "Blocked", "CheckBlocked", "HandedBack", "JoinedPush", "Refused", "Rejected",
     "NotDue", "ReplicateRows", "Waiting",
 }  # fmt: skip
 OFTEN = frozenset({"Ack", "Alive", "StepTimes"})

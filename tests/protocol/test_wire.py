@@ -195,7 +195,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Due: st.builds(m.Due, U32, U32, st.booleans(), U64),
     m.NotDue: st.builds(m.NotDue, U32, U32, RANKS),
     m.Leased: (LENGTHS | st.just(0)).flatmap(
-        lambda n: st.builds(m.Leased, U64, U32, U64, U64, st.booleans(), U64, *[numbers(n)] * 4)
+        lambda n: st.builds(m.Leased, U64, U32, U64, U64, st.booleans(), U64, *[numbers(n)] * 2)
     ),
     m.Rest: st.builds(m.Rest, U64, RANKS),
     m.Used: st.builds(m.Used, U64, U64, st.booleans()),
@@ -232,7 +232,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.SetOptimizer: st.builds(m.SetOptimizer, U64, U32, DESCRIPTIONS),
     m.Done: st.builds(m.Done, U64),
     m.Failed: st.builds(m.Failed, U64, ERRORS, NAMES),
-    m.Barrier: st.builds(m.Barrier, U64, U32, U64, NAMES, st.integers(-1, U32_MAX), U32),
+    m.Barrier: st.builds(m.Barrier, U64, U32, NAMES, st.integers(-1, U32_MAX), U32, st.booleans()),
     m.InitValues: parallel(m.InitValues, 2, arrays),
     m.Push: LENGTHS.flatmap(pushes),
     m.Pull: parallel(m.Pull, 4),
@@ -252,7 +252,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Alive: st.just(m.Alive()),
     m.StepTimes: st.builds(m.StepTimes, U32, U64, U64, U64, U64, U64),
     m.Ack: st.builds(m.Ack, st.booleans()),
-    m.Waiting: st.builds(m.Waiting, NAMES, RANKS, FINITE),
+    m.Waiting: st.builds(m.Waiting, NAMES, RANKS, FINITE, U64),
     m.Goodbye: st.builds(m.Goodbye, U64, NAMES),
     m.Abort: st.builds(m.Abort, ERRORS, NAMES, NAMES, NAMES, st.integers(-1, U32_MAX), NAMES),
     m.Stop: st.just(m.Stop()),
@@ -263,12 +263,12 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
             m.MarkPushes, U32, U64, NAMES, CONTENTS, NAMES, U64, st.booleans(), numbers(n), numbers(n), U32
         )
     ),
-    m.Claim: st.builds(m.Claim, U64, U32, U64, NAMES, CONTENTS),
-    m.Claimed: st.builds(m.Claimed, U64, NAMES),
+    m.Claim: st.builds(m.Claim, U64, U32, NAMES, CONTENTS),
+    m.Claimed: st.builds(m.Claimed, U64, U64, NAMES, NAMES),
     m.Prepare: st.builds(m.Prepare, U64, U32, NAMES, CONTENTS, NAMES),
-    m.Save: st.builds(m.Save, U64, U32, U64, NAMES, CONTENTS, NAMES, U64, U32, U32, FILES, NAMES, U32),
+    m.Save: st.builds(m.Save, U64, U32, NAMES, CONTENTS, U64, NAMES, U64, U32, U32, FILES, NAMES, U32),
     m.Saved: st.builds(m.Saved, U32, U64, FILES, NAMES),
-    m.Load: st.builds(m.Load, U64, U32, U64, NAMES, CONTENTS, NAMES, U32),
+    m.Load: st.builds(m.Load, U64, U32, NAMES, CONTENTS, NAMES, U32),
     m.Restore: st.builds(m.Restore, U64, U32, NAMES, CONTENTS),
     m.TakeRestored: st.builds(m.TakeRestored, U64, U32, U32),
     m.DropRestored: st.builds(m.DropRestored, U64, U32),
@@ -277,7 +277,6 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Cut: st.builds(m.Cut, U64, st.integers(-1, U32_MAX), U32, RANKS),
     m.Counters: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Counters, *[numbers(n)] * 3)),
     m.Ready: st.builds(m.Ready, U32),
-    m.Numbered: st.builds(m.Numbered, U64, U64),
     m.TakeSnapshot: st.builds(m.TakeSnapshot, U32, U32, NAMES, NAMES),
     m.SnapshotTaken: st.builds(m.SnapshotTaken, NAMES, FILES, NAMES, TRAINED),
     m.Rewind: st.builds(m.Rewind, U32, U32, NAMES),

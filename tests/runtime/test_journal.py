@@ -451,7 +451,7 @@ def test_a_process_that_is_interrupted_before_it_has_written_an_input_says_nothi
     clock = Clock()
     node = formed(path, clock)
     (source,) = (member for member in node.reliable.links if member.node == worker(0))
-    node.transport.events = [Arrived("w0", message(source, msg.Barrier(1, 0, 1, "")), None)]
+    node.transport.events = [Arrived("w0", message(source, msg.Barrier(1, 0, "")), None)]
     node.transport.said.clear()
     with mock.patch.object(Journal, "received", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         node.run()

@@ -12,7 +12,7 @@ ordered by `kvdist.core.scheduler.rollback`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -105,7 +105,7 @@ class SaveUnderWay:
     def waits(self) -> Iterator[MemberWait]:
         """Yield the waits of workers for the checkpoint."""
         for wait in self.agreement.waits():
-            subject = f"{msg.SAVING}{self.name})"
+            subject = f"save_checkpoint ({self.name})"
             yield replace(wait, subject=subject, deed=f"call {subject}")
 
 
@@ -114,18 +114,30 @@ class FolderClaim:
     """A directory that workers claim for checkpoints of this job."""
 
     first: msg.Claim
+    counter: int
+    """The number of the checkpoint for which it was claimed first."""
     agreement: Agreement[str]
     """Agreement on the lock; the first worker claims it for all."""
     run: str = ""
     failure: str = ""
     """Reason why the job cannot save into the directory: the answer to every claim of this checkpoint."""
+    counters: dict[tuple[Member, int], int] = field(default_factory=dict)
+    """(worker, request) of an open claim → number of the worker's checkpoint."""
     end: Callable[[str], list[fx.Effect]] | None = None
     """Called with '' when the directory is locked, or with the failure."""
 
-    def is_answer_to(self, claim: msg.Claim) -> bool:
+    def is_answer_to(self, claim: msg.Claim, counter: int) -> bool:
         """Return whether this claim also answers `claim`: a refused directory is tried again for each later checkpoint.
         A worker with a refused claim takes part in that checkpoint, so its next claim is of a later checkpoint."""
-        return not self.failure or (self.first.store, self.first.counter) == (claim.store, claim.counter)
+        return not self.failure or (self.first.store, self.counter) == (claim.store, counter)
+
+    def numbered(self, answers: list[fx.Effect]) -> list[fx.Effect]:
+        """Return the answers to claims, each with the number of its receiver's checkpoint."""
+        return [
+            replace(one, message=replace(one.message, counter=self.counters.pop((one.to, one.message.request))))
+            for one in answers
+            if isinstance(one, fx.Send) and isinstance(one.message, msg.Claimed)
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -205,6 +217,11 @@ class Checkpoints:
         saving = {number: one.agreement for (of, number), one in self._saving.items() if of == store and number >= 0}
         return saving, self.saves.get(store, 0)
 
+    def next_saves(self) -> Sequence[Sequence[int]]:
+        """For a worker that has rested: stores, and the number of the next checkpoint of each that waits for it."""
+        stores = sorted(self.saves)
+        return stores, [min(opened, default=count) for opened, count in map(self.saving_of, stores)]
+
     def loading_of(self, store: int) -> tuple[dict[int, Agreement[Any]], int]:
         """Return the loads of a store under way, by number, and the number of all so far."""
         loading = {number: one.agreement for (of, number), one in self._loading.items() if of == store and number >= 0}
@@ -239,10 +256,11 @@ class Checkpoints:
 
     # Saving.
 
-    def claim(self, sender: Member, message: msg.Claim, now: float) -> list[fx.Effect]:
-        """Handle the claim of a worker that is about to save into a directory for the first time."""
-        claim, effects = self._claim(message, now)
-        return [*effects, *claim.agreement.ask(sender, message.request)]
+    def claim(self, sender: Member, message: msg.Claim, counter: int, now: float) -> list[fx.Effect]:
+        """Handle the claim of a worker that is about to save its checkpoint `counter`, into a directory that is new."""
+        claim, effects = self._claim(message, counter, now)
+        claim.counters[sender, message.request] = counter
+        return [*effects, *claim.numbered(claim.agreement.ask(sender, message.request))]
 
     def lock(
         self, folder: str, store: int, now: float, end: Callable[[str], list[fx.Effect]]
@@ -251,17 +269,17 @@ class Checkpoints:
         claim = self._claims.get(directory_of(folder))
         if claim is not None and claim.failure:
             del self._claims[directory_of(folder)]
-        claim, effects = self._claim(msg.Claim(0, store, -1, folder, EVERYTHING), now)
+        claim, effects = self._claim(msg.Claim(0, store, folder, EVERYTHING), -1, now)
         claim.end = end
         return claim, [*effects, *(end("") if claim.agreement.is_answered else [])]
 
-    def _claim(self, message: msg.Claim, now: float) -> tuple[FolderClaim, list[fx.Effect]]:
+    def _claim(self, message: msg.Claim, counter: int, now: float) -> tuple[FolderClaim, list[fx.Effect]]:
         directory = directory_of(message.folder)
         claim = self._claims.get(directory)
-        if claim is not None and claim.is_answer_to(message):
+        if claim is not None and claim.is_answer_to(message, counter):
             return claim, []
         agreement: Agreement[str] = Agreement(f"the lock of {directory}", "", now, self._membership.workers)
-        claim = self._claims[directory] = FolderClaim(message, agreement)
+        claim = self._claims[directory] = FolderClaim(message, counter, agreement)
         return claim, [fx.Persist(claim, LockFolder(message.folder))]
 
     def _locked(self, claim: FolderClaim, run: str) -> list[fx.Effect]:
@@ -279,8 +297,8 @@ class Checkpoints:
     @staticmethod
     def _answer_claim(claim: FolderClaim, failure: str) -> list[fx.Effect]:
         claim.failure = failure
-        claimed = partial(msg.Claimed, run=claim.run)
-        answers = claim.agreement.answer(partial(_answer, failure=failure) if failure else claimed)
+        claimed = partial(msg.Claimed, counter=0, run=claim.run, failure=failure)
+        answers = claim.numbered(claim.agreement.answer(claimed))
         return answers if claim.end is None else [*answers, *claim.end(failure)]
 
     def save(self, sender: Member, message: msg.Save, now: float) -> list[fx.Effect]:
@@ -451,9 +469,9 @@ class Checkpoints:
 
     # Loading.
 
-    def load(self, sender: Member, message: msg.Load, now: float) -> list[fx.Effect]:
-        """Handle the call of a worker that has no push under way, and waits until the store is restored."""
-        place, workers = (message.store, message.counter), self._membership.workers
+    def load(self, sender: Member, message: msg.Load, counter: int, now: float) -> list[fx.Effect]:
+        """Handle load `counter` of a worker, which has no push under way, and waits until the store is restored."""
+        place, workers = (message.store, counter), self._membership.workers
         loading = self._loading.get(place)
         if loading is None:
             subject, deed = "loading of a checkpoint", "call load_checkpoint"
@@ -462,7 +480,7 @@ class Checkpoints:
             agreement = Agreement(subject, deed, now, workers, self._membership.quorum, later)
             loading = self._loading[place] = LoadUnderWay(
                 message.store,
-                message.counter,
+                counter,
                 message.folder,
                 message.contents,
                 agreement,
@@ -470,7 +488,7 @@ class Checkpoints:
                 self._check,
                 self._answer_loading,
             )
-            self.loads[message.store] = message.counter + 1
+            self.loads[message.store] = counter + 1
         loading.agreement.say(sender, message)
         return [*loading.agreement.ask(sender, message.request), *self._begin_loading(loading)]
 
@@ -531,6 +549,7 @@ class Checkpoints:
         return self._end_loading(loading, failure)
 
     def _is_open(self, loading: LoadUnderWay) -> bool:
+        """Return whether a load was not dropped meanwhile."""
         return self._loading.get((loading.store, loading.counter)) is loading
 
     def _end_loading(self, loading: LoadUnderWay, failure: str) -> list[fx.Effect]:

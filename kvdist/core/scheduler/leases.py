@@ -32,7 +32,7 @@ SHARES = 8
 """A lease is at most 1 / (SHARES · workers) of the rest of an epoch, so that the wait at its end is short."""
 
 _NUMBERS = ("length", "epochs", "seed")
-NO_NUMBERS: Sequence[Sequence[int]] = ((), (), (), ())
+NO_NUMBERS: Sequence[Sequence[int]] = ((), ())
 
 ALL = 1 << 64
 """More examples than any worker has."""
@@ -215,8 +215,8 @@ class Leases:
     Args:
         membership: members of the cluster.
         questions: requests to servers.
-        go_on: completes agreements that have waited only for a worker that rests now.
-        numbers: returns (stores, barriers, saves, loads), the counts that a worker needs after a rest.
+        go_on: lets agreements go on that have waited only for a worker that rests now.
+        numbers: returns (stores, numbers of their next checkpoints), for a worker that has rested.
         is_saving: returns whether a checkpoint is under way.
     """
 
@@ -225,7 +225,7 @@ class Leases:
         membership: Membership,
         questions: Questions,
         go_on: Callable[[float], list[fx.Effect]],
-        numbers: Callable[[Member], Sequence[Sequence[int]]],
+        numbers: Callable[[], Sequence[Sequence[int]]],
         is_saving: Callable[[], bool],
     ) -> None:
         self._membership = membership
@@ -413,7 +413,7 @@ class Leases:
         is_over: bool = False,
         has_rested: bool = False,
     ) -> fx.Send:
-        columns = [np.array(column, np.uint32) for column in (self._numbers(sender) if has_rested else NO_NUMBERS)]
+        columns = [np.array(column, np.uint32) for column in (self._numbers() if has_rested else NO_NUMBERS)]
         leased = msg.Leased(message.request, *(given or Range(0, 0, 0)), is_over, self._version, *columns)
         return fx.Send(sender, leased)
 

@@ -20,7 +20,7 @@ newcomer. The other workers do not stop for that. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -128,7 +128,7 @@ class Newcomers:
         self._models: dict[int, str] = {}
         """Store → description of the Trainers' model, on which all workers agree."""
         self._aligned: set[tuple[Member, type[msg.Message], int]] = set()
-        """(late member, kind of call, store) where the member numbers its calls as the others do."""
+        """(late member, kind of call, store) after its first such call: the next is the next of all workers."""
         self._joined: dict[Member, set[int]] = {}
         """Late member → stores where it takes part in all slices."""
 
@@ -224,7 +224,7 @@ class Newcomers:
         if self._membership.newcomers.get(sender.node) != sender:
             return None
         match message:
-            case msg.Barrier(request, store, _, statement) if said := model_of(statement):
+            case msg.Barrier(request, store, statement) if said := model_of(statement):
                 agreed = self._models.get(store, said)
                 if said == agreed:
                     return [fx.Send(sender, msg.Done(request))]
@@ -436,39 +436,28 @@ class Newcomers:
         ranks = tuple(member.node.rank for member in members)
         return self._questions.ask(msg.Cut(0, store, 0, ranks), then, cause)
 
-    def number(self, sender: Member, message: Call, opened: Mapping[int, Agreement[Any]], count: int) -> int | None:
-        """Return the number that all workers give to a call; None if it is not known yet.
+    def must_wait(self, sender: Member, message: Call, is_expected: bool) -> bool:
+        """Return whether a call has no number yet, as a late worker makes its first call of this kind; and queue it.
 
         Args:
             sender: worker that calls.
-            message: its call, which waits for another worker's call if the number is not known.
-            opened: open agreements of this kind in this store, by number.
-            count: number of these agreements so far, at least.
+            message: its call, which waits for another worker's call if it has no number.
+            is_expected: whether others wait for this worker in such a call, so that its number is known.
         """
-        place = (sender, type(message), message.store)
-        if message.counter == msg.LATER:
-            numbers = [number for number, one in opened.items() if sender not in one.exempted]
-            if not numbers and any(self._knows(other, place) for other in self._membership.workers.values()):
-                self._waiting.append(WaitingCall(sender, message, self._scheduler.now))
-                return None
-            return min(numbers, default=max([count, *(number + 1 for number in opened)]))
-        self._aligned.add(place)
-        return message.counter
+        place = type(message), message.store
+        if self._is_aligned(sender, *place):
+            return False
+        others = (other for other in self._membership.workers.values() if other != sender)
+        if not is_expected and any(self._is_aligned(other, *place) for other in others):
+            self._waiting.append(WaitingCall(sender, message, self._scheduler.now))
+            return True
+        self._aligned.add((sender, *place))
+        return False
 
-    def align(self, member: Member, stores: Iterable[int]) -> None:
-        """Record that a late member gets the numbers of all earlier calls, so numbers its calls as the others do."""
-        self._aligned.update((member, kind, store) for kind in (msg.Barrier, msg.Load, msg.Claim) for store in stores)
-
-    def tell(self, sender: Member, message: Call, number: int) -> list[fx.Effect]:
-        """Send a worker the number of its call, if the worker does not know it."""
-        if message.counter != msg.LATER:
-            return []
-        self._aligned.add((sender, type(message), message.store))
-        return [fx.Send(sender, msg.Numbered(message.request, number))]
-
-    def _knows(self, other: Member, place: tuple[Member, type[msg.Message], int]) -> bool:
-        """Return whether another worker's calls of this kind have numbers that this worker can take."""
-        return other != place[0] and (other not in self._membership.since or (other, *place[1:]) in self._aligned)
+    def _is_aligned(self, member: Member, kind: type[msg.Message], store: int) -> bool:
+        """Return whether a worker's next call of this kind is the next of all workers."""
+        is_late = member in self._membership.since or self._membership.newcomers.get(member.node) == member
+        return not is_late or (member, kind, store) in self._aligned
 
 
 def _nothing(_: int) -> list[fx.Effect]:

@@ -269,8 +269,8 @@ class Rollback:
         parts = (servers, agreement, self._position, self._ended)
         making = self._making = Snapshot(store, -1 - version, *parts, again_s=self._again_s)
         making.keys = self._keys.saved(store)
-        what = (folder, EVERYTHING, run, version, KEPT, len(making.keys), msg.SavedFile("", 0, ""), "")
-        making.order = msg.Save(0, store, making.counter, *what)
+        what = (making.counter, run, version, KEPT, len(making.keys), msg.SavedFile("", 0, ""), "")
+        making.order = msg.Save(0, store, folder, EVERYTHING, *what)
         self._checkpoints.take_snapshot(making)
         if self.leases is not None:
             self.leases.snapshot_begins(version)

@@ -113,9 +113,9 @@ class Scheduler(fx.Machine):
         self.checkpoints.restoring_data = self._restoring_data
         self._deadlocks = Deadlocks()
         self._barriers: dict[tuple[int, int], Agreement[BarrierWord]] = {}
-        """(store, count) → barrier that not all workers have passed."""
+        """(store, number) → open barrier."""
         self._passed: dict[int, int] = {}
-        """Store → number of its barriers that all workers have passed."""
+        """Store → number of its barriers that are over."""
         self._commands: list[Agreement[str]] = []
         """Commands that not every server has run."""
         self._at_work: set[Member] = set()
@@ -238,10 +238,7 @@ class Scheduler(fx.Machine):
                 return self.checkpoints.save(sender, message, now)
             case msg.Load() if is_worker:
                 number = self._number(sender, message, *self.checkpoints.loading_of(message.store))
-                if number is None:
-                    return []
-                effects = self._tell_number(sender, message, number)
-                return effects + self.checkpoints.load(sender, replace(message, counter=number), now)
+                return [] if number is None else self.checkpoints.load(sender, message, number, now)
             case msg.Saved() if not is_worker:
                 return self.checkpoints.saved(sender, message, now)
             case msg.Command() if is_worker:
@@ -452,32 +449,31 @@ class Scheduler(fx.Machine):
     # Barriers and commands.
 
     def _barrier(self, sender: Member, message: msg.Barrier, now: float) -> list[fx.Effect]:
-        """Handle the arrival of a worker, or its repeated request, which is answered with the missing workers.
+        """Handle the arrival of a worker at a barrier; if the worker has entered it before, say who is missing.
 
         Each worker makes a statement, which may be empty. If the statements at a barrier differ, it fails for all
         workers: so they detect different models before the first gradient.
         """
         passed = self._passed.get(message.store, 0)
         opened = {number: one for (store, number), one in self._barriers.items() if store == message.store}
-        number = self._number(sender, message, opened, passed)
+        entered = [number for number, one in opened.items() if one.has_heard(sender)]
+        number = entered[0] if entered else self._number(sender, message, opened, passed)
         if number is None:
             return []
-        effects = self._tell_number(sender, message, number)
-        if number < passed:
-            return [*effects, fx.Send(sender, msg.Done(message.request))]
+        if message.repeats and not entered:
+            return [fx.Send(sender, msg.Done(message.request))]  # the barrier is over
         place, workers = (message.store, number), self.membership.workers
         barrier = self._barriers.get(place)
         if barrier is None:
             subject, later = f"barrier {number}", partial(self.membership.joined_later, message.pushes)
             quorum = self.membership.quorum
             barrier = self._barriers[place] = Agreement(subject, f"reach {subject}", now, workers, quorum, later)
-        asks_again = barrier.has_heard(sender)
         barrier.say(sender, (message.statement, message.giver))
         barrier.ask(sender, message.request)
-        if asks_again:
+        if entered:
             waits = (wait for wait in barrier.waits() if (wait.member, wait.request) == (sender, message.request))
             return [wait.hint(now) for wait in waits]
-        return effects + self._pass_barriers()
+        return self._pass_barriers()
 
     def _pass_barriers(self) -> list[fx.Effect]:
         """Complete the barriers at which all live workers have arrived."""
@@ -516,21 +512,18 @@ class Scheduler(fx.Machine):
         opened: Mapping[int, Agreement[Any]],
         count: int,
     ) -> int | None:
-        """Return the number of a call that is common to all workers; None if it is not known yet, and the call
-        waits."""
-        if self.newcomers is None:
-            return message.counter
-        return self.newcomers.number(sender, message, opened, count)
+        """Return the number of a call among those of its kind and store; None if it has none yet, and waits.
 
-    def _tell_number(self, sender: Member, message: msg.Barrier | msg.Load | msg.Claim, number: int) -> list[fx.Effect]:
-        return [] if self.newcomers is None else self.newcomers.tell(sender, message, number)
+        It is that of the first open agreement that waits for the caller, else the next.
+        """
+        numbers = [n for n, one in opened.items() if not one.has_heard(sender) and sender not in one.exempted]
+        if self.newcomers is not None and self.newcomers.must_wait(sender, message, bool(numbers)):
+            return None
+        return min(numbers, default=max([count, *(number + 1 for number in opened)]))
 
     def _claim(self, sender: Member, message: msg.Claim, now: float) -> list[fx.Effect]:
         number = self._number(sender, message, *self.checkpoints.saving_of(message.store))
-        if number is None:
-            return []
-        effects = self._tell_number(sender, message, number)
-        return effects + self.checkpoints.claim(sender, replace(message, counter=number), now)
+        return [] if number is None else self.checkpoints.claim(sender, message, number, now)
 
     def _command(self, sender: Member, message: msg.Command, now: float) -> list[fx.Effect]:
         """Let all servers run a command of a worker, which is answered after the last server."""
@@ -895,7 +888,7 @@ class Scheduler(fx.Machine):
                 self.membership,
                 self._questions,
                 self._go_on_without_data,
-                self._numbers,
+                self.checkpoints.next_saves,
                 self._is_saving,
             )
             self.leases = self.checkpoints.data = self.losses.leases = leases
@@ -921,20 +914,9 @@ class Scheduler(fx.Machine):
 
     @property
     def calls(self) -> int:
-        """Number of barriers, checkpoints and loads, finished or under way."""
+        """Number of barriers, checkpoints and loads so far, including those under way."""
         made = self.checkpoints
         return len(self._barriers) + sum(map(sum, (self._passed.values(), made.saves.values(), made.loads.values())))
-
-    def _numbers(self, member: Member) -> Sequence[Sequence[int]]:
-        """Return, for a worker that has rested, stores and their numbers of finished barriers, checkpoints and
-        loads."""
-        made = self.checkpoints
-        stores = sorted(self._passed.keys() | made.saves.keys() | made.loads.keys())
-        if self.newcomers is not None:
-            self.newcomers.align(member, stores)
-        passed = [self._passed.get(store, 0) for store in stores]
-        saves, loads = ([_ended(*of(store)) for store in stores] for of in (made.saving_of, made.loading_of))
-        return stores, passed, saves, loads
 
     def _fenced(self, member: Member) -> str:
         return (
@@ -1007,11 +989,6 @@ class Scheduler(fx.Machine):
             hint = msg.Waiting(f"{', '.join(self.membership.missing())} to register", (), now - self._started_at)
             return [fx.Send(peer.member, hint) for peer in self.membership.present]
         return [wait.hint(now) for wait in sorted(self._waits(), key=lambda wait: wait.since, reverse=True)]
-
-
-def _ended(under_way: Mapping[int, object], count: int) -> int:
-    """Return the number of calls that have ended before the first call under way."""
-    return min(under_way, default=count)
 
 
 def _barrier_answer(barrier: Agreement[BarrierWord]) -> Answer:

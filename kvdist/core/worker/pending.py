@@ -1,8 +1,8 @@
 """Requests of a worker's user that are not fulfilled yet: what barriers and checkpoints among them need, and reports
 to the scheduler that all threads of the user wait for other workers. Pure.
 
-The scheduler finds deadlocks in these reports (`core.scheduler.deadlocks`), so a report must be certain. There is none
-unless every thread that may act waits, without a time-out, and every open request can only go on by something that
+The scheduler finds deadlocks in these reports (`core.scheduler.deadlocks`), so a report must be certain. It is sent
+only if every thread that may act waits, without a time-out, and every open request can only go on by something that
 another worker has yet to do: push, initialise a key, arrive at a barrier.
 """
 
@@ -53,9 +53,9 @@ class Pending:
     """What other workers have to do before a push is due, if the request asks when it is; its user may go on
     meanwhile."""
     awaits: tuple[int, ...] | None = None
-    """The ranks of those, as the server has said; None before it has."""
+    """Ranks of these workers, by the server's answer; None before the answer."""
     is_queued: bool = False
-    """Whether this worker has queued it until the worker takes part, or until all have gone back to a snapshot."""
+    """Whether this worker has queued it until the worker takes part, or until all are back at a snapshot."""
     asked_for: msg.Message | None = None
     """What the scheduler was asked."""
 
@@ -65,7 +65,7 @@ class PendingRequests:
 
     def __init__(self) -> None:
         self._all: dict[int, Pending] = {}
-        """In the order of the calls, so the first one is the oldest."""
+        """Number → request, in the order of the calls, so the oldest first."""
         self._timed: dict[int, Pending] = {}
         """Requests with a deadline."""
 
@@ -84,13 +84,13 @@ class PendingRequests:
 
     @property
     def newest(self) -> Pending:
-        """The last call, one with a `deed` only if there is no other; there must be one."""
+        """The last call; a call with a `deed` only if all calls have a deed. Requires a call."""
         calls = list(self._all.values())
         return next((one for one in reversed(calls) if not one.deed), calls[-1])
 
     @property
     def oldest(self) -> Pending | None:
-        """The request that has waited longest; one in the background only if there is no other."""
+        """The request that has waited longest; a request in the background only if all are in the background."""
         found = None
         for pending in self._all.values():
             if not (pending.in_background or pending.deed):
@@ -123,7 +123,7 @@ class PendingRequests:
         return pending
 
     def release(self, request: int) -> None:
-        """What was held back is called anew."""
+        """Remove a request that was held back, as it is called anew."""
         del self._all[request]
 
     def close(self, pending: Pending, result: object = None) -> fx.Effect:
@@ -147,51 +147,34 @@ class BarrierCalls:
 
     Args:
         pending: all requests of the worker.
-        name: says who a worker is, with its host, by its rank.
+        name: returns a worker's name and host, by its rank.
     """
 
     def __init__(self, pending: PendingRequests, name: Callable[[int], str]) -> None:
         self._pending = pending
         self._name = name
-        self.first = 0
-        """The number of its first barrier of a store; `LATER` if it has joined later, and hears the number."""
-        self._passed: dict[int, int] = {}
-        """Store → how many of its barriers this worker has passed."""
         self._open: dict[int, msg.Barrier] = {}
         """By request."""
+        self._entered: set[int] = set()
+        """Stores of which this worker has entered a barrier, and has had no answer in time."""
 
-    def enter(self, request: req.EnterBarrier, pushes: int) -> list[fx.Effect]:
-        """Arrive at the next barrier of the store, after so many pushes."""
-        counter = self._passed.get(request.store, self.first)
-        barrier = self._open[request.request] = msg.Barrier(
-            request.request, request.store, counter, request.statement, request.giver, pushes
-        )
-        return [self._pending.ask(request.request, barrier)]
-
-    def compare(self, request: req.EnterBarrier) -> fx.Effect:
-        """Let the scheduler compare a statement with that of the others, at a barrier that they have passed."""
-        return self._pending.ask(
-            request.request, msg.Barrier(request.request, request.store, msg.LATER, request.statement, request.giver)
-        )
-
-    def begin_at(self, stores: U32, counts: U32) -> None:
-        """So many barriers of these stores were passed meanwhile, without this worker."""
-        self._passed.update(zip(stores.tolist(), counts.tolist(), strict=True))
-
-    def number(self, barrier: msg.Barrier) -> None:
-        """This is a barrier that has its number now."""
-        self._open[barrier.request] = barrier
-
-    def drop(self, request: int) -> None:
-        """Nobody waits at this barrier any more: the next one of its store has its number."""
-        self._open.pop(request, None)
+    def enter(self, request: req.EnterBarrier, pushes: int) -> fx.Effect:
+        """Arrive at the next barrier of the store after `pushes` pushes, or again at a barrier without an answer."""
+        place, repeats = (request.request, request.store), request.store in self._entered
+        barrier = msg.Barrier(*place, request.statement, request.giver, pushes, repeats)
+        self._open[request.request] = barrier
+        self._entered.add(request.store)
+        return self._pending.ask(request.request, barrier)
 
     def answered(self, request: int) -> None:
-        """Note that a barrier was passed: the next one of its store has another number."""
+        """End the barrier of a request that has its answer, if the request is of a barrier."""
         barrier = self._open.pop(request, None)
         if barrier is not None:
-            passed = self._passed.get(barrier.store, 0)
-            self._passed[barrier.store] = max(passed, barrier.counter + 1)
+            self._entered.discard(barrier.store)
+
+    def forget(self) -> None:
+        """Forget the barriers without an answer: the next barrier of each store is that of the other workers."""
+        self._entered.clear()
 
     def late(self, pending: Pending, now: float) -> list[fx.Effect] | None:
         """React to a deadline: first ask once more who is missing. None if the request is not a barrier."""
@@ -201,23 +184,20 @@ class BarrierCalls:
         if not pending.asked:
             pending.asked = True
             pending.due = now + ASK_AGAIN_S
-            return [fx.Send(SCHEDULER_MEMBER, barrier)]
-        return [self._time_out(pending, (), now)]
+            return [fx.Send(SCHEDULER_MEMBER, replace(barrier, repeats=True))]
+        return [self._time_out(pending, "reach the barrier", (), now)]
 
     def hinted(self, hint: msg.Waiting, now: float) -> list[fx.Effect]:
-        """Fail late barriers with the names of the missing workers, which the scheduler says."""
-        late = [pending for pending in self._pending.timed if pending.asked and self._is_about(hint, pending)]
-        return [self._time_out(pending, hint.ranks, now) for pending in late]
+        """Fail a late barrier with the names of the missing workers, from the scheduler's hint."""
+        pending = self._pending.get(hint.request)
+        if pending is None or not (pending.asked and hint.ranks):
+            return []
+        return [self._time_out(pending, hint.deed, hint.ranks, now)]
 
-    def _is_about(self, hint: msg.Waiting, pending: Pending) -> bool:
-        return hint.deed == f"reach barrier {self._open[pending.request].counter}"
-
-    def _time_out(self, pending: Pending, missing: Sequence[int], now: float) -> fx.Effect:
-        counter = self._open.pop(pending.request).counter
+    def _time_out(self, pending: Pending, deed: str, missing: Sequence[int], now: float) -> fx.Effect:
+        del self._open[pending.request]
         names = ", ".join(map(self._name, missing)) or "the other workers"
-        waited = now - pending.since
-        which = "the barrier" if counter == msg.LATER else f"barrier {counter}"
-        text = f"{names} did not reach {which} within {waited:.1f} s"
+        text = f"{names} did not {deed} within {now - pending.since:.1f} s"
         pending.error = errors.BarrierTimeout(text, tuple(missing))
         return self._pending.close(pending)
 
@@ -233,36 +213,29 @@ class SavingCalls:
     def __init__(self, pending: PendingRequests, transfers: Transfers) -> None:
         self._pending = pending
         self._transfers = transfers
-        self.first = 0
-        """The number of its first checkpoint or load of a store; `LATER` if it has joined later, and hears it."""
         self._saved: dict[int, int] = {}
-        """Store → how many of its checkpoints this worker has marked."""
-        self._loaded: dict[int, int] = {}
+        """Store → the number of the next checkpoint of this worker."""
         self.waiting: list[req.LoadStore] = []
         """Loads that wait until no push is under way. Empty nearly always."""
         self.hint: msg.Waiting | None = None
         """Who is missing in a checkpoint."""
 
-    def begin_at(self, stores: U32, saves: U32, loads: U32) -> None:
-        """So many checkpoints and loads of these stores were begun meanwhile, without this worker."""
+    def begin_at(self, stores: U32, saves: U32) -> None:
+        """So many checkpoints of these stores were begun meanwhile, without this worker."""
         self._saved.update(zip(stores.tolist(), saves.tolist(), strict=True))
-        self._loaded.update(zip(stores.tolist(), loads.tolist(), strict=True))
 
     def claim(self, request: req.ClaimFolder) -> list[fx.Effect]:
         """Ask for the directory into which the next checkpoint is to be saved."""
-        counter = self._saved.get(request.store, self.first)
-        claim = msg.Claim(request.request, request.store, counter, request.folder, request.contents)
+        claim = msg.Claim(request.request, request.store, request.folder, request.contents)
         return [self._pending.ask(request.request, claim)]
 
-    def number(self, asked: msg.Claim | msg.Load) -> None:
-        """This has its number now: there were others before this worker came."""
+    def claimed(self, asked: msg.Message | None, message: msg.Claimed) -> None:
+        """Take over the number of the next checkpoint, whether it can be saved or not."""
         if isinstance(asked, msg.Claim):
-            self._saved[asked.store] = asked.counter
-        else:
-            self._loaded[asked.store] = asked.counter + 1
+            self._saved[asked.store] = max(message.counter, self._saved.get(asked.store, 0))
 
     def save(self, request: req.SaveStore, servers: dict[int, Member], pushes: int) -> list[fx.Effect]:
-        """Mark the pushes of this worker at every server, before any later one leaves."""
+        """Mark the pushes of this worker at every server, before any later push leaves."""
         counter = self._saved.get(request.store, 0)
         self._saved[request.store] = counter + 1
         ranks = {member: rank for rank, member in servers.items()}
@@ -281,16 +254,16 @@ class SavingCalls:
                 where = (request.store, counter, request.folder, contents, request.run, request.step)
                 mark = msg.MarkPushes(*where, is_last, some, steps, pushes)
                 effects.append(fx.Send(member, mark, self._transfers.note(ranks[member])))
-        place = (request.store, counter, request.folder, request.contents, request.run, request.step, request.keep)
+        place = (request.store, request.folder, request.contents, counter, request.run, request.step, request.keep)
         save = msg.Save(request.request, *place, len(request.keys), request.file, request.failure, pushes)
         return [*effects, self._pending.ask(request.request, save)]
 
     def give_up(self, server: Member, number: int) -> list[fx.Effect]:
-        """Tell a server that has slices only now of the checkpoints under way, which others may mark there, too.
+        """Tell a server that has slices only now of the checkpoints under way, which others may mark at it, too.
 
         Args:
-            server: it.
-            number: of the lost one whose slices it has.
+            server: the server.
+            number: number of the lost server whose slices it has.
         """
         nothing = np.zeros(0, np.uint32)
         effects: list[fx.Effect] = []
@@ -301,14 +274,14 @@ class SavingCalls:
         return effects
 
     def drop(self, asked: msg.Message | None) -> None:
-        """This checkpoint or load is given up by all: the next one of its store has its number."""
-        counts = self._saved if isinstance(asked, msg.Save) else self._loaded if isinstance(asked, msg.Load) else None
-        if counts is not None and isinstance(asked, msg.Save | msg.Load) and asked.store in counts:
-            counts[asked.store] = min(counts[asked.store], asked.counter)
+        """Drop a checkpoint that all workers give up, if it is a checkpoint: the next of its store has its number."""
+        if isinstance(asked, msg.Save):
+            self._saved[asked.store] = min(self._saved[asked.store], asked.counter)
 
     def hinted(self, hint: msg.Waiting) -> bool:
-        """Whether this is about a checkpoint, which is not what the user's other calls wait for."""
-        if msg.SAVING not in hint.deed:
+        """Keep a hint about a checkpoint, for which the user's other calls do not wait. Returns whether it was."""
+        pending = self._pending.get(hint.request)
+        if pending is None or not isinstance(pending.asked_for, msg.Save):
             return False
         self.hint = hint
         return True
@@ -323,10 +296,7 @@ class SavingCalls:
             return []
         effects: list[fx.Effect] = []
         for request in self.waiting:
-            counter = self._loaded.get(request.store, self.first)
-            if counter != msg.LATER:
-                self._loaded[request.store] = counter + 1
-            place = (request.store, counter, request.folder, request.contents)
+            place = (request.store, request.folder, request.contents)
             load = msg.Load(request.request, *place, request.failure, pushes)
             effects.append(self._pending.ask(request.request, load))
         self.waiting.clear()
@@ -337,7 +307,7 @@ class Threads(Protocol):
     """The threads of the user's program. Times are those of the machine's clock."""
 
     def blocked_since(self) -> float | None:
-        """Since when every thread that may act waits in a call of kvdist; None while one does not."""
+        """Time since which every thread that may act waits in a call of kvdist; None if a thread does not wait."""
 
     def may_act(self, now: float) -> str:
         """The threads that may act while others wait, named; '' if none may act, or none waits."""
@@ -370,12 +340,12 @@ class UnknownThreads:
 
 
 class BlockedReports:
-    """The reports of one worker.
+    """The reports of a worker.
 
     Args:
-        threads: of its user.
-        pending: its open requests.
-        transfers: its pushes and pulls.
+        threads: threads of the worker's user.
+        pending: open requests of the worker.
+        transfers: pushes and pulls of the worker.
     """
 
     def __init__(self, threads: Threads, pending: PendingRequests, transfers: Transfers) -> None:
@@ -387,7 +357,7 @@ class BlockedReports:
         self._said = msg.Blocked(0, "", (), (), -1, NONE, NONE, NONE)
 
     def look_later(self, now: float) -> None:
-        """There is a request."""
+        """Report later, as a request was opened."""
         if self.next_look == fx.NEVER:
             self.next_look = now + REPORT_AFTER_S
 
@@ -409,7 +379,7 @@ class BlockedReports:
         self.next_look = now + LOOK_EVERY_S if len(self._pending) else fx.NEVER
 
     def report(self, leaving: int | None, now: float) -> msg.Blocked:
-        """What this worker waits for now; the last report itself if that says the same."""
+        """Return a report of what this worker waits for now; the last report itself if nothing has changed."""
         report = self._report(leaving, now) or msg.Blocked(0, "", (), (), -1, NONE, NONE, NONE)
         if not _says_the_same(report, self._said):
             self._said = replace(report, number=self._said.number + 1)

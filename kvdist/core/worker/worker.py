@@ -424,9 +424,7 @@ class Worker(fx.Machine):
                 return [*rest, self._pending.ask(request.request, request)]
             case req.EnterBarrier():
                 self._open(request, now, request.timeout_s)
-                if self._newcomer is not None and self._newcomer.looks_on:
-                    return [self._barriers.compare(request)]
-                return self._barriers.enter(request, self._place)
+                return [self._barriers.enter(request, self._place)]
             case req.ClaimFolder():
                 self._open(request, now)
                 return self._saving.claim(request)
@@ -586,23 +584,26 @@ class Worker(fx.Machine):
                 return self._placed(message)
             case msg.Done():
                 return self._done(message.request)
-            case msg.Claimed(request, run):
-                pending = self._pending.get(request)
-                return [] if pending is None else [self._close(pending, run)]
+            case msg.Claimed():
+                pending = self._pending.get(message.request)
+                if pending is None:
+                    return []
+                self._saving.claimed(pending.asked_for, message)
+                if message.failure:
+                    pending.error = refusal(msg.ErrorCode.CHECKPOINT, message.failure)
+                return [self._close(pending, message.run)]
             case msg.Failed():
                 pending = self._pending.get(message.request)
                 self._barriers.answered(message.request)
                 if pending is not None:
                     pending.error = refusal(message.code, message.reason)
                     return [self._close(pending)]
-            case msg.Numbered(request, counter):
-                self._number(request, counter)
             case msg.Leased():
-                self._barriers.begin_at(message.stores, message.barriers)
-                self._saving.begin_at(message.stores, message.saves, message.loads)
+                self._saving.begin_at(message.stores, message.saves)
                 pending = self._pending.get(message.request)
                 if pending is not None and isinstance(pending.asked_for, msg.Lease) and pending.asked_for.rests:
                     self.transfers.slices.has_rested = True
+                    self._barriers.forget()
                 return [] if pending is None else [self._close(pending, message)]
             case msg.CheckBlocked():
                 return [fx.Send(SCHEDULER_MEMBER, self._blocked.report(self._leave_in_line, now))]
@@ -612,24 +613,11 @@ class Worker(fx.Machine):
                 pass
         return []
 
-    def _number(self, request: int, counter: int) -> None:
-        """Number a call of this worker, which has joined later: it is the `counter`-th of all workers."""
-        pending = self._pending.get(request)
-        asked = None if pending is None else pending.asked_for
-        if pending is None or not isinstance(asked, msg.Barrier | msg.Claim | msg.Load):
-            return
-        pending.asked_for = numbered = replace(asked, counter=counter)
-        if isinstance(numbered, msg.Barrier):
-            self._barriers.number(numbered)
-        else:
-            self._saving.number(numbered)
-
     def _roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         if not self.joining.complete and self.me.node.rank in message.newcomers:
             from kvdist.core.worker.newcomer import Newcomer  # a feature at a seam: loaded where it is used
 
             self._newcomer = Newcomer(self.transfers, self.servers)
-            self._barriers.first = self._saving.first = msg.LATER
             self.aggregation = None  # this host aggregates, or not, without a newcomer
         before, self.peers = self.peers, self.joining.roster(message)
         self.epoch, self._owners = message.epoch, message.owners
@@ -679,10 +667,11 @@ class Worker(fx.Machine):
             )
             is_shared |= pending.request in dropped
             if is_shared or self.transfers.is_open(pending.request):
-                self._barriers.drop(pending.request)
+                self._barriers.answered(pending.request)
                 self._saving.drop(pending.asked_for)
                 pending.error = error
                 effects.append(self._close(pending))
+        self._barriers.forget()
         self.transfers.drop()
         self._blocked.repeat(now)
         return effects
