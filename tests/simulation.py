@@ -58,7 +58,15 @@ from kvdist.core.worker.worker import Worker
 from kvdist.diagnostics.record import Reader, Writer
 from kvdist.diagnostics.replay import Difference, replay
 from kvdist.diagnostics.ring import Ring
-from kvdist.errors import CheckpointError, DeadlineExceeded, FencedError, JobOver, PeerLostError, RolledBackError
+from kvdist.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineExceeded,
+    FencedError,
+    JobOver,
+    PeerLostError,
+    RolledBackError,
+)
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import HOST_MARK, Member, NodeId, Role
@@ -658,7 +666,10 @@ def _scheduler_node(cluster: Cluster, config: ClusterConfig, transport: Simulate
     machine.hears_of_work = False  # what it would say of this is only read aloud, and would move what seeds draw
     node = Node(machine, transport, 4711, scenario.limits.explain_after_s, lambda: network.now, disk)
     if scenario.returns_s:
-        node.keep(Journal(cluster.journal, config))
+        try:
+            node.keep(Journal(cluster.journal, config))
+        except ConfigError as error:
+            raise AssertionError(str(error)) from error
         network.used["revived by its journal"] += node.is_revived
     if cluster.dumps is not None and not node.is_revived:
         node.ring = Ring(machine, 4711, EVENTS_MAX, cluster.dumps, node.clock)

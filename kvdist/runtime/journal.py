@@ -218,7 +218,7 @@ class Journal:
             LOG.warning("the journal of the scheduler, %s, is written again", self.path)
 
     def close(self, is_over: bool) -> None:
-        """Close the file.
+        """Close the file; nothing happens if it is closed.
 
         Args:
             is_over: whether the job has ended; then the file is removed.
@@ -227,7 +227,9 @@ class Journal:
             for path in (self.path, self._aside):
                 with contextlib.suppress(OSError):
                     path.unlink()
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
 
     def _append(self, entry: Entry) -> None:
         if not self._is_complete:
