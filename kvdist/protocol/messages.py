@@ -1086,42 +1086,29 @@ Contributors = Annotated[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicate(WireMessage):
-    """Server → the one that keeps a copy of its slices: a round is closed, and this is the scaled sum of its pushes."""
+    """Server → its backup: a round is closed, and this is the scaled sum of its pushes, or a part of it."""
 
     KIND = 100
     ids: U32s
+    """The slice of each array. The slice of a table comes twice: with the ids of the summed rows, and their values."""
     version: UInt32
-    """The one that it makes."""
+    """The version after the round."""
     contributors: Contributors
     settings: Settings
-    """One (learning rate, weight decay, 1); NaN for what the optimizer decides."""
+    """A single (learning rate, weight decay, 1); NaN where the optimizer decides."""
     code: FromMinusOne
-    """Of the error with which the round was refused; -1 if it was not."""
+    """The error code with which the round was refused; -1 if it was not."""
     reason: Sentence
     is_empty: Boolean
-    """Whether it changes nothing, and has no elements."""
+    """Whether the round has no gradient, and the arrays no elements. A gradient without rows is a gradient."""
     more: Boolean
-    """Further slices of the same parameter follow, and are updated together with these."""
+    """Whether further parts of the round follow: slices that are updated together with these, or rows."""
     arrays: SliceArrays
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplicateRows(WireMessage):
-    """The same for a table: the merged rows of a round."""
-
-    KIND = 101
-    ids: U32s
-    """One: the slice."""
-    version: UInt32
-    contributors: Contributors
-    settings: Settings
-    code: FromMinusOne
-    reason: Sentence
-    is_empty: Boolean
-    """Whether it changes nothing; a gradient without rows does."""
-    more: Boolean
-    """Further rows of the same round follow."""
-    arrays: RowArrays
+    @property
+    def has_rows(self) -> bool:
+        """Whether the sum is of rows of a table."""
+        return len(self.ids) == 2 and bool(self.ids[0] == self.ids[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -1339,7 +1326,7 @@ Message = (
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound
     | Command | Perform
     | Lease | Leased | Rest | Used | Progress | Due | NotDue
-    | Replicate | ReplicateRows | Replicated | Fill | Copied
+    | Replicate | Replicated | Fill | Copied
 )  # fmt: skip
 
 

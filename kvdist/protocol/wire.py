@@ -182,8 +182,8 @@ def read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, msg.Stamp]:
         raise VersionMismatch(start[4])
     if len(frame) != _ENVELOPE.size:
         raise errors.ProtocolError(f"an envelope of {len(frame)} bytes, where {_ENVELOPE.size} are expected")
-    (_, _, code, flags, job, epoch, rank, incarnation, destination, seq, ack, step, role, rest) = (
-        _ENVELOPE.unpack(frame)
+    (_, _, code, flags, job, epoch, rank, incarnation, destination, seq, ack, step, role, rest) = _ENVELOPE.unpack(
+        frame
     )
     kind = KINDS.get(code)
     if kind is None:
@@ -310,14 +310,13 @@ def _check_blocked(message: messages.Blocked) -> None:
         raise errors.ProtocolError("the first slices of stretches must ascend")
 
 
-def _check_round(message: messages.Replicate | messages.ReplicateRows) -> None:
+def _check_round(message: messages.Replicate) -> None:
     if len(message.settings) != 1:
         raise errors.ProtocolError(f"{len(message.settings)} settings of a sum, which has one")
     if message.code >= 0 and message.code not in {int(code) for code in messages.ErrorCode}:
         raise errors.ProtocolError(f"unknown error {message.code}")
-    rows = isinstance(message, messages.ReplicateRows)
-    if rows and (len(message.ids), len(message.arrays.counts)) != (1, 2):
-        raise errors.ProtocolError(f"{len(message.ids)} tables, where one is expected with ids and values of its rows")
+    if message.has_rows:
+        wire_types.check_rows(message.arrays, DEFAULT)
 
 
 def _check_fill(message: messages.Fill) -> None:
@@ -331,7 +330,6 @@ def _check_fill(message: messages.Fill) -> None:
 _RULES: dict[type[Any], Callable[[Any], None]] = {
     messages.Fill: _check_fill,
     messages.Replicate: _check_round,
-    messages.ReplicateRows: _check_round,
     messages.Declare: _check_pulled_as,
     messages.Assign: _check_pulled_as,
     messages.Push: _check_contributions,

@@ -591,7 +591,7 @@ def _check_row_ids(arrays: Arrays, limits: WireLimits) -> None:
     _check_arrays(arrays, limits)
 
 
-def _check_rows(arrays: Arrays, limits: WireLimits) -> None:
+def check_rows(arrays: Arrays, limits: WireLimits) -> None:
     """Whether each slice has ids and values of as many rows, or neither."""
     if len(arrays.counts) % 2 or len(arrays.dtypes) != len(arrays.counts):
         raise errors.ProtocolError(f"{len(arrays.counts)} arrays, where ids and values of each slice are expected")
@@ -611,7 +611,7 @@ SliceArrays = Annotated[
 """One array per slice."""
 RowIds = Annotated[Arrays, WireType("arrays", _read_arrays, _pack_arrays, "slices", _IN_ARRAYS, check=_check_row_ids)]
 """One array of row ids per slice."""
-RowArrays = Annotated[Arrays, WireType("arrays", _read_arrays, _pack_arrays, check=_check_rows)]
+RowArrays = Annotated[Arrays, WireType("arrays", _read_arrays, _pack_arrays, check=check_rows)]
 """Two arrays per slice: ids of rows, and their values."""
 CodedArrays = Annotated[
     Coded, WireType("coded", _read_coded, _pack_coded, "slices", ("counts", "entries"), check=_check_coded)

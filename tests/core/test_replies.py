@@ -9,10 +9,10 @@ import pytest
 
 from kvdist.core.machine import Effect, Send
 from kvdist.core.policy import SYNC
-from kvdist.core.server import shard
+from kvdist.core.server import replies
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Buffer
-from kvdist.core.server.shard import Reply
+from kvdist.core.server.replies import Reply
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, worker
@@ -23,7 +23,7 @@ from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, Value
 from tests.cases import each
 
 READER = Member(worker(0), 1)
-SMALL, LARGE = 3, shard.JOIN_BYTES_MAX // 4 + 1
+SMALL, LARGE = 3, replies.JOIN_BYTES_MAX // 4 + 1
 """Elements."""
 
 
@@ -86,19 +86,19 @@ def test_a_value_that_two_runs_want_is_leased_twice() -> None:
 
 @each("extra", [0, 1])
 def test_a_value_of_exactly_the_limit_is_small(extra: int) -> None:
-    one = block(0, shard.JOIN_BYTES_MAX // 4 + extra)
+    one = block(0, replies.JOIN_BYTES_MAX // 4 + extra)
     values_of([one])
     assert leased([one]) == [extra]
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 65])
 def test_no_message_has_more_frames_than_a_receiver_takes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "JOIN_BYTES_MAX", 0)
+    monkeypatch.setattr(replies, "JOIN_BYTES_MAX", 0)
     blocks = [block(number) for number in range(count)]
     sends = values_of(blocks)
     sizes = [len(send.message.arrays.frames) for send in sends if isinstance(send.message, Values)]
-    assert sum(sizes) == count and len(sizes) == -(-count // shard.FRAMES_MAX)
-    assert max(sizes) <= min(shard.FRAMES_MAX, DEFAULT.payload_frames_max)
+    assert sum(sizes) == count and len(sizes) == -(-count // replies.FRAMES_MAX)
+    assert max(sizes) <= min(replies.FRAMES_MAX, DEFAULT.payload_frames_max)
     assert [row[1] for send in sends for row in contents(send)] == list(range(count))
     tokens = [buffer for send in sends if isinstance(send.token, tuple) for buffer in send.token]
     assert tokens == [one.published for one in blocks]

@@ -169,7 +169,7 @@ def test_rows_that_do_not_exist_stay_so(tmp_path: Path) -> None:
     push_all(other, 0, 1)
     load_all(other, tmp_path)
     other.settle_works()
-    blocks = [table.rows for server in other.servers for table in server.sparse.all.values()]
+    blocks = [table.rows for server in other.servers for table in server.shard.tables.values()]
     assert {block.key for block in blocks if block.is_lazy} == {"lazy", "untouched", "home"}
     assert all(block.rows_touched == 0 and block.updates == 0 for block in blocks if block.is_lazy)
     assert values_of(other) == expected((0, 1), 0)
@@ -273,11 +273,11 @@ def test_what_a_departed_worker_has_pushed_was_for_the_rows_before_the_load(tmp_
     push(wired, 2, 1)
     wired.leave(2)
     wired.advance(1.0)
-    assert any(table.round.slots for server in wired.servers for table in server.sparse.all.values())
+    assert any(table.round.slots for server in wired.servers for table in server.shard.tables.values())
     for rank in (0, 1):
         wired.load(rank, tmp_path)
     wired.settle_works()
-    assert all(not table.round.slots for server in wired.servers for table in server.sparse.all.values())
+    assert all(not table.round.slots for server in wired.servers for table in server.shard.tables.values())
     assert values_of(wired) == expected((0, 1, 2), 1)
 
 

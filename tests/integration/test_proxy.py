@@ -42,7 +42,7 @@ KINDS_OF_ROLLBACKS = {"TakeSnapshot", "SnapshotTaken", "Rewind", "Quiet", "RollB
 KINDS_OF_DATA = {"Lease", "Leased", "Rest", "Used", "Progress", "Due"}
 LEFT_TO_THE_SIMULATION = {
     "Abort", "Blocked", "CheckBlocked", "HandedBack", "JoinedPush", "Numbered", "Refused", "Rejected",
-    "NotDue", "ReplicateRows", "Waiting",
+    "NotDue", "Waiting",
 }  # fmt: skip
 OFTEN = frozenset({"Ack", "Alive", "StepTimes"})
 PATIENT = {

@@ -120,7 +120,6 @@ def messages() -> list[m.Message]:
         m.RollBack(21, 2, u32(3, 4), u32(40, 0)),
         m.Replicate(u32(0, 11), 7, (m.Contributor(2, 1 << 63, 6, 32), m.Contributor(3, 9, 6, 0)), ((0.5, NAN, 1.0),),
                     -1, "", False, True, arrays([1, 1], [3, 5])),
-        m.ReplicateRows(u32(4), 7, (), ((NAN, NAN, 1.0),), 3, "not finite", True, False, arrays([7, 1], [2, 6])),
         m.Fill(u32(4, 4), u8(0, 254), 7, (m.Standing(2, 8, 1 << 40, m.LATER, 5, 7, 3, "not finite"),), 8, -3, True,
                "zeros", True, arrays([2, 1], [2, 3])),
         m.Copied(2, 9),

@@ -199,8 +199,10 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     m.Rest: st.builds(m.Rest, U64, RANKS),
     m.Used: st.builds(m.Used, U64, U64, st.booleans()),
-    m.Replicate: LENGTHS.flatmap(lambda n: st.builds(m.Replicate, numbers(n), *ROUND, arrays(n))),
-    m.ReplicateRows: st.builds(m.ReplicateRows, numbers(1), *ROUND, row_arrays(1)),
+    m.Replicate: st.one_of(
+        LENGTHS.flatmap(lambda n: st.builds(m.Replicate, st.just(np.arange(n, dtype=np.uint32)), *ROUND, arrays(n))),
+        st.builds(m.Replicate, U32.map(lambda one: np.full(2, one, np.uint32)), *ROUND, row_arrays(1)),
+    ),
     m.Replicated: st.builds(m.Replicated, U64),
     m.Fill: LENGTHS.flatmap(
         lambda n: st.builds(
@@ -419,7 +421,7 @@ REFUSED_CHANGES = [
     ("Hello", {"wanted_rank": -2}, "wanted_rank"),
     ("Replicate", {"settings": ()}, "0 settings of a sum"),
     ("Replicate", {"code": 99}, "unknown error 99"),
-    ("ReplicateRows", {"ids": np.zeros(2, np.uint32)}, "2 tables, where one"),
+    ("Replicate", {"ids": np.zeros(2, np.uint32)}, "row ids are not int64"),
     ("Fill", {"ids": np.array([4, 5], np.uint32)}, "pieces of several slices"),
     ("Fill", {"standings": (m.Standing(0, 0, 0, -1, -1, 3, 99, ""),)}, "unknown error 99"),
     ("Hello", {"host": "h" * 1025}, "longer than 1024"),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -35,8 +35,9 @@ from kvdist.checkpoint.snapshot import (
 )
 from kvdist.core import machine as fx
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.round import Holder, Round
+from kvdist.core.round import Round
 from kvdist.core.server.buffers import Buffer
+from kvdist.core.server.holder import Holder
 from kvdist.core.server.peers import Peers
 from kvdist.naming import name_of
 from kvdist.nodes import Member
@@ -386,7 +387,7 @@ def _taken(snapshot: ServerSnapshot) -> msg.SnapshotTaken:
     )
 
 
-def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Set[int], is_exact: bool) -> bool:
+def _is_due(round_: Round, marks: Mapping[int, int], workers: Set[int], is_exact: bool) -> bool:
     if is_exact:
         return any(round_.counted.get(rank, 0) >= step for rank, step in marks.items())
     return workers <= marks.keys() and all(round_.counted.get(rank, 0) >= step for rank, step in marks.items())

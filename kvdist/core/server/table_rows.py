@@ -248,6 +248,21 @@ class TableRows:
         self._states.count, self._states.scalars = after.count, after.scalars
         self._nonzero = None
 
+    def summed(self, contributions: Sequence[Rows], scales: Sequence[float]) -> tuple[Slots, Array]:
+        """Return the union of the rows of contributions, and the scaled sum of their values, flat.
+
+        Raises:
+            ValueError, TypeError: the values cannot be summed.
+        """
+        ids = [row_ids for row_ids, _ in contributions]
+        union = union_of(ids)
+        places = places_in(union, ids)
+        shape = (len(union), self.row_length)
+        everywhere = [_spread(values, place, shape) for (_, values), place in zip(contributions, places, strict=True)]
+        total = np.empty(len(union) * self.row_length, self.dtype.storage)
+        self._kernels.weighted_sum(everywhere, scales, self.dtype, total)
+        return union, total
+
     def _update_in_place(
         self,
         optimizer: Optimizer,
@@ -739,6 +754,15 @@ class RowGradients:
         spread = self._spread[number]
         put(spread, places[low:high] - start, values)
         return spread[:count].reshape(-1)
+
+
+def _spread(values: Array, places: Slots | None, shape: tuple[int, int]) -> Array:
+    """Return rows at these places of a matrix whose other rows are zeros, flat; None: the matrix has no other rows."""
+    if places is None:
+        return values
+    spread = np.zeros(shape, values.dtype)
+    spread[places] = values.reshape(-1, shape[1])
+    return spread.reshape(-1)
 
 
 def union_of(ids: Sequence[Slots]) -> Slots:
