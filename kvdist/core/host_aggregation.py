@@ -328,13 +328,13 @@ class HostAggregation:
             if isinstance(message, msg.Refused):
                 effects.append(fx.Send(member, msg.Refused(runs, ids, message.code, message.reason)))
                 continue
-            versions, outcomes = message.versions[positions], message.outcomes[positions]
+            versions = message.versions[positions]
             if isinstance(message, msg.Values) and pull:
                 block = self._copied(message.arrays) if block is None else block
                 arrays = _chosen(message.arrays, block, positions)
-                effects.append(fx.Send(member, msg.Values(runs, ids, versions, outcomes, arrays)))
+                effects.append(fx.Send(member, msg.Values(runs, ids, versions, arrays)))
             else:
-                effects.append(fx.Send(member, msg.Counted(runs, ids, versions, outcomes)))
+                effects.append(fx.Send(member, msg.Counted(runs, ids, versions)))
         return effects
 
     def _copied(self, arrays: Arrays) -> memoryview:

@@ -3,7 +3,7 @@
 Synchronous and asynchronous training are its two settings so far. The decisions are pure functions of the state, so
 every server decides alike. Quotas, quorums and bounded delays are none of these: they decide when a worker pushes, and
 whether with something (`kvdist.core.server.progress`). A version that is closed on k contributions of many would need a
-rule here for what comes late (`Round.offer`), and its outcome in the answer; messages have the fields.
+rule here for late contributions (`Round.offer`), and their outcome in the answer.
 """
 
 from __future__ import annotations

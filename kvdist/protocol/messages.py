@@ -48,7 +48,6 @@ from kvdist.protocol.wire_types import (
     UInt64,
     bits,
     code,
-    codes_up_to,
     integer,
     list_of,
     record,
@@ -80,18 +79,6 @@ class Stamp:
     """Every sequenced message up to this number has arrived here."""
     step: int
     """The training step of the sender, for logs and errors."""
-
-
-class Outcome(enum.IntEnum):
-    """What became of a contribution. `KEPT` and `DROPPED` are for policies that close a version without all workers."""
-
-    COUNTED = 0
-    KEPT = 1
-    """Kept for the next version."""
-    DROPPED = 2
-    """Too old for the store's policy."""
-    INITIALISED = 3
-    """The first value of the slice is in place."""
 
 
 class ErrorCode(enum.IntEnum):
@@ -159,7 +146,6 @@ MORE = 128
 Error = Annotated[int, code("error", ErrorCode, "an error")]
 Loss = Annotated[int, code("on-loss", OnLoss, "a policy of losses")]
 When = Annotated[int, code("due-when", DueWhen, "a rule of what is due")]
-Outcomes = Annotated[U8, codes_up_to(max(Outcome), "outcome")]
 _PUSH_FLAGS = Flag.EMPTY | Flag.WEIGHTED | Flag.AVERAGE | Flag.HOLD
 PushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.MEASURE | Flag.APPLY)]
 JoinedPushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.CARRIED)]
@@ -471,24 +457,23 @@ class Pull(_AfterPushes):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Values(_OfSlices):
-    """Server → worker: values of slices at a version; answers `Pull`, `Push` with `pull`, and `PullState` with a state.
+    """Server → worker: the values that a request of the worker asks for, at a version of each slice.
 
-    To contributions with `Flag.MEASURE` it has sums of squares.
+    It answers `Pull` and `Push` with `pull`; `PullRows`, by the values of those rows in their order; `PullState`, by a
+    state; and contributions with `Flag.MEASURE`, by sums of squares.
     """
 
     KIND = 23
     versions: U32s
-    outcomes: Outcomes
     arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counted(_OfSlices):
-    """Server → worker: what became of contributions or first values."""
+    """Server → worker: contributions or first values of slices are counted, at a version of each slice."""
 
     KIND = 24
     versions: U32s
-    outcomes: Outcomes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -609,15 +594,6 @@ class PullRows(_AfterPushes):
 
     KIND = 62
     arrays: RowIds
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowValues(_OfSlices):
-    """Server → worker: the values of the rows that `PullRows` named, in its order. One entry for each slice."""
-
-    KIND = 63
-    versions: U32s
-    arrays: SliceArrays
 
 
 # Life and death.
@@ -1320,7 +1296,7 @@ Message = (
     | Done | Failed | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused
     | JoinedPush | HandedBack | PullState | ReplaceState | Alive | StepTimes | Ack | Waiting | Goodbye | Abort | Stop
     | Blocked | CheckBlocked
-    | InitRows | PushRows | PullRows | RowValues
+    | InitRows | PushRows | PullRows
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
     | Ready | FindCut | CutFound | Cut | Counters | Numbered
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | RollBack | Rewound

@@ -471,17 +471,6 @@ def bits(known: int) -> WireType:
     return WireType("u8s", _read_u8, _pack_u8, "slices", check=check)
 
 
-def codes_up_to(highest: int, meaning: str) -> WireType:
-    """A code per slice, none above the highest."""
-    highest = int(highest)
-
-    def check(values: U8, limits: WireLimits) -> None:  # noqa: ARG001
-        if (found := int(np.maximum.reduce(values))) > highest:
-            raise errors.ProtocolError(f"unknown {meaning} {found}")
-
-    return WireType("u8s", _read_u8, _pack_u8, "slices", check=check)
-
-
 def _read_settings(source: Source) -> tuple[tuple[float, float, float], ...]:
     value = source.reader.unpack()
     if type(value) is not tuple:

@@ -19,7 +19,7 @@ from kvdist.nodes import Member, worker
 from kvdist.optimizer.base import Extent
 from kvdist.protocol.arrays import views
 from kvdist.protocol.limits import DEFAULT
-from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, Values
+from kvdist.protocol.messages import Counted, ErrorCode, Refused, Values
 from tests.cases import each
 
 READER = Member(worker(0), 1)
@@ -146,7 +146,7 @@ def test_a_block_of_several_slices_is_answered_by_one_frame_that_shows_its_buffe
     made.initialise([np.full(count, position, np.float32) for position, count in enumerate(counts)])
     answers = Reply()
     answers.value(7, made)
-    answers.acknowledge(8, made.ids, made.version, Outcome.COUNTED)
+    answers.acknowledge(8, made.ids, made.version)
     values, counted = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert values.token == (made.published,) and leased([made]) == [1]
     assert contents(values) == [(7, 4, 0, [0]), (7, 5, 0, []), (7, 6, 0, [2])]
@@ -156,13 +156,13 @@ def test_a_block_of_several_slices_is_answered_by_one_frame_that_shows_its_buffe
 
 def test_what_was_counted_and_refused_leaves_in_one_message_for_each_reason() -> None:
     answers = Reply()
-    answers.acknowledge(1, np.array([4], np.uint32), 0, Outcome.COUNTED)
-    answers.acknowledge(2, np.array([5], np.uint32), 0, Outcome.INITIALISED)
+    answers.acknowledge(1, np.array([4], np.uint32), 0)
+    answers.acknowledge(2, np.array([5], np.uint32), 0)
     for number, reason in ((6, "too wide"), (7, "unknown"), (8, "too wide")):
         answers.refuse(3, np.array([number], np.uint32), ErrorCode.REFUSED, reason)
     counted, wide, unknown = [send.message for send in sent(answers.messages(READER, 1 << 20, Traffic()))]
     assert isinstance(counted, Counted) and isinstance(wide, Refused) and isinstance(unknown, Refused)
-    assert (counted.ids.tolist(), counted.outcomes.tolist()) == ([4, 5], [Outcome.COUNTED, Outcome.INITIALISED])
+    assert (counted.runs.tolist(), counted.ids.tolist()) == ([1, 2], [4, 5])
     assert (wide.ids.tolist(), wide.reason, unknown.ids.tolist()) == ([6, 8], "too wide", [7])
 
 

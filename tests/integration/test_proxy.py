@@ -29,7 +29,7 @@ from tests.proxy import (
 
 KINDS = {
     "Hello", "Welcome", "Roster", "Declare", "Assign", "Placed", "Configure", "SetOptimizer", "Done", "Barrier",
-    "InitValues", "InitRows", "Push", "PushRows", "Pull", "PullRows", "Values", "RowValues", "Counted", "Command",
+    "InitValues", "InitRows", "Push", "PushRows", "Pull", "PullRows", "Values", "Counted", "Command",
     "Perform", "MarkPushes", "Claim", "Claimed", "Prepare", "Save", "Saved", "Load", "Restore", "TakeRestored",
     "ReplaceValues", "Ack", "Alive", "Goodbye", "Stop", "CompressedPush", "PullState", "ReplaceState", "Failed",
     "DropRestored", "StepTimes",

@@ -72,24 +72,24 @@ class Replies:
 class Reply:
     """The reply to a worker."""
 
-    _counted: list[tuple[int, U32, int, int]] = field(default_factory=list)
-    """(run, slices, version, outcome)"""
+    _counted: list[tuple[int, U32, int]] = field(default_factory=list)
+    """(run, slices, version)"""
     _values: list[tuple[int, Block]] = field(default_factory=list)
     """(run, block)"""
     _lent: list[tuple[int, Block, Buffer, Buffer | None]] = field(default_factory=list)
     """(run, block, buffer that the worker reads now, buffer that it read before)"""
     _measured: list[tuple[int, U32, int, float]] = field(default_factory=list)
     """(run, slices, version, sum of squares)"""
-    _messages: list[tuple[msg.Values | msg.RowValues, Buffer | None]] = field(default_factory=list)
+    _messages: list[tuple[msg.Values, Buffer | None]] = field(default_factory=list)
     """(message with optimizer states or rows, buffer that it shows if any)"""
     _refused: dict[tuple[msg.ErrorCode, str], list[tuple[int, U32]]] = field(default_factory=dict)
     """(code, reason) → [(run, slices)]"""
     _handed_back: list[tuple[int, U32]] = field(default_factory=list)
     """(run, slices)"""
 
-    def acknowledge(self, run: int, ids: U32, version: int, outcome: msg.Outcome) -> None:
+    def acknowledge(self, run: int, ids: U32, version: int) -> None:
         """Report that contributions, or first values, of these slices were counted."""
-        self._counted.append((run, ids, version, outcome))
+        self._counted.append((run, ids, version))
 
     def value(self, run: int, block: Block) -> None:
         """Send the block's present values."""
@@ -112,10 +112,9 @@ class Reply:
             position += padded(part.nbytes)
         count = len(parts)
         arrays = Arrays(_u8([dtype] * count), _u32([part.size for part in parts]), memory.data)
-        columns = (_u32([run] * count), ids, _u32([version] * count), _u8([msg.Outcome.COUNTED] * count))
-        self._messages.append((msg.Values(*columns, arrays), None))
+        self._messages.append((msg.Values(_u32([run] * count), ids, _u32([version] * count), arrays), None))
 
-    def rows(self, message: msg.RowValues, buffer: Buffer) -> None:
+    def rows(self, message: msg.Values, buffer: Buffer) -> None:
         """Send the rows in a buffer, which is leased for it."""
         buffer.leases += 1
         self._messages.append((message, buffer))
@@ -153,9 +152,8 @@ class Reply:
         if self._measured:
             effects.append(fx.Send(member, _squares(self._measured)))
         if self._counted:
-            runs, ids, versions, outcomes = zip(*self._counted, strict=True)
-            columns = (_repeated(runs, ids), _joined(ids), _repeated(versions, ids))
-            effects.append(fx.Send(member, msg.Counted(*columns, _repeated(outcomes, ids).astype(np.uint8))))
+            runs, ids, versions = zip(*self._counted, strict=True)
+            effects.append(fx.Send(member, msg.Counted(_repeated(runs, ids), _joined(ids), _repeated(versions, ids))))
         for (code, reason), slices in self._refused.items():
             runs, ids = zip(*slices, strict=True)
             effects.append(fx.Send(member, msg.Refused(_repeated(runs, ids), _joined(ids), code, reason)))
@@ -237,7 +235,6 @@ def _message(batch: Sequence[tuple[int, Block]], payload: Payload | tuple[Payloa
         _repeated(runs, ids),
         _joined(ids),
         _repeated([block.version for block in blocks], ids),
-        np.full(len(dtypes), msg.Outcome.COUNTED, np.uint8),
         Arrays(dtypes, _joined([block.counts for block in blocks]), payload),
     )
 
@@ -248,8 +245,7 @@ def _squares(measured: Sequence[tuple[int, U32, int, float]]) -> msg.Values:
     counts = np.concatenate([np.arange(len(some)) == 0 for some in ids]).astype(np.uint32)
     dtypes = np.full(len(counts), DType.FLOAT64, np.uint8)
     arrays = Arrays(dtypes, counts, np.array(squares, np.float64).tobytes())
-    outcomes = np.full(len(counts), msg.Outcome.COUNTED, np.uint8)
-    return msg.Values(_repeated(runs, ids), _joined(ids), _repeated(versions, ids), outcomes, arrays)
+    return msg.Values(_repeated(runs, ids), _joined(ids), _repeated(versions, ids), arrays)
 
 
 def _repeated(numbers: Sequence[int], ids: Sequence[U32]) -> U32:

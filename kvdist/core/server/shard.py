@@ -204,7 +204,7 @@ class Shard:
         if (refusal := holder.round.refusal_of(contribution)) is not None:
             reply.refuse(run, holder.ids, *refusal)
         elif not (contribution.pull or contribution.flags & _MEASURE):
-            reply.acknowledge(run, holder.ids, holder.round.version, msg.Outcome.COUNTED)
+            reply.acknowledge(run, holder.ids, holder.round.version)
         else:
             assert isinstance(holder, Block), "pushes of rows neither pull nor measure"
             if contribution.flags & _MEASURE:
@@ -605,7 +605,7 @@ class Shard:
                 if isinstance(message, msg.ReplaceValues):
                     block.begin_average(self._updaters.get(block.store))
                 self._look(block)
-                self._to(sender).acknowledge(int(runs[first]), block.ids, block.version, msg.Outcome.INITIALISED)
+                self._to(sender).acknowledge(int(runs[first]), block.ids, block.version)
                 self.close_if_ready(block)
 
     def pull_state(self, sender: Member, message: msg.PullState, now: float) -> None:
@@ -654,7 +654,7 @@ class Shard:
             except errors.PushRefused as error:
                 self._refuse(sender, run, block.ids, error)
             else:
-                self._to(sender).acknowledge(run, block.ids, block.version, msg.Outcome.INITIALISED)
+                self._to(sender).acknowledge(run, block.ids, block.version)
 
     def _isolated(self, sender: Member, message: msg.PullState | msg.ReplaceState) -> list[tuple[int, Block]]:
         """Return the valid rows, each with the block of its slice, isolated unless `TOTALS` are meant."""
@@ -803,7 +803,7 @@ class Shard:
             if not message.flags[i] & msg.MORE:
                 table.has_value = True
                 self._look(table)
-                self._to(sender).acknowledge(run, table.ids, table.round.version, msg.Outcome.INITIALISED)
+                self._to(sender).acknowledge(run, table.ids, table.round.version)
                 self.close_if_ready(table)
 
     def push_rows(self, sender: Member, message: msg.PushRows, now: float) -> None:

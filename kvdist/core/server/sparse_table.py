@@ -162,7 +162,7 @@ class SparseTable(Holder):
 
     # Pulls.
 
-    def gathered(self, pull: PullRequest, buffers: ReplyBuffers, waits: bool) -> tuple[Buffer, msg.RowValues]:
+    def gathered(self, pull: PullRequest, buffers: ReplyBuffers, waits: bool) -> tuple[Buffer, msg.Values]:
         """Gather the answer to a pull by a pass over its rows.
 
         Args:
@@ -189,7 +189,7 @@ class SparseTable(Holder):
         payload[nbytes:] = 0
         arrays = Arrays(np.array([rows.dtype], np.uint8), np.array([count], np.uint32), payload.data)
         version = np.array([self.round.version - is_before], np.uint32)
-        return buffer, msg.RowValues(np.array([pull.run], np.uint32), self.ids, version, arrays)
+        return buffer, msg.Values(np.array([pull.run], np.uint32), self.ids, version, arrays)
 
     def obstacle_to_pull(self, row_ids: RowIds) -> str:
         """Return why rows cannot be pulled; '' if they can."""

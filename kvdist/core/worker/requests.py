@@ -191,8 +191,8 @@ class RunKind(enum.Enum):
 
     @property
     def pulls(self) -> bool:
-        """Whether values come back, of whole slices."""
-        return self in (RunKind.PULL, RunKind.PUSHPULL, RunKind.PULL_STATE)
+        """Whether values come back."""
+        return self in (RunKind.PULL, RunKind.PUSHPULL, RunKind.PULL_STATE, RunKind.PULL_ROWS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -517,22 +517,6 @@ class Transfers:
         self._outboxes[credit.server].release(credit)
         self._ready.add(credit.server)
 
-    def received(self, message: msg.Values | msg.RowValues | msg.Counted | msg.Refused) -> Finished:
-        """Take a reply; returns what is finished."""
-        if isinstance(message, msg.Values):
-            return self.values(message)
-        if isinstance(message, msg.RowValues):
-            self._place_rows(message)
-        return self.answered(message)
-
-    def _place_rows(self, message: msg.RowValues) -> None:
-        """Copy rows to the user's arrays."""
-        arrays = views(message.arrays)
-        for run, begin, end in self._segments(message.runs):
-            for sink, array in zip(run.sinks, arrays[begin:end], strict=True):
-                sink[...] = array  # one pass: from the transport's memory into the user's
-                self.traffic.copied_out += array.nbytes
-
     def values(self, message: msg.Values) -> Finished:
         """Copy values to the user's arrays; returns what is finished."""
         arrays = views(message.arrays)
@@ -573,7 +557,7 @@ class Transfers:
         """The stretches of an answer that belong to pushes."""
         return [(begin, end) for run, begin, end in self._segments(runs) if run.kind.pushes]
 
-    def answered(self, message: msg.Values | msg.RowValues | msg.Counted | msg.Refused) -> Finished:
+    def answered(self, message: msg.Values | msg.Counted | msg.Refused) -> Finished:
         """Note that these slices have their reply; returns what is finished."""
         if not isinstance(message, msg.Refused):
             self.slices.saw(message.ids, message.versions)
