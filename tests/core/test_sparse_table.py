@@ -267,7 +267,7 @@ def test_small_pushes_of_several_tables_share_a_message(wired: Tables) -> None:
     infos = [wired.table(key) for key in "abc"]
     wired.log.clear()
     runs = [push_runs(info, np.array([0]), np.ones((1, 2), np.float32), 1)[0][0] for info in infos]
-    wired.ask(0, lambda number: Transfer(number, RunKind.PUSH_ROWS, "push of three", runs))
+    wired.ask(0, lambda number: Transfer(number, RunKind.PUSH, "push of three", runs))
     wired.push_rows(1, {2: 5}, "b")
     for key in "ac":
         wired.push_rows(1, None, key)
@@ -285,7 +285,7 @@ def test_settings_of_pushes_that_share_a_message_stay_apart(wired: Tables) -> No
         for info, lr in zip(infos, (1.0, 0.25), strict=True):
             ones = np.ones((1, 2), np.float32)
             runs += push_runs(info, np.array([0]), ones, 1, settings=((lr, 0.0, 1.0),))[0]
-        wired.ask(rank, lambda number, runs=runs: Transfer(number, RunKind.PUSH_ROWS, "push of two", runs))
+        wired.ask(rank, lambda number, runs=runs: Transfer(number, RunKind.PUSH, "push of two", runs))
     wired.settle()
     assert (wired.now_there("a")[0], wired.now_there("b")[0]) == (-1, 0.5)
 
@@ -312,7 +312,7 @@ def test_pulls_of_small_runs_share_a_message(wired: Tables) -> None:
     outs = [np.zeros((2, 2), np.float32) for _ in infos]
     ids = np.array([1, 4])
     runs = [run for info, out in zip(infos, outs, strict=True) for run in pull_runs(info, ids, out, 1)]
-    request = wired.ask(0, lambda number: Transfer(number, RunKind.PULL_ROWS, "pull of two", runs))
+    request = wired.ask(0, lambda number: Transfer(number, RunKind.PULL, "pull of two", runs))
     wired.settle()
     assert request in wired.completed and all((out == 1).all() for out in outs)
     assert sum("worker-0 -> server-0: PullRows" in line for line in wired.log) == 1

@@ -79,9 +79,9 @@ class Worker(fx.Machine):
         """The slice whose pushes that counts."""
         self.steps: dict[Member, int] = {}
         self.servers: dict[int, Member] = {}
-        """The number of a server, as placement names it → the one that has its slices."""
+        """The number of a server in the placement → the server that has its slices."""
         self._dialled: set[Member] = set()
-        """All servers that are there."""
+        """All live servers."""
         self.peers: tuple[msg.Peer, ...] = ()
         self.traffic = Traffic()
         self.transfers = Transfers(limits, self.traffic)
@@ -105,7 +105,7 @@ class Worker(fx.Machine):
         self._next_alive = fx.NEVER
         self.on_loss = msg.OnLoss.FAIL
         self._replicas = 0
-        """How many other servers keep a copy of what each of them has."""
+        """How many other servers keep a copy of the slices of each server."""
         self._newcomer: Newcomer | None = None
         """If this worker has joined later."""
         self._progress: ProgressReports | None = None
@@ -119,10 +119,10 @@ class Worker(fx.Machine):
         self.rolled_back: errors.RolledBackError | None = None
         """What every call fails with, until the user has seen it."""
         self._members: tuple[int, ...] = ()
-        """The ranks of the workers that are there."""
+        """The ranks of the live workers."""
         self._lost_workers = 0
         self._owners: tuple[int, ...] = ()
-        """As the newest roster says."""
+        """`Roster.owners` of the newest roster."""
 
     def watch(self, threads: Threads) -> None:
         """Take the user's threads into account; to be called before anything else."""
@@ -157,7 +157,7 @@ class Worker(fx.Machine):
         return effects + self._flush(now)
 
     def _counters(self, newcomer: Newcomer, sender: Member, message: msg.Counters, now: float) -> list[fx.Effect]:
-        """A server says from when on its rounds wait for this worker."""
+        """Handle `Counters` of a server, whose rounds wait for this worker from these on."""
         was_member = newcomer.is_member
         self.step = max(self.step, newcomer.counters(sender, message))
         released = newcomer.pop_requests()
@@ -456,7 +456,7 @@ class Worker(fx.Machine):
         return [fx.Send(SCHEDULER_MEMBER, times), fx.CompleteRequest(request.request)]
 
     def _release(self, held: Sequence[req.Request], now: float) -> list[fx.Effect]:
-        """What was held back goes on."""
+        """Accept the requests that were held back."""
         for request in held:
             self._pending.release(request.request)
         self._hint = None if held else self._hint
@@ -521,7 +521,7 @@ class Worker(fx.Machine):
 
     @property
     def _leader(self) -> Member | None:
-        """The worker that pushes for this host, if there is one."""
+        """The worker that pushes for this host; None if each pushes for itself."""
         return None if self.aggregation is None else self.aggregation.leader
 
     def _flush(self, now: float) -> list[fx.Effect]:
@@ -649,7 +649,7 @@ class Worker(fx.Machine):
         return effects + self._registered()
 
     def _rewind(self, message: msg.Rewind, now: float) -> list[fx.Effect]:
-        """A server was lost: drop what was asked for, and hold back what is called, until all have gone back."""
+        """Drop open requests after the loss of a server, and hold new calls back until the rollback is complete."""
         if self.aggregation is not None:
             reason = "its host sums pushes, which cannot go back to a snapshot: set KVDIST_SNAPSHOTS on workers, too"
             return self._fail_all(errors.ConfigError(reason))
@@ -685,7 +685,7 @@ class Worker(fx.Machine):
         return effects
 
     def _rewound(self, sender: Member, message: msg.Rewound, now: float) -> list[fx.Effect]:
-        """A server has gone back. When all have, what was held back goes on."""
+        """Note that a server has rolled back. After the last server, accept the calls that were held back."""
         rewinding = self._rewinding
         if rewinding is None or rewinding.number != message.number:
             return []
@@ -698,7 +698,7 @@ class Worker(fx.Machine):
         return self._release(rewinding.queued, now)
 
     def _fail_over(self, message: msg.Roster, now: float) -> list[fx.Effect]:
-        """Send to each server what is for it; what lost ones have not answered, to those that have their slices now."""
+        """Update the servers of slices; repeat unanswered requests of lost servers to the servers that replace them."""
         there = {peer.member.node.rank: peer for peer in self.peers if peer.member.node.role is Role.SERVER}
         had_slices = set(self.servers.values())
         lost: dict[Member, None] = {}
