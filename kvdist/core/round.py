@@ -4,7 +4,7 @@ Every holder of slices on a server has a round; `kvdist.core.server.holder.close
 
 * A round is a set keyed by worker, never a count of messages: the first contribution of a worker wins.
 * Contributions are taken in rank order, so that two runs give the same bits.
-* Each worker has a counter of its pushes. A contribution fits if it is the next one; an earlier one is in the value.
+* Each worker has a counter of its pushes. Only its next push fits; the value already has any earlier push.
 """
 
 from __future__ import annotations
@@ -83,20 +83,20 @@ class Admission:
     """What a round has to know while workers join that came later. Without it, a worker takes part in all versions."""
 
     limit: int | None = None
-    """No version above this is made: the scheduler looks for the one from which on newcomers take part."""
+    """The highest version until the scheduler has decided from which version on newcomers take part; None: no limit."""
     since: dict[int, float] = field(default_factory=dict)
     """Worker rank → the version from which on it takes part, if that is still to come; NEVER if it is not known yet."""
 
     def allows(self, version: int) -> bool:
-        """Whether the version after this one may be made."""
+        """Whether the round at this version may close."""
         return self.limit is None or version < self.limit
 
     def of(self, ranks: Iterable[int], version: int) -> set[int]:
-        """Those of these workers that take part in the version after this one."""
+        """Return the workers among these that take part in the round at this version."""
         return {rank for rank in ranks if self.since.get(rank, 0) <= version}
 
     def is_skipped(self, live: Set[int]) -> bool:
-        """Whether none of these workers takes part yet, but one will: then a version is made of nothing."""
+        """Whether none of these workers takes part yet, but some will: then a round closes without contributions."""
         return any(self.since.get(rank, 0) < fx.NEVER for rank in live)
 
 
@@ -122,7 +122,7 @@ class PullRequest:
 
 @dataclass(slots=True, eq=False)
 class Round:
-    """The open round of a block or table, what was counted before it, and who waits for its end."""
+    """The open round of a holder, the counters of the rounds before it, and the pulls that wait for its end."""
 
     key: int | str
     """For messages."""
@@ -130,8 +130,8 @@ class Round:
     version: int = 0
     """How many rounds have been closed."""
     restored: int = 0
-    """How many updates more the value has had than there were rounds: those before a checkpoint that was loaded, less
-    the rounds that were made of nothing."""
+    """Updates of the value minus closed rounds: the updates before a loaded checkpoint, less the rounds without any
+    contribution."""
     slots: dict[int, Contribution] = field(default_factory=dict)
     """Worker rank → its contribution."""
     counted: dict[int, int] = field(default_factory=dict)
@@ -139,11 +139,11 @@ class Round:
     examples: dict[int, int] = field(default_factory=dict)
     """Worker rank → how many examples those pushes summed, of the workers that say it."""
     samples: int = 0
-    """How many examples all pushes summed that the value is made of, lost workers' and a loaded checkpoint's included,
-    as far as that was said."""
+    """How many examples the value sums, with those of lost workers and of a loaded checkpoint, as far as pushes have
+    the number."""
     refused: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
-    """Worker rank → the counter of its last push, if that was refused for good. A worker that repeats the push is told
-    again: the first answer may have gone to a neighbour that left before it had passed it on."""
+    """Worker rank → the counter of its last push and the refusal, if that was refused for good. A worker that repeats
+    the push is refused again: a neighbour may have left with the first answer."""
     pulls: list[PullRequest] = field(default_factory=list)
     _unsatisfied: int = field(default=0, init=False)
     """The first so many pulls were looked at since anything was counted, and wait."""
@@ -214,7 +214,7 @@ class Round:
         return self.policy.is_full(ready, awaited) if ready else not awaited and admission.is_skipped(live)
 
     def missing(self, live: Set[int], present: Set[int] | None = None) -> tuple[int, ...]:
-        """The ranks whose contributions are awaited; `present` are those that are there, if not all in slots count."""
+        """Return the ranks whose contributions are awaited; `present` are the ranks that count, None: all slots."""
         awaited = live if self.admission is None else self.admission.of(live, self.version)
         return self.policy.missing(self.slots.keys() if present is None else present, awaited) if self.slots else ()
 
@@ -222,7 +222,7 @@ class Round:
         """Count contributions, in rank order, and close the round: the version grows by 1.
 
         Args:
-            ranks: whose; None for the ones that the policy chooses.
+            ranks: the ranks to count; None for the choice of the policy.
         """
         contributions = [self.slots.pop(rank) for rank in ranks or self.policy.chosen(self.ready())]
         self.version += 1
@@ -257,7 +257,7 @@ class Round:
         return max(admission.limit - more, 0)
 
     def admit(self, ranks: Collection[int], version: int | None) -> None:
-        """Let workers take part from a version on; None for not yet, and the next call says when."""
+        """Let workers take part from a version on; None for not yet, until the next call."""
         admission = self.admission = self.admission or Admission()
         admission.limit = None
         self._unsatisfied = 0
@@ -268,7 +268,7 @@ class Round:
         self._tidy(admission)
 
     def leave_out(self, ranks: Sequence[int]) -> None:
-        """Begin without these, which have joined later in the program; `admit` says when they take part."""
+        """Begin without these newcomers, until `admit`."""
         if ranks:
             self.admit(ranks, None)
 
@@ -280,7 +280,7 @@ class Round:
         self.began.update({rank: self.counted.get(rank, 0) for rank in ranks})
 
     def is_before(self, pull: PullRequest) -> bool:
-        """Whether a pull wants the version before the present one: its worker has come back, and repeats that step."""
+        """Whether a pull wants the version before the present version: a rejoined worker repeats the step."""
         return pull.step == self.version - 1 < self.counted.get(pull.member.node.rank, 0)
 
     def _tidy(self, admission: Admission) -> None:
@@ -295,7 +295,7 @@ class Round:
             self.samples -= contribution.samples
 
     def refusal_of(self, contribution: Contribution) -> Refusal | None:
-        """What its worker was told when the contribution was refused for good; None if it never was."""
+        """Return the refusal of a contribution; None if it was not refused for good."""
         step, refusal = self.refused.get(contribution.member.node.rank, (-1, None))
         return refusal if step == contribution.step else None
 
@@ -319,7 +319,7 @@ class Round:
         self._unsatisfied = 0
 
     def credit(self, examples: int) -> None:
-        """Count so many examples of a lost worker that other slices have and this one has not."""
+        """Count examples of a lost worker that count in other slices, but not in this slice yet."""
         if self.samples:
             self.samples += examples
 
@@ -369,7 +369,7 @@ def scales_of(
     Args:
         present: those with values, which `agreed_settings` has checked.
         contributions: all of the round.
-        optimizer: rescales what came without a rescale of its own.
+        optimizer: its rescale is for contributions without a rescale.
 
     Raises:
         PushRefused: a mean is of no samples, which only a broken peer can cause.
@@ -402,12 +402,12 @@ def agreed_settings(
 
     Args:
         key: for messages.
-        present: what is in the round.
+        present: the contributions with a gradient.
         later: the ranks of workers that have joined later, whose schedules may have begun anew: the others' words hold.
-        policy: of the round. Where workers make steps at their own pace, those of the lowest rank hold.
+        policy: the policy of the round. Where each worker has its pace, the numbers of the lowest rank hold.
 
     Raises:
-        OptimizerMismatch: the workers say different ones, or only some of them weigh by samples.
+        OptimizerMismatch: the numbers differ, or only some workers weigh by samples.
     """
     first, weighted = present[0].setting, present[0].flags & _WEIGHTED
     for other in present[1:]:

@@ -1,11 +1,11 @@
-"""The messages between scheduler, servers and workers: one frozen dataclass per kind, and the stamp on each message.
+"""The messages between scheduler, servers and workers: a frozen dataclass per kind, and the stamp on each message.
 
 WIRE.md specifies the bytes. A field's annotation names its wire type: `wire` compiles the codec from it, and a test
 compares it with the tables of WIRE.md. Annotations are therefore not postponed in this module. Invariants:
 
-* A kind means one thing. No flag changes what a message is.
-* Whatever is about slices is a set of parallel arrays, one element per slice (`ids[i]`, `steps[i]`, …), so that a
-  thousand small keys cost one message and a handful of array operations.
+* A kind has a single meaning. No flag changes it.
+* A message about slices is a set of parallel arrays, an element per slice (`ids[i]`, `steps[i]`, …), so that a
+  thousand small keys cost a single message and a handful of array operations.
 * A *run* is the sender's number for a batch of slices that it asked for at once; answers repeat it.
 * `SEQUENCED` messages are numbered, acknowledged and repeated until they arrive; the others may be lost.
 """
@@ -76,13 +76,13 @@ class Stamp:
     seq: int
     """1, 2, … per pair of members for sequenced messages; 0 for the others."""
     ack: int
-    """Every sequenced message up to this number has arrived here."""
+    """Every sequenced message up to this number has arrived at the sender."""
     step: int
     """The training step of the sender, for logs and errors."""
 
 
 class ErrorCode(enum.IntEnum):
-    """Why a request failed; each becomes one exception type on the worker."""
+    """Why a request failed; each code becomes an exception type on the worker."""
 
     INTERNAL = 0
     INIT_MISMATCH = 1
@@ -91,7 +91,7 @@ class ErrorCode(enum.IntEnum):
     CONFIG = 4
     CHECKPOINT = 5
     PEER_LOST = 6
-    """A process of the job is gone."""
+    """A process of the job is lost."""
     DEADLOCK = 7
     """Processes wait for each other in a circle."""
 
@@ -108,31 +108,31 @@ class OnLoss(enum.IntEnum):
 
 
 class DueWhen(enum.IntEnum):
-    """The rule that says when the next push of a worker is due. `Progress.quota` is the number in each sentence."""
+    """The rule for when the next push of a worker is due. `Progress.quota` is the number in each sentence."""
 
     QUOTA = 0
     """The workers together have processed `quota` examples since the last version."""
     QUORUM = 1
-    """All workers have made their steps; or `quota` workers have, and the others are not expected soon."""
+    """All workers have completed their steps; or `quota` workers have, and the others are not expected soon."""
     ASYNC = 2
     """At once. A gradient may be of weights that are at most `quota` versions old."""
 
 
 class Flag(enum.IntFlag):
-    """What a contribution is; one byte per slice."""
+    """Properties of a contribution; a byte per slice."""
 
     EMPTY = 1
     """No gradient on this worker: counts, adds nothing, and has no bytes in the payload."""
     WEIGHTED = 2
     """A mean over its samples: multiply it by their number, and divide the sum by that of the whole round."""
     AVERAGE = 4
-    """Divide the sum by the number of contributions, empty ones included."""
+    """Divide the sum by the number of contributions, with those that are empty."""
     HOLD = 8
-    """The value that answers is read where it lies, until the next one of this slice has been received."""
+    """The worker reads the answer in place, until the next value of this slice has been received."""
     CARRIED = 16
-    """Only in a joined push: it is in the sum that another row of its slice carries, and has no bytes of its own."""
+    """Only in a joined push: another row of its slice carries the sum with it, and this row has no bytes."""
     MEASURE = 32
-    """Keep the contributions of the round, and answer with the sum of squares of what they add up to."""
+    """Keep the contributions of the round, and answer with the sum of squares of their scaled sum."""
     APPLY = 64
     """Empty: apply what the round before has kept, multiplied by the rescale that comes along."""
 
@@ -157,7 +157,7 @@ PushRowsFlags = Annotated[U8, bits(Flag.EMPTY | Flag.WEIGHTED | Flag.AVERAGE | M
 
 @dataclass(frozen=True, slots=True)
 class Hello(WireMessage):
-    """Process → scheduler: here I am. Repeated until answered; the stamp's incarnation is the process's token."""
+    """Process → scheduler: I have started. Repeated until answered; the stamp's incarnation is the process's token."""
 
     KIND = 1
     SEQUENCED = False
@@ -171,7 +171,7 @@ class Hello(WireMessage):
     num_servers: UInt32
     version: Name
     life: UInt32 = 0
-    """How often a process of this rank was started before, as its launcher says; 0 if nobody says so."""
+    """How often a process of this rank was started before, as its launcher counts; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +187,12 @@ class Welcome(WireMessage):
     away_s: Seconds = 0.0
     """How long the scheduler may be away, because it is started again; 0: it is not."""
     replicas: UInt32 = 0
-    """How many other servers keep a copy of what each of them has."""
+    """How many other servers keep a copy of the slices of each server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected(WireMessage):
-    """Any process → one that may not take part: why not. Final."""
+    """Any process → a process that may not take part: why not. Final."""
 
     KIND = 3
     SEQUENCED = False
@@ -203,7 +203,7 @@ class Rejected(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One line of the roster."""
+    """A line of the roster."""
 
     member: Annotated[Member, MEMBER]
     host: Name
@@ -215,20 +215,20 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Roster(WireMessage):
-    """Scheduler → all: the processes of the cluster. The first one means that the cluster is complete."""
+    """Scheduler → all: the processes of the cluster. The first roster means that the cluster is complete."""
 
     KIND = 4
     peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
     epoch: UInt32 = 0
     """1, 2, …"""
     lost: Ranks = ()
-    """The workers given up since the roster before: nothing of theirs is counted any more."""
+    """The workers evicted since the roster before: none of their pushes is counted any more."""
     ended: Members = ()
-    """Of all that were given up, those whose processes are known since then to have ended: they read nothing more."""
+    """The evicted workers whose processes are known since then to have ended: they read nothing more."""
     newcomers: Ranks = ()
     """Of `peers`, the workers that no round waits for: a `Cut` makes members of them."""
     owners: Ranks = ()
-    """The rank of the server that has the slices of each, as placement numbers them; none if each has its own."""
+    """For each server that placement numbers, the rank of the server with its slices; empty if none has moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +252,13 @@ class Fate:
 class Settled(WireMessage):
     """Server → scheduler: this roster is applied, and nothing more of the workers that it gives up will be counted.
 
-    Scheduler → server: all servers have said so, and this is counted over all of them."""
+    Scheduler → server: all servers have applied it, and these are the counts over all of them."""
 
     KIND = 5
     epoch: UInt32
     fates: Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "members_max")]
     valueless: Numbers
-    """The slices here that have no first values."""
+    """The slices of this server without first values."""
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
@@ -282,7 +282,7 @@ class _OfKeys(_OfStore):
     shapes: Shapes
     dtypes: DTypes
     pulled_as: DTypes
-    """Per key the dtype in which its values travel to workers: its own, or a half for a key of float32."""
+    """Per key the dtype in which its values travel to workers: that of the key, or a half for a key of float32."""
     forms: Forms
     """Per key: empty for an array, else what the rows of a table begin as."""
 
@@ -293,14 +293,14 @@ class Declare(_OfKeys):
 
     KIND = 10
     pushes: UInt32 = 0
-    """How many pushes it has made, of the key that it has pushed most: its place in the program."""
+    """How often it has pushed the key that it has pushed most: its place in the program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where the slices of a list of keys live.
 
-    `homes[i]` is a server's rank, or `CUT` for a key cut over all, or `CUT_AT_ROWS` for one cut between its rows.
+    `homes[i]` is a server's rank, `CUT` for a key cut over all servers, or `CUT_AT_ROWS` if it is cut between its rows.
     """
 
     CUT: ClassVar[int] = 0xFFFFFFFF
@@ -332,7 +332,7 @@ class Assign(_OfKeys):
     KIND = 12
     placement: Annotated[Placement, _PLACEMENT]
     giver: UInt32 = 0
-    """The rank of the worker that is going to be told to give their first values."""
+    """The rank of the worker that is going to send their first values."""
     later: Ranks = ()
     """The ranks of members that their rounds do not wait for yet: the others have agreed on them without these."""
 
@@ -422,7 +422,7 @@ class InitValues(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Contributions(WireMessage):
-    """A push of whole slices, one column entry for each; with `pull`, the new values are wanted."""
+    """A push of whole slices, a column entry for each; with `pull`, the new values are wanted."""
 
     pull: Boolean
     runs: U32s
@@ -432,7 +432,7 @@ class _Contributions(WireMessage):
     versions: U32s
     """The version of the weights that the contribution was computed on."""
     samples: U32s
-    """How many examples the contribution sums; 0 = not said."""
+    """How many examples the contribution sums; 0 = unknown."""
     flags: PushFlags
     settings: Settings
     """Distinct (learning rate, weight decay, rescale); NaN for what the server's optimizer should decide."""
@@ -478,7 +478,7 @@ class Counted(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refused(_OfSlices):
-    """Server → worker: these slices of a request failed, for one reason. Their neighbours are not touched."""
+    """Server → worker: these slices of a request failed, for a common reason. Their neighbours are not affected."""
 
     KIND = 25
     code: Error
@@ -487,7 +487,7 @@ class Refused(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplaceValues(_OfSlices):
-    """Worker 0 → server: new values of slices in place of the present ones, while no push is under way."""
+    """Worker 0 → server: replace the values of slices, while no push is in flight."""
 
     KIND = 26
     arrays: SliceArrays
@@ -509,7 +509,7 @@ class PullState(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReplaceState(_OfSlices):
-    """Worker → server: parts of the optimizer's state in place of the present ones, while no push is under way."""
+    """Worker → server: replace parts of the optimizer's state, while no push is in flight."""
 
     KIND = 71
     parts: U8s
@@ -518,10 +518,10 @@ class ReplaceState(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedPush(WireMessage):
-    """Worker → server: contributions of several workers of the sender's host, summed there. One answer per slice.
+    """Worker → server: contributions of several workers of the sender's host, summed by it. An answer per slice.
 
-    The columns are those of `Push`, one row per slice and worker. The rows of a slice stand together, by rank, the
-    sender's among them; `runs` repeats the sender's own run, under which it is answered.
+    The columns are those of `Push`, a row per slice and worker. The rows of a slice stand together, by rank, the
+    sender's among them; `runs` repeats the sender's run, under which it is answered.
     """
 
     KIND = 27
@@ -543,7 +543,7 @@ class JoinedPush(WireMessage):
 class HandedBack(_OfSlices):
     """Worker that sums for its host → worker of that host: send these contributions to the server yourself.
 
-    Server → worker: the sum that they came in is dropped, as somebody in it is lost; so says its sender to the others.
+    Server → worker: the sum with them is dropped, as a worker in it is lost; its sender forwards this to the others.
     """
 
     KIND = 28
@@ -575,7 +575,7 @@ class InitRows(_OfSlices):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PushRows(_AfterPushes):
-    """Worker → server: contributions of rows; one without rows counts, too. The other columns are those of `Push`."""
+    """Worker → server: contributions of rows; without rows they count, too. The other columns are those of `Push`."""
 
     KIND = 61
     samples: U32s
@@ -589,7 +589,7 @@ class PushRows(_AfterPushes):
 class PullRows(_AfterPushes):
     """Worker → server: send these rows as soon as my first `steps` pushes are counted and `versions` is reached.
 
-    `arrays` has one entry for each slice: the ids.
+    `arrays` has an entry for each slice: the ids.
     """
 
     KIND = 62
@@ -609,7 +609,7 @@ class Alive(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes(WireMessage):
-    """Process → scheduler, at most once a second: how the time since the last one went. Each number is a sum.
+    """Process → scheduler, at most once a second: the use of the time since the last message. Each number is a sum.
 
     A server has no steps: it tells for how long its node's thread has computed, and waited.
     """
@@ -631,7 +631,7 @@ class StepTimes(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Ack(WireMessage):
-    """Nothing but the acknowledgement in the stamp. `wanted` asks for one back: the connection is new."""
+    """Nothing but the acknowledgement in the stamp. `wanted` asks for an answer: the connection is new."""
 
     KIND = 31
     SEQUENCED = False
@@ -673,7 +673,7 @@ class Abort(WireMessage):
     KIND = 34
     SEQUENCED = False
     code: Error
-    """`ErrorCode.PEER_LOST` or `ErrorCode.DEADLOCK`. What is said of a process below, only the former has."""
+    """`ErrorCode.PEER_LOST` or `ErrorCode.DEADLOCK`. Only the former has the fields about a process below."""
     node: Name
     host: Name
     cause: Sentence
@@ -693,8 +693,8 @@ class Stop(WireMessage):
 class Blocked(WireMessage):
     """Worker → scheduler: all threads of the user wait, and can go on only if other workers do something.
 
-    It holds until the next one. An empty `place` takes it back. Slices that are alike stand together in stretches; the
-    last stretch is all slices that this worker does not know.
+    It holds until the next report. An empty `place` takes it back. Slices with equal numbers stand together in
+    stretches; the last stretch is all slices that this worker does not know.
     """
 
     KIND = 36
@@ -875,7 +875,7 @@ class DropRestored(_OfStore):
 # Newcomers: workers that join a running job.
 
 LATER = (1 << 32) - 1
-"""In place of a counter: no round of this slice waits for the worker before another `Counters` says when."""
+"""In place of a counter: no round of this slice waits for the worker before another `Counters`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -891,7 +891,7 @@ class Ready(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class FindCut(WireMessage):
-    """Scheduler → server: which is the highest version of your slices? Make at most one more of each until a `Cut`.
+    """Scheduler → server: which is the highest version of your slices? Close at most a round of each until a `Cut`.
 
     Where all wait for the return of lost workers: make none.
     """
@@ -902,7 +902,7 @@ class FindCut(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class CutFound(WireMessage):
-    """Server → scheduler: the highest version of slices that are updated in rounds; 0 if there are none.
+    """Server → scheduler: the highest version of slices that are updated in rounds; 0 without such slices.
 
     It is that at which they were asked first since the last `Cut`, by whatever scheduler.
     """
@@ -911,7 +911,7 @@ class CutFound(WireMessage):
     request: UInt64
     highest: UInt32
     lowest: UInt32
-    """Of those that are at the highest or at the one before it; `LATER` if there are none."""
+    """The lowest version among slices at the highest version or the version before; `LATER` without slices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -920,7 +920,7 @@ class Cut(WireMessage):
 
     Without a store they become members, and take part from this version on in all slices that were as far as that.
     Where rounds have waited for their return, what they had pushed before still counts.
-    With one they take part from now on in the slices of that store that have not waited for them yet.
+    With a store they take part from now on in the slices of that store that have not waited for them yet.
     """
 
     KIND = 82
@@ -1042,7 +1042,7 @@ class RollBack(WireMessage):
 
 
 # Replicas: what a server tells the one that keeps a copy of its slices, before anybody hears what has come of it. First
-# values, new values and states, and what the scheduler says of keys and members, it passes on as it was told.
+# values, new values and states, and the scheduler's messages about keys and members, it forwards unchanged.
 
 
 @dataclass(frozen=True, slots=True)
@@ -1111,19 +1111,19 @@ WEIGHT, ROW_IDS = 254, 253
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fill(WireMessage):
-    """Server → the one that keeps a copy of its slices: a slice as it is now, which was not in the copy."""
+    """Server → its backup: a slice as it is now, which was not in the copy."""
 
     KIND = 103
     ids: U32s
     """The same slice for each part."""
     parts: U8s
-    """Of what each array is a piece; those of a part follow each other."""
+    """The part of each array, which is a piece of it; the pieces of a part follow each other."""
     version: UInt32
     standings: Annotated[tuple[Standing, ...], list_of("standings", record("standing", Standing), "members_max")]
     limit: FromMinusOne
-    """No version above this is made yet; -1: there is no limit."""
+    """The highest version that a round may close for now; -1 without a limit."""
     restored: Int64
-    """How many updates more the slice has had than there were rounds."""
+    """The updates of the slice minus its rounds."""
     has_value: Boolean
     """Whether its first values are complete."""
     initializer: Name
@@ -1144,7 +1144,7 @@ class Copied(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Replicated(WireMessage):
-    """Server → the one whose slices it keeps a copy of: the first `count` of your messages are in it."""
+    """Backup → server: the first `count` of your messages are in the copy."""
 
     KIND = 102
     count: UInt64
@@ -1201,7 +1201,7 @@ class Lease(_OfStore):
     version: UInt64
     """How many updates the weights have had that it knows."""
     rests: Boolean
-    """Whether it has nothing more to train on: if there is nothing now, wait until there is, and do not wait for me."""
+    """Whether it has no data left: without data now, answer when data is returned, and do not wait for me."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1247,22 +1247,22 @@ class Used(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Progress(WireMessage):
-    """Worker → server of a slice: since my last push of it, the `step`-th, I have made so many examples.
+    """Worker → server of a slice: since my last push of it, the `step`-th, I have processed `samples` examples.
 
-    The next one is due by the rule `when`, or when all say `together`.
+    The next push is due by the rule `when`, or when all workers set `together`.
     """
 
     KIND = 94
     slice: UInt32
     step: UInt32
     samples: UInt64
-    """By `QUORUM`, 1 if the steps are made, else 0."""
+    """By `QUORUM`, 1 if the steps are complete, else 0."""
     when: When
     quota: UInt64
     now: Boolean
-    """Whether it is due whatever the others have made."""
+    """Whether it is due whatever the others have processed."""
     together: Boolean
-    """Whether this worker waits until all say so, and takes part meanwhile in what is due earlier."""
+    """Whether this worker waits until all set this, and takes part meanwhile in earlier rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1273,9 +1273,9 @@ class Due(WireMessage):
     slice: UInt32
     step: UInt32
     together: Boolean
-    """Whether all workers have said that they wait for this."""
+    """Whether all workers wait for this."""
     delay: UInt64
-    """How many pushes of others were let through since this worker's last one, where each is a version; else 0."""
+    """How many pushes of others were admitted since this worker's last push, where each is a version; else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -1286,7 +1286,7 @@ class NotDue(WireMessage):
     SEQUENCED = False
     slice: UInt32
     step: UInt32
-    """As the worker has said."""
+    """The step of the worker's `Progress`."""
     ranks: Ranks
     """The workers any of which may still do something for it to be due."""
 

@@ -4,7 +4,7 @@ Invariants:
 
 * Whatever the bytes are, only `ProtocolError` leaves `decode`; its text is safe to print.
 * Nothing is allocated for a size that a peer merely claims.
-* What a receiver would refuse is refused by `encode`, in the process that made the mistake.
+* A message that a receiver would refuse is refused by `encode`, in the process with the mistake.
 * The payload passes through in both directions and is never copied.
 """
 
@@ -33,7 +33,7 @@ VERSION = 2
 _ENVELOPE = struct.Struct("<4sBBHIIIQQQQIB3s")
 LONG_BYTES = 1024
 _long: tuple[Any, WireLimits, bytes] = (None, DEFAULT, b"")
-"""The last message without arrays whose header was so long, and that header: what all are told is written once. A
+"""The last message without arrays whose header was so long, and that header: a broadcast is written once. A
 roster of a thousand takes as long to write as a thousand short messages."""
 _EMPTY = int(msg.Flag.EMPTY)
 _WITHOUT_ELEMENTS = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
@@ -52,7 +52,7 @@ class VersionMismatch(errors.ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """How messages of one class travel, compiled from the annotations of the class.
+    """How messages of a class travel, compiled from the annotations of the class.
 
     Attributes:
         message: the class.
@@ -80,7 +80,7 @@ class MessageFormat:
         """Refuse a message whose fields do not fit together or break a limit.
 
         Raises:
-            ProtocolError: says what.
+            ProtocolError: names the reason.
         """
         for group, columns in self.groups:
             lengths = set(map(len, columns(message)))
@@ -141,7 +141,7 @@ def decode(frames: Sequence[memoryview | bytes], limits: WireLimits = DEFAULT) -
 
     Raises:
         VersionMismatch: another version of this protocol.
-        ProtocolError: anything else that WIRE.md does not allow; says what.
+        ProtocolError: anything else that WIRE.md does not allow; names it.
     """
     if not frames:
         raise errors.ProtocolError("a message without frames")
@@ -170,7 +170,7 @@ def _pack_stamp(stamp: msg.Stamp, kind: int, sequenced: bool) -> bytes:
 
 
 def read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, msg.Stamp]:
-    """What an envelope says: the format of the message and its stamp.
+    """Read an envelope: the format of the message and its stamp.
 
     Raises:
         ProtocolError: it is not an envelope of this version.

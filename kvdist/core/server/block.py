@@ -30,14 +30,14 @@ from kvdist.core.round import (
     scales_of,
 )
 from kvdist.core.server.buffers import Allocate, Buffer, BufferPool, ordinary_memory
-from kvdist.core.server.holder import Holder
+from kvdist.core.server.holder import Holder, optimizer_of
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.optimizer.base import Extent, Piece
-from kvdist.optimizer.states import Part, SliceState, has_master
+from kvdist.optimizer.states import Part, SliceState
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U8, U32, Arrays, Bits
@@ -293,38 +293,28 @@ class Block(Holder):
         """
         present = None if updater is None or STATES not in contents else updater.states.get(self)
         buffer = self.published if WEIGHTS in contents else None
-        slices, samples = [], self.round.samples
+        slices = []
         for position in positions:
             extent, count = self.extents[position], int(self.counts[position])
             weight = None if buffer is None else self.values(position)
             where = (self.key_of(position), extent.start, count, self.dtype, self.version, weight)
-            if updater is None or present is None:
-                slices.append(SavedSlice(*where, samples=samples))
-                continue
-            part = present if len(self) == 1 else present.part(self.pool.starts[position], count)
-            state = part.copy()
-            states = dict(zip(updater.optimizer.kept_names, state.arrays, strict=True))
-            slices.append(SavedSlice(*where, states, state.count, state.scalars, state.master, samples=samples))
+            saved, state = SavedSlice(*where, samples=self.round.samples), None
+            if present is not None:
+                state = (present if len(self) == 1 else present.part(self.pool.starts[position], count)).copy()
+            slices.append(saved.with_state(state, optimizer_of(updater)))
         if buffer is not None:  # from here on nothing fails
             buffer.leases += 1
         return slices, buffer
 
     def wanted(self, updater: SliceUpdater | None) -> list[WantedSlice]:
         """See `Holder`."""
-        wanted = []
-        for position, extent in enumerate(self.extents):
-            number, count = int(self.ids[position]), int(self.counts[position])
-            where = (number, self.key_of(position), extent.start, count, self.dtype)
-            if updater is None:
-                wanted.append(WantedSlice(*where))
-                continue
-            optimizer = updater.optimizer
-            row = max(1, extent.row_length) if optimizer.by_rows else 1
-            master = has_master(optimizer, self.dtype)
-            from_weight = master or bool(optimizer.states_from_weight)
-            names = optimizer.kept_names
-            wanted.append(WantedSlice(*where, names, row, master, has_state=True, from_weight=from_weight))
-        return wanted
+        columns = zip(self.ids.tolist(), self.counts.tolist(), self.extents, strict=True)
+        return [
+            WantedSlice(number, self.key_of(position), extent.start, count, self.dtype).updated_by(
+                optimizer_of(updater), extent.row_length
+            )
+            for position, (number, count, extent) in enumerate(columns)
+        ]
 
     def load(self, found: ReadSlice, updater: SliceUpdater | None) -> None:
         """See `Holder`. The weight is copied once."""

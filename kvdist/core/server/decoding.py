@@ -55,7 +55,7 @@ def decoded(message: msg.CompressedPush, kernels: Kernels) -> msg.Push:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedSlice:
-    """The contributions of a host to one slice."""
+    """The contributions of a host to a slice."""
 
     number: int
     run: int
@@ -98,7 +98,7 @@ def joined_slices(sender: Member, message: msg.JoinedPush, neighbours: Mapping[i
         neighbours: rank → worker of that host, departed ones included.
 
     Raises:
-        ValueError: the payload is not as long as the message says.
+        ValueError: the payload has another length than its header.
     """
     arrays = PayloadView(message.arrays).arrays(0, len(message.ids))
     settings = [setting_of(numbers) for numbers in message.settings]

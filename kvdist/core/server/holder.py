@@ -13,6 +13,7 @@ from collections.abc import Sequence, Set
 from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.round import Contribution, Round, RowIds
 from kvdist.core.server.buffers import Buffer
+from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.arrays import U32, Arrays
 
@@ -110,6 +111,11 @@ class Holder(abc.ABC):
     @abc.abstractmethod
     def validate(self) -> None:
         """Check every invariant."""
+
+
+def optimizer_of(updater: SliceUpdater | None) -> Optimizer | None:
+    """Return the optimizer of an updater; None where a sum replaces the values."""
+    return None if updater is None else updater.optimizer
 
 
 def contributors(holders: Sequence[Holder]) -> Set[int]:

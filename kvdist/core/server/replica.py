@@ -1,18 +1,21 @@
 """Copies of slices on a second server, so that a server's death costs nothing: `KVDIST_REPLICAS=1`. Pure.
 
-Server k keeps a copy of the slices of server k - 1, and server 0 of those of the last one. Walk of a round: it closes
-as any, but the pushes are summed first, and the rule is applied to the sum (`ReplicatedDense`); the sum goes to the
-backup (`Replicate`), which applies the same rule (`CopiedDense`), and says so (`Replicated`). Rules that hold here:
+Server k keeps a copy of the slices of server k - 1, and server 0 a copy of those of the last server. Walk of a round:
+it closes as usual, but the pushes are summed first, and the rule is applied to the sum (`ReplicatedShard`); the sum
+goes to the backup (`Replicate`), which applies the same rule (`CopiedShard`) and acknowledges it (`Replicated`).
+Invariants:
 
-* What a server says in answer to a message waits until its backup has all that the server has done by then. So nothing
-  is pulled, shown or acknowledged as counted that a death could take back.
-* A copy is told what its server was told, in the same order: what workers give as values, what the scheduler says.
-* With a sum goes who is in it, so that a push that is sent again, because nobody has answered it, counts once.
-* At the death of a server its backup takes the copy over. What the scheduler has said meanwhile, and the dead server
-  had not passed on, the copy hears first.
-* What has no copy is filled in: a server whose backup is new, or that has taken slices over, gives it slice after slice
-  (`Fill`), each as it is between two of its rounds, in one line with what the copy is told of those that it has. So
-  a slice is in the copy from its `Fill` on. When all are, the server says so (`Copied`), and may be lost from then on.
+* The answer of a server to a message is held until its backup has everything that the server has done by then. So no
+  worker pulls, reads or counts anything that a death could take back.
+* A copy receives the same messages as its server, in the same order: first values and states from workers, and orders
+  from the scheduler.
+* A sum travels with the list of its contributors, so that a push that is repeated, for want of an answer, counts once.
+* At the death of a server its backup promotes the copy. The copy first handles the orders of the scheduler that the
+  dead server had not forwarded.
+* Slices without a copy are filled in: a server with a new backup, or that has taken slices over, sends it slice after
+  slice (`Fill`), each as it is between two of its rounds, in order with the forwarded messages about slices already in
+  the copy. So a slice is in the copy from its `Fill` on. After the last slice the server reports to the scheduler
+  (`Copied`), and may be lost from then on.
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from kvdist.core.round import Admission, Contribution, Round, agreed_settings, s
 from kvdist.core.server.block import Block
 from kvdist.core.server.block_state import MASTER, NUMBERS, TOTALS, state_dtype
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
-from kvdist.core.server.holder import Holder
+from kvdist.core.server.holder import Holder, optimizer_of
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import Shard, code_of
 from kvdist.core.server.snapshots import Restoring
@@ -53,16 +56,16 @@ from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import Arrays, PayloadView, padded, views
 
 GIVEN = (msg.InitValues, msg.ReplaceValues, msg.ReplaceState, msg.InitRows)
-"""What workers give that no round makes."""
+"""Messages of workers with values from outside a round."""
 SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Cut, msg.FindCut, msg.Rest, msg.Settled)
-"""What the scheduler says of slices and of those who push to them. It says the same to all servers."""
+"""Messages of the scheduler about slices and members. All servers receive the same messages."""
 NOBODY = Member(worker(0), 0)
 """No process has this incarnation, so it gets no replies."""
 _EMPTY, _CLIPPED = int(msg.Flag.EMPTY), int(msg.Flag.MEASURE | msg.Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
 PIECE_BYTES_MAX, FILL_BYTES_MAX = 4 << 20, 8 << 20
-"""Of what a slice is filled in with: an array is cut into pieces of so many bytes, a message has no more."""
+"""Limits of `Fill`: bytes of a piece of an array, and of a message."""
 OUT_OF_REACH_S_MIN = 10.0
 """How long a server waits at the least for a link to its backup. A handshake may take 8 s of it."""
 
@@ -135,8 +138,7 @@ class ReplicatedShard(Shard):
         if gradients is None:
             return []
         lr, wd = agreed_settings(first.key, gradients, first.began.keys(), first.policy)
-        updater = self._updaters.get(holders[0].store)
-        optimizer = None if updater is None else updater.optimizer
+        optimizer = optimizer_of(self._updaters.get(holders[0].store))
         sums = []
         for holder, some, every in zip(holders, present, rounds, strict=True):
             try:
@@ -243,7 +245,7 @@ class CopiedShard(Shard):
 
 
 class Copy(Server):
-    """The slices of another server, as this one keeps them for it."""
+    """The copy of the slices of another server."""
 
     SHARD = CopiedShard
     shard: CopiedShard
@@ -259,7 +261,7 @@ class Copy(Server):
         return self._numbers
 
     def hear(self, message: msg.Message, now: float) -> list[fx.Effect]:
-        """What the server has done, or was told. Returns what it would have answered."""
+        """Handle a message that the server has forwarded. Returns the answers that the server would have sent."""
         match message:
             case msg.Fill():
                 self._fill(message)
@@ -273,7 +275,7 @@ class Copy(Server):
         return []
 
     def _fill(self, message: msg.Fill) -> None:
-        """A slice as it is, or a piece of it."""
+        """Fill in a slice, or keep a piece of it until the last piece has arrived."""
         pieces = zip(message.parts.tolist(), views(message.arrays), strict=True)
         self._pieces = [*self._pieces, *((part, array.copy()) for part, array in pieces)]
         if message.more:
@@ -298,13 +300,13 @@ class Copy(Server):
 
     @property
     def fates(self) -> msg.Settled:
-        """What was counted here of all that were given up, and what has no value."""
+        """The counted pushes of all lost workers, and the slices without a value."""
         told = tuple(fate for fates in self._fates.values() for fate in fates)
         return msg.Settled(self.epoch, told, np.array(self.shard.valueless(), np.uint32))
 
 
 class ReplicatedServer(Server):
-    """A server that has a backup, and is one."""
+    """A server that has a backup, and is the backup of another server."""
 
     SHARD, REPLICAS = ReplicatedShard, 1
     shard: ReplicatedShard
@@ -322,16 +324,16 @@ class ReplicatedServer(Server):
         super().__init__(introduction, limits, kernels, now, allocate, handlers, arithmetic)
         self._new_copy = partial(Copy, introduction, limits, kernels, now, allocate, arithmetic=arithmetic)
         self.copy: Copy | None = self._new_copy()
-        """None: the server before this one is not there."""
+        """The copy of the previous server's slices; None if that server is lost."""
         self._restoring = Restoring((self.shard, self.copy.shard))
         self.shard.alone = {}
         self._numbers: tuple[int, ...] = ()
         self._servers: dict[int, Member] = {}
         self._backup: Member | None = None
         self._is_linked = True
-        """Whether the backup has said anything to this one, and so hears it."""
+        """Whether the backup has sent any message, and so receives messages."""
         self._dialled_by: Member | None = None
-        """The server that has spoken to this one, perhaps before the roster with both has come."""
+        """The server that has sent a message, perhaps before the roster with both servers."""
         self._out_of_reach_at = fx.NEVER
         """When this server gives itself up, because it cannot reach its backup and the scheduler hears both."""
         self._why_out_of_reach = ""
@@ -342,21 +344,21 @@ class ReplicatedServer(Server):
         self._apart: set[Member] = set()
         """Servers to which the link is broken."""
         self._log: list[tuple[msg.Message, tuple[Buffer, ...] | None]] = []
-        """What the backup must hear of what is being handled."""
+        """Messages to forward to the backup, with their tokens."""
         self._told = self._confirmed = self._heard = 0
-        """Messages to the backup, those that are in the copy there, and those of the server whose copy is here."""
+        """Counts of messages: forwarded to the backup, confirmed by the backup, and received for the copy."""
         self._filling: deque[int] = deque()
         """For each block or table on its way to the backup: how many messages that must have for it."""
         self._is_whole = False
-        """Whether the scheduler was told of this roster that all is in the copy."""
+        """Whether the scheduler knows that the copy is complete, in the epoch of the newest roster."""
         self._held: deque[tuple[int, list[fx.Effect]]] = deque()
-        """(messages that the backup must have, what is done then)"""
+        """(messages that the backup must have, effects that are held until then)"""
         self._waiting: list[tuple[Member, msg.Message]] = []
-        """What workers say of slices of which there is only a copy here."""
+        """Messages of workers about slices of the copy, which are handled after its promotion."""
         self._said: dict[Said, msg.Message] = {}
-        """What the scheduler has said, and the server whose copy is here has not passed on."""
+        """Messages of the scheduler that the server of the copy has not forwarded."""
         self._early: set[Said] = set()
-        """What it has passed on, and is still under way to this one."""
+        """Messages that it has forwarded before they arrived from the scheduler."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -364,7 +366,7 @@ class ReplicatedServer(Server):
         return self._numbers
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
-        """Listen to the other servers, too."""
+        """Accept messages of other servers, too."""
         if source.node.role is not Role.SERVER or source in self.peers.lost:
             return super().refuses(source, message)
         # One that has heard sooner that the cluster is complete, or who is new, may speak first.
@@ -375,7 +377,7 @@ class ReplicatedServer(Server):
         return "" if is_new else f"{source} is not a server of this cluster"
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
-        """React to a message; what others hear of it waits for the backup."""
+        """Handle a message; its answers wait for the backup."""
         if sender.node.role is Role.SERVER:
             return self._of_server(sender, message, now)
         if self._is_early(message):
@@ -390,7 +392,7 @@ class ReplicatedServer(Server):
         return self._published(super().handle(sender, message, now))
 
     def _hear_roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
-        """Hear who is there: other servers, too."""
+        """Handle a roster: update the backup, the copy and the members."""
         self._judged_from = 0.0
         before = self._backup, self._numbers
         effects = self._meet(message, now)
@@ -417,7 +419,7 @@ class ReplicatedServer(Server):
         return effects
 
     def _introduce(self, message: msg.Roster) -> None:
-        """Tell a new backup who is there, and since when: what the copy would know if it had been there before."""
+        """Send a new backup the membership history that an older copy would know."""
         peers = self.peers
         joined = {rank: version for rank, version in peers.since.items() if rank in peers.workers}
         newcomers = tuple(sorted({*peers.newcomers, *joined}))
@@ -428,7 +430,7 @@ class ReplicatedServer(Server):
             self._tell(msg.Rest(0, tuple(sorted(peers.resting))), None)
 
     def _is_early(self, message: msg.Message) -> bool:
-        """Whether this is about slices of which there is only a copy here: its sender has heard sooner who is lost."""
+        """Whether a message is about slices of the copy: its sender knows of a loss before this server does."""
         copy = self.copy
         if copy is None:
             return False
@@ -486,7 +488,7 @@ class ReplicatedServer(Server):
     # To the backup.
 
     def _await_backup(self, reason: str, now: float) -> None:
-        """There is no link to the backup. If it is lost, the scheduler says so long before this time."""
+        """Wait for a link to the backup. If it is lost, the scheduler announces that long before the wait ends."""
         self._out_of_reach_at = max(now + self._link_wait_s, self._judged_from)
         self._why_out_of_reach = reason
         self._turns = 0
@@ -497,17 +499,17 @@ class ReplicatedServer(Server):
         return max(3 * self.limits.patience_s, OUT_OF_REACH_S_MIN)
 
     def _reached(self, member: Member) -> None:
-        """There is a link to another server."""
+        """Record a link to another server."""
         self._apart.discard(member)
         if member == self._backup:
             self._out_of_reach_at = fx.NEVER
 
     @property
     def _turn(self) -> int:
-        """How many others may give themselves up before this one, where a link between servers is broken.
+        """How many other servers may leave before this server does, where a link between servers is broken.
 
-        The loss of one may mend it for all. First goes who has no slices; then who has no link from the server before
-        it either, as it is the one that nobody reaches; of two the second.
+        The loss of a single server may restore all links. A server without slices leaves first; then a server without
+        a link from the server before it, as no server reaches it; of two servers the second.
         """
         if not self._numbers:
             return 0
@@ -518,7 +520,7 @@ class ReplicatedServer(Server):
 
     @property
     def _dials(self) -> bool:
-        """Whether this server dials its backup: of two that are each other's backups only one does."""
+        """Whether this server dials its backup: of two servers that are each other's backups only the first does."""
         return self.joining.introduction.num_servers > 2 or self.me.node.rank == 0
 
     def _tell(self, message: msg.Message, token: tuple[Buffer, ...] | None) -> None:
@@ -526,10 +528,10 @@ class ReplicatedServer(Server):
             self._log.append((message, token))
 
     def _published(self, effects: list[fx.Effect]) -> list[fx.Effect]:
-        """What is done now: the backup is told; the rest waits until it has all.
+        """Return the effects to perform now: forwarded messages; the other effects are held until the backup has all.
 
-        A backup that is new drops what comes before its own welcome. So it gets one small message, and all else when it
-        has answered: what is lost so is repeated after seconds, but with megabytes behind it after minutes.
+        A new backup drops messages that arrive before its welcome. So it gets a single small message, and the others
+        after its first answer: a dropped message is repeated after seconds, but behind megabytes after minutes.
         """
         may_leave = len(self._log) if self._is_linked else int(self._dials and not self._told)
         log, self._log = self._log[:may_leave], self._log[may_leave:]
@@ -543,7 +545,7 @@ class ReplicatedServer(Server):
         return told
 
     def _fill(self) -> list[fx.Effect]:
-        """Give the backup what is not in the copy, some of it at a time; when all is, the scheduler hears so."""
+        """Send the backup some of the slices that are not in the copy; report to the scheduler after the last."""
         if self._backup is None or not self._is_linked:
             return []
         while len(self._filling) < FILLS_AHEAD and self.shard.alone:
@@ -562,7 +564,7 @@ class ReplicatedServer(Server):
         return [fx.Send(SCHEDULER_MEMBER, msg.Copied(self.me.node.rank, self.epoch))]
 
     def _replicated(self, count: int) -> list[fx.Effect]:
-        """The backup has so many of the messages."""
+        """Release held effects: the backup has this number of messages."""
         self._confirmed = max(self._confirmed, count)
         while self._filling and self._filling[0] <= self._confirmed:
             self._filling.popleft()
@@ -571,7 +573,7 @@ class ReplicatedServer(Server):
             effects += self._held.popleft()[1]
         return effects
 
-    # From the server whose copy is here, and about both.
+    # The copy, and changes of membership.
 
     def _of_server(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         self._reached(sender)
@@ -605,7 +607,7 @@ class ReplicatedServer(Server):
             self._said[said] = message
 
     def _meet(self, message: msg.Roster, now: float) -> list[fx.Effect]:
-        """Hear which servers there are, and what each has."""
+        """Update the servers and their slices from a roster."""
         there = {one.member.node.rank: one for one in message.peers if one.member.node.role is Role.SERVER}
         effects: list[fx.Effect] = []
         count, own = self.joining.introduction.num_servers, self.me.node.rank
@@ -638,7 +640,7 @@ class ReplicatedServer(Server):
         return effects
 
     def _go_on_alone(self) -> list[fx.Effect]:
-        """The backup is lost: nothing waits for it any more."""
+        """Continue after the loss of the backup: no effect waits for it any more."""
         self._backup = self.shard.tell = None
         self._out_of_reach_at = fx.NEVER
         for _, token in self._log:
@@ -650,7 +652,7 @@ class ReplicatedServer(Server):
         return self._replicated(self._told)
 
     def _promote(self, epoch: int, now: float) -> list[fx.Effect]:
-        """Take the copy over: its server is lost."""
+        """Promote the copy after the loss of its server."""
         copy, self.copy = self.copy, None
         assert copy is not None
         effects: list[fx.Effect] = []
@@ -668,12 +670,12 @@ class ReplicatedServer(Server):
 
 
 def _owned(owners: Sequence[int], rank: int, num_servers: int) -> tuple[int, ...]:
-    """The slices of which servers, as placement names them, this one has."""
+    """Return the servers, as placement numbers them, whose slices the server of a rank has."""
     return tuple(number for number, owner in enumerate(owners or range(num_servers)) if owner == rank)
 
 
 def _short_of_memory(what_for: str) -> list[fx.Effect]:
-    """Leave: a copy that lacks something must not be taken over, and nobody is to wait for it."""
+    """Leave the job: an incomplete copy must not be promoted, and no server may wait for it."""
     reason = f"it has no memory {what_for}: use more servers, or leave out --replicas"
     return [fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, reason))]
 
@@ -728,7 +730,7 @@ def _count(shard: CopiedShard, holder: Holder, message: msg.Replicate, contribut
 
 
 def _standings(round_: Round) -> tuple[tuple[msg.Standing, ...], int]:
-    """What a round knows of each worker, and its limit or -1."""
+    """Return the counters of each worker in a round, and the limit of the round or -1."""
     admission = round_.admission or Admission()
     limit = -1 if admission.limit is None else admission.limit
     ranks = sorted({*round_.counted, *round_.examples, *round_.refused, *round_.began, *admission.since})
@@ -746,7 +748,7 @@ def _standings(round_: Round) -> tuple[tuple[msg.Standing, ...], int]:
 
 
 def _stand(round_: Round, message: msg.Fill) -> None:
-    """Go on from what another round knew."""
+    """Continue from the counters of another round."""
     known = message.standings
     round_.version, round_.restored = message.version, message.restored
     round_.counted = {one.rank: one.counted for one in known}
@@ -760,7 +762,7 @@ def _stand(round_: Round, message: msg.Fill) -> None:
 
 
 def _pieces(saved: SavedSlice) -> Iterator[tuple[int, npt.NDArray[Any], DType]]:
-    """What a slice is, in pieces: the part, the piece and its dtype."""
+    """Yield a slice in pieces: the part, the piece and its dtype."""
     has_state = bool(saved.states) or saved.updates > 0 or saved.master is not None
     numbers = [saved.updates, *saved.scalars] if has_state else []
     state = state_dtype(saved.dtype)
@@ -777,7 +779,7 @@ def _pieces(saved: SavedSlice) -> Iterator[tuple[int, npt.NDArray[Any], DType]]:
 
 
 def _messages(pieces: Iterator[tuple[int, npt.NDArray[Any], DType]]) -> Iterator[tuple[npt.NDArray[np.uint8], Arrays]]:
-    """Pieces as few messages: the parts, and the arrays."""
+    """Pack pieces into few messages: the parts, and the arrays."""
     parts: list[int] = []
     arrays: list[npt.NDArray[Any]] = []
     dtypes: list[DType] = []
@@ -792,7 +794,7 @@ def _messages(pieces: Iterator[tuple[int, npt.NDArray[Any], DType]]) -> Iterator
 
 
 def _packed(arrays: Sequence[npt.NDArray[Any]], dtypes: Sequence[DType]) -> Arrays:
-    """Arrays as they lie in memory, each in a frame; one copy of those whose bytes are no multiple of eight."""
+    """Show each array in a frame; only arrays with a partial last word are copied."""
     frames = [array.view(np.uint8).data for array in arrays if array.nbytes]
     whole = [frame if len(frame) % 8 == 0 else bytes(frame).ljust(padded(len(frame)), b"\0") for frame in frames]
     counts = np.array([len(array) for array in arrays], np.uint32)

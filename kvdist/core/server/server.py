@@ -82,12 +82,12 @@ class Server(fx.Machine):
         self._restoring = Restoring((self.shard,))
         self._handlers = handlers
         self._assigned: dict[tuple[int, int], msg.Assign] = {}
-        """(store, first slice) → what the scheduler has said; here for a backup."""
+        """(store, first slice) → the scheduler's message; kept for a new backup."""
         self._optimizers: dict[int, msg.SetOptimizer] = {}
         self._fates: dict[Member, tuple[msg.Fate, ...]] = {}
-        """Lost worker → its fate in the slices here."""
+        """Lost worker → the count of its pushes in the slices of this server."""
         self._quotas: Quotas | None = None
-        """If a policy counts examples, and this server is the one that does."""
+        """The counts of examples, if a policy needs them and this server keeps them."""
         self._next_alive = fx.NEVER
         self._next_look = fx.NEVER
         self._scheduler_lost_at = fx.NEVER
@@ -100,7 +100,7 @@ class Server(fx.Machine):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The servers, as placement names them, whose slices are here: this one, and those that it has taken over."""
+        """The servers, as placement numbers them, whose slices this server has: itself, and those that it replaces."""
         return (self.me.node.rank,)
 
     @property
@@ -121,7 +121,7 @@ class Server(fx.Machine):
         return f"{source} is not a worker of this cluster: it belongs to an earlier job, or was replaced"
 
     def _note_late(self, lost: Member, message: msg.Message) -> None:
-        """A worker that was given up may wake up and push: the ledger says that this was refused."""
+        """Record in the ledger that a push of a lost worker, which has woken up, was refused."""
         if not isinstance(message, LatePush):
             return
         if self.shard.ledger is not None:
@@ -359,10 +359,10 @@ class Server(fx.Machine):
         return [*self._replies(), *due, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
     def _drop(self, lost: Mapping[int, Member]) -> dict[int, tuple[msg.Fate, ...]]:
-        """Nothing of these workers is counted from now on. Before any round closes without them.
+        """Count no later push of lost workers. Called before any round closes without them.
 
-        Marks go first, or a checkpoint would wait for pushes that nobody counts. Where all wait for their return, they
-        push again what is not counted, so what they have marked and what is counted of them stays.
+        Their marks are dropped first, or a checkpoint would wait for pushes that are never counted. Where all wait for
+        their return, they repeat their uncounted pushes, so their marks and counters stay.
         """
         if self.peers.waits:
             for holder in self.shard:
@@ -375,7 +375,7 @@ class Server(fx.Machine):
         return fates
 
     def _promise(self, message: msg.FindCut) -> msg.CutFound:
-        """Answer with the versions of the slices, and promise one more at most until the cut; none under ``wait``."""
+        """Promise at most a version more of each slice until the cut, or none under ``wait``; return the versions."""
         versions = self.shard.promise(0 if self.peers.waits else 1)
         highest = max(versions, default=0)
         lowest = min((version for version in versions if version >= highest - 1), default=msg.LATER)
@@ -428,9 +428,9 @@ class Server(fx.Machine):
         return [*told, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
     def _ended(self, members: Sequence[Member]) -> list[fx.Effect]:
-        """The processes of these lost workers are gone: what they could still have read may be written again.
+        """Release the buffers that lost workers have read in place, now that their processes have ended.
 
-        One that was only silent may go on, and must not see values change before it hears that it was given up.
+        A silent process may still run, and must not see values change before it learns of its eviction.
         """
         ended = [member for member in members if member in self.peers.lost]
         for member in ended:

@@ -25,7 +25,7 @@ from kvdist.core.server import block_state
 from kvdist.core.server.block import Block, Blocks
 from kvdist.core.server.buffers import Allocate, Buffer, ReplyBuffers
 from kvdist.core.server.decoding import joined_slices
-from kvdist.core.server.holder import Holder, close_round, contributors, is_complete
+from kvdist.core.server.holder import Holder, close_round, contributors, is_complete, optimizer_of
 from kvdist.core.server.replies import Replies
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.server.sparse_table import SparseTable
@@ -117,7 +117,7 @@ class Shard:
         self._to = replies.to
         self._traffic = replies.traffic
         self._snapshots = snapshots
-        snapshots.add(self)
+        snapshots.attach(self)
 
     # Holders.
 
@@ -186,7 +186,7 @@ class Shard:
 
             if flags & _CLIPPED:
                 self._count(rounds)
-            rounds = clipping.turned(holders, rounds, None if updater is None else updater.optimizer)
+            rounds = clipping.turned(holders, rounds, optimizer_of(updater))
         first.apply(rounds, updater)
         self._count(rounds)
 

@@ -26,12 +26,11 @@ from kvdist.core.round import (
     scales_of,
 )
 from kvdist.core.server.buffers import Buffer, ReplyBuffers
-from kvdist.core.server.holder import Holder
+from kvdist.core.server.holder import Holder, optimizer_of
 from kvdist.core.server.table_rows import TableRows
 from kvdist.dtypes import DType
 from kvdist.naming import name_of
 from kvdist.nodes import Member
-from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U32, Arrays, Bits, padded
@@ -124,13 +123,13 @@ class SparseTable(Holder):
         if present := _present(contributions):
             _, wd = self._settings(present)
             try:
-                self.before = self.rows.visited([row_ids for row_ids, _ in _rows(present)], _rule(updater), wd)
+                self.before = self.rows.visited([row_ids for row_ids, _ in _rows(present)], optimizer_of(updater), wd)
             except (MemoryError, TypeError, ValueError) as error:
                 raise errors.PushRefused(f"{name_of(self.round.key)}: {error}") from error
 
     def apply(self, rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater | None) -> None:
         """Change the rows in place."""
-        optimizer = _rule(updater)
+        optimizer = optimizer_of(updater)
         require_optimizer(self.round.key, self.round.policy, optimizer)
         if present := _present(rounds[0]):
             lr, wd = self._settings(present)
@@ -224,15 +223,15 @@ class SparseTable(Holder):
         self, positions: Sequence[int], updater: SliceUpdater | None, contents: Sequence[str]
     ) -> tuple[list[SavedSlice], Buffer | None]:
         """See `Holder`. Rows and states are copied by a single pass."""
-        return [self.rows.saved(self.round.version, _rule(updater), contents)], None
+        return [self.rows.saved(self.round.version, optimizer_of(updater), contents)], None
 
     def wanted(self, updater: SliceUpdater | None) -> list[WantedSlice]:
         """See `Holder`."""
-        return [self.rows.wanted(_rule(updater))]
+        return [self.rows.wanted(optimizer_of(updater))]
 
     def load(self, found: ReadSlice, updater: SliceUpdater | None) -> None:
         """See `Holder`."""
-        self.rows.load(found, _rule(updater))
+        self.rows.load(found, optimizer_of(updater))
         self.has_value = self.has_value or found.weight is not None
 
     def begin_anew(self, is_updated: bool) -> None:
@@ -246,10 +245,6 @@ class SparseTable(Holder):
         self.rows.validate()
         self.round.validate()
         assert not self.round.slots.keys() & self.arriving.keys(), "a complete contribution has no parts under way"
-
-
-def _rule(updater: SliceUpdater | None) -> Optimizer | None:
-    return None if updater is None else updater.optimizer
 
 
 def _present(contributions: Sequence[Contribution]) -> list[Contribution]:
