@@ -95,6 +95,7 @@ SEEDS_MAX = max(SEEDS, 10)
 """Seeds within which all that a scenario is there for must have happened."""
 FIRST_SEEDS = {
     "checkpoints in a storm": (3, 0),
+    "fills and saves rows in a hurry": (16,),
     "goes on parted": (8,),
     "offloaded in a storm": (3, 0),
     "replicas parted for a moment": (5, 0),

@@ -655,9 +655,8 @@ class ReplicatedServer(Server):
         """Promote the copy after the loss of its server."""
         copy, self.copy = self.copy, None
         assert copy is not None
-        effects: list[fx.Effect] = []
-        for message in self._said.values():
-            effects += [one for one in copy.hear(message, now) if _is_for_workers(one)]
+        answers = [effect for message in self._said.values() for effect in copy.hear(message, now)]
+        effects = [one for one in answers if isinstance(one, fx.Send) and isinstance(one.message, msg.Counters)]
         self._said.clear()
         for member, fates in copy._fates.items():
             self._fates[member] = (*self._fates.get(member, ()), *fates)
@@ -686,10 +685,6 @@ def _said(message: msg.Message) -> Said:
     )
 
 
-def _is_for_workers(effect: fx.Effect) -> bool:
-    return isinstance(effect, fx.Send) and isinstance(effect.message, msg.Counters)
-
-
 def _settings(lr: float | None, wd: float | None) -> tuple[tuple[float, float, float], ...]:
     return ((math.nan if lr is None else lr, math.nan if wd is None else wd, 1.0),)
 
@@ -700,18 +695,13 @@ def _contributors(contributions: Sequence[Contribution]) -> tuple[msg.Contributo
     )
 
 
-def worker_of(contributor: msg.Contributor) -> Member:
-    """Return the worker whose push is in a round."""
-    return Member(worker(contributor.rank), contributor.incarnation)
-
-
 def _contributions(message: msg.Replicate) -> list[Contribution]:
     """Return the contributions to a round, without their values."""
-    setting = setting_of(message.settings[0])
-    return [
-        Contribution(worker_of(one), 0, one.step, 0, one.samples, _EMPTY, setting, _NO_VALUES)
-        for one in message.contributors
-    ]
+    setting, contributions = setting_of(message.settings[0]), []
+    for one in message.contributors:
+        member = Member(worker(one.rank), one.incarnation)
+        contributions.append(Contribution(member, 0, one.step, 0, one.samples, _EMPTY, setting, _NO_VALUES))
+    return contributions
 
 
 def _count(shard: CopiedShard, holder: Holder, message: msg.Replicate, contributions: Sequence[Contribution]) -> None:

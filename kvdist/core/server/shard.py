@@ -480,7 +480,8 @@ class Shard:
 
     def _assign_blocks(self, message: msg.Assign, rank: int, num_servers: int) -> None:
         """Add blocks for the arrays; small neighbours share a block."""
-        placement, alone = message.placement, not self._may_share_blocks(message.store)
+        placement, optimizer = message.placement, optimizer_of(self._updaters.get(message.store))
+        alone = optimizer is not None and not optimizer.is_elementwise
         columns = (message.keys, message.shapes, message.dtypes, message.pulled_as, message.forms)
         places = (placement.first_slices, placement.homes)
         itemsizes = {code: DType(code).itemsize for code in set(message.dtypes)}
@@ -526,11 +527,6 @@ class Shard:
         block.round.leave_out(message.later)
         self.blocks.add(block)
         return block
-
-    def _may_share_blocks(self, store: int) -> bool:
-        """Whether the rule may update several slices as one, because it is elementwise."""
-        updater = self._updaters.get(store)
-        return updater is None or updater.optimizer.is_elementwise
 
     def _assign_tables(self, message: msg.Assign, rank: int, num_servers: int) -> str:
         """Add the rows of tables. Returns why that failed, or ''."""
