@@ -29,7 +29,6 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
-from typing import Any
 from unittest import mock
 
 if __name__ == "__main__":
@@ -40,18 +39,18 @@ from kvdist.config.settings import SCHEDULER_AWAY_S, ClusterConfig, Limits
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
 from kvdist.core.joining import HELLO_INTERVAL_S, Introduction
 from kvdist.core.machine import ChildEnded, Effect
-from kvdist.core.round import Verdict
+from kvdist.core.round import Contribution, Verdict
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server import server, shard
-from kvdist.core.server.block import Block, Contribution, apply_round
+from kvdist.core.server import block, replies, server
+from kvdist.core.server.block import Block, apply_round
 from kvdist.core.server.buffers import Buffer
 from kvdist.core.server.decoding import decoded
 from kvdist.core.server.progress import Quotas
 from kvdist.core.server.replica import ReplicatedServer
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import DenseShard, Shard
-from kvdist.core.server.sparse_table import RowContribution, SparseTable
+from kvdist.core.server.shard import Shard
+from kvdist.core.server.sparse_table import SparseTable
 from kvdist.core.worker import requests
 from kvdist.core.worker.transfers import Ready
 from kvdist.core.worker.worker import Worker
@@ -268,7 +267,7 @@ def small_messages() -> Iterator[None]:
     with (
         mock.patch.object(offload, "SUMMED_BYTES_MIN", 8),
         mock.patch.object(requests, "ALONE_BYTES_MIN", 48),
-        mock.patch.object(shard, "JOIN_BYTES_MAX", 24),
+        mock.patch.object(replies, "JOIN_BYTES_MAX", 24),
     ):
         yield
 
@@ -278,7 +277,7 @@ def counting(used: Counter[str]) -> Iterator[None]:
     """Count what a run exercises."""
     hold, join, hand_back = Block.lend, PushJoiner.join, HostRounds.hand_back
     offer, offer_joined = SparseTable.offer, Block.offer_joined
-    drop_sum, push_joined, set_members = DenseShard._drop_sum, DenseShard.push_joined, HostRounds.set_members
+    drop_sum, push_joined, set_members = Shard._drop_sum, Shard.push_joined, HostRounds.set_members
 
     def counted_apply(
         blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater | None
@@ -302,11 +301,11 @@ def counting(used: Counter[str]) -> Iterator[None]:
         used["handed back"] += 1
         hand_back(self, host_round)
 
-    def counted_offer(self: SparseTable, contribution: RowContribution, more: bool, now: float) -> Verdict:
+    def counted_offer(self: SparseTable, contribution: Contribution, more: bool, now: float) -> Verdict:
         used["rows in parts"] += more
         return offer(self, contribution, more, now)
 
-    def counted_drop(self: DenseShard, block: Block, rank: int) -> None:
+    def counted_drop(self: Shard, block: Block, rank: int) -> None:
         before = dict(block.round.slots)
         drop_sum(self, block, rank)
         dropped = before.keys() - block.round.slots.keys()
@@ -315,7 +314,7 @@ def counting(used: Counter[str]) -> Iterator[None]:
             used["follower asked again"] += any(not before[one].silent for one in dropped - {min(dropped)})
 
     def counted_joined(
-        self: DenseShard, sender: Member, message: JoinedPush, neighbours: Mapping[int, Member], now: float
+        self: Shard, sender: Member, message: JoinedPush, neighbours: Mapping[int, Member], now: float
     ) -> None:
         lost = any(neighbours.get(rank) in self.peers.lost for rank in message.ranks.tolist())
         used["sum with a lost worker came late"] += lost
@@ -331,12 +330,12 @@ def counting(used: Counter[str]) -> Iterator[None]:
         set_members(self, members)
 
     with (
-        mock.patch.object(DenseShard, "_drop_sum", counted_drop),
-        mock.patch.object(DenseShard, "push_joined", counted_joined),
+        mock.patch.object(Shard, "_drop_sum", counted_drop),
+        mock.patch.object(Shard, "push_joined", counted_joined),
         mock.patch.object(Block, "offer_joined", counted_offer_joined),
         mock.patch.object(HostRounds, "set_members", counted_members),
         mock.patch.object(SparseTable, "offer", counted_offer),
-        mock.patch.object(shard, "apply_round", counted_apply),
+        mock.patch.object(block, "apply_round", counted_apply),
         mock.patch.object(Block, "lend", counted_hold),
         mock.patch.object(PushJoiner, "join", counted_join),
         mock.patch.object(HostRounds, "hand_back", counted_return),
@@ -937,19 +936,19 @@ def _judge_copies(cluster: Cluster) -> None:
     for primary in there.values():
         backup = None if primary._backup is None else there.get(primary._backup)
         copy = None if backup is None else backup.copy
-        slices = [(one, holder) for one in (primary.dense, primary.sparse) for holder in one]
-        for kept, holder in () if copy is None else slices:
+        kept = primary.shard
+        for holder in kept if copy is not None else ():
             numbers = [] if not holder.has_value else [one for one in holder.ids.tolist() if not kept.is_alone(one)]
             for number in numbers:
-                elsewhere: Shard[Any] = copy.dense if kept is primary.dense else copy.sparse
-                other = elsewhere.holder(number)
+                assert copy is not None
+                other = copy.shard.holder(number)
                 if primary._confirmed < primary._told and (other is None or not other.has_value):
                     cluster.network.used["stopped while a copy was filled in"] += 1
                     continue
                 assert other is not None, f"the copy of {primary.me} lacks slice {number}"
                 if (holder.round.version, holder.round.counted) != (other.round.version, other.round.counted):
                     continue  # it stopped before it had heard of that
-                own, its = (of.copies([number], EVERYTHING)[0][0] for of in (kept, elsewhere))
+                own, its = (of.copies([number], EVERYTHING)[0][0] for of in (kept, copy.shard))
                 assert content(own) == content(its), f"slice {number} of {primary.me} has another copy"
                 cluster.network.used["compared with its copy"] += 1
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from kvdist.errors import CheckpointError
 from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.registry import from_description
-from kvdist.optimizer.states import SliceState
+from kvdist.optimizer.states import SliceState, has_master
 from kvdist.protocol.messages import ROWS, SavedFile
 
 Bits = npt.NDArray[np.generic]
@@ -255,6 +255,13 @@ class SavedSlice:
     initializer: str = ""
     samples: int = 0
 
+    def with_state(self, state: SliceState | None, optimizer: Optimizer | None) -> SavedSlice:
+        """Return the slice with the state of its optimizer; without a state, the slice itself."""
+        if state is None or optimizer is None:
+            return self
+        states = dict(zip(optimizer.kept_names, state.arrays, strict=True))
+        return replace(self, states=states, updates=state.count, scalars=state.scalars, master=state.master)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedSlice:
@@ -280,6 +287,20 @@ class WantedSlice:
     from_weight: bool = False
     """Whether its states begin as copies of the weight, and not all as zeros."""
     lazy_row: int = 0
+
+    def updated_by(self, optimizer: Optimizer | None, row_length: int) -> WantedSlice:
+        """Return the slice with the states that an optimizer keeps for it; None: the slice itself.
+
+        Args:
+            optimizer: the optimizer of the store.
+            row_length: elements of a row of the key.
+        """
+        if optimizer is None:
+            return self
+        master, row = has_master(optimizer, self.dtype), max(1, row_length) if optimizer.by_rows else 1
+        from_weight = master or bool(optimizer.states_from_weight)
+        names = optimizer.kept_names
+        return replace(self, state_names=names, row=row, has_master=master, has_state=True, from_weight=from_weight)
 
     @property
     def stop(self) -> int:

@@ -2,11 +2,11 @@
 
 Every worker learns from the first roster which workers share its host, and which servers are elsewhere. The worker with
 the lowest rank is the *leader*; the others, its *followers*, send their pushes to it instead of the server, and get the
-replies from it. Pulls and first values go to the servers. Rules that hold here:
+replies from it. Pulls and first values go to the servers. Invariants:
 
 * A slice is forwarded when every live worker of the host has contributed, and never before, so a forwarded push never
   makes a server wait for a worker of this host. An incomplete slice is *handed back* after a while: each worker sends
-  its own contribution, and the server knows who is late. What was forwarded is never handed back.
+  its own contribution, and the server knows who is late. A forwarded slice is never handed back.
 * Contributions that agree in settings and flags, and in samples where those weigh, are summed in rank order, in the row
   of the lowest rank with a gradient; the rows of the others are *carried*. Halves are not summed: the sum of a host
   could round or overflow where that of all workers does not.
@@ -67,7 +67,7 @@ class HostAggregation:
         self.leader: Member | None = None
         """The worker that pushes for this host; None when every worker pushes for itself."""
         self.members: dict[int, Member] = {}
-        """Rank → live worker of this host, this one among them."""
+        """Rank → live worker of this host, this worker among them."""
         self.servers: frozenset[int] = frozenset()
         """The ranks of the servers to which the leader pushes."""
         self._me: Member | None = None
@@ -109,7 +109,7 @@ class HostAggregation:
     def aggregates(self, server: int, nbytes: int) -> bool:
         """Whether pushes of a slice of this size to this server are summed on this host first.
 
-        By default small ones are not: their bytes are few, and a server applies many of them in one round.
+        By default small slices are not: their bytes are few, and a server applies many of them in a round.
         """
         return server in self.servers and (self._setting == "on" or req.travels_alone(nbytes))
 
@@ -261,7 +261,7 @@ class HostAggregation:
     def leave(self, request: int) -> list[fx.Effect]:
         """Leave the host, once everything pushed has been received by servers or the leader.
 
-        The leader hands back what is incomplete, a follower asks the leader to.
+        The leader hands back incomplete slices; a follower asks the leader to.
         """
         if self._rounds is not None or self.leader is None:
             self._may_leave = True
@@ -285,7 +285,7 @@ class HostAggregation:
 
     @property
     def may_leave(self) -> bool:
-        """Whether no worker of this host needs this one, or has contributions of it."""
+        """Whether no worker of this host needs this worker, or has contributions of it."""
         return self._may_leave or (self.leader is None)
 
     # Replies.
@@ -328,17 +328,17 @@ class HostAggregation:
             if isinstance(message, msg.Refused):
                 effects.append(fx.Send(member, msg.Refused(runs, ids, message.code, message.reason)))
                 continue
-            versions, outcomes = message.versions[positions], message.outcomes[positions]
+            versions = message.versions[positions]
             if isinstance(message, msg.Values) and pull:
                 block = self._copied(message.arrays) if block is None else block
                 arrays = _chosen(message.arrays, block, positions)
-                effects.append(fx.Send(member, msg.Values(runs, ids, versions, outcomes, arrays)))
+                effects.append(fx.Send(member, msg.Values(runs, ids, versions, arrays)))
             else:
-                effects.append(fx.Send(member, msg.Counted(runs, ids, versions, outcomes)))
+                effects.append(fx.Send(member, msg.Counted(runs, ids, versions)))
         return effects
 
     def _copied(self, arrays: Arrays) -> memoryview:
-        """The one copy of values for the followers: the memory in which they arrived is used again at once."""
+        """Copy values for the followers, once: the memory in which they arrived is used again at once."""
         memory = self._allocate(arrays.nbytes)
         start = 0
         for frame in arrays.frames:
@@ -370,7 +370,7 @@ class HostAggregation:
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What one worker of this host adds to the next version of a slice."""
+    """The contribution of a worker of this host to the next version of a slice."""
 
     member: Member
     run: int
@@ -384,12 +384,12 @@ class Share:
     """In place: in the worker's memory, or where they arrived."""
     pull: bool
     own: req.Run | None = None
-    """The run of the leader's own share."""
+    """The run of the leader, for its share."""
 
 
 @dataclass(slots=True, eq=False)
 class HostRound:
-    """The shares of one slice that have arrived."""
+    """The shares of a slice that have arrived."""
 
     number: int
     since: float
@@ -400,7 +400,7 @@ class HostRound:
 class HostRounds:
     """The pushes of a host that its leader has, slice by slice.
 
-    A worker has one push of a slice under way, as towards a server, and its push counter says which.
+    A worker has a single push of a slice in flight, as towards a server, numbered by its push counter.
 
     Args:
         me: the leader.
@@ -434,10 +434,10 @@ class HostRounds:
         return fx.NEVER if oldest is None else oldest.since + self._patience_s
 
     def offer(self, sender: Member, message: msg.Push, now: float, own: req.Run | None = None) -> None:
-        """The contributions of a worker; `own` is the run of the leader's own ones.
+        """Take the contributions of a worker; `own` is the run if it is the leader.
 
         Raises:
-            ValueError: the payload is not as long as the message says.
+            ValueError: the payload has another length than its header.
         """
         columns = (
             message.ids, message.runs, message.steps, message.versions, message.samples, message.flags,
@@ -455,7 +455,7 @@ class HostRounds:
     def set_members(self, members: Mapping[int, Member]) -> None:
         """Take the live workers of the host. The others are no longer waited for.
 
-        Who has left has no share here, see `hand_back_of`. Shares of the lost go: servers would not take them.
+        A departed worker has no share, see `hand_back_of`. Shares of lost workers go: servers would refuse them.
         """
         self.members = dict(members)
         self._resting &= set(members.values())
@@ -536,7 +536,7 @@ class HostRounds:
 
 @dataclass(slots=True, eq=False)
 class JoinedRow:
-    """One worker's contribution to a slice, as it travels."""
+    """The contribution of a worker to a slice, as it travels."""
 
     number: int
     run: int
@@ -544,7 +544,7 @@ class JoinedRow:
     share: Share
     flags: int
     summands: list[Bits]
-    """What is summed into its bytes; nothing for an empty or carried row."""
+    """The arrays that are summed into its bytes; empty for an empty or carried row."""
 
     @property
     def count(self) -> int:
@@ -553,7 +553,7 @@ class JoinedRow:
 
 @dataclass(slots=True, eq=False)
 class SmallRows:
-    """Rows of small slices that leave in one message."""
+    """Rows of small slices that leave in the same message."""
 
     rows: list[JoinedRow] = field(default_factory=list)
     nbytes: int = 0
@@ -599,13 +599,13 @@ class PushJoiner:
         self._traffic = traffic
 
     def fits(self, host_round: HostRound) -> bool:
-        """Whether one message can carry the slice; false if many rows of a large slice have bytes of their own."""
+        """Whether a message can carry the slice; false if many rows of a large slice have bytes."""
         if sum(padded(share.values.nbytes) for share in host_round.shares.values()) <= self._payload_bytes_max:
             return True  # even if nothing can be summed
         return _nbytes(self._rows(host_round)) <= self._payload_bytes_max
 
     def join(self, rounds: Iterable[HostRound]) -> Iterator[Ready]:
-        """As few messages as possible: small slices together, a large one alone, so that sums and sends overlap."""
+        """Yield few messages: small slices together, a large slice alone, so that sums and sends overlap."""
         batches: dict[tuple[int, bool, int], SmallRows] = {}
         for host_round in rounds:
             own = host_round.shares[self._me.node.rank].own
@@ -665,7 +665,7 @@ class PushJoiner:
         return Ready(server, priority, message, arrays.nbytes, members)
 
     def _summed(self, rows: Sequence[JoinedRow]) -> Arrays:
-        """The bytes of all rows in one buffer: one pass over what is summed."""
+        """Return the bytes of all rows in a buffer, by a single pass over the summed arrays."""
         dtypes = np.array([row.share.dtype for row in rows], np.uint8)
         counts = np.array([row.count for row in rows], np.uint32)
         starts, total = offsets(dtypes, counts)
@@ -692,7 +692,7 @@ def _numbers(setting: Setting) -> tuple[float, float, float]:
 
 
 def _chosen(arrays: Arrays, block: memoryview, positions: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Arrays:
-    """Some of the arrays whose bytes are `block`, as one frame; if all, the block itself."""
+    """Return some of the arrays whose bytes are `block`, as a frame; if all, the block itself."""
     if len(positions) == len(arrays.counts):
         return Arrays(arrays.dtypes, arrays.counts, block)
     starts, total = offsets(arrays.dtypes, arrays.counts)

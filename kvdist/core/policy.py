@@ -1,9 +1,9 @@
-"""When a version is made, and what a contribution is worth: one frozen object per store.
+"""When a round closes, and which contributions count: a frozen object per store.
 
 Synchronous and asynchronous training are its two settings so far. The decisions are pure functions of the state, so
 every server decides alike. Quotas, quorums and bounded delays are none of these: they decide when a worker pushes, and
 whether with something (`kvdist.core.server.progress`). A version that is closed on k contributions of many would need a
-rule here for what comes late (`Round.offer`), and its outcome in the answer; messages have the fields.
+rule here for late contributions (`Round.offer`), and their outcome in the answer.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Policy:
     name: str
     """The word on the wire and in messages."""
     close: int | None
-    """How many contributions make a version; None = one from every live worker."""
+    """How many contributions a version has; None = a contribution from every live worker."""
     needs_optimizer: bool
-    """Whether a contribution without an optimizer on the server is an error (there is no round to sum)."""
+    """Whether a contribution without an optimizer on the server is an error (no round sums it)."""
     has_own_pace: bool = False
-    """Whether workers make steps at their own pace between two versions, so that their schedules differ."""
+    """Whether each worker has its pace of steps between two versions, so that their schedules differ."""
     by_priority: bool = False
-    """Whether keys are cut small and little is on its way at once, so that what is urgent overtakes soon (P3)."""
+    """Whether keys are cut small and few bytes are in flight, so that urgent slices overtake soon (P3)."""
 
     def __post_init__(self) -> None:
         if self.close not in (None, 1):
@@ -39,7 +39,7 @@ class Policy:
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether each version has one contribution of every live worker.
+        """Whether each version has a contribution of every live worker.
 
         Then contributions may be summed on the way to a server, a push waits for all workers (what the search for
         deadlocks relies on), and counters name a moment of training, so a checkpoint is exact.
@@ -64,9 +64,9 @@ class Policy:
 
 
 SYNC = Policy("sync", close=None, needs_optimizer=False)
-"""A version is one contribution from every live worker."""
+"""A version has a contribution from every live worker."""
 QUOTA = Policy("quota", close=None, needs_optimizer=False, has_own_pace=True)
-"""A version is one contribution from every live worker, of as many steps as each has made."""
+"""A version has a contribution from every live worker, of as many steps as each has completed."""
 ASYNC = Policy("async", close=1, needs_optimizer=True)
 """Every contribution makes a version at once."""
 P3 = Policy("p3", close=None, needs_optimizer=False, by_priority=True)

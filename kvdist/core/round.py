@@ -1,10 +1,10 @@
-"""`Round`: contributions to the next version of something, one slot for each worker. Pure; it knows nothing of arrays.
+"""`Round`: the contributions to the next version of slices, with a slot for each worker. Pure; it computes nothing.
 
-A server's blocks and sparse tables have one each; `close_round` is where it closes. Rules that hold here:
+Every holder of slices on a server has a round; `kvdist.core.server.holder.close_round` closes it. Invariants:
 
 * A round is a set keyed by worker, never a count of messages: the first contribution of a worker wins.
 * Contributions are taken in rank order, so that two runs give the same bits.
-* Each worker has a counter of its pushes. A contribution fits if it is the next one; an earlier one is in the value.
+* Each worker has a counter of its pushes. Only its next push fits; the value already has any earlier push.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import enum
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvdist import errors
 from kvdist.core import machine as fx
@@ -22,13 +24,16 @@ from kvdist.naming import name_of
 from kvdist.nodes import Member, worker
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol import messages as msg
-from kvdist.protocol.arrays import U32
+from kvdist.protocol.arrays import Bits
 
-# A plain number: operators of enums are written in Python, and this is asked for every block of every push.
-_AVERAGE, _WEIGHTED = int(msg.Flag.AVERAGE), int(msg.Flag.WEIGHTED)
+# Plain numbers: operators of enums are written in Python, and these are compared for every block of every push.
+_AVERAGE, _WEIGHTED, _HOLD = int(msg.Flag.AVERAGE), int(msg.Flag.WEIGHTED), int(msg.Flag.HOLD)
+_ADDS_NOTHING = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
 
 Setting = tuple[float | None, float | None, float | None]
 """Learning rate, weight decay, rescale; None where the server's optimizer decides."""
+RowIds = npt.NDArray[np.int64]
+"""(k,) row ids of a whole table, strictly ascending."""
 Refusal = tuple[msg.ErrorCode, str]
 """Of which kind, and why."""
 
@@ -39,31 +44,38 @@ def setting_of(numbers: tuple[float, float, float]) -> Setting:
     return lr, wd, rescale
 
 
-class Contributed(Protocol):
-    """What a round has to know of a contribution."""
+@dataclass(slots=True)
+class Contribution:
+    """The push of a worker to the slices of a holder: part of their next version."""
+
+    member: Member
+    run: int
+    step: int
+    """How many pushes the worker sent before this push."""
+    version: int
+    """The oldest version of a slice that the worker had seen."""
+    samples: int
+    """How many examples the push sums; 0 if unknown."""
+    flags: int
+    """`Flag`s."""
+    setting: Setting
+    values: Bits
+    """The elements of all slices, or of the rows in `row_ids`; empty if the push has no gradient."""
+    pull: bool = False
+    silent: bool = False
+    """Whether it came with the contribution of another worker, which gets the reply for both."""
+    row_ids: RowIds | None = None
+    """The rows of a table that `values` has; None for a block, whose elements are all pushed."""
 
     @property
-    def member(self) -> Member:
-        """Whose it is."""
+    def is_empty(self) -> bool:
+        """Whether it only counts: it has no gradient, or another contribution carries the sum of both."""
+        return bool(self.flags & _ADDS_NOTHING)
 
     @property
-    def step(self) -> int:
-        """How many pushes the worker made before it."""
-
-    @property
-    def samples(self) -> int:
-        """How many examples it sums; 0 if that is not said."""
-
-    @property
-    def setting(self) -> Setting:
-        """The numbers of the optimizer that it came with."""
-
-    @property
-    def flags(self) -> int:
-        """`Flag`s."""
-
-
-C = TypeVar("C", bound=Contributed)
+    def reads_in_place(self) -> bool:
+        """Whether the worker reads the new value in place."""
+        return bool(self.flags & _HOLD)
 
 
 @dataclass(slots=True)
@@ -71,20 +83,20 @@ class Admission:
     """What a round has to know while workers join that came later. Without it, a worker takes part in all versions."""
 
     limit: int | None = None
-    """No version above this is made: the scheduler looks for the one from which on newcomers take part."""
+    """The highest version until the scheduler has decided from which version on newcomers take part; None: no limit."""
     since: dict[int, float] = field(default_factory=dict)
     """Worker rank → the version from which on it takes part, if that is still to come; NEVER if it is not known yet."""
 
     def allows(self, version: int) -> bool:
-        """Whether the version after this one may be made."""
+        """Whether the round at this version may close."""
         return self.limit is None or version < self.limit
 
     def of(self, ranks: Iterable[int], version: int) -> set[int]:
-        """Those of these workers that take part in the version after this one."""
+        """Return the workers among these that take part in the round at this version."""
         return {rank for rank in ranks if self.since.get(rank, 0) <= version}
 
     def is_skipped(self, live: Set[int]) -> bool:
-        """Whether none of these workers takes part yet, but one will: then a version is made of nothing."""
+        """Whether none of these workers takes part yet, but some will: then a round closes without contributions."""
         return any(self.since.get(rank, 0) < fx.NEVER for rank in live)
 
 
@@ -98,20 +110,19 @@ class Verdict(enum.Enum):
 
 @dataclass(slots=True)
 class PullRequest:
-    """A worker that waits for a state."""
+    """A worker that waits until a holder has counted its pushes and has reached a version."""
 
     member: Member
     run: int
     step: int
     version: int
-
-
-P = TypeVar("P", bound=PullRequest)
+    row_ids: RowIds | None = None
+    """The rows of a table that the worker wants; None for all elements of a block."""
 
 
 @dataclass(slots=True, eq=False)
-class Round(Generic[C, P]):
-    """The open round of a block or table, what was counted before it, and who waits for its end."""
+class Round:
+    """The open round of a holder, the counters of the rounds before it, and the pulls that wait for its end."""
 
     key: int | str
     """For messages."""
@@ -119,21 +130,21 @@ class Round(Generic[C, P]):
     version: int = 0
     """How many rounds have been closed."""
     restored: int = 0
-    """How many updates more the value has had than there were rounds: those before a checkpoint that was loaded, less
-    the rounds that were made of nothing."""
-    slots: dict[int, C] = field(default_factory=dict)
+    """Updates of the value minus closed rounds: the updates before a loaded checkpoint, less the rounds without any
+    contribution."""
+    slots: dict[int, Contribution] = field(default_factory=dict)
     """Worker rank → its contribution."""
     counted: dict[int, int] = field(default_factory=dict)
     """Worker rank → how many of its pushes are in the value, or were refused for good."""
     examples: dict[int, int] = field(default_factory=dict)
     """Worker rank → how many examples those pushes summed, of the workers that say it."""
     samples: int = 0
-    """How many examples all pushes summed that the value is made of, lost workers' and a loaded checkpoint's included,
-    as far as that was said."""
+    """How many examples the value sums, with those of lost workers and of a loaded checkpoint, as far as pushes have
+    the number."""
     refused: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
-    """Worker rank → the counter of its last push, if that was refused for good. A worker that repeats the push is told
-    again: the first answer may have gone to a neighbour that left before it had passed it on."""
-    pulls: list[P] = field(default_factory=list)
+    """Worker rank → the counter of its last push and the refusal, if that was refused for good. A worker that repeats
+    the push is refused again: a neighbour may have left with the first answer."""
+    pulls: list[PullRequest] = field(default_factory=list)
     _unsatisfied: int = field(default=0, init=False)
     """The first so many pulls were looked at since anything was counted, and wait."""
     open_since: float = 0.0
@@ -147,7 +158,7 @@ class Round(Generic[C, P]):
         """Whether it has no contribution and no waiting reader."""
         return not self.slots and not self.pulls
 
-    def offer(self, contribution: C, now: float) -> Verdict:
+    def offer(self, contribution: Contribution, now: float) -> Verdict:
         """Put a contribution into its slot.
 
         Raises:
@@ -162,7 +173,7 @@ class Round(Generic[C, P]):
             self.refused.pop(rank, None)  # it was answered, or the worker would not go on
         return verdict
 
-    def place_of(self, contribution: C) -> Verdict:
+    def place_of(self, contribution: Contribution) -> Verdict:
         """What `offer` would do.
 
         Raises:
@@ -179,28 +190,39 @@ class Round(Generic[C, P]):
             )
         return Verdict.REPEATED if rank in self.slots else Verdict.ACCEPTED
 
-    def wait(self, pull: P, now: float) -> None:
+    def wait(self, pull: PullRequest, now: float) -> None:
         """Let a worker wait."""
         if self.is_quiet:
             self.open_since = now
         self.pulls.append(pull)
 
-    def is_complete(self, live: Set[int]) -> bool:
-        """Whether it can be closed while these workers are alive."""
-        if self.admission is not None:
-            return _is_complete(self.policy, self.admission, self.version, self.slots.keys(), live)
-        return bool(self.slots) and self.policy.is_full(self.slots.keys(), live)
+    def is_complete(self, live: Set[int], present: Set[int] | None = None) -> bool:
+        """Whether the round can be closed while these workers are alive.
+
+        Args:
+            live: the ranks of the workers that are alive.
+            present: the ranks whose contributions count; None for the ranks of all slots.
+        """
+        if present is None:
+            present = self.slots.keys()
+        admission = self.admission
+        if admission is None:
+            return bool(present) and self.policy.is_full(present, live)
+        awaited, ready = admission.of(live, self.version), admission.of(present, self.version)
+        if not admission.allows(self.version):
+            return False
+        return self.policy.is_full(ready, awaited) if ready else not awaited and admission.is_skipped(live)
 
     def missing(self, live: Set[int], present: Set[int] | None = None) -> tuple[int, ...]:
-        """The ranks whose contributions are awaited; `present` are those that are there, if not all in slots count."""
+        """Return the ranks whose contributions are awaited; `present` are the ranks that count, None: all slots."""
         awaited = live if self.admission is None else self.admission.of(live, self.version)
         return self.policy.missing(self.slots.keys() if present is None else present, awaited) if self.slots else ()
 
-    def close(self, ranks: Sequence[int] | None = None) -> list[C]:
+    def close(self, ranks: Sequence[int] | None = None) -> list[Contribution]:
         """Count contributions, in rank order, and close the round: the version grows by 1.
 
         Args:
-            ranks: whose; None for the ones that the policy chooses.
+            ranks: the ranks to count; None for the choice of the policy.
         """
         contributions = [self.slots.pop(rank) for rank in ranks or self.policy.chosen(self.ready())]
         self.version += 1
@@ -235,7 +257,7 @@ class Round(Generic[C, P]):
         return max(admission.limit - more, 0)
 
     def admit(self, ranks: Collection[int], version: int | None) -> None:
-        """Let workers take part from a version on; None for not yet, and the next call says when."""
+        """Let workers take part from a version on; None for not yet, until the next call."""
         admission = self.admission = self.admission or Admission()
         admission.limit = None
         self._unsatisfied = 0
@@ -246,7 +268,7 @@ class Round(Generic[C, P]):
         self._tidy(admission)
 
     def leave_out(self, ranks: Sequence[int]) -> None:
-        """Begin without these, which have joined later in the program; `admit` says when they take part."""
+        """Begin without these newcomers, until `admit`."""
         if ranks:
             self.admit(ranks, None)
 
@@ -258,7 +280,7 @@ class Round(Generic[C, P]):
         self.began.update({rank: self.counted.get(rank, 0) for rank in ranks})
 
     def is_before(self, pull: PullRequest) -> bool:
-        """Whether a pull wants the version before the present one: its worker has come back, and repeats that step."""
+        """Whether a pull wants the version before the present version: a rejoined worker repeats the step."""
         return pull.step == self.version - 1 < self.counted.get(pull.member.node.rank, 0)
 
     def _tidy(self, admission: Admission) -> None:
@@ -266,20 +288,20 @@ class Round(Generic[C, P]):
         if not admission.since and admission.limit is None:
             self.admission = None
 
-    def refuse(self, contributions: Sequence[C], refusal: Refusal) -> None:
+    def refuse(self, contributions: Sequence[Contribution], refusal: Refusal) -> None:
         """Note that these, which are counted, have not been applied."""
         for contribution in contributions:
             self.refused[contribution.member.node.rank] = (contribution.step, refusal)
             self.samples -= contribution.samples
 
-    def refusal_of(self, contribution: C) -> Refusal | None:
-        """What its worker was told when the contribution was refused for good; None if it never was."""
+    def refusal_of(self, contribution: Contribution) -> Refusal | None:
+        """Return the refusal of a contribution; None if it was not refused for good."""
         step, refusal = self.refused.get(contribution.member.node.rank, (-1, None))
         return refusal if step == contribution.step else None
 
-    def take_satisfied(self) -> list[P]:
+    def take_satisfied(self) -> list[PullRequest]:
         """The pulls that the present state answers; they are removed."""
-        ready, waiting = list[P](), list[P]()
+        ready, waiting = list[PullRequest](), list[PullRequest]()
         for pull in self.pulls[self._unsatisfied :]:
             (ready if self.satisfies(pull) else waiting).append(pull)
         if ready:
@@ -287,7 +309,7 @@ class Round(Generic[C, P]):
         self._unsatisfied = len(self.pulls)
         return ready
 
-    def satisfies(self, pull: P) -> bool:
+    def satisfies(self, pull: PullRequest) -> bool:
         """Whether the present state answers a pull."""
         return self.counted.get(pull.member.node.rank, 0) >= pull.step and self.version >= pull.version
 
@@ -297,7 +319,7 @@ class Round(Generic[C, P]):
         self._unsatisfied = 0
 
     def credit(self, examples: int) -> None:
-        """Count so many examples of a lost worker that other slices have and this one has not."""
+        """Count examples of a lost worker that count in other slices, but not in this slice yet."""
         if self.samples:
             self.samples += examples
 
@@ -339,79 +361,15 @@ class Round(Generic[C, P]):
             assert contribution.step == self.counted.get(rank, 0), "a slot holds the worker's next push"
 
 
-class Holder(Protocol):
-    """What a round changes: a block, or a sparse table."""
-
-    @property
-    def round(self) -> Round[Any, Any]:
-        """The open round, and the counters of those before it."""
-
-    @property
-    def has_value(self) -> bool:
-        """Whether its first values are there; until then no round is closed."""
-
-    @property
-    def ids(self) -> U32:
-        """(n,) the slices in it."""
-
-
-def contributors(holders: Sequence[Holder]) -> Set[int]:
-    """The ranks whose contributions to the open round all of these have."""
-    return set.intersection(*(set(holder.round.ready()) for holder in holders))
-
-
-def is_complete(holders: Sequence[Holder], live: Set[int]) -> bool:
-    """Whether their rounds can be closed, all with contributions of the same workers, while these are alive."""
-    if len(holders) == 1:
-        return holders[0].round.is_complete(live) and holders[0].has_value
-    if not all(holder.has_value for holder in holders):
-        return False
-    present, one = contributors(holders), holders[0].round
-    if one.admission is not None:
-        return _is_complete(one.policy, one.admission, one.version, present, live)
-    return bool(present) and one.policy.is_full(present, live)
-
-
-def _is_complete(policy: Policy, admission: Admission, version: int, present: Set[int], live: Set[int]) -> bool:
-    """Whether the next version can be made of these contributions, while workers join."""
-    awaited, ready = admission.of(live, version), admission.of(present, version)
-    if not admission.allows(version):
-        return False
-    return policy.is_full(ready, awaited) if ready else not awaited and admission.is_skipped(live)
-
-
-def close_round(holders: Sequence[Holder], live: Set[int]) -> list[list[Any]]:
-    """Close the open round of a block or table, or the common one of all blocks of one parameter.
-
-    The blocks of a parameter whose rule needs norms of the whole travel, wait and are answered one by one; only the
-    closing is common: it waits until every block has the contributions of the same workers.
-
-    Args:
-        holders: of one policy.
-        live: the ranks of the live workers.
-
-    Returns:
-        For each of them the contributions to its next version, in rank order, which are counted now; nothing if the
-        round cannot be closed yet.
-    """
-    if len(holders) == 1:  # without a call too many: asked for every block of every push
-        round_ = holders[0].round
-        return [round_.close()] if round_.is_complete(live) and holders[0].has_value else []
-    if not is_complete(holders, live):
-        return []
-    ranks = holders[0].round.policy.chosen(contributors(holders))
-    return [holder.round.close(ranks) for holder in holders]
-
-
 def scales_of(
-    present: Sequence[Contributed], contributions: Sequence[Contributed], optimizer: Optimizer | None
+    present: Sequence[Contribution], contributions: Sequence[Contribution], optimizer: Optimizer | None
 ) -> list[float]:
     """What each contribution is multiplied by.
 
     Args:
         present: those with values, which `agreed_settings` has checked.
         contributions: all of the round.
-        optimizer: rescales what came without a rescale of its own.
+        optimizer: its rescale is for contributions without a rescale.
 
     Raises:
         PushRefused: a mean is of no samples, which only a broken peer can cause.
@@ -429,7 +387,7 @@ def scales_of(
     return scales
 
 
-def rescale_of(contribution: Contributed, optimizer: Optimizer | None) -> float:
+def rescale_of(contribution: Contribution, optimizer: Optimizer | None) -> float:
     """The number that a worker's optimizer multiplies its gradients by."""
     rescale = contribution.setting[2]
     if rescale is None:
@@ -438,18 +396,18 @@ def rescale_of(contribution: Contributed, optimizer: Optimizer | None) -> float:
 
 
 def agreed_settings(
-    key: int | str, present: Sequence[Contributed], later: Set[int], policy: Policy = SYNC
+    key: int | str, present: Sequence[Contribution], later: Set[int], policy: Policy = SYNC
 ) -> tuple[float | None, float | None]:
     """The learning rate and weight decay of a round; None where the server's optimizer decides.
 
     Args:
         key: for messages.
-        present: what is in the round.
+        present: the contributions with a gradient.
         later: the ranks of workers that have joined later, whose schedules may have begun anew: the others' words hold.
-        policy: of the round. Where workers make steps at their own pace, those of the lowest rank hold.
+        policy: the policy of the round. Where each worker has its pace, the numbers of the lowest rank hold.
 
     Raises:
-        OptimizerMismatch: the workers say different ones, or only some of them weigh by samples.
+        OptimizerMismatch: the numbers differ, or only some workers weigh by samples.
     """
     first, weighted = present[0].setting, present[0].flags & _WEIGHTED
     for other in present[1:]:

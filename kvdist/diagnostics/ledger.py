@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 
 from kvdist.config.paths import expanded
+from kvdist.core.server.holder import Holder
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import LatePush, StoredHolder
+from kvdist.core.server.shard import LatePush
 from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
@@ -52,23 +53,23 @@ class FileLedger:
         self._fenced: dict[tuple[Member, int], set[int]] = {}
         """(worker, step) of the latest late pushes → the slices for which a line is written, as pushes are repeated."""
 
-    def round_closed(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+    def round_closed(self, holder: Holder, contributions: Sequence[Any]) -> None:
         """Write the contributions of a round that has been closed."""
         self._write(holder, version=holder.round.version, counted=_rows(contributions))
 
-    def refused(self, holder: StoredHolder, contributions: Sequence[Any], reason: str) -> None:
+    def refused(self, holder: Holder, contributions: Sequence[Any], reason: str) -> None:
         """Write that a closed round could not be applied, and why."""
         self._write(holder, version=holder.round.version, counted=_rows(contributions), refused=reason)
 
-    def dropped(self, holder: StoredHolder, lost: Mapping[int, Member]) -> None:
+    def dropped(self, holder: Holder, lost: Mapping[int, Member]) -> None:
         """Write that no later push of these lost workers is counted."""
         self._write(holder, lost=sorted([rank, member.incarnation] for rank, member in lost.items()))
 
-    def rolled_back(self, holder: StoredHolder) -> None:
+    def rolled_back(self, holder: Holder) -> None:
         """Write the version to which a block went back."""
         self._write(holder, rolled_back=holder.round.version)
 
-    def fenced(self, member: Member, message: LatePush, holder: Callable[[int], StoredHolder | None]) -> None:
+    def fenced(self, member: Member, message: LatePush, holder: Callable[[int], Holder | None]) -> None:
         """Write that a push of a lost worker has been refused, once for each slice."""
         own = (
             message.ranks == member.node.rank
@@ -89,7 +90,7 @@ class FileLedger:
             assert first is not None
             self._write(first, slices, fenced=[member.node.rank, member.incarnation, step + 1])
 
-    def _write(self, holder: StoredHolder, slices: Sequence[int] | None = None, **what: object) -> None:
+    def _write(self, holder: Holder, slices: Sequence[int] | None = None, **what: object) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         ids = holder.ids.tolist() if slices is None else slices
         line = {"store": holder.store, "slices": ids, "key": holder.round.key, **what}
@@ -99,7 +100,7 @@ class FileLedger:
 
 def keep(server: Server, folder: Path) -> None:
     """Let a server write a ledger into this folder."""
-    server.dense.ledger = server.sparse.ledger = FileLedger(folder, lambda: str(server.me))
+    server.shard.ledger = FileLedger(folder, lambda: str(server.me))
 
 
 def fate(folder: Path, rank: int, push: int) -> str:

@@ -28,13 +28,14 @@ from typing import Any
 
 from kvdist import errors
 from kvdist.config.environment import profile_dir_from_env, read_setting
-from kvdist.core.server.block import Block, Contribution, apply_round
+from kvdist.core.round import Contribution
+from kvdist.core.server.block import Block
+from kvdist.core.server.holder import Holder
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import ApplyRound
+from kvdist.core.server.shard import Shard
 from kvdist.core.worker import requests as req
 from kvdist.diagnostics.trace import EVENTS_MAX, Trace, TraceCopy, TraceFiles, now_ns, require_writable
 from kvdist.nodes import UNRANKED
-from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol import messages as msg
 from kvdist.runtime.cluster import HANDLERS
 from kvdist.runtime.node import Node, Tracer
@@ -195,12 +196,24 @@ class NodeTrace(Tracer):
         self.trace.add(type(packet.message).__name__, "message", since_ns, arguments, tells=tells)
 
 
-def traced_rounds(trace: Trace) -> ApplyRound:
-    """Return an `apply_round` that adds each round, its sum and its update, under the key of its first slice."""
+def trace_rounds(shard: Shard, trace: Trace | None) -> None:
+    """Wrap `Shard.apply` to trace each round of blocks, its sum and its update, under the key of its first slice.
 
-    def apply(blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater | None) -> None:
+    Args:
+        shard: the shard of a server.
+        trace: the trace; None to stop tracing.
+    """
+    shard.__dict__.pop("apply", None)
+    if trace is None:
+        return
+    original = shard.apply
+
+    def apply(holders: Sequence[Holder], rounds: Sequence[Sequence[Contribution]]) -> None:
         since = now_ns()
-        apply_round(blocks, rounds, updater)
+        original(holders, rounds)
+        blocks = [holder for holder in holders if isinstance(holder, Block)]
+        if not blocks:
+            return
         arguments = {
             "key": blocks[0].key,
             "version": blocks[0].version,
@@ -210,7 +223,7 @@ def traced_rounds(trace: Trace) -> ApplyRound:
         }
         trace.add(f"round of key {blocks[0].key!r}", "round", since, arguments)
 
-    return apply
+    shard.apply = apply  # type: ignore[method-assign]
 
 
 def _told(request: req.Request) -> tuple[str, dict[str, Any]]:
@@ -347,7 +360,7 @@ class Profiler:
             if self._node is not None:
                 self._node.trace = None
                 if isinstance(self._node.machine, Server):
-                    self._node.machine.dense.apply = apply_round
+                    trace_rounds(self._node.machine.shard, None)
 
     def resume(self) -> None:
         """Record again, if a trace is in progress."""
@@ -417,7 +430,7 @@ class Profiler:
         if self._node is not None and self._trace is not None:
             self._node.trace = NodeTrace(self._trace)
             if isinstance(self._node.machine, Server):
-                self._node.machine.dense.apply = traced_rounds(self._trace)
+                trace_rounds(self._node.machine.shard, self._trace)
 
     def _path(self) -> Path | None:
         node = self._node

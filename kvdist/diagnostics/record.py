@@ -241,8 +241,10 @@ def ids_of(message: msg.Message) -> tuple[Ascending, ...]:
             return _top_k(coded)
         case msg.PullRows(arrays=arrays):
             return _row_ids(arrays, range(len(arrays.counts)))
-        case msg.InitRows(arrays=arrays) | msg.PushRows(arrays=arrays) | msg.ReplicateRows(arrays=arrays):
+        case msg.InitRows(arrays=arrays) | msg.PushRows(arrays=arrays):
             return _row_ids(arrays, range(0, len(arrays.counts), 2))
+        case msg.Replicate(arrays=arrays) if message.has_rows:
+            return _row_ids(arrays, range(1))
         case msg.Fill(parts=parts, arrays=arrays) | msg.ReplaceState(parts=parts, arrays=arrays):
             ids = _row_ids(arrays, np.flatnonzero(parts == msg.ROW_IDS).tolist())
             return (*ids, *_numbers(arrays, (parts == NUMBERS) & (arrays.dtypes == DType.FLOAT64)))

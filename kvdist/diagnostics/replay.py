@@ -188,7 +188,7 @@ class _Player:
         """Convert an effect to an entry of a record."""
         if isinstance(effect, fx.Transmit):
             message = effect.packet.message
-            if isinstance(message, msg.ReplicateRows) or (
+            if (isinstance(message, msg.Replicate) and message.has_rows) or (
                 isinstance(message, msg.Fill) and msg.ROW_IDS in message.parts
             ):
                 return Sent(effect.to)  # the number of rows depends on ids, of which a record has only the last

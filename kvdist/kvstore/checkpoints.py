@@ -427,23 +427,14 @@ class HeldArray:
     def saved(self, updater: Updaters | None, contents: tuple[str, ...]) -> SavedSlice:
         """What is written; it shows the bits themselves."""
         weight = self.bits if WEIGHTS in contents else None
-        where = (self.key, 0, self.bits.size, self.dtype, 0, weight)
+        saved = SavedSlice(self.key, 0, self.bits.size, self.dtype, 0, weight, samples=self.samples)
         state = None if updater is None or STATES not in contents else updater.state_of(self.key)
-        if updater is None or state is None:
-            return SavedSlice(*where, samples=self.samples)
-        states = dict(zip(updater.optimizer.kept_names, state.arrays, strict=True))
-        return SavedSlice(*where, states, state.count, state.scalars, state.master, samples=self.samples)
+        return saved.with_state(state, _optimizer(updater))
 
     def wanted(self, number: int, updater: Updaters | None) -> WantedSlice:
         """What a checkpoint must have of it."""
-        where = (number, self.key, 0, self.bits.size, self.dtype)
-        if updater is None:
-            return WantedSlice(*where)
-        optimizer = updater.optimizer
-        row = max(1, Extent(self.key, tuple(self.shape)).row_length) if optimizer.by_rows else 1
-        master = has_master(optimizer, self.dtype)
-        from_weight = master or bool(optimizer.states_from_weight)
-        return WantedSlice(*where, optimizer.kept_names, row, master, has_state=True, from_weight=from_weight)
+        wanted = WantedSlice(number, self.key, 0, self.bits.size, self.dtype)
+        return wanted.updated_by(_optimizer(updater), Extent(self.key, tuple(self.shape)).row_length)
 
     def take(self, found: ReadSlice, updater: Updaters | None) -> Bits | None:
         """Give the updater its states back; returns the value, which its holder takes over."""

@@ -1,4 +1,4 @@
-"""Tables of rows: pushes and pulls of rows on a cluster, and calls that name arrays and tables in one list.
+"""Tables of rows: pushes and pulls of rows on a cluster, and calls that name arrays and tables in the same list.
 
 No buffer here is as large as a table. Passes over the rows of a push: sorted and without repetitions already, one (into
 the memory they are sent from); otherwise one more to bring them into order. Of a pull: one, from the transport's memory
@@ -35,13 +35,13 @@ from kvdist.transport.shared_memory.allocator import Allocator
 LOG = logging.getLogger("kvdist")
 
 _Plain: TypeAlias = tuple[Keys, Value] | None
-"""Keys and values of arrays, if there are any among those of a call."""
+"""Keys and values of arrays, if a call has any."""
 
 MESSAGE_BYTES_MAX = 16 << 20
 """More rows are pulled by several messages, so that a server gathers some while others are under way."""
 PUSHED_BYTES_MAX = 56 << 20
 """More are pushed in several. Not fewer, as a server sums only what has come whole, and joins parts by a copy. What
-crosses a network travels by `Limits.slice_bytes` all the same, either way: there a copy costs little."""
+crosses a network travels by `Limits.slice_bytes` all the same, either way: a copy costs little then."""
 BUFFERS_KEPT_MAX = 16
 BUFFER_UNIT_BYTES = 64 << 10
 
@@ -74,7 +74,7 @@ class RowStaging:
 
 
 class RowTransfers:
-    """Pushes and pulls of the tables of one store.
+    """Pushes and pulls of the tables of a store.
 
     Args:
         cluster: this process's membership.
@@ -92,11 +92,11 @@ class RowTransfers:
         """Send first values, and wait until the servers have them."""
         runs, buffers = self._laid_out(info, rows, None, (), 0)
         label = f"init of {info.name}"
-        self._moves.ask(lambda number: Transfer(number, RunKind.INITIALISE_ROWS, label, runs))
+        self._moves.ask(lambda number: Transfer(number, RunKind.INITIALISE, label, runs))
         self._buffers.give_back(buffers)
 
     def push(self, info: KeyInfo, rows: Rows | None, priority: int, options: PushOptions) -> Future[None]:
-        """Push rows; without any it still counts. None: there is no gradient here."""
+        """Push rows; without any it still counts. None: this worker has no gradient."""
         if self._moves.optimizer is None and self._moves.must_update:
             refuse_to_sum(self._moves.on_loss)
         flags = options.flags | (Flag.EMPTY if rows is None else 0)
@@ -111,7 +111,7 @@ class RowTransfers:
         def submit() -> Future[None]:
             runs, buffers = self._laid_out(info, rows, int(flags), (setting,), options.samples)
             return self._moves.submit(
-                lambda number: Transfer(number, RunKind.PUSH_ROWS, label, runs, priority),
+                lambda number: Transfer(number, RunKind.PUSH, label, runs, priority),
                 lambda: self._buffers.give_back(buffers),
             )
 
@@ -137,7 +137,7 @@ class RowTransfers:
                 sinks = [out[low * length : high * length]]
                 runs.append(Run(plan, sinks=sinks, chunks=(chunk,), row_length=length))
         label = f"pull of rows of {info.name}"
-        return self._moves.submit(lambda number: Transfer(number, RunKind.PULL_ROWS, label, runs, priority), _nothing)
+        return self._moves.submit(lambda number: Transfer(number, RunKind.PULL, label, runs, priority), _nothing)
 
     def _message_bytes_max(self, server: int, near: int) -> int:
         return min(near, self._cluster.config.limits.slice_bytes) if self._cluster.node.view.is_far(server) else near
@@ -185,7 +185,7 @@ def _nothing() -> None:
 
 
 def _shares(info: KeyInfo, ids: Ids) -> list[tuple[RunPlan, int, int]]:
-    """Per server of a table: how to reach it, and which stretch of the ids is its own."""
+    """Return for each server of a table the plan of a run, and the stretch of the ids for it."""
     length = row_length(info.shape)
     bounds = np.searchsorted(ids, [piece.start // length for piece in info.slices[1:]]).tolist()
     stretches = zip([0, *bounds], [*bounds, len(ids)], strict=True)
@@ -196,7 +196,7 @@ def _shares(info: KeyInfo, ids: Ids) -> list[tuple[RunPlan, int, int]]:
 
 
 def _plan(server: int, number: int, info: KeyInfo) -> RunPlan:
-    """The plan of a run of one slice; how much of it travels is said by each run."""
+    """Return the plan of a run of a slice; each run has the number of its rows."""
     nothing = np.zeros(1, np.uint32)
     dtypes: Any = np.array([info.dtype], np.uint8)
     return RunPlan(server, np.array([number], np.uint32), nothing, dtypes, (), 0, {number: 0}, np.zeros(1, np.intp))
@@ -213,7 +213,7 @@ class _RowPull:
 
 
 class MixedTransfers:
-    """Calls that may name arrays and tables in one list: each key goes its way, and one future stands for all.
+    """Calls that may name arrays and tables in the same list: each key goes its way, and a future stands for all.
 
     Everything is checked before the first part is sent.
 
@@ -273,7 +273,7 @@ class MixedTransfers:
     # Parts of calls.
 
     def _apart(self, key: Keys, value: Value) -> tuple[_Plain, list[tuple[KeyInfo, list[Any]]]]:
-        """What of a call is about arrays, as arguments of one like it, and what about tables."""
+        """Split a call into a call about arrays and a call about tables."""
         tables = self._keys.tables
         if not isinstance(key, (list, tuple)):
             one = values.keys(key)[0]
@@ -399,7 +399,7 @@ class MixedTransfers:
             ) from error
 
     def _named_rows(self, info: KeyInfo, targets: Sequence[Any], row_ids: Any) -> list[_RowPull]:
-        """Pulls into `RowSparse` results: one for all of them if they want the same rows."""
+        """Return pulls into `RowSparse` results: a single pull if all want the same rows."""
         for target in targets:
             if not isinstance(target, RowSparse):
                 raise TypeError(
@@ -461,5 +461,5 @@ def _finished(pulls: Sequence[_RowPull], target: RowSparse) -> RowSparse:
 
 
 def _are_arrays(row_ids: Sequence[Any]) -> bool:
-    """Whether a list of row ids is one for each result, not a list of numbers."""
+    """Whether row ids are a list for each result, not a list of numbers."""
     return bool(row_ids) and all(isinstance(one, np.ndarray) or values.is_tensor(one) for one in row_ids)

@@ -1,4 +1,4 @@
-"""The messages between scheduler, servers and workers: one frozen dataclass per kind, and the stamp on each message.
+"""The messages between scheduler, servers and workers: a frozen dataclass per kind, and the stamp on each message.
 
 WIRE.md specifies the bytes. A field's annotation names its wire type: `wire` compiles the codec from it, and a test
 compares it with the tables of WIRE.md. Annotations are therefore not postponed in this module. Invariants:
@@ -48,7 +48,6 @@ from kvdist.protocol.wire_types import (
     UInt64,
     bits,
     code,
-    codes_up_to,
     integer,
     list_of,
     record,
@@ -82,18 +81,6 @@ class Stamp:
     """The training step of the sender, for logs and errors."""
 
 
-class Outcome(enum.IntEnum):
-    """What became of a contribution. `KEPT` and `DROPPED` are for policies that close a version without all workers."""
-
-    COUNTED = 0
-    KEPT = 1
-    """Kept for the next version."""
-    DROPPED = 2
-    """Too old for the store's policy."""
-    INITIALISED = 3
-    """The first value of the slice is in place."""
-
-
 class ErrorCode(enum.IntEnum):
     """Why a request failed; each code becomes an exception type on the worker."""
 
@@ -121,7 +108,7 @@ class OnLoss(enum.IntEnum):
 
 
 class DueWhen(enum.IntEnum):
-    """The rule that says when the next push of a worker is due. `Progress.quota` is the number in each sentence."""
+    """The rule for when the next push of a worker is due. `Progress.quota` is the number in each sentence."""
 
     QUOTA = 0
     """The workers together have processed `quota` examples since the last version."""
@@ -159,7 +146,6 @@ MORE = 128
 Error = Annotated[int, code("error", ErrorCode, "an error")]
 Loss = Annotated[int, code("on-loss", OnLoss, "a policy of losses")]
 When = Annotated[int, code("due-when", DueWhen, "a rule of what is due")]
-Outcomes = Annotated[U8, codes_up_to(max(Outcome), "outcome")]
 _PUSH_FLAGS = Flag.EMPTY | Flag.WEIGHTED | Flag.AVERAGE | Flag.HOLD
 PushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.MEASURE | Flag.APPLY)]
 JoinedPushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.CARRIED)]
@@ -201,7 +187,7 @@ class Welcome(WireMessage):
     away_s: Seconds = 0.0
     """How long the scheduler may be away, because it is started again; 0: it is not."""
     replicas: UInt32 = 0
-    """How many other servers keep a copy of what each of them has."""
+    """How many other servers keep a copy of the slices of each server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -471,24 +457,23 @@ class Pull(_AfterPushes):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Values(_OfSlices):
-    """Server → worker: values of slices at a version; answers `Pull`, `Push` with `pull`, and `PullState` with a state.
+    """Server → worker: the values that a request of the worker asks for, at a version of each slice.
 
-    To contributions with `Flag.MEASURE` it has sums of squares.
+    It answers `Pull` and `Push` with `pull`; `PullRows`, by the values of those rows in their order; `PullState`, by a
+    state; and contributions with `Flag.MEASURE`, by sums of squares.
     """
 
     KIND = 23
     versions: U32s
-    outcomes: Outcomes
     arrays: SliceArrays
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Counted(_OfSlices):
-    """Server → worker: what became of contributions or first values."""
+    """Server → worker: contributions or first values of slices are counted, at a version of each slice."""
 
     KIND = 24
     versions: U32s
-    outcomes: Outcomes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -609,15 +594,6 @@ class PullRows(_AfterPushes):
 
     KIND = 62
     arrays: RowIds
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowValues(_OfSlices):
-    """Server → worker: the values of the rows that `PullRows` named, in its order. An entry for each slice."""
-
-    KIND = 63
-    versions: U32s
-    arrays: SliceArrays
 
 
 # Life and death.
@@ -923,7 +899,7 @@ class Ready(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class FindCut(WireMessage):
-    """Scheduler → server: which is the highest version of your slices? Make at most one more of each until a `Cut`.
+    """Scheduler → server: which is the highest version of your slices? Close at most a round of each until a `Cut`.
 
     Where all wait for the return of lost workers: make none.
     """
@@ -1045,7 +1021,7 @@ class Rewound(WireMessage):
 
 
 # Replicas: what a server tells the one that keeps a copy of its slices, before anybody hears what has come of it. First
-# values, new values and states, and what the scheduler says of keys and members, it passes on as it was told.
+# values, new values and states, and the scheduler's messages about keys and members, it forwards unchanged.
 
 
 @dataclass(frozen=True, slots=True)
@@ -1065,42 +1041,29 @@ Contributors = Annotated[
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replicate(WireMessage):
-    """Server → its backup: a round is closed, and this is the scaled sum of its pushes."""
+    """Server → its backup: a round is closed, and this is the scaled sum of its pushes, or a part of it."""
 
     KIND = 100
     ids: U32s
+    """The slice of each array. The slice of a table comes twice: with the ids of the summed rows, and their values."""
     version: UInt32
     """Version after the round."""
     contributors: Contributors
     settings: Settings
     """A single (learning rate, weight decay, 1); NaN for a number that the optimizer decides."""
     code: FromMinusOne
-    """Of the error with which the round was refused; -1 if it was not."""
+    """The error code with which the round was refused; -1 if it was not."""
     reason: Sentence
     is_empty: Boolean
-    """Whether it changes nothing, and has no elements."""
+    """Whether the round has no gradient, and the arrays no elements. A gradient without rows is a gradient."""
     more: Boolean
-    """Further slices of the same parameter follow, and are updated together with these."""
+    """Whether further parts of the round follow: slices that are updated together with these, or rows."""
     arrays: SliceArrays
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ReplicateRows(WireMessage):
-    """The same for a table: the merged rows of a round."""
-
-    KIND = 101
-    ids: U32s
-    """A single id: the slice."""
-    version: UInt32
-    contributors: Contributors
-    settings: Settings
-    code: FromMinusOne
-    reason: Sentence
-    is_empty: Boolean
-    """Whether it changes nothing; a gradient without rows does."""
-    more: Boolean
-    """Further rows of the same round follow."""
-    arrays: RowArrays
+    @property
+    def has_rows(self) -> bool:
+        """Whether the sum is of rows of a table."""
+        return len(self.ids) == 2 and bool(self.ids[0] == self.ids[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -1310,13 +1273,13 @@ Message = (
     | Done | Failed | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused
     | JoinedPush | HandedBack | PullState | ReplaceState | Alive | StepTimes | Ack | Waiting | Goodbye | Abort | Stop
     | Blocked | CheckBlocked
-    | InitRows | PushRows | PullRows | RowValues
+    | InitRows | PushRows | PullRows
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
     | Ready | FindCut | CutFound | Cut | Counters
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | Rewound
     | Command | Perform
     | Lease | Leased | Rest | Used | Progress | Due | NotDue
-    | Replicate | ReplicateRows | Replicated | Fill | Copied
+    | Replicate | Replicated | Fill | Copied
 )  # fmt: skip
 
 

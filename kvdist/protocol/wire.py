@@ -4,7 +4,7 @@ Invariants:
 
 * Whatever the bytes are, only `ProtocolError` leaves `decode`; its text is safe to print.
 * Nothing is allocated for a size that a peer merely claims.
-* What a receiver would refuse is refused by `encode`, in the process that made the mistake.
+* A message that a receiver would refuse is refused by `encode`, in the process with the mistake.
 * The payload passes through in both directions and is never copied.
 """
 
@@ -33,7 +33,7 @@ VERSION = 2
 _ENVELOPE = struct.Struct("<4sBBHIIIQQQQIB3s")
 LONG_BYTES = 1024
 _long: tuple[Any, WireLimits, bytes] = (None, DEFAULT, b"")
-"""The last message without arrays whose header was so long, and that header: what all are told is written once. A
+"""The last message without arrays whose header was so long, and that header: a broadcast is written once. A
 roster of a thousand takes as long to write as a thousand short messages."""
 _EMPTY = int(msg.Flag.EMPTY)
 _WITHOUT_ELEMENTS = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
@@ -52,7 +52,7 @@ class VersionMismatch(errors.ProtocolError):
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """How messages of one class travel, compiled from the annotations of the class.
+    """How messages of a class travel, compiled from the annotations of the class.
 
     Attributes:
         message: the class.
@@ -80,7 +80,7 @@ class MessageFormat:
         """Refuse a message whose fields do not fit together or break a limit.
 
         Raises:
-            ProtocolError: says what.
+            ProtocolError: names the reason.
         """
         for group, columns in self.groups:
             lengths = set(map(len, columns(message)))
@@ -141,7 +141,7 @@ def decode(frames: Sequence[memoryview | bytes], limits: WireLimits = DEFAULT) -
 
     Raises:
         VersionMismatch: another version of this protocol.
-        ProtocolError: anything else that WIRE.md does not allow; says what.
+        ProtocolError: anything else that WIRE.md does not allow; names it.
     """
     if not frames:
         raise errors.ProtocolError("a message without frames")
@@ -170,7 +170,7 @@ def _pack_stamp(stamp: msg.Stamp, kind: int, sequenced: bool) -> bytes:
 
 
 def read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, msg.Stamp]:
-    """What an envelope says: the format of the message and its stamp.
+    """Read an envelope: the format of the message and its stamp.
 
     Raises:
         ProtocolError: it is not an envelope of this version.
@@ -182,8 +182,8 @@ def read_stamp(frame: memoryview | bytes) -> tuple[MessageFormat, msg.Stamp]:
         raise VersionMismatch(start[4])
     if len(frame) != _ENVELOPE.size:
         raise errors.ProtocolError(f"an envelope of {len(frame)} bytes, where {_ENVELOPE.size} are expected")
-    (_, _, code, flags, job, epoch, rank, incarnation, destination, seq, ack, step, role, rest) = (
-        _ENVELOPE.unpack(frame)
+    (_, _, code, flags, job, epoch, rank, incarnation, destination, seq, ack, step, role, rest) = _ENVELOPE.unpack(
+        frame
     )
     kind = KINDS.get(code)
     if kind is None:
@@ -310,14 +310,13 @@ def _check_blocked(message: messages.Blocked) -> None:
         raise errors.ProtocolError("the first slices of stretches must ascend")
 
 
-def _check_round(message: messages.Replicate | messages.ReplicateRows) -> None:
+def _check_round(message: messages.Replicate) -> None:
     if len(message.settings) != 1:
         raise errors.ProtocolError(f"{len(message.settings)} settings of a sum, which has one")
     if message.code >= 0 and message.code not in {int(code) for code in messages.ErrorCode}:
         raise errors.ProtocolError(f"unknown error {message.code}")
-    rows = isinstance(message, messages.ReplicateRows)
-    if rows and (len(message.ids), len(message.arrays.counts)) != (1, 2):
-        raise errors.ProtocolError(f"{len(message.ids)} tables, where one is expected with ids and values of its rows")
+    if message.has_rows:
+        wire_types.check_rows(message.arrays, DEFAULT)
 
 
 def _check_fill(message: messages.Fill) -> None:
@@ -331,7 +330,6 @@ def _check_fill(message: messages.Fill) -> None:
 _RULES: dict[type[Any], Callable[[Any], None]] = {
     messages.Fill: _check_fill,
     messages.Replicate: _check_round,
-    messages.ReplicateRows: _check_round,
     messages.Declare: _check_pulled_as,
     messages.Assign: _check_pulled_as,
     messages.Push: _check_contributions,

@@ -1,9 +1,9 @@
 """The types of message fields, WIRE.md section 3: how each is packed, read and checked.
 
-An alias such as `UInt32` is what a message's annotation says: the Python type, and a `WireType` that `wire` compiles
+An alias such as `UInt32` is the annotation of a field: the Python type, and a `WireType` that `wire` compiles
 its encoder and decoder from. Invariants:
 
-* `read` takes one item from a `Source` and raises `ProtocolError` unless it is exactly what the type allows: a bool
+* `read` takes an item from a `Source` and raises `ProtocolError` unless it is exactly what the type allows: a bool
   is not a number, an integer is not a float.
 * Lists whose length the peer chooses are read item by item, because a general decoder would allocate the length that
   each of many nested lists claims. Columns about keys or slices travel as runs of bytes, read in a few calls.
@@ -29,7 +29,7 @@ from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Coded, Payload, a
 from kvdist.protocol.limits import DEFAULT, WireLimits
 
 ROLES = (Role.SCHEDULER, Role.SERVER, Role.WORKER)
-"""A role's code is its index here."""
+"""The code of a role is its index in this tuple."""
 ROLE_CODES = {role: code for code, role in enumerate(ROLES)}
 MEMBERS_KEPT_MAX = 4096
 """Processes that are remembered: strangers may claim any number of them."""
@@ -51,7 +51,7 @@ class ItemReader(Protocol):
 
 @dataclass(slots=True)
 class Source:
-    """What one message is read from."""
+    """The bytes of a message that is read."""
 
     reader: ItemReader
     limits: WireLimits
@@ -64,7 +64,7 @@ def _same(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class WireType:
-    """How values of one type travel.
+    """How values of a type travel.
 
     Attributes:
         name: what WIRE.md calls the type.
@@ -90,7 +90,7 @@ def wire_fields(message: type[Any]) -> tuple[tuple[str, WireType], ...]:
 
 
 def _found(value: object) -> str:
-    """What was found instead, in a few printable characters."""
+    """Describe a wrong value in a few printable characters."""
     return ascii(value)[:40] if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
@@ -151,12 +151,12 @@ def _text(value: object, bytes_max: int) -> str:
 
 
 def text(name: str, limit: str, pack: Callable[[str], str] = _same) -> WireType:
-    """Text of at most as many bytes as the limit of that name says."""
+    """Text of at most as many bytes as the limit of that name."""
     return WireType(name, lambda source: _text(source.reader.unpack(), getattr(source.limits, limit)), pack)
 
 
 def _pack_sentence(value: str) -> str:
-    """Cut what is too long, so that reporting a failure cannot fail itself."""
+    """Cut a text that is too long, so that reporting a failure cannot fail itself."""
     data = value.encode("utf-8", "replace")
     if len(data) > DEFAULT.sentence_bytes_max:
         data = data[: DEFAULT.sentence_bytes_max - 3] + "…".encode()
@@ -182,7 +182,7 @@ Body = Annotated[str, text("body", "body_bytes_max")]
 
 
 def read_count(source: Source) -> int:
-    """How many items the list has that begins here."""
+    """Read the number of items of a list."""
     first = source.reader.read_bytes(1)
     if first and first[0] & 0xF0 == 0x90:
         return first[0] & 0x0F
@@ -203,7 +203,7 @@ def expect_count(source: Source, wanted: int) -> None:
 
 
 def list_of(name: str, item: WireType, limit: str) -> WireType:
-    """A tuple of items, at most as many as the limit of that name says."""
+    """A tuple of items, at most as many as the limit of that name."""
     pack_item, read_item = item.pack, item.read
 
     def read(source: Source) -> tuple[Any, ...]:
@@ -215,7 +215,7 @@ def list_of(name: str, item: WireType, limit: str) -> WireType:
 
 
 def record(name: str, make: type[Any], group: str = "", columns: tuple[str, ...] = ("",)) -> WireType:
-    """A dataclass inside a field: a list of its own fields in their order."""
+    """A dataclass inside a field: a list of its fields in their order."""
     table = wire_fields(make)
 
     def pack(value: Any) -> list[Any]:
@@ -232,7 +232,7 @@ def record(name: str, make: type[Any], group: str = "", columns: tuple[str, ...]
 def member_of(role: int, rank: int, incarnation: int) -> Member:
     """The process with that code of a role; the numbers already have their widths.
 
-    The same object for each message of a process: to make one and to compare two costs more than to look it up.
+    The same object for each message of a process: to create and compare objects costs more than a look-up.
     """
     if role >= len(ROLES):
         raise errors.ProtocolError(f"unknown role {role}")
@@ -298,11 +298,11 @@ def _read_bytes(source: Source, width: int) -> bytes:
 KEY_IS_NUMBER = 0xFFFFFFFF
 """Stands in place of the length of a key that is a number."""
 KEY_HAS_NAME = 0x80000000
-"""Added to the length of the name of a key that is a number and has one."""
+"""Added to the length of the name of a key that is a number with a name."""
 
 
 def _pack_keys(values: Sequence[int | str]) -> list[bytes]:
-    """Lengths, and one after the other the texts, or eight bytes of a number."""
+    """Lengths, and in sequence the texts, or eight bytes of a number."""
     if set(map(type, values)) == {str}:
         return _pack_texts(cast("Sequence[str]", values))
     lengths, parts = zip(*map(_key_bytes, values), strict=True) if values else ((), ())
@@ -347,7 +347,7 @@ _KEY_READERS: tuple[Callable[[bytes], int | str], ...] = (
 
 
 def _pack_texts(values: Sequence[str]) -> list[bytes]:
-    """Lengths, and the texts one after the other."""
+    """Lengths, and the texts in sequence."""
     parts = [value.encode() for value in values]
     return [np.array(list(map(len, parts)), _U32).tobytes(), b"".join(parts)]
 
@@ -381,7 +381,7 @@ def _cut(lengths: Any, content: bytes, bytes_max: int) -> list[bytes]:
 
 
 def _pack_shapes(values: Sequence[Sequence[int]]) -> list[bytes]:
-    """How many dimensions each has, and all dimensions one after the other."""
+    """The number of dimensions of each shape, and all dimensions in sequence."""
     lengths = [length for shape in values for length in shape]
     if min(lengths, default=0) < 0:
         raise errors.ProtocolError(f"expected a dimension of at least 0, found {min(lengths)}")
@@ -467,17 +467,6 @@ def bits(known: int) -> WireType:
     def check(values: U8, limits: WireLimits) -> None:  # noqa: ARG001
         if found := int(np.bitwise_or.reduce(values)) & unknown:
             raise errors.ProtocolError(f"unknown flags {found}")
-
-    return WireType("u8s", _read_u8, _pack_u8, "slices", check=check)
-
-
-def codes_up_to(highest: int, meaning: str) -> WireType:
-    """A code per slice, none above the highest."""
-    highest = int(highest)
-
-    def check(values: U8, limits: WireLimits) -> None:  # noqa: ARG001
-        if (found := int(np.maximum.reduce(values))) > highest:
-            raise errors.ProtocolError(f"unknown {meaning} {found}")
 
     return WireType("u8s", _read_u8, _pack_u8, "slices", check=check)
 
@@ -591,7 +580,7 @@ def _check_row_ids(arrays: Arrays, limits: WireLimits) -> None:
     _check_arrays(arrays, limits)
 
 
-def _check_rows(arrays: Arrays, limits: WireLimits) -> None:
+def check_rows(arrays: Arrays, limits: WireLimits) -> None:
     """Whether each slice has ids and values of as many rows, or neither."""
     if len(arrays.counts) % 2 or len(arrays.dtypes) != len(arrays.counts):
         raise errors.ProtocolError(f"{len(arrays.counts)} arrays, where ids and values of each slice are expected")
@@ -608,10 +597,10 @@ _IN_ARRAYS = ("dtypes", "counts")
 SliceArrays = Annotated[
     Arrays, WireType("arrays", _read_arrays, _pack_arrays, "slices", _IN_ARRAYS, check=_check_arrays)
 ]
-"""One array per slice."""
+"""An array per slice."""
 RowIds = Annotated[Arrays, WireType("arrays", _read_arrays, _pack_arrays, "slices", _IN_ARRAYS, check=_check_row_ids)]
-"""One array of row ids per slice."""
-RowArrays = Annotated[Arrays, WireType("arrays", _read_arrays, _pack_arrays, check=_check_rows)]
+"""An array of row ids per slice."""
+RowArrays = Annotated[Arrays, WireType("arrays", _read_arrays, _pack_arrays, check=check_rows)]
 """Two arrays per slice: ids of rows, and their values."""
 CodedArrays = Annotated[
     Coded, WireType("coded", _read_coded, _pack_coded, "slices", ("counts", "entries"), check=_check_coded)

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdist.core.machine import Effect
-from kvdist.core.server.replica import Copy, ReplicatedServer, _Replicated
+from kvdist.core.server.holder import Holder
+from kvdist.core.server.replica import Copy, ReplicatedServer
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import LatePush, StoredHolder
+from kvdist.core.server.shard import LatePush
 from kvdist.core.server.snapshots import Restoring
 from kvdist.nodes import Member
 
@@ -57,15 +58,13 @@ class Books:
 
             def make() -> Copy:
                 copy = new_copy()
-                copy.dense.ledger = copy.sparse.ledger = CopyPage(
-                    self, lambda member: member in copy.peers.lost, server
-                )
+                copy.shard.ledger = CopyPage(self, lambda member: member in copy.peers.lost, server)
                 return copy
 
             server._new_copy, server.copy = make, make()  # type: ignore[assignment]
-            server._restoring = Restoring((*server._shards, *server.copy._shards))
+            server._restoring = Restoring((server.shard, server.copy.shard))
             page = PrimaryPage(self, page.is_lost, server)
-        server.dense.ledger = server.sparse.ledger = page
+        server.shard.ledger = page
 
     def version_with(self, number: int, rank: int, pushes: int) -> int | None:
         """The first version of a slice that has so many pushes of a worker; None if there is none yet."""
@@ -105,7 +104,7 @@ class Page:
     books: Books
     is_lost: Callable[[Member], bool]
 
-    def round_closed(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+    def round_closed(self, holder: Holder, contributions: Sequence[Any]) -> None:
         """A round has been closed."""
         counted = self._told(contributions)
         for number in holder.ids.tolist() if holder.store == 0 else ():  # others have versions of their own
@@ -131,7 +130,7 @@ class Page:
             self.books.pushed[number, member] += 1
         self.books.rounds[number].append(counted)
 
-    def rolled_back(self, holder: StoredHolder) -> None:
+    def rolled_back(self, holder: Holder) -> None:
         """A server was lost: what made later versions is undone, and will be pushed again."""
         version, books = holder.round.version, self.books
         books.has_gone_back = True
@@ -143,13 +142,13 @@ class Page:
             for place in [place for place in books.pushed if place[0] == number]:
                 books.pushed[place] = version
 
-    def refused(self, holder: StoredHolder, contributions: Sequence[Any], reason: str) -> None:
+    def refused(self, holder: Holder, contributions: Sequence[Any], reason: str) -> None:
         """They count all the same."""
 
-    def dropped(self, holder: StoredHolder, lost: Mapping[int, Member]) -> None:
+    def dropped(self, holder: Holder, lost: Mapping[int, Member]) -> None:
         """What is not counted never will be."""
 
-    def fenced(self, member: Member, message: LatePush, holder: Callable[[int], StoredHolder | None]) -> None:
+    def fenced(self, member: Member, message: LatePush, holder: Callable[[int], Holder | None]) -> None:
         """Nor will this."""
 
 
@@ -159,7 +158,7 @@ class CopyPage(Page):
 
     server: ReplicatedServer
 
-    def round_closed(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+    def round_closed(self, holder: Holder, contributions: Sequence[Any]) -> None:
         """A round has been closed elsewhere."""
         if not self.books.is_void(self.server.me):
             super().round_closed(holder, contributions)
@@ -182,17 +181,16 @@ class PrimaryPage(Page):
 
         self.server._go_on_alone = alone  # type: ignore[method-assign]
 
-    def round_closed(self, holder: StoredHolder, contributions: Sequence[Any]) -> None:
+    def round_closed(self, holder: Holder, contributions: Sequence[Any]) -> None:
         """A round has been closed."""
         if self.books.is_void(self.server.me):
             return
         counted = self._told(contributions)
         for number in holder.ids.tolist():
-            shard: _Replicated[Any] = self.server.sparse if number in self.server.sparse.all else self.server.dense
             if number not in self.own:  # it may be taken over
                 self.own[number] = list(self.books.rounds[number])
             self.own[number].append(counted)
-            if shard.is_alone(number):
+            if self.server.shard.is_alone(number):
                 self._tell(number)
 
     def _tell(self, number: int) -> None:

@@ -20,7 +20,7 @@ from unittest import mock
 from kvdist.config.settings import Limits
 from kvdist.core import host_aggregation, machine, reliable
 from kvdist.core.scheduler import leases, scheduler
-from kvdist.core.server import block, replica, row_storage, shard, sparse_table
+from kvdist.core.server import block, buffers, replica, replies, row_storage
 from kvdist.core.worker import pending, requests, transfers
 from kvdist.optimizer import offload
 from kvdist.runtime import node
@@ -31,13 +31,13 @@ CONSTANTS: Mapping[str, Sequence[tuple[ModuleType | type, str, Any]]] = {
     "nothing is joined": [
         (requests, "ALONE_BYTES_MIN", 1),
         (transfers, "PARTS_PER_MESSAGE_MAX", 1),
-        (shard, "JOIN_BYTES_MAX", 0),
-        (shard, "TOGETHER_BYTES_MAX", 1),
+        (replies, "JOIN_BYTES_MAX", 0),
+        (replies, "TOGETHER_BYTES_MAX", 1),
         (node, "MESSAGES_TOGETHER", 1),
     ],
     "all is joined": [
         (requests, "ALONE_BYTES_MIN", LARGE),
-        (shard, "JOIN_BYTES_MAX", LARGE),
+        (replies, "JOIN_BYTES_MAX", LARGE),
         (node, "MESSAGES_TOGETHER", LARGE),
     ],
     "messages have one part": [
@@ -58,7 +58,7 @@ CONSTANTS: Mapping[str, Sequence[tuple[ModuleType | type, str, Any]]] = {
     "copies are filled in at once": [(replica, "FILLS_AHEAD", LARGE)],
     "blocks merge at once": [(block, "ROUNDS_WORTH_IT", 0), (block, "MERGE_AFTER_MAX", 0)],
     "blocks have two slices": [(block, "SLICES_MAX", 2)],
-    "tables grow row by row": [(row_storage, "_ROWS_MIN", 1), (sparse_table, "BUFFERS_KEPT_MAX", 0)],
+    "tables grow row by row": [(row_storage, "_ROWS_MIN", 1), (buffers, "BUFFERS_KEPT_MAX", 0)],
     "all is summed on devices": [(offload, "SUMMED_BYTES_MIN", 0)],
     "leases are as long as can be": [(leases, "SHARES", 1)],
     "rosters share a long gap": [(scheduler, "ROSTER_GAP_S", 0.05)],

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvdist.config.settings import Limits
 from kvdist.core.server.block import Block, Blocks
-from kvdist.core.server.shard import DenseShard
+from kvdist.core.server.shard import Shard
 from kvdist.protocol.messages import Flag, InitValues, Packet, Push, ReplaceValues, Values
 from tests.core.wired import NAN, Wired
 
@@ -61,7 +61,7 @@ class Watched(Wired):
         """Slice → version, counted, value, on all servers."""
         found = {}
         for server in self.servers:
-            for block in server.dense.blocks:
+            for block in server.shard.blocks:
                 counted = {rank: count for rank, count in block.round.counted.items() if count}
                 for position, number in enumerate(block.ids.tolist()):
                     value = None if block.published is None else block.values(position).tolist()
@@ -158,14 +158,14 @@ def live(story: Sequence[Step], mode: str = "sync", workers: int = 3, servers: i
     wired.settle()
     known: list[Any] = []
     asked: list[int] = []
-    apply, rounds = DenseShard._apply, 0
+    apply, rounds = Shard.apply, 0
 
-    def counted(self: DenseShard, blocks: Sequence[Block], *arguments: Any) -> None:
+    def counted(self: Shard, blocks: Sequence[Block], *arguments: Any) -> None:
         nonlocal rounds
         rounds += len(blocks[0]) > 1
         apply(self, blocks, *arguments)
 
-    with mock.patch.object(DenseShard, "_apply", counted):
+    with mock.patch.object(Shard, "apply", counted):
         for step in story:
             request = _take(wired, step, known)
             if request is not None:
@@ -184,7 +184,7 @@ def live(story: Sequence[Step], mode: str = "sync", workers: int = 3, servers: i
     leases = [
         buffer.leases
         for server in wired.servers
-        for block in server.dense.blocks
+        for block in server.shard.blocks
         for buffer in (block.published, *block.pool.free_buffers)
         if buffer is not None
     ]

@@ -114,7 +114,7 @@ class Tables(Wired):
     def give_rows(self, rank: int, rows: Rows, key: str = "t") -> int:
         """Send first values."""
         runs, _ = push_runs(self.infos[key], *self._arrays(key, rows), self.rows_max)
-        return self.ask(rank, lambda number: Transfer(number, RunKind.INITIALISE_ROWS, f"init of {key}", runs))
+        return self.ask(rank, lambda number: Transfer(number, RunKind.INITIALISE, f"init of {key}", runs))
 
     def push_rows(
         self,
@@ -129,7 +129,7 @@ class Tables(Wired):
         ids, values = self._arrays(key, rows or {})
         given = None if rows is None else values
         runs, _ = push_runs(self.infos[key], ids, given, self.rows_max, flag, (setting,))
-        return self.ask(rank, lambda number: Transfer(number, RunKind.PUSH_ROWS, f"push of {key}", runs, priority))
+        return self.ask(rank, lambda number: Transfer(number, RunKind.PUSH, f"push of {key}", runs, priority))
 
     def pull_rows(self, rank: int, ids: Sequence[int] | None = None, key: str = "t") -> int:
         """Read rows; None: all."""
@@ -137,7 +137,7 @@ class Tables(Wired):
         wanted = np.array(range(info.shape[0]) if ids is None else ids, np.int64)
         out = np.full((len(wanted), _row_length(info)), -77, info.dtype.storage)
         runs = pull_runs(info, wanted, out, self.rows_max)
-        request = self.ask(rank, lambda number: Transfer(number, RunKind.PULL_ROWS, f"pull of {key}", runs))
+        request = self.ask(rank, lambda number: Transfer(number, RunKind.PULL, f"pull of {key}", runs))
         self.results[request] = {key: out}
         return request
 

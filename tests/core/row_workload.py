@@ -195,9 +195,7 @@ class RowUser:
             if table.form == ROWS:
                 info, ids = self.infos[table.name], np.array(table.ids)
                 runs, _ = push_runs(info, ids, self.oracle.firsts(table), self.random.randint(1, 4))
-                futures.append(
-                    self.ask(lambda n, runs=runs: Transfer(n, RunKind.INITIALISE_ROWS, "init of rows", runs))
-                )
+                futures.append(self.ask(lambda n, runs=runs: Transfer(n, RunKind.INITIALISE, "init of rows", runs)))
         return futures
 
     def contribute(self, turn: int, name: str) -> list[Future[Any]]:
@@ -214,7 +212,7 @@ class RowUser:
                 buffer[:] = bytes([self.garbage]) * len(buffer)
 
         priority = self.random.randint(-2, 2)
-        futures = [self.ask(lambda n: Transfer(n, RunKind.PUSH_ROWS, f"push of {name}", runs, priority), finish)]
+        futures = [self.ask(lambda n: Transfer(n, RunKind.PUSH, f"push of {name}", runs, priority), finish)]
         if self.random.random() < 0.6:
             futures.append(self.pull(self.random.choice(TABLES)))
         return futures
@@ -235,7 +233,7 @@ class RowUser:
             self._check_versions(table, places, out, size, pushed, seen)
 
         priority = self.random.randint(-2, 2)
-        return self.ask(lambda n: Transfer(n, RunKind.PULL_ROWS, f"pull of {table.name}", runs, priority), finish)
+        return self.ask(lambda n: Transfer(n, RunKind.PULL, f"pull of {table.name}", runs, priority), finish)
 
     def check_the_end(self) -> list[tuple[Table, Array, Future[Any]]]:
         """Read everything: what `require_final` wants when the futures are done."""
@@ -244,7 +242,7 @@ class RowUser:
             ids = np.array(table.ids, np.int64)
             out = np.full((len(ids), table.width), -77, table.dtype.storage)
             runs = pull_runs(self.infos[table.name], ids, out, 3)
-            reads.append((table, out, self.ask(lambda n, r=runs: Transfer(n, RunKind.PULL_ROWS, "pull of rows", r))))
+            reads.append((table, out, self.ask(lambda n, r=runs: Transfer(n, RunKind.PULL, "pull of rows", r))))
         return reads
 
     def require_final(self, reads: Sequence[tuple[Table, Array, Future[Any]]]) -> None:

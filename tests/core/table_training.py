@@ -69,7 +69,7 @@ def give(wired: Wired) -> None:
     """Worker 0 sends the first values of tables all of whose rows exist."""
     for key, (shape, form) in TABLES.items():
         if form == ROWS:
-            send(wired, 0, RunKind.INITIALISE_ROWS, key, {row: first(key, row) for row in range(shape[0])})
+            send(wired, 0, RunKind.INITIALISE, key, {row: first(key, row) for row in range(shape[0])})
     wired.settle()
 
 
@@ -92,7 +92,7 @@ def push(wired: Wired, rank: int, turn: int) -> None:
         # The rows of a lazy one lie far apart, on all servers.
         far = 24_999 if key == "lazy" else 1
         rows = {row * far: value for row, value in gradient(rank, turn, key).items()}
-        send(wired, rank, RunKind.PUSH_ROWS, key, rows)
+        send(wired, rank, RunKind.PUSH, key, rows)
 
 
 def push_all(wired: Wired, *turns: int) -> None:
@@ -147,7 +147,7 @@ def pull(wired: Wired, rank: int, key: int | str, rows: Sequence[int]) -> npt.ND
     for plan, begin, end in shares(info, ids):
         chunk = RowChunk(end - begin, ids[begin:end].view(np.uint8).data)
         runs.append(Run(plan, sinks=[out[begin:end].reshape(-1)], chunks=(chunk,), row_length=out.shape[1]))
-    request = wired.ask(rank, lambda n: Transfer(n, RunKind.PULL_ROWS, f"pull of {key}", runs))
+    request = wired.ask(rank, lambda n: Transfer(n, RunKind.PULL, f"pull of {key}", runs))
     wired.settle()
     assert request in wired.completed, wired.failed.get(request)
     return out
@@ -159,7 +159,7 @@ def send(wired: Wired, rank: int, kind: RunKind, key: int | str, rows: Rows) -> 
     length = row_length(info.shape)
     ids = np.array(sorted(rows), np.int64)
     values = np.array([[rows[row]] * length for row in sorted(rows)], np.float32).reshape(-1)
-    flags, settings = (None, ()) if kind is RunKind.INITIALISE_ROWS else (np.zeros(1, np.uint8), (SERVER_DECIDES,))
+    flags, settings = (None, ()) if kind is RunKind.INITIALISE else (np.zeros(1, np.uint8), (SERVER_DECIDES,))
     runs = []
     for plan, begin, end in shares(info, ids):
         part = values[begin * length : end * length].tobytes()

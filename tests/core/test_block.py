@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvdist.core.policy import ASYNC, SYNC, Policy
-from kvdist.core.round import PullRequest, Verdict, is_complete
-from kvdist.core.server.block import Block, Contribution, apply_round
+from kvdist.core.round import Contribution, PullRequest, Verdict
+from kvdist.core.server.block import Block, apply_round
+from kvdist.core.server.holder import is_complete
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
 from kvdist.kernels.reference import REFERENCE

@@ -13,11 +13,11 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.machine import Send
-from kvdist.core.round import PullRequest
-from kvdist.core.server import shard as shards
-from kvdist.core.server.block import ROUNDS_WORTH_IT, Block, Contribution
+from kvdist.core.round import Contribution, PullRequest
+from kvdist.core.server import replies
+from kvdist.core.server.block import ROUNDS_WORTH_IT, Block
 from kvdist.core.server.buffers import BufferPool
-from kvdist.core.server.shard import DenseShard
+from kvdist.core.server.shard import Shard
 from kvdist.core.worker import requests
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
@@ -54,8 +54,8 @@ def made(workers: int = 2, mode: str = "sync", optimizer: str = "", **numbers: A
     return wired
 
 
-def shard(wired: Wired) -> DenseShard:
-    return wired.servers[0].dense
+def shard(wired: Wired) -> Shard:
+    return wired.servers[0].shard
 
 
 def block(wired: Wired) -> Block:
@@ -603,7 +603,7 @@ def test_small_keys_are_one_block_from_the_beginning_and_large_ones_alone() -> N
 
 
 def test_what_was_handed_out_is_never_written_while_a_worker_has_not_got_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "JOIN_BYTES_MAX", 8)
+    monkeypatch.setattr(replies, "JOIN_BYTES_MAX", 8)
     wired = made(mode="async", optimizer="test")
     late = read_late(wired)
     buffers = [block(wired).published, *block(wired).pool.free_buffers]
@@ -632,7 +632,7 @@ def read_late(wired: Watched) -> list[tuple[str, str, Packet]]:
 
 
 def test_a_block_that_writes_where_somebody_reads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "JOIN_BYTES_MAX", 8)
+    monkeypatch.setattr(replies, "JOIN_BYTES_MAX", 8)
     wired = made(mode="async", optimizer="test")
 
     def wrong(self: BufferPool) -> Any:
@@ -644,7 +644,7 @@ def test_a_block_that_writes_where_somebody_reads_is_noticed(monkeypatch: pytest
 
 
 def test_what_is_read_of_a_block_is_not_written_when_it_has_been_split(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "JOIN_BYTES_MAX", 8)
+    monkeypatch.setattr(replies, "JOIN_BYTES_MAX", 8)
     wired = made(mode="async", optimizer="test")
     wired.pull(0, *LIST)
     wired.deliver()

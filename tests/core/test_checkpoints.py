@@ -12,7 +12,7 @@ from kvdist.checkpoint.format import NAME, read_manifest
 from kvdist.checkpoint.shards import Shards
 from kvdist.checkpoint.snapshot import WriteManifest, WriteShard
 from kvdist.core.server.block import Block
-from kvdist.core.server.shard import DenseShard
+from kvdist.core.server.shard import Shard
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.worker import pending
 from kvdist.core.worker.pending import SavingCalls
@@ -168,13 +168,13 @@ def test_small_slices_that_are_updated_as_a_block_are_saved_one_by_one(tmp_path:
     wired = a_cluster(num_servers=1)
     small: tuple[int | str, ...] = ("b", 3)
     rounds = []
-    apply = DenseShard._apply
+    apply = Shard.apply
 
-    def counted(self: DenseShard, blocks: Sequence[Block], *arguments: Any) -> None:
+    def counted(self: Shard, blocks: Sequence[Block], *arguments: Any) -> None:
         rounds.extend([1] * (len(blocks[0]) > 1))
         apply(self, blocks, *arguments)
 
-    with mock.patch.object(DenseShard, "_apply", counted):
+    with mock.patch.object(Shard, "apply", counted):
         for turn in range(4):
             for rank in (0, 1):
                 wired.push(rank, {key: gradients(rank, turn)[key] for key in small})

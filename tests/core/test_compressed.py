@@ -172,7 +172,7 @@ def test_encoded_pushes_that_come_together_are_of_one_block():
         for rank in range(2):
             pushed(wired, rank, {"a": [1] * 3, "b": [-step] * 5, "c": [], "d": [0]}, codec=Half(DType.BFLOAT16))
         wired.settle()
-        assert [(len(block), block.version) for block in wired.servers[0].dense.blocks] == [(4, step)]
+        assert [(len(block), block.version) for block in wired.servers[0].shard.blocks] == [(4, step)]
         assert pulled(wired, 1, "a", "b", "c", "d") == [[2] * 3, [-2 * step] * 5, [], [0]]
 
 
@@ -199,7 +199,7 @@ def test_a_slice_of_another_size_is_refused_alone():
     request = wired.ask(0, lambda n: Transfer(n, RunKind.PUSH, "push", runs))
     wired.settle()
     assert "another size" in str(wired.failed[request])
-    assert wired.servers[0].dense.blocks.of(wired.infos["b"].slices[0].number)[0].version == 1
+    assert wired.servers[0].shard.blocks.of(wired.infos["b"].slices[0].number)[0].version == 1
 
 
 @each("dtype", [DType.FLOAT16, DType.BFLOAT16])

@@ -34,7 +34,7 @@ def said(wired: Wired, text: str) -> list[str]:
 
 def closed(wired: Wired) -> int:
     """Rounds of the key b."""
-    return wired.servers[0].dense.blocks.of(wired.infos["b"].slices[0].number)[0].version
+    return wired.servers[0].shard.blocks.of(wired.infos["b"].slices[0].number)[0].version
 
 
 def test_the_pushes_of_a_host_cross_once_and_everybody_gets_the_sum() -> None:
@@ -500,7 +500,7 @@ def test_a_server_refuses_once_and_in_a_sentence(message: JoinedPush, sentence: 
     wired = cluster("xxy")
     answer = refusal(wired, message)
     assert sentence in answer and "runs=[77]" in answer
-    assert closed(wired) == 0 and not wired.servers[0].dense.blocks.of(1)[0].round.slots
+    assert closed(wired) == 0 and not wired.servers[0].shard.blocks.of(1)[0].round.slots
 
 
 def test_a_server_takes_no_sum_for_an_asynchronous_key() -> None:

@@ -226,6 +226,6 @@ def test_versions_that_nobody_makes_before_who_joins_takes_part_are_no_updates()
     lease(wired, 0, 10, plan=short)
     ended = [lease(wired, 0, 15, plan=short, rests=True), lease(wired, 1, plan=short, rests=True)]
     assert all(wired.completed[request].is_over for request in ended)
-    (block,) = wired.servers[0].dense
+    (block,) = wired.servers[0].shard.blocks
     assert block.version == 4, "and nobody has made it"
-    assert wired.servers[0].dense._updates(block, block.version) == 3
+    assert wired.servers[0].shard._updates(block, block.version) == 3

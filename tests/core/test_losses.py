@@ -46,7 +46,7 @@ def end_after_silence(wired: Wired, name: str) -> None:
 
 
 def held_by(wired: Wired, name: str) -> Buffer | None:
-    return wired.servers[0].dense.blocks.of(0)[0].lent.get(wired.member(name))
+    return wired.servers[0].shard.blocks.of(0)[0].lent.get(wired.member(name))
 
 
 def test_what_is_not_counted_is_dropped_and_the_round_is_closed_by_the_others(wired: Wired) -> None:
@@ -68,7 +68,7 @@ def test_what_is_not_counted_is_dropped_and_the_round_is_closed_by_the_others(wi
         report.startswith("worker-1 (host ") and report.endswith("; 2 workers go on") for report in wired.reports
     )
     assert "worker-1: its first 2 pushes are in the weights, and nothing of the next" in wired.reports
-    for block in wired.servers[0].dense:
+    for block in wired.servers[0].shard.blocks:
         assert set(block.round.counted) == {0, 2}, "blocks with other counters would not merge"
 
 
@@ -191,7 +191,7 @@ def test_examples_of_lost_workers_count_in_all_slices_if_in_any_of_any_server(re
         wired.kill(f"worker-{rank}")
         wired.advance(10.0)
     machines = [*wired.servers, *(server.copy for server in wired.servers if replicas)]
-    seen = {block.key: block.round.samples for machine in machines for block in machine.dense}
+    seen = {block.key: block.round.samples for machine in machines for block in machine.shard.blocks}
     assert seen == {"w": 20, "b": 20}
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.policy import POLICIES
-from kvdist.core.server import shard
-from kvdist.core.server.block import Block, Contribution, apply_round
+from kvdist.core.round import Contribution
+from kvdist.core.server import block as blocks_of_servers
+from kvdist.core.server.block import Block, apply_round
 from kvdist.dtypes import DType
 from kvdist.errors import ConfigError, DeviceError
 from kvdist.kernels.reference import REFERENCE
@@ -90,7 +91,7 @@ def test_workers_read_the_bits_that_they_would_read_from_hosts(
         rounds.extend([1] * any(len(block) > 1 for block in blocks))
         apply_round(blocks, *arguments)
 
-    monkeypatch.setattr(shard, "apply_round", counted)
+    monkeypatch.setattr(blocks_of_servers, "apply_round", counted)
     for seed in (1, 2):
         here, there = a_pair()
         run = (seed, name, numbers, dtype, masters)
@@ -211,5 +212,5 @@ def test_a_device_whose_memory_is_full_ends_the_server_and_is_no_fault_of_a_push
 def test_tables_of_rows_stay_on_the_host() -> None:
     device = NumpyDevice()
     wired = Wired(2, 1, devices=[device])
-    assert wired.servers[0].sparse.kernels is REFERENCE
-    assert wired.servers[0].dense.kernels.name == arithmetic_on(device, REFERENCE).kernels.name
+    assert wired.servers[0].shard.row_kernels is REFERENCE
+    assert wired.servers[0].shard.kernels.name == arithmetic_on(device, REFERENCE).kernels.name

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server.shard import DenseShard
+from kvdist.core.server.shard import Shard
 from kvdist.core.worker.transfers import Transfers
 from kvdist.diagnostics.replay import Difference, replay
 from kvdist.diagnostics.why import read_dumps
@@ -28,7 +28,7 @@ def test_every_machine_of_a_cluster_answers_the_same_again(name: str, tmp_path: 
     "who, mutant",
     [
         ("scheduler", mock.patch.object(Scheduler, "_announce", lambda self, now: [])),
-        ("server-1", mock.patch.object(DenseShard, "pull", lambda self, sender, message, now: None)),
+        ("server-1", mock.patch.object(Shard, "pull", lambda self, sender, message, now: None)),
         ("worker-0", mock.patch.object(Transfers, "release", lambda self, credit: None)),
     ],
 )

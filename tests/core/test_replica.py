@@ -14,7 +14,7 @@ from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import Effect, PeerConnected, PeerDisconnected, Send, Transmit
 from kvdist.core.reliable import RETRY_S, Reliable
-from kvdist.core.server.replica import CopiedDense, ReplicatedServer
+from kvdist.core.server.replica import CopiedShard, ReplicatedServer
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, NodeId, Role, worker
 from kvdist.optimizer.base import Piece
@@ -89,20 +89,20 @@ def test_of_two_servers_the_one_that_is_dialled_tells_the_other_all_in_any_order
 def test_a_backup_knows_whose_push_an_update_is_as_its_server_does(mode: str, pushers: set[int | None]) -> None:
     places: list[str] = ["server"]
     applied: dict[str, set[int | None]] = {"server": set(), "copy": set()}
-    update, replicate = Updater.update_together, CopiedDense.replicate
+    update, replicate = Updater.update_together, CopiedShard.replicate
 
     def noted(self: Updater, pieces: Sequence[Piece], *numbers: Any) -> None:
         applied[places[-1]].add(numbers[-1])
         update(self, pieces, *numbers)
 
-    def in_a_copy(self: CopiedDense, message: Replicate) -> None:
+    def in_a_copy(self: CopiedShard, message: Replicate) -> None:
         places.append("copy")
         replicate(self, message)
         places.pop()
 
     with (
         mock.patch.object(Updater, "update_together", noted),
-        mock.patch.object(CopiedDense, "replicate", in_a_copy),
+        mock.patch.object(CopiedShard, "replicate", in_a_copy),
     ):
         run(0, Scenario(rounds=5, mode=mode, optimizer="sgd", replicas=1, saves=0.0, on_loss="continue"))
     assert applied == {"server": pushers, "copy": pushers}

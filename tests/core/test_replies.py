@@ -9,21 +9,21 @@ import pytest
 
 from kvdist.core.machine import Effect, Send
 from kvdist.core.policy import SYNC
-from kvdist.core.server import shard
+from kvdist.core.server import replies
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Buffer
-from kvdist.core.server.shard import Reply
+from kvdist.core.server.replies import Reply
 from kvdist.core.traffic import Traffic
 from kvdist.dtypes import DType
 from kvdist.nodes import Member, worker
 from kvdist.optimizer.base import Extent
 from kvdist.protocol.arrays import views
 from kvdist.protocol.limits import DEFAULT
-from kvdist.protocol.messages import Counted, ErrorCode, Outcome, Refused, Values
+from kvdist.protocol.messages import Counted, ErrorCode, Refused, Values
 from tests.cases import each
 
 READER = Member(worker(0), 1)
-SMALL, LARGE = 3, shard.JOIN_BYTES_MAX // 4 + 1
+SMALL, LARGE = 3, replies.JOIN_BYTES_MAX // 4 + 1
 """Elements."""
 
 
@@ -86,19 +86,19 @@ def test_a_value_that_two_runs_want_is_leased_twice() -> None:
 
 @each("extra", [0, 1])
 def test_a_value_of_exactly_the_limit_is_small(extra: int) -> None:
-    one = block(0, shard.JOIN_BYTES_MAX // 4 + extra)
+    one = block(0, replies.JOIN_BYTES_MAX // 4 + extra)
     values_of([one])
     assert leased([one]) == [extra]
 
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 64, 65])
 def test_no_message_has_more_frames_than_a_receiver_takes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard, "JOIN_BYTES_MAX", 0)
+    monkeypatch.setattr(replies, "JOIN_BYTES_MAX", 0)
     blocks = [block(number) for number in range(count)]
     sends = values_of(blocks)
     sizes = [len(send.message.arrays.frames) for send in sends if isinstance(send.message, Values)]
-    assert sum(sizes) == count and len(sizes) == -(-count // shard.FRAMES_MAX)
-    assert max(sizes) <= min(shard.FRAMES_MAX, DEFAULT.payload_frames_max)
+    assert sum(sizes) == count and len(sizes) == -(-count // replies.FRAMES_MAX)
+    assert max(sizes) <= min(replies.FRAMES_MAX, DEFAULT.payload_frames_max)
     assert [row[1] for send in sends for row in contents(send)] == list(range(count))
     tokens = [buffer for send in sends if isinstance(send.token, tuple) for buffer in send.token]
     assert tokens == [one.published for one in blocks]
@@ -146,7 +146,7 @@ def test_a_block_of_several_slices_is_answered_by_one_frame_that_shows_its_buffe
     made.initialise([np.full(count, position, np.float32) for position, count in enumerate(counts)])
     answers = Reply()
     answers.value(7, made)
-    answers.acknowledge(8, made.ids, made.version, Outcome.COUNTED)
+    answers.acknowledge(8, made.ids, made.version)
     values, counted = sent(answers.messages(READER, 1 << 20, Traffic()))
     assert values.token == (made.published,) and leased([made]) == [1]
     assert contents(values) == [(7, 4, 0, [0]), (7, 5, 0, []), (7, 6, 0, [2])]
@@ -156,13 +156,13 @@ def test_a_block_of_several_slices_is_answered_by_one_frame_that_shows_its_buffe
 
 def test_what_was_counted_and_refused_leaves_in_one_message_for_each_reason() -> None:
     answers = Reply()
-    answers.acknowledge(1, np.array([4], np.uint32), 0, Outcome.COUNTED)
-    answers.acknowledge(2, np.array([5], np.uint32), 0, Outcome.INITIALISED)
+    answers.acknowledge(1, np.array([4], np.uint32), 0)
+    answers.acknowledge(2, np.array([5], np.uint32), 0)
     for number, reason in ((6, "too wide"), (7, "unknown"), (8, "too wide")):
         answers.refuse(3, np.array([number], np.uint32), ErrorCode.REFUSED, reason)
     counted, wide, unknown = [send.message for send in sent(answers.messages(READER, 1 << 20, Traffic()))]
     assert isinstance(counted, Counted) and isinstance(wide, Refused) and isinstance(unknown, Refused)
-    assert (counted.ids.tolist(), counted.outcomes.tolist()) == ([4, 5], [Outcome.COUNTED, Outcome.INITIALISED])
+    assert (counted.runs.tolist(), counted.ids.tolist()) == ([1, 2], [4, 5])
     assert (wide.ids.tolist(), wide.reason, unknown.ids.tolist()) == ([6, 8], "too wide", [7])
 
 

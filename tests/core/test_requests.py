@@ -60,11 +60,7 @@ def test_a_key_without_elements_has_a_run_without_bytes() -> None:
 
 
 def test_kinds_say_what_travels_which_way() -> None:
-    assert [kind for kind in RunKind if kind.pushes] == [
-        RunKind.PUSH,
-        RunKind.PUSHPULL,
-        RunKind.PUSH_ROWS,
-    ]
+    assert [kind for kind in RunKind if kind.pushes] == [RunKind.PUSH, RunKind.PUSHPULL]
     assert [kind for kind in RunKind if kind.pulls] == [
         RunKind.PULL,
         RunKind.PUSHPULL,

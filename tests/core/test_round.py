@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import numpy as np
 import pytest
 
 from kvdist.core.policy import SYNC
-from kvdist.core.round import PullRequest, Round, Setting, agreed_settings
+from kvdist.core.round import Contribution, Round, agreed_settings
 from kvdist.errors import OptimizerMismatch
 from kvdist.nodes import Member, worker
 from tests.cases import each
 
 
-@dataclass
-class Said:
+def push(rank: int, incarnation: int, rate: float | None, step: int = 0) -> Contribution:
     """A contribution of a worker that names a learning rate."""
-
-    member: Member
-    setting: Setting
-    step: int = 0
-    samples: int = 0
-    flags: int = 0
+    setting = (rate, None, None)
+    return Contribution(Member(worker(rank), incarnation), 1, step, 0, 0, 0, setting, np.zeros(0, np.float32))
 
 
-def said(*rates: tuple[int, int, float | None]) -> list[Said]:
-    """Of (rank, incarnation, learning rate)."""
-    return [Said(Member(worker(rank), incarnation), (rate, None, None)) for rank, incarnation, rate in rates]
+def said(*rates: tuple[int, int, float | None]) -> list[Contribution]:
+    """Contributions of (rank, incarnation, learning rate)."""
+    return [push(*one) for one in rates]
 
 
 @each(
@@ -40,7 +34,7 @@ def said(*rates: tuple[int, int, float | None]) -> list[Said]:
     ],
 )
 def test_the_numbers_of_those_that_were_there_before_hold(
-    present: list[Said], later: set[int], rate: float | None
+    present: list[Contribution], later: set[int], rate: float | None
 ) -> None:
     assert agreed_settings("w", present, later) == (rate, None)
 
@@ -53,10 +47,10 @@ def test_those_that_began_together_must_agree(later: set[int]) -> None:
 
 
 def test_who_is_asked_twice_how_far_it_is_promises_no_more_than_before() -> None:
-    round_: Round[Said, PullRequest] = Round("w", SYNC)
+    round_ = Round("w", SYNC)
     assert round_.promise() == 0
     for step in (0, 1):
-        round_.offer(Said(Member(worker(0), 1), (None, None, None), step), 0.0)
+        round_.offer(push(0, 1, None, step), 0.0)
         if round_.is_complete({0}):
             round_.close()
     assert (round_.version, round_.promise(), round_.is_complete({0})) == (1, 0, False), "one version more, not two"
@@ -65,11 +59,11 @@ def test_who_is_asked_twice_how_far_it_is_promises_no_more_than_before() -> None
 
 
 def test_who_goes_back_makes_no_version_before_a_cut_and_newcomers_begin_there() -> None:
-    round_: Round[Said, PullRequest] = Round("w", SYNC)
+    round_ = Round("w", SYNC)
     round_.promise()
     round_.rewind(3, {0: (3, 0)})
     assert (round_.promise(0), round_.promise(), round_.version) == (3, 2, 3), "newcomers take part from version 3 on"
-    round_.offer(Said(Member(worker(0), 1), (None, None, None), 3), 0.0)
+    round_.offer(push(0, 1, None, 3), 0.0)
     assert not round_.is_complete({0})
     round_.admit([1], 3)
     assert not round_.is_complete({0, 1}) and round_.is_complete({0})

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from kvdist.config.settings import Limits
 from kvdist.core.machine import Send
+from kvdist.core.server.buffers import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, Buffer
 from kvdist.core.server.peers import Peers
-from kvdist.core.server.shard import Replies, hints
+from kvdist.core.server.replies import Replies
+from kvdist.core.server.shard import Shard, hints
 from kvdist.core.server.snapshots import Snapshots
-from kvdist.core.server.sparse_table import BUFFER_UNIT_BYTES, BUFFERS_KEPT_MAX, ReplyBuffer, SparseShard
 from kvdist.core.traffic import Traffic
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, server, worker
 from kvdist.optimizer.registry import create
+from kvdist.optimizer.updater import Arithmetic, Updater
 from kvdist.protocol.arrays import Arrays, padded
 from kvdist.protocol.limits import DEFAULT
 from kvdist.protocol.messages import (
@@ -30,14 +32,13 @@ from kvdist.protocol.messages import (
     Counted,
     Flag,
     InitRows,
-    Outcome,
     Packet,
     Placement,
     PullRows,
     PushRows,
     Refused,
-    RowValues,
     Stamp,
+    Values,
 )
 from kvdist.protocol.wire import decode, encode
 
@@ -53,10 +54,11 @@ class Fed:
         self.allocated: list[int] = []
         self.peers = Peers("server-1")
         self.replies = Replies(Limits(), Traffic(), self.peers)
-        self.tables = SparseShard(REFERENCE, self.allocate, self.replies, Snapshots(self.peers))
+        arithmetic = Arithmetic(REFERENCE, Updater)
+        self.shard = Shard(Limits(), arithmetic, REFERENCE, self.allocate, self.replies, Snapshots(self.peers))
         keys, shapes = ("t", "lazy"), ((10, 2), (1 << 40, 2))
         placement = Placement((0, 2), (Placement.CUT, Placement.CUT), 64)
-        self.tables.assign(Assign(1, 0, "sync", keys, shapes, (1, 1), (1, 1), (ROWS, "zeros"), placement), 1, 2)
+        self.shard.assign(Assign(1, 0, "sync", keys, shapes, (1, 1), (1, 1), (ROWS, "zeros"), placement), 1, 2)
         self.roster({0: A, 1: B})
         self.say(A, init(rows([5, 9], 1)))
 
@@ -64,7 +66,7 @@ class Fed:
         gone = self.peers.workers.keys() - workers.keys()
         self.peers.workers = workers
         self.peers.rest(set())
-        self.tables.roster(gone)
+        self.shard.roster(gone)
 
     def allocate(self, nbytes: int) -> Any:
         self.allocated.append(nbytes)
@@ -76,13 +78,13 @@ class Fed:
         read = decode([bytes(frame) for frame in encode(Packet(stamp, message))]).message
         match read:
             case InitRows():
-                self.tables.initialise(sender, read)
+                self.shard.initialise_rows(sender, read)
             case PushRows():
-                self.tables.push(sender, read, now)
+                self.shard.push_rows(sender, read, now)
             case PullRows():
-                self.tables.pull(sender, read, now)
+                self.shard.pull_rows(sender, read, now)
         effects: list[Any] = self.replies.pop_messages()
-        self.tables.validate()
+        self.shard.validate()
         self.replies.validate()
         return effects
 
@@ -94,7 +96,7 @@ class Fed:
 
     def values(self, ids: Sequence[int] = (5, 6, 7, 8, 9), number: int = 1) -> list[float]:
         """First elements of rows, read directly."""
-        block = self.tables.all[number].rows
+        block = self.shard.tables[number].rows
         out = np.zeros(2 * len(ids), np.float32)
         block.gather(np.array(ids), out)
         return out[::2].tolist()
@@ -186,11 +188,12 @@ def test_unknown_slices_are_refused_by_number(fed: Fed) -> None:
 
 
 def test_a_pull_too_large_for_a_message_is_refused_before_anything_is_allocated(fed: Fed) -> None:
-    table = fed.tables.all[3]
+    table = fed.shard.tables[3]
     count = 1 + DEFAULT.payload_bytes_max // 8
     ids = np.arange(1 << 39, (1 << 39) + count)
     with mock.patch.object(table.rows, "gather", side_effect=AssertionError("nothing is read")):
-        fed.tables.pull(A, PullRows(u32(1), u32(3), u32(0), u32(0), Arrays(u8(INT64), u32(count), ids.tobytes())), 0.0)
+        named = Arrays(u8(INT64), u32(count), ids.tobytes())
+        fed.shard.pull_rows(A, PullRows(u32(1), u32(3), u32(0), u32(0), named), 0.0)
     (refused,) = fed.replies.pop_messages()
     assert isinstance(refused, Send) and isinstance(refused.message, Refused)
     assert f"key 'lazy': {count} rows are too many for one message" in refused.message.reason
@@ -204,8 +207,8 @@ def test_a_push_that_is_repeated_counts_once_and_the_first_wins(fed: Fed) -> Non
     assert {answer.to for answer in answers} == {A, B}
     assert fed.values() == [5, 0, 0, 0, 0]
     (again,) = fed.say(A, push(rows([6], 100)))
-    assert isinstance(again.message, Counted) and again.message.outcomes.tolist() == [Outcome.COUNTED]
-    assert fed.values() == [5, 0, 0, 0, 0] and fed.tables.all[1].round.version == 1
+    assert isinstance(again.message, Counted)
+    assert fed.values() == [5, 0, 0, 0, 0] and fed.shard.tables[1].round.version == 1
 
 
 def test_a_push_out_of_turn_is_refused(fed: Fed) -> None:
@@ -217,10 +220,10 @@ def test_a_contribution_in_parts_counts_with_the_last_one(fed: Fed) -> None:
     fed.say(B, push(rows([5, 9], 1), run=9))
     for part in (rows([5, 6], 1), rows([], 1), rows([8], 2)):
         assert not fed.say(A, push(part, flags=(MORE,)))
-    assert fed.tables.all[1].round.version == 0
+    assert fed.shard.tables[1].round.version == 0
     assert len(fed.say(A, push(rows([9], 3)))) == 2
     assert fed.values() == [2, 1, 0, 2, 4]
-    assert not fed.tables.all[1].arriving
+    assert not fed.shard.tables[1].arriving
 
 
 @pytest.mark.parametrize("between", [[], [rows([], 1)]])
@@ -231,7 +234,7 @@ def test_parts_that_do_not_ascend_are_refused_with_all_that_belongs_to_them(fed:
     (said,) = fed.refusals(A, push(rows([7, 8], 1), flags=(MORE,)))
     assert "worker-0" in said and "sent rows that do not ascend of key 't'" in said
     assert fed.refusals(A, push(rows([9], 1))) == ["key 't': an earlier part of the same rows was refused"]
-    assert fed.tables.all[1].round.version == 0 and not fed.tables.all[1].arriving
+    assert fed.shard.tables[1].round.version == 0 and not fed.shard.tables[1].arriving
     fed.say(A, push(rows([9], 4), run=12))
     assert fed.values() == [1, 0, 0, 0, 4]
 
@@ -251,19 +254,19 @@ def test_parts_of_two_pushes_or_with_and_without_a_gradient_do_not_mix(fed: Fed)
         fed.say(A, push(rows([5], 1), flags=(MORE,)))
         (said,) = fed.refusals(A, odd)
         assert "a part of another push between those of key 't'" in said
-        fed.tables.all[1].spoilt.clear()
+        fed.shard.tables[1].spoilt.clear()
 
 
 def test_first_values_of_which_a_part_is_refused_never_become_the_first_values() -> None:
     fed = Fed()
-    table = fed.tables.all[1]
+    table = fed.shard.tables[1]
     table.has_value = False
     assert not fed.say(A, init(rows([5], 3), flags=MORE))
     assert "rows must ascend" in fed.refusals(A, init(rows([99], 3), flags=MORE))[0]
     assert fed.refusals(A, init(rows([6], 3))) == ["key 't': an earlier part of the same rows was refused"]
     assert not table.has_value
     (done,) = fed.say(A, init(rows([5, 6, 7, 8, 9], 2), run=2))
-    assert done.message.outcomes.tolist() == [Outcome.INITIALISED] and fed.values() == [2] * 5
+    assert isinstance(done.message, Counted) and fed.values() == [2] * 5
 
 
 def test_what_was_arriving_from_a_worker_that_is_gone_is_dropped(fed: Fed) -> None:
@@ -272,11 +275,11 @@ def test_what_was_arriving_from_a_worker_that_is_gone_is_dropped(fed: Fed) -> No
     fed.roster({0: A})
     (counted,) = fed.replies.pop_messages()
     assert isinstance(counted, Send) and counted.to == A
-    assert fed.values() == [2, 0, 0, 0, 0] and not fed.tables.all[1].arriving
+    assert fed.values() == [2, 0, 0, 0, 0] and not fed.shard.tables[1].arriving
 
 
 def test_an_answer_to_a_worker_that_was_replaced_is_not_sent_and_its_memory_is_free(fed: Fed) -> None:
-    fed.tables.pull(Member(worker(1), 99), pull(np.array([5])), 0.0)
+    fed.shard.pull_rows(Member(worker(1), 99), pull(np.array([5])), 0.0)
     assert not fed.replies.pop_messages()
     assert fed.allocated == [BUFFER_UNIT_BYTES]
     fed.say(A, pull(np.array([5])))
@@ -286,9 +289,9 @@ def test_an_answer_to_a_worker_that_was_replaced_is_not_sent_and_its_memory_is_f
 def test_an_answer_is_leased_until_it_is_acknowledged_and_its_memory_used_again(fed: Fed) -> None:
     (first,) = fed.say(A, pull(np.array([5, 6])))
     (second,) = fed.say(A, pull(np.array([9])))
-    assert [isinstance(one.message, RowValues) for one in (first, second)] == [True, True]
+    assert [isinstance(one.message, Values) for one in (first, second)] == [True, True]
     (mine,), (other,) = first.token, second.token  # type: ignore[misc]
-    assert isinstance(mine, ReplyBuffer) and mine is not other and (mine.leases, other.leases) == (1, 1)
+    assert isinstance(mine, Buffer) and mine is not other and (mine.leases, other.leases) == (1, 1)
     assert fed.allocated == [BUFFER_UNIT_BYTES] * 2
     shown = bytes(first.message.arrays.payload)
     fed.say(A, push(rows([5], 7)))
@@ -301,26 +304,26 @@ def test_an_answer_is_leased_until_it_is_acknowledged_and_its_memory_used_again(
 
 def test_only_so_many_buffers_are_kept_and_none_that_somebody_reads(fed: Fed) -> None:
     answers = [fed.say(A, pull(np.array([5])))[0] for _ in range(2 * BUFFERS_KEPT_MAX)]
-    assert len(fed.tables.buffers.all) == 2 * BUFFERS_KEPT_MAX
+    assert len(fed.shard.buffers.all) == 2 * BUFFERS_KEPT_MAX
     for answer in answers[1:]:
         answer.token[0].leases -= 1  # type: ignore[index]
     ids = np.arange(1 << 39, (1 << 39) + 100_000)  # too large for any of them
     fed.say(A, pull(ids, numbers=(3,)))
-    assert len(fed.tables.buffers.all) <= BUFFERS_KEPT_MAX + 1
-    assert answers[0].token[0] in fed.tables.buffers.all  # type: ignore[index]
+    assert len(fed.shard.buffers.all) <= BUFFERS_KEPT_MAX + 1
+    assert answers[0].token[0] in fed.shard.buffers.all  # type: ignore[index]
 
 
 def test_who_pulls_behind_a_push_that_is_still_arriving_is_named_as_who_is_awaited(fed: Fed) -> None:
     fed.say(A, push(rows([5], 1), flags=(MORE,)))
     fed.say(A, pull(np.array([5]), steps=(1,)))
-    (wait,) = fed.tables.waits(9.0)
+    (wait,) = fed.shard.waits(9.0)
     assert wait.describe(9.0) == "waiting 9.0 s for worker-0 to push key 't' (step 1)"
-    (hint,) = hints(fed.tables.waits(4.0), 9.0)
+    (hint,) = hints(fed.shard.waits(4.0), 9.0)
     assert isinstance(hint, Send) and hint.to == A and hint.message.ranks == (0,)  # type: ignore[union-attr]
 
 
 def test_an_optimizer_makes_sums_gradients(fed: Fed) -> None:
-    fed.tables.set_optimizer(0, create("test", rescale_grad=3))
+    fed.shard.set_optimizer(0, create("test", rescale_grad=3))
     fed.say(A, push(rows([5], 1)))
     fed.say(B, push(rows([6], 2)))
     assert fed.values() == [4, 6, 0, 0, 1]
@@ -363,16 +366,16 @@ def test_whatever_is_said_is_answered_or_waits_and_rounds_go_on(
 ) -> None:
     fed = Fed()
     if optimizer:
-        fed.tables.set_optimizer(0, create(optimizer))
+        fed.shard.set_optimizer(0, create(optimizer))
     for sender, message in spoken:
         for answer in fed.say(sender, message):
-            assert isinstance(answer.message, Refused | Counted | RowValues)
+            assert isinstance(answer.message, Refused | Counted | Values)
             assert answer.to in (A, B)
             encode(Packet(Stamp(1, 1, Member(server(1), 5), 0, 1, 0, 0), answer.message))
-    assert all(wait.describe(99.0) for wait in fed.tables.waits(99.0))
+    assert all(wait.describe(99.0) for wait in fed.shard.waits(99.0))
     assert all(nbytes == BUFFER_UNIT_BYTES for nbytes in fed.allocated), "nothing is as large as somebody says"
     # Both workers go on as they should, and the next round is what it must be.
-    table = fed.tables.all[1]
+    table = fed.shard.tables[1]
     table.round.slots.clear()
     table.arriving.clear()
     version = table.round.version

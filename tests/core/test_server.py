@@ -10,7 +10,7 @@ import pytest
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.machine import PeerConnected, PeerDisconnected, Worked
-from kvdist.core.server import shard
+from kvdist.core.server import replies
 from kvdist.core.server.buffers import Buffer
 from kvdist.errors import OptimizerMismatch, PeerLostError, PushRefused, StoreClosed
 from kvdist.nodes import UNRANKED, Member, NodeId, Role, worker
@@ -64,11 +64,11 @@ def test_a_worker_that_leaves_is_counted_once_more_and_waits_for_nothing(wired: 
     wired.push(1, {"w": [1, 1, 1]})
     unanswered = wired.pull(1, "w")
     wired.settle()
-    assert any(block.round.pulls for block in wired.servers[0].dense.blocks)
+    assert any(block.round.pulls for block in wired.servers[0].shard.blocks)
     wired.leave(1)
     wired.advance(0.1)
     assert isinstance(wired.failed[unanswered], StoreClosed)
-    assert not any(block.round.pulls for block in wired.servers[0].dense.blocks)
+    assert not any(block.round.pulls for block in wired.servers[0].shard.blocks)
     for gift, expected in ((10, 11), (7, 7)):
         read = wired.pushpull(0, {"w": [gift] * 3})
         wired.settle()
@@ -159,7 +159,7 @@ def test_one_bad_slice_is_refused_and_its_neighbours_are_not_touched(wired: Wire
     wired.hear("server-0", Packet(stamp, push))
     said = wired.log[-1]
     assert "Refused(runs=[77], ids=[77]" in said and "slice 77 is not kept by server-0" in said
-    assert list(wired.servers[0].dense.blocks.of(0)[0].round.slots) == [1]
+    assert list(wired.servers[0].shard.blocks.of(0)[0].round.slots) == [1]
 
 
 def test_a_first_value_of_another_size_is_refused(wired: Wired) -> None:
@@ -171,10 +171,10 @@ def test_a_first_value_of_another_size_is_refused(wired: Wired) -> None:
 
 
 def test_a_large_value_is_leased_until_the_worker_has_it(monkeypatch: pytest.MonkeyPatch, wired: Wired) -> None:
-    monkeypatch.setattr(shard, "JOIN_BYTES_MAX", 8)
+    monkeypatch.setattr(replies, "JOIN_BYTES_MAX", 8)
     read = wired.pull(0, "w")
     wired.deliver()
-    buffer = wired.servers[0].dense.blocks.of(0)[0].published
+    buffer = wired.servers[0].shard.blocks.of(0)[0].published
     assert buffer is not None and buffer.leases == 1
     for rank in (0, 1):
         wired.push(rank, {"w": [7, 7, 7]})
@@ -219,7 +219,7 @@ HOLD = int(Flag.HOLD)
 
 
 def held_by(wired: Wired, name: str, number: int = 0) -> Buffer:
-    return wired.servers[0].dense.blocks.of(number)[0].lent[wired.member(name)]
+    return wired.servers[0].shard.blocks.of(number)[0].lent[wired.member(name)]
 
 
 @pytest.fixture
@@ -242,8 +242,8 @@ def test_a_slow_worker_reads_the_same_value_while_the_others_go_on(slow: Wired) 
         slow.pushpull(1, {"w": [turn] * 3}, flag=HOLD)
         slow.advance(0.1)
         assert buffer.array.tolist() == [1, 1, 1]
-        seen.add(id(slow.servers[0].dense.blocks.of(0)[0].published))
-    assert len(seen) <= 4 and len(slow.servers[0].dense.blocks.of(0)[0].pool.free_buffers) <= 4
+        seen.add(id(slow.servers[0].shard.blocks.of(0)[0].published))
+    assert len(seen) <= 4 and len(slow.servers[0].shard.blocks.of(0)[0].pool.free_buffers) <= 4
 
 
 def test_a_held_value_is_free_when_the_worker_has_acknowledged_its_successor(slow: Wired) -> None:
@@ -310,16 +310,16 @@ def keys_of(count: int, elements: int) -> dict[int | str, list[float]]:
 def test_large_values_leave_in_one_message_of_several_frames(
     count: int, frames: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard, "JOIN_BYTES_MAX", 8)
+    monkeypatch.setattr(replies, "JOIN_BYTES_MAX", 8)
     wired = Wired(1, 1)
     wired.initialise(keys_of(count, 4))
-    for block in wired.servers[0].dense.blocks:
-        wired.servers[0].dense.blocks.isolate(block.ids)
+    for block in wired.servers[0].shard.blocks:
+        wired.servers[0].shard.blocks.isolate(block.ids)
     read = wired.pull(0, *range(count))
     wired.deliver()
     messages = [packet.message for _, _, packet in wired.wire]
     assert [len(message.arrays.frames) for message in messages if isinstance(message, Values)] == frames
-    blocks = list(wired.servers[0].dense.blocks)
+    blocks = list(wired.servers[0].shard.blocks)
     assert all(block.published is not None and block.published.leases == 1 for block in blocks)
     wired.advance(0.1)
     assert all(block.published is not None and block.published.leases == 0 for block in blocks)
@@ -328,13 +328,13 @@ def test_large_values_leave_in_one_message_of_several_frames(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "10.0.0.1"])
 def test_large_values_of_one_message_are_bounded_in_bytes_too(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
-    monkeypatch.setattr(shard, "JOIN_BYTES_MAX", 8)
+    monkeypatch.setattr(replies, "JOIN_BYTES_MAX", 8)
     wired = Wired(1, 1, server_host=host)
     wired.initialise({**keys_of(5, 4), 9: [1.0], 10: [1.0] * 20})
-    for block in wired.servers[0].dense.blocks:
-        wired.servers[0].dense.blocks.isolate(block.ids)
+    for block in wired.servers[0].shard.blocks:
+        wired.servers[0].shard.blocks.isolate(block.ids)
     if host == "127.0.0.1":
-        monkeypatch.setattr(shard, "TOGETHER_BYTES_MAX", 32)
+        monkeypatch.setattr(replies, "TOGETHER_BYTES_MAX", 32)
     else:
         wired.servers[0].replies.limits = Limits(slice_bytes=32)
     read = wired.pull(0, *range(5), 9, 10)

@@ -24,7 +24,7 @@ from kvdist.core.joining import SCHEDULER_MEMBER, Joining
 from kvdist.core.machine import ChildEnded, Effect, Event, PeerDisconnected, Send
 from kvdist.core.policy import Policy
 from kvdist.core.reliable import PeerLink, Reliable
-from kvdist.core.round import Admission, PullRequest, Round, Verdict
+from kvdist.core.round import Admission, Contribution, PullRequest, Round, Verdict
 from kvdist.core.scheduler.checkpoints import Checkpoints, LoadUnderWay, SaveUnderWay
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.leases import LeaseHolder, Leases, Queue, Range
@@ -34,15 +34,17 @@ from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.core.scheduler.rollback import Rollback, Snapshot
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import replica, shard, snapshots
-from kvdist.core.server.block import Block, BlockRows, Blocks, Contribution
-from kvdist.core.server.buffers import Buffer, BufferPool
+from kvdist.core.server.block import Block, BlockRows, Blocks
+from kvdist.core.server.buffers import Buffer, BufferPool, ReplyBuffers
+from kvdist.core.server.holder import Holder
 from kvdist.core.server.peers import Peers
 from kvdist.core.server.progress import Quotas
-from kvdist.core.server.replica import CopiedDense, ReplicatedServer
+from kvdist.core.server.replica import CopiedShard, ReplicatedServer
+from kvdist.core.server.replies import Reply
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import DenseShard, Reply, Shard, StoredHolder
+from kvdist.core.server.shard import Shard
 from kvdist.core.server.snapshots import Restoring, ServerSnapshot, Snapshots
-from kvdist.core.server.sparse_table import ReplyBuffer, ReplyBuffers, RowContribution, SparseShard, SparseTable
+from kvdist.core.server.sparse_table import SparseTable
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.worker import newcomer
 from kvdist.core.worker.pending import BarrierCalls, SavingCalls
@@ -484,7 +486,7 @@ def test_one_worker_and_three_servers_work_too() -> None:
 # Mutants: with a rule switched off, some seed must fail.
 
 
-ORIGINAL_REPLICATE, ORIGINAL_PLACE_OF = CopiedDense.replicate, Round.place_of
+ORIGINAL_REPLICATE, ORIGINAL_PLACE_OF = CopiedShard.replicate, Round.place_of
 ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
     replica._pieces,
     ReplicatedServer._fill,
@@ -492,7 +494,7 @@ ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
 )
 
 
-ORIGINAL_PULL_STATE = DenseShard.pull_state
+ORIGINAL_PULL_STATE = Shard.pull_state
 ORIGINAL_SAVED, ORIGINAL_COVER = Checkpoints.saved, Blocks.cover_merged
 ORIGINAL_BEGIN_LOADING = Checkpoints._begin_loading
 
@@ -507,20 +509,20 @@ def forgets_who_is_in_it(contributions: Sequence[Any]) -> Any:
     return ()
 
 
-def lags_behind(self: CopiedDense, message: Any) -> None:
+def lags_behind(self: CopiedShard, message: Any) -> None:
     """Apply what is forwarded one message late."""
     before, self.__dict__["late"] = self.__dict__.get("late"), message
     if before is not None:
         ORIGINAL_REPLICATE(self, before)
 
 
-def counts_what_is_sent_again(self: Round[Any, Any], contribution: Any) -> Verdict:
+def counts_what_is_sent_again(self: Round, contribution: Any) -> Verdict:
     rank = contribution.member.node.rank
     self.counted[rank] = min(contribution.step, self.counted.get(rank, 0))
     return ORIGINAL_PLACE_OF(self, contribution)
 
 
-def fills_in_without_counters(round_: Round[Any, Any]) -> Any:
+def fills_in_without_counters(round_: Round) -> Any:
     """What a worker sends again counts twice after a second death."""
     return (), -1
 
@@ -576,7 +578,7 @@ def forgets_who_is_unaware(self: Checkpoints, server: Member, unaware: Any) -> N
         saving.servers.pop(server.node, None)
 
 
-def counts_messages(self: Round[Any, Any], contribution: Contribution, now: float) -> Verdict:
+def counts_messages(self: Round, contribution: Contribution, now: float) -> Verdict:
     """A round counts messages: whoever comes takes the next free slot."""
     slot = contribution.member.node.rank
     while slot in self.slots:
@@ -627,7 +629,7 @@ def writes_into_parts(self: BufferPool, buffer: Buffer) -> None:
     self.free_buffers.append(buffer)
 
 
-def forgets_the_step(self: Round[Any, Any], pull: PullRequest) -> bool:
+def forgets_the_step(self: Round, pull: PullRequest) -> bool:
     return self.version >= pull.version
 
 
@@ -696,12 +698,12 @@ def copies_nothing(self: SliceState) -> SliceState:
     return self
 
 
-def waits_for_all_marks(round_: Round[Any, Any], marks: Any, workers: Any, is_exact: bool) -> bool:
+def waits_for_all_marks(round_: Round, marks: Any, workers: Any, is_exact: bool) -> bool:
     """The moment has passed by then, if anybody runs ahead."""
     return ORIGINAL_IS_DUE(round_, marks, workers, False)
 
 
-def waits_for_one_mark(round_: Round[Any, Any], marks: Any, workers: Any, is_exact: bool) -> bool:
+def waits_for_one_mark(round_: Round, marks: Any, workers: Any, is_exact: bool) -> bool:
     """An asynchronous store is saved without what others have pushed."""
     return ORIGINAL_IS_DUE(round_, marks, workers, True)
 
@@ -719,7 +721,7 @@ def is_complete_without_servers(self: SaveUnderWay) -> bool:
     return bool(self.saves) and all(node.role is not Role.WORKER for node in self.agreement.missing())
 
 
-def counts_messages_of_rows(self: SparseTable, contribution: RowContribution, more: bool, now: float) -> Verdict:
+def counts_messages_of_rows(self: SparseTable, contribution: Contribution, more: bool, now: float) -> Verdict:
     """Each part of a contribution takes the next free slot."""
     slot = contribution.member.node.rank
     while slot in self.round.slots:
@@ -728,14 +730,14 @@ def counts_messages_of_rows(self: SparseTable, contribution: RowContribution, mo
     return Verdict.ACCEPTED
 
 
-def takes_the_last_part(self: SparseTable, contribution: RowContribution, more: bool, now: float) -> Verdict:
+def takes_the_last_part(self: SparseTable, contribution: Contribution, more: bool, now: float) -> Verdict:
     self.arriving.pop(contribution.member.node.rank, None)
     return ORIGINAL_OFFER(self, contribution, more, now)
 
 
-def writes_into_leased_answers(self: ReplyBuffers, nbytes: int) -> ReplyBuffer:
+def writes_into_leased_answers(self: ReplyBuffers, nbytes: int) -> Buffer:
     for buffer in self.all:
-        if len(buffer.memory) >= nbytes:
+        if len(buffer.payload) >= nbytes:
             return buffer
     return ORIGINAL_BUFFER(self, nbytes)
 
@@ -746,14 +748,17 @@ def leaves_out_servers_without_rows(*arguments: Any, **options: Any) -> Any:
     return [run for run in runs if any(chunk.rows for chunk in run.chunks)] or runs[:1], memory
 
 
-def answers_at_once(self: SparseShard, table: SparseTable) -> None:
-    """What waits for first values is answered without them."""
+def answers_at_once(self: Shard, table: Holder) -> None:
+    """Rows that wait for first values are answered without them."""
+    if not isinstance(table, SparseTable):
+        ORIGINAL_ANSWER_PULLS(self, table)
+        return
     pulls, table.round.pulls = table.round.pulls, []
     for pull in pulls:
         self._answer_pull(table, pull)
 
 
-def keeps_what_is_lost(self: Round[Any, Any], ranks: Set[int]) -> dict[int, int]:
+def keeps_what_is_lost(self: Round, ranks: Set[int]) -> dict[int, int]:
     """What a lost worker has pushed lies there, and counts."""
     return dict.fromkeys(ranks, 0)
 
@@ -768,8 +773,7 @@ def closes_before_it_drops(self: Server, message: Roster, now: float) -> list[Ef
     drop = self._drop
 
     def late(lost: Mapping[int, Member]) -> dict[int, tuple[Fate, ...]]:
-        for one in self._shards:
-            one.roster(lost.keys())
+        self.shard.roster(lost.keys())
         return drop(lost)
 
     with mock.patch.object(self, "_drop", late):
@@ -808,7 +812,7 @@ def knows_no_giver(self: Keys, number: int) -> int | None:
     return None
 
 
-def counts_early_pushes(self: Round[Any, Any]) -> Set[int]:
+def counts_early_pushes(self: Round) -> Set[int]:
     """What a newcomer has pushed for a later version is in the next one."""
     return self.slots.keys()
 
@@ -1004,7 +1008,7 @@ def tells_the_user_nothing(self: Worker, message: Rewind, now: float) -> list[Ef
     return effects
 
 
-def takes_slices_as_they_are(holder: StoredHolder, version: int) -> bool:
+def takes_slices_as_they_are(holder: Holder, version: int) -> bool:
     return False
 
 
@@ -1016,7 +1020,7 @@ def keeps_the_numbers_of_what_was_dropped(self: Checkpoints) -> list[Effect]:
     return effects
 
 
-def goes_on_before_the_cut(self: Shard[Any], store: int, read: Any) -> list[tuple[int, int]]:
+def goes_on_before_the_cut(self: Shard, store: int, read: Any) -> list[tuple[int, int]]:
     """Servers make versions again as soon as they have gone back, however few workers are there."""
     with mock.patch.object(type(self), "promise", lambda shard, more=1: []):
         return ORIGINAL_ROLL_BACK(self, store, read)
@@ -1035,7 +1039,7 @@ def refuses_early_words(self: Server, source: Member, message: Message) -> str |
     return ORIGINAL_REFUSES(self, source, message)
 
 
-def keeps_what_it_counted(self: Round[Any, Any], version: int, ranks: Iterable[int]) -> None:
+def keeps_what_it_counted(self: Round, version: int, ranks: Iterable[int]) -> None:
     counted = self.counted
     ORIGINAL_ROUND_REWIND(self, version, ranks)
     self.counted = counted or self.counted
@@ -1069,7 +1073,7 @@ def leaves_what_is_torn(self: Rollback, sender: Member, message: SnapshotTaken) 
     return ORIGINAL_TAKEN(self, sender, message)
 
 
-def knows_one_version(self: Round[Any, Any], pull: PullRequest) -> bool:
+def knows_one_version(self: Round, pull: PullRequest) -> bool:
     """Who comes back reads the present version of each slice."""
     return False
 
@@ -1086,7 +1090,7 @@ def loses_what_was_before(self: Block, begin: int, end: int) -> Block:
     return part
 
 
-def forgets_what_counts(self: Round[Any, Any], ranks: Set[int]) -> None:
+def forgets_what_counts(self: Round, ranks: Set[int]) -> None:
     """Who comes back is counted in each slice as if it had never been there."""
     ORIGINAL_DROP(self, ranks)
 
@@ -1101,7 +1105,7 @@ def awaits_who_is_there(self: Peers, ranks: Set[int]) -> None:
     self.resting, self.awaited = set(ranks), self.workers.keys() - ranks
 
 
-def leaves_out_who_has_come_back(self: Shard[Any], store: int) -> list[tuple[int, int, int, int]]:
+def leaves_out_who_has_come_back(self: Shard, store: int) -> list[tuple[int, int, int, int]]:
     """Rounds of keys that are declared after a worker has come back do not wait for it."""
     return []
 
@@ -1171,11 +1175,11 @@ def installs_again(self: Server, message: SetOptimizer, now: float) -> list[Effe
 GRACE_S = Limits.reconnect_grace_s
 
 
-def drops_rows_alone(self: DenseShard, block: Block, rank: int) -> None:
+def drops_rows_alone(self: Shard, block: Block, rank: int) -> None:
     """The rows of a sum are dropped one by one, though one of them has the bytes of all."""
 
 
-def takes_late_sums(self: DenseShard, sender: Member, message: JoinedPush, neighbours: Any, now: float) -> None:
+def takes_late_sums(self: Shard, sender: Member, message: JoinedPush, neighbours: Any, now: float) -> None:
     """A sum with a worker that was given up counts if it comes late."""
     lost, self.peers.lost = self.peers.lost, set()
     try:
@@ -1199,7 +1203,7 @@ def keeps_it_to_itself(self: HostAggregation, message: HandedBack) -> None:
     """A leader does not tell its followers what a server has handed back."""
 
 
-def awaits_all_at_once(self: Round[Any, Any], ranks: Sequence[int]) -> None:
+def awaits_all_at_once(self: Round, ranks: Sequence[int]) -> None:
     """Rounds of new keys wait for all members, whatever those have agreed on."""
 
 
@@ -1223,7 +1227,7 @@ def follows_as_a_newcomer(self: Worker, message: Roster, now: float) -> list[Eff
     return effects
 
 
-ORIGINAL_PUSH_JOINED = DenseShard.push_joined
+ORIGINAL_PUSH_JOINED = Shard.push_joined
 ORIGINAL_UPDATE = Peers.update
 ORIGINAL_WORKER_ROSTER = Worker._roster
 ORIGINAL_SET_OPTIMIZER = Server._set_optimizer
@@ -1231,7 +1235,7 @@ ORIGINAL_ROSTER = Server._roster
 ORIGINAL_REFUSES = Server.refuses
 ORIGINAL_LOSE = Membership.lose
 ORIGINAL_WITHOUT = Scheduler._without_departed
-ORIGINAL_OFFER = SparseTable.offer
+ORIGINAL_OFFER, ORIGINAL_ANSWER_PULLS = SparseTable.offer, Shard._answer_pulls
 ORIGINAL_BUFFER = ReplyBuffers.acquire
 ORIGINAL_COMPLETE = HostRounds._complete
 ORIGINAL_TAKE = Snapshots._copy
@@ -1261,7 +1265,7 @@ def keeps_what_the_lost_have_said(self: Quotas, now: float) -> list[Effect]:
     return [effect for number in self._said for effect in self._look(number, now)]
 
 
-def keeps_the_samples_of_the_lost(self: Round[Any, Any], ranks: Set[int]) -> dict[int, int]:
+def keeps_the_samples_of_the_lost(self: Round, ranks: Set[int]) -> dict[int, int]:
     """What the lost have pushed is dropped, and the mean is over their examples all the same."""
     samples = sum(one.samples for rank, one in self.slots.items() if rank in ranks)
     pushes = ORIGINAL_DROP(self, ranks)
@@ -1290,7 +1294,7 @@ def closes_without_one(self: Policy, present: Set[int], members: Set[int]) -> bo
     return bool(present) and len(present) >= len(members) - 1
 
 
-def drops_what_this_slice_finds_late(self: Round[Any, Any], ranks: Sequence[int] | None = None) -> list[Any]:
+def drops_what_this_slice_finds_late(self: Round, ranks: Sequence[int] | None = None) -> list[Any]:
     taken = ORIGINAL_TAKE_ROUND(self, ranks)
     for one in taken:
         if not self.policy.is_lockstep and self.version - 1 - one.version > 2:
@@ -1303,7 +1307,7 @@ def tells_what_it_was_told(self: ProgressReports) -> list[int]:
     return [said.request for said in self._said.values() if self._pending.get(said.request) is not None]
 
 
-def reads_averages_at_once(self: DenseShard, sender: Member, message: PullState, now: float) -> None:
+def reads_averages_at_once(self: Shard, sender: Member, message: PullState, now: float) -> None:
     """The average is that of the present weights, whatever the worker has under way."""
     ORIGINAL_PULL_STATE(self, sender, replace(message, steps=np.zeros_like(message.steps)), now)
 
@@ -1317,7 +1321,7 @@ def begins_a_copys_averages_anew(saved: SavedSlice) -> Any:
 MUTANTS: dict[str, tuple[str, Patches]] = {
     "averages are read before the worker's own pushes are counted": (
         "averages",
-        [(DenseShard, "pull_state", reads_averages_at_once)],
+        [(Shard, "pull_state", reads_averages_at_once)],
     ),
     "the average of a copy that is filled in begins anew": (
         "fills with averages",
@@ -1479,7 +1483,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "a pull of rows does not wait for its own pushes": ("rows", [(Round, "satisfies", forgets_the_step)]),
     "a pull of rows waits for nothing": (
         "rows",
-        [(SparseShard, "_answer_pulls", answers_at_once)],
+        [(Shard, "_answer_pulls", answers_at_once)],
     ),
     "leased answers are written": ("rows async", [(ReplyBuffers, "acquire", writes_into_leased_answers)]),
     "what lost workers have pushed counts": ("goes on with one", [(Round, "drop", keeps_what_is_lost)]),
@@ -1509,11 +1513,11 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "first values that never come are awaited": ("goes on or is doomed", [(Keys, "giver_of", knows_no_giver)]),
     "the rows of a sum are dropped one by one": (
         "goes on with sums of hosts",
-        [(DenseShard, "_drop_sum", drops_rows_alone)],
+        [(Shard, "_drop_sum", drops_rows_alone)],
     ),
     "a late sum counts for a lost worker": (
         "goes on with sums under way for long",
-        [(DenseShard, "push_joined", takes_late_sums)],
+        [(Shard, "push_joined", takes_late_sums)],
     ),
     "leaders forward what is lost": (
         "goes on with sums under way for long",
@@ -1642,7 +1646,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         [(ReplicatedServer, "_published", publishes_at_once)],
     ),
     "a backup does not know who is in a round": ("replicas async", [(replica, "_contributors", forgets_who_is_in_it)]),
-    "a copy that is behind is taken over": ("replicas async", [(CopiedDense, "replicate", lags_behind)]),
+    "a copy that is behind is taken over": ("replicas async", [(CopiedShard, "replicate", lags_behind)]),
     "what is sent again counts twice": ("replicas async", [(Round, "place_of", counts_what_is_sent_again)]),
     "what lost servers have not answered is not sent again": (
         "replicas and a dead server",

@@ -9,7 +9,7 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.server import row_storage
-from kvdist.core.server.sparse_table import BUFFERS_KEPT_MAX
+from kvdist.core.server.buffers import BUFFERS_KEPT_MAX
 from kvdist.core.worker.requests import DeclareKeys, RunKind, Transfer
 from kvdist.dtypes import DType
 from kvdist.errors import OptimizerMismatch, PushRefused
@@ -55,7 +55,7 @@ def test_an_optimizer_changes_only_the_rows_that_somebody_pushed(wired: Tables) 
     wired.push_rows(1, {0: 10, 3: 100})
     wired.settle()
     assert wired.now_there() == [27, 5, 5, 205, 5, 5]
-    (table,) = wired.servers[0].sparse.all.values()
+    (table,) = wired.servers[0].shard.tables.values()
     assert table.rows.rows_touched == 2
 
 
@@ -72,7 +72,7 @@ def test_no_rows_and_no_gradient_both_count_but_only_rows_make_a_sum(wired: Tabl
         wired.push_rows(rank, None)
     wired.settle()
     assert wired.now_there() == [0, 0, 7, 0, 0, 0]
-    (table,) = wired.servers[0].sparse.all.values()
+    (table,) = wired.servers[0].shard.tables.values()
     assert table.round.version == 4 and table.round.counted == {0: 4, 1: 4}
 
 
@@ -112,7 +112,7 @@ def test_each_server_keeps_its_rows_and_every_server_gets_a_contribution(cut: Ta
         cut.settle()
         assert set(requests) <= cut.completed.keys()
     assert [cut.now_there(rank=rank) for rank in (0, 1)] == [[2, 2, 0, 0, 0, 13]] * 2
-    assert all(table.round.version == 3 for server in cut.servers for table in server.sparse.all.values())
+    assert all(table.round.version == 3 for server in cut.servers for table in server.shard.tables.values())
 
 
 def test_more_servers_than_rows_leave_some_without(cut: Tables) -> None:
@@ -213,7 +213,7 @@ def test_a_worker_that_leaves_is_counted_once_more_and_waits_for_nothing(wired: 
     wired.push_rows(1, {0: 1})
     wired.pull_rows(1)
     wired.settle()
-    (table,) = wired.servers[0].sparse.all.values()
+    (table,) = wired.servers[0].shard.tables.values()
     assert len(table.round.pulls) == 1
     wired.leave(1)
     wired.advance(0.1)
@@ -238,7 +238,7 @@ def test_a_worker_leaves_when_all_parts_of_its_push_have_arrived() -> None:
     wired.table()
     wired.push_rows(1, dict.fromkeys(range(6), 4))
     wired.leave(1)
-    (table,) = wired.servers[0].sparse.all.values()
+    (table,) = wired.servers[0].shard.tables.values()
     wired.settle()
     wired.advance(1.0)
     assert "worker-1" in wired.stopped and not table.arriving
@@ -260,14 +260,14 @@ def test_a_large_push_and_pull_travel_in_parts_and_in_order() -> None:
     pushed = [line.split("PushRows")[1] for line in wired.log if "PushRows" in line]
     assert [("[128]" in line, "[4]" in line) for line in pushed] == [(True, False), (True, False), (False, True)]
     assert read in wired.completed and wired.rows(pull) == [1, 2, 3, 4, 5, 0]
-    assert sum("RowValues" in line for line in wired.log) == 3
+    assert sum(": Values" in line for line in wired.log) == 3
 
 
 def test_small_pushes_of_several_tables_share_a_message(wired: Tables) -> None:
     infos = [wired.table(key) for key in "abc"]
     wired.log.clear()
     runs = [push_runs(info, np.array([0]), np.ones((1, 2), np.float32), 1)[0][0] for info in infos]
-    wired.ask(0, lambda number: Transfer(number, RunKind.PUSH_ROWS, "push of three", runs))
+    wired.ask(0, lambda number: Transfer(number, RunKind.PUSH, "push of three", runs))
     wired.push_rows(1, {2: 5}, "b")
     for key in "ac":
         wired.push_rows(1, None, key)
@@ -285,7 +285,7 @@ def test_settings_of_pushes_that_share_a_message_stay_apart(wired: Tables) -> No
         for info, lr in zip(infos, (1.0, 0.25), strict=True):
             ones = np.ones((1, 2), np.float32)
             runs += push_runs(info, np.array([0]), ones, 1, settings=((lr, 0.0, 1.0),))[0]
-        wired.ask(rank, lambda number, runs=runs: Transfer(number, RunKind.PUSH_ROWS, "push of two", runs))
+        wired.ask(rank, lambda number, runs=runs: Transfer(number, RunKind.PUSH, "push of two", runs))
     wired.settle()
     assert (wired.now_there("a")[0], wired.now_there("b")[0]) == (-1, 0.5)
 
@@ -312,7 +312,7 @@ def test_pulls_of_small_runs_share_a_message(wired: Tables) -> None:
     outs = [np.zeros((2, 2), np.float32) for _ in infos]
     ids = np.array([1, 4])
     runs = [run for info, out in zip(infos, outs, strict=True) for run in pull_runs(info, ids, out, 1)]
-    request = wired.ask(0, lambda number: Transfer(number, RunKind.PULL_ROWS, "pull of two", runs))
+    request = wired.ask(0, lambda number: Transfer(number, RunKind.PULL, "pull of two", runs))
     wired.settle()
     assert request in wired.completed and all((out == 1).all() for out in outs)
     assert sum("worker-0 -> server-0: PullRows" in line for line in wired.log) == 1
@@ -393,7 +393,7 @@ def test_a_round_for_whose_rows_there_is_no_memory_is_refused_to_all_and_changes
 
 def test_a_pull_for_whose_answer_there_is_no_memory_is_refused_and_the_next_one_is_answered(wired: Tables) -> None:
     wired.table(form="constant(5)")
-    with mock.patch.object(wired.servers[0].sparse.buffers, "allocate", side_effect=MemoryError):
+    with mock.patch.object(wired.servers[0].shard.buffers, "allocate", side_effect=MemoryError):
         request = wired.pull_rows(0)
         wired.settle()
     assert "key 't': server-0 has no memory for an answer of 6 rows: pull fewer" in str(wired.failed[request])
@@ -424,7 +424,7 @@ def test_a_table_that_workers_declare_otherwise_is_refused_to_all_naming_who_sai
 
 def test_of_the_buffers_of_many_answers_at_once_few_are_kept(wired: Tables) -> None:
     wired.table()
-    tables = wired.servers[0].sparse
+    tables = wired.servers[0].shard
     for rank in (0, 1):
         for _ in range(BUFFERS_KEPT_MAX):
             wired.pull_rows(rank)

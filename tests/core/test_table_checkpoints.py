@@ -169,7 +169,7 @@ def test_rows_that_do_not_exist_stay_so(tmp_path: Path) -> None:
     push_all(other, 0, 1)
     load_all(other, tmp_path)
     other.settle_works()
-    blocks = [table.rows for server in other.servers for table in server.sparse.all.values()]
+    blocks = [table.rows for server in other.servers for table in server.shard.tables.values()]
     assert {block.key for block in blocks if block.is_lazy} == {"lazy", "untouched", "home"}
     assert all(block.rows_touched == 0 and block.updates == 0 for block in blocks if block.is_lazy)
     assert values_of(other) == expected((0, 1), 0)
@@ -177,7 +177,7 @@ def test_rows_that_do_not_exist_stay_so(tmp_path: Path) -> None:
 
 def test_a_sum_that_replaced_a_lazy_table_comes_back_with_zeros_around_it(tmp_path: Path) -> None:
     wired = a_cluster(1, numbers=None)
-    send(wired, 0, RunKind.PUSH_ROWS, "lazy", {3: 4.0, 600_000: 5.0})
+    send(wired, 0, RunKind.PUSH, "lazy", {3: 4.0, 600_000: 5.0})
     wired.settle()
     save_all(wired, tmp_path)
     wired.settle_works()
@@ -195,11 +195,11 @@ def test_weights_alone_leave_momenta_and_states_alone_leave_values(tmp_path: Pat
     wired = a_cluster(1, 2)
     row = {"lazy": 600_000, "eager": 20}
     for key, number in row.items():
-        send(wired, 0, RunKind.PUSH_ROWS, key, {number: 8.0})
+        send(wired, 0, RunKind.PUSH, key, {number: 8.0})
     save_all(wired, tmp_path)  # 8 less than in the beginning, momentum: -8
     wired.settle_works()
     for key, number in row.items():
-        send(wired, 0, RunKind.PUSH_ROWS, key, {number: 0.0, number + 1: 2.0})
+        send(wired, 0, RunKind.PUSH, key, {number: 0.0, number + 1: 2.0})
     wired.settle()  # momenta: -4, -2
     for contents, values, momenta in (((WEIGHTS,), (-8.0, 0.0), (-4.0, -2.0)), ((STATES,), (-10.0, -1.0), (-8.0, 0.0))):
         load_all(wired, tmp_path, contents)
@@ -208,7 +208,7 @@ def test_weights_alone_leave_momenta_and_states_alone_leave_values(tmp_path: Pat
             before = pull(wired, 0, key, [number, number + 1])[:, 0]
             changes = before - [first(key, number), first(key, number + 1)]
             assert changes.tolist() == list(values), (contents, key)
-            send(wired, 0, RunKind.PUSH_ROWS, key, {number: 0.0, number + 1: 0.0})
+            send(wired, 0, RunKind.PUSH, key, {number: 0.0, number + 1: 0.0})
             wired.settle()
             moved = pull(wired, 0, key, [number, number + 1])[:, 0] - before
             assert moved.tolist() == [0.5 * one for one in momenta], (contents, key)
@@ -273,11 +273,11 @@ def test_what_a_departed_worker_has_pushed_was_for_the_rows_before_the_load(tmp_
     push(wired, 2, 1)
     wired.leave(2)
     wired.advance(1.0)
-    assert any(table.round.slots for server in wired.servers for table in server.sparse.all.values())
+    assert any(table.round.slots for server in wired.servers for table in server.shard.tables.values())
     for rank in (0, 1):
         wired.load(rank, tmp_path)
     wired.settle_works()
-    assert all(not table.round.slots for server in wired.servers for table in server.sparse.all.values())
+    assert all(not table.round.slots for server in wired.servers for table in server.shard.tables.values())
     assert values_of(wired) == expected((0, 1, 2), 1)
 
 
@@ -303,5 +303,5 @@ def test_the_learning_rate_is_that_of_the_run_which_loads(tmp_path: Path) -> Non
     other.settle_works()
     assert values_of(other) == expected((0,), 1)
     before = pull(other, 0, "lazy", [77])[0, 0]
-    send(other, 0, RunKind.PUSH_ROWS, "lazy", {77: 4.0})
+    send(other, 0, RunKind.PUSH, "lazy", {77: 4.0})
     assert pull(other, 0, "lazy", [77])[0, 0] == before - 1.0

@@ -45,7 +45,7 @@ def test_a_step_that_was_made_in_some_slices_is_made_again_and_counts_once(wired
     wired.wire = type(wired.wire)([one for one in wired.wire if one[1] != "server-1"])
     wired.kill("worker-1")
     wired.advance(10.0)
-    versions = {block.version for server in wired.servers for block in server.dense}
+    versions = {block.version for server in wired.servers for block in server.shard.blocks}
     assert versions == {1, 2} and other not in wired.completed, "the step is made in part"
     begin_anew(wired, 1)
     place = wired.take_part(1)

@@ -59,7 +59,7 @@ def test_no_slice_has_a_new_version_before_all_have_all_contributions() -> None:
     read = wired.pushpull(0, {"w": vector(1)})
     wired.settle()
     other = wired.pushpull(1, {"w": vector(2)})
-    blocks = [block for server in wired.servers for block in server.dense.blocks]
+    blocks = [block for server in wired.servers for block in server.shard.blocks]
     while wired.wire:
         wired.deliver()
         assert len({block.version for block in blocks}) == 1

@@ -185,7 +185,7 @@ def test_a_pull_that_is_answered_key_by_key_does_not_wait_for_the_last() -> None
 
 
 def test_a_key_that_is_refused_fails_alone_where_each_is_answered_by_itself(wired: Wired) -> None:
-    wired.servers[0].dense.blocks._counts[wired.infos["b"].slices[0].number] = -1
+    wired.servers[0].shard.blocks._counts[wired.infos["b"].slices[0].number] = -1
     alone, together = wired.pull(0, "w", "b", key_by_key=True), wired.pull(0, "w", "b")
     wired.settle()
     assert wired.answered[alone][0] is None

@@ -537,7 +537,7 @@ def told(message: Message) -> str:
     return f"{type(message).__name__}({', '.join(shown)})"
 
 
-HIDDEN = {"samples", "outcomes", "setting_of", "num_workers", "num_servers", "version", "placement", "settings"}
+HIDDEN = {"samples", "setting_of", "num_workers", "num_servers", "version", "placement", "settings"}
 """Fields that would only make transcripts longer."""
 
 

@@ -796,7 +796,7 @@ class User:
         if self.job.optimizer == "averaged":
             averages = remembered_in(self.shelf, folder, self.job)
             yield from self._require(averages, "the averages saved are not those loaded", averages=True)
-        if self._rows is not None:
+        if self._rows is not None and self.job.mode == "sync":  # else a checkpoint has later pushes of others, too
             reads = self._rows.check_the_end()
             yield [future for _, _, future in reads]
             self._rows.require_at(reads, int(folder[-3:]) + 1)

@@ -29,7 +29,7 @@ from tests.proxy import (
 
 KINDS = {
     "Hello", "Welcome", "Roster", "Declare", "Assign", "Placed", "Configure", "SetOptimizer", "Done", "Barrier",
-    "InitValues", "InitRows", "Push", "PushRows", "Pull", "PullRows", "Values", "RowValues", "Counted", "Command",
+    "InitValues", "InitRows", "Push", "PushRows", "Pull", "PullRows", "Values", "Counted", "Command",
     "Perform", "MarkPushes", "Claim", "Claimed", "Prepare", "Save", "Saved", "Load", "Restore", "TakeRestored",
     "ReplaceValues", "Ack", "Alive", "Goodbye", "Stop", "CompressedPush", "PullState", "ReplaceState", "Failed",
     "DropRestored", "StepTimes",
@@ -42,7 +42,7 @@ KINDS_OF_ROLLBACKS = {"TakeSnapshot", "SnapshotTaken", "Rewind", "Quiet", "Rewou
 KINDS_OF_DATA = {"Lease", "Leased", "Rest", "Used", "Progress", "Due"}
 LEFT_TO_THE_SIMULATION = {
     "Abort", "Blocked", "CheckBlocked", "HandedBack", "JoinedPush", "Refused", "Rejected",
-    "NotDue", "ReplicateRows", "Waiting",
+    "NotDue", "Waiting",
 }  # fmt: skip
 OFTEN = frozenset({"Ack", "Alive", "StepTimes"})
 PATIENT = {

@@ -146,7 +146,7 @@ def test_every_server_gets_its_rows_and_an_empty_part_where_it_has_none(
     assert [run.stays for run in first.runs] == [False, True]
     flags = [int(run.flags[0]) for one in (second, third) for run in one.runs]  # type: ignore[index]
     assert flags == [0, 0, Flag.EMPTY | Flag.AVERAGE, Flag.EMPTY | Flag.AVERAGE]
-    assert {run.samples for run in third.runs} == {5} and third.kind is RunKind.PUSH_ROWS
+    assert {run.samples for run in third.runs} == {5} and third.kind is RunKind.PUSH
 
 
 @pytest.mark.parametrize("dtype", [DType.FLOAT16, DType.UINT8, DType.FLOAT64])

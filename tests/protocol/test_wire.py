@@ -170,7 +170,6 @@ def by_length(make: Any) -> st.SearchStrategy[Any]:
     return st.sampled_from([0, 1, 2, 15, 16, 17]).flatmap(make)
 
 
-OUTCOMES = lambda n: octets(n, 3)  # noqa: E731 (reads like the strategies around it)
 RANKS = st.lists(U32, max_size=20).map(tuple)
 FATES = st.lists(st.builds(m.Fate, U32, U64, U32, U32, U32, U32, U32, U64), max_size=20).map(tuple)
 TRAINED = st.lists(st.builds(m.Trained, U64, U64), max_size=20).map(tuple)
@@ -199,8 +198,10 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     ),
     m.Rest: st.builds(m.Rest, U64, RANKS),
     m.Used: st.builds(m.Used, U64, U64, st.booleans()),
-    m.Replicate: LENGTHS.flatmap(lambda n: st.builds(m.Replicate, numbers(n), *ROUND, arrays(n))),
-    m.ReplicateRows: st.builds(m.ReplicateRows, numbers(1), *ROUND, row_arrays(1)),
+    m.Replicate: st.one_of(
+        LENGTHS.flatmap(lambda n: st.builds(m.Replicate, st.just(np.arange(n, dtype=np.uint32)), *ROUND, arrays(n))),
+        st.builds(m.Replicate, U32.map(lambda one: np.full(2, one, np.uint32)), *ROUND, row_arrays(1)),
+    ),
     m.Replicated: st.builds(m.Replicated, U64),
     m.Fill: LENGTHS.flatmap(
         lambda n: st.builds(
@@ -236,8 +237,8 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.InitValues: parallel(m.InitValues, 2, arrays),
     m.Push: LENGTHS.flatmap(pushes),
     m.Pull: parallel(m.Pull, 4),
-    m.Values: parallel(m.Values, 3, OUTCOMES, arrays),
-    m.Counted: parallel(m.Counted, 3, OUTCOMES),
+    m.Values: parallel(m.Values, 3, arrays),
+    m.Counted: parallel(m.Counted, 3),
     m.Refused: parallel(m.Refused, 2, lambda n: ERRORS, lambda n: NAMES),
     m.JoinedPush: LENGTHS.flatmap(joined_pushes),
     CompressedPush: LENGTHS.flatmap(compressed_pushes),
@@ -248,7 +249,6 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.InitRows: parallel(m.InitRows, 2, lambda n: octets(n, 1).map(lambda more: more * m.MORE), row_arrays),
     m.PushRows: LENGTHS.flatmap(row_pushes),
     m.PullRows: parallel(m.PullRows, 4, row_ids),
-    m.RowValues: parallel(m.RowValues, 3, arrays),
     m.Alive: st.just(m.Alive()),
     m.StepTimes: st.builds(m.StepTimes, U32, U64, U64, U64, U64, U64),
     m.Ack: st.builds(m.Ack, st.booleans()),
@@ -415,7 +415,7 @@ REFUSED_CHANGES = [
     ("Hello", {"wanted_rank": -2}, "wanted_rank"),
     ("Replicate", {"settings": ()}, "0 settings of a sum"),
     ("Replicate", {"code": 99}, "unknown error 99"),
-    ("ReplicateRows", {"ids": np.zeros(2, np.uint32)}, "2 tables, where one"),
+    ("Replicate", {"ids": np.zeros(2, np.uint32)}, "row ids are not int64"),
     ("Fill", {"ids": np.array([4, 5], np.uint32)}, "pieces of several slices"),
     ("Fill", {"standings": (m.Standing(0, 0, 0, -1, -1, 3, 99, ""),)}, "unknown error 99"),
     ("Hello", {"host": "h" * 1025}, "longer than 1024"),
@@ -448,7 +448,6 @@ REFUSED_CHANGES = [
     ("Push", {"arrays": Arrays(np.full(3, 9, np.uint8), np.zeros(3, np.uint32), b"")}, "unknown dtype"),
     ("Push", {"arrays": Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"", 1)}, "unknown encoding 1"),
     ("Push", {"settings": ((0.1, 0.0, 1.0),) * 257}, "257 settings, where 256"),
-    ("Counted", {"outcomes": np.array([0, 4], np.uint8)}, "unknown outcome 4"),
     ("Command", {"body": "é" * (1 << 15) + "x"}, "body: not readable"),
     ("Command", {"head": -1}, "head: expected an integer"),
     ("Perform", {"body": b"x"}, "body.*found a bytes"),
@@ -502,7 +501,7 @@ def values_in(examples, counts, lengths, dtype=1):
         frames.append(data[at : at + length])
         at += length
     arrays = Arrays(np.full(n, dtype, np.uint8), np.array(counts, np.uint32), tuple(frames))
-    said = m.Values(column, column, column, np.zeros(n, np.uint8), arrays)
+    said = m.Values(column, column, column, arrays)
     return m.Packet(examples["Values"].stamp, said)
 
 

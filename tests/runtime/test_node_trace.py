@@ -10,7 +10,7 @@ import pytest
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
 from kvdist.core.worker.requests import EnterBarrier
-from kvdist.diagnostics.profiler import NodeTrace, traced_rounds
+from kvdist.diagnostics.profiler import NodeTrace, trace_rounds
 from kvdist.diagnostics.trace import Trace
 from kvdist.errors import KvdistError
 from kvdist.protocol.messages import HEAD_OF_USERS_MAX, Ack, Command, Message, Packet, Perform, Pull, Stamp
@@ -24,7 +24,7 @@ def spans(trace: Trace) -> list[tuple[str, dict[str, object]]]:
 
 def traced(num_workers: int, **options: object) -> tuple[Wired, Trace]:
     wired, trace = Wired(num_workers, 1, **options), Trace(100)
-    wired.servers[0].dense.apply = traced_rounds(trace)
+    trace_rounds(wired.servers[0].shard, trace)
     return wired, trace
 
 

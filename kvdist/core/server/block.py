@@ -1,16 +1,16 @@
-"""`Block`: slices of a server that are summed, updated and sent as one; `Blocks` finds them. A private layout.
+"""`Block`: slices of a server that are summed, updated and sent together; `Blocks` finds them. A private layout.
 
-Messages, placement and snapshots name keys and slices, never blocks. A thousand small parameters are one block, a slice
-of 4 MiB is a block by itself. Rules that hold here:
+Messages, placement and snapshots name keys and slices, never blocks. A thousand small parameters are a single block, a
+slice of 4 MiB is a block by itself. Invariants:
 
-* All slices of a block have the same counters. What happens to some of them only splits the block first.
-* What has been handed out never changes: a new version is written into another buffer than one that is read.
+* All slices of a block have the same counters. An event that concerns only some of them splits the block first.
+* A version that readers have never changes: a new version is written into another buffer than those in use.
 * Contributions are summed in rank order, so that two runs give the same bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -18,111 +18,82 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist import errors
+from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.policy import Policy
 from kvdist.core.round import (
-    PullRequest,
+    Contribution,
     Round,
-    Setting,
+    RowIds,
     Verdict,
     agreed_settings,
     require_optimizer,
     scales_of,
 )
 from kvdist.core.server.buffers import Allocate, Buffer, BufferPool, ordinary_memory
+from kvdist.core.server.holder import Holder, optimizer_of
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.naming import name_of
 from kvdist.nodes import Member
 from kvdist.optimizer.base import Extent, Piece
-from kvdist.optimizer.states import Part
+from kvdist.optimizer.states import Part, SliceState
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import U8, U32, Arrays, Bits
 
-# Plain numbers: operators of enums are written in Python, and these are asked for every block of every push.
-_EMPTY = int(msg.Flag.EMPTY)
-_HOLD = int(msg.Flag.HOLD)
-_ADDS_NOTHING = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
+# Plain numbers: operators of enums are written in Python, and these are compared for every block of every push.
+_EMPTY, _HOLD = int(msg.Flag.EMPTY), int(msg.Flag.HOLD)
 
 SLICES_MAX = 1024
-"""Of one block: cutting off one slice after the other costs the square of it."""
+"""Slices of a block: splitting off each of n slices in turn costs n²."""
 ROUNDS_WORTH_IT = 16
 """A merged block that is split again within this many rounds was not worth the copy."""
 MERGE_AFTER_MAX = 4096
 """The most rounds that parts of such a block wait before they merge again; first `ROUNDS_WORTH_IT`, then doubled."""
 
 
-@dataclass(slots=True)
-class Contribution:
-    """What one worker adds to the next version of a block."""
-
-    member: Member
-    run: int
-    step: int
-    version: int
-    """The oldest version of a slice that the worker had seen."""
-    samples: int
-    flags: int
-    setting: Setting
-    values: Bits
-    """As long as the block's buffer; of an empty contribution nothing."""
-    pull: bool
-    silent: bool = False
-    """Whether it came with that of another worker, which gets the reply for both."""
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it only counts: there is no gradient, or it is in the sum that another contribution carries."""
-        return bool(self.flags & _ADDS_NOTHING)
-
-    @property
-    def reads_in_place(self) -> bool:
-        """Whether the worker reads the new value in place."""
-        return bool(self.flags & _HOLD)
-
-
 @dataclass(slots=True, eq=False, repr=False)
-class Block:
-    """One or more slices of one store and dtype, side by side in one buffer.
+class Block(Holder):
+    """Slices of the same store and dtype, side by side in a buffer.
 
     Attributes:
         store: the number of the store.
         ids: (n,) the slices.
-        extents: where each lies in its parameter, whose key it has.
-        pulled_as: the dtype in which workers get the values: `dtype`, or halves of it.
+        extents: the place of each slice in its parameter, with the parameter's key.
+        pulled_as: the dtype in which workers receive the values: `dtype`, or halves of it.
     """
 
     store: int
     ids: U32
     extents: Sequence[Extent]
     pool: BufferPool
-    round: Round[Contribution, PullRequest]
+    round: Round
     kernels: Kernels = REFERENCE
     pulled_as: DType | None = None
     published: Buffer | None = None
-    """The present values; None before all first ones have arrived."""
+    """The present values; None before all first values have arrived."""
     previous: Buffer | None = None
-    """Those of the version before, where all wait for lost workers, one of which may repeat that step. Nothing has to
-    release it: the next round, which writes it, has a push of every worker, and nobody pushes before that step is over
-    in all slices."""
+    """The values of the version before, where all wait for lost workers, as a lost worker may repeat that step. They
+    need no lease: the next round, which writes the buffer, has a push of every worker, and no worker pushes before all
+    slices have completed the repeated step."""
     samples_before: int = 0
-    """Of how many examples those are made; see `Round.samples`."""
+    """`Round.samples` of that version."""
     joint: Sequence[Block] = ()
-    """All blocks here of the same parameter, if there are several: a rule that needs norms updates them together."""
+    """All blocks of the parameter on this server, if several: a rule that needs norms updates them together."""
     lent: dict[Member, Buffer] = field(default_factory=dict)
-    """Worker → the version that it reads where it lies. Each is leased once for that; for good, when the worker leaves,
-    because its process may go on reading. See `release`."""
+    """Worker → the version that it reads in place. Each such buffer has a lease for it, which stays when the worker
+    leaves, because its process may go on reading. See `release`."""
     merged_at: int = -1
-    """The version at which it was merged; -1 if it was not."""
+    """The version at which the block was merged; -1 if it was not."""
     merge_after: int = 0
-    """The version from which on it may merge with others."""
+    """The version from which on the block may merge with others."""
     wait: int = 0
-    """How many rounds its parts wait until they merge again, if it is split too early."""
+    """How many rounds the parts wait until they merge again, if the block is split too early."""
     kept: Sequence[Contribution] = ()
-    """Of a round that was only measured: see `kvdist.core.server.clipping`."""
+    """The contributions of a round that was only measured: see `kvdist.core.server.clipping`."""
     squares: float = 0.0
-    """Of what was measured last."""
+    """The sum of squares of the last measured round."""
     _halves: Halves | None = None
 
     @classmethod
@@ -138,12 +109,11 @@ class Block:
         allocate: Allocate = ordinary_memory,
         pulled_as: DType | None = None,
     ) -> Block:
-        """A new block, without values."""
+        """Create a block without values."""
         pool = BufferPool(dtype, np.array(counts, np.uint32), allocate)
         key = extents[0].key
         assert isinstance(key, int | str)
-        round_: Round[Contribution, PullRequest] = Round(key, policy)
-        return cls(store, np.array(ids, np.uint32), tuple(extents), pool, round_, kernels, pulled_as)
+        return cls(store, np.array(ids, np.uint32), tuple(extents), pool, Round(key, policy), kernels, pulled_as)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -153,18 +123,18 @@ class Block:
 
     @property
     def key(self) -> int | str:
-        """Of its first slice."""
+        """The key of the first slice."""
         return self.round.key
 
     def key_of(self, position: int) -> int | str:
-        """Of one of its slices."""
+        """Return the key of the slice at a position."""
         key = self.extents[position].key
         assert isinstance(key, int | str)
         return key
 
     @property
     def dtype(self) -> DType:
-        """Of the values."""
+        """The element type of the values."""
         return self.pool.dtype
 
     @property
@@ -174,7 +144,7 @@ class Block:
 
     @property
     def nbytes(self) -> int:
-        """Of the values."""
+        """Bytes of the values."""
         return self.pool.size * self.dtype.itemsize
 
     @property
@@ -183,24 +153,24 @@ class Block:
         return self.round.version
 
     @property
-    def has_value(self) -> bool:
-        """Whether its first values are there."""
+    def has_value(self) -> bool:  # type: ignore[override]  # read-only: it follows from `published`
+        """Whether the first values have arrived."""
         return self.published is not None
 
     def values(self, position: int) -> Bits:
-        """The present value of one of its slices."""
+        """Return the present value of the slice at a position."""
         assert self.published is not None
         return self.pool.array(self.published, position)
 
-    # Values that no round makes.
+    # Values from outside a round.
 
     def initialise(self, values: Sequence[Bits]) -> None:
-        """Take the first values of all slices; one copy. Existing values stay."""
+        """Publish the first values of all slices, by a single copy. Existing values stay."""
         if self.published is None:
             self.replace(values)
 
     def replace(self, values: Sequence[Bits]) -> None:
-        """Take other values in place of the present ones; one copy. The version stays: no round made it."""
+        """Replace the values by a single copy. The version stays, as no round has closed."""
         # In fresh memory, so that only updates write into free buffers: an updater recognises the weight that it wrote
         # last by its array, and must not meet that array with another content.
         target = self.pool.fresh()
@@ -209,6 +179,16 @@ class Block:
         self.publish(target)
         self.previous = None
         self.pool.free_buffers = [buffer for buffer in self.pool.free_buffers if buffer.leases]
+
+    def begin_average(self, updater: SliceUpdater | None) -> None:
+        """Restart the average of the weights at the present weight, which no update has written."""
+        state = None if updater is None or updater.optimizer.average_half_life is None else updater.states.get(self)
+        if updater is None or state is None:
+            return  # an average without updates begins with the weight
+        assert self.published is not None
+        fresh = SliceState.fresh(updater.optimizer, self.published.array, self.dtype, self.extents[0], self.kernels)
+        arrays = (*state.arrays[:-1], fresh.arrays[-1])
+        updater.restore(self, SliceState(state.count, arrays, state.scalars, state.master))
 
     # Rounds.
 
@@ -222,7 +202,7 @@ class Block:
         if verdict is Verdict.REPEATED and not contribution.silent:
             present = self.round.slots[contribution.member.node.rank]
             if present.silent:
-                # The leader that summed it has left: its worker gets its own reply.
+                # The leader that summed it has left: its worker gets a reply for itself.
                 present.run, present.pull, present.silent = contribution.run, contribution.pull, False
                 present.flags |= contribution.flags & _HOLD
         return verdict
@@ -230,19 +210,19 @@ class Block:
     def offer_joined(self, contributions: Sequence[Contribution], now: float) -> Verdict:
         """Put the contributions of several workers, summed together, into their slots: all or none.
 
-        `REPEATED` if there is one of these workers that has given its sender up, and has pushed by itself.
+        `REPEATED` if a worker among them has given the sender up, and has pushed for itself.
 
         Raises:
             PushRefused: only some of them are the next pushes of their workers, which only a broken peer can cause.
         """
         counted = [self.round.counted.get(contribution.member.node.rank, 0) for contribution in contributions]
-        if all(contribution.step < own for contribution, own in zip(contributions, counted, strict=True)):
+        if all(contribution.step < count for contribution, count in zip(contributions, counted, strict=True)):
             return Verdict.ALREADY_COUNTED
-        for contribution, own in zip(contributions, counted, strict=True):
-            if contribution.step != own:
+        for contribution, count in zip(contributions, counted, strict=True):
+            if contribution.step != count:
                 raise errors.PushRefused(
                     f"push {contribution.step} of {contribution.member} to {name_of(self.key)} came in a sum, but"
-                    f" {own} of its pushes have been counted"
+                    f" {count} of its pushes have been counted"
                 )
         if any(contribution.member.node.rank in self.round.slots for contribution in contributions):
             return Verdict.REPEATED
@@ -250,8 +230,35 @@ class Block:
             self.round.offer(contribution, now)
         return Verdict.ACCEPTED
 
+    def together(self, updater: SliceUpdater | None) -> Sequence[Block]:
+        """Return all blocks of the parameter if the rule needs norms of the whole, else this block."""
+        return self.joint if self.joint and updater is not None and updater.optimizer.needs_norms else (self,)
+
+    def keep_version(self, contributions: Sequence[Contribution], updater: SliceUpdater | None) -> None:
+        """Keep the present version, of which a worker that comes back may repeat the step."""
+        self.previous = self.published
+        self.samples_before = self.round.samples - sum(one.samples for one in contributions)
+
+    def apply(self, rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater | None) -> None:
+        """Publish the next version of the block and of those updated together with it."""
+        apply_round(self.together(updater), rounds, updater)
+
+    def summed(self, contributions: Sequence[Contribution], scales: Sequence[float]) -> tuple[Buffer, RowIds | None]:
+        """Return the scaled sum of contributions, in a buffer of the pool."""
+        buffer = self.pool.acquire()
+        self.kernels.weighted_sum([one.values for one in contributions], scales, self.dtype, buffer.array)
+        return buffer, None
+
+    def forwarded(self, total: Buffer | None, row_ids: RowIds | None) -> list[Arrays]:
+        """Show the buffer of a sum, which returns to the pool; the caller leases it."""
+        dtypes = np.full(len(self), self.dtype, np.uint8)
+        if total is None:
+            return [Arrays(dtypes, np.zeros(len(self), np.uint32), b"")]
+        self.pool.give_back(total)
+        return [Arrays(dtypes, self.counts, total.payload)]
+
     def publish(self, buffer: Buffer) -> None:
-        """Publish a version, a buffer of `pool`."""
+        """Publish a version in a buffer of `pool`."""
         if self._halves is not None:
             self._halves.forget()
         if self.published is not None:
@@ -259,9 +266,9 @@ class Block:
         self.published = buffer
 
     def lend(self, member: Member) -> Buffer | None:
-        """Let a worker read the present version in place; return the one that it read until now.
+        """Let a worker read the present version in place; return the buffer that it has read so far.
 
-        That one stays leased until the worker has acknowledged the new one; the caller releases it then.
+        That buffer stays leased until the worker has acknowledged the new version; the caller releases it then.
         """
         assert self.published is not None
         before = self.lent.get(member)
@@ -269,25 +276,68 @@ class Block:
         self.published.leases += 1
         return before
 
-    def forget(self, gone: Set[int]) -> None:
-        """These workers wait for nothing any more."""
-        self.round.forget(gone)
-
-    def drop(self, lost: Set[int]) -> dict[int, int]:
-        """Drop what lost workers have pushed and is not counted. Returns rank → how many pushes are."""
-        return self.round.drop(lost)
-
     def release(self, member: Member) -> None:
-        """Return the buffer that a lost worker has read in place, now that its process has ended."""
+        """Release the buffer that a lost worker has read in place, now that its process has ended."""
         buffer = self.lent.pop(member, None)
         if buffer is not None:
             buffer.leases -= 1
 
-    # What travels to workers.
+    # Checkpoints and rollbacks.
+
+    def saved(
+        self, positions: Sequence[int], updater: SliceUpdater | None, contents: Sequence[str]
+    ) -> tuple[list[SavedSlice], Buffer | None]:
+        """See `Holder`. The weight is leased, not copied.
+
+        States change in place: they are copied in a single pass, two where they come from a GPU.
+        """
+        present = None if updater is None or STATES not in contents else updater.states.get(self)
+        buffer = self.published if WEIGHTS in contents else None
+        slices = []
+        for position in positions:
+            extent, count = self.extents[position], int(self.counts[position])
+            weight = None if buffer is None else self.values(position)
+            where = (self.key_of(position), extent.start, count, self.dtype, self.version, weight)
+            saved, state = SavedSlice(*where, samples=self.round.samples), None
+            if present is not None:
+                state = (present if len(self) == 1 else present.part(self.pool.starts[position], count)).copy()
+            slices.append(saved.with_state(state, optimizer_of(updater)))
+        if buffer is not None:  # from here on nothing fails
+            buffer.leases += 1
+        return slices, buffer
+
+    def wanted(self, updater: SliceUpdater | None) -> list[WantedSlice]:
+        """See `Holder`."""
+        columns = zip(self.ids.tolist(), self.counts.tolist(), self.extents, strict=True)
+        return [
+            WantedSlice(number, self.key_of(position), extent.start, count, self.dtype).updated_by(
+                optimizer_of(updater), extent.row_length
+            )
+            for position, (number, count, extent) in enumerate(columns)
+        ]
+
+    def load(self, found: ReadSlice, updater: SliceUpdater | None) -> None:
+        """See `Holder`. The weight is copied once."""
+        has_state = found.state is not None or found.is_fresh
+        if found.weight is not None:
+            self.replace([found.weight])
+            if not has_state:
+                self.begin_average(updater)
+        if updater is not None and has_state:
+            updater.restore(self, found.state)
+            self.round.samples = found.samples
+
+    def begin_anew(self, is_updated: bool) -> None:
+        """See `Holder`."""
+        self.kept, self.merged_at, self.merge_after = (), -1, 0
+        if not is_updated:
+            self.initialise([np.zeros(int(self.counts[0]), self.dtype.storage)])
+
+    # Values on their way to workers.
 
     @property
     def before(self) -> Block:
-        """The version before the present one, as a block to read."""
+        """The version before the present version, as a block to read."""
         assert self.previous is not None
         round_ = replace(self.round, version=self.version - 1, samples=self.samples_before)
         return replace(self, round=round_, published=self.previous, _halves=None)
@@ -327,17 +377,17 @@ class Block:
         pool = BufferPool(self.dtype, self.counts[begin:end], self.pool.allocate)
         first = self.pool.starts[begin]
         elements = slice(first, first + pool.size)
-        own = self.round
+        whole = self.round
         round_ = replace(
-            own,
+            whole,
             key=self.key_of(begin),
-            slots={rank: replace(one, values=one.values[elements]) for rank, one in own.slots.items()},
-            counted=dict(own.counted),
-            began=dict(own.began),
-            examples=dict(own.examples),
-            refused=dict(own.refused),
-            pulls=list(own.pulls),
-            admission=None if own.admission is None else replace(own.admission, since=dict(own.admission.since)),
+            slots={rank: replace(one, values=one.values[elements]) for rank, one in whole.slots.items()},
+            counted=dict(whole.counted),
+            began=dict(whole.began),
+            examples=dict(whole.examples),
+            refused=dict(whole.refused),
+            pulls=list(whole.pulls),
+            admission=None if whole.admission is None else replace(whole.admission, since=dict(whole.admission.since)),
         )
         ids, extents = self.ids[begin:end], self.extents[begin:end]
         part = Block(self.store, ids, extents, pool, round_, self.kernels, self.pulled_as)
@@ -354,7 +404,7 @@ class Block:
         return part
 
     def may_merge(self, other: Block) -> bool:
-        """Whether two neighbours in a message are equal in everything that a block has once, and worth a copy."""
+        """Whether two neighbours in a message agree in everything that a block has once, and are worth a copy."""
         mine, its = self.round, other.round
         return (
             self.version >= self.merge_after
@@ -373,7 +423,7 @@ class Block:
 
     @classmethod
     def merged(cls, blocks: Sequence[Block], updater: SliceUpdater | None) -> Block:
-        """Replace several blocks by one. One copy of values and states."""
+        """Replace several blocks by a single block. Values and states are copied once."""
         first = blocks[0]
         counts = np.concatenate([block.counts for block in blocks])
         pool = BufferPool(first.dtype, counts, first.pool.allocate)
@@ -412,21 +462,21 @@ class Block:
 
 
 def pusher_of(block: Block, contributions: Sequence[Contribution]) -> int | None:
-    """The rank of the worker of whose push a version is made, in an asynchronous store; None in others."""
+    """Return the rank whose push becomes a version, in an asynchronous store; None in other stores."""
     return None if block.round.policy.is_lockstep or not contributions else contributions[0].member.node.rank
 
 
 def apply_round(
     blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]], updater: SliceUpdater | None
 ) -> None:
-    """Make the next version of a block, or of all blocks of one parameter together.
+    """Publish the next version of a block, or of all blocks of a parameter together.
 
-    Passes over a block, W contributions: without an optimizer W reads and one write; with one as many more as its rule
-    says. The published buffer is read, never written.
+    Passes over a block with W contributions: W reads and a write; with an optimizer also the passes of its rule. The
+    published buffer is read, never written.
 
     Args:
         blocks: several only where the rule needs norms of the whole parameter.
-        rounds: for each of them the contributions, which are counted already.
+        rounds: for each block the contributions, which are counted already.
         updater: applies the rule; None: the sum replaces the value.
 
     Raises:
@@ -465,13 +515,13 @@ def apply_round(
 
 
 class Halves:
-    """The values of a block of float32 as halves, for workers that asked to get them so.
+    """The values of a block of float32 as halves, for workers that asked for halves.
 
     A version is cast once, when the first worker wants it, and all workers are shown the same bytes.
 
     Args:
-        pool: gives buffers for them.
-        kernels: what casts.
+        pool: the buffers for halves.
+        kernels: the backend for casts.
     """
 
     def __init__(self, pool: BufferPool, kernels: Kernels) -> None:
@@ -480,7 +530,7 @@ class Halves:
         self._present: Buffer | None = None
 
     def of(self, block: Block) -> Buffer:
-        """The present values. One pass over them, the first time."""
+        """Return the present values. The first call is a pass over them."""
         if self._present is None:
             target = self._pool.acquire()
             for position in range(len(block)):
@@ -490,7 +540,7 @@ class Halves:
         return self._present
 
     def forget(self) -> None:
-        """Drop the halves: there is another version."""
+        """Drop the halves, before another version is published."""
         if self._present is not None:
             self._pool.give_back(self._present)
             self._present = None
@@ -501,30 +551,30 @@ BlockRows = tuple[int, int, Block]
 
 
 class Blocks:
-    """All blocks of a server, found for whole messages in a few calls. Each slice is in one block.
+    """All blocks of a server, looked up for whole messages in a few calls. Each slice is in exactly one block.
 
     Args:
-        bytes_max: the most that blocks of several slices have.
-        updater_of: what updates a store, by its number; None while a sum replaces values.
+        bytes_max: the largest size of a block of several slices.
+        updater_of: returns the updater of a store, by its number; None while a sum replaces values.
     """
 
     def __init__(self, bytes_max: int, updater_of: Callable[[int], SliceUpdater | None]) -> None:
         self.may_merge = True
-        """Whether neighbours in a message become one block."""
+        """Whether neighbours in a message merge into a block."""
         self._bytes_max = bytes_max
         self._updater_of = updater_of
         self._all: dict[int, Block] = {}
         """By the number in `_block`."""
         self._next = 0
         self._counts: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        """Elements of each slice; -1 for one that is not kept here."""
+        """Elements of each slice; -1 for a slice that this server does not keep."""
         self._dtypes: U8 = np.zeros(0, np.uint8)
         self._block: npt.NDArray[np.int64] = np.zeros(0, np.int64)
         self._position: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-        """Of each slice in its block."""
+        """The position of each slice in its block."""
 
     def __iter__(self) -> Iterator[Block]:
-        """A snapshot: blocks may be split or merged on the way."""
+        """Iterate over a list of the present blocks: blocks may be split or merged meanwhile."""
         return iter(list(self._all.values()))
 
     def __contains__(self, number: int) -> bool:
@@ -535,11 +585,11 @@ class Blocks:
         return nbytes <= self._bytes_max and slices <= SLICES_MAX
 
     def of(self, number: int) -> tuple[Block, int]:
-        """The block of a slice that is kept here, and its position there."""
+        """Return the block of a slice of this server, and the position of the slice in it."""
         return self._all[int(self._block[number])], int(self._position[number])
 
     def add(self, block: Block) -> None:
-        """Add a block, whose slices are in no other."""
+        """Add a block, whose slices are in no other block."""
         size = len(self._counts)
         last = int(block.ids.max())
         if last >= size:  # the tables at least double, or each init would copy them
@@ -570,14 +620,14 @@ class Blocks:
         return bool((expected == arrays.counts).all() and (self._dtypes[ids] == arrays.dtypes).all())
 
     def misfits(self, ids: U32, arrays: Arrays | None, flags: U8 | None) -> Iterator[tuple[int, bool]]:
-        """The wrong rows: (row, whether the slice is here at all).
+        """Yield the wrong rows: (row, whether this server keeps the slice).
 
         An empty contribution has no array.
 
         Args:
             ids: slices.
-            arrays: what came for them, if anything.
-            flags: of contributions.
+            arrays: their arrays, if the message has arrays.
+            flags: flags of contributions.
         """
         inside = ids < len(self._counts)
         within = np.where(inside, ids, 0)
@@ -594,22 +644,22 @@ class Blocks:
     # Blocks for a message.
 
     def cover(self, ids: U32, *columns: npt.NDArray[np.generic]) -> list[BlockRows]:
-        """The rows of a message as whole blocks, which are split where necessary.
+        """Return the rows of a message as whole blocks, which are split where necessary.
 
         Args:
-            ids: slices that are kept here, each once.
-            columns: what must be equal for all rows of a block.
+            ids: slices of this server, each once.
+            columns: numbers that must be equal for all rows of a block.
         """
         return self._cover(ids, _changes(columns, len(ids)))
 
     def cover_merged(self, ids: U32, *columns: npt.NDArray[np.generic]) -> list[BlockRows]:
-        """As `cover`, and neighbours merge where they may."""
+        """Return the same as `cover`, after neighbours have merged where they may."""
         changes = _changes(columns, len(ids))
         rows = self._cover(ids, changes)
         return rows if len(rows) < 2 or changes.all() or not self.may_merge else self._merge(rows, changes)
 
     def isolate(self, ids: U32) -> list[Block]:
-        """A block for each of these slices, each named once."""
+        """Return a block for each of these slices, each named once."""
         return [block for _, _, block in self._cover(ids, np.ones(max(len(ids) - 1, 0), np.bool_))]
 
     def _cover(self, ids: U32, changes: npt.NDArray[np.bool_]) -> list[BlockRows]:
@@ -670,12 +720,12 @@ class Blocks:
 
 
 def _firsts(bounds: Sequence[int], numbers: npt.NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, number of the first row) between these bounds."""
+    """Return (begin, end, number of the first row) between these bounds."""
     return zip(bounds[:-1], bounds[1:], numbers[bounds[:-1]].tolist(), strict=True)
 
 
 def _changes(columns: Sequence[npt.NDArray[np.generic]], rows: int) -> npt.NDArray[np.bool_]:
-    """(rows - 1,) whether any column differs from the row before."""
+    """Return (rows - 1,) whether any column differs from the row before."""
     changes = np.zeros(max(rows - 1, 0), np.bool_)
     for column in columns:
         changes |= column[1:] != column[:-1]

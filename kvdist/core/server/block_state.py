@@ -1,25 +1,21 @@
-"""The optimizer state of a block, in parts that travel (`PullState`, `ReplaceState`), and slices in checkpoints. Pure.
+"""The optimizer state of a block, in the parts that messages carry (`PullState`, `ReplaceState`). Pure.
 
-Part 0 is numbers, float64: the count of updates, then the rule's own. Parts 1 and on are the arrays of
-`Optimizer.kept_names`, of `DType.accumulate`, the last one the average of the weights if one is kept, and `MASTER` is
-the float32 weight behind a half one. `TOTALS` is beside the state: of how many examples the value is made,
-and in a pull also how many updates it has had where those of all workers are one.
+Part 0 is numbers, float64: the count of updates, then the numbers of the rule. Parts 1 and on are the arrays of
+`Optimizer.kept_names`, of `DType.accumulate`, at the end the average of the weights if it is kept, and `MASTER` is the
+float32 weight behind a weight in halves. `TOTALS` is beside the state: the number of examples summed in the value, and
+in a pull also the number of updates where a round has pushes of all workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from kvdist import errors
-from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
 from kvdist.core.server.block import Block
-from kvdist.core.server.buffers import Buffer
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
-from kvdist.optimizer.states import SliceState, has_master, is_count
+from kvdist.optimizer.states import SliceState, is_count
 from kvdist.optimizer.updater import SliceUpdater
 from kvdist.protocol.arrays import Bits
 
@@ -29,10 +25,10 @@ COUNTS = (NUMBERS, TOTALS)
 
 
 def read_part(block: Block, updater: SliceUpdater | None, part: int, kernels: Kernels) -> Bits:
-    """A copy of a part of the state. Of a slice that was never updated: the state with which its first update begins.
+    """Return a copy of a part of the state; before the first update, the state with which that begins.
 
     Raises:
-        PushRefused: there is no such part.
+        PushRefused: the state has no such part.
     """
     state = _state(block, updater, kernels)
     if part == NUMBERS:
@@ -41,10 +37,10 @@ def read_part(block: Block, updater: SliceUpdater | None, part: int, kernels: Ke
 
 
 def replace_part(block: Block, updater: SliceUpdater | None, part: int, values: Bits, kernels: Kernels) -> None:
-    """Replace a part of the state. The numbers come first; a count of 0 makes the slice a new one.
+    """Replace a part of the state. The numbers come first; a count of 0 makes the slice new.
 
     Raises:
-        PushRefused: there is no such part, or it has another size or type.
+        PushRefused: the state has no such part, or the part has another size or type.
     """
     state = _state(block, updater, kernels)
     assert updater is not None
@@ -73,7 +69,7 @@ def is_average(block: Block, updater: SliceUpdater | None, part: int) -> bool:
 
 
 def averages(block: Block, updater: SliceUpdater, kernels: Kernels) -> list[Bits]:
-    """The average of the weights of each slice of a block, where it lies: to be copied at once."""
+    """Return views of the average of the weights of each slice of a block: to be copied at once."""
     state = updater.states.get(block)
     if state is None:
         assert block.published is not None
@@ -82,75 +78,13 @@ def averages(block: Block, updater: SliceUpdater, kernels: Kernels) -> list[Bits
     return [state.arrays[-1][start : start + count] for start, count in places]
 
 
-def begin_average(block: Block, updater: SliceUpdater | None) -> None:
-    """Let the average be the present weight, which no update has made."""
-    state = None if updater is None or updater.optimizer.average_half_life is None else updater.states.get(block)
-    if updater is None or state is None:
-        return  # what was never updated begins with the weight
-    assert block.published is not None
-    fresh = SliceState.fresh(updater.optimizer, block.published.array, block.dtype, block.extents[0], block.kernels)
-    arrays = (*state.arrays[:-1], fresh.arrays[-1])
-    updater.restore(block, SliceState(state.count, arrays, state.scalars, state.master))
-
-
 def state_dtype(dtype: DType) -> DType:
-    """The type of the states of elements of this type."""
+    """Return the dtype of the states of elements of this dtype."""
     return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
 
 
-def saved(
-    block: Block, positions: Sequence[int], updater: SliceUpdater | None, contents: Sequence[str]
-) -> tuple[list[SavedSlice], Buffer | None]:
-    """Slices of a block as they are now: see `SnapshotSource.copies`.
-
-    The weight is leased, not copied. States change in place: one pass over them, two where they come from a GPU.
-    """
-    present = None if updater is None or STATES not in contents else updater.states.get(block)
-    buffer = block.published if WEIGHTS in contents else None
-    found, samples = [], block.round.samples
-    for position in positions:
-        extent, count = block.extents[position], int(block.counts[position])
-        weight = None if buffer is None else block.values(position)
-        where = (block.key_of(position), extent.start, count, block.dtype, block.version, weight)
-        if updater is None or present is None:
-            found.append(SavedSlice(*where, samples=samples))
-            continue
-        own = present if len(block) == 1 else present.part(block.pool.starts[position], count)
-        state = own.copy()
-        states = dict(zip(updater.optimizer.kept_names, state.arrays, strict=True))
-        found.append(SavedSlice(*where, states, state.count, state.scalars, state.master, samples=samples))
-    if buffer is not None:  # from here on nothing fails
-        buffer.leases += 1
-    return found, buffer
-
-
-def wanted(block: Block, position: int, updater: SliceUpdater | None) -> WantedSlice:
-    """What a checkpoint must hold for a slice."""
-    extent = block.extents[position]
-    where = (int(block.ids[position]), block.key_of(position), extent.start, int(block.counts[position]), block.dtype)
-    if updater is None:
-        return WantedSlice(*where)
-    optimizer = updater.optimizer
-    row = max(1, extent.row_length) if optimizer.by_rows else 1
-    master = has_master(optimizer, block.dtype)
-    from_weight = master or bool(optimizer.states_from_weight)
-    return WantedSlice(*where, optimizer.kept_names, row, master, has_state=True, from_weight=from_weight)
-
-
-def load(block: Block, found: ReadSlice, updater: SliceUpdater | None) -> None:
-    """Continue a block of one slice from a checkpoint. One copy of the weight."""
-    has_state = found.state is not None or found.is_fresh
-    if found.weight is not None:
-        block.replace([found.weight])
-        if not has_state:
-            begin_average(block, updater)
-    if updater is not None and has_state:
-        updater.restore(block, found.state)
-        block.round.samples = found.samples
-
-
 def _state(block: Block, updater: SliceUpdater | None, kernels: Kernels) -> SliceState:
-    """A copy of the present state."""
+    """Return a copy of the present state."""
     if updater is None or block.published is None:
         raise errors.PushRefused(f"{name_of(block.key)} has no optimizer's state: call set_optimizer before")
     state = updater.states.get(block)

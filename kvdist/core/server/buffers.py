@@ -1,6 +1,6 @@
-"""Memory for versions of values, laid out as a payload: written once, then shown to any number of readers.
+"""Memory for versions of values and for replies, laid out as a payload: written once, then shown to all readers.
 
-A reader holds a *lease* until it has what it read. What has been handed out never changes: a buffer is written again
+A reader holds a *lease* until it has received the payload. A payload in flight never changes: a buffer is written again
 only when it is not leased.
 """
 
@@ -15,8 +15,13 @@ import numpy.typing as npt
 from kvdist.dtypes import DType
 from kvdist.protocol.arrays import U32, Bits, offsets, padded
 
+BUFFERS_KEPT_MAX = 8
+"""Reply buffers kept for later replies: the first touch of fresh memory costs several times a copy."""
+BUFFER_UNIT_BYTES = 64 << 10
+"""Sizes of reply buffers are multiples of this, so that a buffer serves replies of similar sizes."""
+
 Allocate = Callable[[int], npt.NDArray[np.uint8]]
-"""Gives that many bytes of uninitialised memory that travels well."""
+"""Returns uninitialised memory of that many bytes, which the transport can send without a copy."""
 
 
 def ordinary_memory(nbytes: int) -> npt.NDArray[np.uint8]:
@@ -26,11 +31,11 @@ def ordinary_memory(nbytes: int) -> npt.NDArray[np.uint8]:
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory for one version. While `leases` is not 0 it is being read.
+    """Memory for a version or a reply. While `leases` is not 0 it is being read.
 
-    array: the elements from the first array's first to the last one's last, padding between them included.
-    payload: the bytes of all that and the padding behind it, ready to be sent.
-    pooled: whether it may be written again; not when it is a part of a larger buffer.
+    array: the elements of all arrays, with the padding between them.
+    payload: the same memory as bytes, with the padding at its end, ready to be sent.
+    pooled: whether it may be written again; False for a part of a larger buffer.
     """
 
     array: Bits
@@ -44,9 +49,9 @@ class BufferPool:
     """Buffers for arrays of one dtype side by side.
 
     Attributes:
-        dtype: of them all.
-        counts: (n,) elements of each.
-        starts: where each begins, in elements.
+        dtype: the element type of all arrays.
+        counts: (n,) elements of each array.
+        starts: the first element of each array in the buffer.
         size: elements of a buffer's array.
     """
 
@@ -76,7 +81,7 @@ class BufferPool:
         return Buffer(memory[:nbytes].view(self.dtype.storage), memory.data)
 
     def acquire(self) -> Buffer:
-        """A buffer without leases. There are at most two more buffers than readers that lag behind."""
+        """Return a buffer without leases. A pool has at most two buffers more than it has slow readers."""
         for i, buffer in enumerate(self.free_buffers):
             if buffer.leases == 0:
                 return self.free_buffers.pop(i)
@@ -88,24 +93,50 @@ class BufferPool:
             self.free_buffers.append(buffer)
 
     def joined(self, parts: Sequence[tuple[BufferPool, Buffer | None]]) -> Buffer | None:
-        """A new buffer with the arrays of others, in their order; one copy. None if one of those is missing."""
+        """Return a new buffer with the arrays of other buffers, in order, by a single copy; None if any is missing."""
         target, position = None, 0
         for pool, buffer in parts if all(buffer is not None for _, buffer in parts) else ():
             target = target or self.fresh()
             assert buffer is not None
-            for own in range(len(pool.counts)):
-                self.array(target, position)[...] = pool.array(buffer, own)
+            for index in range(len(pool.counts)):
+                self.array(target, position)[...] = pool.array(buffer, index)
                 position += 1
         return target
 
     def array(self, buffer: Buffer, position: int) -> Bits:
-        """One of the arrays in a buffer."""
+        """Return the array at a position of a buffer."""
         start = self.starts[position]
         return buffer.array[start : start + int(self.counts[position])]
 
     def part(self, buffer: Buffer, begin: int, end: int) -> Buffer:
-        """Some of the arrays, as a buffer over the same memory."""
+        """Return some of the arrays, as a buffer over the same memory."""
         first, last = self.starts[begin], self.starts[end - 1] + int(self.counts[end - 1])
         itemsize = self.dtype.itemsize
         stop = self.starts[end] * itemsize if end < len(self.starts) else self._nbytes
         return Buffer(buffer.array[first:last], buffer.payload[first * itemsize : stop], pooled=False)
+
+
+class ReplyBuffers:
+    """Buffers for replies with gathered rows, used again when they are no longer leased.
+
+    Args:
+        allocate: returns memory.
+    """
+
+    def __init__(self, allocate: Allocate) -> None:
+        self.allocate = allocate
+        self.all: list[Buffer] = []
+
+    def acquire(self, nbytes: int) -> Buffer:
+        """Return a free buffer of at least this many bytes and not many more."""
+        free = [buffer for buffer in self.all if buffer.leases == 0]
+        sizes = range(nbytes, 4 * nbytes + BUFFER_UNIT_BYTES + 1)
+        fitting = next((buffer for buffer in free if len(buffer.payload) in sizes), None)
+        if fitting is None:
+            memory = self.allocate(max(1, -(-nbytes // BUFFER_UNIT_BYTES)) * BUFFER_UNIT_BYTES)
+            fitting = Buffer(memory, memory.data)
+            self.all.append(fitting)
+        others = [buffer for buffer in free if buffer is not fitting]
+        for buffer in others[: max(0, len(self.all) - BUFFERS_KEPT_MAX)]:
+            self.all.remove(buffer)
+        return fitting

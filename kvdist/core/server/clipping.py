@@ -1,15 +1,16 @@
 """Clipping by the norm of a step whose keys lie on all servers: gradients come first, the factor later. Pure.
 
-1. A push with `Flag.MEASURE`: its round closes as any, but the contributions are kept, and each worker is told the sum
-   of squares of what they add up to.
-2. Each worker adds up what all servers have said, and knows the norm.
-3. An empty push with `Flag.APPLY`, whose rescale is the factor: once all have sent it, what was kept is applied.
+1. A push with `Flag.MEASURE`: its round closes as usual, but the contributions are kept, and each worker receives the
+   sum of squares of their scaled sum.
+2. Each worker adds up the answers of all servers, and knows the norm.
+3. An empty push with `Flag.APPLY`, whose rescale is the factor: once all have sent it, the kept contributions are
+   applied.
 
-Rules that hold here:
+Invariants:
 
 * No slice of a step is updated before every worker knows the norm, and so every slice was summed.
-* What is kept shows the payloads of the first push. A worker on this host leaves them alone until the second is
-  counted; what no second push follows is never read again.
+* The kept contributions show the payloads of the first push. A worker on this host leaves them alone until the second
+  push is counted; without a second push they are never read again.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from dataclasses import replace
 import numpy as np
 
 from kvdist import errors
-from kvdist.core.round import rescale_of, scales_of
-from kvdist.core.server.block import Block, Contribution
+from kvdist.core.round import Contribution, rescale_of, scales_of
+from kvdist.core.server.block import Block
+from kvdist.core.server.holder import Holder
 from kvdist.naming import name_of
 from kvdist.optimizer.base import Optimizer
 from kvdist.protocol import messages as msg
@@ -31,12 +33,28 @@ _CLIPPED = int(msg.Flag.MEASURE | msg.Flag.APPLY)
 _PUSHED = {0: "a gradient", _MEASURE: "a gradient to be clipped", int(msg.Flag.APPLY): "the factor of a clipped one"}
 
 
+def turned(
+    holders: Sequence[Holder], rounds: Sequence[Sequence[Contribution]], optimizer: Optimizer | None
+) -> Sequence[Sequence[Contribution]]:
+    """Return the contributions to apply for each block, after `turn`; contributions that were kept in vain are dropped.
+
+    Raises:
+        OptimizerMismatch, PushRefused: as `turn`.
+    """
+    blocks = [holder for holder in holders if isinstance(holder, Block)]
+    if any(contribution.flags & _CLIPPED for contribution in rounds[0]):
+        return [turn(block, contributions, optimizer) for block, contributions in zip(blocks, rounds, strict=True)]
+    for block in blocks:
+        block.kept = ()  # no second push came, as the norm was not finite: this frees the memory of a gradient
+    return rounds
+
+
 def turn(block: Block, contributions: Sequence[Contribution], optimizer: Optimizer | None) -> Sequence[Contribution]:
-    """Keep and measure the contributions of a round of the first push; return what one of the second applies.
+    """Keep and measure the contributions of a round of first pushes; return those to apply after second pushes.
 
     Raises:
         OptimizerMismatch: some workers clip and others do not, or to other norms.
-        PushRefused: the round cannot be measured, or nothing was kept, which only a broken peer can cause.
+        PushRefused: the round cannot be measured, or no contributions were kept, which only a broken peer can cause.
     """
     kept, block.kept = block.kept, ()
     if len({one.flags & _CLIPPED for one in contributions}) > 1:
@@ -61,10 +79,10 @@ def turn(block: Block, contributions: Sequence[Contribution], optimizer: Optimiz
 
 
 def squares(block: Block, contributions: Sequence[Contribution], optimizer: Optimizer | None) -> float:
-    """The sum of squares of what contributions add up to, in float64: one pass over them.
+    """Return the sum of squares of the scaled sum of contributions, in float64: a single pass over them.
 
     Raises:
-        PushRefused: they are of a type that has no norm, or cannot be scaled.
+        PushRefused: their type has no norm, or they cannot be scaled.
     """
     if not block.dtype.is_floating:
         raise errors.PushRefused(f"{name_of(block.key)} is of {block.dtype.label}, and only floating types have a norm")

@@ -1,7 +1,7 @@
-"""Pushes that do not arrive as plain contributions: encoded ones, and those of the workers of a host in one message.
+"""Pushes that do not arrive as plain contributions: encoded pushes, and the joined push of the workers of a host.
 
-Encoded contributions become plain ones at once, in one pass: the bytes are read (a sixteenth of the elements' for
-2-bit) and the elements written; the round then reads them like any others.
+Encoded contributions are decoded at once, in a single pass: the bytes are read (a sixteenth of the elements' for
+2-bit) and the elements written; the round then reads them like plain contributions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvdist import errors
-from kvdist.core.round import setting_of
-from kvdist.core.server.block import Block, Contribution
+from kvdist.core.round import Contribution, setting_of
+from kvdist.core.server.block import Block
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
@@ -26,7 +26,7 @@ _ADDS_NOTHING = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
 
 
 def decoded(message: msg.CompressedPush, kernels: Kernels) -> msg.Push:
-    """The same contributions with their elements, in one frame of ordinary memory."""
+    """Return the same contributions with their elements, in a frame of ordinary memory."""
     from kvdist.optimizer.compression import decode  # a feature at a seam: loaded where it is used
 
     coded = message.arrays
@@ -55,7 +55,7 @@ def decoded(message: msg.CompressedPush, kernels: Kernels) -> msg.Push:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedSlice:
-    """The contributions of a host to one slice."""
+    """The contributions of a host to a slice."""
 
     number: int
     run: int
@@ -64,14 +64,14 @@ class JoinedSlice:
     strangers: Sequence[int]
     """Ranks for which the sender may not speak."""
     counts: Sequence[int]
-    """Elements of each row that has bytes."""
+    """Elements of each row with bytes."""
     dtypes: Sequence[int]
 
     def require_fit(self, block: Block) -> None:
-        """Check that a block of one slice can take it.
+        """Check that the contributions fit a block of a single slice.
 
         Raises:
-            PushRefused: it cannot; the sender is broken.
+            PushRefused: they do not fit; the sender is broken.
         """
         obstacle = ""
         if self.strangers or not any(not contribution.silent for contribution in self.contributions):
@@ -90,7 +90,7 @@ class JoinedSlice:
 
 
 def joined_slices(sender: Member, message: msg.JoinedPush, neighbours: Mapping[int, Member]) -> Iterator[JoinedSlice]:
-    """The contributions of a joined push, slice by slice.
+    """Yield the contributions of a joined push, slice by slice.
 
     Args:
         sender: the leader of a host.
@@ -98,7 +98,7 @@ def joined_slices(sender: Member, message: msg.JoinedPush, neighbours: Mapping[i
         neighbours: rank → worker of that host, departed ones included.
 
     Raises:
-        ValueError: the payload is not as long as the message says.
+        ValueError: the payload has another length than its header.
     """
     arrays = PayloadView(message.arrays).arrays(0, len(message.ids))
     settings = [setting_of(numbers) for numbers in message.settings]

@@ -1,23 +1,25 @@
 """Copies of slices on a second server, so that a server's death costs nothing: `KVDIST_REPLICAS=1`. Pure.
 
-Server k keeps a copy of the slices of server k - 1, and server 0 of those of the last one. Walk of a round: it closes
-as any, but the pushes are summed first, and the rule is applied to the sum (`ReplicatedDense`); the sum goes to the
-backup (`Replicate`), which applies the same rule (`CopiedDense`), and says so (`Replicated`). Rules that hold here:
+Server k keeps a copy of the slices of server k - 1, and server 0 a copy of those of the last server. Walk of a round:
+it closes as usual, but the pushes are summed first, and the rule is applied to the sum (`ReplicatedShard`); the sum
+goes to the backup (`Replicate`), which applies the same rule (`CopiedShard`) and acknowledges it (`Replicated`).
+Invariants:
 
-* What a server says in answer to a message waits until its backup has all that the server has done by then. So nothing
-  is pulled, shown or acknowledged as counted that a death could take back.
-* A copy is told what its server was told, in the same order: what workers give as values, what the scheduler says.
-* With a sum goes who is in it, so that a push that is sent again, because nobody has answered it, counts once.
-* At the death of a server its backup takes the copy over. What the scheduler has said meanwhile, and the dead server
-  had not passed on, the copy hears first.
-* What has no copy is filled in: a server whose backup is new, or that has taken slices over, gives it slice after slice
-  (`Fill`), each as it is between two of its rounds, in one line with what the copy is told of those that it has. So
-  a slice is in the copy from its `Fill` on. When all are, the server says so (`Copied`), and may be lost from then on.
+* The answer of a server to a message is held until its backup has everything that the server has done by then. So no
+  worker pulls, reads or counts anything that a death could take back.
+* A copy receives the same messages as its server, in the same order: first values and states from workers, and orders
+  from the scheduler.
+* A sum travels with the list of its contributors, so that a push that is repeated, for want of an answer, counts once.
+* At the death of a server its backup promotes the copy. The copy first handles the orders of the scheduler that the
+  dead server had not forwarded.
+* Slices without a copy are filled in: a server with a new backup, or that has taken slices over, sends it slice after
+  slice (`Fill`), each as it is between two of its rounds, in order with the forwarded messages about slices already in
+  the copy. So a slice is in the copy from its `Fill` on. After the last slice the server reports to the scheduler
+  (`Copied`), and may be lost from then on.
 """
 
 from __future__ import annotations
 
-import abc
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,37 +37,35 @@ from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.commands import Handler
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
-from kvdist.core.round import Admission, Round, agreed_settings, scales_of, setting_of
-from kvdist.core.server.block import Block, Contribution
+from kvdist.core.round import Admission, Contribution, Round, agreed_settings, scales_of, setting_of
+from kvdist.core.server.block import Block
 from kvdist.core.server.block_state import MASTER, NUMBERS, TOTALS, state_dtype
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
+from kvdist.core.server.holder import Holder, optimizer_of
 from kvdist.core.server.server import Server
-from kvdist.core.server.shard import DenseShard, Shard, code_of
+from kvdist.core.server.shard import Shard, code_of
 from kvdist.core.server.snapshots import Restoring
-from kvdist.core.server.sparse_table import RowContribution, SparseShard, SparseTable
-from kvdist.core.server.table_rows import places_in, union_of
+from kvdist.core.server.sparse_table import SparseTable
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
 from kvdist.nodes import Member, Role, worker
-from kvdist.optimizer.base import Optimizer
 from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Arithmetic
 from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import Arrays, PayloadView, padded, views
-from kvdist.protocol.limits import DEFAULT
 
 GIVEN = (msg.InitValues, msg.ReplaceValues, msg.ReplaceState, msg.InitRows)
-"""What workers give that no round makes."""
+"""Messages of workers with values from outside a round."""
 SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Cut, msg.FindCut, msg.Rest, msg.Settled)
-"""What the scheduler says of slices and of those who push to them. It says the same to all servers."""
+"""Messages of the scheduler about slices and members. All servers receive the same messages."""
 NOBODY = Member(worker(0), 0)
 """No process has this incarnation, so it gets no replies."""
 _EMPTY, _CLIPPED = int(msg.Flag.EMPTY), int(msg.Flag.MEASURE | msg.Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
 PIECE_BYTES_MAX, FILL_BYTES_MAX = 4 << 20, 8 << 20
-"""Of what a slice is filled in with: an array is cut into pieces of so many bytes, a message has no more."""
+"""Limits of `Fill`: bytes of a piece of an array, and of a message."""
 OUT_OF_REACH_S_MIN = 10.0
 """How long a server waits at the least for a link to its backup. A handshake may take 8 s of it."""
 
@@ -78,28 +78,102 @@ Said = tuple[type[msg.Message], int]
 """A message of the scheduler: its kind, and the number of its request or roster."""
 
 
-class _Replicated(Shard[Any]):
-    """What arrays and tables have in common that have a copy elsewhere."""
+class ReplicatedShard(Shard):
+    """The slices of a server that has a backup."""
 
     tell: Tell | None = None
-    """None: there is no backup."""
+    """Forwards a message to the backup; None without a backup."""
     alone: dict[int, None]
-    """Slices that are not in the copy, though there is a backup."""
+    """Slices that are not in the copy yet, though the server has a backup."""
 
     def is_alone(self, number: int) -> bool:
         """Whether a slice has no copy."""
         return self.tell is None or number in self.alone
 
     def be_alone(self) -> None:
-        """There is another backup, which has nothing."""
+        """Mark all slices as not copied, for a new backup, which has nothing."""
         self.alone.update({number: None for holder in self for number in holder.ids.tolist()})
 
-    @abc.abstractmethod
-    def beside(self, number: int) -> Sequence[Any]:
-        """What is to be in the copy at once with a slice."""
+    def absorb(self, other: Shard) -> None:
+        """Take over a copy, with its states."""
+        self._credited = other._credited | self._credited
+        for holder in other:
+            self.alone.update(dict.fromkeys(holder.ids.tolist()))
+        for block in other.blocks:
+            self.blocks.add(block)
+        self.tables.update(other.tables)
+        for store, updater in other._updaters.items():
+            for index, state in list(updater.states.items()):
+                self._updaters[store].restore(index, state)
 
-    def fills(self, holder: Block | SparseTable) -> Iterator[tuple[msg.Fill, tuple[Buffer, ...] | None]]:
-        """What the backup must hear to have these slices, with the token of each message; they are in the copy then."""
+    def apply(self, holders: Sequence[Holder], rounds: Sequence[Sequence[Contribution]]) -> None:
+        """Sum a round, apply the rule to the sum, and forward the sum to the backup."""
+        if self.is_alone(int(holders[0].ids[0])):
+            super().apply(holders, rounds)
+            return
+        try:
+            sums = self._sums(holders, rounds)
+            super().apply(holders, [[summed] for summed, _ in sums] or [()] * len(holders))
+        except (errors.OptimizerMismatch, errors.PushRefused) as error:
+            self._forward(holders, rounds, (), (code_of(error), str(error)))
+            raise
+        self._forward(holders, rounds, sums)
+
+    def _sums(
+        self, holders: Sequence[Holder], rounds: Sequence[Sequence[Contribution]]
+    ) -> list[tuple[Contribution, Buffer]]:
+        """Return the sum for each holder as a contribution, with its buffer; an empty list without any gradient.
+
+        Raises:
+            OptimizerMismatch, PushRefused: the contributions cannot be summed.
+        """
+        first = holders[0].round
+        if any(one.flags & _CLIPPED for one in rounds[0]):
+            raise errors.PushRefused(
+                f"{name_of(first.key)}: clip_norm is not possible with replicas of servers: unset clip_norm, or"
+                " start without --replicas"
+            )
+        present = [[one for one in contributions if not one.is_empty] for contributions in rounds]
+        gradients = next(filter(None, present), None)
+        if gradients is None:
+            return []
+        lr, wd = agreed_settings(first.key, gradients, first.began.keys(), first.policy)
+        optimizer = optimizer_of(self._updaters.get(holders[0].store))
+        sums = []
+        for holder, some, every in zip(holders, present, rounds, strict=True):
+            try:
+                buffer, row_ids = holder.summed(some, scales_of(some, every, optimizer))
+            except (MemoryError, TypeError, ValueError) as error:
+                raise errors.PushRefused(f"{name_of(holder.round.key)}: {error}") from error
+            numbers = (lr, wd, 1.0)
+            summed = replace(gradients[0], flags=0, setting=numbers, values=buffer.array, row_ids=row_ids)
+            sums.append((summed, buffer))
+        return sums
+
+    def _forward(
+        self,
+        holders: Sequence[Holder],
+        rounds: Sequence[Sequence[Contribution]],
+        sums: Sequence[tuple[Contribution, Buffer]],
+        refusal: tuple[int, str] = (-1, ""),
+    ) -> None:
+        """Send a round to the backup. Each sum is leased until the backup has it."""
+        assert self.tell is not None
+        for i, (holder, contributions) in enumerate(zip(holders, rounds, strict=True)):
+            summed, buffer = sums[i] if sums else (None, None)
+            parts = holder.forwarded(buffer, None if summed is None else summed.row_ids)
+            setting = _settings(None, None) if summed is None else _settings(*summed.setting[:2])
+            round_ = (holder.round.version, _contributors(contributions), setting, *refusal)
+            for position, arrays in enumerate(parts):
+                if buffer is not None:
+                    buffer.leases += 1
+                more = i < len(holders) - 1 or position < len(parts) - 1
+                ids = np.resize(holder.ids, len(arrays.counts))
+                message = msg.Replicate(ids, *round_, not sums, more, arrays)
+                self.tell(message, None if buffer is None else (buffer,))
+
+    def fills(self, holder: Holder) -> Iterator[tuple[msg.Fill, tuple[Buffer, ...] | None]]:
+        """Yield the messages that fill the slices of a holder in on the backup, each with its token."""
         ids = holder.ids.tolist()
         saved: Sequence[SavedSlice | None] = [None] * len(ids)
         leased: Buffer | None = None
@@ -116,202 +190,70 @@ class _Replicated(Shard[Any]):
                 token = (leased,) if leased is not None and is_last and number == ids[-1] else None
                 yield msg.Fill(np.full(len(parts), number, np.uint32), parts, *about, not is_last, arrays), token
 
-
-class ReplicatedDense(_Replicated, DenseShard):
-    """The arrays of a server that has a backup."""
-
-    def beside(self, number: int) -> Sequence[Block]:
-        """All blocks that a rule may update together with that of a slice."""
-        block, _ = self.blocks.of(number)
-        return block.joint or (block,)
-
-    def absorb(self, other: DenseShard) -> None:
-        """Take a copy over, with its states."""
-        self._credited = other._credited | self._credited
-        for block in other:
-            self.alone.update(dict.fromkeys(block.ids.tolist()))
-            self.blocks.add(block)
-        for store, updater in other._updaters.items():
-            for index, state in list(updater.states.items()):
-                self._updaters[store].restore(index, state)
-
-    def _apply(self, blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]]) -> None:
-        if self.is_alone(int(blocks[0].ids[0])):
-            super()._apply(blocks, rounds)
-            return
-        try:
-            sums = self._sums(blocks, rounds)
-            super()._apply(blocks, [[summed] for summed, _ in sums] or [()] * len(blocks))
-        except (errors.OptimizerMismatch, errors.PushRefused) as error:
-            self._forward(blocks, rounds, (), (code_of(error), str(error)))
-            raise
-        self._forward(blocks, rounds, sums)
-
-    def _sums(
-        self, blocks: Sequence[Block], rounds: Sequence[Sequence[Contribution]]
-    ) -> list[tuple[Contribution, Buffer]]:
-        """For each block what its contributions add up to, as one; nothing if there is no gradient among them.
-
-        Raises:
-            OptimizerMismatch, PushRefused: they cannot be summed.
-        """
-        if any(one.flags & _CLIPPED for one in rounds[0]):
-            raise errors.PushRefused(
-                f"{name_of(blocks[0].key)}: clip_norm is not possible with replicas of servers: unset clip_norm, or"
-                " start without --replicas"
-            )
-        present = [[one for one in own if not one.is_empty] for own in rounds]
-        spoken = next(filter(None, present), None)
-        if spoken is None:
-            return []
-        lr, wd = agreed_settings(blocks[0].key, spoken, blocks[0].round.began.keys(), blocks[0].round.policy)
-        updater = self._updaters.get(blocks[0].store)
-        optimizer = None if updater is None else updater.optimizer
-        sums = []
-        for block, own, every in zip(blocks, present, rounds, strict=True):
-            scales = scales_of(own, every, optimizer)
-            buffer = block.pool.acquire()
-            try:
-                block.kernels.weighted_sum([one.values for one in own], scales, block.dtype, buffer.array)
-            except (TypeError, ValueError) as error:
-                raise errors.PushRefused(f"{name_of(block.key)}: {error}") from error
-            summed = replace(spoken[0], flags=0, setting=(lr, wd, 1.0), values=buffer.array)
-            sums.append((summed, buffer))
-        return sums
-
-    def _forward(
-        self,
-        blocks: Sequence[Block],
-        rounds: Sequence[Sequence[Contribution]],
-        sums: Sequence[tuple[Contribution, Buffer]],
-        refusal: tuple[int, str] = (-1, ""),
-    ) -> None:
-        assert self.tell is not None
-        for i, (block, own) in enumerate(zip(blocks, rounds, strict=True)):
-            arrays = Arrays(np.full(len(block), block.dtype, np.uint8), np.zeros(len(block), np.uint32), b"")
-            setting, token = _settings(None, None), None
-            if sums:
-                summed, buffer = sums[i]
-                setting = _settings(*summed.setting[:2])
-                arrays = Arrays(arrays.dtypes, block.counts, buffer.payload)
-                buffer.leases += 1
-                block.pool.give_back(buffer)
-                token = (buffer,)
-            round_ = (block.ids, block.version, _contributors(own), setting, *refusal)
-            self.tell(msg.Replicate(*round_, not sums, i < len(blocks) - 1, arrays), token)
+    def next_fills(self) -> list[tuple[msg.Fill, tuple[Buffer, ...] | None]]:
+        """Return the messages that fill in the next slices that are alone, with all slices of a joint update."""
+        holder = self.holder(next(iter(self.alone)))
+        joint = (holder.joint if isinstance(holder, Block) else ()) or (holder,)
+        return [fill for one in joint if one is not None for fill in self.fills(one)]
 
 
-class CopiedDense(DenseShard):
-    """A copy of the arrays of another server, which closes the rounds."""
+class CopiedShard(Shard):
+    """A copy of the slices of another server, which closes the rounds."""
 
-    _begun: Sequence[tuple[Block, Sequence[Contribution]]] = ()
-    """Blocks that are updated with those that follow."""
+    _begun: Sequence[tuple[Holder, Sequence[Contribution]]] = ()
+    """Holders that are updated together with the slices of the next messages."""
+    _parts: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]] = ()
+    """The parts of a sum of rows that have arrived: ids and values."""
 
-    def close_if_ready(self, holder: Block) -> None:
-        """Wait for the server whose slices they are."""
+    def close_if_ready(self, holder: Holder) -> None:
+        """Do nothing: the other server closes the rounds."""
 
     def replicate(self, message: msg.Replicate) -> None:
         """Count a round, and apply the rule to its sum."""
-        payload = PayloadView(message.arrays)
         contributors = _contributions(message)
         member = contributors[0].member if len(contributors) == 1 else NOBODY
-        setting = setting_of(message.settings[0])
-        found: list[tuple[Block, Sequence[Contribution]]] = []
-        for first, last, block in self.blocks.cover_merged(message.ids):
-            _count(self, block, message, contributors)
-            values = _NO_VALUES if message.is_empty else payload.stretch(first, last, block.dtype)[: block.pool.size]
-            summed = Contribution(member, 0, 0, 0, 0, 0, setting, values, False)
-            found.append((block, () if message.is_empty else (summed,)))
+        summed = Contribution(member, 0, 0, 0, 0, 0, setting_of(message.settings[0]), _NO_VALUES)
+        table = self.tables.get(int(message.ids[0]))
+        received: list[tuple[Holder, Sequence[Contribution]]] = []
+        if table is None:
+            payload = PayloadView(message.arrays)
+            for first, last, block in self.blocks.cover_merged(message.ids):
+                if not message.is_empty:
+                    values = payload.stretch(first, last, block.dtype)[: block.pool.size]
+                    summed = replace(summed, values=values)
+                received.append((block, () if message.is_empty else (summed,)))
+        else:
+            row_ids, values = views(message.arrays)
+            parts = [*self._parts, (row_ids, values)]
+            self._parts = parts if message.more else ()
+            if message.more:
+                return
+            if len(parts) > 1:
+                row_ids, values = (np.concatenate(column) for column in zip(*parts, strict=True))
+            summed = replace(summed, values=values, row_ids=row_ids)
+            received.append((table, () if message.is_empty else (summed,)))
+        for holder, _ in received:
+            _count(self, holder, message, contributors)
         if message.more:
-            self._begun = [*self._begun, *found]
+            self._begun = [*self._begun, *received]
             return
-        groups = [[*self._begun, *found]] if self._begun else [[one] for one in found]
+        groups = [[*self._begun, *received]] if self._begun else [[one] for one in received]
         self._begun = ()
         for group in groups if message.code < 0 else ():
-            blocks, rounds = zip(*group, strict=True)
-            self.apply(blocks, rounds, self._updaters.get(blocks[0].store))
-
-
-class ReplicatedSparse(_Replicated, SparseShard):
-    """The tables of a server that has a backup."""
-
-    def beside(self, number: int) -> Sequence[SparseTable]:
-        """The table of a slice."""
-        return (self.all[number],)
-
-    def absorb(self, other: SparseShard) -> None:
-        """Take a copy over."""
-        self._credited = other._credited | self._credited
-        self.alone.update(dict.fromkeys(other.all))
-        self.all.update(other.all)
-
-    def _apply(self, tables: Sequence[SparseTable], rounds: Sequence[Sequence[RowContribution]]) -> None:
-        table, own = tables[0], rounds[0]
-        if self.is_alone(table.number):
-            super()._apply(tables, rounds)
-            return
-        try:
-            summed = _merged(table, own, self._optimizers.get(table.store), self.kernels)
-            super()._apply(tables, [() if summed is None else (summed,)])
-        except (errors.OptimizerMismatch, errors.PushRefused) as error:
-            self._forward(table, own, None, (code_of(error), str(error)))
-            raise
-        self._forward(table, own, summed)
-
-    def _forward(
-        self,
-        table: SparseTable,
-        contributions: Sequence[RowContribution],
-        summed: RowContribution | None,
-        refusal: tuple[int, str] = (-1, ""),
-    ) -> None:
-        assert self.tell is not None
-        ids, values = (np.zeros(0, np.int64), _NO_VALUES) if summed is None else summed.parts[0]
-        setting = _settings(None, None) if summed is None else _settings(*summed.setting[:2])
-        row = table.rows.row_length
-        rows_max = max(1, DEFAULT.payload_bytes_max // (8 + row * table.rows.dtype.itemsize) - 1)
-        for start in range(0, len(ids) or 1, rows_max):
-            some = slice(start, start + rows_max)
-            arrays = _row_arrays(ids[some], values[start * row : (start + rows_max) * row], table.rows.dtype)
-            round_ = (table.ids, table.round.version, _contributors(contributions), setting, *refusal)
-            self.tell(msg.ReplicateRows(*round_, summed is None, start + rows_max < len(ids), arrays), None)
-
-
-class CopiedSparse(SparseShard):
-    """A copy of the tables of another server."""
-
-    _parts: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[Any]]] = ()
-    """Of the sum that arrives."""
-
-    def close_if_ready(self, holder: SparseTable) -> None:
-        """Wait for the server whose tables they are."""
-
-    def replicate(self, message: msg.ReplicateRows) -> None:
-        """Count a round, and apply the rule to its rows."""
-        ids, values = views(message.arrays)
-        parts = [*self._parts, (ids, values)]
-        self._parts = parts if message.more else ()
-        table = self.all.get(int(message.ids[0]))
-        if message.more or table is None:
-            return
-        _count(self, table, message, _row_contributions(message))
-        if message.code < 0:
-            setting = setting_of(message.settings[0])
-            summed = RowContribution(NOBODY, 0, 0, 0, 0, 0, setting, parts)
-            table.apply(() if message.is_empty else (summed,), self._optimizers.get(table.store))
+            holders, rounds = zip(*group, strict=True)
+            self.apply(holders, rounds)
 
 
 class Copy(Server):
-    """The slices of another server, as this one keeps them for it."""
+    """The copy of the slices of another server."""
 
-    DENSE, SPARSE = CopiedDense, CopiedSparse
-    dense: CopiedDense
-    sparse: CopiedSparse
+    SHARD = CopiedShard
+    shard: CopiedShard
     rank = -1
-    """Of that server."""
+    """The rank of that server."""
     _numbers: tuple[int, ...] = ()
     _pieces: Sequence[tuple[int, npt.NDArray[Any]]] = ()
-    """Of a slice that is being filled in: the part, and the piece of it."""
+    """The pieces of a slice that is being filled in, each with its part."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -319,7 +261,7 @@ class Copy(Server):
         return self._numbers
 
     def hear(self, message: msg.Message, now: float) -> list[fx.Effect]:
-        """What the server has done, or was told. Returns what it would have answered."""
+        """Handle a message that the server has forwarded. Returns the answers that the server would have sent."""
         match message:
             case msg.Fill():
                 self._fill(message)
@@ -327,33 +269,30 @@ class Copy(Server):
                 self._numbers = _owned(message.owners, self.rank, self.joining.introduction.num_servers)
                 return self.handle(SCHEDULER_MEMBER, message, now)
             case msg.Replicate():
-                self.dense.replicate(message)
-            case msg.ReplicateRows():
-                self.sparse.replicate(message)
+                self.shard.replicate(message)
             case _:
                 return self.handle(NOBODY if isinstance(message, GIVEN) else SCHEDULER_MEMBER, message, now)
         return []
 
     def _fill(self, message: msg.Fill) -> None:
-        """A slice as it is, or a piece of it."""
+        """Fill in a slice, or keep a piece of it until the last piece has arrived."""
         pieces = zip(message.parts.tolist(), views(message.arrays), strict=True)
         self._pieces = [*self._pieces, *((part, array.copy()) for part, array in pieces)]
         if message.more:
             return
-        found, self._pieces, number = self._pieces, (), int(message.ids[0])
-        shard: DenseShard | SparseShard = self.dense if self.dense.holder(number) is not None else self.sparse
-        holder = shard.holder(number)
+        received, self._pieces, number = self._pieces, (), int(message.ids[0])
+        holder = self.shard.holder(number)
         if holder is None:
             return
-        parts = {part: np.concatenate([piece for of, piece in found if of == part]) for part, _ in found}
+        parts = {part: np.concatenate([piece for of, piece in received if of == part]) for part, _ in received}
         numbers, weight = parts.pop(NUMBERS).tolist(), parts.pop(msg.WEIGHT, None)
         ids, master, state = parts.pop(msg.ROW_IDS, None), parts.pop(MASTER, None), None
         totals = parts.pop(TOTALS, np.zeros(1))
         if numbers:
             state = SliceState(int(numbers[0]), tuple(parts[one] for one in sorted(parts)), tuple(numbers[1:]), master)
         read = ReadSlice(number, weight, state, state is None, ids, message.initializer, samples=int(totals[0]))
-        shard._load(holder.store, [read])
-        holder = shard.holder(number)
+        self.shard._load(holder.store, [read])
+        holder = self.shard.holder(number)
         assert holder is not None
         if isinstance(holder, SparseTable):
             holder.has_value = message.has_value
@@ -361,18 +300,16 @@ class Copy(Server):
 
     @property
     def fates(self) -> msg.Settled:
-        """What was counted here of all that were given up, and what has no value."""
-        valueless = [number for shard in self._shards for number in shard.valueless()]
+        """The counted pushes of all lost workers, and the slices without a value."""
         told = tuple(fate for fates in self._fates.values() for fate in fates)
-        return msg.Settled(self.epoch, told, np.array(valueless, np.uint32))
+        return msg.Settled(self.epoch, told, np.array(self.shard.valueless(), np.uint32))
 
 
 class ReplicatedServer(Server):
-    """A server that has a backup, and is one."""
+    """A server that has a backup, and is the backup of another server."""
 
-    DENSE, SPARSE, REPLICAS = ReplicatedDense, ReplicatedSparse, 1
-    dense: ReplicatedDense
-    sparse: ReplicatedSparse
+    SHARD, REPLICAS = ReplicatedShard, 1
+    shard: ReplicatedShard
 
     def __init__(
         self,
@@ -387,16 +324,16 @@ class ReplicatedServer(Server):
         super().__init__(introduction, limits, kernels, now, allocate, handlers, arithmetic)
         self._new_copy = partial(Copy, introduction, limits, kernels, now, allocate, arithmetic=arithmetic)
         self.copy: Copy | None = self._new_copy()
-        """None: the server before this one is not there."""
-        self._restoring = Restoring((*self._shards, *self.copy._shards))
-        self.dense.alone, self.sparse.alone = {}, {}
+        """The copy of the previous server's slices; None if that server is lost."""
+        self._restoring = Restoring((self.shard, self.copy.shard))
+        self.shard.alone = {}
         self._numbers: tuple[int, ...] = ()
         self._servers: dict[int, Member] = {}
         self._backup: Member | None = None
         self._is_linked = True
-        """Whether the backup has said anything to this one, and so hears it."""
+        """Whether the backup has sent any message, and so receives messages."""
         self._dialled_by: Member | None = None
-        """The server that has spoken to this one, perhaps before the roster with both has come."""
+        """The server that has sent a message, perhaps before the roster with both servers."""
         self._out_of_reach_at = fx.NEVER
         """When this server gives itself up, because it cannot reach its backup and the scheduler hears both."""
         self._why_out_of_reach = ""
@@ -407,21 +344,21 @@ class ReplicatedServer(Server):
         self._apart: set[Member] = set()
         """Servers to which the link is broken."""
         self._log: list[tuple[msg.Message, tuple[Buffer, ...] | None]] = []
-        """What the backup must hear of what is being handled."""
+        """Messages to forward to the backup, with their tokens."""
         self._told = self._confirmed = self._heard = 0
-        """Messages to the backup, those that are in the copy there, and those of the server whose copy is here."""
+        """Counts of messages: forwarded to the backup, confirmed by the backup, and received for the copy."""
         self._filling: deque[int] = deque()
         """For each block or table on its way to the backup: how many messages that must have for it."""
         self._is_whole = False
-        """Whether the scheduler was told of this roster that all is in the copy."""
+        """Whether the scheduler knows that the copy is complete, in the epoch of the newest roster."""
         self._held: deque[tuple[int, list[fx.Effect]]] = deque()
-        """(messages that the backup must have, what is done then)"""
+        """(messages that the backup must have, effects that are held until then)"""
         self._waiting: list[tuple[Member, msg.Message]] = []
-        """What workers say of slices of which there is only a copy here."""
+        """Messages of workers about slices of the copy, which are handled after its promotion."""
         self._said: dict[Said, msg.Message] = {}
-        """What the scheduler has said, and the server whose copy is here has not passed on."""
+        """Messages of the scheduler that the server of the copy has not forwarded."""
         self._early: set[Said] = set()
-        """What it has passed on, and is still under way to this one."""
+        """Messages that it has forwarded before they arrived from the scheduler."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -429,7 +366,7 @@ class ReplicatedServer(Server):
         return self._numbers
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
-        """Listen to the other servers, too."""
+        """Accept messages of other servers, too."""
         if source.node.role is not Role.SERVER or source in self.peers.lost:
             return super().refuses(source, message)
         # One that has heard sooner that the cluster is complete, or who is new, may speak first.
@@ -440,7 +377,7 @@ class ReplicatedServer(Server):
         return "" if is_new else f"{source} is not a server of this cluster"
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
-        """React to a message; what others hear of it waits for the backup."""
+        """Handle a message; its answers wait for the backup."""
         if sender.node.role is Role.SERVER:
             return self._of_server(sender, message, now)
         if self._is_early(message):
@@ -455,7 +392,7 @@ class ReplicatedServer(Server):
         return self._published(super().handle(sender, message, now))
 
     def _hear_roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
-        """Hear who is there: other servers, too."""
+        """Handle a roster: update the backup, the copy and the members."""
         self._judged_from = 0.0
         before = self._backup, self._numbers
         effects = self._meet(message, now)
@@ -482,7 +419,7 @@ class ReplicatedServer(Server):
         return effects
 
     def _introduce(self, message: msg.Roster) -> None:
-        """Tell a new backup who is there, and since when: what the copy would know if it had been there before."""
+        """Send a new backup the membership history that an older copy would know."""
         peers = self.peers
         joined = {rank: version for rank, version in peers.since.items() if rank in peers.workers}
         newcomers = tuple(sorted({*peers.newcomers, *joined}))
@@ -493,7 +430,7 @@ class ReplicatedServer(Server):
             self._tell(msg.Rest(0, tuple(sorted(peers.resting))), None)
 
     def _is_early(self, message: msg.Message) -> bool:
-        """Whether this is about slices of which there is only a copy here: its sender has heard sooner who is lost."""
+        """Whether a message is about slices of the copy: its sender knows of a loss before this server does."""
         copy = self.copy
         if copy is None:
             return False
@@ -501,7 +438,7 @@ class ReplicatedServer(Server):
             return True
         ids: Sequence[int] = getattr(message, "ids", ())
         some = ids if isinstance(message, msg.MarkPushes) else ids[:1]  # marks alone are of all that a server has
-        return any(shard.holder(int(number)) is not None for number in some for shard in copy._shards)
+        return any(copy.shard.holder(int(number)) is not None for number in some)
 
     def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         """React to something that is not a message."""
@@ -551,7 +488,7 @@ class ReplicatedServer(Server):
     # To the backup.
 
     def _await_backup(self, reason: str, now: float) -> None:
-        """There is no link to the backup. If it is lost, the scheduler says so long before this time."""
+        """Wait for a link to the backup. If it is lost, the scheduler announces that long before the wait ends."""
         self._out_of_reach_at = max(now + self._link_wait_s, self._judged_from)
         self._why_out_of_reach = reason
         self._turns = 0
@@ -562,17 +499,17 @@ class ReplicatedServer(Server):
         return max(3 * self.limits.patience_s, OUT_OF_REACH_S_MIN)
 
     def _reached(self, member: Member) -> None:
-        """There is a link to another server."""
+        """Record a link to another server."""
         self._apart.discard(member)
         if member == self._backup:
             self._out_of_reach_at = fx.NEVER
 
     @property
     def _turn(self) -> int:
-        """How many others may give themselves up before this one, where a link between servers is broken.
+        """How many other servers may leave before this server does, where a link between servers is broken.
 
-        The loss of one may mend it for all. First goes who has no slices; then who has no link from the server before
-        it either, as it is the one that nobody reaches; of two the second.
+        The loss of a single server may restore all links. A server without slices leaves first; then a server without
+        a link from the server before it, as no server reaches it; of two servers the second.
         """
         if not self._numbers:
             return 0
@@ -583,7 +520,7 @@ class ReplicatedServer(Server):
 
     @property
     def _dials(self) -> bool:
-        """Whether this server dials its backup: of two that are each other's backups only one does."""
+        """Whether this server dials its backup: of two servers that are each other's backups only the first does."""
         return self.joining.introduction.num_servers > 2 or self.me.node.rank == 0
 
     def _tell(self, message: msg.Message, token: tuple[Buffer, ...] | None) -> None:
@@ -591,10 +528,10 @@ class ReplicatedServer(Server):
             self._log.append((message, token))
 
     def _published(self, effects: list[fx.Effect]) -> list[fx.Effect]:
-        """What is done now: the backup is told; the rest waits until it has all.
+        """Return the effects to perform now: forwarded messages; the other effects are held until the backup has all.
 
-        A backup that is new drops what comes before its own welcome. So it gets one small message, and all else when it
-        has answered: what is lost so is repeated after seconds, but with megabytes behind it after minutes.
+        A new backup drops messages that arrive before its welcome. So it gets a single small message, and the others
+        after its first answer: a dropped message is repeated after seconds, but behind megabytes after minutes.
         """
         may_leave = len(self._log) if self._is_linked else int(self._dials and not self._told)
         log, self._log = self._log[:may_leave], self._log[may_leave:]
@@ -608,28 +545,26 @@ class ReplicatedServer(Server):
         return told
 
     def _fill(self) -> list[fx.Effect]:
-        """Give the backup what is not in the copy, some of it at a time; when all is, the scheduler hears so."""
+        """Send the backup some of the slices that are not in the copy; report to the scheduler after the last."""
         if self._backup is None or not self._is_linked:
             return []
-        while len(self._filling) < FILLS_AHEAD and (self.dense.alone or self.sparse.alone):
-            shard: _Replicated = self.dense if self.dense.alone else self.sparse
+        while len(self._filling) < FILLS_AHEAD and self.shard.alone:
             try:
-                fills = [one for holder in shard.beside(next(iter(shard.alone))) for one in shard.fills(holder)]
+                fills = self.shard.next_fills()
             except MemoryError:
-                self.dense.be_alone()
-                self.sparse.be_alone()
+                self.shard.be_alone()
                 return _short_of_memory(f"to copy its slices to {self._backup}")
             for message, token in fills:
                 self._tell(message, token)
             self._filling.append(self._told + len(self._log))
-        self.dense.blocks.may_merge = not self.dense.alone
-        if self._is_whole or self._filling or self.dense.alone or self.sparse.alone:
+        self.shard.blocks.may_merge = not self.shard.alone
+        if self._is_whole or self._filling or self.shard.alone:
             return []
         self._is_whole = True
         return [fx.Send(SCHEDULER_MEMBER, msg.Copied(self.me.node.rank, self.epoch))]
 
     def _replicated(self, count: int) -> list[fx.Effect]:
-        """The backup has so many of the messages."""
+        """Release held effects: the backup has this number of messages."""
         self._confirmed = max(self._confirmed, count)
         while self._filling and self._filling[0] <= self._confirmed:
             self._filling.popleft()
@@ -638,7 +573,7 @@ class ReplicatedServer(Server):
             effects += self._held.popleft()[1]
         return effects
 
-    # From the server whose copy is here, and about both.
+    # The copy, and changes of membership.
 
     def _of_server(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         self._reached(sender)
@@ -672,7 +607,7 @@ class ReplicatedServer(Server):
             self._said[said] = message
 
     def _meet(self, message: msg.Roster, now: float) -> list[fx.Effect]:
-        """Hear which servers there are, and what each has."""
+        """Update the servers and their slices from a roster."""
         there = {one.member.node.rank: one for one in message.peers if one.member.node.role is Role.SERVER}
         effects: list[fx.Effect] = []
         count, own = self.joining.introduction.num_servers, self.me.node.rank
@@ -691,13 +626,12 @@ class ReplicatedServer(Server):
             self.copy, self._heard = self._new_copy(), 0
             self._said.clear()
             self._early.clear()
-            self._restoring = Restoring((*self._shards, *self.copy._shards))
+            self._restoring = Restoring((self.shard, self.copy.shard))
         backup = there.get((own + 1) % count)
         if self._backup is None and backup is not None:
             self._backup, self._told, self._confirmed = backup.member, 0, 0
-            self.dense.tell = self.sparse.tell = self._tell
-            self.dense.be_alone()
-            self.sparse.be_alone()
+            self.shard.tell = self._tell
+            self.shard.be_alone()
             self._is_linked = self._dialled_by == backup.member
             if not self._is_linked:
                 self._await_backup("there was never a connection between them", now)
@@ -706,44 +640,41 @@ class ReplicatedServer(Server):
         return effects
 
     def _go_on_alone(self) -> list[fx.Effect]:
-        """The backup is lost: nothing waits for it any more."""
-        self._backup = self.dense.tell = self.sparse.tell = None
+        """Continue after the loss of the backup: no effect waits for it any more."""
+        self._backup = self.shard.tell = None
         self._out_of_reach_at = fx.NEVER
         for _, token in self._log:
             for buffer in token or ():
                 buffer.leases -= 1
         self._told, self._log = self._told + len(self._log), []
         self._filling.clear()
-        self.dense.alone.clear()
-        self.sparse.alone.clear()
+        self.shard.alone.clear()
         return self._replicated(self._told)
 
     def _promote(self, epoch: int, now: float) -> list[fx.Effect]:
-        """Take the copy over: its server is lost."""
+        """Promote the copy after the loss of its server."""
         copy, self.copy = self.copy, None
         assert copy is not None
-        effects: list[fx.Effect] = []
-        for message in self._said.values():
-            effects += [one for one in copy.hear(message, now) if _is_for_workers(one)]
+        answers = [effect for message in self._said.values() for effect in copy.hear(message, now)]
+        effects = [one for one in answers if isinstance(one, fx.Send) and isinstance(one.message, msg.Counters)]
         self._said.clear()
         for member, fates in copy._fates.items():
             self._fates[member] = (*self._fates.get(member, ()), *fates)
         if not self._numbers:  # it has had nothing to know this for
             self.peers.since = dict(copy.peers.since)
             self.peers.rest(copy.peers.resting)
-        self.dense.absorb(copy.dense)
-        self.sparse.absorb(copy.sparse)
-        self._restoring = Restoring(self._shards)
+        self.shard.absorb(copy.shard)
+        self._restoring = Restoring((self.shard,))
         return [*effects, fx.Send(SCHEDULER_MEMBER, replace(copy.fates, epoch=epoch))]
 
 
 def _owned(owners: Sequence[int], rank: int, num_servers: int) -> tuple[int, ...]:
-    """The slices of which servers, as placement names them, this one has."""
+    """Return the servers, as placement numbers them, whose slices the server of a rank has."""
     return tuple(number for number, owner in enumerate(owners or range(num_servers)) if owner == rank)
 
 
 def _short_of_memory(what_for: str) -> list[fx.Effect]:
-    """Leave: a copy that lacks something must not be taken over, and nobody is to wait for it."""
+    """Leave the job: an incomplete copy must not be promoted, and no server may wait for it."""
     reason = f"it has no memory {what_for}: use more servers, or leave out --replicas"
     return [fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, reason))]
 
@@ -754,47 +685,28 @@ def _said(message: msg.Message) -> Said:
     )
 
 
-def _is_for_workers(effect: fx.Effect) -> bool:
-    return isinstance(effect, fx.Send) and isinstance(effect.message, msg.Counters)
-
-
 def _settings(lr: float | None, wd: float | None) -> tuple[tuple[float, float, float], ...]:
     return ((math.nan if lr is None else lr, math.nan if wd is None else wd, 1.0),)
 
 
-def _contributors(contributions: Sequence[Contribution] | Sequence[RowContribution]) -> tuple[msg.Contributor, ...]:
+def _contributors(contributions: Sequence[Contribution]) -> tuple[msg.Contributor, ...]:
     return tuple(
         [msg.Contributor(one.member.node.rank, one.member.incarnation, one.step, one.samples) for one in contributions]
     )
 
 
 def _contributions(message: msg.Replicate) -> list[Contribution]:
-    """Who is in a round, without what they have pushed."""
-    setting = setting_of(message.settings[0])
-    return [
-        Contribution(
-            Member(worker(one.rank), one.incarnation), 0, one.step, 0, one.samples, _EMPTY, setting, _NO_VALUES, False
-        )
-        for one in message.contributors
-    ]
+    """Return the contributions to a round, without their values."""
+    setting, contributions = setting_of(message.settings[0]), []
+    for one in message.contributors:
+        member = Member(worker(one.rank), one.incarnation)
+        contributions.append(Contribution(member, 0, one.step, 0, one.samples, _EMPTY, setting, _NO_VALUES))
+    return contributions
 
 
-def _row_contributions(message: msg.ReplicateRows) -> list[RowContribution]:
-    setting = setting_of(message.settings[0])
-    return [
-        RowContribution(Member(worker(one.rank), one.incarnation), 0, one.step, 0, one.samples, _EMPTY, setting, [])
-        for one in message.contributors
-    ]
-
-
-def _count(
-    shard: Shard[Any],
-    holder: Block | SparseTable,
-    message: msg.Replicate | msg.ReplicateRows,
-    contributions: Sequence[Contribution] | Sequence[RowContribution],
-) -> None:
+def _count(shard: CopiedShard, holder: Holder, message: msg.Replicate, contributions: Sequence[Contribution]) -> None:
     """Count a round of a copy as its server has."""
-    round_: Any = holder.round
+    round_ = holder.round
     round_.slots.update({one.member.node.rank: one for one in contributions})
     round_.close([one.member.node.rank for one in contributions])
     assert round_.version == message.version, "a copy hears of every round"
@@ -804,57 +716,11 @@ def _count(
         round_.refuse(contributions, (msg.ErrorCode(message.code), message.reason))
 
 
-def _merged(
-    table: SparseTable, contributions: Sequence[RowContribution], optimizer: Optimizer | None, kernels: Kernels
-) -> RowContribution | None:
-    """What the contributions to a table add up to, as one; None if there is no gradient among them.
-
-    Raises:
-        OptimizerMismatch, PushRefused: they cannot be summed.
-    """
-    present = [one for one in contributions if not one.is_empty]
-    if not present:
-        return None
-    lr, wd = agreed_settings(table.round.key, present, table.round.began.keys(), table.round.policy)
-    scales = scales_of(present, contributions, optimizer)
-    parts = [table._joined(one) for one in present]
-    rows = table.rows
-    try:
-        lists = [ids for ids, _ in parts]
-        union = union_of(lists)
-        places = places_in(union, lists)
-        shape = (len(union), rows.row_length)
-        everywhere = [_spread(values, place, *shape) for (_, values), place in zip(parts, places, strict=True)]
-        summed = np.empty(len(union) * rows.row_length, rows.dtype.storage)
-        kernels.weighted_sum(everywhere, scales, rows.dtype, summed)
-    except (MemoryError, TypeError, ValueError) as error:
-        raise errors.PushRefused(f"{name_of(table.round.key)}: {error}") from error
-    return replace(present[0], flags=0, setting=(lr, wd, 1.0), parts=[(union, summed)])
-
-
-def _spread(values: npt.NDArray[Any], places: npt.NDArray[Any] | None, rows: int, row_length: int) -> npt.NDArray[Any]:
-    """Rows at these places among others, which are zeros; None: there are no others."""
-    if places is None:
-        return values
-    spread = np.zeros((rows, row_length), values.dtype)
-    spread[places] = values.reshape(-1, row_length)
-    return spread.reshape(-1)
-
-
-def _row_arrays(ids: npt.NDArray[np.int64], values: npt.NDArray[Any], dtype: DType) -> Arrays:
-    """Ids and values as one payload: one copy."""
-    memory = np.zeros(8 * len(ids) + padded(values.nbytes), np.uint8)
-    memory[: 8 * len(ids)] = ids.view(np.uint8)
-    memory[8 * len(ids) : 8 * len(ids) + values.nbytes] = values.view(np.uint8)
-    counts = np.array([len(ids), len(values)], np.uint32)
-    return Arrays(np.array([DType.INT64, dtype], np.uint8), counts, memory.data)
-
-
 # Filling in.
 
 
-def _standings(round_: Round[Any, Any]) -> tuple[tuple[msg.Standing, ...], int]:
-    """What a round knows of each worker, and its limit or -1."""
+def _standings(round_: Round) -> tuple[tuple[msg.Standing, ...], int]:
+    """Return the counters of each worker in a round, and the limit of the round or -1."""
     admission = round_.admission or Admission()
     limit = -1 if admission.limit is None else admission.limit
     ranks = sorted({*round_.counted, *round_.examples, *round_.refused, *round_.began, *admission.since})
@@ -871,8 +737,8 @@ def _standings(round_: Round[Any, Any]) -> tuple[tuple[msg.Standing, ...], int]:
     return tuple(found), limit
 
 
-def _stand(round_: Round[Any, Any], message: msg.Fill) -> None:
-    """Go on from what another round knew."""
+def _stand(round_: Round, message: msg.Fill) -> None:
+    """Continue from the counters of another round."""
     known = message.standings
     round_.version, round_.restored = message.version, message.restored
     round_.counted = {one.rank: one.counted for one in known}
@@ -886,7 +752,7 @@ def _stand(round_: Round[Any, Any], message: msg.Fill) -> None:
 
 
 def _pieces(saved: SavedSlice) -> Iterator[tuple[int, npt.NDArray[Any], DType]]:
-    """What a slice is, in pieces: the part, the piece and its dtype."""
+    """Yield a slice in pieces: the part, the piece and its dtype."""
     has_state = bool(saved.states) or saved.updates > 0 or saved.master is not None
     numbers = [saved.updates, *saved.scalars] if has_state else []
     state = state_dtype(saved.dtype)
@@ -903,7 +769,7 @@ def _pieces(saved: SavedSlice) -> Iterator[tuple[int, npt.NDArray[Any], DType]]:
 
 
 def _messages(pieces: Iterator[tuple[int, npt.NDArray[Any], DType]]) -> Iterator[tuple[npt.NDArray[np.uint8], Arrays]]:
-    """Pieces as few messages: the parts, and the arrays."""
+    """Pack pieces into few messages: the parts, and the arrays."""
     parts: list[int] = []
     arrays: list[npt.NDArray[Any]] = []
     dtypes: list[DType] = []
@@ -918,7 +784,7 @@ def _messages(pieces: Iterator[tuple[int, npt.NDArray[Any], DType]]) -> Iterator
 
 
 def _packed(arrays: Sequence[npt.NDArray[Any]], dtypes: Sequence[DType]) -> Arrays:
-    """Arrays as they lie in memory, each in a frame; one copy of those whose bytes are no multiple of eight."""
+    """Show each array in a frame; only arrays with a partial last word are copied."""
     frames = [array.view(np.uint8).data for array in arrays if array.nbytes]
     whole = [frame if len(frame) % 8 == 0 else bytes(frame).ljust(padded(len(frame)), b"\0") for frame in frames]
     counts = np.array([len(array) for array in arrays], np.uint32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from kvdist.core.policy import POLICIES
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.decoding import decoded
 from kvdist.core.server.peers import Peers
-from kvdist.core.server.shard import DenseShard, LatePush, Replies, Shard, hints
+from kvdist.core.server.replies import Replies
+from kvdist.core.server.shard import LatePush, Shard, hints
 from kvdist.core.server.snapshots import Restoring, Snapshots
-from kvdist.core.server.sparse_table import ReplyBuffer, SparseShard
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker.transfers import PRIORITY_MESSAGES_PER_WINDOW
 from kvdist.kernels.interface import Kernels
@@ -41,20 +41,19 @@ HINTS_PER_WAIT = 5
 class Server(fx.Machine):
     """The pure machine of a server.
 
-    Class attributes are the types of its shards, and the number of other servers with copies of its slices.
+    Class attributes: the class of the shard, and how many other servers keep copies of its slices.
 
     Args:
-        introduction: identity and endpoint of this process.
+        introduction: the identity of this process and its endpoint.
         limits: sizes and times.
-        kernels: arithmetic of this host; sparse tables use no other.
+        kernels: the arithmetic of this host; sparse tables always use it.
         now: the time.
-        allocate: allocates memory for values.
-        handlers: number of a command → function that runs it.
-        arithmetic: arithmetic for dense slices; None for that of this host.
+        allocate: returns memory for values.
+        handlers: the handlers of users' commands, by the command's number.
+        arithmetic: the arithmetic for arrays; None for this host's.
     """
 
-    DENSE: type[DenseShard] = DenseShard
-    SPARSE: type[SparseShard] = SparseShard
+    SHARD: type[Shard] = Shard
     REPLICAS = 0
     hears_of_work = True
 
@@ -74,15 +73,13 @@ class Server(fx.Machine):
         self.epoch = 0
         self.step = 0
         self.steps: dict[Member, int] = {}
-        own = Arithmetic(kernels, partial(Updater, kernels=kernels))
         self.traffic = Traffic()
         self.peers = Peers()
         self.replies = Replies(limits, self.traffic, self.peers)
         self.snapshots = Snapshots(self.peers)
-        self.dense = self.DENSE(limits, arithmetic or own, allocate, self.replies, self.snapshots)
-        self.sparse = self.SPARSE(kernels, allocate, self.replies, self.snapshots)
-        self._shards = (self.dense, self.sparse)
-        self._restoring = Restoring(self._shards)
+        arithmetic = arithmetic or Arithmetic(kernels, partial(Updater, kernels=kernels))
+        self.shard = self.SHARD(limits, arithmetic, kernels, allocate, self.replies, self.snapshots)
+        self._restoring = Restoring((self.shard,))
         self._handlers = handlers
         self._assigned: dict[tuple[int, int], msg.Assign] = {}
         """(store, first slice) → order of the scheduler, kept for a backup."""
@@ -127,37 +124,36 @@ class Server(fx.Machine):
         """Record in the ledger that a push of a worker that was evicted is refused."""
         if not isinstance(message, LatePush):
             return
-        shard: Shard[Any] = self.sparse if isinstance(message, msg.PushRows) else self.dense
-        if shard.ledger is not None:
-            shard.ledger.fenced(lost, message, shard.holder)
+        if self.shard.ledger is not None:
+            self.shard.ledger.fenced(lost, message, self.shard.holder)
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         """Handle a message of a worker or of the scheduler."""
         match message:
             case msg.Push():
-                self.dense.push(sender, message, now)
+                self.shard.push(sender, message, now)
             case msg.CompressedPush():
-                self.dense.push(sender, decoded(message, self.dense.kernels), now)
+                self.shard.push(sender, decoded(message, self.shard.kernels), now)
             case msg.JoinedPush():
-                self.dense.push_joined(sender, message, self.peers.neighbours_of(sender), now)
+                self.shard.push_joined(sender, message, self.peers.neighbours_of(sender), now)
             case msg.Pull():
-                self.dense.pull(sender, message, now)
+                self.shard.pull(sender, message, now)
             case msg.PullState():
-                self.dense.pull_state(sender, message, now)
+                self.shard.pull_state(sender, message, now)
             case msg.ReplaceState():
-                self.dense.replace_state(sender, message)
+                self.shard.replace_state(sender, message)
             case msg.MarkPushes():
                 self.snapshots.mark(sender, message)
             case msg.Progress():
                 return self._progress(sender, message, now)
             case msg.InitValues() | msg.ReplaceValues():
-                self.dense.initialise(sender, message)
+                self.shard.initialise(sender, message)
             case msg.InitRows():
-                self.sparse.initialise(sender, message)
+                self.shard.initialise_rows(sender, message)
             case msg.PushRows():
-                self.sparse.push(sender, message, now)
+                self.shard.push_rows(sender, message, now)
             case msg.PullRows():
-                self.sparse.pull(sender, message, now)
+                self.shard.pull_rows(sender, message, now)
             case _:
                 return self._control(message, now) if sender.node.role is Role.SCHEDULER else []
         return self._replies()
@@ -206,8 +202,7 @@ class Server(fx.Machine):
             effects.append(fx.Send(SCHEDULER_MEMBER, msg.Alive()))
         if now >= self._next_look:
             self._next_look = now + self._look_every_s
-            for shard in self._shards:
-                effects += hints(shard.waits(now - self._look_every_s), now)
+            effects += hints(self.shard.waits(now - self._look_every_s), now)
         if self._quotas is not None:
             effects += self._quotas.tick(now)
         return effects
@@ -217,7 +212,7 @@ class Server(fx.Machine):
         for token in tokens:
             assert isinstance(token, tuple)
             for buffer in token:
-                assert isinstance(buffer, Buffer | ReplyBuffer) and buffer.leases > 0
+                assert isinstance(buffer, Buffer) and buffer.leases > 0
                 buffer.leases -= 1
         return []
 
@@ -233,7 +228,7 @@ class Server(fx.Machine):
         if waiting is not None:
             return waiting
         oldest = min(
-            (wait for shard in self._shards for wait in shard.waits(now) if wait.missing),
+            (wait for wait in self.shard.waits(now) if wait.missing),
             key=lambda wait: wait.round.open_since,
             default=None,
         )
@@ -243,8 +238,7 @@ class Server(fx.Machine):
         """Check every invariant."""
         self.replies.validate()
         self.snapshots.validate()
-        for shard in self._shards:
-            shard.validate()
+        self.shard.validate()
 
     def _progress(self, sender: Member, message: msg.Progress, now: float) -> list[fx.Effect]:
         if self._quotas is None:
@@ -287,8 +281,7 @@ class Server(fx.Machine):
             case msg.TakeRestored() | msg.DropRestored():
                 return self._restoring.end(message)
             case msg.TakeSnapshot():
-                versions = [one.versions_at(message) for one in self._shards]
-                self.snapshots.take_at(message, {number: at for own in versions for number, at in own.items()})
+                self.snapshots.take_at(message, self.shard.versions_at(message))
                 return self._replies()
             case msg.Perform():
                 return [fx.Send(SCHEDULER_MEMBER, perform(self._handlers, message, self.me.node.rank))]
@@ -299,8 +292,7 @@ class Server(fx.Machine):
             case msg.Rest():
                 return self._rest(message, now)
             case msg.Settled():
-                for shard in self._shards:
-                    shard.credit(message.fates)
+                self.shard.credit(message.fates)
             case msg.Stop():
                 self._stopping = True
                 return [fx.Halt()]
@@ -316,8 +308,7 @@ class Server(fx.Machine):
         if message.store in self._optimizers and self._is_too_late:
             return msg.Failed(message.request, msg.ErrorCode.CONFIG, came_too_late(message.keys[0]))
         for number in self.numbers:
-            self.dense.assign(message, number, servers)
-            failure = self.sparse.assign(message, number, servers) or failure
+            failure = self.shard.assign(message, number, servers) or failure
         if failure:
             return msg.Failed(message.request, msg.ErrorCode.CONFIG, failure)
         if self.REPLICAS:
@@ -332,8 +323,8 @@ class Server(fx.Machine):
 
     @property
     def _is_too_late(self) -> bool:
-        """Whether a new key would lack a place in the steps of a worker whose rejoin is awaited."""
-        return self.peers.waits and any(shard.steps_made > 1 for shard in self._shards)
+        """Whether a key that comes now would have no place in the steps of a worker for whose return all wait."""
+        return self.peers.waits and self.shard.steps_made > 1
 
     def _roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         self.joining.roster(message)
@@ -344,15 +335,14 @@ class Server(fx.Machine):
         lost = {member.node.rank: member for member in gone if member in self.peers.lost}
         fates = self._drop(lost) if lost else {}
         self._fates |= {member: fates[rank] for rank, member in lost.items()}
-        for shard in self._shards:
-            shard.roster({member.node.rank for member in gone})
+        self.shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
         effects: list[fx.Effect] = []
         if lost:
-            valueless = [number for shard in self._shards for number in shard.valueless()]
             told = tuple(fate for rank in lost for fate in fates[rank])
-            # Before any report that a checkpoint is saved, as its manifest records the unused examples.
-            effects.append(fx.Send(SCHEDULER_MEMBER, msg.Settled(message.epoch, told, np.array(valueless, np.uint32))))
+            valueless = np.array(self.shard.valueless(), np.uint32)
+            # Before checkpoints are reported as saved: the fates tell how much of the data counts.
+            effects.append(fx.Send(SCHEDULER_MEMBER, msg.Settled(message.epoch, told, valueless)))
         effects += [*self._replies(), *(fx.Forget(member) for member in gone if member not in self.peers.lost)]
         # A worker that is cut off from the scheduler may wait for values of this server.
         effects += [fx.Send(member, msg.Rejected(_given_up(member))) for member in lost.values()]
@@ -365,8 +355,7 @@ class Server(fx.Machine):
         """Stop waiting for workers without examples, and complete what has waited only for them."""
         if self.peers.resting != set(message.ranks):
             self.peers.rest(set(message.ranks))
-            for shard in self._shards:
-                shard.roster(set())
+            self.shard.roster(set())
             self.snapshots.roster()
         due = [] if self._quotas is None else self._quotas.roster(now)
         return [*self._replies(), *due, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
@@ -378,20 +367,18 @@ class Server(fx.Machine):
         worker pushes again whatever is not counted, so its marks and its counted pushes stay.
         """
         if self.peers.waits:
-            for holder in (one for shard in self._shards for one in shard):
+            for holder in self.shard:
                 holder.round.drop_open(lost.keys())
             return dict.fromkeys(lost, ())
         self.snapshots.unmark(lost.keys())
         fates: dict[int, tuple[msg.Fate, ...]] = dict.fromkeys(lost, ())
-        for shard in self._shards:
-            for fate in shard.drop(lost):
-                fates[fate.rank] += (fate,)
+        for fate in self.shard.drop(lost):
+            fates[fate.rank] += (fate,)
         return fates
 
     def _promise(self, message: msg.FindCut) -> msg.CutFound:
-        """Return the versions of the slices, and promise at most a single further version until the cut; none under
-        ``wait``."""
-        versions = [version for shard in self._shards for version in shard.promise(0 if self.peers.waits else 1)]
+        """Promise at most a version more of each slice until the cut, or none under ``wait``; return the versions."""
+        versions = self.shard.promise(0 if self.peers.waits else 1)
         highest = max(versions, default=0)
         lowest = min((version for version in versions if version >= highest - 1), default=msg.LATER)
         return msg.CutFound(message.request, highest, lowest)
@@ -400,31 +387,31 @@ class Server(fx.Machine):
         """Let rounds wait for newcomers, and send them the start of their counters."""
         if message.store < 0:
             self.peers.admit(message.ranks, message.version)
-        found = [one for shard in self._shards for one in shard.admit(message)]
+        counters = self.shard.admit(message)
         if self.peers.waits:
             self.snapshots.roster()  # snapshots may have waited for workers that were away
         return [
             *self._replies(),
-            *self._counters(message.ranks, found),
+            *self._counters(message.ranks, counters),
             fx.Send(SCHEDULER_MEMBER, msg.Done(message.request)),
         ]
 
-    def _counters(self, ranks: Iterable[int], found: Sequence[tuple[int, int, int, int]]) -> list[fx.Effect]:
+    def _counters(self, ranks: Iterable[int], counters: Sequence[tuple[int, int, int, int]]) -> list[fx.Effect]:
         """Return messages to workers with the start of their counters: see `Shard.admit`."""
         rows: dict[int, list[list[int]]] = {rank: [] for rank in ranks}
-        for rank, *row in found:
+        for rank, *row in counters:
             if rank in rows:
                 rows[rank].append(row)
         effects: list[fx.Effect] = []
-        for rank, own in rows.items():
-            mine = np.array(own, np.uint32).reshape(-1, 3)
+        for rank, columns in rows.items():
+            mine = np.array(columns, np.uint32).reshape(-1, 3)
             effects.append(fx.Send(self.peers.workers[rank], msg.Counters(*(column.copy() for column in mine.T))))
         return effects
 
     def _begin_together(self, store: int) -> list[fx.Effect]:
-        """Let new slices wait for workers that have rejoined, if all wait for lost workers."""
-        found = [one for shard in self._shards for one in shard.begin_together(store)] if self.peers.waits else []
-        return self._counters({rank for rank, *_ in found} & self.peers.workers.keys(), found)
+        """Let new slices wait for those that have come back, where all wait for lost workers."""
+        counters = self.shard.begin_together(store) if self.peers.waits else []
+        return self._counters({rank for rank, *_ in counters} & self.peers.workers.keys(), counters)
 
     def _roll_back(self, message: msg.TakeRestored) -> list[fx.Effect]:
         """Continue from a snapshot that was read, and send the workers the start of their counters."""
@@ -433,10 +420,9 @@ class Server(fx.Machine):
         self.peers.rest(set())
         if self._quotas is not None:
             self._quotas.clear()
-        read = self._restoring.pop_read(message.store)
-        rounds = [(number, one.round) for shard in self._shards for number, one in shard.roll_back(message.store, read)]
-        ids = np.array([number for number, _ in rounds], np.uint32)
-        versions = np.array([round_.version for _, round_ in rounds], np.uint32)
+        slices = self.shard.roll_back(message.store, self._restoring.pop_read(message.store))
+        ids = np.array([number for number, _ in slices], np.uint32)
+        versions = np.array([holder.round.version for _, holder in slices], np.uint32)
         rewound = msg.Rewound(message.rollback, ids, versions)
         told = [fx.Send(member, rewound) for member in self.peers.workers.values()]
         return [*told, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
@@ -448,7 +434,7 @@ class Server(fx.Machine):
         """
         ended = [member for member in members if member in self.peers.lost]
         for member in ended:
-            self.dense.release(member)
+            self.shard.release(member)
         return [fx.Forget(member) for member in ended]
 
     def _replies(self) -> list[fx.Effect]:
@@ -460,18 +446,17 @@ class Server(fx.Machine):
     def _set_optimizer(self, message: msg.SetOptimizer, now: float) -> list[fx.Effect]:
         present = self._optimizers.get(message.store)
         if present is not None and present.description == message.description:
-            return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]  # the state of the optimizer stays
-        there = [one.round.key for shard in self._shards for one in shard if one.store == message.store]
-        if there and self._is_too_late:
+            return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]  # and its state stays
+        keys = [holder.round.key for holder in self.shard if holder.store == message.store]
+        if keys and self._is_too_late:
             return [
-                fx.Send(SCHEDULER_MEMBER, msg.Failed(message.request, msg.ErrorCode.CONFIG, came_too_late(there[0])))
+                fx.Send(SCHEDULER_MEMBER, msg.Failed(message.request, msg.ErrorCode.CONFIG, came_too_late(keys[0])))
             ]
         try:
             optimizer = from_description(message.description)
-            self.dense.set_optimizer(message.store, optimizer)
+            self.shard.set_optimizer(message.store, optimizer)
         except (ValueError, TypeError, errors.DeviceError) as error:
             return [fx.Send(SCHEDULER_MEMBER, msg.Failed(message.request, msg.ErrorCode.CONFIG, str(error)))]
-        self.sparse.set_optimizer(message.store, optimizer)
         self._optimizers[message.store] = message
         together = self._begin_together(message.store)
         return [*self._replies(), *together, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvdist.checkpoint.snapshot import (
     EVERYTHING,
@@ -33,8 +33,9 @@ from kvdist.checkpoint.snapshot import (
 )
 from kvdist.core import machine as fx
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.round import Holder, Round
+from kvdist.core.round import Round
 from kvdist.core.server.buffers import Buffer
+from kvdist.core.server.holder import Holder
 from kvdist.core.server.peers import Peers
 from kvdist.naming import name_of
 from kvdist.nodes import Member
@@ -45,10 +46,10 @@ class SnapshotSource(Protocol):
     """Slices of a server that can be saved and restored."""
 
     def holder(self, number: int) -> Holder | None:
-        """Return the holder of a slice; None if this source has no such slice."""
+        """Return the holder of a slice; None if the server does not keep it."""
 
     def key_of(self, number: int) -> int | str:
-        """Return the key of a slice of this source."""
+        """Return the key of a slice."""
 
     def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
         """Return the present values of slices, in memory that does not change; and the buffer leased for it, if any.
@@ -124,7 +125,7 @@ class Snapshots:
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        self._sources: list[SnapshotSource] = []
+        self._source: SnapshotSource
         self._snapshots: dict[tuple[int, int], ServerSnapshot] = {}
         self.awaited: dict[int, list[ServerSnapshot]] = {}
         """Slice → snapshots that wait for it. Empty nearly always: checked whenever a round is closed."""
@@ -135,9 +136,9 @@ class Snapshots:
         """Number of checkpoints under way."""
         return len(self._snapshots)
 
-    def add(self, source: SnapshotSource) -> None:
-        """Add a source of slices."""
-        self._sources.append(source)
+    def attach(self, source: SnapshotSource) -> None:
+        """Take slices from this source; to be called before anything else."""
+        self._source = source
 
     def mark(self, sender: Member, message: msg.MarkPushes) -> None:
         """Record which pushes of a worker belong to a checkpoint, and take the slices that are due."""
@@ -195,7 +196,7 @@ class Snapshots:
         snapshots: dict[int, ServerSnapshot] = {}
         for number in dict.fromkeys(numbers):
             for snapshot in self.awaited.get(number, ()):
-                source, holder = self._found(number)
+                holder = self._found(number)
                 round_, marks = holder.round, snapshot.marks[number]
                 is_exact = round_.policy.is_lockstep
                 if snapshot.at is not None:
@@ -211,7 +212,7 @@ class Snapshots:
                 late = [rank for rank, step in marks.items() if is_exact and round_.counted.get(rank, 0) != step]
                 if late:
                     step_then = round_.counted.get(late[0], 0)
-                    snapshot.fail(_disagreement(source.key_of(number), late[0], marks[late[0]], step_then))
+                    snapshot.fail(_disagreement(self._source.key_of(number), late[0], marks[late[0]], step_then))
                 due.setdefault((id(snapshot), id(holder)), []).append(number)
                 snapshots[id(snapshot)] = snapshot
         for (which, _), some in due.items():
@@ -279,32 +280,24 @@ class Snapshots:
             waits = one.is_writing or one.marks or (one.at is None and not self._awaited(one) <= one.marked)
             assert waits, "what is complete is reported"
 
-    def _find(self, number: int) -> tuple[SnapshotSource, Holder] | None:
-        """Return the source and the holder of a slice; None if this server does not have it."""
-        for source in self._sources:
-            if (holder := source.holder(number)) is not None:
-                return source, holder
-        return None
-
-    def _found(self, number: int) -> tuple[SnapshotSource, Holder]:
-        found = self._find(number)
-        assert found is not None, "what is awaited is here"
-        return found
+    def _found(self, number: int) -> Holder:
+        holder = self._source.holder(number)
+        assert holder is not None, "an awaited slice is kept by this server"
+        return holder
 
     def _enter(self, snapshot: ServerSnapshot, message: msg.MarkPushes, rank: int) -> list[int]:
         """Record the marks of a message. Returns the slices that are not taken yet."""
         found = []
         for number, step in zip(message.ids.tolist(), message.steps.tolist(), strict=True):
-            where = self._find(number)
-            if where is None:
+            holder = self._source.holder(number)
+            if holder is None:
                 snapshot.fail(f"slice {number} is not kept by {self._peers.name}")
                 continue
             if number in snapshot.versions:
-                source, holder = where
                 # Each round since then had a push of every live worker.
                 step_then = holder.round.counted.get(rank, 0) - (holder.round.version - snapshot.versions[number])
                 if step_then != step:
-                    snapshot.fail(_disagreement(source.key_of(number), rank, step, step_then))
+                    snapshot.fail(_disagreement(self._source.key_of(number), rank, step, step_then))
             elif not snapshot.is_begun:  # else other workers do not know the key, which the scheduler notices
                 if number not in snapshot.marks:
                     self.awaited.setdefault(number, []).append(snapshot)
@@ -349,12 +342,12 @@ class Snapshots:
 
     def _copy(self, snapshot: ServerSnapshot, numbers: Sequence[int]) -> None:
         """Take slices of a single holder."""
-        source, holder = self._found(numbers[0])
+        holder = self._found(numbers[0])
         if not snapshot.failure:
             try:
-                saved, leased = source.copies(numbers, snapshot.contents)
+                saved, leased = self._source.copies(numbers, snapshot.contents)
             except MemoryError:
-                key = source.key_of(numbers[0])
+                key = self._source.key_of(numbers[0])
                 snapshot.fail(f"no memory for the copy of {name_of(key)} that a checkpoint needs: use more servers")
             else:
                 snapshot.taken.update(zip(numbers, saved, strict=True))
@@ -381,7 +374,7 @@ def _taken(snapshot: ServerSnapshot) -> msg.SnapshotTaken:
     return msg.SnapshotTaken(snapshot.folder, file, snapshot.failure, trained)
 
 
-def _is_due(round_: Round[Any, Any], marks: Mapping[int, int], workers: Set[int], is_exact: bool) -> bool:
+def _is_due(round_: Round, marks: Mapping[int, int], workers: Set[int], is_exact: bool) -> bool:
     if is_exact:
         return any(round_.counted.get(rank, 0) >= step for rank, step in marks.items())
     return workers <= marks.keys() and all(round_.counted.get(rank, 0) >= step for rank, step in marks.items())

@@ -1,6 +1,6 @@
-"""`TableRows`: the rows of a sparse table that one server has, their optimizer states, and the update of one round.
+"""`TableRows`: the rows of a sparse table on a server, their optimizer states, and the update of a round.
 
-Rules that hold here:
+Invariants:
 
 * Values are updated in place: no temporary is as large as all rows, and what leaves is a copy.
 * A round changes all of its rows or, on an error, nothing.
@@ -11,8 +11,8 @@ and until then reads as the initializer's first value.
 
 A round visits either the rows that were pushed or all rows, chunk by chunk. Passes over the memory of the visited
 rows, beside those that the updater counts: none where they are consecutive (all rows are), because a chunk then shows
-the table's own memory. Otherwise one to gather the weights and one for each state, and as many to write them back; a
-contribution that lacks some of a chunk's rows costs one more, to be spread over zeros.
+the table's memory. Otherwise a pass to gather the weights and a pass for each state, and as many to write them back; a
+contribution that lacks some of a chunk's rows costs a further pass, to be spread over zeros.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RowSnapshot:
     Attributes:
         ids: the rows that exist, increasing; None: all rows.
         values: their values, flat, of `DType.storage`.
-        state: their optimizer state, each array flat; None: there is none.
+        state: their optimizer state, each array flat; None without an optimizer.
         initializer: what the other rows read as; None if all rows exist.
     """
 
@@ -55,7 +55,7 @@ _Apply = Callable[[Sequence[Array], Array, SliceState, int], object]
 
 
 class TableRows:
-    """The rows from `first` up to `stop` of one table.
+    """The rows from `first` up to `stop` of a table.
 
     Args:
         key: the table's key.
@@ -70,9 +70,9 @@ class TableRows:
         MemoryError: eager rows do not fit into memory.
 
     Attributes:
-        key, number, shape, dtype, first, stop: as given.
+        key, number, shape, dtype, first, stop: see Args.
         row_length: elements of a row.
-        initializer: as given, until a sum replaces the value of lazy rows: the other rows are zeros then.
+        initializer: see Args, until a sum replaces the value of lazy rows: the other rows are zeros then.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TableRows:
             values: their values, flat, of `dtype.storage`; copied.
 
         Raises:
-            ValueError, TypeError: a row is not here, ids do not increase, or sizes or types do not fit.
+            ValueError, TypeError: a row is outside, ids do not increase, or sizes or types do not fit.
         """
         rows = self._checked(ids, values)
         where = stretch_of(self._made(ids))  # first of all, as it may move the memory
@@ -177,7 +177,7 @@ class TableRows:
             self.initializer.fill(ids, rows, self.dtype)
 
     def visited(self, ids: Sequence[Slots], optimizer: Optimizer | None, wd: float | None) -> tuple[Slots, Array]:
-        """A copy of the rows that `update` would change, as (k,) ids and their values, flat. One pass over them.
+        """Copy the rows that `update` would change, as (k,) ids and their values, flat, by a single pass.
 
         With a rule that visits all rows it is as large as the table.
         """
@@ -196,7 +196,7 @@ class TableRows:
         lr: float | None = None,
         wd: float | None = None,
     ) -> None:
-        """Apply one round.
+        """Apply a round.
 
         With an optimizer the sum of the contributions is the gradient: for all rows, zeros where none was pushed; or,
         with `lazy_update` or a rule that rests, only for the rows that were pushed. Without an optimizer the sum
@@ -206,7 +206,7 @@ class TableRows:
             contributions: in rank order: ids (as for `put`; possibly none) and values, flat.
             scales: a finite factor for each contribution.
             optimizer: the rule, or None.
-            lr, wd: the numbers that were pushed (`Optimizer.pushed_lr`); None: the optimizer's own for this key.
+            lr, wd: the numbers of the push (`Optimizer.pushed_lr`); None: those of the optimizer for this key.
 
         Raises:
             ValueError, TypeError: as `put`, or the rule cannot update such a table (see `obstacle`) or refuses a
@@ -247,6 +247,21 @@ class TableRows:
             self._visit(RowGradients(rows, everywhere, values, self._rows_max, self.dtype), None, apply)
         self._states.count, self._states.scalars = after.count, after.scalars
         self._nonzero = None
+
+    def summed(self, contributions: Sequence[Rows], scales: Sequence[float]) -> tuple[Slots, Array]:
+        """Return the union of the rows of contributions, and the scaled sum of their values, flat.
+
+        Raises:
+            ValueError, TypeError: the values cannot be summed.
+        """
+        ids = [row_ids for row_ids, _ in contributions]
+        union = union_of(ids)
+        places = places_in(union, ids)
+        shape = (len(union), self.row_length)
+        everywhere = [_spread(values, place, shape) for (_, values), place in zip(contributions, places, strict=True)]
+        total = np.empty(len(union) * self.row_length, self.dtype.storage)
+        self._kernels.weighted_sum(everywhere, scales, self.dtype, total)
+        return union, total
 
     def _update_in_place(
         self,
@@ -319,38 +334,30 @@ class TableRows:
     # rows those that exist are written, with the present initializer: after a sum that is not the declared one.
 
     def saved(self, version: int, optimizer: Optimizer | None, contents: Sequence[str]) -> SavedSlice:
-        """A copy for a checkpoint; one pass over the rows that exist.
+        """Copy the rows that exist for a checkpoint, by a single pass.
 
         Args:
             version: how many rounds they have had.
             optimizer: what updates them.
-            contents: what is wanted: `WEIGHTS`, `STATES`.
+            contents: parts to copy: `WEIGHTS`, `STATES`.
         """
         copy = self.snapshot()
         weight = copy.values if WEIGHTS in contents else None
         first_values = "" if copy.initializer is None else copy.initializer.describe()
         where = (self.key, *self._elements, self.dtype, version, weight)
-        state = copy.state if STATES in contents else None
-        if state is None or optimizer is None:
-            return SavedSlice(*where, ids=copy.ids, initializer=first_values)
-        arrays = dict(zip(optimizer.state_names, state.arrays, strict=True))
-        return SavedSlice(*where, arrays, state.count, state.scalars, state.master, copy.ids, first_values)
+        saved = SavedSlice(*where, ids=copy.ids, initializer=first_values)
+        return saved.with_state(copy.state if STATES in contents else None, optimizer)
 
     def wanted(self, optimizer: Optimizer | None) -> WantedSlice:
         """What a checkpoint must hold for these rows."""
-        where = (self.number, self.key, *self._elements, self.dtype)
         lazy_row = self.row_length if self.is_lazy else 0
-        if optimizer is None:
-            return WantedSlice(*where, lazy_row=lazy_row)
-        row = self.row_length if optimizer.by_rows else 1
-        master = has_master(optimizer, self.dtype)
-        from_weight = master or bool(optimizer.states_from_weight)
-        return WantedSlice(*where, optimizer.state_names, row, master, True, from_weight, lazy_row)
+        wanted = WantedSlice(self.number, self.key, *self._elements, self.dtype, lazy_row=lazy_row)
+        return wanted.updated_by(optimizer, self.row_length)
 
     def load(self, found: ReadSlice, optimizer: Optimizer | None) -> None:
         """Continue from a checkpoint. A row that it lacks gets its first value and a fresh state.
 
-        What was not asked for stays: with weights alone each row keeps its states, with states alone its value.
+        Parts that were not read stay: with weights alone each row keeps its states, with states alone its value.
         """
         first_values = initializer_from(found.initializer) if found.initializer else None
         has_states = found.state is not None or found.is_fresh
@@ -533,7 +540,7 @@ def obstacle(
 class RowStates:
     """The optimizer states of rows by slot: those of `SliceState`, in memory that grows with the rows.
 
-    All rows share one count of updates, as in MXNet: a row that is first touched late starts with the present count.
+    All rows share a count of updates, as in MXNet: a row that is first touched late starts with the present count.
 
     Args:
         dtype: the element type of the weights.
@@ -553,7 +560,7 @@ class RowStates:
         self.scalars: tuple[float, ...] = ()
         self.updater: Updater | None = None
         self._arrays: list[GrowingRows] = []
-        """Those with names, in their order; then the master, if there is one."""
+        """The arrays with names, in their order; then the master, if any."""
         self._from_weight: list[bool] = []
         """Of each whether it starts as a copy of the weight, else as zeros."""
         self._has_master = False
@@ -570,7 +577,7 @@ class RowStates:
 
     @property
     def matrices(self) -> list[Array] | None:
-        """The arrays with names, in place; None if there is a master as well."""
+        """The arrays with names, in place; None if the rows have a master as well."""
         return None if self._has_master else [array.rows for array in self._arrays]
 
     def serve(self, optimizer: Optimizer, weight: GrowingRows, count: int, exactly: bool) -> Updater:
@@ -579,8 +586,8 @@ class RowStates:
         Args:
             optimizer: the rule.
             weight: the weights, from which some states start.
-            count: how many rows there are.
-            exactly: whether there will never be more.
+            count: the number of rows.
+            exactly: whether that number is final.
         """
         if self.updater is not None and self.updater.optimizer is optimizer:
             return self.updater
@@ -619,7 +626,7 @@ class RowStates:
                 put(mine.rows, where, array.reshape(-1, width))
 
     def copy(self, where: Where) -> SliceState | None:
-        """The state of these rows; None: there is none."""
+        """Copy the state of these rows; None without an optimizer."""
         if self.updater is None:
             return None
         rows = [array.rows[where] for array in self._arrays]
@@ -630,7 +637,7 @@ class RowStates:
         return self._state([array.rows[where].reshape(-1) for array in self._arrays])
 
     def gathered(self, where: Where, scratch: list[Array]) -> SliceState:
-        """The state of rows, gathered into scratch memory: one matrix for each array that is kept."""
+        """Gather the state of rows into scratch memory: a matrix for each array."""
         for array, rows in zip(self._arrays, scratch, strict=True):
             take(array.rows, where, rows)
         return self._state([rows.reshape(-1) for rows in scratch])
@@ -669,7 +676,7 @@ class RowStates:
 
 
 class RowGradients:
-    """The contributions of one round, chunk by chunk over the rows that any of them has.
+    """The contributions of a round, chunk by chunk over the union of their rows.
 
     Where a contribution has every row of a chunk, its values are shown in place; elsewhere they are spread over a chunk
     of zeros. So no temporary is as large as the union, and equal ids are never copied.
@@ -741,10 +748,19 @@ class RowGradients:
         return spread[:count].reshape(-1)
 
 
+def _spread(values: Array, places: Slots | None, shape: tuple[int, int]) -> Array:
+    """Return rows at these places of a matrix whose other rows are zeros, flat; None: the matrix has no other rows."""
+    if places is None:
+        return values
+    spread = np.zeros(shape, values.dtype)
+    spread[places] = values.reshape(-1, shape[1])
+    return spread.reshape(-1)
+
+
 def union_of(ids: Sequence[Slots]) -> Slots:
     """The union of lists of increasing ids.
 
-    One list, or several equal ones, cost a comparison; else it is one sort of all ids, which are sorted parts already.
+    A list, or several equal lists, cost a comparison; else the cost is a sort of all ids, in sorted parts already.
     """
     if not ids:
         return np.zeros(0, np.int64)
@@ -758,5 +774,5 @@ def union_of(ids: Sequence[Slots]) -> Slots:
 
 
 def places_in(union: Slots, ids: Sequence[Slots]) -> list[Slots | None]:
-    """The positions of each list in the union, one search for each id; None: the list is the union."""
+    """Return the positions of each list in the union, by a search for each id; None: the list is the union."""
     return [None if len(one) == len(union) else np.searchsorted(union, one) for one in ids]

@@ -21,7 +21,7 @@ from kvdist.naming import model_of
 from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
 
-GIVES = (req.RunKind.INITIALISE, req.RunKind.INITIALISE_ROWS, req.RunKind.REPLACE, req.RunKind.REPLACE_STATE)
+GIVES = (req.RunKind.INITIALISE, req.RunKind.REPLACE, req.RunKind.REPLACE_STATE)
 """What a worker that looks on must not do: the cluster has values."""
 
 
@@ -40,15 +40,15 @@ class Newcomer:
         self._transfers = transfers
         self._servers = servers
         self.silent: set[Member] = set()
-        """The servers that have not said where counters begin."""
+        """The servers that have not sent `Counters` yet."""
         self._later: set[int] = set()
         """The slices whose rounds do not wait for this worker yet."""
         self._begun: set[int] = set()
-        """Those of which a server has said where counters begin."""
+        """The slices with counters from a server."""
         self._restored: dict[int, int] = {}
-        """Slice → how many updates more its weights have had than there were rounds."""
+        """Slice → the updates of its weights minus its rounds."""
         self._stores: list[tuple[int, int, int]] = []
-        """(first slice, the one after the last, store) of what was declared."""
+        """(first slice, end of the slices, store) of each declaration."""
         self.queued: list[req.Request] = []
         """What waits until it takes part, in the order of the calls."""
         self._wish = msg.Ready(0)
@@ -124,7 +124,7 @@ class Newcomer:
         return bool(self.queued)
 
     def counters(self, sender: Member, message: msg.Counters) -> int:
-        """A server says where counters begin; returns the highest."""
+        """Take the start of counters from a server; return the highest."""
         later = message.steps == msg.LATER
         self._later.difference_update(message.ids[~later].tolist())
         self._later.update(message.ids[later].tolist())

@@ -1,9 +1,9 @@
-"""Requests of the user's threads to the worker: one frozen dataclass per call, and what a transfer moves.
+"""Requests of the user's threads to the worker: a frozen dataclass per call, and the data of transfers.
 
-* A *run* is slices of one server that travel together. A *plan* says for a list of keys which runs they make, and where
-  in its run each slice lies, as a *piece* of it. It depends on the keys only, so it is made once and used at every
-  step; a `Run` is what one transfer moves by it.
-* A *part* is what of a run may leave at once: nearly always all of it.
+* A *run* is a batch of slices of a server that travel together. A *plan* has the runs of a list of keys, and the place
+  of each slice in its run, as a *piece* of it. It depends on the keys only, so it is computed once and used at every
+  step; a `Run` is the data of a transfer for a run of the plan.
+* A *part* is the slices of a run that may leave now: nearly always all of them.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Bits, Payload, coded_sizes, offsets, padded
 
 Column = TypeVar("Column", U8, U32)
-"""One number per slice."""
+"""A number per slice."""
 
 KEYS_PER_MESSAGE = 4096
-"""Of new keys: few enough that one process reads a message while another writes the next, and that it is short."""
+"""New keys in a message: few, so that the scheduler reads a message while a worker writes the next."""
 SLICES_PER_RUN_MAX = 256
-"""Enough to make messages rare, few enough that a server sums one run while the next is on its way."""
+"""Enough to keep messages rare, few enough that a server sums a run while the next run is in flight."""
 ALONE_BYTES_MIN = 64 << 10
-"""A slice of at least this size is a run of its own, and is never copied together with others."""
+"""A slice of at least this size is a run by itself, and is never copied together with other slices."""
 _EMPTY = int(msg.Flag.EMPTY)
 _CLIPPED = int(msg.Flag.MEASURE | msg.Flag.APPLY)
 
 
 @dataclass(slots=True, unsafe_hash=True)  # not frozen, as of `Slice`
 class KeyInfo:
-    """One initialised key: what it is and where it lives."""
+    """An initialised key: its shape and dtype, and the servers of its slices."""
 
     key: int | str
     shape: tuple[int, ...]
     dtype: DType
     slices: tuple[Slice, ...]
     giver: int = 0
-    """The rank of the worker whose value is the first one."""
+    """The rank of the worker that sends the first value."""
     pulled_as: DType | None = None
-    """The dtype in which its values come back, if not its own."""
+    """The dtype in which its values come back, if another than `dtype`."""
     is_compressed: bool = False
-    """Whether what is pushed to it travels encoded."""
+    """Whether pushes to it travel encoded."""
     form: str = ""
     """How its rows begin, if it is a sparse table."""
     name: str = field(init=False, compare=False)
@@ -76,7 +76,7 @@ class RunSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunPlan:
-    """Slices of one server that travel together. Parallel arrays, one element per slice."""
+    """Slices of a server that travel together. Parallel arrays, an element per slice."""
 
     server: int
     ids: U32
@@ -90,12 +90,12 @@ class RunPlan:
     key_of: npt.NDArray[np.intp]
     """(n,) the index of the key of each slice."""
     whole_keys: tuple[int, ...] | None = None
-    """The indices of the keys, if every slice is the whole of its key: the usual case of small ones."""
+    """The indices of the keys, if every slice is the whole of its key, as is usual for small keys."""
     is_packed: bool = False
     """Whether the slices lie back to back, without padding."""
 
     def places(self, ids: U32) -> Sequence[int]:
-        """The places in the arrays of some of the slices, given by their numbers."""
+        """Return the places in the arrays of some of the slices, by their numbers."""
         if len(ids) == len(self.ids) and (ids == self.ids).all():
             return range(len(ids))  # an answer to the whole run: the usual case
         return [self.positions[number] for number in ids.tolist()]
@@ -110,14 +110,14 @@ class Plan:
 
 
 def travels_alone(nbytes: int) -> bool:
-    """Whether a slice of this size has a message of its own."""
+    """Whether a slice of this size travels alone in a message."""
     return padded(nbytes) >= ALONE_BYTES_MIN
 
 
 def make_plan(keys: Sequence[KeyInfo], run_bytes_max: int) -> Plan:
     """The plan for a list of keys, in their order.
 
-    Small slices of one server are put into runs of at most `run_bytes_max` bytes; large ones are runs of their own.
+    Small slices of a server share runs of at most `run_bytes_max` bytes; a large slice is a run by itself.
     """
     runs: list[RunPlan] = []
     # By server, and whether they travel encoded: a message has one encoding.
@@ -171,33 +171,30 @@ def _run(server: int, batch: _Batch) -> RunPlan:
 
 
 class RunKind(enum.Enum):
-    """What a run does."""
+    """The purpose of a run, of slices or of rows of a table."""
 
     INITIALISE = "init"
     REPLACE = "replace"
     PUSH = "push"
     PULL = "pull"
     PUSHPULL = "pushpull"
-    INITIALISE_ROWS = "init of rows"
-    PUSH_ROWS = "push of rows"
-    PULL_ROWS = "pull of rows"
     PULL_STATE = "pull of state"
     REPLACE_STATE = "replace state"
 
     @property
     def pushes(self) -> bool:
         """Whether it carries a contribution."""
-        return self in (RunKind.PUSH, RunKind.PUSHPULL, RunKind.PUSH_ROWS)
+        return self in (RunKind.PUSH, RunKind.PUSHPULL)
 
     @property
     def pulls(self) -> bool:
-        """Whether values come back, of whole slices."""
+        """Whether values come back."""
         return self in (RunKind.PULL, RunKind.PUSHPULL, RunKind.PULL_STATE)
 
 
 @dataclass(frozen=True, slots=True)
 class RowChunk:
-    """Some rows of a run: their ids and, but for a pull, their values, laid out as one payload."""
+    """Some rows of a run: their ids and, but for a pull, their values, laid out as a payload."""
 
     rows: int
     payload: memoryview
@@ -205,7 +202,7 @@ class RowChunk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoded:
-    """How the payload of a run is encoded; see `kvdist.protocol.arrays.Coded`. `entries` has one number a slice."""
+    """How the payload of a run is encoded; see `kvdist.protocol.arrays.Coded`. `entries` has a number per slice."""
 
     encoding: int
     parameter: float
@@ -214,9 +211,9 @@ class Encoded:
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """What one transfer moves by a plan. It belongs to the worker once it is submitted, and to that one transfer.
+    """The data of a transfer for a run of a plan. It belongs to the worker once it is submitted, and to that transfer.
 
-    payload: the contribution's bytes, laid out as the plan says; belongs to the worker until the run is counted.
+    payload: the contribution's bytes in the layout of the plan; the worker's until the run is counted.
     sinks: for a pull, per slice the 1-D array that takes the value.
     kept: instead of sinks, takes the values themselves, as they lie in the transport's memory, by the slice's place.
     """
@@ -229,11 +226,11 @@ class Run:
     setting_of: U8 | None = None
     kept: dict[int, Bits] | None = None
     stays: bool = False
-    """The server reads the payload where it lies, so that more of it in one message costs nothing."""
+    """Whether the server reads the payload in place, so that a larger message costs nothing."""
     samples: int = 0
     """How many examples a contribution sums; 0 if unknown."""
     chunks: Sequence[RowChunk] = ()
-    """Of a run of rows: what it carries, in as many messages, instead of a payload."""
+    """Of a run of rows: its content, a message per chunk, instead of a payload."""
     row_length: int = 0
     """Elements of a row."""
     encoded: Encoded | None = None
@@ -241,7 +238,7 @@ class Run:
     states: U8 | None = None
     """Of `PULL_STATE` and `REPLACE_STATE`, per slice: which array of the optimizer's state."""
 
-    # What the worker knows of it while it is under way.
+    # The state of the run while it is in flight.
 
     # Not the transfer itself: a cycle of the two would keep the payload's memory until Python looks for cycles.
 
@@ -257,7 +254,7 @@ class Run:
     left: int = field(init=False, repr=False)
     """Slices without an answer."""
     answered: npt.NDArray[np.bool_] | None = field(init=False, repr=False)
-    """(n,) which slices have one, where keys are answered one by one: none may be answered twice."""
+    """(n,) which slices have an answer, where each key is answered separately: none may be answered twice."""
 
     def begin(self, number: int, transfer: Transfer, steps: U32, versions: U32) -> None:
         """Take a run over: it is under way, as part of a transfer."""
@@ -273,19 +270,20 @@ class Run:
 
     @property
     def batch_key(self) -> tuple[RunKind, int, float]:
-        """Equal for runs that may travel in one message: what they do, and their encoding."""
+        """Equal for runs that may travel in the same message: their purpose and their encoding; -1 for rows."""
         encoded = self.encoded
-        kind = self.kind
-        return (kind, 0, 0.0) if encoded is None else (kind, encoded.encoding, encoded.parameter)
+        if encoded is None:
+            return (self.kind, -1 if self.chunks else 0, 0.0)
+        return (self.kind, encoded.encoding, encoded.parameter)
 
 
 class RunPart:
-    """What of a run may leave: those of its slices, nearly always all; or a chunk of its rows.
+    """The slices of a run that may leave now, nearly always all; or a chunk of its rows.
 
     Args:
         run: the run.
         positions: which of its slices, in ascending order; None for all.
-        chunk: which of its chunks, if it is one of rows.
+        chunk: the index of a chunk, for a run of rows.
     """
 
     __slots__ = ("_chunk", "_more", "_positions", "nbytes", "run")
@@ -338,7 +336,7 @@ class RunPart:
 
     @property
     def setting_of(self) -> U8:
-        """(n,) indices into the run's own settings."""
+        """(n,) indices into the settings of the run."""
         own = self.run.setting_of
         return self._of(np.zeros(len(self.run.plan.ids), np.uint8) if own is None else own)
 
@@ -370,7 +368,7 @@ class RunPart:
 
     @property
     def _width(self) -> int:
-        return 1 if self.run.kind is RunKind.PULL_ROWS else 2
+        return 1 if self.run.kind is RunKind.PULL else 2
 
     def _of(self, column: Column) -> Column:
         return column if self._positions is None else column[self._positions]
@@ -417,7 +415,7 @@ class DeclareKeys:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[DType, ...]
     pulled_as: tuple[DType, ...] = ()
-    """The types in which values come back; nothing where they are their own."""
+    """The dtypes in which values come back; empty if equal to `dtypes`."""
     forms: tuple[str, ...] = ()
     """Of each key its form; none if all are arrays."""
 
@@ -436,11 +434,11 @@ class Transfer:
     request: int
     kind: RunKind
     label: str
-    """What is moved, for people, such as ``push of key 'fc1'``."""
+    """The transfer, for people, such as ``push of key 'fc1'``."""
     runs: Sequence[Run]
     priority: int = 0
     key_by_key: bool = False
-    """Each key is answered as soon as it can be (`CompleteKeys`), before the whole is; then every key is one slice."""
+    """Whether each key is answered as soon as possible (`CompleteKeys`); then every key is a single slice."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -516,7 +514,7 @@ class ReportProgress:
 
     request: int
     server: int
-    """The number of the one that has the slice."""
+    """The number of the server that has the slice."""
     progress: msg.Progress
     """But for the `step`, which the worker knows."""
 
@@ -573,7 +571,7 @@ Request = (
 
 
 def label_of(request: Request) -> str:
-    """What is asked for, for people."""
+    """Return a short name of a request, for people."""
     match request:
         case Register():
             return "joining the cluster"

@@ -1,17 +1,17 @@
 """Transfers of a worker: runs on their way to the servers, the outboxes, and the replies that come back.
 
-A slice has at most one push of this worker under way; the next one waits in line until the first is counted. Runs take
+A slice has at most a single push of this worker in flight; the next push waits in line until that is counted. Runs take
 their places in the lines of all their slices at once, in the order of the user's calls. Each slice goes on by itself:
-a free one never waits for another of its run, or workers that group their keys differently would wait for each other.
+a free slice never waits for another of its run, or workers that group their keys differently would wait for each other.
 A transfer is finished when every slice of every run has its reply: counted, valued or refused.
 
-An outbox is what this worker sends to one server, by priority, joined, and within the window:
+An outbox is the queue of messages to a server, by priority, joined, and within the window:
 
-* Higher priority first, then first come, first served. Order never decides correctness: a pull says which pushes it
-  must see, and a slice has at most one push under way.
-* Small runs of one kind leave in one message, up to `join_bytes_max`, so that a thousand small pushes are a handful
-  of messages. Larger ones leave together up to `FAR_BYTES_MAX`, without being copied: where many servers cut each
-  key into many slices, messages would otherwise cost more than bytes.
+* Higher priority first, then first come, first served. Order never decides correctness: a pull names the pushes that
+  its answer must have, and a slice has at most a single push in flight.
+* Small runs of the same kind leave in the same message, up to `join_bytes_max`, so that a thousand small pushes are a
+  handful of messages. Larger runs leave together up to `FAR_BYTES_MAX`, without being copied: where many servers cut
+  each key into many slices, messages would otherwise cost more than bytes.
 * Bytes that the server has not acknowledged never exceed the window, unless a single message does.
 * A message that has left cannot be overtaken. So with priority slices the window of a line is small, and messages are a
   small part of it: enough to spare both sides a message for each slice. Memory that the server reads in place has the
@@ -42,8 +42,8 @@ from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Bits, Coded, Payl
 PARTS_PER_MESSAGE_MAX = 4096
 NEAR_BYTES_MAX = 16 << 20
 """Large parts that stay on this host travel together up to this size, whether the server reads them where they lie or a
-socket takes them there at the speed of memory: enough to make messages rare, little enough for the server to begin
-while the next ones are made."""
+socket takes them at the speed of memory: enough to keep messages rare, little enough for the server to begin while the
+next messages are built."""
 FAR_BYTES_MAX = 1 << 20
 """Large parts that cross a network travel together only up to this size, because the server cannot sum what has not
 arrived: a message of 16 MiB is a seventh of a second of a line of 1 Gbit/s."""
@@ -51,11 +51,11 @@ DECODED_BYTES_MAX = 4 << 20
 """Encoded parts travel together only up to this size of their elements: a server decodes a message as a whole, and the
 values that answer it go back together."""
 PRIORITY_MESSAGES_PER_WINDOW = 4
-"""Into how many messages the window of priority slices goes, so that the line is busy while one is acknowledged."""
+"""Messages in the window of priority slices, so that the line is busy while a message is acknowledged."""
 FRAMES_MAX = 64
 """Payload frames of a message."""
 SETTINGS_PER_MESSAGE_MAX = 256
-"""`Push.setting_of` is one byte per slice."""
+"""`Push.setting_of` is a byte per slice."""
 LEADER = -1
 """In place of a server's rank: the worker of this host that pushes to servers for the others."""
 
@@ -87,7 +87,7 @@ class Credit:
 
 @dataclass(slots=True)
 class Outbox:
-    """The queue towards one server."""
+    """The queue towards a server."""
 
     server: int
     window_bytes: int
@@ -97,7 +97,7 @@ class Outbox:
     far_window_bytes: int = 0
     """The window for what crosses a network."""
     far_bytes_max: int = 0
-    """Up to how many bytes large parts join there; 0 is `FAR_BYTES_MAX`."""
+    """Up to how many bytes large parts join across a network; 0 is `FAR_BYTES_MAX`."""
     flying_bytes: int = 0
     _heaps: dict[tuple[req.RunKind, int, float], list[tuple[int, int, req.RunPart]]] = field(default_factory=dict)
     """By `Run.batch_key`."""
@@ -125,7 +125,7 @@ class Outbox:
         heapq.heappush(self._ready, (-ready.priority, self._arrivals, ready))
 
     def next_message(self) -> tuple[msg.Message, Credit] | None:
-        """The next message that may be sent, and the credit that it uses; None if there is none."""
+        """Return the next message that may be sent, and the credit that it uses; None if no message may."""
         heaps = [heap for heap in self._heaps.values() if heap]
         heap = min(heaps, key=lambda heap: heap[0][:2], default=None)
         if self._ready and (heap is None or self._ready[0][:2] < heap[0][:2]):
@@ -230,7 +230,7 @@ class SliceTable:
                 setattr(self, name, np.concatenate([column, np.zeros(more, column.dtype)]))
 
     def begin_at(self, ids: U32, steps: U32) -> None:
-        """Count pushes from here on: those before were made by others, when this worker was not there."""
+        """Continue counters from these pushes of other workers, before this worker joined."""
         if len(ids):
             self.grow(int(ids.max()) + 1)
             self.pushed[ids] = steps
@@ -261,7 +261,7 @@ class SliceTable:
         return req.RunPart(run, free) if free else None
 
     def mark_counted(self, ids: U32) -> list[req.RunPart]:
-        """Record that a server has counted these pushes. Returns the parts that may be sent now, one for each run."""
+        """Record that a server has counted these pushes. Returns the parts that may be sent now, by run."""
         self._busy[ids] = False
         if not self._lines:
             return []
@@ -327,7 +327,7 @@ class SliceTable:
         return np.where(self.is_lockstep, closed, np.uint32(0)), np.where(self.is_lockstep, pushed, np.uint32(0))
 
     def rounds_of(self, number: int) -> int:
-        """How many rounds come before the next push of one slice; without rounds, how many pushes."""
+        """Return how many rounds come before the next push of a slice; without rounds, how many pushes."""
         if number >= len(self.pushed):
             return 0  # no key is declared
         pushed = int(self.pushed[number])
@@ -395,7 +395,7 @@ class Transfers:
             self.keep_little_flying()
 
     def keep_little_flying(self) -> None:
-        """Share one small window on the lines of this worker, because a store has priority slices."""
+        """Share a small window on the lines of this worker, because a store has priority slices."""
         self._keeps_little_flying = True
         limits = self._limits
         far = [outbox for outbox in self._outboxes.values() if not outbox.is_near]
@@ -440,11 +440,11 @@ class Transfers:
         self._ready.add(ready.server)
 
     def send_again(self, server: int, is_near: bool) -> None:
-        """Send what a server has not answered to the one that has its slices now. That one knows what is counted.
+        """Repeat unanswered requests to the server that has the slices of a lost server, and their counters.
 
         Args:
-            server: the number of the lost one.
-            is_near: whether the other one is on this host.
+            server: the number of the lost server.
+            is_near: whether the new server is on this host.
         """
         outbox = self._outboxes[server]
         outbox.forget()
@@ -507,22 +507,6 @@ class Transfers:
         self._outboxes[credit.server].release(credit)
         self._ready.add(credit.server)
 
-    def received(self, message: msg.Values | msg.RowValues | msg.Counted | msg.Refused) -> Finished:
-        """Take a reply; returns what is finished."""
-        if isinstance(message, msg.Values):
-            return self.values(message)
-        if isinstance(message, msg.RowValues):
-            self._place_rows(message)
-        return self.answered(message)
-
-    def _place_rows(self, message: msg.RowValues) -> None:
-        """Copy rows to the user's arrays."""
-        arrays = views(message.arrays)
-        for run, begin, end in self._segments(message.runs):
-            for sink, array in zip(run.sinks, arrays[begin:end], strict=True):
-                sink[...] = array  # one pass: from the transport's memory into the user's
-                self.traffic.copied_out += array.nbytes
-
     def values(self, message: msg.Values) -> Finished:
         """Copy values to the user's arrays; returns what is finished."""
         arrays = views(message.arrays)
@@ -547,7 +531,7 @@ class Transfers:
         return self.answered(message)
 
     def _widen(self, sinks: Sequence[Bits], arrays: Sequence[Bits], codes: Sequence[int]) -> None:
-        """Copy values, some of which come as halves, to the user's arrays: the one pass over them on this side."""
+        """Copy values, some of which come as halves, to the user's arrays: a single pass over them on this side."""
         for sink, array, code in zip(sinks, arrays, codes, strict=True):
             if code in _HALVES and sink.dtype == DType.FLOAT32.storage:
                 self.kernels.to_float32(array, DType(code), sink)
@@ -563,7 +547,7 @@ class Transfers:
         """The stretches of an answer that belong to pushes."""
         return [(begin, end) for run, begin, end in self._segments(runs) if run.kind.pushes]
 
-    def answered(self, message: msg.Values | msg.RowValues | msg.Counted | msg.Refused) -> Finished:
+    def answered(self, message: msg.Values | msg.Counted | msg.Refused) -> Finished:
         """Note that these slices have their reply; returns what is finished."""
         if not isinstance(message, msg.Refused):
             self.slices.saw(message.ids, message.versions)
@@ -595,7 +579,7 @@ class Transfers:
         return request in self._runs_left
 
     def awaited_rounds(self) -> tuple[U32, U32] | None:
-        """What the rounds wait for without which no answer can come; None if one can.
+        """Return the pushes without which no answer can come; None if an answer can.
 
         Returns:
             (n,) in how many rounds this worker has pushed each slice that has rounds, and (n,) in how many every worker
@@ -606,7 +590,7 @@ class Transfers:
             ids = run.plan.ids
             if run.kind.pushes:
                 waits = counted[ids] <= run.steps
-            elif run.kind in (req.RunKind.PULL, req.RunKind.PULL_ROWS):
+            elif run.kind is req.RunKind.PULL:
                 waits = counted[ids] < run.steps
             else:
                 return None
@@ -616,7 +600,7 @@ class Transfers:
         return pushed, np.where(pushed > closed, closed + np.uint32(1), np.uint32(0))
 
     def first_awaited(self, request: int, awaited: U32) -> int:
-        """The first slice of a request for whose round it waits; -1 if there is none."""
+        """Return the first slice of a request for whose round it waits; -1 if it waits for none."""
         for run in self._runs.values():
             if run.request == request:
                 waited = run.plan.ids[awaited[run.plan.ids] > 0]
@@ -636,7 +620,7 @@ class Transfers:
         return not waiting and all(outbox.is_empty for outbox in self._outboxes.values())
 
     def clear(self) -> None:
-        """Forget everything: there will be no replies."""
+        """Forget everything: no replies will come."""
         self._runs.clear()
         self._runs_left.clear()
         self._outboxes.clear()
@@ -672,7 +656,7 @@ class Transfers:
         self._ready.add(rank)
 
     def _segments(self, runs: U32) -> Iterator[tuple[req.Run, int, int]]:
-        """The stretches of an answer that belong to one run that still waits: (run, begin, end)."""
+        """Yield the stretches of an answer that belong to a run that still waits: (run, begin, end)."""
         for begin, end in stretches(runs):
             run = self._runs.get(int(runs[begin]))
             if run is not None:
@@ -690,8 +674,8 @@ def _message(parts: Sequence[req.RunPart]) -> msg.Message:
     ids = [part.ids for part in parts]
     numbers = _per_slice([part.run.number for part in parts], ids)
     steps, versions = _joined([part.steps for part in parts]), _joined([part.versions for part in parts])
-    kind = parts[0].run.kind
-    if kind is req.RunKind.PULL:
+    kind, has_rows = parts[0].run.kind, bool(parts[0].run.chunks)
+    if kind is req.RunKind.PULL and not has_rows:
         return msg.Pull(numbers, _joined(ids), steps, versions)
     if kind is req.RunKind.PULL_STATE:
         return msg.PullState(numbers, _joined(ids), steps, _joined([part.states for part in parts]))
@@ -707,23 +691,23 @@ def _message(parts: Sequence[req.RunPart]) -> msg.Message:
             coded = Coded(counts, entries, encoded.encoding, encoded.parameter, payload)
             return msg.CompressedPush(kind is req.RunKind.PUSHPULL, *columns, coded)
         arrays = Arrays(_joined([part.dtypes for part in parts]), counts, payload)
-        if kind is req.RunKind.PUSH_ROWS:
+        if has_rows:
             return msg.PushRows(*columns, arrays)
         return msg.Push(kind is req.RunKind.PUSHPULL, *columns, arrays)
     arrays = Arrays(_joined([part.dtypes for part in parts]), counts, payload)
-    if kind is req.RunKind.INITIALISE:
+    if kind is req.RunKind.INITIALISE and not has_rows:
         return msg.InitValues(numbers, _joined(ids), arrays)
     if kind is req.RunKind.REPLACE:
         return msg.ReplaceValues(numbers, _joined(ids), arrays)
     if kind is req.RunKind.REPLACE_STATE:
         return msg.ReplaceState(numbers, _joined(ids), _joined([part.states for part in parts]), arrays)
-    if kind is req.RunKind.PULL_ROWS:
+    if kind is req.RunKind.PULL:
         return msg.PullRows(numbers, _joined(ids), steps, versions, arrays)
     return msg.InitRows(numbers, _joined(ids), _joined([part.flags for part in parts]), arrays)
 
 
 def _per_slice(numbers: Sequence[int], ids: Sequence[U32]) -> U32:
-    """One number of each part, repeated for each of its slices."""
+    """Return the number of each part, repeated for each of its slices."""
     return _joined([np.full(len(own), number, np.uint32) for number, own in zip(numbers, ids, strict=True)])
 
 
@@ -732,7 +716,7 @@ def _joined(arrays: list[req.Column]) -> req.Column:
 
 
 def _payload(parts: Sequence[req.RunPart]) -> Payload | tuple[Payload, ...]:
-    """The bytes of all parts: a frame for each large one, and one for small ones that are neighbours."""
+    """Return the bytes of all parts: a frame for each large part, and for neighbouring small parts together."""
     if len(parts) == 1:
         return parts[0].payload()
     frames: list[Payload] = []
@@ -744,7 +728,7 @@ def _payload(parts: Sequence[req.RunPart]) -> Payload | tuple[Payload, ...]:
 
 
 def _settings(parts: Sequence[req.RunPart]) -> tuple[tuple[tuple[float, float, float], ...], U8]:
-    """One table for all parts: each run's own, one behind the other, but the first one's only once."""
+    """Return a table for all parts: the settings of the first run, and those of each run that differs."""
     first = parts[0].run.settings
     settings = list(first)
     columns: list[U8] = []

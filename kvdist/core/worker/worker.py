@@ -183,7 +183,7 @@ class Worker(fx.Machine):
         """Handle a message of the scheduler, of a server, or of a worker of this host."""
         effects: list[fx.Effect] = []
         match message:
-            case msg.Values() | msg.RowValues() | msg.Counted() | msg.Refused():
+            case msg.Values() | msg.Counted() | msg.Refused():
                 effects = self._answered(message)
             case msg.HandedBack() if sender.node.role is Role.SERVER:
                 if self.aggregation is not None:
@@ -777,15 +777,18 @@ class Worker(fx.Machine):
 
     # Replies of servers.
 
-    def _answered(self, message: msg.Values | msg.RowValues | msg.Counted | msg.Refused) -> list[fx.Effect]:
+    def _answered(self, message: msg.Values | msg.Counted | msg.Refused) -> list[fx.Effect]:
         effects: list[fx.Effect] = []
-        if self.aggregation is not None and not isinstance(message, msg.RowValues):
+        if self.aggregation is not None:
             effects = self.aggregation.pass_on(message)
         refusals: dict[int, Exception] = {}
         if isinstance(message, msg.Refused):
             for request, rank in self.transfers.refused(message).items():
                 refusals[request] = refusal(message.code, f"{server(rank)} refused: {message.reason}")
-        finished = self.transfers.received(message)
+        if isinstance(message, msg.Values):
+            finished = self.transfers.values(message)
+        else:
+            finished = self.transfers.answered(message)
         for request in refusals.keys() - {request for request, _ in finished.keys}:
             self._pending[request].error = refusals[request]
         effects += [fx.CompleteKeys(request, keys, refusals.get(request)) for request, keys in finished.keys]
