@@ -62,7 +62,7 @@ class MessageFormat:
         groups: for each group of columns its name, and what gets the columns of a message.
         checks: the fields whose types have a check.
         rule: what must hold between fields; None for nothing.
-        is_reread: whether `encode` reads back what it wrote: rare messages, made of what users typed, with many ways to
+        is_reread: whether `encode` reads its output back: rare messages with input of users, with many ways to
             be wrong.
     """
 
