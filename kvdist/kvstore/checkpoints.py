@@ -1,11 +1,11 @@
-"""Checkpoints of a store: what a user gives and gets, and how servers, workers or one process write and read them.
+"""Checkpoints of a store: their types, and how servers, workers or a single process write and read them.
 
 Invariants:
 
-* One checkpoint of a store at a time: a second one waits until the first is complete.
-* What goes wrong on one worker fails on all, or the others would wait for it.
+* A store writes a single checkpoint at a time: a second waits until the first is complete.
+* A failure on any worker fails on all, or the others would wait for it.
 * A failed checkpoint is reported: by its future, else by the next call, else by the process's exit code.
-* All kinds of stores write the same files, so each can go on from a checkpoint of another.
+* All kinds of stores write the same files, so each can load the checkpoints of the others.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ from kvdist.runtime.waits import AwaitedFuture
 LOG = logging.getLogger("kvdist")
 
 Names = Mapping[int | str, str]
-"""Key → what the user calls it."""
+"""Key → name from the user."""
 STEP_MAX = (1 << 63) - 1
 MARK_BYTES = 80
-"""At most this many pairs of run and step are added to what a worker keeps."""
+"""Bytes reserved for run and step, which `write_worker_file` adds to the content."""
 DEPTH_MAX = 100
-"""Of a state: what JSON writes it must be able to read, on a smaller stack too."""
+"""Deepest nesting of a state, so that JSON can read it on a smaller stack too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ class Checkpoint:
 
     Attributes:
         folder: path of the checkpoint.
-        step: number with which it was saved.
+        step: step number of the checkpoint.
         state: `state` that the worker of this rank saved; None if it saved nothing or did not exist.
-        states: the same for all ranks, as a dict of rank to state, for a run with another number of workers.
+        states: states of all ranks, as a dict of rank to state, for a run with another number of workers.
         exact: whether the checkpoint is a consistent cut of the store; False for asynchronous stores.
         data: position of a `QueueSampler`, which resumes from it by itself; None without such a sampler.
     """
@@ -115,36 +115,36 @@ class Checkpoint:
 
 
 class CheckpointFuture(AwaitedFuture[Path]):
-    """What `save_checkpoint` returns: the folder, or why there is no checkpoint. Cannot be cancelled.
+    """Future of the folder of a checkpoint, as `save_checkpoint` returns it. Cannot be cancelled.
 
-    A failure is the program's once it has looked: by `result()` or `exception()`, or because a later call on the store
-    raised it. If it never does, the process ends with an exit code that is not 0.
+    A failure is read by `result()` or `exception()`, or when a later call on the store raises it. A process with an
+    unread failure ends with an exit code other than 0.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
         self.settled: AwaitedFuture[None] = AwaitedFuture()
-        """Done when this is; to wait for it is not to look."""
+        """Future that is done with the checkpoint; waiting for it does not read a failure."""
         self._is_abandoned = False
         self.set_running_or_notify_cancel()
 
     def result(self, timeout: float | None = None) -> Path:
-        """The folder of the checkpoint. See `concurrent.futures.Future.result`."""
+        """Return the folder of the checkpoint. See `concurrent.futures.Future.result`."""
         try:
             return super().result(timeout)
         finally:
             self.look()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Why there is no checkpoint, or None. See `concurrent.futures.Future.exception`."""
+        """Return the failure of the checkpoint, or None. See `concurrent.futures.Future.exception`."""
         try:
             return super().exception(timeout)
         finally:
             self.look()
 
     def finish(self, error: BaseException | None) -> None:
-        """It is complete, or has failed."""
+        """Complete the future, with the folder or an error."""
         if error is None:
             self.set_result(self.folder)
         else:
@@ -156,27 +156,27 @@ class CheckpointFuture(AwaitedFuture[Path]):
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is known that there is no checkpoint; to ask is not to look."""
+        """Whether a failure is known; does not read it."""
         return self.done() and super().exception() is not None
 
     def abandon(self) -> None:
-        """The failure need not be looked at: the program hears of it in another way."""
+        """Treat a failure as read: the program learns of it in another way."""
         self._is_abandoned = True
         self.look()
 
     def look(self) -> BaseException | None:
-        """Its failure, if it has failed and was not looked at; it is the caller's now."""
+        """Return an unread failure or None, and mark it as read."""
         return _FAILED.pop(self, None)
 
 
 class Saving:
-    """What all ways of saving have in common: the last checkpoint of a store, whose failure must be reported."""
+    """Base of all ways of saving: the last checkpoint of a store, whose failure must be reported."""
 
     def __init__(self) -> None:
         self._last: CheckpointFuture | None = None
 
     def _raise_failed(self, what: str) -> None:
-        """Raise why the last checkpoint was not made, unless it was looked at."""
+        """Raise the failure of the last checkpoint, unless it was read."""
         error = None if self._last is None else self._last.look()
         if isinstance(error, CheckpointError):
             assert self._last is not None
@@ -186,11 +186,11 @@ class Saving:
 
 
 _FAILED: dict[CheckpointFuture, BaseException] = {}
-"""The failures that were not looked at."""
+"""Failed checkpoint → its unread failure."""
 
 
 def _end_badly() -> None:
-    """The interpreter ends: a process whose last checkpoint has failed, unheard, must not seem to have succeeded."""
+    """Log unread failures as the interpreter ends, and set an exit code of failure."""
     unheard = {future: error for future, error in _FAILED.items() if not _was_told(error)}
     for future, error in unheard.items():
         LOG.error("the last checkpoint, %s, was not written: %s", future.folder, error)
@@ -201,7 +201,7 @@ def _end_badly() -> None:
 
 
 def _was_told(error: BaseException) -> bool:
-    """Whether the program knows that the cluster was lost: every call raises the same error, which notes where."""
+    """Return whether a call has raised this error of a lost cluster, which has a traceback then."""
     return isinstance(error, PeerLostError) and error.__traceback__ is not None
 
 
@@ -210,7 +210,7 @@ os.register_at_fork(after_in_child=_FAILED.clear)
 
 
 def checkpoint_folder(directory: str | os.PathLike[str], step: object) -> Path:
-    """The folder of a checkpoint that is to be written.
+    """Return the folder of a checkpoint to write.
 
     Raises:
         ValueError: the step is not a count.
@@ -219,10 +219,10 @@ def checkpoint_folder(directory: str | os.PathLike[str], step: object) -> Path:
 
 
 def as_step(step: object) -> int:
-    """A count as Python's own: NumPy's are as good.
+    """Return a step as an `int`; integers of NumPy are accepted.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the step is not a count.
     """
     try:
         found = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
@@ -236,10 +236,10 @@ def as_step(step: object) -> int:
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """The same place for every process, wherever it was started.
+    """Return an absolute path, valid in processes with any working directory.
 
     Raises:
-        ValueError: it is too long for a message, or no text, or has a ``~`` or ``$NAME`` that stands for nothing.
+        ValueError: the path is too long for a message, is not text, or has an undefined ``~`` or ``$NAME``.
     """
     found = Path(os.path.abspath(expanded(path)))
     if "\0" in str(found):
@@ -254,10 +254,10 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def as_keep(keep: int | None) -> int:
-    """As it travels: 0 for all.
+    """Return the number of checkpoints to keep as in a message: 0 for all.
 
     Raises:
-        ValueError: it would leave none.
+        ValueError: the number is not at least 1.
     """
     if keep is None:
         return 0
@@ -269,11 +269,11 @@ def as_keep(keep: int | None) -> int:
 
 
 def worker_content(state: Any, names: Names | None, rank: int) -> bytes:
-    """What a worker keeps with a checkpoint, as JSON; empty for nothing.
+    """Return the JSON that a worker saves with a checkpoint; empty without state and names.
 
     Raises:
-        TypeError: the state is not made of what JSON can say, or the names are not by key.
-        ValueError: it is too long.
+        TypeError: the state is not JSON-compatible, or the names are not a dict of key to name.
+        ValueError: the JSON is too long.
     """
     if state is None and not names:
         return b""
@@ -293,7 +293,7 @@ def worker_content(state: Any, names: Names | None, rank: int) -> bytes:
 
 
 def _require_plain(value: object, depth: int) -> None:
-    """JSON would make text of other keys of a dict, which is noticed only when the state is used again."""
+    """Require text as keys of dicts: JSON converts other keys, which is noticed only when the state is used again."""
     if depth > DEPTH_MAX:
         raise TypeError(f"it is nested deeper than {DEPTH_MAX} times, or holds itself")
     if isinstance(value, dict):
@@ -318,10 +318,10 @@ def _named(names: Names) -> list[list[int | str]]:
 def write_worker_file(
     folder: Path, rank: int, content: bytes, run: str, step: int, own: OwnStates | None = None
 ) -> FileRecord:
-    """Write what `worker_content` gave, for this step of this run.
+    """Write the result of `worker_content` to a file, for this step of this run.
 
     Raises:
-        CheckpointError: the disk is full, say.
+        CheckpointError: the disk is full, for example.
     """
     more = f', "run": {json.dumps(run)}, "step": {step}'
     more += "" if own is None else f', "own": {json.dumps(asdict(own))}'
@@ -332,20 +332,20 @@ def write_worker_file(
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """What is to be saved, and where."""
+    """Folder and contents of a checkpoint to write."""
 
     folder: Path
     contents: tuple[str, ...]
     step: int = 0
     keep: int = 0
     content: bytes = b""
-    """Of this worker's own file."""
+    """Content of this worker's file."""
     run: str = ""
-    """Of the job, once it has the lock of the folder."""
+    """Run of the job, once the job has the lock of the folder."""
 
 
 def destination(job: SaveJob, rank: int) -> Destination:
-    """Where a checkpoint goes and what is in it, before its folder is claimed.
+    """Return folder and contents of a checkpoint, before the folder is claimed.
 
     Raises:
         TypeError, ValueError: an argument of the call is wrong.
@@ -357,10 +357,10 @@ def destination(job: SaveJob, rank: int) -> Destination:
 
 
 def found_checkpoint(job: LoadJob, rank: int) -> Checkpoint:
-    """What a call to load finds.
+    """Return the checkpoint that a call to load asks for.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged, or its keys have each other's names.
+        CheckpointError: the checkpoint is missing or damaged, or has the names of its keys in another order.
         ValueError: the step is not a count.
     """
     folder = absolute(job.directory)
@@ -377,7 +377,7 @@ def found_checkpoint(job: LoadJob, rank: int) -> Checkpoint:
 
 
 def _require_same_order(folder: Path, saved: Names, present: Names) -> None:
-    """Refuse a checkpoint whose keys are places in a list that had the same names in another order."""
+    """Refuse a checkpoint whose keys are positions in a list that had the same names in another order."""
     differing = [key for key in present if saved.get(key) != present[key]]
     if differing and Counter(saved.values()) == Counter(present.values()):
         key = differing[0]
@@ -388,7 +388,7 @@ def _require_same_order(folder: Path, saved: Names, present: Names) -> None:
 
 
 def own_steps(folder: Path) -> int | None:
-    """How many steps workers with steps of their own had made when they saved; None if it is not of such.
+    """Return the most steps of any worker with local steps, when it saved; None without such workers.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -398,7 +398,7 @@ def own_steps(folder: Path) -> int | None:
 
 
 def contents_of(job: LoadJob) -> tuple[str, ...]:
-    """Which contents of a checkpoint a call to load restores."""
+    """Return the contents of a checkpoint that a call to load restores."""
     if not job.values:
         return (STATES,)
     return EVERYTHING if job.states else (WEIGHTS,)
@@ -409,35 +409,35 @@ MODE = "local"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldArray:
-    """One key that this process keeps."""
+    """Array of a key in this process."""
 
     key: Key
     shape: Shape
     dtype: DType
     bits: Bits
-    """All of its elements, 1-D."""
+    """All elements of the key, 1-D."""
     samples: int = 0
-    """As of `SavedSlice`."""
+    """`SavedSlice.samples`."""
 
     @property
     def saved_key(self) -> SavedKey:
-        """What the manifest says of it."""
+        """Description of the key in a manifest."""
         return SavedKey(self.key, tuple(self.shape), self.dtype.label)
 
     def saved(self, updater: Updaters | None, contents: tuple[str, ...]) -> SavedSlice:
-        """What is written; it shows the bits themselves."""
+        """Return the slice to write, with `bits` itself as weight."""
         weight = self.bits if WEIGHTS in contents else None
         saved = SavedSlice(self.key, 0, self.bits.size, self.dtype, 0, weight, samples=self.samples)
         state = None if updater is None or STATES not in contents else updater.state_of(self.key)
         return saved.with_state(state, _optimizer(updater))
 
     def wanted(self, number: int, updater: Updaters | None) -> WantedSlice:
-        """What a checkpoint must have of it."""
+        """Return the slice to read from a checkpoint."""
         wanted = WantedSlice(number, self.key, 0, self.bits.size, self.dtype)
         return wanted.updated_by(_optimizer(updater), Extent(self.key, tuple(self.shape)).row_length)
 
     def take(self, found: ReadSlice, updater: Updaters | None) -> Bits | None:
-        """Give the updater its states back; returns the value, which its holder takes over."""
+        """Restore the states in the updater; return the value, which the holder takes over."""
         if updater is not None and (found.state is not None or found.is_fresh):
             updater.restore(self.key, found.state)
         return found.weight
@@ -445,27 +445,27 @@ class HeldArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldTable:
-    """One table that this process keeps."""
+    """Table of a key in this process."""
 
     block: TableRows
     form: str
-    """As it was declared."""
+    """`SavedKey.form`."""
 
     @property
     def saved_key(self) -> SavedKey:
-        """What the manifest says of it."""
+        """Description of the key in a manifest."""
         return SavedKey(self.block.key, self.block.shape, self.block.dtype.label, self.form)
 
     def saved(self, updater: Updaters | None, contents: tuple[str, ...]) -> SavedSlice:
-        """What is written: a copy of the rows that exist."""
+        """Return the slice to write, with a copy of the existing rows."""
         return self.block.saved(0, _optimizer(updater), contents)
 
     def wanted(self, number: int, updater: Updaters | None) -> WantedSlice:
-        """What a checkpoint must have of it."""
+        """Return the slice to read from a checkpoint."""
         return replace(self.block.wanted(_optimizer(updater)), number=number)
 
     def take(self, found: ReadSlice, updater: Updaters | None) -> None:
-        """Go on from what was found; there is nothing left to take over."""
+        """Restore rows and states in place."""
         self.block.load(found, _optimizer(updater))
 
 
@@ -488,15 +488,15 @@ T = TypeVar("T")
 
 
 class Workers(Protocol):
-    """Workers that save together: a `KVStore`, or the ranks of one."""
+    """Workers that save together: a `KVStore`, or its ranks."""
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """Rank of this worker."""
 
     @property
     def num_workers(self) -> int:
-        """How many there are."""
+        """Number of workers."""
 
     def agree(self, statement: str) -> None:
         """See `KVStore.agree`."""
@@ -506,14 +506,14 @@ class Workers(Protocol):
 
 
 class WorkerSaving(Saving):
-    """Workers that all hold the same: the first one writes it, each adds its own `state`, and all wait.
+    """Checkpoints of workers that hold the same values: the first writes them, each adds its `state`, and all wait.
 
-    Every step is one that all workers make, so what one of them cannot do fails on all.
+    All take part in every stage, so a failure on any worker fails on all.
 
     Args:
-        workers: who saves together; None for one process alone.
-        held: the keys.
-        updater: what has their states.
+        workers: workers that save together; None for a single process.
+        held: returns the keys.
+        updater: returns the updater with their states.
     """
 
     def __init__(
@@ -528,19 +528,19 @@ class WorkerSaving(Saving):
         self._updater = updater
         self._locks = Locks()
         self.position: Callable[[], Mapping[str, Any] | None] = lambda: None
-        """Where this process is in its data."""
+        """Function for the position of this process in its data."""
 
     @property
     def rank(self) -> int:
-        """This worker's number."""
+        """Rank of this worker."""
         return 0 if self._workers is None else self._workers.rank
 
     def save(self, job: SaveJob) -> CheckpointFuture:
-        """Write a checkpoint, which is complete when this returns. What fails after the claim is in the future.
+        """Write a checkpoint before returning. A failure after the claim of the folder is in the future.
 
         Raises:
-            CheckpointError: it cannot be written there, or the one before has failed and that was not looked at; for
-                states alone, it could not be written.
+            CheckpointError: the folder cannot be claimed, or the previous checkpoint failed and that was not read; for
+                states alone, also any later failure.
         """
 
         def checked() -> Destination:
@@ -572,10 +572,10 @@ class WorkerSaving(Saving):
         return future
 
     def _claim(self, folder: Path) -> str:
-        """Lock the directory of this folder, see whether this process can write there, and return the run.
+        """Lock the directory of this folder, check that this process can write to it, and return the run.
 
         Raises:
-            CheckpointError: another job saves there, or it cannot be written. Nothing is left of the attempt.
+            CheckpointError: another job saves to the directory, or it is not writable. No files are left.
         """
         run = perform(LockFolder(str(folder)), self._locks)
         assert isinstance(run, str)
@@ -587,7 +587,7 @@ class WorkerSaving(Saving):
         return run
 
     def _write(self, place: Destination, live: Sequence[int]) -> None:
-        """Every worker writes its own file, then the first of them the rest."""
+        """Write the file of every worker, then the rest on the first worker."""
         folder, first = place.folder, live[0]
 
         def write_own() -> FileRecord | None:
@@ -599,7 +599,7 @@ class WorkerSaving(Saving):
         try:
             record = self.together(write_own, "its own file could not be written")
         except CheckpointError:
-            if self.rank == first:  # all have written by now what they could
+            if self.rank == first:  # by now all have written their files or failed
                 self._sweep(folder)
             raise
         digits = _all_digits(self._workers, "" if record is None else record.sha256[:DIGITS], len(live))
@@ -609,7 +609,7 @@ class WorkerSaving(Saving):
         )
 
     def _write_rest(self, place: Destination, digits: Sequence[str]) -> None:
-        """Write what all workers hold, and the manifest. Of what fails nothing is left."""
+        """Write the values that all workers hold, and the manifest. A failure leaves no files."""
         held, updater = self._held(), self._updater()
         if not held:
             raise ValueError("the store has no keys to save: call init first")
@@ -628,32 +628,32 @@ class WorkerSaving(Saving):
             raise
 
     def _sweep(self, folder: Path) -> None:
-        """Remove what an attempt has left that failed, as far as possible: why it failed says more."""
+        """Remove the files of a failed attempt, as far as possible: the error of the attempt matters more."""
         with contextlib.suppress(CheckpointError):
             perform(Sweep(str(folder)), self._locks)
 
     def close(self, wait: bool = True) -> None:
-        """Nothing is saved any more: let other jobs save there.
+        """Release the directories, so that other jobs can save to them.
 
         Raises:
-            CheckpointError: the last checkpoint has failed, its future was not looked at, and `wait` is set.
+            CheckpointError: the last checkpoint has failed, its future was not read, and `wait` is set.
         """
         self._locks.close()
         if wait:
             self._raise_failed("the last checkpoint")
 
     def load(self, job: LoadJob) -> tuple[Checkpoint, list[Bits | None]]:
-        """Every worker reads; if all could, all take over tables and states, and get the values of arrays."""
+        """Read on all workers; if all succeed, restore tables and states, and return the values of arrays."""
         checkpoint, held, found = self.read(job)
         return checkpoint, self.restore(held, found)
 
     def read(self, job: LoadJob) -> tuple[Checkpoint, Sequence[Held], Sequence[ReadSlice]]:
-        """The first part of `load`: every worker has read, and all could if this returns. Nothing has changed yet."""
+        """Read on all workers, or fail on all, without changing anything: first part of `load`."""
         held, contents = self._held(), contents_of(job)
 
         def read() -> tuple[Checkpoint, Sequence[ReadSlice]]:
             checkpoint = found_checkpoint(job, self.rank)
-            folder, updater, locks = str(checkpoint.folder), self._updater(), Locks()  # reading takes none
+            folder, updater, locks = str(checkpoint.folder), self._updater(), Locks()  # reading takes no lock
             manifest = perform(ReadManifest(folder), locks)
             assert isinstance(manifest, Manifest)
             manifest.require(_saved_keys(held), _description(updater), contents)
@@ -668,15 +668,15 @@ class WorkerSaving(Saving):
         return checkpoint, held, found
 
     def restore(self, held: Sequence[Held], found: Sequence[ReadSlice]) -> list[Bits | None]:
-        """The second part: take over tables and states, and get the values of arrays."""
+        """Restore tables and states, and return the values of arrays: second part of `load`."""
         updater = self._updater()
         return [one.take(found_slice, updater) for one, found_slice in zip(held, found, strict=True)]
 
     def write_own(self, folder: Path, run: str, step: int, steps: int) -> OwnStates:
-        """Write the states of this worker alone, after so many steps, for this step of this run.
+        """Write the states of this worker's local optimizer, after `steps` steps, for this step of this run.
 
         Raises:
-            CheckpointError: the disk is full, say.
+            CheckpointError: the disk is full, for example.
         """
         updater = self._updater()
         assert updater is not None
@@ -686,10 +686,10 @@ class WorkerSaving(Saving):
         return OwnStates(record, updater.optimizer.describe(), steps)
 
     def load_own(self, folder: Path) -> None:
-        """Go on from the states that the worker of this rank has written, or without any, if there are none that fit.
+        """Restore the states that the worker of this rank wrote, or begin without states if none fit.
 
         Raises:
-            CheckpointError: a file is damaged, here or on another worker.
+            CheckpointError: a file is damaged, on any worker.
         """
         held, updater = self._held(), self._updater()
         assert updater is not None
@@ -723,14 +723,14 @@ class WorkerSaving(Saving):
             one.take(read_slice, updater)
 
     def saved_optimizer(self, job: LoadJob) -> Optimizer | None:
-        """The optimizer whose states were saved."""
+        """Return the optimizer whose states were saved."""
         return self.together(lambda: _saved_optimizer(job), "it could not be read")
 
     def together(self, do: Callable[[], T], what: str) -> T:
-        """Something that all workers do: it fails on all of them if it fails on one.
+        """Call `do` on all workers; fails on all if it fails on any.
 
         Raises:
-            CheckpointError: on another worker; here it is what was raised.
+            CheckpointError: `do` failed on another worker. The failed worker raises the error of `do`.
         """
         outcome: T | Exception
         try:
@@ -752,7 +752,7 @@ def _saved_optimizer(job: LoadJob) -> Optimizer | None:
 
 
 def _live(workers: Workers | None) -> list[int]:
-    """The ranks of the workers that have not left, in order."""
+    """Return the ranks of the workers that have not left, in order."""
     if workers is None:
         return [0]
     mine = np.zeros(workers.num_workers)
@@ -761,10 +761,10 @@ def _live(workers: Workers | None) -> list[int]:
 
 
 def _all_digits(workers: Workers | None, own: str, num_live: int) -> list[str]:
-    """Rank → its hexadecimal digits, `DIGITS` of them; zeros for none.
+    """Return the `DIGITS` hexadecimal digits of each rank; zeros for ''.
 
-    A mean over the live workers of arrays that are zero but for their own rows carries them: 32 bits at a time, which a
-    float64 has room for, multiplied and divided by the number of workers.
+    A mean over live workers of arrays that are zero outside their rows carries them: 32 bits at a time, which fit a
+    float64, multiplied and divided by the number of workers.
     """
     own = own or "0" * DIGITS
     if workers is None:
@@ -776,7 +776,7 @@ def _all_digits(workers: Workers | None, own: str, num_live: int) -> list[str]:
 
 
 def _records(folder: Path, digits: Sequence[str]) -> list[FileRecord]:
-    """What the workers have written."""
+    """Return the records of the workers' files."""
     with explained(f"{folder} could not be read"):
         names = [f"worker-{rank}-{own}.json" for rank, own in enumerate(digits) if own.strip("0")]
         return [record_of(folder, name) for name in names]
@@ -788,19 +788,19 @@ Wait = Callable[[Future[Any]], Any]
 
 NO_FILE = SavedFile("", 0, "")
 _NOWHERE = Path("/nowhere")
-"""Named where a worker fails before it has a folder to name."""
+"""Placeholder where a worker fails before it knows the folder."""
 
 
 class ServerSaving(Saving):
-    """What a store needs for `save_checkpoint` and its kin.
+    """Checkpoints of a store whose servers write the values.
 
     Args:
-        number: the store's.
-        rank: this worker's.
-        submit: hands a request to the worker.
+        number: number of the store.
+        rank: rank of this worker.
+        submit: submits a request to the worker.
         result_of: waits for a future.
         hold: keeps the process in the cluster until a future is done.
-        forget_shown: forgets values that are shown, because they will be others.
+        forget_shown: drops shared results, whose values change.
     """
 
     def __init__(
@@ -820,15 +820,15 @@ class ServerSaving(Saving):
         self._hold = hold
         self._forget_shown = forget_shown
         self._claimed: dict[Path, str] = {}
-        """Directory → the run that its checkpoints are of, if this store has saved there."""
+        """Directory → run of its checkpoints, if this store has saved to it."""
         self._seen: set[Path] = set()
-        """The directories that are the same folder here as on the scheduler."""
+        """Directories that are the same folder in this process as on the scheduler."""
 
     def claim(self, keys: Sequence[KeyInfo], job: SaveJob) -> None:
-        """Make sure that checkpoints can be saved into this directory, as the first `save` does.
+        """Require that checkpoints can be saved into this directory, as the first `save` does.
 
         Raises:
-            CheckpointError: they cannot. A refusal ends the checkpoint for all, so the next claim is looked into.
+            CheckpointError: they cannot. A refusal fails the checkpoint on all, so the next claim is checked again.
         """
         self.wait()
         place = Destination(_NOWHERE, EVERYTHING)
@@ -840,7 +840,7 @@ class ServerSaving(Saving):
             raise
 
     def save(self, keys: Sequence[KeyInfo], job: SaveJob) -> Future[Path]:
-        """Take part in a checkpoint. All hear of a failure of this worker, or they would wait for it."""
+        """Take part in a checkpoint. A failure of this worker fails on all, or they would wait for it."""
         if not keys:
             raise ValueError("the store has no keys to save: call init first")
         self.wait()
@@ -859,10 +859,10 @@ class ServerSaving(Saving):
 
     @staticmethod
     def _repeated(place: Destination) -> CheckpointFuture:
-        """This worker was started again, and calls before its first step: what the others have saved stays.
+        """Return the checkpoint of the other workers, unchanged, on a rejoined worker before its first step.
 
         Raises:
-            CheckpointError: they have not saved this.
+            CheckpointError: the others have not saved it.
         """
         if not (place.folder / NAME).is_file():
             raise CheckpointError(
@@ -874,13 +874,14 @@ class ServerSaving(Saving):
         return future
 
     def _claim(self, place: Destination) -> Destination:
-        """The same, once the job has the lock of the directory and every server can write there."""
+        """Return the destination with its run, once the directory is locked for the job and writable on all servers; a
+        rejoined worker before its first step gets no run."""
         directory = Path(directory_of(str(place.folder)))
         run = self._claimed.get(directory)
         if run is None:
             where = (self._number, str(place.folder), place.contents)
             run = self._result_of(self._submit(lambda request: ClaimFolder(request, *where), None))
-            if not run:  # it only looks on
+            if not run:  # a rejoined worker before its first step
                 return place
             self._claimed[directory] = run
         if place.content and directory not in self._seen:
@@ -911,13 +912,13 @@ class ServerSaving(Saving):
         return checkpoint
 
     def saved_optimizer(self, job: LoadJob) -> Optimizer | None:
-        """The optimizer whose states were saved."""
+        """Return the optimizer whose states were saved."""
         with self._told_to_all((STATES,)):
             return _saved_optimizer(job)
 
     @contextlib.contextmanager
     def _told_to_all(self, contents: tuple[str, ...]) -> Iterator[None]:
-        """What goes wrong on this worker alone fails the loading of all, or the others would wait for it."""
+        """Fail the load on all workers if it fails on this worker, or the others would wait for it."""
         try:
             yield
         except (CheckpointError, TypeError, ValueError) as error:
@@ -931,41 +932,41 @@ class ServerSaving(Saving):
         self._result_of(self._submit(lambda request: LoadStore(request, *where), self._forget_shown))
 
     def wait(self) -> None:
-        """Until what was begun is complete, or has failed; its own future says which."""
+        """Wait until the last checkpoint is complete or has failed, without reading the failure."""
         if self._last is not None:
             self._result_of(self._last.settled)
 
     def close(self, wait: bool) -> None:
-        """The store was closed; see `KVStore.close`.
+        """Report an unread failure if `wait` is set; see `KVStore.close`.
 
         Raises:
-            CheckpointError: the last checkpoint has failed, and its future was not looked at.
+            CheckpointError: the last checkpoint has failed, and its future was not read.
         """
         if wait:
             self._raise_failed("the last checkpoint")
 
     def _finish(self, future: CheckpointFuture, done: Future[Any], failure: str) -> None:
         error = done.exception()
-        if self._rank == 0 and error is not None and not failure:  # which this worker has raised itself
+        if self._rank == 0 and error is not None and not failure:  # this worker has raised that itself
             LOG.error("no checkpoint was written: %s", error)
         future.finish(error)
 
 
 Ask: TypeAlias = Callable[[Callable[[int], Request]], Any]
-"""Hands a request to the worker, and waits for its result."""
+"""Function that submits a request to the worker and waits for its result."""
 
 
 def pull_states(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> list[SliceState | None]:
-    """The state of each key, whole; None for one that was never updated.
+    """Return the whole state of each key; None for a key that was never updated.
 
     Raises:
-        PushRefused: pushes of this worker are under way, or there is no state.
+        PushRefused: pushes of this worker are in flight, or the servers have no state.
     """
     numbers = [np.empty((len(info.slices), 1 + len(optimizer.initial_scalars))) for info in infos]
     _move_states(ask, RunKind.PULL_STATE, infos, [(i, NUMBERS, own) for i, own in enumerate(numbers)])
     states: list[SliceState | None] = []
     for info, own in zip(infos, numbers, strict=True):
-        # All slices have had the same updates, but for asynchronous stores: then the furthest counts.
+        # All slices have had the same number of updates; in asynchronous stores the highest counts.
         count, *scalars = own[own[:, 0].argmax()].tolist()
         states.append(_empty_state(info, optimizer, int(count), tuple(scalars)) if count and info.size else None)
     _move_states(ask, RunKind.PULL_STATE, infos, _state_arrays(states))
@@ -973,7 +974,7 @@ def pull_states(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> lis
 
 
 def pull_totals(ask: Ask, infos: Sequence[KeyInfo]) -> tuple[int, int]:
-    """Of how many examples keys are made, and of how many updates: the slice that has most; -1 without rounds."""
+    """Return the most examples and updates behind any slice of these keys; updates are -1 without rounds."""
     found = [np.empty((len(info.slices), 2)) for info in infos]
     _move_states(ask, RunKind.PULL_STATE, infos, [(i, TOTALS, own) for i, own in enumerate(found)])
     samples, updates = np.concatenate(found).max(axis=0).tolist()
@@ -981,7 +982,7 @@ def pull_totals(ask: Ask, infos: Sequence[KeyInfo]) -> tuple[int, int]:
 
 
 def pull_averages(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> list[Bits]:
-    """The average of the weights of each key, of `DType.accumulate`; as they are after this worker's pushes so far."""
+    """Return the average of the weights of each key, of `DType.accumulate`, after this worker's pushes so far."""
     found: list[Bits] = [np.empty(info.size, info.dtype.accumulate) for info in infos]
     part = len(optimizer.kept_names)
     _move_states(ask, RunKind.PULL_STATE, infos, [(i, part, own) for i, own in enumerate(found)])
@@ -991,7 +992,7 @@ def pull_averages(ask: Ask, infos: Sequence[KeyInfo], optimizer: Optimizer) -> l
 def replace_states(
     ask: Ask, infos: Sequence[KeyInfo], states: Sequence[SliceState | None], optimizer: Optimizer
 ) -> None:
-    """Give the servers these states in place of theirs; None makes a key one that was never updated."""
+    """Replace the states on the servers; None is the state before any update."""
     numbers = []
     for i, (info, state) in enumerate(zip(infos, states, strict=True)):
         row = [0.0, *optimizer.initial_scalars.values()] if state is None else [state.count, *state.scalars]
@@ -1008,7 +1009,7 @@ def _empty_state(info: KeyInfo, optimizer: Optimizer, count: int, scalars: tuple
 
 
 def _state_arrays(states: Sequence[SliceState | None]) -> Iterator[tuple[int, int, Bits]]:
-    """(index of the key, part, all of it)"""
+    """Yield (index of the key, part, whole array) of all states."""
     for i, state in enumerate(states):
         if state is not None:
             yield from ((i, part, array) for part, array in enumerate(state.arrays, 1))
@@ -1024,13 +1025,13 @@ def _move_states(ask: Ask, kind: RunKind, infos: Sequence[KeyInfo], parts: Any) 
 
 
 def _state_runs(kind: RunKind, index: int, info: KeyInfo, part: int, array: Bits) -> Iterator[Run]:
-    """One run for each slice; small ones still travel together."""
+    """Yield a run for each slice; small runs are still sent together."""
     dtype = DType.FLOAT64 if part in COUNTS else state_dtype(info.dtype)
     for place, piece in enumerate(info.slices):
         if part in COUNTS:
             own = array[place]
         else:
-            row = max(1, info.size // max(1, array.size))  # more than 1 for rules by rows
+            row = max(1, info.size // max(1, array.size))  # more than 1 for optimizers with states by rows
             own = array[piece.start // row : piece.stop // row]
         plan = RunPlan(
             piece.server,
@@ -1047,7 +1048,7 @@ def _state_runs(kind: RunKind, index: int, info: KeyInfo, part: int, array: Bits
 
 
 def padded_bytes(array: Bits) -> memoryview:
-    """A copy of an array as a payload has it."""
+    """Return a copy of an array, padded for a payload."""
     memory = np.zeros(padded(array.nbytes), np.uint8)
     memory[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
     return memory.data
