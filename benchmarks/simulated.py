@@ -18,7 +18,7 @@ from workers.workload import Spec
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core.joining import Introduction
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server import shard
+from kvdist.core.server import replies
 from kvdist.core.server.server import Server
 from kvdist.core.worker import requests, transfers
 from kvdist.core.worker.requests import (
@@ -172,7 +172,7 @@ def summary(marks: Sequence[Mark], seconds: Sequence[Sequence[float]], together:
 @contextmanager
 def shrunk_thresholds(shrink: int) -> Iterator[None]:
     """Sizes at which messages are joined or sent alone, for arrays that are smaller than what they stand for."""
-    thresholds = [(requests, "ALONE_BYTES_MIN"), (shard, "JOIN_BYTES_MAX"), (shard, "TOGETHER_BYTES_MAX")]
+    thresholds = [(requests, "ALONE_BYTES_MIN"), (replies, "JOIN_BYTES_MAX"), (replies, "TOGETHER_BYTES_MAX")]
     thresholds += [(transfers, name) for name in ("FAR_BYTES_MAX", "NEAR_BYTES_MAX")]
     before = [getattr(module, name) for module, name in thresholds]
     try:
