@@ -1199,6 +1199,8 @@ class Leased(WireMessage):
     """Whether all examples of the pass are used."""
     version: UInt64
     """The most updates that any worker knows."""
+    has_rested: Boolean
+    """Whether the worker has rested: the others may have passed barriers without it."""
     stores: Numbers
     saves: Numbers
 

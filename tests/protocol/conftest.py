@@ -103,7 +103,7 @@ def messages() -> list[m.Message]:
         m.Command(13, 7, "größer"),
         m.Perform(14, (1 << 32) - 1, ""),
         m.Lease(18, 1, 2, 1 << 33, 3, True, 7, 32, 128, 96, 40, False),
-        m.Leased(18, 2, 64, 1 << 33, False, 41, u32(0, 2), u32(1, 1)),
+        m.Leased(18, 2, 64, 1 << 33, False, 41, True, u32(0, 2), u32(1, 1)),
         m.Rest(19, (0, 3)),
         m.Used(20, 1 << 33, True),
         m.Progress(3, 40, 1 << 33, m.DueWhen.QUORUM, 512, False, True),

@@ -194,7 +194,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Due: st.builds(m.Due, U32, U32, st.booleans(), U64),
     m.NotDue: st.builds(m.NotDue, U32, U32, RANKS),
     m.Leased: (LENGTHS | st.just(0)).flatmap(
-        lambda n: st.builds(m.Leased, U64, U32, U64, U64, st.booleans(), U64, *[numbers(n)] * 2)
+        lambda n: st.builds(m.Leased, U64, U32, U64, U64, st.booleans(), U64, st.booleans(), *[numbers(n)] * 2)
     ),
     m.Rest: st.builds(m.Rest, U64, RANKS),
     m.Used: st.builds(m.Used, U64, U64, st.booleans()),

@@ -299,10 +299,15 @@ class Checkpoints:
         claim.failure = failure
         claimed = partial(msg.Claimed, counter=0, run=claim.run, failure=failure)
         answers = claim.numbered(claim.agreement.answer(claimed))
+        claim.counters.clear()  # of workers that have left
         return answers if claim.end is None else [*answers, *claim.end(failure)]
 
     def save(self, sender: Member, message: msg.Save, now: float) -> list[fx.Effect]:
         """Handle the call of a worker that has marked its pushes."""
+        next_counter = self.saves.get(message.store, 0)
+        if message.counter > next_counter:
+            reason = f"{sender} saves checkpoint {message.counter}, where the next is {next_counter}"
+            return [fx.Send(sender, _answer(message.request, reason))]
         saving = self._open(message, now)
         earlier = saving.saves
         if not earlier:
@@ -332,7 +337,7 @@ class Checkpoints:
     def saved(self, sender: Member, message: msg.Saved, now: float) -> list[fx.Effect]:
         """Handle the report of a server that has written its slices or failed."""
         place = (message.store, message.counter)
-        if place not in self._saving and message.counter < self.saves.get(message.store, 0):
+        if place not in self._saving and message.counter != self.saves.get(message.store, 0):
             return []  # the checkpoint is over
         saving = self._open(message, now)
         if saving.servers.get(sender.node) != sender:
@@ -349,6 +354,10 @@ class Checkpoints:
     def take_snapshot(self, saving: SaveUnderWay) -> None:
         """Await the servers' parts of a snapshot."""
         self._saving[saving.store, saving.counter] = saving
+
+    def drop(self, saving: SaveUnderWay) -> None:
+        """Drop a snapshot under way."""
+        self._saving.pop((saving.store, saving.counter), None)
 
     def advance_all(self) -> list[fx.Effect]:
         """Continue checkpoints and loads whose waits may be over, such as after a worker has left."""

@@ -414,7 +414,8 @@ class Leases:
         has_rested: bool = False,
     ) -> fx.Send:
         columns = [np.array(column, np.uint32) for column in (self._numbers() if has_rested else NO_NUMBERS)]
-        leased = msg.Leased(message.request, *(given or Range(0, 0, 0)), is_over, self._version, *columns)
+        range_ = given or Range(0, 0, 0)
+        leased = msg.Leased(message.request, *range_, is_over, self._version, has_rested, *columns)
         return fx.Send(sender, leased)
 
     # Checkpoints.

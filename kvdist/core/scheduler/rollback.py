@@ -364,6 +364,8 @@ class Rollback:
 
     def forget(self) -> None:
         """Forget all snapshots, because a load has replaced the values of the store."""
+        if self._making is not None:
+            self._checkpoints.drop(self._making)
         self.written, self._making = [], None
         self._none_known = "there is no snapshot since the store was loaded"
         self._next = self._scheduler.now

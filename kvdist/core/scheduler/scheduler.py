@@ -803,9 +803,9 @@ class Scheduler(fx.Machine):
     ) -> list[fx.Effect] | None:
         """Handle a message that concerns snapshots; return None for all other messages."""
         match message:
-            case msg.SnapshotTaken():
+            case msg.SnapshotTaken() if sender.node.role is Role.SERVER:
                 return rollback.snapshot_taken(sender, message)
-            case msg.Quiet():
+            case msg.Quiet() if sender.node.role is Role.WORKER:
                 return rollback.quiet(sender, message)
             case msg.Barrier() | msg.Claim() | msg.Save() | msg.Load() | msg.Lease() | msg.Used() if rollback.ignores(
                 sender
@@ -978,9 +978,9 @@ class Scheduler(fx.Machine):
             yield from self.newcomers.waits()
         if self.leases is not None:
             yield from self.leases.waits()
-        if self.rollback is not None and self.rollback.way_back is not None and self.rollback.wait is not None:
+        if self.rollback is not None and (wait := self.rollback.wait) is not None:
             for member in self.membership.there.values():
-                yield replace(self.rollback.wait, member=member)
+                yield replace(wait, member=member)
 
     def _hints(self, now: float) -> list[fx.Effect]:
         """Return hints about missing members, for members that may have waited long; a worker shows the last of several

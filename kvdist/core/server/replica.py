@@ -214,6 +214,8 @@ class CopiedShard(Shard):
         member = contributors[0].member if len(contributors) == 1 else NOBODY
         summed = Contribution(member, 0, 0, 0, 0, 0, setting_of(message.settings[0]), _NO_VALUES)
         table = self.tables.get(int(message.ids[0]))
+        if message.has_rows is (table is None):
+            return  # this copy had no memory for the table, or its sender is broken
         received: list[tuple[Holder, Sequence[Contribution]]] = []
         if table is None:
             payload = PayloadView(message.arrays)

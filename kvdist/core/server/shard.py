@@ -438,7 +438,10 @@ class Shard:
             holder.begin_anew(self.updates(holder.store))
         self._load(store, [one for one in read if self.holder(one.number) is not None])
         versions = {one.number: one.version for one in read}
+        counts = [0 if one.state is None else one.state.count for one in read]
         for holder in self:
+            if holder.store == store:
+                holder.round.restored = max(counts, default=0) - max(versions.values(), default=0)
             holder.round.rewind(versions.get(int(holder.ids[0]), 0), self.peers.workers)
             if self.ledger is not None:
                 self.ledger.rolled_back(holder)

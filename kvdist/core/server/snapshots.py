@@ -168,7 +168,11 @@ class Snapshots:
             message: the scheduler's message, with store, folder and run.
             versions: slice → its version, which is the present or a later version.
         """
-        counter = -1 - message.version  # workers number their checkpoints from 0
+        counter = -1 - message.version  # checkpoints of workers are numbered from 0
+        earlier = self._snapshots.pop((message.store, counter), None)
+        if earlier is not None:  # the scheduler has dropped it, as the store was loaded
+            self._forget(earlier)
+            self.ready.pop(earlier, None)
         where = (message.folder, EVERYTHING, message.run, message.version)
         snapshot = ServerSnapshot(message.store, counter, *where, at=versions)
         self._snapshots[message.store, counter] = snapshot

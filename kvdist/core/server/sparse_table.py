@@ -72,7 +72,7 @@ class SparseTable(Holder):
 
         Raises:
             PushRefused: the worker's push counter does not fit, or a part does not follow the part before it; its
-                sender is broken. Or the parts have no room in memory together.
+                sender is broken.
         """
         rank = contribution.member.node.rank
         verdict = self.round.place_of(contribution)
@@ -85,21 +85,29 @@ class SparseTable(Holder):
         if more:
             self.arriving[rank] = parts
             return Verdict.REPEATED
-        return self.round.offer(self._joined(parts), now)
+        try:
+            contribution = self._joined(parts)
+        except MemoryError as error:  # the push counts, or the next push of the worker would not fit its counter
+            reason = f"{name_of(self.round.key)}: {error}"
+            self.round.refused[rank] = (contribution.step, (msg.ErrorCode.REFUSED, reason))
+            flags = contribution.flags | msg.Flag.EMPTY
+            contribution = replace(parts[0], flags=flags, samples=0, values=parts[0].values[:0], row_ids=None)
+        return self.round.offer(contribution, now)
 
     def _joined(self, parts: Sequence[Contribution]) -> Contribution:
-        """Join the parts of a contribution by a pass over them; the memory is the rank's until its next push."""
+        """Join the parts of a contribution by a pass over them; the memory is the rank's until its next push.
+
+        Raises:
+            MemoryError: the parts have no room together.
+        """
         if len(parts) == 1:
             return parts[0]
         count, rank = sum(part.values.size for part in parts), parts[0].member.node.rank
         room = self.rooms.get(rank)
-        try:
-            if room is None or not count <= len(room) <= 2 * count:
-                room = self.rooms[rank] = np.empty(count, self.rows.dtype.storage)
-            np.concatenate([part.values for part in parts], out=room[:count])
-            row_ids = np.concatenate([part.row_ids for part in parts if part.row_ids is not None])
-        except MemoryError as error:
-            raise errors.PushRefused(f"{name_of(self.round.key)}: {error}") from error
+        if room is None or not count <= len(room) <= 2 * count:
+            room = self.rooms[rank] = np.empty(count, self.rows.dtype.storage)
+        np.concatenate([part.values for part in parts], out=room[:count])
+        row_ids = np.concatenate([part.row_ids for part in parts if part.row_ids is not None])
         return replace(parts[0], values=room[:count], row_ids=row_ids)
 
     def spoil(self, rank: int, run: int) -> None:

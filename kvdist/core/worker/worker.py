@@ -601,7 +601,7 @@ class Worker(fx.Machine):
             case msg.Leased():
                 self._saving.begin_at(message.stores, message.saves)
                 pending = self._pending.get(message.request)
-                if pending is not None and isinstance(pending.asked_for, msg.Lease) and pending.asked_for.rests:
+                if message.has_rested:
                     self.transfers.slices.has_rested = True
                     self._barriers.forget()
                 return [] if pending is None else [self._close(pending, message)]
