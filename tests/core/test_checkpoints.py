@@ -10,14 +10,15 @@ from unittest import mock
 
 from kvdist.checkpoint.format import NAME, read_manifest
 from kvdist.checkpoint.shards import Shards
-from kvdist.checkpoint.snapshot import WriteManifest, WriteShard
+from kvdist.checkpoint.snapshot import EVERYTHING, WriteManifest, WriteShard
+from kvdist.core.machine import Send
 from kvdist.core.server.block import Block
 from kvdist.core.server.shard import Shard
 from kvdist.core.server.snapshots import Snapshots
 from kvdist.core.worker import pending
 from kvdist.core.worker.pending import SavingCalls
 from kvdist.dtypes import DType
-from kvdist.protocol.messages import MarkPushes
+from kvdist.protocol.messages import Failed, MarkPushes, Save, SavedFile
 from tests.cases import each
 from tests.core.training import (
     SMALL,
@@ -88,6 +89,15 @@ def test_the_mark_of_one_worker_is_enough_to_keep_the_moment(tmp_path: Path) -> 
     wired.settle_works()
     assert late in wired.completed
     require_moment(tmp_path, (0, 1), 1)
+
+
+def test_a_number_beyond_the_next_checkpoint_is_refused(tmp_path: Path) -> None:
+    wired = a_cluster()
+    save = Save(7, 0, str(tmp_path / "step-1"), EVERYTHING, 1, "0" * 16, 1, 0, 1, SavedFile("", 0, ""), "")
+    (answer,) = wired.scheduler.handle(wired.workers[0].me, save, wired.now)
+    assert isinstance(answer, Send) and isinstance(answer.message, Failed)
+    assert answer.message.reason == "worker-0 saves checkpoint 1, where the next is 0"
+    assert not len(wired.scheduler.checkpoints)
 
 
 def test_keys_that_were_never_pushed_are_saved_as_they_began(tmp_path: Path) -> None:

@@ -218,6 +218,25 @@ def test_a_push_between_the_news_of_a_loss_and_the_order_to_go_back_is_dropped(w
     assert all(worker.waiting_since is None for worker in wired.workers)
 
 
+def test_the_number_of_updates_goes_back_with_the_weights(wired: Wired, tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved" / "step-3")
+    for rank in (0, 1):
+        wired.save(rank, folder, "w", "b", step=3)
+    wired.settle_works()
+    train(wired)
+    for rank in (0, 1):
+        wired.load(rank, folder)
+    wired.settle_works()
+    begin_snapshot(wired)
+    wired.settle_works()
+    (newest,) = wired.scheduler.rollback.written
+    lose_server(wired)
+    wired.return_server(1)
+    wired.settle_works()
+    rounds = [holder.round for server in wired.servers for holder in server.shard]
+    assert {(round_.version, round_.restored) for round_ in rounds} == {(newest.version, -1)}
+
+
 def test_an_answer_from_before_the_order_to_go_back_is_not_of_the_same_step_after_it(wired: Wired) -> None:
     """Or a worker would push a version that the others have not been told of, and wait for them for ever."""
     piece, worker = wired.infos["w"].slices[0], wired.workers[0]

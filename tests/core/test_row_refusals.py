@@ -18,6 +18,7 @@ from kvdist.core.server.peers import Peers
 from kvdist.core.server.replies import Replies
 from kvdist.core.server.shard import Shard, hints
 from kvdist.core.server.snapshots import Snapshots
+from kvdist.core.server.sparse_table import SparseTable
 from kvdist.core.traffic import Traffic
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, server, worker
@@ -255,6 +256,19 @@ def test_parts_of_two_pushes_or_with_and_without_a_gradient_do_not_mix(fed: Fed)
         (said,) = fed.refusals(A, odd)
         assert "a part of another push between those of key 't'" in said
         fed.shard.tables[1].spoilt.clear()
+
+
+def test_parts_without_memory_for_all_of_them_count_as_a_push_that_is_refused(fed: Fed) -> None:
+    """Or the counter of the worker's next push would not fit."""
+    fed.say(B, push(rows([5], 1), run=9))
+    assert not fed.say(A, push(rows([5], 1), flags=(MORE,)))
+    with mock.patch.object(SparseTable, "_joined", side_effect=MemoryError("no room")):
+        answers = {answer.to: answer.message for answer in fed.say(A, push(rows([6], 1)))}
+    assert isinstance(answers[A], Refused) and answers[A].reason == "key 't': no room"
+    assert isinstance(answers[B], Counted) and fed.values() == [1, 0, 0, 0, 0]
+    fed.say(A, push(rows([7], 6), run=12, step=1))
+    fed.say(B, push(rows([7], 1), run=13, step=1))
+    assert fed.shard.tables[1].round.version == 2 and fed.values() == [0, 0, 7, 0, 0]
 
 
 def test_first_values_of_which_a_part_is_refused_never_become_the_first_values() -> None:

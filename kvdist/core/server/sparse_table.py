@@ -86,13 +86,13 @@ class SparseTable(Holder):
             self.arriving[rank] = parts
             return Verdict.REPEATED
         try:
-            contribution = self._joined(parts)
+            return self.round.offer(self._joined(parts), now)
         except MemoryError as error:  # the push counts, or the next push of the worker would not fit its counter
+            empty = replace(parts[0], flags=parts[0].flags | msg.Flag.EMPTY, samples=0, values=parts[0].values[:0])
+            verdict = self.round.offer(replace(empty, row_ids=None), now)
             reason = f"{name_of(self.round.key)}: {error}"
             self.round.refused[rank] = (contribution.step, (msg.ErrorCode.REFUSED, reason))
-            flags = contribution.flags | msg.Flag.EMPTY
-            contribution = replace(parts[0], flags=flags, samples=0, values=parts[0].values[:0], row_ids=None)
-        return self.round.offer(contribution, now)
+            return verdict
 
     def _joined(self, parts: Sequence[Contribution]) -> Contribution:
         """Join the parts of a contribution by a pass over them; the memory is the rank's until its next push.
