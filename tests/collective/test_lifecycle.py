@@ -195,11 +195,13 @@ def test_who_has_left_in_good_order_was_connected_to_all_and_fails_only_operatio
 
 
 def test_a_process_that_ends_by_a_failure_gives_up_what_still_connects():
-    has_ended = threading.Event()
+    has_begun, has_ended = threading.Event(), threading.Event()
 
     def program(rank):
         if rank:
+            has_begun.set()
             return has_ended.wait(60)
+        assert has_begun.wait(60)
         opening = ConnectingGroup(7, (0, 1))
         current()._control.check.enter(opening)
         current().close("a mistake")

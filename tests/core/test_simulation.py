@@ -569,7 +569,7 @@ def loads_at_once(self: Checkpoints, loading: LoadUnderWay) -> list[Effect]:
 
 def opens_what_is_over(self: Checkpoints, sender: Member, message: Saved, now: float) -> list[Effect]:
     """What a server says late of a checkpoint begins another one."""
-    with mock.patch.object(self, "saves", {}):
+    with mock.patch.object(self, "saves", {message.store: message.counter}):
         return ORIGINAL_SAVED(self, sender, message, now)
 
 
