@@ -741,23 +741,15 @@ _FILE = record("file", SavedFile)
 
 
 @dataclass(frozen=True, slots=True)
-class _FromWorker(_OfStore):
-    """A request about a checkpoint, which lies in this folder."""
+class _OfFolder(_OfStore):
+    """A request about the checkpoint in this folder."""
 
     folder: Name
     contents: Names
 
 
 @dataclass(frozen=True, slots=True)
-class _ToServer(_OfStore):
-    """An order to a server about this folder."""
-
-    folder: Name
-    contents: Names
-
-
-@dataclass(frozen=True, slots=True)
-class Claim(_FromWorker):
+class Claim(_OfFolder):
     """Worker → scheduler: my next checkpoint of this store will be the first that I save into the directory of this
     folder. Answered when the job has the lock of the directory and every server can write there."""
 
@@ -778,7 +770,7 @@ class Claimed(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepare(_ToServer):
+class Prepare(_OfFolder):
     """Scheduler → server: can you write into the directory of this folder, where checkpoints of this run will lie?"""
 
     KIND = 49
@@ -810,7 +802,7 @@ class MarkPushes(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Save(_FromWorker):
+class Save(_OfFolder):
     """Worker → scheduler: I have marked my pushes. Answered when the checkpoint is complete, or has failed."""
 
     KIND = 41
@@ -843,7 +835,7 @@ class Saved(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Load(_FromWorker):
+class Load(_OfFolder):
     """Worker → scheduler: none of my pushes is under way; restore the store. Answered when every server has."""
 
     KIND = 44
@@ -854,7 +846,7 @@ class Load(_FromWorker):
 
 
 @dataclass(frozen=True, slots=True)
-class Restore(_ToServer):
+class Restore(_OfFolder):
     """Scheduler → server: read your slices, and wait."""
 
     KIND = 45

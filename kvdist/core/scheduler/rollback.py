@@ -10,8 +10,8 @@ snapshot. `kvdist.core.scheduler.checkpoints` carries out both. Invariants:
 * No server goes back before every worker is quiet: it has dropped its calls, and has nothing in flight. So no push from
   before the rollback is counted after it.
 * No worker continues before every server has gone back.
-* Calls that reach the scheduler from a worker that does not know of the rollback yet are dropped, and so are agreements
-  without an answer.
+* Calls that reach the scheduler from a worker that does not know of the rollback yet are dropped, and so are barriers,
+  checkpoints and loads under way.
 * The loss of another server meanwhile begins the rollback anew.
 
 An asynchronous store has no versions that all slices share, so it is refused; `--replicas` keeps copies of it.

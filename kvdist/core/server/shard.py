@@ -20,7 +20,7 @@ from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.policy import POLICIES
-from kvdist.core.round import Contribution, PullRequest, Round, Verdict, setting_of
+from kvdist.core.round import Contribution, PullRequest, Round, RowIds, Verdict, setting_of
 from kvdist.core.server import block_state
 from kvdist.core.server.block import Block, Blocks
 from kvdist.core.server.buffers import Allocate, Buffer, ReplyBuffers
@@ -40,7 +40,7 @@ from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.initializer import initializer_from
 from kvdist.optimizer.updater import Arithmetic, SliceUpdater
 from kvdist.protocol import messages as msg
-from kvdist.protocol.arrays import U8, U32, Arrays, PayloadView, padded, stretches, views
+from kvdist.protocol.arrays import U8, U32, Arrays, Bits, PayloadView, padded, stretches, views
 
 # Plain numbers: operators of enums are written in Python, and these are compared for every block of every push.
 _EMPTY = int(msg.Flag.EMPTY)
@@ -788,13 +788,7 @@ class Shard:
 
     def initialise_rows(self, sender: Member, message: msg.InitRows) -> None:
         """Store first values of rows."""
-        arrays = views(message.arrays)
-        for i, table in self._tables_of(sender, message.runs, message.ids):
-            run, row_ids, values = int(message.runs[i]), arrays[2 * i], arrays[2 * i + 1]
-            obstacle = table.obstacle_to(sender, run, row_ids, values)
-            if obstacle:
-                self._refuse(sender, run, table.ids, obstacle)
-                continue
+        for i, table, run, row_ids, values in self._rows_of(sender, message):
             if not table.has_value:
                 table.rows.put(row_ids, values)
             if not message.flags[i] & msg.MORE:
@@ -806,13 +800,7 @@ class Shard:
     def push_rows(self, sender: Member, message: msg.PushRows, now: float) -> None:
         """Offer contributions of rows to tables."""
         settings = [setting_of(numbers) for numbers in message.settings]
-        arrays = views(message.arrays)
-        for i, table in self._tables_of(sender, message.runs, message.ids):
-            run, row_ids, values = int(message.runs[i]), arrays[2 * i], arrays[2 * i + 1]
-            obstacle = table.obstacle_to(sender, run, row_ids, values)
-            if obstacle:
-                self._refuse(sender, run, table.ids, obstacle)
-                continue
+        for i, table, run, row_ids, values in self._rows_of(sender, message):
             numbers = (int(message.steps[i]), int(message.versions[i]), int(message.samples[i]))
             flags, setting = int(message.flags[i]), settings[int(message.setting_of[i])]
             contribution = Contribution(sender, run, *numbers, flags & ~msg.MORE, setting, values, row_ids=row_ids)
@@ -838,6 +826,20 @@ class Shard:
                 continue
             table.round.wait(PullRequest(sender, run, int(message.steps[i]), int(message.versions[i]), row_ids), now)
             self._answer_pulls(table)
+
+    def _rows_of(
+        self, sender: Member, message: msg.InitRows | msg.PushRows
+    ) -> Iterator[tuple[int, SparseTable, int, RowIds, Bits]]:
+        """Yield (index in the message, table, run, row ids, values) of each part that fits its table, and refuse the
+        other parts."""
+        arrays = views(message.arrays)
+        for i, table in self._tables_of(sender, message.runs, message.ids):
+            run, row_ids, values = int(message.runs[i]), arrays[2 * i], arrays[2 * i + 1]
+            obstacle = table.obstacle_to(sender, run, row_ids, values)
+            if obstacle:
+                self._refuse(sender, run, table.ids, obstacle)
+            else:
+                yield i, table, run, row_ids, values
 
     def _tables_of(self, sender: Member, runs: U32, ids: U32) -> Iterator[tuple[int, SparseTable]]:
         """Yield the rows of a message with a table of this server, each with the table; the other rows are refused."""
