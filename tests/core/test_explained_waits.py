@@ -11,7 +11,7 @@ from kvdist.checkpoint.snapshot import LockFolder, ReadManifest, ReadShards, Wri
 from kvdist.config.settings import Limits
 from kvdist.core.worker.requests import AcceptRollback, Leave, ReportProgress
 from kvdist.errors import DeadlineExceeded, RolledBackError
-from kvdist.protocol.messages import Due, DueWhen, Progress
+from kvdist.protocol.messages import Due, DueWhen, Progress, SavedFile, SnapshotTaken
 from tests.core.wired import OpenWork, Wired
 
 STALL_S = 40.0
@@ -439,6 +439,17 @@ def test_a_snapshot_that_is_not_written_is_reported_once(wired: Wired, who: str,
     wired.finish(hanging)
     wired.settle_works()
     assert f"snapshots are written again: that of step {version} is there" in wired.reports
+
+
+def test_only_servers_report_parts_of_a_snapshot_and_a_load_drops_it(wired: Wired) -> None:
+    begin_snapshot(wired)
+    scheduler, making = wired.scheduler, wired.scheduler.rollback._making
+    report = SnapshotTaken(making.folder, SavedFile("", 0, ""), "the disk is full", ())
+    assert not scheduler.handle(wired.workers[0].me, report, wired.now)
+    assert not making.failure and making in scheduler.checkpoints._saving.values()
+    scheduler.rollback.forget()
+    assert making not in scheduler.checkpoints._saving.values() and scheduler.rollback._making is None
+    assert not scheduler.handle(wired.servers[0].me, report, wired.now)
 
 
 def test_a_key_that_is_pushed_no_more_makes_a_snapshot_late(wired: Wired) -> None:
