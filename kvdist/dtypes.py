@@ -52,6 +52,11 @@ class DType(enum.IntEnum):
     def __init__(self, *_: object) -> None:
         self.label = self.name.lower()
 
+    @property
+    def of_states(self) -> DType:
+        """The element type of an optimizer's states for elements of this type."""
+        return DType.FLOAT64 if self is DType.FLOAT64 else DType.FLOAT32
+
 
 _BY_NAME = {dtype.label: dtype for dtype in DType}
 

@@ -28,7 +28,7 @@ from kvdist.checkpoint.snapshot import (
     Manifest,
     ReadManifest,
     ReadShards,
-    ReadSlice,
+    SliceImage,
     Sweep,
     UnlockFolder,
     WantedSlice,
@@ -194,7 +194,7 @@ def _is_written(folder: Path, manifest: Manifest) -> bool:
         return False
 
 
-def _read(shards: Shards, wanted: Iterable[WantedSlice], contents: tuple[str, ...]) -> tuple[ReadSlice, ...]:
+def _read(shards: Shards, wanted: Iterable[WantedSlice], contents: tuple[str, ...]) -> tuple[SliceImage, ...]:
     return tuple(shards.read(one, contents) for one in wanted)
 
 

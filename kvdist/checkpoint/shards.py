@@ -27,8 +27,7 @@ from kvdist.checkpoint.snapshot import (
     FileRecord,
     Ids,
     Manifest,
-    ReadSlice,
-    SavedSlice,
+    SliceImage,
     WantedSlice,
 )
 from kvdist.dtypes import DType
@@ -48,7 +47,7 @@ RUN, STEP = "kvdist.run", "kvdist.step"
 """Metadata of a file: the checkpoint for which it was written. Files of older versions lack both."""
 
 
-def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str, step: int) -> FileRecord:
+def write_slices(folder: Path, stem: str, slices: Sequence[SliceImage], run: str, step: int) -> FileRecord:
     """Write the file of a server for this step of this run.
 
     Raises:
@@ -62,30 +61,26 @@ def write_slices(folder: Path, stem: str, slices: Sequence[SavedSlice], run: str
     return write_tensors(folder, stem, tensors, metadata)
 
 
-def _described(one: SavedSlice) -> list[Any]:
-    entry = [one.key, one.start, one.count, one.version, one.updates, list(one.scalars), list(one.states)]
+def _described(one: SliceImage) -> list[Any]:
+    updates, scalars = (0, ()) if one.state is None else (one.state.count, one.state.scalars)
+    entry = [one.key, one.start, one.count, one.version, updates, list(scalars), list(one.states)]
     return entry if one.ids is None else [*entry, one.initializer]
 
 
-def _tensors(one: SavedSlice) -> Iterator[Tensor]:
+def _tensors(one: SliceImage) -> Iterator[Tensor]:
     name = _name(one.key, one.start, one.count)
     if one.ids is not None:
         yield _tensor(f"{name}/{INDICES}", DType.INT64, one.ids)
     if one.weight is not None:
         yield _tensor(f"{name}/{WEIGHT}", one.dtype, one.weight)
     for state, bits in one.states.items():
-        yield _tensor(f"{name}/{STATES}/{state}", _wide(one.dtype), bits)
-    if one.master is not None:
-        yield _tensor(f"{name}/{MASTER}", _wide(one.dtype), one.master)
+        yield _tensor(f"{name}/{STATES}/{state}", one.dtype.of_states, bits)
+    if one.state is not None and one.state.master is not None:
+        yield _tensor(f"{name}/{MASTER}", one.dtype.of_states, one.state.master)
 
 
 def _tensor(name: str, dtype: DType, bits: Bits) -> Tensor:
     return Tensor(name, dtype, (bits.size,), lambda: bits)
-
-
-def _wide(dtype: DType) -> DType:
-    """Return the type of the states of a slice with this element type."""
-    return DType.FLOAT64 if dtype is DType.FLOAT64 else DType.FLOAT32
 
 
 def _name(key: int | str, start: int, count: int) -> str:
@@ -185,7 +180,7 @@ class Shards:
         if record is not None:
             require_intact(self._folder, record)
 
-    def read(self, wanted: WantedSlice, contents: Sequence[str]) -> ReadSlice:
+    def read(self, wanted: WantedSlice, contents: Sequence[str]) -> SliceImage:
         """Read a slice.
 
         Raises:
@@ -207,14 +202,22 @@ class Shards:
                 )
         parts, ids = _lazy_parts(wanted, pieces) if wanted.lazy_row else (_parts(wanted, pieces), None)
         size = wanted.count if ids is None else len(ids) * wanted.lazy_row
-        weight, state, asks_state = None, None, STATES in contents and wanted.has_state
-        if WEIGHTS in contents:
-            weight = _gathered(parts, WEIGHT, size, wanted.dtype.storage)
-        if asks_state:
-            state = self._state(wanted, pieces, parts, size)
-        begins = pieces[0].initializer
-        samples, version = max(piece.samples for piece in pieces), max(piece.version for piece in pieces)
-        return ReadSlice(wanted.number, weight, state, asks_state and state is None, ids, begins, samples, version)
+        has_state = STATES in contents and wanted.has_state
+        return SliceImage(
+            wanted.number,
+            wanted.key,
+            wanted.start,
+            wanted.count,
+            wanted.dtype,
+            max(piece.version for piece in pieces),
+            _gathered(parts, WEIGHT, size, wanted.dtype.storage) if WEIGHTS in contents else None,
+            has_state,
+            self._state(wanted, pieces, parts, size) if has_state else None,
+            wanted.state_names,
+            ids,
+            pieces[0].initializer,
+            max(piece.samples for piece in pieces),
+        )
 
     def whole(self, key: int | str, size: int, dtype: DType) -> Bits:
         """Return all elements of a key."""
@@ -230,7 +233,7 @@ class Shards:
             self._verify(piece.file.path)
         return _averages(_parts(WantedSlice(0, key, 0, size, dtype), pieces), size, dtype)
 
-    def rows(self, key: int | str, size: int, row: int, dtype: DType, contents: Sequence[str]) -> ReadSlice:
+    def rows(self, key: int | str, size: int, row: int, dtype: DType, contents: Sequence[str]) -> SliceImage:
         """Read a lazy table of `size` elements, with `row` elements a row: the ids and these contents of its existing
         rows."""
         return self.read(WantedSlice(0, key, 0, size, dtype, lazy_row=row), contents)

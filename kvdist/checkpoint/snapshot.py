@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -223,44 +223,47 @@ def directory_of(folder: str) -> str:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SavedSlice:
-    """A slice at the moment of a checkpoint.
+class SliceImage:
+    """The content of a slice at one moment: what a server copies, a checkpoint has, and a backup is filled with.
 
     Attributes:
+        number: number of the slice on its server; 0 in a process without servers.
+        key: key of the slice.
         start: first element.
         count: number of elements.
         dtype: element type.
-        version: number of closed rounds.
-        weight: value; None if only states are saved.
-        states: name of a state → array of `DType.accumulate`.
-        updates: number of updates of the states.
-        scalars: numbers of the optimizer beside the arrays.
-        master: float32 weight of a slice of half precision.
+        version: number of closed rounds; the highest of all pieces, if the image was read from several.
+        weight: value; None in an image of states alone.
+        has_state: whether the state is part of the image.
+        state: state of the optimizer; None before the first update, or if the state is not part of the image.
+        state_names: names of the arrays of the state.
         ids: rows of a lazy table that exist, to which all arrays belong; None without a lazy table.
         initializer: initializer of the other rows, as text.
         samples: number of examples behind the value, as far as reported.
     """
 
+    number: int
     key: int | str
     start: int
     count: int
     dtype: DType
     version: int
     weight: Bits | None
-    states: Mapping[str, Bits] = field(default_factory=dict)
-    updates: int = 0
-    scalars: tuple[float, ...] = ()
-    master: Bits | None = None
+    has_state: bool = False
+    state: SliceState | None = None
+    state_names: tuple[str, ...] = ()
     ids: Ids | None = None
     initializer: str = ""
     samples: int = 0
 
-    def with_state(self, state: SliceState | None, optimizer: Optimizer | None) -> SavedSlice:
-        """Return the slice with the state of its optimizer; without a state, the slice itself."""
-        if state is None or optimizer is None:
-            return self
-        states = dict(zip(optimizer.kept_names, state.arrays, strict=True))
-        return replace(self, states=states, updates=state.count, scalars=state.scalars, master=state.master)
+    def with_state(self, state: SliceState | None, optimizer: Optimizer) -> SliceImage:
+        """Return the image with a state of this optimizer; None: before the first update."""
+        return replace(self, has_state=True, state=state, state_names=optimizer.kept_names)
+
+    @property
+    def states(self) -> dict[str, Bits]:
+        """Name → array of the state, of `DType.accumulate`."""
+        return {} if self.state is None else dict(zip(self.state_names, self.state.arrays, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -308,23 +311,6 @@ class WantedSlice:
         return self.start + self.count
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ReadSlice:
-    """A slice that was read from a checkpoint."""
-
-    number: int
-    weight: Bits | None
-    state: SliceState | None
-    is_fresh: bool = False
-    """Whether states were requested, and the slice was never updated."""
-    ids: Ids | None = None
-    """`SavedSlice.ids`."""
-    initializer: str = ""
-    samples: int = 0
-    version: int = 0
-    """`SavedSlice.version`; the highest, if the slice was saved in pieces."""
-
-
 # Tasks.
 
 
@@ -362,7 +348,7 @@ class WriteShard:
 
     folder: str
     stem: str
-    slices: tuple[SavedSlice, ...]
+    slices: tuple[SliceImage, ...]
     run: str
     step: int
 
@@ -386,7 +372,7 @@ class ReadManifest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadShards:
-    """Read the slices that a server wants; returns a tuple of `ReadSlice`."""
+    """Read the slices that a server wants; returns a tuple of `SliceImage`."""
 
     folder: str
     wanted: tuple[WantedSlice, ...]
@@ -403,4 +389,4 @@ class Sweep:
 
 
 DiskTask = LockFolder | UnlockFolder | CheckFolder | WriteShard | WriteManifest | ReadManifest | ReadShards | Sweep
-DiskResult = FileRecord | Manifest | tuple[ReadSlice, ...] | str | None
+DiskResult = FileRecord | Manifest | tuple[SliceImage, ...] | str | None

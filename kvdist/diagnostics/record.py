@@ -16,11 +16,11 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.checkpoint.snapshot import FileRecord, Manifest, ReadSlice, SavedKey
+from kvdist.checkpoint.snapshot import FileRecord, Manifest, SavedKey, SliceImage
 from kvdist.config.settings import ClusterConfig, Limits
 from kvdist.core import machine as fx
 from kvdist.core.joining import Introduction
-from kvdist.core.server.block_state import NUMBERS
+from kvdist.core.server.slice_parts import NUMBERS
 from kvdist.core.sharding import Slice
 from kvdist.core.worker import requests as req
 from kvdist.dtypes import DType
@@ -305,8 +305,8 @@ _DATACLASSES: dict[str, type[Any]] = {
     one.__name__: one
     for one in (
         *get_args(Entry), *get_args(fx.Event), *get_args(req.Request), Ascending, Beginning, ClusterConfig, req.Encoded,
-        FileRecord, Introduction, req.KeyInfo, Limits, Manifest, Member, NodeId, msg.Progress, ReadSlice, RecordedRun,
-        req.RunPlan, req.RunSlice, msg.SavedFile, SavedKey, Slice, SliceState, msg.StepTimes,
+        FileRecord, Introduction, req.KeyInfo, Limits, Manifest, Member, NodeId, msg.Progress, RecordedRun,
+        req.RunPlan, req.RunSlice, msg.SavedFile, SavedKey, Slice, SliceImage, SliceState, msg.StepTimes,
     )
 }  # fmt: skip
 _ENUMS: dict[str, type[enum.Enum]] = {one.__name__: one for one in (DType, msg.DueWhen, Encoding, Role, req.RunKind)}
@@ -405,7 +405,7 @@ def without_values(event: fx.Persisted) -> fx.Persisted:
             return np.zeros_like(value)
         if isinstance(value, tuple):
             return tuple(map(zeros, value))
-        if isinstance(value, ReadSlice):
+        if isinstance(value, SliceImage):
             return dataclasses.replace(value, weight=zeros(value.weight), state=zeros(value.state))
         return dataclasses.replace(value, arrays=zeros(value.arrays)) if isinstance(value, SliceState) else value
 

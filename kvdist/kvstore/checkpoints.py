@@ -40,9 +40,8 @@ from kvdist.checkpoint.snapshot import (
     Manifest,
     ReadManifest,
     ReadShards,
-    ReadSlice,
     SavedKey,
-    SavedSlice,
+    SliceImage,
     Sweep,
     UnlockFolder,
     WantedSlice,
@@ -53,7 +52,7 @@ from kvdist.checkpoint.snapshot import (
 )
 from kvdist.config import exit_codes
 from kvdist.config.paths import expanded
-from kvdist.core.server.block_state import COUNTS, MASTER, NUMBERS, TOTALS, state_dtype
+from kvdist.core.server.slice_parts import COUNTS, NUMBERS, TOTALS, part_dtype, parts_of_state
 from kvdist.core.server.table_rows import TableRows
 from kvdist.core.worker.requests import (
     ClaimFolder,
@@ -417,30 +416,31 @@ class HeldArray:
     bits: Bits
     """All elements of the key, 1-D."""
     samples: int = 0
-    """`SavedSlice.samples`."""
+    """`SliceImage.samples`."""
 
     @property
     def saved_key(self) -> SavedKey:
         """Description of the key in a manifest."""
         return SavedKey(self.key, tuple(self.shape), self.dtype.label)
 
-    def saved(self, updater: Updaters | None, contents: tuple[str, ...]) -> SavedSlice:
+    def saved(self, updater: Updaters | None, contents: tuple[str, ...]) -> SliceImage:
         """Return the slice to write, with `bits` itself as weight."""
         weight = self.bits if WEIGHTS in contents else None
-        saved = SavedSlice(self.key, 0, self.bits.size, self.dtype, 0, weight, samples=self.samples)
-        state = None if updater is None or STATES not in contents else updater.state_of(self.key)
-        return saved.with_state(state, _optimizer(updater))
+        image = SliceImage(0, self.key, 0, self.bits.size, self.dtype, 0, weight, samples=self.samples)
+        if updater is None or STATES not in contents:
+            return image
+        return image.with_state(updater.state_of(self.key), updater.optimizer)
 
     def wanted(self, number: int, updater: Updaters | None) -> WantedSlice:
         """Return the slice to read from a checkpoint."""
         wanted = WantedSlice(number, self.key, 0, self.bits.size, self.dtype)
         return wanted.updated_by(_optimizer(updater), Extent(self.key, tuple(self.shape)).row_length)
 
-    def take(self, found: ReadSlice, updater: Updaters | None) -> Bits | None:
+    def take(self, image: SliceImage, updater: Updaters | None) -> Bits | None:
         """Restore the states in the updater; return the value, which the holder takes over."""
-        if updater is not None and (found.state is not None or found.is_fresh):
-            updater.restore(self.key, found.state)
-        return found.weight
+        if updater is not None and image.has_state:
+            updater.restore(self.key, image.state)
+        return image.weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -456,7 +456,7 @@ class HeldTable:
         """Description of the key in a manifest."""
         return SavedKey(self.block.key, self.block.shape, self.block.dtype.label, self.form)
 
-    def saved(self, updater: Updaters | None, contents: tuple[str, ...]) -> SavedSlice:
+    def saved(self, updater: Updaters | None, contents: tuple[str, ...]) -> SliceImage:
         """Return the slice to write, with a copy of the existing rows."""
         return self.block.saved(0, _optimizer(updater), contents)
 
@@ -464,9 +464,9 @@ class HeldTable:
         """Return the slice to read from a checkpoint."""
         return replace(self.block.wanted(_optimizer(updater)), number=number)
 
-    def take(self, found: ReadSlice, updater: Updaters | None) -> None:
+    def take(self, image: SliceImage, updater: Updaters | None) -> None:
         """Restore rows and states in place."""
-        self.block.load(found, _optimizer(updater))
+        self.block.load(image, _optimizer(updater))
 
 
 Held = HeldArray | HeldTable
@@ -647,11 +647,11 @@ class WorkerSaving(Saving):
         checkpoint, held, found = self.read(job)
         return checkpoint, self.restore(held, found)
 
-    def read(self, job: LoadJob) -> tuple[Checkpoint, Sequence[Held], Sequence[ReadSlice]]:
+    def read(self, job: LoadJob) -> tuple[Checkpoint, Sequence[Held], Sequence[SliceImage]]:
         """Read on all workers, or fail on all, without changing anything: first part of `load`."""
         held, contents = self._held(), contents_of(job)
 
-        def read() -> tuple[Checkpoint, Sequence[ReadSlice]]:
+        def read() -> tuple[Checkpoint, Sequence[SliceImage]]:
             checkpoint = found_checkpoint(job, self.rank)
             folder, updater, locks = str(checkpoint.folder), self._updater(), Locks()  # reading takes no lock
             manifest = perform(ReadManifest(folder), locks)
@@ -667,7 +667,7 @@ class WorkerSaving(Saving):
             self._workers.agree(f"loads {checkpoint.folder}")
         return checkpoint, held, found
 
-    def restore(self, held: Sequence[Held], found: Sequence[ReadSlice]) -> list[Bits | None]:
+    def restore(self, held: Sequence[Held], found: Sequence[SliceImage]) -> list[Bits | None]:
         """Restore tables and states, and return the values of arrays: second part of `load`."""
         updater = self._updater()
         return [one.take(found_slice, updater) for one, found_slice in zip(held, found, strict=True)]
@@ -694,7 +694,7 @@ class WorkerSaving(Saving):
         held, updater = self._held(), self._updater()
         assert updater is not None
 
-        def read() -> tuple[Sequence[ReadSlice], str]:
+        def read() -> tuple[Sequence[SliceImage], str]:
             manifest = read_manifest(folder)
             workers = read_workers(folder, manifest)
             own = workers[self.rank].own if self.rank in workers else None
@@ -1012,9 +1012,7 @@ def _state_arrays(states: Sequence[SliceState | None]) -> Iterator[tuple[int, in
     """Yield (index of the key, part, whole array) of all states."""
     for i, state in enumerate(states):
         if state is not None:
-            yield from ((i, part, array) for part, array in enumerate(state.arrays, 1))
-            if state.master is not None:
-                yield i, MASTER, state.master
+            yield from ((i, part, array) for part, array in parts_of_state(state).items() if part != NUMBERS)
 
 
 def _move_states(ask: Ask, kind: RunKind, infos: Sequence[KeyInfo], parts: Any) -> None:
@@ -1026,7 +1024,7 @@ def _move_states(ask: Ask, kind: RunKind, infos: Sequence[KeyInfo], parts: Any) 
 
 def _state_runs(kind: RunKind, index: int, info: KeyInfo, part: int, array: Bits) -> Iterator[Run]:
     """Yield a run for each slice; small runs are still sent together."""
-    dtype = DType.FLOAT64 if part in COUNTS else state_dtype(info.dtype)
+    dtype = part_dtype(part, info.dtype)
     for place, piece in enumerate(info.slices):
         if part in COUNTS:
             own = array[place]

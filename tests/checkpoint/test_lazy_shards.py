@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from kvdist.checkpoint.format import Tensor, write_tensors
 from kvdist.checkpoint.shards import SLICES, Shards, write_slices
-from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, Manifest, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, Manifest, SliceImage, WantedSlice
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from kvdist.optimizer.states import SliceState
 from tests.cases import each
 
 BEGINS = "normal(0.01,seed=3)"
@@ -39,17 +40,18 @@ class Table:
     def saved(self, start, stop, updates=3, begins=BEGINS):
         """A slice of these rows."""
         rows = self.inside(start, stop)
-        return SavedSlice(
+        arrays = tuple(array[rows].reshape(-1) for array in self.states.values())
+        return SliceImage(
+            0,
             "e",
             start * self.row,
             (stop - start) * self.row,
             self.dtype,
             17,
             self.weight[rows].reshape(-1),
-            {name: array[rows].reshape(-1) for name, array in self.states.items()},
-            updates,
-            (0.5,),
-            self.master[rows].reshape(-1),
+            True,
+            SliceState(updates, arrays, (0.5,), self.master[rows].reshape(-1)) if updates else None,
+            NAMES,
             self.ids[rows],
             begins,
         )
@@ -118,7 +120,7 @@ def test_weights_alone_and_states_alone_come_with_their_rows(tmp_path):
 def test_rows_that_were_never_updated_have_no_states(tmp_path):
     table = Table(100, [4, 50])
     found = shards(tmp_path, [table.saved(0, 100, updates=0)]).read(table.wanted(0, 100), EVERYTHING)
-    assert found.state is None and found.is_fresh and found.ids.tolist() == [4, 50]
+    assert found.state is None and found.has_state and found.ids.tolist() == [4, 50]
 
 
 def test_a_file_of_a_server_that_is_missing_is_noticed_though_its_rows_need_not_exist(tmp_path):
@@ -133,7 +135,7 @@ def test_a_lazy_table_is_not_read_as_a_whole_array_nor_the_other_way_round(tmp_p
     found = shards(lazy, [table.saved(0, 4)])
     with pytest.raises(CheckpointError, match="has key 'e' as a lazy table, which is whole here"):
         found.read(table.wanted(0, 4, lazy_row=0), EVERYTHING)
-    array = SavedSlice("e", 0, 4, DType.FLOAT16, 1, table.weight.reshape(-1))
+    array = SliceImage(0, "e", 0, 4, DType.FLOAT16, 1, table.weight.reshape(-1))
     with pytest.raises(CheckpointError, match="has key 'e' as whole, which is a lazy table here"):
         shards(whole, [array]).read(table.wanted(0, 4), EVERYTHING)
 
@@ -192,8 +194,8 @@ def test_what_rows_begin_as_is_not_believed(tmp_path, begins):
 
 def test_a_table_with_fewer_rows_than_servers_comes_back_on_all_of_them(tmp_path):
     weight = np.arange(6, dtype=np.float32)
-    saved = [SavedSlice("t", 3 * i, 3, DType.FLOAT32, 1, weight[3 * i : 3 * i + 3]) for i in (0, 1)]
-    nothing = SavedSlice("t", 6, 0, DType.FLOAT32, 1, weight[:0])
+    saved = [SliceImage(0, "t", 3 * i, 3, DType.FLOAT32, 1, weight[3 * i : 3 * i + 3]) for i in (0, 1)]
+    nothing = SliceImage(0, "t", 6, 0, DType.FLOAT32, 1, weight[:0])
     found = shards(tmp_path, *([one] for one in (*saved, nothing)))
     for start, stop in ((0, 6), (0, 0), (3, 3), (6, 6), (3, 6)):
         wanted = WantedSlice(0, "t", start, stop - start, DType.FLOAT32)

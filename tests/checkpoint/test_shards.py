@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from kvdist.checkpoint import shards as slices
 from kvdist.checkpoint.format import Tensor, write_tensors
 from kvdist.checkpoint.shards import SLICES, Shards, write_slices
-from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, Manifest, SavedKey, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import EVERYTHING, STATES, WEIGHTS, Manifest, SavedKey, SliceImage, WantedSlice
 from kvdist.dtypes import DType
 from kvdist.errors import CheckpointError
+from kvdist.optimizer.states import SliceState
 from tests.cases import each
 
 FLOATING = [dtype for dtype in DType if dtype.is_floating or dtype is DType.BFLOAT16]
@@ -41,17 +42,19 @@ class Whole:
 
     def saved(self, start, stop, updates=3, scalars=(0.5, 1e-300), samples=0):
         rows = slice(start // self.row, stop // self.row)
-        return SavedSlice(
+        arrays = tuple(array[rows] for array in self.arrays.values())
+        master = None if self.master is None else self.master[start:stop]
+        return SliceImage(
+            0,
             self.key,
             start,
             stop - start,
             self.dtype,
             17,
             self.weight[start:stop],
-            {name: array[rows] for name, array in self.arrays.items()},
-            updates,
-            scalars,
-            None if self.master is None else self.master[start:stop],
+            True,
+            SliceState(updates, arrays, scalars, master) if updates else None,
+            tuple(self.arrays),
             samples=samples,
         )
 

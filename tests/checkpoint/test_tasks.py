@@ -23,7 +23,7 @@ from kvdist.checkpoint.snapshot import (
     ReadManifest,
     ReadShards,
     SavedKey,
-    SavedSlice,
+    SliceImage,
     Sweep,
     WantedSlice,
     WriteManifest,
@@ -52,13 +52,13 @@ def content_of(step, half):
 
 def slice_of(step, half, value=None):
     weight = content_of(step if value is None else value, half)
-    return SavedSlice("w", half * SIZE, SIZE, DType.FLOAT32, step, weight)
+    return SliceImage(0, "w", half * SIZE, SIZE, DType.FLOAT32, step, weight)
 
 
 def rows_of(step, half, value):
     """The half of a lazy table, of which a few rows exist."""
     ids, weight = 1000 * half + 7 * np.arange(SIZE), content_of(value, half)
-    return SavedSlice("rows", 1000 * half, 1000, DType.FLOAT32, step, weight, ids=ids, initializer=BEGINS)
+    return SliceImage(0, "rows", 1000 * half, 1000, DType.FLOAT32, step, weight, ids=ids, initializer=BEGINS)
 
 
 def save(directory, step, keep=0, value=None, root=None):

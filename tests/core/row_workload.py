@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvdist.checkpoint.snapshot import SavedSlice
+from kvdist.checkpoint.snapshot import SliceImage
 from kvdist.core.sharding import Slice
 from kvdist.core.worker.requests import DeclareKeys, KeyInfo, RunKind, Transfer
 from kvdist.dtypes import DType
@@ -126,7 +126,7 @@ class RowOracle:
                 states.append(states[-1])
         return states
 
-    def require_saved(self, saved: Iterable[SavedSlice], version: int) -> None:
+    def require_saved(self, saved: Iterable[SliceImage], version: int) -> None:
         """Whether the slices of tables in a checkpoint have the rows of a version."""
         for table in TABLES:
             own = {one.start: one for one in saved if one.key == table.name}

@@ -24,8 +24,7 @@ from kvdist.checkpoint.snapshot import (
     Manifest,
     ReadManifest,
     ReadShards,
-    ReadSlice,
-    SavedSlice,
+    SliceImage,
     Sweep,
     WantedSlice,
     WriteManifest,
@@ -48,7 +47,7 @@ Array = npt.NDArray[Any]
 class Shelf:
     """What all disks of a cluster hold."""
 
-    files: dict[str, dict[str, tuple[SavedSlice, ...]]] = field(default_factory=dict)
+    files: dict[str, dict[str, tuple[SliceImage, ...]]] = field(default_factory=dict)
     """Folder → name → slices."""
     manifests: dict[str, Manifest] = field(default_factory=dict)
     """By folder."""
@@ -62,7 +61,7 @@ class Shelf:
         """The folders of checkpoints that workers have called for: others are snapshots."""
         return [folder for folder in self.manifests if not folder.startswith(SNAPSHOTS)]
 
-    def slices(self, folder: str) -> list[SavedSlice]:
+    def slices(self, folder: str) -> list[SliceImage]:
         """All slices of a checkpoint, in the order of their elements."""
         files = self.files.get(folder, {})
         found = [one for record in self.manifests[folder].files for one in files[record.name]]
@@ -134,23 +133,22 @@ class Shelf:
         named = {file.name for file in self.manifests[folder].files} if folder in self.manifests else set()
         self.files[folder] = {name: one for name, one in self.files[folder].items() if name in named}
 
-    def _read(self, folder: str, wanted: WantedSlice, contents: Sequence[str]) -> ReadSlice:
+    def _read(self, folder: str, wanted: WantedSlice, contents: Sequence[str]) -> SliceImage:
         for one in self.slices(folder):
             if one.ids is not None and (one.key, one.start) == (wanted.key, wanted.start):
-                lazy = SliceState(one.updates, tuple(one.states.values()), one.scalars, one.master)
-                own = (one.weight, lazy, False, one.ids, one.initializer)
-                return ReadSlice(wanted.number, *own, version=one.version)
+                return replace(one, number=wanted.number)
         stretch = slice(wanted.start, wanted.start + wanted.count)
         is_saved = any(one.key == wanted.key for one in self.slices(folder))
         assert is_saved, f"key {wanted.key} is in the manifest of {folder}, and not saved there"
         weight = self.gathered(folder, WEIGHTS)[wanted.key][stretch] if WEIGHTS in contents else None
-        state = None
-        if STATES in contents and wanted.has_state:
+        state, has_state = None, STATES in contents and wanted.has_state
+        if has_state:
             arrays = tuple(self.gathered(folder, name)[wanted.key][stretch].copy() for name in wanted.state_names)
-            updates = max(one.updates for one in self.slices(folder) if one.key == wanted.key)
-            state = SliceState(updates, arrays)
+            counts = [one.state.count for one in self.slices(folder) if one.key == wanted.key and one.state is not None]
+            state = SliceState(max(counts, default=0), arrays)
         version = max(one.version for one in self.slices(folder) if one.key == wanted.key)
-        return ReadSlice(wanted.number, weight, state, version=version)
+        where = (wanted.number, wanted.key, wanted.start, wanted.count, wanted.dtype)
+        return SliceImage(*where, version, weight, has_state, state, wanted.state_names)
 
 
 class SimulatedDisk(Disk):
@@ -205,7 +203,7 @@ class SimulatedDisk(Disk):
                 self._network.used["torn snapshot"] += 1
         return one in torn
 
-    def _end(self, before: tuple[SavedSlice, ...]) -> None:
+    def _end(self, before: tuple[SliceImage, ...]) -> None:
         if not self._waiting:
             return
         work, done = self._waiting.popleft()
@@ -228,22 +226,30 @@ class SimulatedDisk(Disk):
                 done(None, str(error))
 
 
-def _copied(slices: Sequence[SavedSlice]) -> tuple[SavedSlice, ...]:
+def _copied(slices: Sequence[SliceImage]) -> tuple[SliceImage, ...]:
     def own(array: Array | None) -> Array | None:
         return None if array is None else array.copy()
+
+    def own_state(state: SliceState | None) -> SliceState | None:
+        if state is None:
+            return None
+        return replace(state, arrays=tuple(array.copy() for array in state.arrays), master=own(state.master))
 
     return tuple(
         replace(
             one,
             weight=own(one.weight),
-            states={name: array.copy() for name, array in one.states.items()},
-            master=own(one.master),
+            state=own_state(one.state),
         )
         for one in slices
     )
 
 
-def content(one: SavedSlice) -> tuple[bytes, Mapping[str, bytes], int]:
+def content(one: SliceImage) -> tuple[bytes, Mapping[str, bytes], int]:
     """What of a slice is compared."""
     weight = b"" if one.weight is None else one.weight.tobytes()
-    return weight, {name: array.tobytes() for name, array in one.states.items()}, one.updates
+    return (
+        weight,
+        {name: array.tobytes() for name, array in one.states.items()},
+        0 if one.state is None else one.state.count,
+    )

@@ -16,7 +16,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from kvdist.checkpoint.snapshot import SavedSlice
+from kvdist.checkpoint.snapshot import SliceImage
 from kvdist.config.settings import Limits
 from kvdist.core.agreement import Agreement, Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
@@ -33,7 +33,7 @@ from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.newcomers import Newcomers
 from kvdist.core.scheduler.rollback import Rollback, Snapshot
 from kvdist.core.scheduler.scheduler import Scheduler
-from kvdist.core.server import replica, shard, snapshots
+from kvdist.core.server import replica, shard, slice_parts, snapshots
 from kvdist.core.server.block import Block, BlockRows, Blocks
 from kvdist.core.server.buffers import Buffer, BufferPool, ReplyBuffers
 from kvdist.core.server.holder import Holder
@@ -487,8 +487,8 @@ def test_one_worker_and_three_servers_work_too() -> None:
 
 
 ORIGINAL_REPLICATE, ORIGINAL_PLACE_OF = CopiedShard.replicate, Round.place_of
-ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
-    replica._pieces,
+ORIGINAL_PACKED, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
+    slice_parts.packed,
     ReplicatedServer._fill,
     ReplicatedServer._published,
 )
@@ -527,9 +527,9 @@ def fills_in_without_counters(round_: Round) -> Any:
     return (), -1
 
 
-def fills_in_without_states(saved: SavedSlice) -> Any:
+def fills_in_without_states(image: SliceImage) -> Any:
     """The rule begins anew in a copy that was filled in."""
-    return ORIGINAL_PIECES(replace(saved, states={}, updates=0, scalars=(), master=None))
+    return ORIGINAL_PACKED(replace(image, state=None))
 
 
 def says_it_is_whole_at_once(self: ReplicatedServer) -> list[Effect]:
@@ -1312,10 +1312,12 @@ def reads_averages_at_once(self: Shard, sender: Member, message: PullState, now:
     ORIGINAL_PULL_STATE(self, sender, replace(message, steps=np.zeros_like(message.steps)), now)
 
 
-def begins_a_copys_averages_anew(saved: SavedSlice) -> Any:
+def begins_a_copys_averages_anew(image: SliceImage) -> Any:
     """A copy gets the states but for the average."""
-    assert saved.weight is not None
-    return ORIGINAL_PIECES(replace(saved, states=dict.fromkeys(saved.states, saved.weight)))
+    if image.state is None or image.weight is None:
+        return ORIGINAL_PACKED(image)
+    state = replace(image.state, arrays=(image.weight,) * len(image.state.arrays))
+    return ORIGINAL_PACKED(replace(image, state=state))
 
 
 MUTANTS: dict[str, tuple[str, Patches]] = {
@@ -1325,7 +1327,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "the average of a copy that is filled in begins anew": (
         "fills with averages",
-        [(replica, "_pieces", begins_a_copys_averages_anew)],
+        [(slice_parts, "packed", begins_a_copys_averages_anew)],
     ),
     "reports of progress are added up": ("quota", [(Quotas, "heard", adds_up_reports)]),
     "who has rested counts its own pushes for rounds": (
@@ -1664,7 +1666,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "fills again and again",
         [(replica, "_standings", fills_in_without_counters)],
     ),
-    "a copy is filled in without states": ("fills with momentum", [(replica, "_pieces", fills_in_without_states)]),
+    "a copy is filled in without states": ("fills with momentum", [(slice_parts, "packed", fills_in_without_states)]),
     "a copy that is not whole is taken over": (
         "fills until its server is killed",
         [(ReplicatedServer, "_fill", says_it_is_whole_at_once)],

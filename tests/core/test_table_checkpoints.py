@@ -238,7 +238,7 @@ def test_a_full_disk_leaves_nothing_of_tables_and_training_goes_on(tmp_path: Pat
 def test_a_table_too_large_for_a_copy_costs_the_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     wired = a_cluster()
     push_all(wired, 0)
-    with mock.patch.object(TableRows, "snapshot", mock.Mock(side_effect=MemoryError)):
+    with mock.patch.object(TableRows, "saved", mock.Mock(side_effect=MemoryError)):
         requests = save_all(wired, tmp_path)
         push_all(wired, 1)
         wired.settle_works()

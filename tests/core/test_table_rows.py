@@ -34,6 +34,7 @@ from tests.core.dense_rows import (
     block_of,
     every_rule,
     ids_of,
+    image_of,
     rounds_of,
     scales_of,
     stored,
@@ -102,7 +103,7 @@ def test_compiled_kernels_and_whole_chunks_give_the_same_bits(name, numbers, ini
         for block in blocks:
             block.update(contributions, [0.5, 0.5], optimizer, 0.1, 0.0)
     np.testing.assert_array_equal(as_bits(all_rows(blocks[0])), as_bits(all_rows(blocks[1])))
-    assert_equal_snapshots(blocks[0].snapshot(), blocks[1].snapshot())
+    assert_equal_snapshots(*(image_of(block, optimizer) for block in blocks))
     assert any(in_place) or name not in ("sgd", "adam", "adagrad"), "rows that lie anywhere are updated there"
 
 
@@ -271,7 +272,7 @@ def test_first_states_come_from_first_values_even_if_a_row_is_put_before_it_is_p
         block.put(np.array([4]), np.full(2, 5, np.float16))
         block.update([(np.array([4, 6]), np.ones(4, np.float16))], [1.0], optimizer)
     np.testing.assert_array_equal(all_rows(lazy), all_rows(eager))
-    mine, theirs = lazy.snapshot().state, eager.snapshot().state
+    mine, theirs = image_of(lazy, optimizer).state, image_of(eager, optimizer).state
     np.testing.assert_array_equal(mine.arrays[0], theirs.arrays[0].reshape(9, 2)[[1, 4, 6]].reshape(-1))
 
 
@@ -306,7 +307,7 @@ def test_awkward_shapes(shape, first, stop, lazy, name):
         block.update([(ids, values), (ids[:1], values[: len(ids[:1]) * block.row_length])], [1.0, 1.0], optimizer)
     block.validate()
     restored = block_of(shape, F32, first, stop, Zeros() if lazy else None)
-    restored.restore(block.snapshot(), optimizer)
+    restored.load(image_of(block, optimizer), optimizer)
     np.testing.assert_array_equal(all_rows(restored), all_rows(block))
     expected = np.zeros((stop - first, block.row_length), bool)
     expected[::2] = True
@@ -368,7 +369,7 @@ def test_numbers_that_are_refused_leave_everything_as_it_was(lr, wd, scale, said
     optimizer = create("adam", lazy_update=True)
     block = block_of((10, 2), F32, 0, 10, Zeros())
     block.update([(np.array([5]), np.ones(2, np.float32))], [1.0], optimizer, 0.1, 0.0)
-    before = block.snapshot()
+    before = image_of(block, optimizer)
     with pytest.raises(ValueError, match=said):
         block.update([(np.array([5, 7]), np.ones(4, np.float32))], [scale], optimizer, lr, wd)
-    assert_equal_snapshots(block.snapshot(), before)
+    assert_equal_snapshots(image_of(block, optimizer), before)

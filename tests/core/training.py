@@ -10,7 +10,7 @@ import numpy as np
 
 from kvdist.checkpoint.format import read_manifest
 from kvdist.checkpoint.shards import Shards
-from kvdist.checkpoint.snapshot import Manifest, ReadSlice, WantedSlice
+from kvdist.checkpoint.snapshot import Manifest, SliceImage, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.dtypes import from_name
 from kvdist.errors import CheckpointError
@@ -66,7 +66,7 @@ def save_all(wired: Wired, folder: Path, **options: Any) -> list[int]:
     return [wired.save(rank, folder, *VALUES, **options) for rank in range(len(wired.workers))]
 
 
-def read(folder: Path, key: int | str, names: tuple[str, ...] = ("momentum",), dtype: str = "float32") -> ReadSlice:
+def read(folder: Path, key: int | str, names: tuple[str, ...] = ("momentum",), dtype: str = "float32") -> SliceImage:
     manifest = read_manifest(folder)
     size = next(one.shape[0] for one in manifest.keys if one.key == key)
     wanted = WantedSlice(0, key, 0, size, from_name(dtype), names, has_state=True)
@@ -77,7 +77,7 @@ def require_moment(folder: Path, ranks: Sequence[int], turns: int) -> Manifest:
     values, momenta = moment(ranks, turns)
     for key in VALUES:
         found = read(folder, key)
-        assert found.weight is not None and (found.state is not None or found.is_fresh)
+        assert found.weight is not None and found.has_state
         assert np.array_equal(found.weight, values[key]), f"{key}: {found.weight} is not {values[key]}"
         if found.state is None:
             assert turns == 0, "what was never updated has no states"

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist import errors
-from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import STATES, WEIGHTS, SliceImage, WantedSlice
 from kvdist.core.policy import Policy
 from kvdist.core.round import (
     Contribution,
@@ -286,7 +286,7 @@ class Block(Holder):
 
     def saved(
         self, positions: Sequence[int], updater: SliceUpdater | None, contents: Sequence[str]
-    ) -> tuple[list[SavedSlice], Buffer | None]:
+    ) -> tuple[list[SliceImage], Buffer | None]:
         """See `Holder`. The weight is leased, not copied.
 
         States change in place: they are copied in a single pass, two where they come from a GPU.
@@ -297,11 +297,21 @@ class Block(Holder):
         for position in positions:
             extent, count = self.extents[position], int(self.counts[position])
             weight = None if buffer is None else self.values(position)
-            where = (self.key_of(position), extent.start, count, self.dtype, self.version, weight)
-            saved, state = SavedSlice(*where, samples=self.round.samples), None
+            about = (
+                int(self.ids[position]),
+                self.key_of(position),
+                extent.start,
+                count,
+                self.dtype,
+                self.version,
+                weight,
+            )
+            image, state = SliceImage(*about, samples=self.round.samples), None
             if present is not None:
                 state = (present if len(self) == 1 else present.part(self.pool.starts[position], count)).copy()
-            slices.append(saved.with_state(state, optimizer_of(updater)))
+            if updater is not None and STATES in contents:
+                image = image.with_state(state, updater.optimizer)
+            slices.append(image)
         if buffer is not None:  # from here on nothing fails
             buffer.leases += 1
         return slices, buffer
@@ -316,16 +326,15 @@ class Block(Holder):
             for position, (number, count, extent) in enumerate(columns)
         ]
 
-    def load(self, found: ReadSlice, updater: SliceUpdater | None) -> None:
+    def load(self, image: SliceImage, updater: SliceUpdater | None) -> None:
         """See `Holder`. The weight is copied once."""
-        has_state = found.state is not None or found.is_fresh
-        if found.weight is not None:
-            self.replace([found.weight])
-            if not has_state:
+        if image.weight is not None:
+            self.replace([image.weight])
+            if not image.has_state:
                 self.begin_average(updater)
-        if updater is not None and has_state:
-            updater.restore(self, found.state)
-            self.round.samples = found.samples
+        if updater is not None and image.has_state:
+            updater.restore(self, image.state)
+            self.round.samples = image.samples
 
     def begin_anew(self, is_updated: bool) -> None:
         """See `Holder`."""

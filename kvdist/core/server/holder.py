@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence, Set
 
-from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import SliceImage, WantedSlice
 from kvdist.core.round import Contribution, Round, RowIds
 from kvdist.core.server.buffers import Buffer
 from kvdist.optimizer.base import Optimizer
@@ -78,7 +78,7 @@ class Holder(abc.ABC):
     @abc.abstractmethod
     def saved(
         self, positions: Sequence[int], updater: SliceUpdater | None, contents: Sequence[str]
-    ) -> tuple[list[SavedSlice], Buffer | None]:
+    ) -> tuple[list[SliceImage], Buffer | None]:
         """Return the present values of slices, in memory that does not change; and the buffer leased for it, if any.
 
         Args:
@@ -95,8 +95,8 @@ class Holder(abc.ABC):
         """Return the content that a checkpoint must have for each slice."""
 
     @abc.abstractmethod
-    def load(self, found: ReadSlice, updater: SliceUpdater | None) -> None:
-        """Replace the value and the state of the only slice by those of a checkpoint."""
+    def load(self, image: SliceImage, updater: SliceUpdater | None) -> None:
+        """Replace the value and the state of the only slice by those of an image."""
 
     @abc.abstractmethod
     def begin_anew(self, is_updated: bool) -> None:

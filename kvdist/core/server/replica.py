@@ -32,28 +32,26 @@ import numpy as np
 import numpy.typing as npt
 
 from kvdist import errors
-from kvdist.checkpoint.snapshot import EVERYTHING, ReadSlice, SavedSlice
+from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.commands import Handler
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.round import Admission, Contribution, Round, agreed_settings, scales_of, setting_of
+from kvdist.core.server import slice_parts
 from kvdist.core.server.block import Block
-from kvdist.core.server.block_state import MASTER, NUMBERS, TOTALS, state_dtype
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
 from kvdist.core.server.holder import Holder, optimizer_of
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import Shard, code_of
 from kvdist.core.server.snapshots import Restoring
 from kvdist.core.server.sparse_table import SparseTable
-from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of
 from kvdist.nodes import Member, Role, worker
-from kvdist.optimizer.states import SliceState
 from kvdist.optimizer.updater import Arithmetic
 from kvdist.protocol import messages as msg
-from kvdist.protocol.arrays import Arrays, PayloadView, padded, views
+from kvdist.protocol.arrays import PayloadView, views
 
 GIVEN = (msg.InitValues, msg.ReplaceValues, msg.ReplaceState, msg.InitRows)
 """Messages of workers with values from outside a round."""
@@ -64,8 +62,6 @@ NOBODY = Member(worker(0), 0)
 _EMPTY, _CLIPPED = int(msg.Flag.EMPTY), int(msg.Flag.MEASURE | msg.Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
 
-PIECE_BYTES_MAX, FILL_BYTES_MAX = 4 << 20, 8 << 20
-"""Limits of `Fill`: bytes of a piece of an array, and of a message."""
 OUT_OF_REACH_S_MIN = 10.0
 """How long a server waits at the least for a link to its backup. A handshake may take 8 s of it."""
 
@@ -174,21 +170,18 @@ class ReplicatedShard(Shard):
 
     def fills(self, holder: Holder) -> Iterator[tuple[msg.Fill, tuple[Buffer, ...] | None]]:
         """Yield the messages that fill the slices of a holder in on the backup, each with its token."""
-        ids = holder.ids.tolist()
-        saved: Sequence[SavedSlice | None] = [None] * len(ids)
-        leased: Buffer | None = None
-        if holder.has_value or isinstance(holder, SparseTable):
-            saved, leased = self.copies(ids, EVERYTHING)
+        contents = EVERYTHING if holder.has_value or isinstance(holder, SparseTable) else ()
+        images, leased = self.copies(holder.ids.tolist(), contents)
         standings, limit = _standings(holder.round)
-        for number, one in zip(ids, saved, strict=True):
-            del self.alone[number]
-            initializer = "" if one is None else one.initializer
-            about = (holder.round.version, standings, limit, holder.round.restored, holder.has_value, initializer)
-            messages = [] if one is None else list(_messages(_pieces(one)))
-            for parts, arrays in messages or [(np.zeros(1, np.uint8), _packed([np.zeros(0)], [DType.FLOAT64]))]:
-                is_last = one is None or arrays is messages[-1][1]
-                token = (leased,) if leased is not None and is_last and number == ids[-1] else None
-                yield msg.Fill(np.full(len(parts), number, np.uint32), parts, *about, not is_last, arrays), token
+        for image in images:
+            del self.alone[image.number]
+            about = (image.version, standings, limit, holder.round.restored, holder.has_value, image.initializer)
+            messages = list(slice_parts.packed(image))
+            for parts, arrays in messages:
+                is_last = arrays is messages[-1][1]
+                token = (leased,) if leased is not None and is_last and image is images[-1] else None
+                ids = np.full(len(parts), image.number, np.uint32)
+                yield msg.Fill(ids, parts, *about, not is_last, arrays), token
 
     def next_fills(self) -> list[tuple[msg.Fill, tuple[Buffer, ...] | None]]:
         """Return the messages that fill in the next slices that are alone, with all slices of a joint update."""
@@ -287,13 +280,9 @@ class Copy(Server):
         if holder is None:
             return
         parts = {part: np.concatenate([piece for of, piece in received if of == part]) for part, _ in received}
-        numbers, weight = parts.pop(NUMBERS).tolist(), parts.pop(msg.WEIGHT, None)
-        ids, master, state = parts.pop(msg.ROW_IDS, None), parts.pop(MASTER, None), None
-        totals = parts.pop(TOTALS, np.zeros(1))
-        if numbers:
-            state = SliceState(int(numbers[0]), tuple(parts[one] for one in sorted(parts)), tuple(numbers[1:]), master)
-        read = ReadSlice(number, weight, state, state is None, ids, message.initializer, samples=int(totals[0]))
-        self.shard._load(holder.store, [read])
+        (image,), _ = self.shard.copies([number], ())
+        image = slice_parts.with_parts(replace(image, initializer=message.initializer), parts)
+        self.shard.load(holder.store, [image])
         holder = self.shard.holder(number)
         assert holder is not None
         if isinstance(holder, SparseTable):
@@ -751,44 +740,3 @@ def _stand(round_: Round, message: msg.Fill) -> None:
     since = {one.rank: fx.NEVER if one.since == msg.LATER else float(one.since) for one in known if one.since >= 0}
     limit = None if message.limit < 0 else message.limit
     round_.admission = None if limit is None and not since else Admission(limit, since)
-
-
-def _pieces(saved: SavedSlice) -> Iterator[tuple[int, npt.NDArray[Any], DType]]:
-    """Yield a slice in pieces: the part, the piece and its dtype."""
-    has_state = bool(saved.states) or saved.updates > 0 or saved.master is not None
-    numbers = [saved.updates, *saved.scalars] if has_state else []
-    state = state_dtype(saved.dtype)
-    parts: list[tuple[int, npt.NDArray[Any], DType]] = [(NUMBERS, np.array(numbers, np.float64), DType.FLOAT64)]
-    parts += [(TOTALS, np.array([saved.samples], np.float64), DType.FLOAT64)] if saved.samples else []
-    parts += [] if saved.ids is None else [(msg.ROW_IDS, saved.ids, DType.INT64)]
-    parts += [] if saved.weight is None else [(msg.WEIGHT, saved.weight, saved.dtype)]
-    parts += [(1 + i, array, state) for i, array in enumerate(saved.states.values())]
-    parts += [] if saved.master is None else [(MASTER, saved.master, state)]
-    for part, array, dtype in parts:
-        step = PIECE_BYTES_MAX // dtype.itemsize
-        for start in range(0, len(array) or 1, step):
-            yield part, array[start : start + step], dtype
-
-
-def _messages(pieces: Iterator[tuple[int, npt.NDArray[Any], DType]]) -> Iterator[tuple[npt.NDArray[np.uint8], Arrays]]:
-    """Pack pieces into few messages: the parts, and the arrays."""
-    parts: list[int] = []
-    arrays: list[npt.NDArray[Any]] = []
-    dtypes: list[DType] = []
-    for part, array, dtype in pieces:
-        if sum(one.nbytes for one in arrays) + array.nbytes > FILL_BYTES_MAX:
-            yield np.array(parts, np.uint8), _packed(arrays, dtypes)
-            parts, arrays, dtypes = [], [], []
-        parts.append(part)
-        arrays.append(array)
-        dtypes.append(dtype)
-    yield np.array(parts, np.uint8), _packed(arrays, dtypes)
-
-
-def _packed(arrays: Sequence[npt.NDArray[Any]], dtypes: Sequence[DType]) -> Arrays:
-    """Show each array in a frame; only arrays with a partial last word are copied."""
-    frames = [array.view(np.uint8).data for array in arrays if array.nbytes]
-    whole = [frame if len(frame) % 8 == 0 else bytes(frame).ljust(padded(len(frame)), b"\0") for frame in frames]
-    counts = np.array([len(array) for array in arrays], np.uint32)
-    payload = tuple(whole) if len(whole) > 1 else whole[0] if whole else b""
-    return Arrays(np.array(dtypes, np.uint8), counts, payload)

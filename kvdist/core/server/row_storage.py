@@ -1,12 +1,12 @@
 """Where the rows of a table lie: memory that grows without a copy, and an index from ids to slots in it.
 
-A row that moves is one opaque element (NumPy's void type), which measured twice as fast as fancy indices over two
-dimensions and does not care for alignment.
+A row is moved as an opaque element (NumPy's void type): measured twice as fast as fancy indices over two dimensions,
+and independent of alignment.
 
-The index is a hash table in whole-array steps: open addressing with a step of its own for each id, at most half full;
-once a good part of all ids that may come is there, a table of all of them.
-A batch of ids is looked up together: each iteration reads one place for all ids that are not settled yet, so all but
-the first few iterations are short. Single ids are never removed.
+The index is a hash table in whole-array steps: open addressing with a different step for each id, at most half full;
+when a good part of all possible ids exists, it becomes a direct table of all of them.
+A batch of ids is looked up together: each iteration reads the next place of every id that is not settled yet, so only
+the first few iterations are long. Single ids are never removed.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from kvdist.kernels.interface import Array
 
 Slots = NDArray[np.int64]
 Where = slice | Slots
-"""Rows of a matrix: consecutive ones, or their numbers."""
+"""Rows of a matrix: a slice of consecutive rows, or row numbers."""
 
 _IN_PLACE = sys.platform == "linux"
 """Whether the system can enlarge a mapping by moving pages instead of bytes."""
 
 DIRECT = 4
-"""The index has a place for each id of its range once that takes at most so many times what a hash table would: up to
-64 bytes for each row that exists, and nothing is searched."""
+"""The index becomes a direct table of its whole range when that has at most this many times the places of a hash table:
+up to 64 bytes for each row that exists, and no search."""
 _ROWS_MIN = 64
 _PLACES_MIN = 256
 _BATCH = 1 << 18
-"""How many ids are entered at a time, so that what is computed of each stays in the cache."""
+"""Number of ids that are entered together, so that intermediate results stay in the cache."""
 
 
 class GrowingRows:
@@ -56,11 +56,11 @@ class GrowingRows:
 
     @property
     def row_nbytes(self) -> int:
-        """Bytes of one row."""
+        """Bytes of a row."""
         return self._width * self._dtype.itemsize
 
     def reserve(self, count: int, exactly: bool = False) -> None:
-        """Have at least this many rows. Unless `exactly`, it at least doubles, so many small steps are cheap."""
+        """Provide at least this many rows. Unless `exactly`, the number at least doubles, so many small steps are cheap."""
         have = len(self.rows)
         if count <= have:
             return
@@ -97,7 +97,8 @@ class GrowingRows:
 
 
 def _mapped(nbytes: int) -> mmap.mmap:
-    """Zeroed memory of this process, in large pages: rows are read at random, and fewer addresses are looked up."""
+    """Return zeroed memory of this process, in large pages: rows are read at random, and large pages need fewer address
+    lookups."""
     try:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -108,7 +109,7 @@ def _mapped(nbytes: int) -> mmap.mmap:
 
 
 def stretch_of(slots: Slots) -> Where:
-    """The slice that these numbers form, or the numbers."""
+    """Return the slice that these numbers form, or the numbers themselves."""
     count = len(slots)
     if not count:
         return slice(0, 0)
@@ -134,6 +135,12 @@ def take(matrix: Array, where: Where, out: Array) -> None:
         np.take(_opaque(matrix), where, out=_opaque(out), mode="clip")
 
 
+def copied(matrix: Array, where: Where) -> Array:
+    """Return a copy of these rows, flat."""
+    rows = matrix[where]
+    return (rows.copy() if isinstance(where, slice) else rows).reshape(-1)
+
+
 def put(matrix: Array, where: Where, rows: Array) -> None:
     """These rows ← rows. One pass over them; `rows` is shaped as `out` of `take`."""
     if isinstance(where, slice):
@@ -152,12 +159,12 @@ def clear(matrix: Array, where: Where) -> None:
 
 
 def _opaque(matrix: Array) -> Array:
-    """The same memory with each row as one element."""
+    """Return the same memory with each row as a single element."""
     return matrix.view(f"V{matrix.shape[1] * matrix.itemsize}").reshape(-1)
 
 
 class RowIndex:
-    """The slot of each id: its number in the order in which ids were added.
+    """The slot of each id: its position in the order in which ids were added.
 
     Args:
         first, stop: the bounds of the ids.
@@ -169,7 +176,7 @@ class RowIndex:
         self._ids = GrowingRows(1, np.dtype(np.int64))
         self._table: NDArray[Any] = np.full(_PLACES_MIN, -1, np.int32)
         self._is_direct = False
-        """Whether the table has a place for each id that may come, so that there is nothing to search."""
+        """Whether the table has a place for every possible id, so that no search is needed."""
         self.count = 0
 
     @property
@@ -183,7 +190,7 @@ class RowIndex:
         return self._table.nbytes + 8 * self.count
 
     def find(self, ids: Slots) -> Slots:
-        """The slot of each id, -1 if it has none."""
+        """Return the slot of each id; -1 for an id without a slot."""
         if self._is_direct:
             return self._table.take(ids - self._first).astype(np.int64)
         slots = np.empty(len(ids), np.int64)
@@ -193,7 +200,7 @@ class RowIndex:
         return slots
 
     def add(self, ids: Slots) -> Slots:
-        """Give the next slots to new ids, each named once."""
+        """Assign the next slots to new ids, without repetitions."""
         before, after = self.count, self.count + len(ids)
         self._ids.reserve(after)
         self._ids.rows[before:after, 0] = ids
@@ -238,9 +245,9 @@ class RowIndex:
             self._enter_batch(first, min(first + _BATCH, stop))
 
     def _enter_batch(self, start: int, stop: int) -> None:
-        """Every slot that is not entered writes itself to its next place if that is free, then reads back who won.
+        """Enter slots: each writes itself to its next place if that is free, and reads the place back.
 
-        Two slots may want one place in one iteration: one of them is read back, the other continues.
+        Two slots may write to the same place in an iteration: the slot that is not read back continues.
         """
         table, mask = self._table, len(self._table) - 1
         slots = np.arange(start, stop).astype(table.dtype)
@@ -260,7 +267,7 @@ class RowIndex:
 
 
 def _places(ids: Slots, mask: int) -> tuple[Slots, Slots]:
-    """The first place of each id, and the step to its next ones; steps are odd, so they reach every place.
+    """Return the first place of each id and the step to its next places; steps are odd, so they reach every place.
 
     The mixer is that of splitmix64: ids that share their low or high bits are spread all the same.
     """

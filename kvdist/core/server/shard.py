@@ -16,12 +16,12 @@ from typing import Protocol, TypeAlias
 import numpy as np
 
 from kvdist import errors
-from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import SliceImage, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.policy import POLICIES
 from kvdist.core.round import Contribution, PullRequest, Round, RowIds, Verdict, setting_of
-from kvdist.core.server import block_state
+from kvdist.core.server import slice_parts
 from kvdist.core.server.block import Block, Blocks
 from kvdist.core.server.buffers import Allocate, Buffer, ReplyBuffers
 from kvdist.core.server.decoding import joined_slices
@@ -233,9 +233,9 @@ class Shard:
             self._refuse(pull.member, pull.run, holder.ids, reason)
         else:
             with self.kernels.active():
-                averages = block_state.averages(holder, self._updaters[holder.store], self.kernels)
-            dtype = block_state.state_dtype(holder.dtype)
-            self._to(pull.member).state(pull.run, holder.ids, holder.version, dtype, averages)
+                averages = slice_parts.averages(holder, self._updaters[holder.store], self.kernels)
+            to = self._to(pull.member)
+            to.state(pull.run, holder.ids, holder.version, holder.dtype.of_states, averages)
 
     @staticmethod
     def _seen_by(pull: PullRequest, block: Block) -> Block:
@@ -423,7 +423,7 @@ class Shard:
             versions |= dict.fromkeys(holder.ids.tolist(), version)
         return versions
 
-    def roll_back(self, store: int, read: Sequence[ReadSlice]) -> list[tuple[int, Holder]]:
+    def roll_back(self, store: int, read: Sequence[SliceImage]) -> list[tuple[int, Holder]]:
         """Continue from a snapshot. Slices that it lacks are sums, which no worker needs: they begin anew.
 
         Args:
@@ -436,7 +436,7 @@ class Shard:
         self.blocks.isolate(np.concatenate([np.zeros(0, np.uint32), *(block.ids for block in self.blocks)]))
         for holder in self:
             holder.begin_anew(self.updates(holder.store))
-        self._load(store, [one for one in read if self.holder(one.number) is not None])
+        self.load(store, [one for one in read if self.holder(one.number) is not None])
         versions = {one.number: one.version for one in read}
         counts = [0 if one.state is None else one.state.count for one in read]
         for holder in self:
@@ -560,7 +560,7 @@ class Shard:
         holder, position = self._place_of(number)
         return holder.key_of(position)
 
-    def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
+    def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SliceImage], Buffer | None]:
         """Return slices of a single holder: see `SnapshotSource`."""
         places = [self._place_of(number) for number in numbers]
         holder = places[0][0]
@@ -571,19 +571,19 @@ class Shard:
         updater = self._updaters.get(store)
         return [wanted for holder in self._of(store) for wanted in holder.wanted(updater)]
 
-    def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
+    def restore(self, store: int, found: Sequence[SliceImage]) -> None:
         """Continue from a checkpoint. Contributions of departed workers to open rounds belong to the old values."""
-        counts = [0 if one.state is None else one.state.count for one in found if one.is_fresh or one.state is not None]
+        counts = [0 if one.state is None else one.state.count for one in found if one.has_state]
         version = max((holder.round.version for holder in self._of(store)), default=0)
         for holder in self._of(store):
             holder.round.drop_departed(self.peers.workers)
             if counts:  # else the checkpoint has only weights
                 holder.round.restored = max(counts) - version
-        self._load(store, found)
+        self.load(store, found)
         self._close_open()
 
-    def _load(self, store: int, found: Sequence[ReadSlice]) -> None:
-        """Replace values and states by those that were read."""
+    def load(self, store: int, found: Sequence[SliceImage]) -> None:
+        """Replace values and states by those of images."""
         updater = self._updaters.get(store)
         self.blocks.isolate(np.array([one.number for one in found if one.number in self.blocks], np.uint32))
         for one in found:
@@ -617,7 +617,7 @@ class Shard:
             message = msg.PullState(runs, ids, steps, message.parts[~averages])
         for row, block in self._isolated(sender, message):
             part, run, ids = int(message.parts[row]), int(message.runs[row]), message.ids[row : row + 1]
-            if part == block_state.TOTALS:
+            if part == slice_parts.TOTALS:
                 block = self._seen_by(PullRequest(sender, run, int(message.steps[row]), 0), block)
                 updates = self._updates(block, block.version) if block.round.policy.is_lockstep else -1
                 totals = np.array([block.round.samples, updates], np.float64)
@@ -629,16 +629,16 @@ class Shard:
                         f"a push of {sender} to {name_of(block.key)} is still under way: pull before"
                     )
                 with self.kernels.active():
-                    found = block_state.read_part(block, self._updaters.get(block.store), part, self.kernels)
+                    found = slice_parts.read_part(block, self._updaters.get(block.store), part, self.kernels)
             except errors.PushRefused as error:
                 self._refuse(sender, run, ids, error)
             else:
-                dtype = DType.FLOAT64 if part in block_state.COUNTS else block_state.state_dtype(block.dtype)
+                dtype = slice_parts.part_dtype(part, block.dtype)
                 self._to(sender).state(run, ids, block.version, dtype, [found])
 
     def _is_average(self, number: int, part: int) -> bool:
         block = self.blocks.of(number)[0] if number in self.blocks else None
-        return block is not None and block_state.is_average(block, self._updaters.get(block.store), part)
+        return block is not None and slice_parts.is_average(block, self._updaters.get(block.store), part)
 
     def replace_state(self, sender: Member, message: msg.ReplaceState) -> None:
         """Replace parts of the optimizer state."""
@@ -647,7 +647,7 @@ class Shard:
             part, run = int(message.parts[row]), int(message.runs[row])
             try:
                 with self.kernels.active():
-                    block_state.replace_part(block, self._updaters.get(block.store), part, arrays[row], self.kernels)
+                    slice_parts.replace_part(block, self._updaters.get(block.store), part, arrays[row], self.kernels)
             except errors.PushRefused as error:
                 self._refuse(sender, run, block.ids, error)
             else:
@@ -656,7 +656,7 @@ class Shard:
     def _isolated(self, sender: Member, message: msg.PullState | msg.ReplaceState) -> list[tuple[int, Block]]:
         """Return the valid rows, each with the block of its slice, isolated unless `TOTALS` are meant."""
         good = self._checked(sender, message.runs, message.ids)
-        if alone := [row for row in good if message.parts[row] != block_state.TOTALS]:
+        if alone := [row for row in good if message.parts[row] != slice_parts.TOTALS]:
             self.blocks.isolate(np.unique(message.ids[np.array(alone)]))
         return [(row, self.blocks.of(int(message.ids[row]))[0]) for row in good]
 

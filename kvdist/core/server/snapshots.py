@@ -26,8 +26,7 @@ from kvdist.checkpoint.snapshot import (
     CheckFolder,
     FileRecord,
     ReadShards,
-    ReadSlice,
-    SavedSlice,
+    SliceImage,
     WantedSlice,
     WriteShard,
 )
@@ -51,7 +50,7 @@ class SnapshotSource(Protocol):
     def key_of(self, number: int) -> int | str:
         """Return the key of a slice."""
 
-    def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SavedSlice], Buffer | None]:
+    def copies(self, numbers: Sequence[int], contents: Sequence[str]) -> tuple[list[SliceImage], Buffer | None]:
         """Return the present values of slices, in memory that does not change; and the buffer leased for it, if any.
 
         Args:
@@ -65,7 +64,7 @@ class SnapshotSource(Protocol):
     def wanted(self, store: int) -> list[WantedSlice]:
         """Return the slices of a store that a checkpoint must have to be restored."""
 
-    def restore(self, store: int, found: Sequence[ReadSlice]) -> None:
+    def restore(self, store: int, found: Sequence[SliceImage]) -> None:
         """Replace the slices of a store by those read from a checkpoint."""
 
 
@@ -84,7 +83,7 @@ class ServerSnapshot:
     step: int
     marks: dict[int, dict[int, int]] = field(default_factory=dict)
     """Slice that is not taken yet → rank → mark of the worker."""
-    taken: dict[int, SavedSlice] = field(default_factory=dict)
+    taken: dict[int, SliceImage] = field(default_factory=dict)
     """Slice → its copy, until it is written."""
     versions: dict[int, int] = field(default_factory=dict)
     """Slice of a synchronous store → version that was taken."""
@@ -414,7 +413,7 @@ class Restoring:
 
     def __init__(self, sources: Sequence[SnapshotSource]) -> None:
         self._sources = sources
-        self._read: dict[int, Sequence[ReadSlice]] = {}
+        self._read: dict[int, Sequence[SliceImage]] = {}
         """Store → slices that were read."""
 
     def prepare(self, message: msg.Prepare, name: str) -> list[fx.Effect]:
@@ -443,7 +442,7 @@ class Restoring:
         self._read[message.store] = event.product
         return [fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
-    def pop_read(self, store: int) -> Sequence[ReadSlice]:
+    def pop_read(self, store: int) -> Sequence[SliceImage]:
         """Remove all slices that were read, and return those of a store."""
         read, self._read = self._read, {}
         return read.get(store, ())

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from kvdist import errors
-from kvdist.checkpoint.snapshot import ReadSlice, SavedSlice, WantedSlice
+from kvdist.checkpoint.snapshot import SliceImage, WantedSlice
 from kvdist.core.round import (
     Contribution,
     PullRequest,
@@ -229,7 +229,7 @@ class SparseTable(Holder):
 
     def saved(
         self, positions: Sequence[int], updater: SliceUpdater | None, contents: Sequence[str]
-    ) -> tuple[list[SavedSlice], Buffer | None]:
+    ) -> tuple[list[SliceImage], Buffer | None]:
         """See `Holder`. Rows and states are copied by a single pass."""
         return [self.rows.saved(self.round.version, optimizer_of(updater), contents)], None
 
@@ -237,10 +237,10 @@ class SparseTable(Holder):
         """See `Holder`."""
         return [self.rows.wanted(optimizer_of(updater))]
 
-    def load(self, found: ReadSlice, updater: SliceUpdater | None) -> None:
+    def load(self, image: SliceImage, updater: SliceUpdater | None) -> None:
         """See `Holder`."""
-        self.rows.load(found, optimizer_of(updater))
-        self.has_value = self.has_value or found.weight is not None
+        self.rows.load(image, optimizer_of(updater))
+        self.has_value = self.has_value or image.weight is not None
 
     def begin_anew(self, is_updated: bool) -> None:
         """See `Holder`."""

@@ -19,36 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from kvdist.checkpoint.snapshot import STATES, WEIGHTS, ReadSlice, SavedSlice, WantedSlice
-from kvdist.core.server.row_storage import GrowingRows, RowIndex, Slots, Where, clear, put, stretch_of, take
+from kvdist.checkpoint.snapshot import STATES, WEIGHTS, SliceImage, WantedSlice
+from kvdist.core.server.row_storage import GrowingRows, RowIndex, Slots, Where, clear, copied, put, stretch_of, take
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import CHUNK_ELEMENTS, Array, Equation, Kernels, Rows
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.initializer import Initializer, Zeros, initializer_from
 from kvdist.optimizer.states import SliceState, has_master
 from kvdist.optimizer.updater import Updater
-
-
-@dataclass(frozen=True, eq=False)
-class RowSnapshot:
-    """A copy of rows and their optimizer states.
-
-    Attributes:
-        ids: the rows that exist, increasing; None: all rows.
-        values: their values, flat, of `DType.storage`.
-        state: their optimizer state, each array flat; None without an optimizer.
-        initializer: what the other rows read as; None if all rows exist.
-    """
-
-    ids: Slots | None
-    values: Array
-    state: SliceState | None
-    initializer: Initializer | None
-
 
 _Apply = Callable[[Sequence[Array], Array, SliceState, int], object]
 """Updates rows in place: contributions, weight, state, and the first row's number where the rows follow each other."""
@@ -279,74 +260,28 @@ class TableRows:
         weight, clip = self._weight.rows, optimizer.clip_gradient
         return self._kernels.update_rows(equation, weight, slots, ids, contributions, scales, clip, states, self.dtype)
 
-    def snapshot(self) -> RowSnapshot:
-        """A copy of everything, rows in the order of their ids."""
-        if self._index is None:
-            everything = slice(0, self.rows_touched)
-            return RowSnapshot(None, self._weight.rows.copy().reshape(-1), self._states.copy(everything), None)
-        order = np.argsort(self._index.ids)
-        values = self._weight.rows[order].reshape(-1)
-        return RowSnapshot(self._index.ids[order], values, self._states.copy(order), self.initializer)
-
-    def restore(self, snapshot: RowSnapshot, optimizer: Optimizer | None) -> None:
-        """Replace everything by a snapshot, which is only read.
-
-        Args:
-            snapshot: of the same rows, eager or lazy. Eager rows that it lacks become zeros with fresh states.
-            optimizer: the optimizer of the snapshot's state; None: the state is left out.
-
-        Raises:
-            ValueError, TypeError: it does not fit; nothing has changed but, if the state is another rule's, the values.
-        """
-        ids = np.arange(self.first, self.stop) if snapshot.ids is None else snapshot.ids
-        rows = self._checked(ids, snapshot.values)
-        self._states.forget()
-        if self._index is None:
-            if len(ids) < self.rows_touched:
-                self._weight.rows.fill(0)
-            self._nonzero = None
-        else:
-            self._index.clear()
-            self.initializer = snapshot.initializer or Zeros()
-        where = stretch_of(self._made(ids))
-        put(self._weight.rows, where, rows)
-        if optimizer is not None and snapshot.state is not None:
-            self._states.serve(optimizer, self._weight, self.rows_touched, exactly=not self.is_lazy)
-            self._states.restore(snapshot.state, where)
-
-    def restore_states(self, ids: Slots | None, state: SliceState | None, optimizer: Optimizer) -> None:
-        """Replace the states; values stay.
-
-        Args:
-            ids: rows of the table, as for `put`; None: all rows. They exist from now on.
-            state: their state, of this optimizer; all other rows begin anew. None: all do.
-
-        Raises:
-            ValueError: the state is of another rule.
-        """
-        self._states.forget()
-        if state is not None:
-            where = stretch_of(self._made(np.arange(self.first, self.stop) if ids is None else ids))
-            self._states.serve(optimizer, self._weight, self.rows_touched, exactly=not self.is_lazy)
-            self._states.restore(state, where)
-
     # Checkpoints. Eager rows are written as a slice of a dense array is, so either can be read as the other. Of lazy
     # rows those that exist are written, with the present initializer: after a sum that is not the declared one.
 
-    def saved(self, version: int, optimizer: Optimizer | None, contents: Sequence[str]) -> SavedSlice:
-        """Copy the rows that exist for a checkpoint, by a single pass.
+    def saved(self, version: int, optimizer: Optimizer | None, contents: Sequence[str]) -> SliceImage:
+        """Copy the rows that exist, in the order of their ids, in a single pass.
 
         Args:
-            version: how many rounds they have had.
-            optimizer: what updates them.
+            version: number of rounds of the rows.
+            optimizer: the rule that updates the rows.
             contents: parts to copy: `WEIGHTS`, `STATES`.
         """
-        copy = self.snapshot()
-        weight = copy.values if WEIGHTS in contents else None
-        first_values = "" if copy.initializer is None else copy.initializer.describe()
-        where = (self.key, *self._elements, self.dtype, version, weight)
-        saved = SavedSlice(*where, ids=copy.ids, initializer=first_values)
-        return saved.with_state(copy.state if STATES in contents else None, optimizer)
+        index, ids, first_values = self._index, None, ""
+        where: Where = slice(0, self.rows_touched)
+        if index is not None:
+            where = np.argsort(index.ids)
+            ids, first_values = index.ids[where], (self.initializer or Zeros()).describe()
+        weight = copied(self._weight.rows, where) if WEIGHTS in contents else None
+        about = (self.number, self.key, *self._elements, self.dtype, version, weight)
+        image = SliceImage(*about, ids=ids, initializer=first_values)
+        if optimizer is None or STATES not in contents:
+            return image
+        return image.with_state(self._states.copy(where), optimizer)
 
     def wanted(self, optimizer: Optimizer | None) -> WantedSlice:
         """What a checkpoint must hold for these rows."""
@@ -354,24 +289,45 @@ class TableRows:
         wanted = WantedSlice(self.number, self.key, *self._elements, self.dtype, lazy_row=lazy_row)
         return wanted.updated_by(optimizer, self.row_length)
 
-    def load(self, found: ReadSlice, optimizer: Optimizer | None) -> None:
-        """Continue from a checkpoint. A row that it lacks gets its first value and a fresh state.
+    def load(self, image: SliceImage, optimizer: Optimizer | None) -> None:
+        """Continue from an image, eager or lazy, which is only read.
 
-        Parts that were not read stay: with weights alone each row keeps its states, with states alone its value.
+        A row that it lacks gets its first value and a fresh state; eager rows become zeros. Parts that the image lacks
+        stay: with weights alone each row keeps its states, with states alone its value.
+
+        Raises:
+            ValueError, TypeError: the image does not fit; nothing has changed but, if the state is another rule's, the
+                values.
         """
-        first_values = initializer_from(found.initializer) if found.initializer else None
-        has_states = found.state is not None or found.is_fresh
-        if found.weight is not None and (has_states or optimizer is None):
-            self.restore(RowSnapshot(found.ids, found.weight, found.state, first_values), optimizer)
-        elif found.weight is not None and found.ids is None:
-            self.put(np.arange(self.first, self.stop), found.weight)
-        elif found.weight is not None and found.ids is not None:
-            self.initializer = first_values or Zeros()
-            absent = np.setdiff1d(self.ids, found.ids, assume_unique=True)
-            self.put(absent, self.initializer.rows(absent, self.row_length, self.dtype))
-            self.put(found.ids, found.weight)
-        elif has_states and optimizer is not None:
-            self.restore_states(found.ids, found.state, optimizer)
+        ids = np.arange(self.first, self.stop) if image.ids is None else image.ids
+        if image.weight is not None and (image.has_state or optimizer is None):
+            self._replace_rows(ids, image.weight, image.initializer)
+        elif image.weight is not None:
+            if image.ids is not None:
+                self.initializer = first_values = _first_values(image.initializer)
+                absent = np.setdiff1d(self.ids, ids, assume_unique=True)
+                self.put(absent, first_values.rows(absent, self.row_length, self.dtype))
+            self.put(ids, image.weight)
+        elif image.has_state:
+            self._states.forget()
+        if image.state is not None and optimizer is not None:
+            where = stretch_of(self._made(ids))
+            self._states.serve(optimizer, self._weight, self.rows_touched, exactly=not self.is_lazy)
+            self._states.restore(image.state, where)
+
+    def _replace_rows(self, ids: Slots, values: Array, initializer: str) -> None:
+        """Replace the values of all rows: no other row exists from now on."""
+        rows = self._checked(ids, values)
+        self._states.forget()
+        if self._index is None:
+            if len(ids) < self.rows_touched:
+                self._weight.rows.fill(0)
+            self._nonzero = None
+        else:
+            self._index.clear()
+            self.initializer = _first_values(initializer)
+        where = stretch_of(self._made(ids))
+        put(self._weight.rows, where, rows)
 
     @property
     def _elements(self) -> tuple[int, int]:
@@ -537,6 +493,11 @@ def obstacle(
     return None
 
 
+def _first_values(initializer: str) -> Initializer:
+    """Return what rows that do not exist read as, from the text of an image; zeros for the image of eager rows."""
+    return initializer_from(initializer) if initializer else Zeros()
+
+
 class RowStates:
     """The optimizer states of rows by slot: those of `SliceState`, in memory that grows with the rows.
 
@@ -629,8 +590,7 @@ class RowStates:
         """Copy the state of these rows; None without an optimizer."""
         if self.updater is None:
             return None
-        rows = [array.rows[where] for array in self._arrays]
-        return self._state([(one.copy() if isinstance(where, slice) else one).reshape(-1) for one in rows])
+        return self._state([copied(array.rows, where) for array in self._arrays])
 
     def shown(self, where: slice) -> SliceState:
         """The state of consecutive rows, in place."""
