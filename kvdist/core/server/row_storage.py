@@ -60,7 +60,7 @@ class GrowingRows:
         return self._width * self._dtype.itemsize
 
     def reserve(self, count: int, exactly: bool = False) -> None:
-        """Provide at least this many rows. Unless `exactly`, the number at least doubles, so many small steps are cheap."""
+        """Provide at least this many rows. Unless `exactly`, the number at least doubles: small steps are cheap."""
         have = len(self.rows)
         if count <= have:
             return
