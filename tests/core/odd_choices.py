@@ -20,7 +20,7 @@ from unittest import mock
 from kvdist.config.settings import Limits
 from kvdist.core import host_aggregation, machine, reliable
 from kvdist.core.scheduler import leases, scheduler
-from kvdist.core.server import block, buffers, replica, replies, row_storage
+from kvdist.core.server import block, buffers, replica, replies, row_storage, slice_parts
 from kvdist.core.worker import pending, requests, transfers
 from kvdist.optimizer import offload
 from kvdist.runtime import node
@@ -51,8 +51,8 @@ CONSTANTS: Mapping[str, Sequence[tuple[ModuleType | type, str, Any]]] = {
     "each message is acknowledged": [(machine.Machine, "ack_bytes_max", 0)],
     "repeated at once": [(reliable, "RETRY_S", 0.01)],
     "copies are filled in by single elements": [
-        (replica, "PIECE_BYTES_MAX", 8),
-        (replica, "FILL_BYTES_MAX", 8),
+        (slice_parts, "PIECE_BYTES_MAX", 8),
+        (slice_parts, "FILL_BYTES_MAX", 8),
         (replica, "FILLS_AHEAD", 1),
     ],
     "copies are filled in at once": [(replica, "FILLS_AHEAD", LARGE)],

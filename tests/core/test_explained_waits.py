@@ -204,7 +204,7 @@ def test_a_server_that_is_lost_on_the_way_back_leaves_calls_held_back_once(wired
 def test_a_push_between_the_news_of_a_loss_and_the_order_to_go_back_is_dropped(wired: Wired) -> None:
     (worker, _), lost = wired.workers, wired.servers[1].me
     wired.kill("server-1")
-    while lost in {peer.member for peer in worker.peers}:
+    while lost in {peer.member for peer in worker.peers.everyone}:
         wired.deliver()
     early = [wired.pushpull(0, {"w": [1, 1], "b": [1]}) for _ in range(2)]
     assert worker.rolled_back is None, "the order has not arrived"

@@ -198,7 +198,7 @@ def test_examples_of_lost_workers_count_in_all_slices_if_in_any_of_any_server(re
 @each("replicas", [0, 1])
 def test_where_a_server_may_die_a_worker_leaves_when_its_pushes_are_counted(replicas: int) -> None:
     wired = going_on(2)
-    wired.workers[0]._replicas = replicas
+    wired.workers[0].peers.num_replicas = replicas
     wired.push(0, {"w": [1.0, 1.0, 1.0]})
     leaves = wired.leave(0)
     wired.advance(1.0)

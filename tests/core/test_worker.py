@@ -323,7 +323,7 @@ def test_who_has_marked_at_a_lost_server_tells_the_heir_that_it_cannot_take_part
     wired = Wired(1, 2, on_loss="continue")
     wired.initialise({"w": [1, 2, 3], "b": [5]})
     machine, roster = wired.workers[0], wired.scheduler.membership.roster
-    machine._replicas = 1  # as it hears when it is welcomed where servers have copies
+    machine.peers.num_replicas = 1  # as it hears when it is welcomed where servers have copies
     first, other = (peer for peer in roster.peers if peer.member.node.role is Role.SERVER)
     again = replace(other, member=replace(other.member, incarnation=99), life=1)
     worker = next(peer for peer in roster.peers if peer.member == machine.me)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvdist import errors
-from kvdist.config.endpoints import crosses_network, stays_on_host
+from kvdist.config.endpoints import stays_on_host
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.cluster_view import ClusterView
@@ -29,6 +29,7 @@ from kvdist.core.policy import POLICIES
 from kvdist.core.sharding import slices_of
 from kvdist.core.traffic import Traffic
 from kvdist.core.worker import requests as req
+from kvdist.core.worker.peers import NEIGHBOUR_WAIT_S, Peers
 from kvdist.core.worker.pending import (
     REPORT_AFTER_S,
     BarrierCalls,
@@ -49,10 +50,6 @@ if TYPE_CHECKING:  # a feature at a seam: workers run without it
     from kvdist.core.host_aggregation import HostAggregation
     from kvdist.core.worker.newcomer import Newcomer
     from kvdist.core.worker.progress import ProgressReports
-
-NEIGHBOUR_WAIT_S = 10.0
-"""Time for the scheduler's verdict on a disconnected worker of this host, which may have left: its roster may be
-late."""
 
 
 class Worker(fx.Machine):
@@ -79,11 +76,7 @@ class Worker(fx.Machine):
         self._stepped = 0
         """Slice whose pushes `step` counts."""
         self.steps: dict[Member, int] = {}
-        self.servers: dict[int, Member] = {}
-        """Number of a server in the placement → server that has its slices."""
-        self._dialled: set[Member] = set()
-        """Live servers."""
-        self.peers: tuple[msg.Peer, ...] = ()
+        self.peers = Peers()
         self.traffic = Traffic()
         self.transfers = Transfers(limits, self.traffic)
         self.aggregation = aggregation
@@ -93,7 +86,7 @@ class Worker(fx.Machine):
         """Error of all present and later requests."""
         self._pending = PendingRequests()
         self._declared: dict[int, req.DeclareKeys] = {}
-        self._barriers = BarrierCalls(self._pending, self._named)
+        self._barriers = BarrierCalls(self._pending, self.peers.worker_name)
         self._saving = SavingCalls(self._pending, self.transfers)
         self._threads: Threads = UnknownThreads()
         self._blocked = BlockedReports(self._threads, self._pending, self.transfers)
@@ -101,12 +94,7 @@ class Worker(fx.Machine):
         self._leaving: req.Leave | None = None
         self._goodbye_said = False
         self._hint: msg.Waiting | None = None
-        self._lost_links: dict[Member, tuple[float, str]] = {}
-        """Member → (time at which its broken connection counts as lost, reason for the break)."""
         self._next_alive = fx.NEVER
-        self.on_loss = msg.OnLoss.FAIL
-        self._replicas = 0
-        """Number of other servers with a copy of each slice."""
         self._newcomer: Newcomer | None = None
         """State of a worker that has joined later."""
         self._progress: ProgressReports | None = None
@@ -119,11 +107,6 @@ class Worker(fx.Machine):
         """Rollback under way."""
         self.rolled_back: errors.RolledBackError | None = None
         """Error of every call until the user has received it."""
-        self._members: tuple[int, ...] = ()
-        """Ranks of the live workers, without newcomers."""
-        self._lost_workers = 0
-        self._owners: tuple[int, ...] = ()
-        """`Roster.owners` of the newest roster."""
 
     def watch(self, threads: Threads) -> None:
         """Consider the user's threads in the search for deadlocks; to be called before all other methods."""
@@ -140,10 +123,9 @@ class Worker(fx.Machine):
         """Time at which `tick` should run next."""
         if self.failure is not None:
             return fx.NEVER
-        links = min([due for due, _ in self._lost_links.values()]) if self._lost_links else fx.NEVER
         aggregation = fx.NEVER if self.aggregation is None else self.aggregation.deadline
         own = (self.joining.deadline, self._next_alive, self._pending.deadline, self._blocked.next_look)
-        return min(links, aggregation, *own)
+        return min(self.peers.next_lost_link, aggregation, *own)
 
     def submit(self, requests: Sequence[req.Request], now: float) -> list[fx.Effect]:
         """Accept calls of the user's thread, in order. Small transfers among them are sent together."""
@@ -177,7 +159,7 @@ class Worker(fx.Machine):
         return f"{source} is not a server of {self.me}'s cluster"
 
     def _is_peer(self, source: Member) -> bool:
-        return source in self._dialled or (self.aggregation is not None and self.aggregation.is_member(source))
+        return source in self.peers.dialled or (self.aggregation is not None and self.aggregation.is_member(source))
 
     def handle(self, sender: Member, message: msg.Message, now: float) -> list[fx.Effect]:
         """Handle a message of the scheduler, of a server, or of a worker of this host."""
@@ -222,23 +204,23 @@ class Worker(fx.Machine):
                 if self.joining.welcomed:
                     self._next_alive = now
                     grace_s = self.limits.reconnect_grace_s(after_silence)
-                    self._lost_links[member] = (self.joining.scheduler_due(grace_s, after_silence, now), reason)
+                    due = self.joining.scheduler_due(grace_s, after_silence, now)
+                    self.peers.disconnected(member, due, reason)
             case fx.PeerDisconnected(member, reason, after_silence) if not self._goodbye_said and self._is_peer(member):
                 wait_s = NEIGHBOUR_WAIT_S if member.node.role is Role.WORKER else fx.VERDICT_WAIT_S
-                wait_s += self.limits.patience_s if self._replicas else 0.0  # the scheduler judges silence only then
-                self._lost_links[member] = (now + self.limits.reconnect_grace_s(after_silence) + wait_s, reason)
+                # The scheduler judges silence only where servers have replicas.
+                wait_s += self.limits.patience_s if self.peers.num_replicas else 0.0
+                due = now + self.limits.reconnect_grace_s(after_silence) + wait_s
+                self.peers.disconnected(member, due, reason)
             case fx.PeerConnected(member):
-                self._lost_links.pop(member, None)
-                if member == SCHEDULER_MEMBER:  # the scheduler may have been away, and judges from now on
-                    least = now + self.limits.reconnect_grace_s(True, True) + fx.VERDICT_WAIT_S
-                    self._lost_links = {one: (max(due, least), why) for one, (due, why) in self._lost_links.items()}
+                self.peers.connected(member, now + self.limits.reconnect_grace_s(True, True) + fx.VERDICT_WAIT_S)
             case fx.Unreachable(member, reason) if member == SCHEDULER_MEMBER:
                 endpoint = self.joining.introduction.scheduler_endpoint
                 return self._fail_all(scheduler_lost(endpoint, self.me, reason))
             case fx.Unreachable(member, reason):
                 return [
                     fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, f"it cannot reach {member}: {reason}")),
-                    *self._fail_all(unreachable(member, self._host(member), self.me, reason)),
+                    *self._fail_all(unreachable(member, self.peers.host(member), self.me, reason)),
                 ]
             case _:
                 pass
@@ -250,11 +232,9 @@ class Worker(fx.Machine):
             effects = self.joining.tick(now)
         except errors.KvdistError as error:
             return self._fail_all(error)
-        for member, (due, reason) in list(self._lost_links.items()):
-            if now >= due and member != SCHEDULER_MEMBER and SCHEDULER_MEMBER in self._lost_links:
-                self._lost_links[member] = (now + fx.VERDICT_WAIT_S, reason)  # the scheduler cannot judge
-            elif now >= due:
-                return self._lost_link(member, reason)
+        lost = self.peers.lost_link(now)
+        if lost is not None:
+            return self._lost_link(*lost)
         if now >= self._next_alive:
             self._next_alive = now + self.limits.heartbeat_s
             effects.append(fx.Send(SCHEDULER_MEMBER, msg.Alive()))
@@ -311,13 +291,13 @@ class Worker(fx.Machine):
             return None
         hint = self._saving.hint if oldest.in_background else self._hint
         if oldest.deed:
-            who, deed = ", ".join(map(self._named, oldest.awaits or ())) or "the other workers", oldest.deed
+            who, deed = ", ".join(map(self.peers.worker_name, oldest.awaits or ())) or "the other workers", oldest.deed
         elif hint is None and oldest.is_queued:
             who, deed = self._why_queued()
         elif hint is None:
             who, deed = self._awaited_servers(oldest.request) or "the scheduler", f"answer {oldest.label}"
         elif hint.ranks:
-            who, deed = ", ".join(map(self._named, hint.ranks)), hint.deed
+            who, deed = ", ".join(map(self.peers.worker_name, hint.ranks)), hint.deed
         else:
             who, _, deed = hint.deed.partition(" to ")
         where = "" if oldest.label in deed else f", in {oldest.label}"
@@ -330,17 +310,17 @@ class Worker(fx.Machine):
         if self._rewinding is not None:
             return "the others", f"go back to the snapshot of step {self._rewinding.step}"
         assert self._newcomer is not None
-        servers = ", ".join(f"{member} ({self._host(member)})" for member in self._newcomer.silent)
+        servers = ", ".join(f"{member} ({self.peers.host(member)})" for member in self._newcomer.silent)
         return servers or "the servers", "let it take part"
 
     def _awaited_servers(self, request: int) -> str:
         """Return the servers that have not answered a request, with their hosts."""
         servers = self.transfers.awaited_servers(request)
-        names = ", ".join(f"server-{rank} ({self._host(self.servers[rank])})" for rank in servers)
+        names = ", ".join(f"server-{rank} ({self.peers.host(self.peers.servers[rank])})" for rank in servers)
         leader = self._leader
         if leader is None or not self.transfers.slices.has_delegated:
             return names
-        return f"{names}, through worker-{leader.node.rank} ({self._host(leader)}) that pushes for its host,"
+        return f"{names}, through worker-{leader.node.rank} ({self.peers.host(leader)}) that pushes for its host,"
 
     def view(self, shares: Callable[[Member], bool]) -> ClusterView:
         """Return the cluster for the user's threads.
@@ -349,18 +329,18 @@ class Worker(fx.Machine):
             shares: returns whether a member reads the shared memory of this process.
         """
         leader = self._leader
-        far = {peer.member for peer in self.peers if self._is_far_server(peer)}
+        far = self.peers.far_servers()
         return ClusterView(
             self.me,
             self.epoch,
-            frozenset(rank for rank, member in self.servers.items() if shares(member)),
-            frozenset(rank for rank, member in self.servers.items() if member in far),
+            frozenset(rank for rank, member in self.peers.servers.items() if shares(member)),
+            frozenset(rank for rank, member in self.peers.servers.items() if member in far),
             self._aggregating(req.ALONE_BYTES_MIN),
             self._aggregating(0),
             leader is not None and leader != self.me and shares(leader),
-            self._members,
-            self.on_loss,
-            self._lost_workers,
+            self.peers.workers,
+            self.peers.on_loss,
+            self.peers.num_lost,
         )
 
     def _aggregating(self, nbytes: int) -> frozenset[int]:
@@ -368,11 +348,7 @@ class Worker(fx.Machine):
         aggregation = self.aggregation
         if aggregation is None:
             return frozenset()
-        return frozenset(rank for rank in self.servers if aggregation.aggregates(rank, nbytes))
-
-    @staticmethod
-    def _is_far_server(peer: msg.Peer) -> bool:
-        return peer.member.node.role is Role.SERVER and crosses_network(peer.endpoint)
+        return frozenset(rank for rank in self.peers.servers if aggregation.aggregates(rank, nbytes))
 
     def validate(self) -> None:
         """Check every invariant."""
@@ -430,8 +406,8 @@ class Worker(fx.Machine):
                 return self._saving.claim(request)
             case req.SaveStore():
                 self._open(request, now).in_background = True
-                there = {rank: member for rank, member in self.servers.items() if member in self._dialled}
-                if len(there) < len(self.servers) and not request.failure:
+                there = {rank: member for rank, member in self.peers.servers.items() if member in self.peers.dialled}
+                if len(there) < len(self.peers.servers) and not request.failure:
                     request = replace(request, failure="a server is lost, and not back yet: save again")
                 return self._saving.save(request, there, self._place)
             case req.LoadStore():
@@ -449,7 +425,7 @@ class Worker(fx.Machine):
         if self._progress is None:
             from kvdist.core.worker.progress import ProgressReports  # a feature at a seam: loaded where it is used
 
-            self._progress = ProgressReports(self._pending, self.transfers, self.servers)
+            self._progress = ProgressReports(self._pending, self.transfers, self.peers.servers)
         self._blocked.look_later(now)
         return self._progress.report(request, now)
 
@@ -510,7 +486,7 @@ class Worker(fx.Machine):
     def _may_leave(self) -> bool:
         """Whether no push is lost if this worker leaves. If pushes may have to be sent again, each needs its reply
         first."""
-        return self.transfers.is_idle if self._replicas else not self.transfers.slices.has_lines
+        return self.transfers.is_idle if self.peers.num_replicas else not self.transfers.slices.has_lines
 
     def _stalled(self, now: float) -> list[fx.Effect]:
         """End the job if the user has waited for `Limits.stall_shutdown_s`."""
@@ -539,7 +515,7 @@ class Worker(fx.Machine):
             effects += self._saving.send_loads(self._place)
         for rank, message, credit in self.transfers.pop_messages():
             leader = self._leader if rank == LEADER else None
-            to = self.servers[rank] if leader is None else leader
+            to = self.peers.servers[rank] if leader is None else leader
             effects.append(fx.Send(to, message, credit))
         if (self._sending_since is None) is not self.transfers.is_quiet:
             self._note_sending(now)
@@ -572,8 +548,8 @@ class Worker(fx.Machine):
             case msg.Welcome():
                 self.joining.welcome(message, now)
                 self._next_alive = now + self.limits.heartbeat_s
-                self.on_loss = msg.OnLoss(message.on_loss)
-                self._replicas = message.replicas
+                self.peers.on_loss = msg.OnLoss(message.on_loss)
+                self.peers.num_replicas = message.replicas
                 if message.replicas or message.on_loss not in (msg.OnLoss.FAIL, msg.OnLoss.CONTINUE):
                     self.aggregation = None  # a worker that rejoins or pushes again would push what sums already have
             case msg.Roster():
@@ -617,24 +593,18 @@ class Worker(fx.Machine):
         if not self.joining.complete and self.me.node.rank in message.newcomers:
             from kvdist.core.worker.newcomer import Newcomer  # a feature at a seam: loaded where it is used
 
-            self._newcomer = Newcomer(self.transfers, self.servers)
+            self._newcomer = Newcomer(self.transfers, self.peers.servers)
             self.aggregation = None  # this host aggregates, or not, without a newcomer
-        before, self.peers = self.peers, self.joining.roster(message)
-        self.epoch, self._owners = message.epoch, message.owners
-        ranks = [peer.member.node.rank for peer in self.peers if peer.member.node.role is Role.WORKER]
-        self._lost_workers += len(set(message.lost) & {peer.member.node.rank for peer in before})
-        self._members = tuple(sorted(set(ranks) - set(message.newcomers)))
+        is_first, self.epoch = not self.peers.everyone, message.epoch
         effects: list[fx.Effect] = []
-        for peer in self.peers:
-            if peer.member.node.role is Role.SERVER and peer.member not in self._dialled:
-                effects.append(fx.Connect(peer.member, peer.endpoint))
-                if self._newcomer is not None or before:
-                    effects.append(fx.Send(peer.member, msg.Ready(0)))  # or the server has no route to this worker
-                self._dialled.add(peer.member)
+        for peer in self.peers.roster(message, self.joining.roster(message)):
+            effects.append(fx.Connect(peer.member, peer.endpoint))
+            if self._newcomer is not None or not is_first:
+                effects.append(fx.Send(peer.member, msg.Ready(0)))  # or the server has no route to this worker
         effects += self._fail_over(message, now)
-        for effect in () if self.aggregation is None else self.aggregation.roster(self.me, self.peers):
+        for effect in () if self.aggregation is None else self.aggregation.roster(self.me, self.peers.everyone):
             if isinstance(effect, fx.Forget):
-                self._lost_links.pop(effect.member, None)
+                self.peers.forget_link(effect.member)
             effects.append(effect)
         return effects + self._registered()
 
@@ -649,14 +619,7 @@ class Worker(fx.Machine):
         kept: list[req.Request] = [one for one in queued if not isinstance(one, DROPPED)]
         self._rewinding = Rewinding(message.number, message.step, queued=kept)
         error = self.rolled_back = errors.RolledBackError(message.reason, message.step)
-        effects: list[fx.Effect] = []
-        there = {peer.member for peer in self.peers}
-        for rank, member in list(self.servers.items()):
-            if member not in there:
-                del self.servers[rank]
-                self._dialled.discard(member)
-                self._lost_links.pop(member, None)
-                effects.append(fx.Forget(member))
+        effects: list[fx.Effect] = list(map(fx.Forget, self.peers.pop_lost_owners()))
         loading = {load.request for load in self._saving.waiting}
         loading.update(() if self._progress is None else self._progress.rewind())
         dropped = loading | {one.request for one in queued if isinstance(one, DROPPED)}
@@ -692,39 +655,26 @@ class Worker(fx.Machine):
     def _fail_over(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         """Redirect messages to the servers that have the slices now, and resend the unanswered requests to lost
         servers."""
-        there = {peer.member.node.rank: peer for peer in self.peers if peer.member.node.role is Role.SERVER}
-        had_slices = set(self.servers.values())
-        lost: dict[Member, None] = {}
+        had_slices = set(self.peers.servers.values())
         heirs: dict[Member, int] = {}
         effects: list[fx.Effect] = []
-        for number, rank in enumerate(message.owners or range(self.joining.introduction.num_servers)):
-            member, owner = self.servers.get(number), there.get(rank)
-            if owner is None and member is not None and not self._replicas:
-                lost[member] = None  # the order to roll back follows, and drops what is called before it
-            if owner is None or owner.member == member:
-                continue
-            self.servers[number] = owner.member
+        for number, before, owner in self.peers.move(message.owners or range(self.joining.introduction.num_servers)):
             is_near = stays_on_host(owner.endpoint)
-            if member is None:
+            if before is None:
                 self.transfers.add_server(number, is_near)
                 continue
-            if self._replicas:
+            if self.peers.num_replicas and self._newcomer is not None and self._newcomer.is_waiting:
+                cause = f"{before} was lost while this worker was joining"
+                return self._fail_all(errors.PeerLostError(f"{cause}: start it again", str(before), "", cause))
+            if self.peers.num_replicas:
                 self.transfers.send_again(number, is_near)
                 effects += [] if self._progress is None else self._progress.again(number)
-            lost[member] = None
             if owner.member not in had_slices:
                 heirs[owner.member] = number
-        if lost and self._replicas and self._newcomer is not None and self._newcomer.is_waiting:
-            first = next(iter(lost))
-            cause = f"{first} was lost while this worker was joining"
-            return self._fail_all(errors.PeerLostError(f"{cause}: start it again", str(first), "", cause))
-        gone = sorted(self._dialled - {peer.member for peer in there.values()}, key=lambda one: one.incarnation)
-        for member in gone:
-            self._dialled.discard(member)
-            self._lost_links.pop(member, None)
+        lost = self.peers.pop_lost_servers()
         marks = [mark for heir, number in heirs.items() for mark in self._saving.give_up(heir, number)]
         # Forgotten last, which frees the window: later messages must follow the messages of this flush.
-        return [*effects, *marks, *self._flush(now), *map(fx.Forget, gone)]
+        return [*effects, *marks, *self._flush(now), *map(fx.Forget, lost)]
 
     def _registered(self) -> list[fx.Effect]:
         requests, self._registering = self._registering, []
@@ -738,7 +688,7 @@ class Worker(fx.Machine):
         infos, aggregated, last = [], [], -1
         in_rounds: list[int] = []
         later: list[int] = []
-        is_lockstep, num_servers = POLICIES[declared.mode].is_lockstep, len(self.servers)
+        is_lockstep, num_servers = POLICIES[declared.mode].is_lockstep, len(self.peers.servers)
         aggregation = self.aggregation if self.aggregation is not None and self.aggregation.servers else None
         pulled = declared.pulled_as or declared.dtypes
         columns = (declared.keys, declared.shapes, declared.dtypes, pulled, declared.message.forms)
@@ -815,7 +765,7 @@ class Worker(fx.Machine):
         if self.failure is not None:
             return []
         self.failure = error
-        self._lost_links.clear()
+        self.peers.forget_links()
         return [*self._fail_rest(error), fx.Halt(error)]
 
     def _lost_link(self, member: Member, reason: str) -> list[fx.Effect]:
@@ -827,7 +777,7 @@ class Worker(fx.Machine):
             return self._fail_all(scheduler_away(endpoint, self.me, away_s))
         return [
             fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, f"lost its connection to {member} ({reason})")),
-            *self._fail_all(link_lost(member, self._host(member), self.me, reason)),
+            *self._fail_all(link_lost(member, self.peers.host(member), self.me, reason)),
         ]
 
     def _late(self, pending: Pending, now: float) -> list[fx.Effect]:
@@ -845,12 +795,3 @@ class Worker(fx.Machine):
         effects = self._barriers.hinted(hint, now)
         self._hint = None if effects else hint
         return effects
-
-    def _host(self, member: Member) -> str:
-        return next((peer.host for peer in self.peers if peer.member == member), "unknown host")
-
-    def _named(self, rank: int) -> str:
-        for peer in self.peers:
-            if peer.member.node.role is Role.WORKER and peer.member.node.rank == rank:
-                return f"worker-{rank} ({peer.host})"
-        return f"worker-{rank} (lost, its return is awaited)" if self.on_loss is msg.OnLoss.WAIT else f"worker-{rank}"
