@@ -20,7 +20,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +36,7 @@ from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.commands import Handler
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
-from kvdist.core.round import Admission, Contribution, Round, agreed_settings, scales_of, setting_of
+from kvdist.core.round import Admission, Contribution, Round, agreed_settings, numbers_of, scales_of, setting_of
 from kvdist.core.server.block import Block
 from kvdist.core.server.block_state import MASTER, NUMBERS, TOTALS, state_dtype
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
@@ -162,8 +161,9 @@ class ReplicatedShard(Shard):
         for i, (holder, contributions) in enumerate(zip(holders, rounds, strict=True)):
             summed, buffer = sums[i] if sums else (None, None)
             parts = holder.forwarded(buffer, None if summed is None else summed.row_ids)
-            setting = _settings(None, None) if summed is None else _settings(*summed.setting[:2])
-            round_ = (holder.round.version, _contributors(contributions), setting, *refusal)
+            setting = (None, None, 1.0) if summed is None else summed.setting
+            contributors = tuple([one.contributor for one in contributions])
+            round_ = (holder.round.version, contributors, (numbers_of(setting),), *refusal)
             for position, arrays in enumerate(parts):
                 if buffer is not None:
                     buffer.leases += 1
@@ -684,16 +684,6 @@ def _short_of_memory(what_for: str) -> list[fx.Effect]:
 def _said(message: msg.Message) -> Said:
     return type(message), message.epoch if isinstance(message, msg.Roster | msg.Settled) else getattr(
         message, "request", 0
-    )
-
-
-def _settings(lr: float | None, wd: float | None) -> tuple[tuple[float, float, float], ...]:
-    return ((math.nan if lr is None else lr, math.nan if wd is None else wd, 1.0),)
-
-
-def _contributors(contributions: Sequence[Contribution]) -> tuple[msg.Contributor, ...]:
-    return tuple(
-        [msg.Contributor(one.member.node.rank, one.member.incarnation, one.step, one.samples) for one in contributions]
     )
 
 
