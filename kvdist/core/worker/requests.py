@@ -244,10 +244,10 @@ class Run:
     """Elements of a row."""
     encoded: Encoded | None = None
     """How the payload is encoded; None for the elements themselves."""
-    contributors: tuple[msg.Contributor, ...] = ()
-    """The pushes that are in it, if it is the sum of a host."""
     states: U8 | None = None
     """Of `PULL_STATE` and `REPLACE_STATE`, per slice: which array of the optimizer's state."""
+    contributors: tuple[msg.Contributor, ...] = ()
+    """The pushes that are in it, if it is the sum of a host."""
 
     # The state of the run while it is in flight.
 
