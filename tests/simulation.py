@@ -313,9 +313,8 @@ def counting(used: Counter[str]) -> Iterator[None]:
             used["follower asked again"] += any(before[one].run != UNANSWERED for one in dropped - {min(dropped)})
 
     def counted_joined(self: Shard, sender: Member, message: JoinedPush, now: float) -> None:
-        lost = {(member.node.rank, member.incarnation) for member in self.peers.lost}
-        came_late = any((one.rank, one.incarnation) in lost for one in message.contributors)
-        used["sum with a lost worker came late"] += came_late
+        lost = any(one.member in self.peers.lost for one in message.contributors)
+        used["sum with a lost worker came late"] += lost
         push_joined(self, sender, message, now)
 
     def counted_offer_sum(self: Block, contributions: Sequence[Contribution], now: float) -> Verdict:

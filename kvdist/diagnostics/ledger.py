@@ -72,7 +72,7 @@ class FileLedger:
     def fenced(self, member: Member, message: LatePush, holder: Callable[[int], Holder | None]) -> None:
         """Write that a push of a lost worker has been refused, once for each slice."""
         if isinstance(message, msg.JoinedPush):
-            own = [one.step for one in message.contributors if one.rank == member.node.rank]
+            own = [one.step for one in message.contributors if one.member == member]
             steps = np.resize(np.array(own, np.uint32), len(message.ids))
         else:
             steps = message.steps

@@ -14,7 +14,7 @@ import enum
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from kvdist.nodes import Member
+from kvdist.nodes import Member, worker
 from kvdist.protocol.arrays import U8
 from kvdist.protocol.limits import SLICE_BYTES_MIN
 from kvdist.protocol.wire_types import (
@@ -522,6 +522,11 @@ class Contributor:
     incarnation: UInt64
     step: UInt32
     samples: UInt32
+
+    @property
+    def member(self) -> Member:
+        """The worker that has pushed."""
+        return Member(worker(self.rank), self.incarnation)
 
 
 Contributors = Annotated[

@@ -35,7 +35,7 @@ def said(wired: Wired, text: str) -> list[str]:
 
 def ranks(line: str) -> list[int]:
     """Whose pushes are in a sum."""
-    return [int(rank) for rank in re.findall(r"Contributor\(rank=(\d+)", line)]
+    return [int(rank) for rank in re.findall(r"worker-(\d+)", line[line.index("contributors=") : line.index("runs=")])]
 
 
 def closed(wired: Wired) -> int:

@@ -1176,7 +1176,7 @@ GRACE_S = Limits.reconnect_grace_s
 
 
 def drops_rows_alone(self: Shard, block: Block, rank: int) -> None:
-    """The rows of a sum are dropped one by one, though one of them has the bytes of all."""
+    """The pushes of a sum are dropped one by one, though one of them has the bytes of all."""
 
 
 def takes_late_sums(self: Shard, sender: Member, message: JoinedPush, now: float) -> None:
@@ -1500,7 +1500,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "marks of lost workers stay": ("goes on saving in a storm", [(Snapshots, "unmark", keeps_marks)]),
     "first values that never come are awaited": ("goes on or is doomed", [(Keys, "giver_of", knows_no_giver)]),
-    "the rows of a sum are dropped one by one": (
+    "the pushes of a sum are dropped one by one": (
         "goes on with sums of hosts",
         [(Shard, "_drop_sum", drops_rows_alone)],
     ),

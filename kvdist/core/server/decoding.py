@@ -7,14 +7,12 @@ Encoded contributions are decoded at once, in a single pass: the bytes are read 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from kvdist.core.round import UNANSWERED, Contribution
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
-from kvdist.nodes import Member, worker
 from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import Arrays, PayloadView, as_octets, decoded_dtypes, offsets
 
@@ -66,9 +64,9 @@ def parts_of_sum(summed: Contribution, contributors: Sequence[msg.Contributor]) 
     ranks = tuple([one.rank for one in contributors])
     parts = []
     for one in contributors:
-        member = Member(worker(one.rank), one.incarnation)
-        run = summed.run if member == summed.member else UNANSWERED
-        parts.append(replace(summed, member=member, run=run, step=one.step, samples=one.samples, summed_with=ranks))
+        run = summed.run if one.member == summed.member else UNANSWERED
+        about = (run, one.step, summed.version, one.samples, summed.flags, summed.setting, summed.values, summed.pull)
+        parts.append(Contribution(one.member, *about, ranks))
     for part in parts[1:]:
         part.flags, part.values = part.flags | _EMPTY, _NO_VALUES
     return parts

@@ -40,6 +40,7 @@ from kvdist.core.round import Admission, Contribution, Round, agreed_settings, n
 from kvdist.core.server.block import Block
 from kvdist.core.server.block_state import MASTER, NUMBERS, TOTALS, state_dtype
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
+from kvdist.core.server.decoding import parts_of_sum
 from kvdist.core.server.holder import Holder, optimizer_of
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import Shard, code_of
@@ -210,9 +211,10 @@ class CopiedShard(Shard):
 
     def replicate(self, message: msg.Replicate) -> None:
         """Count a round, and apply the rule to its sum."""
-        contributors = _contributions(message)
+        empty = Contribution(NOBODY, 0, 0, 0, 0, _EMPTY, setting_of(message.settings[0]), _NO_VALUES)
+        contributors = parts_of_sum(empty, message.contributors)
         member = contributors[0].member if len(contributors) == 1 else NOBODY
-        summed = Contribution(member, 0, 0, 0, 0, 0, setting_of(message.settings[0]), _NO_VALUES)
+        summed = replace(empty, member=member, flags=0)
         table = self.tables.get(int(message.ids[0]))
         if message.has_rows is (table is None):
             return  # this copy had no memory for the table, or its sender is broken
@@ -685,15 +687,6 @@ def _said(message: msg.Message) -> Said:
     return type(message), message.epoch if isinstance(message, msg.Roster | msg.Settled) else getattr(
         message, "request", 0
     )
-
-
-def _contributions(message: msg.Replicate) -> list[Contribution]:
-    """Return the contributions to a round, without their values."""
-    setting, contributions = setting_of(message.settings[0]), []
-    for one in message.contributors:
-        member = Member(worker(one.rank), one.incarnation)
-        contributions.append(Contribution(member, 0, one.step, 0, one.samples, _EMPTY, setting, _NO_VALUES))
-    return contributions
 
 
 def _count(shard: CopiedShard, holder: Holder, message: msg.Replicate, contributions: Sequence[Contribution]) -> None:

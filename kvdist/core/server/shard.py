@@ -36,7 +36,7 @@ from kvdist.core.worker import requests as req
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.naming import name_of, waiting
-from kvdist.nodes import Member, worker
+from kvdist.nodes import Member
 from kvdist.optimizer.base import Extent, Optimizer
 from kvdist.optimizer.initializer import initializer_from
 from kvdist.optimizer.updater import Arithmetic, SliceUpdater
@@ -698,7 +698,7 @@ class Shard:
 
         All are refused if the sender may not speak for these workers, or handed back if one of them is lost.
         """
-        members = [Member(worker(one.rank), one.incarnation) for one in message.contributors]
+        members = [one.member for one in message.contributors]
         strangers = [str(member) for member in members if not self.peers.are_neighbours(sender, member)]
         if not strangers and sender in members and self.peers.lost.isdisjoint(members):
             self.push(sender, as_push(message), now, partial(self._offer_sum, message.contributors))
