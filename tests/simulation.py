@@ -36,10 +36,10 @@ if __name__ == "__main__":
 
 from kvdist.checkpoint.snapshot import EVERYTHING
 from kvdist.config.settings import SCHEDULER_AWAY_S, ClusterConfig, Limits
-from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds, PushJoiner
+from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
 from kvdist.core.joining import HELLO_INTERVAL_S, Introduction
 from kvdist.core.machine import ChildEnded, Effect
-from kvdist.core.round import Contribution, Verdict
+from kvdist.core.round import UNANSWERED, Contribution, Verdict
 from kvdist.core.scheduler.membership import Membership
 from kvdist.core.scheduler.scheduler import Scheduler
 from kvdist.core.server import block, replies, server
@@ -52,7 +52,6 @@ from kvdist.core.server.server import Server
 from kvdist.core.server.shard import Shard
 from kvdist.core.server.sparse_table import SparseTable
 from kvdist.core.worker import requests
-from kvdist.core.worker.transfers import Ready
 from kvdist.core.worker.worker import Worker
 from kvdist.diagnostics.record import Reader, Writer
 from kvdist.diagnostics.replay import Difference, replay
@@ -275,8 +274,8 @@ def small_messages() -> Iterator[None]:
 @contextmanager
 def counting(used: Counter[str]) -> Iterator[None]:
     """Count what a run exercises."""
-    hold, join, hand_back = Block.lend, PushJoiner.join, HostRounds.hand_back
-    offer, offer_joined = SparseTable.offer, Block.offer_joined
+    hold, summed, hand_back = Block.lend, HostAggregation._summed, HostRounds.hand_back
+    offer, offer_sum = SparseTable.offer, Block.offer_sum
     drop_sum, push_joined, set_members = Shard._drop_sum, Shard.push_joined, HostRounds.set_members
 
     def counted_apply(
@@ -289,9 +288,9 @@ def counting(used: Counter[str]) -> Iterator[None]:
         used["held"] += 1
         return hold(self, member)
 
-    def counted_join(self: PushJoiner, rounds: Sequence[HostRound]) -> Iterator[Ready]:
-        used["summed on a host"] += len(rounds)
-        return join(self, rounds)
+    def counted_sum(self: HostAggregation, host_round: HostRound, own: requests.Run) -> requests.Run:
+        used["summed on a host"] += 1
+        return summed(self, host_round, own)
 
     def counted_decode(message: CompressedPush, kernels: Kernels) -> Push:
         used["decoded"] += 1
@@ -311,17 +310,15 @@ def counting(used: Counter[str]) -> Iterator[None]:
         dropped = before.keys() - block.round.slots.keys()
         if dropped:
             used["sum without its leader dropped" if rank == min(dropped) else "sum without a follower dropped"] += 1
-            used["follower asked again"] += any(not before[one].silent for one in dropped - {min(dropped)})
+            used["follower asked again"] += any(before[one].run != UNANSWERED for one in dropped - {min(dropped)})
 
-    def counted_joined(
-        self: Shard, sender: Member, message: JoinedPush, neighbours: Mapping[int, Member], now: float
-    ) -> None:
-        lost = any(neighbours.get(rank) in self.peers.lost for rank in message.ranks.tolist())
+    def counted_joined(self: Shard, sender: Member, message: JoinedPush, now: float) -> None:
+        lost = any(one.member in self.peers.lost for one in message.contributors)
         used["sum with a lost worker came late"] += lost
-        push_joined(self, sender, message, neighbours, now)
+        push_joined(self, sender, message, now)
 
-    def counted_offer_joined(self: Block, contributions: Sequence[Contribution], now: float) -> Verdict:
-        verdict = offer_joined(self, contributions, now)
+    def counted_offer_sum(self: Block, contributions: Sequence[Contribution], now: float) -> Verdict:
+        verdict = offer_sum(self, contributions, now)
         used["sum came after a push of its own"] += verdict is Verdict.REPEATED
         return verdict
 
@@ -332,12 +329,12 @@ def counting(used: Counter[str]) -> Iterator[None]:
     with (
         mock.patch.object(Shard, "_drop_sum", counted_drop),
         mock.patch.object(Shard, "push_joined", counted_joined),
-        mock.patch.object(Block, "offer_joined", counted_offer_joined),
+        mock.patch.object(Block, "offer_sum", counted_offer_sum),
         mock.patch.object(HostRounds, "set_members", counted_members),
         mock.patch.object(SparseTable, "offer", counted_offer),
         mock.patch.object(block, "apply_round", counted_apply),
         mock.patch.object(Block, "lend", counted_hold),
-        mock.patch.object(PushJoiner, "join", counted_join),
+        mock.patch.object(HostAggregation, "_summed", counted_sum),
         mock.patch.object(HostRounds, "hand_back", counted_return),
         mock.patch.object(server, "decoded", counted_decode),
     ):

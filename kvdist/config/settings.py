@@ -351,8 +351,9 @@ TABLE: dict[str, tuple[Setting, ...]] = {
             "which pushes the workers of a host sum in shared memory, so that a single push and a single answer cross"
             " the network for all of them",
             "`auto`: slices of 64 KiB and more that go to servers on other hosts; `on`: all pushes; `off`: none. Only"
-            " synchronous stores, and only with more than one worker on the host and `KVDIST_TRANSPORT=auto`. Give"
-            " every worker the same: one that says otherwise makes the others of its host wait",
+            " keys of synchronous stores that are not halves, and only with more than one worker on the host and"
+            " `KVDIST_TRANSPORT=auto`. Give every worker the same: one that says otherwise makes the others of its host"
+            " wait",
         ),
     ),
     "When a process is lost": (

@@ -7,9 +7,10 @@ replies from it. Pulls and first values go to the servers. Invariants:
 * A slice is forwarded when every live worker of the host has contributed, and never before, so a forwarded push never
   makes a server wait for a worker of this host. An incomplete slice is *handed back* after a while: each worker sends
   its own contribution, and the server knows who is late. A forwarded slice is never handed back.
-* Contributions that agree in settings and flags, and in samples where those weigh, are summed in rank order, in the row
-  of the lowest rank with a gradient; the rows of the others are *carried*. Halves are not summed: the sum of a host
-  could round or overflow where that of all workers does not.
+* Contributions that agree in settings and flags, and in samples where those weigh, are summed in rank order. The sum
+  counts in the place of the lowest rank with a gradient, and carries the list of the pushes that are in it. What does
+  not agree with the contribution of that rank is handed back. Halves go to the servers: the sum of a host could round
+  or overflow where that of all workers does not.
 * When the leader leaves, its followers push to the servers again. A server knows by the push counter what it has.
 * When a worker is lost, servers count nothing of a sum that it is in, as that cannot be taken apart: they hand it back,
   and each of the others sends its own contribution.
@@ -17,38 +18,27 @@ replies from it. Pulls and first values go to the servers. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
-from kvdist.core.round import Setting, setting_of
+from kvdist.core.round import Contribution, numbers_of, setting_of
 from kvdist.core.server.buffers import Allocate, ordinary_memory
-from kvdist.core.traffic import Traffic
 from kvdist.core.worker import requests as req
-from kvdist.core.worker.transfers import LEADER, SETTINGS_PER_MESSAGE_MAX, Ready, Transfers, push_of
+from kvdist.core.worker.transfers import LEADER, Transfers, push_of
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
 from kvdist.nodes import Member, Role, host_of
 from kvdist.protocol import messages as msg
-from kvdist.protocol.arrays import U32, Arrays, Bits, PayloadView, offsets, padded
+from kvdist.protocol.arrays import U32, Arrays, Bits, PayloadView, offsets
 
-ROWS_PER_MESSAGE_MAX = 1 << 16
-"""Keeps the columns of a message far below the longest header."""
-_EMPTY, _CARRIED, _HOLD, _WEIGHTED = map(int, (msg.Flag.EMPTY, msg.Flag.CARRIED, msg.Flag.HOLD, msg.Flag.WEIGHTED))
-_NAN = float("nan")
-
-
-@dataclass(frozen=True, slots=True)
-class _Waiter:
-    """A follower that waits for the reply to its share of a forwarded slice."""
-
-    member: Member
-    run: int
-    pull: bool
+_HOLD, _WEIGHTED = int(msg.Flag.HOLD), int(msg.Flag.WEIGHTED)
+_NO_VALUES = np.zeros(0, np.uint8)
 
 
 class HostAggregation:
@@ -79,14 +69,11 @@ class HostAggregation:
         """All that were ever members."""
         self._rounds: HostRounds | None = None
         """Of the leader."""
-        self._joiner: PushJoiner | None = None
-        self._sums: dict[int, Arrays] = {}
-        """Slice → its sum until it is counted: a server of this host reads it in place, even after it has acknowledged
-        the message, so the memory must not be used again."""
-        self._awaiting: dict[int, list[_Waiter]] = {}
-        """Forwarded slice → the followers that wait for its reply."""
-        self._unarrived: dict[Member, int] = {}
-        """Worker → joined pushes with its contributions that no server has acknowledged."""
+        self._forwarded: dict[int, HostRound] = {}
+        """Slice → its round until the sum is counted: a server of this host reads the sum in place, even after it has
+        acknowledged the message, so the memory must not be used again."""
+        self._unarrived: Counter[int] = Counter()
+        """Worker rank → sums with its contributions that no server has acknowledged."""
         self._leaving: dict[Member, int] = {}
         """Follower that wants to leave → its request."""
         self._goodbye_said = False
@@ -177,12 +164,8 @@ class HostAggregation:
         return []
 
     def _lead(self, me: Member) -> None:
-        limits = self._limits
         self.leader = me
-        self._rounds = HostRounds(me, self.members, limits.explain_after_s / 2)
-        self._joiner = PushJoiner(
-            me, self._kernels, self._allocate, limits.slice_bytes, limits.frame_bytes_max, self._transfers.traffic
-        )
+        self._rounds = HostRounds(me, self.members, self._limits.explain_after_s / 2)
         if not self.servers:
             self._rounds.end()
 
@@ -192,7 +175,7 @@ class HostAggregation:
         """Send everything that may leave: to the leader, forwarded, or handed back."""
         for part in self._transfers.take_aggregated():
             if self._rounds is not None:
-                self._rounds.offer(self._rounds.me, push_of(part), now, part.run)
+                self._rounds.offer(self._rounds.me, push_of(part), now)
             elif self.leader is not None:
                 self._transfers.delegate(part)
             else:
@@ -200,38 +183,52 @@ class HostAggregation:
         return [] if self._rounds is None else self._forward(self._rounds)
 
     def _forward(self, host_rounds: HostRounds) -> list[fx.Effect]:
-        assert self._joiner is not None
-        if not (host_rounds.full or host_rounds.own_back or host_rounds.back):
+        if not (host_rounds.full or host_rounds.back):
             return self._farewells()  # asked at each message of this worker
         rounds, host_rounds.full = host_rounds.full, []
-        for host_round in [one for one in rounds if not self._joiner.fits(one)]:
-            rounds.remove(host_round)
-            host_rounds.hand_back(host_round)
         for host_round in rounds:
-            self._awaiting[host_round.number] = [
-                _Waiter(share.member, share.run, share.pull)
-                for share in host_round.shares.values()
-                if share.own is None
-            ]
-        for ready in self._joiner.join(rounds):
-            for member in ready.members:
-                self._unarrived[member] = self._unarrived.get(member, 0) + 1
-            self._sums.update(dict.fromkeys(ready.message.ids.tolist(), ready.message.arrays))
-            self._transfers.send_ready(ready)
-        own, host_rounds.own_back = host_rounds.own_back, {}
-        for run, numbers in own.values():
-            self._transfers.send_directly(req.RunPart(run, sorted(run.plan.positions[number] for number in numbers)))
+            own = self._transfers.run(host_round.shares[host_rounds.me.node.rank].run)
+            host_rounds.hand_back_apart(host_round, own.plan)
+            if host_round.shares:
+                run = self._summed(host_round, own)
+                self._unarrived.update([one.rank for one in run.contributors])
+                self._forwarded[host_round.number] = host_round
+                self._transfers.send_directly(req.RunPart(run))
         back, host_rounds.back = host_rounds.back, {}
         effects: list[fx.Effect] = []
         for member, slices in back.items():
-            runs, ids = zip(*slices, strict=True)
-            effects.append(fx.Send(member, msg.HandedBack(_u32(runs), _u32(ids))))
+            runs, ids = zip(*sorted(slices), strict=True)
+            message = msg.HandedBack(_u32(runs), _u32(ids))
+            if member == host_rounds.me:
+                self._transfers.handed_back(message)
+            else:
+                effects.append(fx.Send(member, message))
         return effects + self._farewells()
 
-    def arrived(self, members: Sequence[Member]) -> None:
-        """Note that a server has received a joined push with contributions of these workers."""
-        for member in members:
-            self._unarrived[member] -= 1
+    def _summed(self, host_round: HostRound, own: req.Run) -> req.Run:
+        """Return the sum of a host as a run to send, by a single pass over the contributions; `own` gets the answer."""
+        shares = host_round.in_order()
+        first, arrays = shares[0], [share.values for share in shares if not share.is_empty]
+        plan = own.plan.alone(host_round.number)
+        if arrays:
+            dtype, nbytes = DType(int(plan.dtypes[0])), arrays[0].nbytes
+            memory = host_round.memory = self._allocate(plan.nbytes)
+            self._kernels.weighted_sum(arrays, [1.0] * len(arrays), dtype, memory[:nbytes].view(dtype.storage))
+            memory[nbytes:] = 0
+            self._transfers.traffic.summed += len(arrays) * nbytes
+        payload = None if host_round.memory is None else host_round.memory.data
+        run = req.Run(plan, payload, flags=np.array([first.flags], np.uint8), settings=(numbers_of(first.setting),))
+        run.contributors = tuple([share.contributor for share in shares])
+        run.number, run.priority = own.number, own.priority
+        run.kind = req.RunKind.PUSHPULL if any(share.pull for share in shares) else req.RunKind.PUSH
+        run.steps, run.versions = _u32([first.step]), _u32([min(share.version for share in shares)])
+        for share in shares:
+            share.values = _NO_VALUES  # the memory of the others is free again once this is counted
+        return run
+
+    def arrived(self, contributors: Sequence[msg.Contributor]) -> None:
+        """Note that a server has received sums with these contributions."""
+        self._unarrived.subtract([one.rank for one in contributors])
 
     # What the others say.
 
@@ -253,7 +250,7 @@ class HostAggregation:
                 pass
 
     def _farewells(self) -> list[fx.Effect]:
-        ready = [member for member in self._leaving if not self._unarrived.get(member)]
+        ready = [member for member in self._leaving if not self._unarrived[member.node.rank]]
         return [fx.Send(member, msg.Done(self._leaving.pop(member))) for member in ready]
 
     # Leaving.
@@ -292,30 +289,28 @@ class HostAggregation:
 
     def pass_on(self, message: msg.Values | msg.Counted | msg.Refused) -> list[fx.Effect]:
         """The replies to the followers that follow from a server's reply to this leader."""
-        if self._rounds is None or not (self._sums or self._awaiting):
-            return []
-        pushed = self._transfers.pushed_stretches(message.runs)
-        for begin, end in pushed if self._sums else ():
-            for number in message.ids[begin:end].tolist():
-                self._sums.pop(number, None)
-        if not self._awaiting:
+        if not self._forwarded:
             return []
         told: dict[tuple[Member, bool], list[tuple[int, int]]] = {}
-        for begin, end in pushed:
+        for begin, end in self._transfers.pushed_stretches(message.runs):
             for position, number in enumerate(message.ids[begin:end].tolist(), begin):
-                for one in self._awaiting.pop(number, ()):
-                    if self.members.get(one.member.node.rank) == one.member:
-                        told.setdefault((one.member, one.pull), []).append((position, one.run))
+                for share in self._followers_in(number):
+                    told.setdefault((share.member, share.pull), []).append((position, share.run))
         return self._told(message, told)
 
     def handed_back(self, message: msg.HandedBack) -> None:
         """A server has dropped sums with these slices: every worker in them sends its own contribution."""
-        if self._rounds is not None:
-            for number in message.ids.tolist():
-                self._sums.pop(number, None)
-                for one in self._awaiting.pop(number, ()):
-                    if self.members.get(one.member.node.rank) == one.member:
-                        self._rounds.back.setdefault(one.member, []).append((one.run, number))
+        for number in message.ids.tolist():
+            for share in self._followers_in(number):
+                assert self._rounds is not None, "only a leader forwards"
+                self._rounds.hand_back_share(number, share)
+
+    def _followers_in(self, number: int) -> list[Contribution]:
+        """Forget a slice that was forwarded; return the shares of followers in its sum."""
+        host_round = self._forwarded.pop(number, None)
+        shares = [] if host_round is None else host_round.shares.values()
+        followers = [share for share in shares if share.member != self._me]
+        return [share for share in followers if self.members.get(share.member.node.rank) == share.member]
 
     def _told(
         self, message: msg.Values | msg.Counted | msg.Refused, told: dict[tuple[Member, bool], list[tuple[int, int]]]
@@ -369,32 +364,19 @@ class HostAggregation:
 
 
 @dataclass(slots=True, eq=False)
-class Share:
-    """The contribution of a worker of this host to the next version of a slice."""
-
-    member: Member
-    run: int
-    step: int
-    version: int
-    samples: int
-    flags: int
-    setting: Setting
-    dtype: int
-    values: Bits
-    """In place: in the worker's memory, or where they arrived."""
-    pull: bool
-    own: req.Run | None = None
-    """The run of the leader, for its share."""
-
-
-@dataclass(slots=True, eq=False)
 class HostRound:
-    """The shares of a slice that have arrived."""
+    """The contributions of a host to the next version of a slice, its *shares*, as far as they have arrived."""
 
     number: int
     since: float
-    shares: dict[int, Share] = field(default_factory=dict)
-    """Worker rank → its share."""
+    shares: dict[int, Contribution] = field(default_factory=dict)
+    """Worker rank → its share. Its values lie in the worker's memory, or where they arrived."""
+    memory: Bits | None = None
+    """The sum, once it is forwarded."""
+
+    def in_order(self) -> list[Contribution]:
+        """Return the shares by rank, those with a gradient first."""
+        return sorted(self.shares.values(), key=lambda share: (share.is_empty, share.member.node.rank))
 
 
 class HostRounds:
@@ -413,10 +395,8 @@ class HostRounds:
         self.members = dict(members)
         self.full: list[HostRound] = []
         """To be forwarded."""
-        self.own_back: dict[int, tuple[req.Run, list[int]]] = {}
-        """Run → its slices that the leader sends unsummed."""
         self.back: dict[Member, list[tuple[int, int]]] = {}
-        """Follower → (run, slice) that it has to send itself."""
+        """Worker → (run, slice) that it has to send itself."""
         self.is_over = False
         """Whether everything is handed back from now on."""
         self._patience_s = patience_s
@@ -433,24 +413,23 @@ class HostRounds:
         oldest = next(iter(self._rounds.values()), None)
         return fx.NEVER if oldest is None else oldest.since + self._patience_s
 
-    def offer(self, sender: Member, message: msg.Push, now: float, own: req.Run | None = None) -> None:
-        """Take the contributions of a worker; `own` is the run if it is the leader.
+    def offer(self, sender: Member, message: msg.Push, now: float) -> None:
+        """Take the contributions of a worker.
 
         Raises:
             ValueError: the payload has another length than its header.
         """
+        settings = [setting_of(numbers) for numbers in message.settings]
         columns = (
             message.ids, message.runs, message.steps, message.versions, message.samples, message.flags,
-            message.setting_of, message.arrays.dtypes,
+            message.setting_of,
         )  # fmt: skip
-        settings = [setting_of(numbers) for numbers in message.settings]
         values = PayloadView(message.arrays).arrays(0, len(message.ids))
-        pull = message.pull
-        for number, run, step, version, samples, flags, setting, dtype, array in zip(
+        for number, run, step, version, samples, flags, setting, array in zip(
             *(column.tolist() for column in columns), values, strict=True
         ):
-            share = Share(sender, run, step, version, samples, flags, settings[setting], dtype, array, pull, own)
-            self._offer(number, share, now)
+            about = (run, step, version, samples, flags, settings[setting], array)
+            self._offer(number, Contribution(sender, *about, message.pull), now)
 
     def set_members(self, members: Mapping[int, Member]) -> None:
         """Take the live workers of the host. The others are no longer waited for.
@@ -487,10 +466,30 @@ class HostRounds:
     def hand_back(self, host_round: HostRound) -> None:
         """Let every worker send this slice itself."""
         self._rounds.pop(host_round.number, None)
-        for share in host_round.shares.values():
-            self._return(host_round.number, share)
+        shares, host_round.shares = host_round.shares, {}
+        for share in shares.values():
+            self.hand_back_share(host_round.number, share)
             last = self._alone_up_to.get(host_round.number, -1)
             self._alone_up_to[host_round.number] = max(last, share.step)
+
+    def hand_back_apart(self, host_round: HostRound, plan: req.RunPlan) -> None:
+        """Let the workers whose shares cannot be summed with those of the others send them; all, if none can."""
+        position = plan.positions[host_round.number]
+        form = (int(plan.counts[position]), DType(int(plan.dtypes[position])).storage)
+        shares = host_round.in_order()
+        fitting = [share for share in shares if share.is_empty or (share.values.size, share.values.dtype) == form]
+        joined = {share.member for share in fitting if _agree(share, fitting[0])}
+        if len(joined) < 2 or self.me not in joined:
+            self.hand_back(host_round)
+            return
+        for share in shares:
+            if share.member not in joined:
+                del host_round.shares[share.member.node.rank]
+                self.hand_back_share(host_round.number, share)
+
+    def hand_back_share(self, number: int, share: Contribution) -> None:
+        """Let a worker send its share of a slice itself."""
+        self.back.setdefault(share.member, []).append((share.run, number))
 
     def end(self) -> None:
         """Hand back everything that is incomplete, and all later shares."""
@@ -509,10 +508,10 @@ class HostRounds:
             assert not present >= self.members.keys(), "a full round is forwarded at once"
             assert len({share.step for share in host_round.shares.values()}) == 1, "shares of one round, one counter"
 
-    def _offer(self, number: int, share: Share, now: float) -> None:
+    def _offer(self, number: int, share: Contribution, now: float) -> None:
         self._resting.discard(share.member)
         if self.is_over or share.step <= self._alone_up_to.get(number, -1):
-            self._return(number, share)
+            self.hand_back_share(number, share)
             return
         host_round = self._rounds.get(number)
         if host_round is None:
@@ -527,168 +526,14 @@ class HostRounds:
         del self._rounds[host_round.number]
         self.full.append(host_round)
 
-    def _return(self, number: int, share: Share) -> None:
-        if share.own is not None:
-            self.own_back.setdefault(share.run, (share.own, []))[1].append(number)
-        else:
-            self.back.setdefault(share.member, []).append((share.run, number))
 
-
-@dataclass(slots=True, eq=False)
-class JoinedRow:
-    """The contribution of a worker to a slice, as it travels."""
-
-    number: int
-    run: int
-    """The leader's."""
-    share: Share
-    flags: int
-    summands: list[Bits]
-    """The arrays that are summed into its bytes; empty for an empty or carried row."""
-
-    @property
-    def count(self) -> int:
-        return self.summands[0].size if self.summands else 0
-
-
-@dataclass(slots=True, eq=False)
-class SmallRows:
-    """Rows of small slices that leave in the same message."""
-
-    rows: list[JoinedRow] = field(default_factory=list)
-    nbytes: int = 0
-    settings: set[Setting] = field(default_factory=set)
-
-    def has_room_for(self, rows: Sequence[JoinedRow], nbytes_max: int) -> bool:
-        settings = self.settings.union(row.share.setting for row in rows)
-        fits = self.nbytes + _nbytes(rows) <= nbytes_max and len(self.rows) + len(rows) <= ROWS_PER_MESSAGE_MAX
-        return fits and len(settings) <= SETTINGS_PER_MESSAGE_MAX
-
-    def add(self, rows: Sequence[JoinedRow]) -> None:
-        self.rows += rows
-        self.nbytes += _nbytes(rows)
-        self.settings.update(row.share.setting for row in rows)
-
-
-class PushJoiner:
-    """Turns complete rounds into joined pushes.
-
-    Args:
-        me: the leader.
-        kernels: what sums.
-        allocate: gives the memory from which sums are sent.
-        join_bytes_max: small slices travel together up to this size.
-        payload_bytes_max: the most that a message may have.
-        traffic: counts passes over values.
-    """
-
-    def __init__(
-        self,
-        me: Member,
-        kernels: Kernels,
-        allocate: Allocate,
-        join_bytes_max: int,
-        payload_bytes_max: int,
-        traffic: Traffic,
-    ) -> None:
-        self._me = me
-        self._kernels = kernels
-        self._allocate = allocate
-        self._join_bytes_max = join_bytes_max
-        self._payload_bytes_max = payload_bytes_max
-        self._traffic = traffic
-
-    def fits(self, host_round: HostRound) -> bool:
-        """Whether a message can carry the slice; false if many rows of a large slice have bytes."""
-        if sum(padded(share.values.nbytes) for share in host_round.shares.values()) <= self._payload_bytes_max:
-            return True  # even if nothing can be summed
-        return _nbytes(self._rows(host_round)) <= self._payload_bytes_max
-
-    def join(self, rounds: Iterable[HostRound]) -> Iterator[Ready]:
-        """Yield few messages: small slices together, a large slice alone, so that sums and sends overlap."""
-        batches: dict[tuple[int, bool, int], SmallRows] = {}
-        for host_round in rounds:
-            own = host_round.shares[self._me.node.rank].own
-            assert own is not None
-            pull = any(share.pull for share in host_round.shares.values())
-            key = (own.plan.server, pull, own.priority)
-            rows = self._rows(host_round)
-            if _nbytes(rows) >= req.ALONE_BYTES_MIN:
-                yield self._ready(key, rows)
-                continue
-            batch = batches.setdefault(key, SmallRows())
-            if batch.rows and not batch.has_room_for(rows, self._join_bytes_max):
-                yield self._ready(key, batch.rows)
-                batch = batches[key] = SmallRows()
-            batch.add(rows)
-        for key, batch in batches.items():
-            yield self._ready(key, batch.rows)
-
-    def _rows(self, host_round: HostRound) -> list[JoinedRow]:
-        run = host_round.shares[self._me.node.rank].run
-        rows: list[JoinedRow] = []
-        carriers: dict[object, JoinedRow] = {}
-        for rank in sorted(host_round.shares):
-            share = host_round.shares[rank]
-            row = JoinedRow(host_round.number, run, share, share.flags, [])
-            rows.append(row)
-            if share.flags & _EMPTY:
-                continue
-            dtype = DType(share.dtype)
-            alone = rank if dtype.accumulate != dtype.storage else -1
-            weight = share.samples if share.flags & _WEIGHTED else 0
-            carrier = carriers.setdefault((share.flags, share.setting, weight, dtype, share.values.size, alone), row)
-            carrier.summands.append(share.values)
-            if carrier is not row:
-                row.flags |= _CARRIED
-        return rows
-
-    def _ready(self, key: tuple[int, bool, int], rows: Sequence[JoinedRow]) -> Ready:
-        server, pull, priority = key
-        settings = {setting: i for i, setting in enumerate(dict.fromkeys(row.share.setting for row in rows))}
-        shares = [row.share for row in rows]
-        arrays = self._summed(rows)
-        message = msg.JoinedPush(
-            pull=pull,
-            runs=np.array([row.run for row in rows], np.uint32),
-            ids=np.array([row.number for row in rows], np.uint32),
-            ranks=np.array([share.member.node.rank for share in shares], np.uint32),
-            steps=np.array([share.step for share in shares], np.uint32),
-            versions=np.array([share.version for share in shares], np.uint32),
-            samples=np.array([share.samples for share in shares], np.uint32),
-            flags=np.array([row.flags for row in rows], np.uint8),
-            settings=tuple(_numbers(setting) for setting in settings),
-            setting_of=np.array([settings[share.setting] for share in shares], np.uint8),
-            arrays=arrays,
-        )
-        members = tuple(dict.fromkeys(share.member for share in shares))
-        return Ready(server, priority, message, arrays.nbytes, members)
-
-    def _summed(self, rows: Sequence[JoinedRow]) -> Arrays:
-        """Return the bytes of all rows in a buffer, by a single pass over the summed arrays."""
-        dtypes = np.array([row.share.dtype for row in rows], np.uint8)
-        counts = np.array([row.count for row in rows], np.uint32)
-        starts, total = offsets(dtypes, counts)
-        memory = self._allocate(total)
-        for row, start in zip(rows, starts.tolist(), strict=True):
-            if not row.summands:
-                continue
-            dtype = DType(row.share.dtype)
-            stop = start + row.count * dtype.itemsize
-            target = memory[start:stop].view(dtype.storage)
-            self._kernels.weighted_sum(row.summands, [1.0] * len(row.summands), dtype, target)
-            memory[stop : start + padded(stop - start)] = 0
-            self._traffic.summed += len(row.summands) * (stop - start)
-        return Arrays(dtypes, counts, memory.data if total else b"")
-
-
-def _nbytes(rows: Sequence[JoinedRow]) -> int:
-    return sum(padded(row.summands[0].nbytes) for row in rows if row.summands)
-
-
-def _numbers(setting: Setting) -> tuple[float, float, float]:
-    lr, wd, rescale = (_NAN if number is None else number for number in setting)
-    return lr, wd, rescale
+def _agree(share: Contribution, first: Contribution) -> bool:
+    """Whether a share can be summed with the share of the lowest rank that has a gradient."""
+    weighs = first.flags & _WEIGHTED
+    if share.is_empty:
+        return share.flags & _WEIGHTED == weighs
+    is_alike = (share.flags, share.setting) == (first.flags, first.setting)
+    return is_alike and (not weighs or share.samples == first.samples)
 
 
 def _chosen(arrays: Arrays, block: memoryview, positions: np.ndarray[tuple[int], np.dtype[np.intp]]) -> Arrays:

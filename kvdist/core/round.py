@@ -27,8 +27,8 @@ from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import Bits
 
 # Plain numbers: operators of enums are written in Python, and these are compared for every block of every push.
-_AVERAGE, _WEIGHTED, _HOLD = int(msg.Flag.AVERAGE), int(msg.Flag.WEIGHTED), int(msg.Flag.HOLD)
-_ADDS_NOTHING = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
+_EMPTY, _AVERAGE = int(msg.Flag.EMPTY), int(msg.Flag.AVERAGE)
+_WEIGHTED, _HOLD = int(msg.Flag.WEIGHTED), int(msg.Flag.HOLD)
 
 Setting = tuple[float | None, float | None, float | None]
 """Learning rate, weight decay, rescale; None where the server's optimizer decides."""
@@ -36,11 +36,19 @@ RowIds = npt.NDArray[np.int64]
 """(k,) row ids of a whole table, strictly ascending."""
 Refusal = tuple[msg.ErrorCode, str]
 """Of which kind, and why."""
+UNANSWERED = -1
+"""In place of a run: the push came in a sum, and the worker that sent the sum gets the reply for all of it."""
 
 
 def setting_of(numbers: tuple[float, float, float]) -> Setting:
     """From the wire, where not-a-number stands for what the server's optimizer decides."""
     lr, wd, rescale = (None if math.isnan(number) else number for number in numbers)
+    return lr, wd, rescale
+
+
+def numbers_of(setting: Setting) -> tuple[float, float, float]:
+    """For the wire: the inverse of `setting_of`."""
+    lr, wd, rescale = (math.nan if number is None else number for number in setting)
     return lr, wd, rescale
 
 
@@ -62,15 +70,21 @@ class Contribution:
     values: Bits
     """The elements of all slices, or of the rows in `row_ids`; empty if the push has no gradient."""
     pull: bool = False
-    silent: bool = False
-    """Whether it came with the contribution of another worker, which gets the reply for both."""
+    summed_with: tuple[int, ...] = ()
+    """The ranks of all workers whose pushes came in the same sum; empty for a push that came alone. The first
+    contribution of a sum has the values, the others are empty."""
     row_ids: RowIds | None = None
     """The rows of a table that `values` has; None for a block, whose elements are all pushed."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether it only counts: it has no gradient, or another contribution carries the sum of both."""
-        return bool(self.flags & _ADDS_NOTHING)
+        """Whether it only counts: it has no gradient, or another contribution has the sum of both."""
+        return bool(self.flags & _EMPTY)
+
+    @property
+    def contributor(self) -> msg.Contributor:
+        """The push in the list of those that are in a sum."""
+        return msg.Contributor(self.member.node.rank, self.member.incarnation, self.step, self.samples)
 
     @property
     def reads_in_place(self) -> bool:

@@ -71,13 +71,13 @@ class FileLedger:
 
     def fenced(self, member: Member, message: LatePush, holder: Callable[[int], Holder | None]) -> None:
         """Write that a push of a lost worker has been refused, once for each slice."""
-        own = (
-            message.ranks == member.node.rank
-            if isinstance(message, msg.JoinedPush)
-            else np.ones(len(message.ids), bool)
-        )
-        for step in np.unique(message.steps[own]).tolist():
-            there = {one: holder(one) for one in message.ids[own & (message.steps == step)].tolist()}
+        if isinstance(message, msg.JoinedPush):
+            own = [one.step for one in message.contributors if one.member == member]
+            steps = np.resize(np.array(own, np.uint32), len(message.ids))
+        else:
+            steps = message.steps
+        for step in np.unique(steps).tolist():
+            there = {one: holder(one) for one in message.ids[steps == step].tolist()}
             slices = [one for one, found in there.items() if found is not None]
             written = self._fenced.setdefault((member, step), set())
             slices = [one for one in slices if one not in written]

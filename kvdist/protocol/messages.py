@@ -14,7 +14,7 @@ import enum
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from kvdist.nodes import Member
+from kvdist.nodes import Member, worker
 from kvdist.protocol.arrays import U8
 from kvdist.protocol.limits import SLICE_BYTES_MIN
 from kvdist.protocol.wire_types import (
@@ -129,8 +129,6 @@ class Flag(enum.IntFlag):
     """Divide the sum by the number of contributions, including empty contributions."""
     HOLD = 8
     """The answer's value is read where it lies, until the next value of this slice has been received."""
-    CARRIED = 16
-    """Only in a joined push: the contribution is in the sum of another row of its slice, and has no bytes."""
     MEASURE = 32
     """Keep the contributions of the round, and answer with the sum of squares of their sum."""
     APPLY = 64
@@ -148,7 +146,7 @@ Loss = Annotated[int, code("on-loss", OnLoss, "a policy of losses")]
 When = Annotated[int, code("due-when", DueWhen, "a rule of what is due")]
 _PUSH_FLAGS = Flag.EMPTY | Flag.WEIGHTED | Flag.AVERAGE | Flag.HOLD
 PushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.MEASURE | Flag.APPLY)]
-JoinedPushFlags = Annotated[U8, bits(_PUSH_FLAGS | Flag.CARRIED)]
+JoinedPushFlags = Annotated[U8, bits(Flag.EMPTY | Flag.WEIGHTED | Flag.AVERAGE)]
 InitRowsFlags = Annotated[U8, bits(MORE)]
 PushRowsFlags = Annotated[U8, bits(Flag.EMPTY | Flag.WEIGHTED | Flag.AVERAGE | MORE)]
 
@@ -516,23 +514,39 @@ class ReplaceState(_OfSlices):
     arrays: SliceArrays
 
 
+@dataclass(frozen=True, slots=True)
+class Contributor:
+    """A push that is in a sum."""
+
+    rank: UInt32
+    incarnation: UInt64
+    step: UInt32
+    samples: UInt32
+
+    @property
+    def member(self) -> Member:
+        """The worker that has pushed."""
+        return Member(worker(self.rank), self.incarnation)
+
+
+Contributors = Annotated[
+    tuple[Contributor, ...], list_of("contributors", record("contributor", Contributor), "members_max")
+]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class JoinedPush(WireMessage):
-    """Worker → server: summed contributions of several workers of the sender's host. A single answer per slice.
-
-    The columns are those of `Push`, a row per slice and worker. The rows of a slice stand together, by rank, the
-    sender's among them; `runs` repeats the sender's run, under which it is answered.
-    """
+    """Worker → server: the sums of the pushes of several workers of the sender's host, in the columns of `Push`."""
 
     KIND = 27
     pull: Boolean
+    contributors: Contributors
+    """The pushes that are in every sum, that of the sender among them. A sum counts in the place of the first push;
+    the others add no bytes of their own."""
     runs: U32s
+    """The sender's, which gets the only answer."""
     ids: U32s
-    ranks: U32s
-    """Whose contribution a row is."""
-    steps: U32s
     versions: U32s
-    samples: U32s
     flags: JoinedPushFlags
     settings: Settings
     setting_of: U8s
@@ -1014,21 +1028,6 @@ class Rewound(WireMessage):
 
 # Replicas: what a server tells the one that keeps a copy of its slices, before anybody hears what has come of it. First
 # values, new values and states, and the scheduler's messages about keys and members, it forwards unchanged.
-
-
-@dataclass(frozen=True, slots=True)
-class Contributor:
-    """A push that is in a round."""
-
-    rank: UInt32
-    incarnation: UInt64
-    step: UInt32
-    samples: UInt32
-
-
-Contributors = Annotated[
-    tuple[Contributor, ...], list_of("contributors", record("contributor", Contributor), "members_max")
-]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,7 +36,6 @@ _long: tuple[Any, WireLimits, bytes] = (None, DEFAULT, b"")
 """The last message without arrays whose header was so long, and that header: a broadcast is written once. A
 roster of a thousand takes as long to write as a thousand short messages."""
 _EMPTY = int(msg.Flag.EMPTY)
-_WITHOUT_ELEMENTS = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
 
 
 class VersionMismatch(errors.ProtocolError):
@@ -270,16 +269,20 @@ _Contribution = messages.Push | messages.JoinedPush | messages.CompressedPush
 
 def _check_contributions(message: _Contribution) -> None:
     flags = message.flags
-    if int(np.bitwise_or.reduce(flags)) & _WITHOUT_ELEMENTS and (
-        message.arrays.counts[flags & _WITHOUT_ELEMENTS != 0].any()
-    ):
-        raise errors.ProtocolError("an empty or carried contribution has elements")
+    if int(np.bitwise_or.reduce(flags)) & _EMPTY and (message.arrays.counts[flags & _EMPTY != 0].any()):
+        raise errors.ProtocolError("an empty contribution has elements")
     _check_setting_of(message)
 
 
 def _check_setting_of(message: _Contribution | messages.PushRows) -> None:
     if (highest := int(np.maximum.reduce(message.setting_of))) >= len(message.settings):
         raise errors.ProtocolError(f"a slice uses setting {highest} of {len(message.settings)}")
+
+
+def _check_joined_push(message: messages.JoinedPush) -> None:
+    if len({one.rank for one in message.contributors}) < len(message.contributors):
+        raise errors.ProtocolError("a sum has two pushes of one worker")
+    _check_contributions(message)
 
 
 def _check_compressed_push(message: messages.CompressedPush) -> None:
@@ -333,7 +336,7 @@ _RULES: dict[type[Any], Callable[[Any], None]] = {
     messages.Declare: _check_pulled_as,
     messages.Assign: _check_pulled_as,
     messages.Push: _check_contributions,
-    messages.JoinedPush: _check_contributions,
+    messages.JoinedPush: _check_joined_push,
     messages.CompressedPush: _check_compressed_push,
     messages.InitRows: _check_init_rows,
     messages.PushRows: _check_push_rows,

@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from kvdist.config.settings import Limits
-from kvdist.core import host_aggregation, machine, reliable
+from kvdist.core import machine, reliable
 from kvdist.core.scheduler import leases, scheduler
 from kvdist.core.server import block, buffers, replica, replies, row_storage, slice_parts
 from kvdist.core.worker import pending, requests, transfers
@@ -42,8 +42,6 @@ CONSTANTS: Mapping[str, Sequence[tuple[ModuleType | type, str, Any]]] = {
     ],
     "messages have one part": [
         (transfers, "SETTINGS_PER_MESSAGE_MAX", 1),
-        (host_aggregation, "SETTINGS_PER_MESSAGE_MAX", 1),
-        (host_aggregation, "ROWS_PER_MESSAGE_MAX", 2),
         (pending, "SLICES_PER_MARK", 1),
         (requests, "KEYS_PER_MESSAGE", 1),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvdist.core.machine import PeerDisconnected
 from kvdist.errors import OptimizerMismatch, PeerLostError
 from kvdist.nodes import Member, worker
 from kvdist.protocol.arrays import Arrays
-from kvdist.protocol.messages import Flag, JoinedPush, Lease, Packet, Stamp
+from kvdist.protocol.messages import Contributor, Flag, JoinedPush, Lease, Packet, Stamp
 from tests.cases import each
 from tests.core.wired import JOB, NAN, Wired
 
@@ -30,6 +31,11 @@ def cluster(hosts: str, **options: Any) -> Wired:
 
 def said(wired: Wired, text: str) -> list[str]:
     return [line for line in wired.log if text in line]
+
+
+def ranks(line: str) -> list[int]:
+    """Whose pushes are in a sum."""
+    return [int(rank) for rank in re.findall(r"worker-(\d+)", line[line.index("contributors=") : line.index("runs=")])]
 
 
 def closed(wired: Wired) -> int:
@@ -50,15 +56,14 @@ def test_the_pushes_of_a_host_cross_once_and_everybody_gets_the_sum() -> None:
     assert len(said(wired, "worker-0 -> worker-2: Values(")) == 1
 
 
-def test_the_row_of_the_lowest_rank_with_a_gradient_carries_the_sum() -> None:
+def test_a_sum_stands_first_in_the_place_of_the_lowest_rank_with_a_gradient() -> None:
     wired = cluster("xxx")
     wired.push(0, {"b": None})
     wired.push(1, {"b": [4]})
     wired.push(2, {"b": [6]})
     wired.deliver(2)
     (line,) = said(wired, "JoinedPush(")
-    assert "ranks=[0, 1, 2]" in line and f"flags=[{int(Flag.EMPTY)}, 0, {int(Flag.CARRIED)}]" in line
-    assert "arrays=[[], [10.0], []]" in line
+    assert ranks(line) == [1, 2, 0] and "flags=[0]" in line and "arrays=[[10.0]]" in line
 
 
 def test_an_average_divides_by_all_who_contributed_and_not_by_hosts() -> None:
@@ -78,7 +83,7 @@ def test_a_mean_over_samples_is_that_of_all_workers_whatever_a_host_sums(samples
         for rank, number in enumerate(samples)
     ]
     wired.settle()
-    assert said(wired, "JoinedPush(")
+    assert bool(said(wired, "JoinedPush(")) is (samples[:2] != (1, 2))
     mean = sum(10 * rank * number for rank, number in enumerate(samples)) / sum(samples)
     assert [wired.value(one, "b") for one in asked] == [[pytest.approx(mean)]] * 4
 
@@ -100,7 +105,7 @@ def test_the_setting_decides_which_slices_are_summed_first(setting: str, summed:
     asked = [wired.pushpull(rank, values) for rank in range(2)]
     wired.settle()
     numbers = [wired.infos[name].slices[0].number for name in summed]
-    assert all(any(f"ids=[{number}, {number}]" in line for line in said(wired, "JoinedPush(")) for number in numbers)
+    assert all(any(f"ids=[{number}]" in line for line in said(wired, "JoinedPush(")) for number in numbers)
     assert len(said(wired, "JoinedPush(")) == len(summed)
     assert {wired.value(one, "large")[-1] for one in asked} == {2.0}
 
@@ -148,7 +153,7 @@ def test_workers_that_disagree_on_the_learning_rate_are_named_and_not_summed() -
     wired = cluster("xx")
     asked = [wired.push(rank, {"b": [1]}, setting=(0.1 * (rank + 1), 0.0, 1.0)) for rank in range(2)]
     wired.settle()
-    assert "arrays=[[1.0], [1.0]]" in said(wired, "JoinedPush(")[0]
+    assert not said(wired, "JoinedPush(") and len(said(wired, "-> server-0: Push(")) == 2
     for one in asked:
         error = wired.failed[one]
         assert isinstance(error, OptimizerMismatch)
@@ -164,21 +169,22 @@ def test_halves_travel_by_themselves_because_their_sum_would_be_rounded() -> Non
     wired.settle()
     asked = [wired.pushpull(rank, {"h": [40000 if rank else -39999]}) for rank in range(2)]
     wired.settle()
-    assert "flags=[0, 0]" in said(wired, "JoinedPush(")[0]
+    assert not said(wired, "JoinedPush(") and not said(wired, "worker-1 -> worker-0: Push(")
     assert wired.value(asked[0], "h") == wired.value(asked[1], "h") == [0]  # -39999 is -40000 as float16
 
 
-def test_a_slice_whose_rows_no_message_can_carry_is_handed_back() -> None:
-    wired = Wired(2, 1, hosts=["x", "x"], local_reduce="on", limits=Limits(slice_bytes=8, frame_bytes_max=8))
-    for rank in range(2):
-        wired.declare(rank, {"h": (4,)}, dtype="float16")
+def test_who_does_not_agree_with_the_first_pushes_alone_and_the_others_are_summed() -> None:
+    wired = cluster("xxxy")
+    samples = (2, 2, 3, 1)
+    asked = [wired.pushpull(rank, {"b": [rank]}, flag=Flag.WEIGHTED, samples=samples[rank]) for rank in range(4)]
     wired.settle()
-    wired.give(0, {"h": [0, 0, 0, 0]})
+    assert [ranks(line) for line in said(wired, "JoinedPush(")] == [[0, 1]]
+    assert said(wired, "worker-0 -> worker-2: HandedBack(") and not said(wired, "worker-0 -> worker-1: HandedBack(")
+    assert [wired.value(one, "b") for one in asked] == [[pytest.approx((2 + 6 + 3) / 8)]] * 4
+    again = [wired.pushpull(rank, {"b": [1]}) for rank in range(4)]
     wired.settle()
-    asked = [wired.pushpull(rank, {"h": [1, 2, 3, 4]}) for rank in range(2)]
-    wired.settle()
-    assert said(wired, "HandedBack(") and not said(wired, "JoinedPush(")
-    assert [np.array(wired.value(one, "h")).tolist() for one in asked] == [[2, 4, 6, 8]] * 2
+    assert [wired.value(one, "b") for one in again] == [[4]] * 4
+    assert ranks(said(wired, "JoinedPush(")[-1]) == [0, 1, 2], "together again"
 
 
 def test_a_slice_that_stays_incomplete_is_handed_back_and_the_server_names_the_late_worker() -> None:
@@ -306,18 +312,21 @@ def test_a_leader_that_leaves_while_an_answer_is_under_way_costs_nobody_the_answ
 
 
 def test_a_leader_that_leaves_while_a_refusal_is_under_way_costs_nobody_the_refusal() -> None:
-    wired = cluster("xx")
-    second = [wired.push(rank, {"b": [1]}, setting=(0.1 * (rank + 1), 0.0, 1.0)) for rank in range(2)][1]
+    wired = cluster("xxy")
+    wired.push(2, {"b": [1]}, setting=(0.2, 0.0, 1.0))
+    wired.settle()
+    second = [wired.push(rank, {"b": [1]}, setting=(0.1, 0.0, 1.0)) for rank in range(2)][1]
     wired.deliver(3)  # worker-1's push, the joined one, and the refusal, which worker-0 passes on
     assert closed(wired) == 1 and said(wired, "worker-0 -> worker-1: Refused(")
-    assert wired.lose() == 1  # and which never arrives
+    assert wired.lose() == 2  # and which never arrives, nor that to worker-2
     wired.leave(0)
     wired.advance(30.0)
     assert len(said(wired, "worker-1 -> server-0: Push(")) == 1, "worker-1 asks for itself"
     assert isinstance(wired.failed.get(second), OptimizerMismatch)
     third = wired.pushpull(1, {"b": [10]})
+    wired.push(2, {"b": [5]})
     wired.settle()
-    assert wired.value(third, "b") == [10], "what comes after it is not refused"
+    assert wired.value(third, "b") == [15], "what comes after it is not refused"
 
 
 def test_a_regular_leave_is_no_lost_connection() -> None:
@@ -389,7 +398,7 @@ def test_a_sum_with_a_lost_follower_goes_and_the_others_of_its_host_send_their_o
     again = [wired.pushpull(rank, {"b": [1]}) for rank in (0, 2, 3)]
     wired.settle()
     assert [wired.value(one, "b") for one in again] == [[pytest.approx(wanted + 3)]] * 3
-    assert "ranks=[0, 2]" in said(wired, "JoinedPush(")[-1], "the rest of the host goes on to sum"
+    assert ranks(said(wired, "JoinedPush(")[-1]) == [0, 2], "the rest of the host goes on to sum"
 
 
 def test_a_sum_with_a_lost_leader_goes_and_its_followers_push_by_themselves() -> None:
@@ -414,7 +423,7 @@ def test_what_a_leader_has_not_forwarded_goes_on_without_the_lost_one() -> None:
     reads = [wired.pushpull(rank, {"b": [10**rank]}) for rank in (2, 3)]
     wired.settle()
     assert [wired.value(one, "b") for one in reads] == [[5 + 1101]] * 2
-    assert "ranks=[0, 2]" in said(wired, "JoinedPush(")[0] and not said(wired, "HandedBack(")
+    assert ranks(said(wired, "JoinedPush(")[0]) == [0, 2] and not said(wired, "HandedBack(")
 
 
 def test_a_sum_that_comes_after_what_a_follower_has_pushed_by_itself_is_not_taken() -> None:
@@ -462,19 +471,17 @@ def test_who_has_no_data_is_not_waited_for_by_the_others_of_its_host(rests: int)
 # What a server believes of a joined push.
 
 
-def joined(steps: Sequence[int], ranks: Sequence[int] = (0, 1), flags: Sequence[int] = (0, 16), **change: Any) -> Any:
+def joined(wired: Wired, steps: Sequence[int], pushers: Sequence[int] = (0, 1), **change: Any) -> JoinedPush:
     """What worker 0 says of slice 1, the key b."""
-    n = len(ranks)
-    counts = np.array([0 if flag & 17 else 1 for flag in flags], np.uint32)
-    fields = {
-        "arrays": Arrays(np.full(n, 1, np.uint8), counts, np.ones(2 * int(counts.sum()), np.float32).tobytes()),
-        "ids": np.full(n, 1, np.uint32),
-        **change,
-    }
-    columns = [np.array(column, np.uint32) for column in (ranks, steps, [0] * n, [0] * n)]
-    flag, setting = np.array(flags, np.uint8), np.zeros(n, np.uint8)
-    runs = np.full(n, 77, np.uint32)
-    return JoinedPush(True, runs, fields["ids"], *columns, flag, ((NAN, NAN, NAN),), setting, fields["arrays"])
+    members = [
+        wired.member(f"worker-{rank}") if rank < len(wired.workers) else Member(worker(rank), 9) for rank in pushers
+    ]
+    contributors = tuple(
+        Contributor(member.node.rank, member.incarnation, step, 0) for member, step in zip(members, steps, strict=True)
+    )
+    arrays, zeros = Arrays(np.ones(1, np.uint8), np.ones(1, np.uint32), bytes(8)), np.zeros(1, np.uint8)
+    ids, runs = np.array([change.get("number", 1)], np.uint32), np.array([77], np.uint32)
+    return JoinedPush(True, contributors, runs, ids, np.zeros(1, np.uint32), zeros, ((NAN, NAN, NAN),), zeros, arrays)
 
 
 def refusal(wired: Wired, message: JoinedPush, rank: int = 0) -> str:
@@ -487,17 +494,17 @@ def refusal(wired: Wired, message: JoinedPush, rank: int = 0) -> str:
     return "; ".join(said(wired, "Refused("))
 
 
-@each("message, sentence", [
-        (joined([0, 0], ranks=(0, 2)), "the sender speaks for worker-2, and may speak for itself and the workers of"),
-        (joined([0, 0], ranks=(0, 9)), "the sender speaks for worker-9"),
-        (joined([0], ranks=(1,), flags=(0,)), "the sender speaks for others only"),
-        (joined([0, 0], ranks=(0, 0)), "two contributions of one worker"),
-        (joined([0, 1]), "push 1 of worker-1 to key 'b' came in a sum, but 0 of its pushes have been counted"),
-        (joined([0, 0], ids=np.full(2, 99, np.uint32)), "slice 99 is not kept by server-0"),
-        (joined([0, 0], ids=np.zeros(2, np.uint32)), "slice 0 has another size or dtype than was declared"),
+@each("told, sentence", [
+        ({"steps": [0, 0], "pushers": (0, 2)}, "the sender speaks for worker-2, and may speak for itself and the"),
+        ({"steps": [0, 0], "pushers": (0, 9)}, "the sender speaks for worker-9"),
+        ({"steps": [0], "pushers": (1,)}, "the sender speaks for others only"),
+        ({"steps": [0, 1]}, "worker-1 sent its push 1 of key 'b', but only 0 of its pushes have been counted"),
+        ({"steps": [0, 0], "number": 99}, "slice 99 is not kept by server-0"),
+        ({"steps": [0, 0], "number": 0}, "slice 0 has another size or dtype than was declared"),
     ])  # fmt: skip
-def test_a_server_refuses_once_and_in_a_sentence(message: JoinedPush, sentence: str) -> None:
+def test_a_server_refuses_once_and_in_a_sentence(told: dict[str, Any], sentence: str) -> None:
     wired = cluster("xxy")
+    message = joined(wired, **told)
     answer = refusal(wired, message)
     assert sentence in answer and "runs=[77]" in answer
     assert closed(wired) == 0 and not wired.servers[0].shard.blocks.of(1)[0].round.slots
@@ -506,13 +513,13 @@ def test_a_server_refuses_once_and_in_a_sentence(message: JoinedPush, sentence: 
 def test_a_server_takes_no_sum_for_an_asynchronous_key() -> None:
     wired = Wired(2, 1, hosts=["x", "x"], local_reduce="on")
     wired.initialise(WIDE, mode="async")
-    assert "asynchronous" in refusal(wired, joined([0, 0]))
+    assert "asynchronous" in refusal(wired, joined(wired, [0, 0]))
 
 
 def test_a_worker_without_neighbours_speaks_for_itself_alone() -> None:
     wired = Wired(2, 1)
     wired.initialise(WIDE)
-    assert "speaks for worker-1" in refusal(wired, joined([0, 0]))
+    assert "speaks for worker-1" in refusal(wired, joined(wired, [0, 0]))
 
 
 def test_a_joined_push_that_was_counted_is_answered_and_not_added_again() -> None:
@@ -520,7 +527,7 @@ def test_a_joined_push_that_was_counted_is_answered_and_not_added_again() -> Non
     for rank in range(2):
         wired.push(rank, {"b": [1]})
     wired.settle()
-    assert refusal(wired, joined([0, 0])) == ""
+    assert refusal(wired, joined(wired, [0, 0])) == ""
     assert len(said(wired, "server-0 -> worker-0: Values(")) == 1 and closed(wired) == 1
 
 
@@ -528,8 +535,8 @@ def test_a_stranger_is_refused_by_a_leader() -> None:
     wired = cluster("xx")
     stranger = Member(worker(1), 4711)
     leader = wired.workers[0]
-    assert "not a server" in str(leader.refuses(stranger, joined([0])))
-    assert leader.refuses(wired.member("worker-1"), joined([0])) is None
+    assert "not a server" in str(leader.refuses(stranger, joined(wired, [0], [0])))
+    assert leader.refuses(wired.member("worker-1"), joined(wired, [0], [0])) is None
 
 
 def test_the_memory_of_a_sum_is_kept_until_it_is_counted_and_not_only_received() -> None:
@@ -540,7 +547,7 @@ def test_the_memory_of_a_sum_is_kept_until_it_is_counted_and_not_only_received()
     wired.settle()
     assert said(wired, "JoinedPush") and closed(wired) == 0
     leader = wired.workers[0]
-    assert list(leader.aggregation._sums) == [wired.infos["b"].slices[0].number]
+    assert list(leader.aggregation._forwarded) == [wired.infos["b"].slices[0].number]
     wired.push(2, {"b": [10]})
     wired.settle()
-    assert closed(wired) == 1 and not leader.aggregation._sums
+    assert closed(wired) == 1 and not leader.aggregation._forwarded

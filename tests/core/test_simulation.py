@@ -678,7 +678,7 @@ def forgets_the_line(self: SliceTable, run: Any) -> RunPart:
 def hands_back_what_it_forwards(self: HostRounds, host_round: HostRound) -> None:
     ORIGINAL_COMPLETE(self, host_round)
     for share in host_round.shares.values():
-        self._return(host_round.number, share)
+        self.hand_back_share(host_round.number, share)
 
 
 def says_nothing_again(self: Transfers) -> None:
@@ -1176,14 +1176,14 @@ GRACE_S = Limits.reconnect_grace_s
 
 
 def drops_rows_alone(self: Shard, block: Block, rank: int) -> None:
-    """The rows of a sum are dropped one by one, though one of them has the bytes of all."""
+    """The pushes of a sum are dropped one by one, though one of them has the bytes of all."""
 
 
-def takes_late_sums(self: Shard, sender: Member, message: JoinedPush, neighbours: Any, now: float) -> None:
+def takes_late_sums(self: Shard, sender: Member, message: JoinedPush, now: float) -> None:
     """A sum with a worker that was given up counts if it comes late."""
     lost, self.peers.lost = self.peers.lost, set()
     try:
-        ORIGINAL_PUSH_JOINED(self, sender, message, neighbours, now)
+        ORIGINAL_PUSH_JOINED(self, sender, message, now)
     finally:
         self.peers.lost = lost
 
@@ -1207,16 +1207,6 @@ def awaits_all_at_once(self: Round, ranks: Sequence[int]) -> None:
     """Rounds of new keys wait for all members, whatever those have agreed on."""
 
 
-def knows_later_neighbours(self: Peers, message: Roster, endpoint: str) -> list[Member]:
-    """Rows of a sum are of the newest process of a rank."""
-    gone = ORIGINAL_UPDATE(self, message, endpoint)
-    for peer in message.peers:
-        host = self._host_of.get(peer.member)
-        if host:
-            self._on_host[host][peer.member.node.rank] = peer.member
-    return gone
-
-
 def follows_as_a_newcomer(self: Worker, message: Roster, now: float) -> list[Effect]:
     """A worker that was started again gives its pushes to a leader that does not know it."""
     aggregation = self.aggregation
@@ -1228,7 +1218,6 @@ def follows_as_a_newcomer(self: Worker, message: Roster, now: float) -> list[Eff
 
 
 ORIGINAL_PUSH_JOINED = Shard.push_joined
-ORIGINAL_UPDATE = Peers.update
 ORIGINAL_WORKER_ROSTER = Worker._roster
 ORIGINAL_SET_OPTIMIZER = Server._set_optimizer
 ORIGINAL_ROSTER = Server._roster
@@ -1513,7 +1502,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     ),
     "marks of lost workers stay": ("goes on saving in a storm", [(Snapshots, "unmark", keeps_marks)]),
     "first values that never come are awaited": ("goes on or is doomed", [(Keys, "giver_of", knows_no_giver)]),
-    "the rows of a sum are dropped one by one": (
+    "the pushes of a sum are dropped one by one": (
         "goes on with sums of hosts",
         [(Shard, "_drop_sum", drops_rows_alone)],
     ),
@@ -1529,10 +1518,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "followers do not hear that a sum was dropped": (
         "goes on with sums of hosts",
         [(HostAggregation, "handed_back", keeps_it_to_itself)],
-    ),
-    "a sum is taken for that of later processes": (
-        "joins sums of hosts",
-        [(Peers, "update", knows_later_neighbours)],
     ),
     "newcomers give their pushes to a leader": (
         "joins sums of hosts",

@@ -79,11 +79,9 @@ def pushes(draw: st.DrawFn, n: int) -> m.Push:
 @st.composite
 def joined_pushes(draw: st.DrawFn, n: int) -> m.JoinedPush:
     push = draw(pushes(n))
-    carried = np.array(draw(st.lists(st.booleans(), min_size=n, max_size=n)), np.bool_)
-    flags = np.where(carried, push.flags | np.uint8(m.Flag.CARRIED), push.flags)
-    arrays_of = draw(arrays(n, (flags & (m.Flag.EMPTY | m.Flag.CARRIED)) == 0))
-    columns = (push.steps, push.versions, push.samples, flags, push.settings, push.setting_of, arrays_of)
-    return m.JoinedPush(push.pull, push.runs, push.ids, draw(numbers(n)), *columns)
+    of = draw(st.lists(st.builds(m.Contributor, U32, U64, U32, U32), max_size=5, unique_by=lambda one: one.rank))
+    columns = (push.runs, push.ids, push.versions, push.flags, push.settings, push.setting_of, push.arrays)
+    return m.JoinedPush(push.pull, tuple(of), *columns)
 
 
 def blocked(n: int) -> st.SearchStrategy[m.Blocked]:
@@ -423,16 +421,14 @@ REFUSED_CHANGES = [
     ("Push", {"flags": np.zeros(3, np.uint32)}, "array of uint8, found uint32"),
     ("Push", {"ids": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
     ("Push", {"flags": np.array([0, 17, 0], np.uint8)}, "unknown flags 16"),
-    ("Push", {"flags": np.array([1, 1, 0], np.uint8)}, "empty or carried contribution has elements"),
+    ("Push", {"flags": np.array([1, 1, 0], np.uint8)}, "empty contribution has elements"),
+    ("JoinedPush", {"flags": np.array([1, 0], np.uint8)}, "empty contribution has elements"),
+    ("JoinedPush", {"flags": np.array([4, 8], np.uint8)}, "unknown flags 8"),
     (
         "JoinedPush",
-        {
-            "flags": np.array([4, 0, 17], np.uint8),
-            "arrays": Arrays(np.ones(3, np.uint8), np.array([1, 0, 1], np.uint32), b"\0" * 16),
-        },
-        "empty or carried contribution has",
+        {"contributors": (m.Contributor(2, 5, 1, 0), m.Contributor(2, 6, 1, 0))},
+        "two pushes of one worker",
     ),
-    ("JoinedPush", {"flags": np.array([4, 32, 1], np.uint8)}, "unknown flags 32"),
     ("PushRows", {"flags": np.array([8, 1, 0], np.uint8)}, "unknown flags 8"),
     ("PushRows", {"flags": np.array([1, 1, 0], np.uint8)}, "an empty contribution has rows"),
     ("PushRows", {"arrays": bare_rows(3, 8, 0, 0, 1, 5)}, "not a whole number for each"),
@@ -441,7 +437,7 @@ REFUSED_CHANGES = [
     ("PushRows", {"arrays": Arrays(np.full(6, 6, np.uint8), np.zeros(6, np.uint32), b"")}, "row ids are not int64"),
     ("InitRows", {"flags": np.array([4, 0], np.uint8)}, "unknown flags 4"),
     ("PullRows", {"arrays": Arrays(np.full(2, 6, np.uint8), np.zeros(2, np.uint32), b"")}, "row ids are not int64"),
-    ("JoinedPush", {"ranks": np.zeros(2, np.uint32)}, r"lengths \[2, 3\]"),
+    ("JoinedPush", {"versions": np.zeros(1, np.uint32)}, r"lengths \[1, 2\]"),
     ("HandedBack", {"ids": np.zeros(1, np.uint32)}, r"lengths \[1, 2\]"),
     ("Push", {"setting_of": np.array([0, 2, 0], np.uint8)}, "setting 2 of 2"),
     ("Push", {"arrays": Arrays(np.ones(3, np.uint8), np.zeros(3, np.uint32), b"\0" * 8)}, "8 bytes .* make 0"),

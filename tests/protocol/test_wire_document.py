@@ -184,6 +184,7 @@ def told_packet(told: dict[str, Any]) -> m.Packet:
         "arrays": told_arrays,
         "coded": told_coded,
         "settings": lambda value: tuple(map(tuple, value)),
+        "contributors": lambda value: tuple(m.Contributor(*one) for one in value),
     }
     values = {name: make.get(kind, lambda value: value)(told["fields"][name]) for name, kind in fields_of(row)}
     role, rank, incarnation = told["stamp"]["source"]

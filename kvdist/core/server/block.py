@@ -21,6 +21,7 @@ from kvdist import errors
 from kvdist.checkpoint.snapshot import STATES, WEIGHTS, SliceImage, WantedSlice
 from kvdist.core.policy import Policy
 from kvdist.core.round import (
+    UNANSWERED,
     Contribution,
     Round,
     RowIds,
@@ -199,36 +200,33 @@ class Block(Holder):
             PushRefused: the worker's push counter does not fit, which only a broken peer can cause.
         """
         verdict = self.round.offer(contribution, now)
-        if verdict is Verdict.REPEATED and not contribution.silent:
+        if verdict is Verdict.REPEATED and contribution.run != UNANSWERED:
             present = self.round.slots[contribution.member.node.rank]
-            if present.silent:
+            if present.run == UNANSWERED:
                 # The leader that summed it has left: its worker gets a reply for itself.
-                present.run, present.pull, present.silent = contribution.run, contribution.pull, False
+                present.run, present.pull = contribution.run, contribution.pull
                 present.flags |= contribution.flags & _HOLD
         return verdict
 
-    def offer_joined(self, contributions: Sequence[Contribution], now: float) -> Verdict:
+    def offer_sum(self, contributions: Sequence[Contribution], now: float) -> Verdict:
         """Put the contributions of several workers, summed together, into their slots: all or none.
 
         `REPEATED` if a worker among them has given the sender up, and has pushed for itself.
 
         Raises:
-            PushRefused: only some of them are the next pushes of their workers, which only a broken peer can cause.
+            PushRefused: as `offer`, or contributions to this block are not summed.
         """
-        counted = [self.round.counted.get(contribution.member.node.rank, 0) for contribution in contributions]
-        if all(contribution.step < count for contribution, count in zip(contributions, counted, strict=True)):
-            return Verdict.ALREADY_COUNTED
-        for contribution, count in zip(contributions, counted, strict=True):
-            if contribution.step != count:
-                raise errors.PushRefused(
-                    f"push {contribution.step} of {contribution.member} to {name_of(self.key)} came in a sum, but"
-                    f" {count} of its pushes have been counted"
-                )
-        if any(contribution.member.node.rank in self.round.slots for contribution in contributions):
+        if not self.round.policy.is_lockstep:
+            raise errors.PushRefused(
+                f"{name_of(self.key)} is asynchronous: contributions are applied one by one, not summed on the way"
+            )
+        verdicts = {self.round.place_of(contribution) for contribution in contributions}
+        if len(verdicts) > 1:
             return Verdict.REPEATED
-        for contribution in contributions:
-            self.round.offer(contribution, now)
-        return Verdict.ACCEPTED
+        if verdicts == {Verdict.ACCEPTED}:
+            for contribution in contributions:
+                self.round.offer(contribution, now)
+        return verdicts.pop()
 
     def together(self, updater: SliceUpdater | None) -> Sequence[Block]:
         """Return all blocks of the parameter if the rule needs norms of the whole, else this block."""

@@ -1,4 +1,4 @@
-"""Pushes that do not arrive as plain contributions: encoded pushes, and the joined push of the workers of a host.
+"""Pushes that do not arrive as plain contributions: encoded pushes, and the sums of the workers of a host.
 
 Encoded contributions are decoded at once, in a single pass: the bytes are read (a sixteenth of the elements' for
 2-bit) and the elements written; the round then reads them like plain contributions.
@@ -6,23 +6,19 @@ Encoded contributions are decoded at once, in a single pass: the bytes are read 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
-from kvdist import errors
-from kvdist.core.round import Contribution, setting_of
-from kvdist.core.server.block import Block
+from kvdist.core.round import UNANSWERED, Contribution
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
-from kvdist.naming import name_of
-from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
-from kvdist.protocol.arrays import Arrays, PayloadView, as_octets, decoded_dtypes, offsets, stretches
+from kvdist.protocol.arrays import Arrays, PayloadView, as_octets, decoded_dtypes, offsets
 
 _ITEMSIZE = DType.FLOAT32.itemsize
-_ADDS_NOTHING = int(msg.Flag.EMPTY | msg.Flag.CARRIED)
+_EMPTY = int(msg.Flag.EMPTY)
+_NO_VALUES = np.zeros(0, np.uint8)
 
 
 def decoded(message: msg.CompressedPush, kernels: Kernels) -> msg.Push:
@@ -53,76 +49,24 @@ def decoded(message: msg.CompressedPush, kernels: Kernels) -> msg.Push:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class JoinedSlice:
-    """The contributions of a host to a slice."""
-
-    number: int
-    run: int
-    """The run of the sender, which gets the reply."""
-    contributions: Sequence[Contribution]
-    strangers: Sequence[int]
-    """Ranks for which the sender may not speak."""
-    counts: Sequence[int]
-    """Elements of each row with bytes."""
-    dtypes: Sequence[int]
-
-    def require_fit(self, block: Block) -> None:
-        """Check that the contributions fit a block of a single slice.
-
-        Raises:
-            PushRefused: they do not fit; the sender is broken.
-        """
-        obstacle = ""
-        if self.strangers or not any(not contribution.silent for contribution in self.contributions):
-            names = ", ".join(f"worker-{rank}" for rank in self.strangers) or "others only"
-            obstacle = f"the sender speaks for {names}, and may speak for itself and the workers of its host"
-        elif len({contribution.member for contribution in self.contributions}) < len(self.contributions):
-            obstacle = f"slice {self.number} has two contributions of one worker"
-        elif not block.round.policy.is_lockstep:
-            obstacle = (
-                f"{name_of(block.key)} is asynchronous: contributions are applied one by one, not summed on the way"
-            )
-        elif any(count != block.pool.size for count in self.counts) or any(code != block.dtype for code in self.dtypes):
-            obstacle = f"slice {self.number} has another size or dtype than was declared"
-        if obstacle:
-            raise errors.PushRefused(obstacle)
+def as_push(message: msg.JoinedPush) -> msg.Push:
+    """Return the sums of a host as pushes of the sender alone: see `parts_of_sum`."""
+    columns = (message.flags, message.settings, message.setting_of, message.arrays)
+    zeros = np.zeros_like(message.ids)
+    return msg.Push(message.pull, message.runs, message.ids, zeros, message.versions, zeros, *columns)
 
 
-def joined_slices(sender: Member, message: msg.JoinedPush, neighbours: Mapping[int, Member]) -> Iterator[JoinedSlice]:
-    """Yield the contributions of a joined push, slice by slice.
+def parts_of_sum(summed: Contribution, contributors: Sequence[msg.Contributor]) -> list[Contribution]:
+    """Return a contribution of each worker that has pushed a part of a sum: the first has the sum, the others nothing.
 
-    Args:
-        sender: the leader of a host.
-        message: its push.
-        neighbours: rank → worker of that host, departed ones included.
-
-    Raises:
-        ValueError: the payload has another length than its header.
+    The sender of the sum gets the reply.
     """
-    arrays = PayloadView(message.arrays).arrays(0, len(message.ids))
-    settings = [setting_of(numbers) for numbers in message.settings]
-    columns = (message.ranks, message.steps, message.versions, message.samples, message.flags, message.setting_of)
-    ranks, steps, versions, samples, flags, setting = (column.tolist() for column in columns)
-    codes = message.arrays.dtypes.tolist()
-    for begin, end in stretches(message.ids):
-        run = int(message.runs[begin])
-        rows = range(begin, end)
-        contributions = [
-            Contribution(
-                neighbours[ranks[i]], run, steps[i], versions[i], samples[i], flags[i], settings[setting[i]], arrays[i],
-                message.pull, silent=neighbours[ranks[i]] != sender,
-            )
-            for i in rows
-            if ranks[i] in neighbours
-        ]  # fmt: skip
-        strangers = [ranks[i] for i in rows if ranks[i] not in neighbours]
-        with_bytes = [i for i in rows if not flags[i] & _ADDS_NOTHING]
-        yield JoinedSlice(
-            int(message.ids[begin]),
-            run,
-            contributions,
-            strangers,
-            [arrays[i].size for i in with_bytes],
-            [codes[i] for i in with_bytes],
-        )
+    ranks = tuple([one.rank for one in contributors])
+    parts = []
+    for one in contributors:
+        run = summed.run if one.member == summed.member else UNANSWERED
+        about = (run, one.step, summed.version, one.samples, summed.flags, summed.setting, summed.values, summed.pull)
+        parts.append(Contribution(one.member, *about, ranks))
+    for part in parts[1:]:
+        part.flags, part.values = part.flags | _EMPTY, _NO_VALUES
+    return parts

@@ -38,9 +38,7 @@ class Peers:
     far: set[Member] = field(default_factory=set)
     """The processes to which values cross a network."""
     _host_of: dict[Member, str] = field(default_factory=dict)
-    _on_host: dict[str, dict[int, Member]] = field(default_factory=dict)
-    """Host → rank → the first worker of that rank, departed ones included, as their pushes may come later.
-    One that was started again pushes for itself."""
+    """Worker → its host, departed ones included, as their pushes may come later."""
 
     def update(self, message: msg.Roster, endpoint: str) -> list[Member]:
         """Take a roster.
@@ -63,7 +61,6 @@ class Peers:
                 self.far.add(peer.member)
             if host and peer.member.node.role is Role.WORKER:
                 self._host_of[peer.member] = host
-                self._on_host.setdefault(host, {}).setdefault(peer.member.node.rank, peer.member)
         present = {*self.workers.values(), *self.newcomers.values()}
         gone = sorted(set(before) - present, key=lambda member: member.node.rank)
         for member in gone:
@@ -93,6 +90,6 @@ class Peers:
         self.resting = set(ranks)
         self.awaited = (self.workers.keys() | self.away) - self.resting
 
-    def neighbours_of(self, worker: Member) -> dict[int, Member]:
-        """Rank → the workers whose contributions a worker may bring: those of its host, departed ones included."""
-        return self._on_host.get(self._host_of.get(worker, ""), {worker.node.rank: worker})
+    def are_neighbours(self, one: Member, other: Member) -> bool:
+        """Whether a worker may bring contributions of another worker, perhaps a departed one: of its own host."""
+        return one == other or (one in self._host_of and self._host_of[one] == self._host_of.get(other))

@@ -20,7 +20,6 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,10 +36,11 @@ from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.commands import Handler
 from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
-from kvdist.core.round import Admission, Contribution, Round, agreed_settings, scales_of, setting_of
+from kvdist.core.round import Admission, Contribution, Round, agreed_settings, numbers_of, scales_of, setting_of
 from kvdist.core.server import slice_parts
 from kvdist.core.server.block import Block
 from kvdist.core.server.buffers import Allocate, Buffer, ordinary_memory
+from kvdist.core.server.decoding import parts_of_sum
 from kvdist.core.server.holder import Holder, optimizer_of
 from kvdist.core.server.server import Server
 from kvdist.core.server.shard import Shard, code_of
@@ -158,8 +158,9 @@ class ReplicatedShard(Shard):
         for i, (holder, contributions) in enumerate(zip(holders, rounds, strict=True)):
             summed, buffer = sums[i] if sums else (None, None)
             parts = holder.forwarded(buffer, None if summed is None else summed.row_ids)
-            setting = _settings(None, None) if summed is None else _settings(*summed.setting[:2])
-            round_ = (holder.round.version, _contributors(contributions), setting, *refusal)
+            setting = (None, None, 1.0) if summed is None else summed.setting
+            contributors = tuple([one.contributor for one in contributions])
+            round_ = (holder.round.version, contributors, (numbers_of(setting),), *refusal)
             for position, arrays in enumerate(parts):
                 if buffer is not None:
                     buffer.leases += 1
@@ -203,9 +204,10 @@ class CopiedShard(Shard):
 
     def replicate(self, message: msg.Replicate) -> None:
         """Count a round, and apply the rule to its sum."""
-        contributors = _contributions(message)
+        empty = Contribution(NOBODY, 0, 0, 0, 0, _EMPTY, setting_of(message.settings[0]), _NO_VALUES)
+        contributors = parts_of_sum(empty, message.contributors)
         member = contributors[0].member if len(contributors) == 1 else NOBODY
-        summed = Contribution(member, 0, 0, 0, 0, 0, setting_of(message.settings[0]), _NO_VALUES)
+        summed = replace(empty, member=member, flags=0)
         table = self.tables.get(int(message.ids[0]))
         if message.has_rows is (table is None):
             return  # this copy had no memory for the table, or its sender is broken
@@ -674,25 +676,6 @@ def _said(message: msg.Message) -> Said:
     return type(message), message.epoch if isinstance(message, msg.Roster | msg.Settled) else getattr(
         message, "request", 0
     )
-
-
-def _settings(lr: float | None, wd: float | None) -> tuple[tuple[float, float, float], ...]:
-    return ((math.nan if lr is None else lr, math.nan if wd is None else wd, 1.0),)
-
-
-def _contributors(contributions: Sequence[Contribution]) -> tuple[msg.Contributor, ...]:
-    return tuple(
-        [msg.Contributor(one.member.node.rank, one.member.incarnation, one.step, one.samples) for one in contributions]
-    )
-
-
-def _contributions(message: msg.Replicate) -> list[Contribution]:
-    """Return the contributions to a round, without their values."""
-    setting, contributions = setting_of(message.settings[0]), []
-    for one in message.contributors:
-        member = Member(worker(one.rank), one.incarnation)
-        contributions.append(Contribution(member, 0, one.step, 0, one.samples, _EMPTY, setting, _NO_VALUES))
-    return contributions
 
 
 def _count(shard: CopiedShard, holder: Holder, message: msg.Replicate, contributions: Sequence[Contribution]) -> None:

@@ -135,7 +135,7 @@ class Server(fx.Machine):
             case msg.CompressedPush():
                 self.shard.push(sender, decoded(message, self.shard.kernels), now)
             case msg.JoinedPush():
-                self.shard.push_joined(sender, message, self.peers.neighbours_of(sender), now)
+                self.shard.push_joined(sender, message, now)
             case msg.Pull():
                 self.shard.pull(sender, message, now)
             case msg.PullState():

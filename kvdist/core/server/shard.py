@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -20,11 +21,11 @@ from kvdist.checkpoint.snapshot import SliceImage, WantedSlice
 from kvdist.config.settings import Limits
 from kvdist.core import machine as fx
 from kvdist.core.policy import POLICIES
-from kvdist.core.round import Contribution, PullRequest, Round, RowIds, Verdict, setting_of
+from kvdist.core.round import UNANSWERED, Contribution, PullRequest, Round, RowIds, Verdict, setting_of
 from kvdist.core.server import slice_parts
 from kvdist.core.server.block import Block, Blocks
 from kvdist.core.server.buffers import Allocate, Buffer, ReplyBuffers
-from kvdist.core.server.decoding import joined_slices
+from kvdist.core.server.decoding import as_push, parts_of_sum
 from kvdist.core.server.holder import Holder, close_round, contributors, is_complete, optimizer_of
 from kvdist.core.server.replies import Replies
 from kvdist.core.server.snapshots import Snapshots
@@ -44,7 +45,6 @@ from kvdist.protocol.arrays import U8, U32, Arrays, Bits, PayloadView, padded, s
 
 # Plain numbers: operators of enums are written in Python, and these are compared for every block of every push.
 _EMPTY = int(msg.Flag.EMPTY)
-_CARRIED = int(msg.Flag.CARRIED)
 _MEASURE = int(msg.Flag.MEASURE)
 _CLIPPED = int(msg.Flag.MEASURE | msg.Flag.APPLY)
 _NO_VALUES = np.zeros(0, np.uint8)
@@ -56,6 +56,7 @@ class AveragePull(PullRequest):
     __slots__ = ()
 
 
+Offer: TypeAlias = Callable[[Block, Contribution, float], None]
 LatePush: TypeAlias = msg.Push | msg.CompressedPush | msg.JoinedPush | msg.PushRows
 
 
@@ -198,7 +199,7 @@ class Shard:
 
     def _answer(self, holder: Holder, contribution: Contribution) -> None:
         """Report the outcome of a contribution to its worker."""
-        if contribution.silent:
+        if contribution.run == UNANSWERED:
             return
         reply, run = self._to(contribution.member), contribution.run
         if (refusal := holder.round.refusal_of(contribution)) is not None:
@@ -298,15 +299,9 @@ class Shard:
     def _drop_sum(self, block: Block, rank: int) -> None:
         """Drop the sum with this worker's contribution, if any; each worker that expects a reply sends again."""
         slots = block.round.slots
-        if rank not in slots:
-            return
-        neighbours = self.peers.neighbours_of(slots[rank].member)
-        summed = [one for one in slots.values() if neighbours.get(one.member.node.rank) == one.member]
-        if not any(one.flags & _CARRIED for one in summed):
-            return  # each has bytes of its own
-        for one in summed:
-            del slots[one.member.node.rank]
-            if not one.silent:
+        for other in slots[rank].summed_with if rank in slots else ():
+            one = slots.pop(other)
+            if one.run != UNANSWERED:
                 self._to(one.member).hand_back(one.run, block.ids)
 
     def release(self, member: Member) -> None:
@@ -660,8 +655,9 @@ class Shard:
             self.blocks.isolate(np.unique(message.ids[np.array(alone)]))
         return [(row, self.blocks.of(int(message.ids[row]))[0]) for row in good]
 
-    def push(self, sender: Member, message: msg.Push, now: float) -> None:
-        """Offer contributions to blocks."""
+    def push(self, sender: Member, message: msg.Push, now: float, offer: Offer | None = None) -> None:
+        """Offer contributions to blocks; `offer` does so with a contribution to a block."""
+        offer = offer or self._offer
         payload = PayloadView(message.arrays)
         settings = [setting_of(numbers) for numbers in message.settings]
         columns = (message.runs, message.steps, message.flags, message.setting_of)
@@ -684,7 +680,7 @@ class Shard:
                     values,
                     message.pull,
                 )
-                self._offer(block, contribution, now)
+                offer(block, contribution, now)
 
     def _offer(self, block: Block, contribution: Contribution, now: float) -> None:
         try:
@@ -697,38 +693,42 @@ class Shard:
         elif verdict is Verdict.ALREADY_COUNTED:
             self._answer(block, contribution)
 
-    def push_joined(
-        self, sender: Member, message: msg.JoinedPush, neighbours: Mapping[int, Member], now: float
-    ) -> None:
-        """Offer contributions of several workers of the sender's host; the sender gets the reply for all of them.
+    def push_joined(self, sender: Member, message: msg.JoinedPush, now: float) -> None:
+        """Offer sums of the pushes of several workers of the sender's host; the sender gets the reply for all of them.
 
-        Args:
-            sender: the leader of its host.
-            message: a row per slice and worker.
-            neighbours: rank → worker of that host, departed ones included.
-            now: the time.
+        All are refused if the sender may not speak for these workers, or handed back if one of them is lost.
         """
-        ids = np.unique(message.ids)
-        self.blocks.isolate(ids[[int(number) in self.blocks for number in ids]])
-        for joined in joined_slices(sender, message, neighbours):
-            ids = np.array([joined.number], np.uint32)
-            block = self.blocks.of(joined.number)[0] if joined.number in self.blocks else None
-            try:
-                if block is None:
-                    raise errors.PushRefused(f"slice {joined.number} is not kept by {self.peers.name}")
-                joined.require_fit(block)
-                lost = self.peers.lost and any(one.member in self.peers.lost for one in joined.contributions)
-                verdict = Verdict.REPEATED if lost else block.offer_joined(joined.contributions, now)
-            except errors.PushRefused as error:
-                self._refuse(sender, joined.run, ids, error)
-                continue
-            if verdict is Verdict.ACCEPTED:
-                self.close_if_ready(block)
-            elif verdict is Verdict.REPEATED:
-                self._to(sender).hand_back(joined.run, ids)
+        members = [one.member for one in message.contributors]
+        strangers = [str(member) for member in members if not self.peers.are_neighbours(sender, member)]
+        if not strangers and sender in members and self.peers.lost.isdisjoint(members):
+            self.push(sender, as_push(message), now, partial(self._offer_sum, message.contributors))
+            return
+        names = ", ".join(strangers) or "others only"
+        obstacle = f"the sender speaks for {names}, and may speak for itself and the workers of its host"
+        for begin, end in stretches(message.runs):
+            run, ids = int(message.runs[begin]), message.ids[begin:end]
+            if strangers or sender not in members:
+                self._refuse(sender, run, ids, obstacle)
             else:
-                for contribution in joined.contributions:
-                    self._answer(block, contribution)
+                self._to(sender).hand_back(run, ids)
+
+    def _offer_sum(
+        self, contributors: Sequence[msg.Contributor], block: Block, summed: Contribution, now: float
+    ) -> None:
+        """Offer a sum as a contribution of each worker that has pushed a part of it."""
+        contributions = parts_of_sum(summed, contributors)
+        try:
+            verdict = block.offer_sum(contributions, now)
+        except errors.PushRefused as error:
+            self._refuse(summed.member, summed.run, block.ids, error)
+            return
+        if verdict is Verdict.ACCEPTED:
+            self.close_if_ready(block)
+        elif verdict is Verdict.REPEATED:
+            self._to(summed.member).hand_back(summed.run, block.ids)
+        else:
+            for contribution in contributions:
+                self._answer(block, contribution)
 
     def pull(self, sender: Member, message: msg.Pull, now: float) -> None:
         """Answer requests for values, or let them wait."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,12 @@ class RunPlan:
         if len(ids) == len(self.ids) and (ids == self.ids).all():
             return range(len(ids))  # an answer to the whole run: the usual case
         return [self.positions[number] for number in ids.tolist()]
+
+    def alone(self, number: int) -> RunPlan:
+        """Return the plan of a run of one of the slices. It is not for answers."""
+        one = slice(self.positions[number], self.positions[number] + 1)
+        counts, dtypes = self.counts[one], self.dtypes[one]
+        return replace(self, ids=self.ids[one], counts=counts, dtypes=dtypes, nbytes=offsets(dtypes, counts)[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,6 +215,9 @@ class Encoded:
     entries: U32
 
 
+BatchKey: TypeAlias = tuple[RunKind, int, float | tuple[msg.Contributor, ...]]
+
+
 @dataclass(slots=True, eq=False)
 class Run:
     """The data of a transfer for a run of a plan. It belongs to the worker once it is submitted, and to that transfer.
@@ -237,6 +246,8 @@ class Run:
     """How the payload is encoded; None for the elements themselves."""
     states: U8 | None = None
     """Of `PULL_STATE` and `REPLACE_STATE`, per slice: which array of the optimizer's state."""
+    contributors: tuple[msg.Contributor, ...] = ()
+    """The pushes that are in it, if it is the sum of a host."""
 
     # The state of the run while it is in flight.
 
@@ -269,11 +280,11 @@ class Run:
         return self.flags is not None and bool(self.flags[0] & _CLIPPED)
 
     @property
-    def batch_key(self) -> tuple[RunKind, int, float]:
+    def batch_key(self) -> BatchKey:
         """Equal for runs that may travel in the same message: their purpose and their encoding; -1 for rows."""
         encoded = self.encoded
         if encoded is None:
-            return (self.kind, -1 if self.chunks else 0, 0.0)
+            return (self.kind, -1 if self.chunks else 0, self.contributors)
         return (self.kind, encoded.encoding, encoded.parameter)
 
 

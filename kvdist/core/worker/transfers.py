@@ -35,7 +35,6 @@ from kvdist.core.worker import requests as req
 from kvdist.dtypes import DType
 from kvdist.kernels.interface import Kernels
 from kvdist.kernels.reference import REFERENCE
-from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
 from kvdist.protocol.arrays import ITEMSIZES, U8, U32, Arrays, Bits, Coded, Payload, stretches, views
 
@@ -63,26 +62,14 @@ LEADER = -1
 _HALVES = (int(DType.FLOAT16), int(DType.BFLOAT16))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Ready:
-    """A complete message: the joined push of a host."""
-
-    server: int
-    priority: int
-    message: msg.JoinedPush
-    nbytes: int
-    members: tuple[Member, ...]
-    """The workers whose contributions it has."""
-
-
 @dataclass(frozen=True, slots=True)
 class Credit:
     """The token of a message: its bytes are back in the window once it is acknowledged."""
 
     server: int
     nbytes: int
-    members: tuple[Member, ...] = ()
-    """Of a joined push: the workers whose contributions it has."""
+    contributors: tuple[msg.Contributor, ...] = ()
+    """Of a joined push: the pushes that are in it, once for each part."""
 
 
 @dataclass(slots=True)
@@ -99,9 +86,8 @@ class Outbox:
     far_bytes_max: int = 0
     """Up to how many bytes large parts join across a network; 0 is `FAR_BYTES_MAX`."""
     flying_bytes: int = 0
-    _heaps: dict[tuple[req.RunKind, int, float], list[tuple[int, int, req.RunPart]]] = field(default_factory=dict)
-    """By `Run.batch_key`."""
-    _ready: list[tuple[int, int, Ready]] = field(default_factory=list)
+    _heaps: dict[req.BatchKey, list[tuple[int, int, req.RunPart]]] = field(default_factory=dict)
+    """By `Run.batch_key`; none is empty."""
     _arrivals: int = 0
 
     def __post_init__(self) -> None:
@@ -119,17 +105,9 @@ class Outbox:
         heap = self._heaps.setdefault(part.run.batch_key, [])
         heapq.heappush(heap, (-part.run.priority, self._arrivals, part))
 
-    def add_ready(self, ready: Ready) -> None:
-        """Queue a complete message."""
-        self._arrivals += 1
-        heapq.heappush(self._ready, (-ready.priority, self._arrivals, ready))
-
     def next_message(self) -> tuple[msg.Message, Credit] | None:
         """Return the next message that may be sent, and the credit that it uses; None if no message may."""
-        heaps = [heap for heap in self._heaps.values() if heap]
-        heap = min(heaps, key=lambda heap: heap[0][:2], default=None)
-        if self._ready and (heap is None or self._ready[0][:2] < heap[0][:2]):
-            return self._next_ready()
+        heap = min(self._heaps.values(), key=lambda heap: heap[0][:2], default=None)
         if heap is None:
             return None
         window_bytes = self._window(heap[0][2])
@@ -138,18 +116,13 @@ class Outbox:
         if self.flying_bytes and self.flying_bytes + heap[0][2].nbytes > window_bytes:
             return None
         parts = self._joinable(heap, window_bytes - self.flying_bytes)
+        run = parts[0].run
+        if not heap:
+            del self._heaps[run.batch_key]
         message = _message(parts)
         nbytes = sum(part.nbytes for part in parts)
         self.flying_bytes += nbytes
-        return message, Credit(self.server, nbytes)
-
-    def _next_ready(self) -> tuple[msg.Message, Credit] | None:
-        ready = self._ready[0][2]
-        if self.flying_bytes and self.flying_bytes + ready.nbytes > self.far_window_bytes:
-            return None
-        heapq.heappop(self._ready)
-        self.flying_bytes += ready.nbytes
-        return ready.message, Credit(self.server, ready.nbytes, ready.members)
+        return message, Credit(self.server, nbytes, run.contributors * len(parts))
 
     def _window(self, part: req.RunPart) -> int:
         return self.window_bytes if self.is_near or part.run.stays else self.far_window_bytes
@@ -162,12 +135,11 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Whether nothing waits to leave."""
-        return not self._ready and not any(self._heaps.values())
+        return not self._heaps
 
     def forget(self) -> None:
         """Drop what waits to leave."""
         self._heaps.clear()
-        self._ready.clear()
 
     def _joinable(self, heap: list[tuple[int, int, req.RunPart]], window_left: int) -> list[req.RunPart]:
         first = heapq.heappop(heap)[2]
@@ -434,11 +406,6 @@ class Transfers:
         for index in range(len(run.chunks)):
             self._add(server, req.RunPart(run, chunk=index))
 
-    def send_ready(self, ready: Ready) -> None:
-        """Send a complete message to its server."""
-        self._outboxes[ready.server].add_ready(ready)
-        self._ready.add(ready.server)
-
     def send_again(self, server: int, is_near: bool) -> None:
         """Repeat unanswered requests to the server that has the slices of a lost server, and their counters.
 
@@ -542,6 +509,10 @@ class Transfers:
     def refused(self, message: msg.Refused) -> dict[int, int]:
         """The requests with refused slices, each with the server that refused."""
         return {run.request: run.plan.server for run, _, _ in self._segments(message.runs)}
+
+    def run(self, number: int) -> req.Run:
+        """Return a run without all its answers."""
+        return self._runs[number]
 
     def pushed_stretches(self, runs: U32) -> list[tuple[int, int]]:
         """The stretches of an answer that belong to pushes."""
@@ -693,6 +664,9 @@ def _message(parts: Sequence[req.RunPart]) -> msg.Message:
         arrays = Arrays(_joined([part.dtypes for part in parts]), counts, payload)
         if has_rows:
             return msg.PushRows(*columns, arrays)
+        if contributors := parts[0].run.contributors:
+            seen = (numbers, _joined(ids), versions, flags)
+            return msg.JoinedPush(kind is req.RunKind.PUSHPULL, contributors, *seen, settings, setting_of, arrays)
         return msg.Push(kind is req.RunKind.PUSHPULL, *columns, arrays)
     arrays = Arrays(_joined([part.dtypes for part in parts]), counts, payload)
     if kind is req.RunKind.INITIALISE and not has_rows:

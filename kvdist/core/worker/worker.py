@@ -257,8 +257,8 @@ class Worker(fx.Machine):
         for token in tokens:
             assert isinstance(token, Credit)
             self.transfers.release(token)
-            if token.members and self.aggregation is not None:
-                self.aggregation.arrived(token.members)
+            if token.contributors and self.aggregation is not None:
+                self.aggregation.arrived(token.contributors)
         return self._flush(now)
 
     @property
@@ -700,7 +700,8 @@ class Worker(fx.Machine):
                 in_rounds += range(first, slices[-1].number + 1)
             if giver == msg.LATER:
                 later += range(first, slices[-1].number + 1)
-            if aggregation is not None and is_lockstep and not form:  # else nothing is summed
+            is_half = dtype.accumulate != dtype.storage  # the sum of a host could round or overflow
+            if aggregation is not None and is_lockstep and not form and not is_half:  # else nothing is summed
                 sizes = ((piece, piece.count * dtype.itemsize) for piece in slices)
                 aggregated += [piece.number for piece, size in sizes if aggregation.aggregates(piece.server, size)]
             other = None if pulled_as is dtype else pulled_as
