@@ -238,7 +238,8 @@ class Round:
         Args:
             ranks: the ranks to count; None for the choice of the policy.
         """
-        contributions = [self.slots.pop(rank) for rank in ranks or self.policy.chosen(self.ready())]
+        chosen = self.policy.chosen(self.ready()) if ranks is None else ranks
+        contributions = [self.slots.pop(rank) for rank in chosen]
         self.version += 1
         self.restored -= not contributions
         self._unsatisfied = 0

@@ -150,6 +150,15 @@ def test_a_server_that_never_had_a_link_to_its_backup_gives_itself_up() -> None:
     assert said.failure.endswith("there was never a connection between them")
 
 
+def test_workers_that_come_back_do_not_put_off_the_judgement_of_a_backup() -> None:
+    server = with_backup()
+    server.observe(PeerDisconnected(FIRST, "connection reset"), 1.0)
+    for now in range(2, 31):
+        server.observe(PeerConnected(WORKER), float(now))
+    assert not goodbyes(server, 31.0)
+    assert any(goodbyes(server, later) for later in (33.0, 35.0))
+
+
 def test_a_server_does_not_judge_its_backup_while_the_scheduler_is_away() -> None:
     server = with_backup()
     server.observe(PeerDisconnected(FIRST, "connection reset"), 1.0)

@@ -131,6 +131,18 @@ def test_held_values_lease_the_new_version_and_give_back_the_old_one_with_the_me
         assert one.published is not None and one.lent[READER] is one.published and one.published.leases == 1
 
 
+def test_an_answer_that_is_not_sent_gives_back_the_old_version_of_a_held_value() -> None:
+    one = block(0)
+    first = one.published
+    assert first is not None
+    one.lend(READER)
+    one.replace([np.full(one.pool.size, 9, np.float32)])
+    answers = Reply()
+    answers.lend(READER, 8, one)
+    answers.drop()
+    assert one.published is not None and (first.leases, one.published.leases) == (0, 1)
+
+
 def test_a_held_value_without_elements_alone_has_an_empty_payload() -> None:
     one = block(0, 0)
     answers = Reply()

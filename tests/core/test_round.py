@@ -58,6 +58,12 @@ def test_who_is_asked_twice_how_far_it_is_promises_no_more_than_before() -> None
     assert round_.is_complete({0})
 
 
+def test_a_round_that_counts_nobody_leaves_its_slots_alone() -> None:
+    round_ = Round("w", SYNC)
+    round_.offer(push(0, 1, None), 0.0)
+    assert (round_.close([]), round_.version, set(round_.slots)) == ([], 1, {0}), "as joint blocks may order"
+
+
 def test_who_goes_back_makes_no_version_before_a_cut_and_newcomers_begin_there() -> None:
     round_ = Round("w", SYNC)
     round_.promise()

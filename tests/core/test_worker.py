@@ -11,12 +11,14 @@ import pytest
 
 from kvdist.config.settings import Limits
 from kvdist.core.joining import SCHEDULER_MEMBER
-from kvdist.core.machine import ACK_BYTES_MAX, PeerConnected, PeerDisconnected, Send
-from kvdist.core.worker.requests import Register, ReportTimes, Run, RunKind, Transfer, make_plan
+from kvdist.core.machine import ACK_BYTES_MAX, CompleteRequest, PeerConnected, PeerDisconnected, Send
+from kvdist.core.sharding import slices_of
+from kvdist.core.worker.requests import DeclareKeys, Register, ReportTimes, Run, RunKind, Transfer, make_plan
 from kvdist.core.worker.transfers import FAR_BYTES_MAX
+from kvdist.dtypes import DType
 from kvdist.errors import DeadlineExceeded, PeerLostError, PushRefused, StoreClosed
-from kvdist.nodes import Role
-from kvdist.protocol.messages import MarkPushes, Roster, StepTimes
+from kvdist.nodes import Role, server
+from kvdist.protocol.messages import MarkPushes, Placed, Placement, Rewind, Roster, StepTimes
 from tests.cases import each
 from tests.core.wired import Wired
 
@@ -334,6 +336,24 @@ def test_who_has_marked_at_a_lost_server_tells_the_heir_that_it_cannot_take_part
     sent = [one for one in effects if isinstance(one, Send) and isinstance(one.message, MarkPushes)]
     marks = [(one.to, one.message) for one in sent]
     assert [(to, one.counter, one.contents, one.last) for to, one in marks] == [(again.member, 0, (), True)]
+
+
+def test_keys_are_cut_for_all_servers_while_a_server_is_lost() -> None:
+    """A key that was agreed before the loss may be placed while all wait for another server of that rank."""
+    wired = Wired(1, 3, on_loss="continue")
+    wired.initialise({"b": [5]})
+    machine, roster = wired.workers[0], wired.scheduler.membership.roster
+    machine.aggregation = None  # as where servers write snapshots
+    shape = (3000, 1000)
+    machine.submit([DeclareKeys(77, 0, "sync", ("w",), (shape,), (DType.FLOAT32,))], 0.0)
+    rest = tuple(peer for peer in roster.peers if peer.member.node != server(1))
+    machine.handle(SCHEDULER_MEMBER, Roster(rest, roster.epoch + 1), 0.0)
+    machine.handle(SCHEDULER_MEMBER, Rewind(1, 0, "server-1 was lost"), 0.0)
+    placement = Placement((9,), (Placement.CUT,), 1 << 20)
+    effects = machine.handle(SCHEDULER_MEMBER, Placed(77, placement, (0,)), 0.0)
+    (info,) = next(one.result for one in effects if isinstance(one, CompleteRequest))
+    assert info.slices == tuple(slices_of(shape, 4, "", Placement.CUT, 3, 9, 1 << 20))
+    assert {piece.server for piece in info.slices} == {0, 1, 2}
 
 
 def test_a_report_of_times_says_for_how_long_pushes_were_on_their_way(wired: Wired) -> None:

@@ -334,7 +334,7 @@ class Scheduler(fx.Machine):
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[fx.Effect]:
         """Handle acknowledged messages: a stop (its token is the server), introductions of newcomers, or a roster."""
-        if all(isinstance(token, Member) for token in tokens):
+        if member in tokens:
             return self._server_gone(member)
         for epoch in tokens:
             if isinstance(epoch, int):

@@ -446,7 +446,7 @@ class ReplicatedServer(Server):
             elif isinstance(event, fx.PeerConnected):
                 self._reached(member)
             return []
-        if isinstance(event, fx.PeerConnected):  # to the scheduler, which may have been away
+        if isinstance(event, fx.PeerConnected) and member == SCHEDULER_MEMBER:  # it may have been away
             self._judged_from = now + self.limits.reconnect_grace_s(True, True) + fx.VERDICT_WAIT_S
             if self._out_of_reach_at < fx.NEVER:
                 self._out_of_reach_at = max(self._out_of_reach_at, self._judged_from)

@@ -129,7 +129,8 @@ class Reply:
 
     def drop(self) -> None:
         """Release the leases of a reply that is not sent."""
-        for _, buffer in self._messages:
+        leased = [buffer for _, buffer in self._messages] + [before for *_, before in self._lent]
+        for buffer in leased:
             if buffer is not None:
                 buffer.leases -= 1
 

@@ -688,7 +688,8 @@ class Worker(fx.Machine):
         infos, aggregated, last = [], [], -1
         in_rounds: list[int] = []
         later: list[int] = []
-        is_lockstep, num_servers = POLICIES[declared.mode].is_lockstep, len(self.peers.servers)
+        is_lockstep = POLICIES[declared.mode].is_lockstep
+        num_servers = self.joining.introduction.num_servers  # also while a server is lost, and not back yet
         aggregation = self.aggregation if self.aggregation is not None and self.aggregation.servers else None
         pulled = declared.pulled_as or declared.dtypes
         columns = (declared.keys, declared.shapes, declared.dtypes, pulled, declared.message.forms)
