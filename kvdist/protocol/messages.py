@@ -214,26 +214,8 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Roster(WireMessage):
-    """Scheduler → all: the processes of the cluster. The first roster means that the cluster is complete."""
-
-    KIND = 4
-    peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
-    epoch: UInt32 = 0
-    """1, 2, …"""
-    lost: Ranks = ()
-    """Workers lost since the last roster: none of their pushes is counted any more."""
-    ended: Members = ()
-    """Lost workers whose processes are known since then to have ended: they read nothing more."""
-    newcomers: Ranks = ()
-    """Of `peers`, the workers that no round waits for: a `Cut` makes members of them."""
-    owners: Ranks = ()
-    """Number of a server in the placement → rank of the server that has its slices; empty if no slices have moved."""
-
-
-@dataclass(frozen=True, slots=True)
 class Fate:
-    """How many pushes of a lost worker a server has counted in its slices of a store."""
+    """How many pushes of a lost worker are counted in the slices of a store: those of a server, or all."""
 
     rank: UInt32
     incarnation: UInt64
@@ -248,17 +230,44 @@ class Fate:
     """How many examples its pushes summed, where most are counted."""
 
 
+Fates = Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "members_max")]
+
+
 @dataclass(frozen=True, slots=True)
-class Settled(WireMessage):
-    """Server → scheduler: this roster is applied, and no more pushes of its lost workers will be counted.
+class Roster(WireMessage):
+    """Scheduler → all: the cluster as it is. The first roster means that the cluster is complete.
 
-    Scheduler → server: all servers have reported that, and this is counted over all of them."""
+    A roster replaces all earlier rosters: a process that has missed some needs only the newest.
+    """
 
-    KIND = 5
+    KIND = 4
+    peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
+    epoch: UInt32 = 0
+    """1, 2, …"""
+    lost: Members = ()
+    """Lost workers, until all servers have accounted for their pushes, of which none is counted any more."""
+    ended: Members = ()
+    """Lost workers whose processes have ended and read nothing more, until all servers know."""
+    newcomers: Ranks = ()
+    """Of `peers`, the workers that no round waits for: a `Cut` makes members of them."""
+    owners: Ranks = ()
+    """Number of a server in the placement → rank of the server that has its slices; empty if no slices have moved."""
+    fates: Fates = ()
+    """How many pushes of lost workers are counted over all servers, until all servers know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen(WireMessage):
+    """Server → scheduler: the roster of this epoch is applied. Repeated when what it says has changed."""
+
+    KIND = 6
     epoch: UInt32
-    fates: Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "members_max")]
+    fates: Fates
+    """Of the roster's lost workers: no more of their pushes will be counted."""
     valueless: Numbers
-    """The slices of this server that have no first values."""
+    """The slices of this server without first values, if the roster has lost workers."""
+    whole: Boolean
+    """Whether the backup of this server has a copy of all its slices."""
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
@@ -1105,15 +1114,6 @@ class Fill(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Copied(WireMessage):
-    """Server → scheduler, backup: all that the server of this rank has in this roster is in its backup's copy."""
-
-    KIND = 104
-    rank: UInt32
-    epoch: UInt32
-
-
-@dataclass(frozen=True, slots=True)
 class Replicated(WireMessage):
     """Backup → the server whose slices it copies: the first `count` of your messages are in the copy."""
 
@@ -1263,7 +1263,7 @@ class NotDue(WireMessage):
 
 
 Message = (
-    Hello | Welcome | Rejected | Roster | Settled | Declare | Placed | Assign | Configure | SetOptimizer
+    Hello | Welcome | Rejected | Roster | Seen | Declare | Placed | Assign | Configure | SetOptimizer
     | Done | Failed | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused
     | JoinedPush | HandedBack | PullState | ReplaceState | Alive | StepTimes | Ack | Waiting | Goodbye | Abort | Stop
     | Blocked | CheckBlocked
@@ -1273,7 +1273,7 @@ Message = (
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | Rewound
     | Command | Perform
     | Lease | Leased | Rest | Used | Progress | Due | NotDue
-    | Replicate | Replicated | Fill | Copied
+    | Replicate | Replicated | Fill
 )  # fmt: skip
 
 

@@ -36,7 +36,6 @@ from kvdist.protocol.messages import (
     Abort,
     Alive,
     Barrier,
-    Copied,
     Cut,
     CutFound,
     Done,
@@ -52,7 +51,7 @@ from kvdist.protocol.messages import (
     Save,
     Saved,
     SavedFile,
-    Settled,
+    Seen,
     Waiting,
     Welcome,
 )
@@ -646,12 +645,17 @@ class SettledNoted:
     def __init__(self) -> None:
         self.most: list[int] = []
 
-    def account(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
+    def account(self, member: Member, fates: Iterable[Fate]) -> list[Effect]:
         self.most += [one.most for one in fates]
         return []
 
     def lost(self, member: Member) -> list[Effect]:
         return []
+
+
+def seen(scheduler: Scheduler, fates: tuple[Fate, ...] = ()) -> Seen:
+    """What a server says when it has applied the newest roster, and its backup has everything."""
+    return Seen(scheduler.membership.epoch, fates, np.zeros(0, np.uint32), True)
 
 
 def with_copies() -> tuple[Scheduler, list[Member]]:
@@ -663,7 +667,7 @@ def with_copies() -> tuple[Scheduler, list[Member]]:
             scheduler.handle(stranger(role, (100 if role is Role.SERVER else 200) + rank), hello(rank, 2, 3), 0.0)
     servers = [scheduler.membership.servers[NodeId(Role.SERVER, rank)] for rank in range(3)]
     for one in servers:
-        scheduler.handle(one, Copied(one.node.rank, scheduler.membership.epoch), 0.1)
+        scheduler.handle(one, seen(scheduler), 0.1)
     assert all(scheduler.membership.may_lose(one.node) for one in servers)
     return scheduler, servers
 
@@ -709,8 +713,8 @@ def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers
         effects = scheduler.handle(stranger(Role.SERVER, 9), hello(1, 2, 3), 0.4)
         assert any(isinstance(one, Send) and isinstance(one.message, Welcome) for one in effects), "it is let in"
         assert scheduler.handle(workers[1], load, 0.5) == [], "copies are not whole"
-        for node, one in scheduler.membership.servers.items():
-            effects = scheduler.handle(one, Copied(node.rank, scheduler.membership.epoch), 0.6)
+        for one in scheduler.membership.servers.values():
+            effects = scheduler.handle(one, seen(scheduler), 0.6)
         assert any(isinstance(one, Persist) and isinstance(one.work, ReadManifest) for one in effects)
         scheduler.observe(ChildEnded(servers[2].node, "killed", False), 0.7)
         assert scheduler._stopped, "half of the store would be of the checkpoint"
@@ -722,16 +726,16 @@ def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir(
     lost = scheduler.membership.workers[worker(1)]
     scheduler.observe(ChildEnded(worker(1), "killed", False), 0.2)
     scheduler.tick(0.3)
-    epoch = scheduler.membership.epoch
 
     def counted(most: int) -> tuple[Fate, ...]:
         return (Fate(1, lost.incarnation, 0, most, most, 1, 1),)
 
     for one in (servers[0], servers[2]):
-        scheduler.handle(one, Settled(epoch, counted(3), np.zeros(0, np.uint32)), 0.4)
+        scheduler.handle(one, seen(scheduler, counted(3)), 0.4)
     scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.5)
     assert not noted.most, "the heir has not said what the copy counts"
-    scheduler.handle(servers[2], Settled(scheduler.membership.epoch, counted(4), np.zeros(0, np.uint32)), 0.6)
+    for one, most in ((servers[0], 3), (servers[2], 4)):
+        scheduler.handle(one, seen(scheduler, counted(most)), 0.6)
     assert noted.most == [4]
 
 

@@ -20,7 +20,7 @@ from kvdist.checkpoint.snapshot import SavedSlice
 from kvdist.config.settings import Limits
 from kvdist.core.agreement import Agreement, Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
-from kvdist.core.joining import SCHEDULER_MEMBER, Joining
+from kvdist.core.joining import Joining
 from kvdist.core.machine import ChildEnded, Effect, Event, PeerDisconnected, Send
 from kvdist.core.policy import Policy
 from kvdist.core.reliable import PeerLink, Reliable
@@ -61,7 +61,6 @@ from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import (
     Ack,
     Barrier,
-    Copied,
     Fate,
     Fill,
     Flag,
@@ -77,8 +76,8 @@ from kvdist.protocol.messages import (
     Rewound,
     Roster,
     Saved,
+    Seen,
     SetOptimizer,
-    Settled,
     SnapshotTaken,
     TakeRestored,
 )
@@ -487,11 +486,7 @@ def test_one_worker_and_three_servers_work_too() -> None:
 
 
 ORIGINAL_REPLICATE, ORIGINAL_PLACE_OF = CopiedShard.replicate, Round.place_of
-ORIGINAL_PIECES, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
-    replica._pieces,
-    ReplicatedServer._fill,
-    ReplicatedServer._published,
-)
+ORIGINAL_PIECES, ORIGINAL_PUBLISHED = replica._pieces, ReplicatedServer._published
 
 
 ORIGINAL_PULL_STATE = Shard.pull_state
@@ -532,13 +527,9 @@ def fills_in_without_states(saved: SavedSlice) -> Any:
     return ORIGINAL_PIECES(replace(saved, states={}, updates=0, scalars=(), master=None))
 
 
-def says_it_is_whole_at_once(self: ReplicatedServer) -> list[Effect]:
+def says_it_is_whole_at_once(self: ReplicatedServer) -> bool:
     """A server says that its backup has everything, and has not given it anything."""
-    effects = ORIGINAL_FILL(self)
-    if self._backup is None or self._is_whole or not self._is_linked:
-        return effects
-    self._is_whole = True
-    return [*effects, Send(SCHEDULER_MEMBER, Copied(self.me.node.rank, self.epoch))]
+    return self._backup is not None
 
 
 def fills_in_late(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
@@ -765,7 +756,7 @@ def keeps_what_is_lost(self: Round, ranks: Set[int]) -> dict[int, int]:
 
 def settles_last(self: Server, message: Roster, now: float) -> list[Effect]:
     effects = ORIGINAL_ROSTER(self, message, now)
-    return sorted(effects, key=lambda one: isinstance(one, Send) and isinstance(one.message, Settled))
+    return sorted(effects, key=lambda one: isinstance(one, Send) and isinstance(one.message, Seen))
 
 
 def closes_before_it_drops(self: Server, message: Roster, now: float) -> list[Effect]:
@@ -834,7 +825,7 @@ def keeps_what_servers_had_said(self: Newcomers) -> list[Effect]:
 def tells_of_the_cluster_at_once(self: Newcomers, stranger: Member, hello: Any, now: float) -> list[Effect]:
     """A newcomer speaks to servers that have not heard of it."""
     effects = ORIGINAL_HELLO(self, stranger, hello, now)
-    waiting, self.introductions = self.introductions, {}
+    waiting, self.introductions = self.introductions, set()
     return [*effects, *(Send(member, self._membership.roster) for member in waiting)]
 
 
@@ -912,8 +903,8 @@ def gives_back_at_once(self: Leases, member: Member) -> list[Effect]:
     return self._reclaim(member)
 
 
-def gives_back_what_counts(self: Leases, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
-    return ORIGINAL_SETTLED(self, epoch, ())
+def gives_back_what_counts(self: Leases, member: Member, fates: Iterable[Fate]) -> list[Effect]:
+    return ORIGINAL_SETTLED(self, member, ())
 
 
 def believes_newcomers(self: Leases, sender: Member, message: Lease, now: float) -> list[Effect]:
@@ -929,7 +920,7 @@ def awaits_all(self: Peers, ranks: Set[int]) -> None:
 def ends_when_nothing_is_free(self: Leases) -> list[Effect]:
     """What others still hold, or may have lost, is not waited for."""
     holders, unsettled = self._holders, self._unaccounted
-    self._holders, self._unaccounted = {member: LeaseHolder(0) for member in holders}, {}
+    self._holders, self._unaccounted = {member: LeaseHolder(0) for member in holders}, set()
     try:
         return ORIGINAL_ADVANCE(self)
     finally:
@@ -1667,7 +1658,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "a copy is filled in without states": ("fills with momentum", [(replica, "_pieces", fills_in_without_states)]),
     "a copy that is not whole is taken over": (
         "fills until its server is killed",
-        [(ReplicatedServer, "_fill", says_it_is_whole_at_once)],
+        [(ReplicatedServer, "is_whole", property(says_it_is_whole_at_once))],
     ),
     "a server waits for ever for a backup that it cannot reach": (
         "a server parted from its copies",

@@ -44,9 +44,10 @@ def messages() -> list[m.Message]:
         m.Hello(-1, "node7", 4242, "tcp://10.0.0.7:9000", 2, 3, "0.1.0", 4),
         m.Welcome(1, (1 << 64) - 1, m.OnLoss.CONTINUE, 60.0, 1),
         m.Rejected("the seat is taken", True),
-        m.Roster(peers, 3, (1, 4), (Member(worker(4), 1 << 63),), (2,)),
+        m.Roster(peers, 3, (Member(worker(1), 7), Member(worker(4), 1 << 63)), (Member(worker(4), 1 << 63),), (2,), (),
+                 (m.Fate(1, 1 << 63, 0, 6, 7, 2, 9, 1 << 33),)),
         m.Declare(1 << 40, 0, "sync", keys, ((3, 0, 5), ()), (1, 4), (3, 4), ("rows", ""), 9),
-        m.Settled(3, (m.Fate(1, 1 << 63, 0, 6, 7, 2, 9, 1 << 33),), u32(5, 6)),
+        m.Seen(3, (m.Fate(1, 1 << 63, 0, 6, 7, 2, 9, 1 << 33),), u32(5, 6), True),
         m.Placed(5, m.Placement((0, 1), (m.Placement.CUT_AT_ROWS, m.Placement.CUT), 4 << 20), (0, 1)),
         m.Assign(6, 1, "async", keys, ((3, 5), (1 << 37,)), (8, 1), (8, 4), ("", ""), placement, 2, (1, 3)),
         m.Configure(7, 0, dict(description)),
@@ -118,7 +119,6 @@ def messages() -> list[m.Message]:
                     -1, "", False, True, arrays([1, 1], [3, 5])),
         m.Fill(u32(4, 4), u8(0, 254), 7, (m.Standing(2, 8, 1 << 40, m.LATER, 5, 7, 3, "not finite"),), 8, -3, True,
                "zeros", True, arrays([2, 1], [2, 3])),
-        m.Copied(2, 9),
         m.Replicated(1 << 33),
     ]  # fmt: skip
 

@@ -186,7 +186,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES, U32),
     m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss]), FINITE, U32),
     m.Rejected: st.builds(m.Rejected, NAMES, st.booleans()),
-    m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, st.lists(MEMBERS, max_size=20).map(tuple), RANKS, RANKS),
+    m.Roster: st.builds(m.Roster, PEERS, U32, *[st.lists(MEMBERS, max_size=20).map(tuple)] * 2, RANKS, RANKS, FATES),
     m.Lease: st.builds(m.Lease, U64, U32, U32, U64, U32, st.booleans(), U64, U32, U32, U64, U64, st.booleans()),
     m.Progress: st.builds(
         m.Progress, U32, U32, U64, st.sampled_from([int(one) for one in m.DueWhen]), U64, st.booleans(), st.booleans()
@@ -218,8 +218,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
             arrays(n),
         )
     ),
-    m.Copied: st.builds(m.Copied, U32, U32),
-    m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
+    m.Seen: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Seen, U32, FATES, numbers(n), st.booleans())),
     m.Declare: with_forms(
         lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), U32)
     ),

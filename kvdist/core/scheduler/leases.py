@@ -243,8 +243,8 @@ class Leases:
         self._holders: dict[Member, LeaseHolder] = {}
         self._waiting: dict[Member, tuple[msg.Lease, float]] = {}
         """Worker that rests, or was never awaited → (its request for a lease, time of the request)."""
-        self._unaccounted: dict[Member, int] = {}
-        """Lost worker whose pushes servers have not accounted for → last epoch in which it was live."""
+        self._unaccounted: set[Member] = set()
+        """Lost workers with leases, whose pushes servers have not accounted for."""
         self._marked: dict[Place, Marked] = {}
         """Checkpoint under way → its unused examples."""
         self._unused_at_snapshot: dict[Member, LeaseHolder] | None = None
@@ -304,7 +304,7 @@ class Leases:
         """Handle the loss of a worker, before its roster: the number of its used examples is not known yet."""
         self._waiting.pop(member, None)
         if self._holders.get(member, LeaseHolder(0)).ranges and self._membership.servers:
-            self._unaccounted[member] = self._membership.epoch
+            self._unaccounted.add(member)
         else:
             self._count_as_used(member)
         return self.advance()
@@ -312,16 +312,15 @@ class Leases:
     def _count_as_used(self, member: Member) -> None:
         self._holders.pop(member, None)
 
-    def account(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
-        """Free the unused ranges of lost workers, whose pushes all servers have accounted for, as of this roster."""
-        said = list(fates)
-        for member in [member for member, since in self._unaccounted.items() if since < epoch]:
-            holder = self._holders[member]
-            for fate in said:
-                if (fate.rank, fate.incarnation, fate.store) == (member.node.rank, member.incarnation, holder.store):
+    def account(self, member: Member, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
+        """Free the unused ranges of a lost worker, whose pushes all servers have accounted for."""
+        if member in self._unaccounted:
+            self._unaccounted.discard(member)
+            holder = self._holders.pop(member)
+            for fate in fates:
+                if fate.store == holder.store:
                     holder.use(fate.examples)
-            del self._unaccounted[member]
-            self._give_back(member, self._holders.pop(member))
+            self._give_back(member, holder)
         return self.advance()
 
     def _refusal(self, sender: Member, message: msg.Lease) -> str:
@@ -527,6 +526,6 @@ class Leases:
             between = (other.epoch - one.epoch) * self._queue.length + other.start - one.stop
             assert between >= 0, "a place is leased to one worker at a time"
         assert not (self._is_over and (places or self._unaccounted)), "a pass is over when all is used"
-        assert self._unaccounted.keys() <= self._holders.keys(), (
+        assert self._unaccounted <= self._holders.keys(), (
             "the ranges of a lost worker are kept until servers have accounted for its pushes"
         )

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from kvdist import errors
@@ -33,15 +34,6 @@ from kvdist.core.scheduler.membership import Membership
 from kvdist.naming import model_of, name_of
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol import messages as msg
-
-
-@dataclass(slots=True, eq=False)
-class Unannounced:
-    """A newcomer that some servers do not know yet, so that it may not send to them. A token of their rosters."""
-
-    member: Member
-    unaware: set[Member]
-
 
 Call = msg.Barrier | msg.Load | msg.Claim
 """A call that all workers make equally often, and number."""
@@ -106,8 +98,8 @@ class Newcomers:
         """Reason for the rejection of a process that comes too late."""
         self._delayed: set[Member] = set()
         """Processes that must ask again later."""
-        self.introductions: dict[Member, Unannounced] = {}
-        """Newcomer that some servers do not know → its introduction."""
+        self.introductions: set[Member] = set()
+        """Newcomers that some servers do not know yet, so that they may not send to them."""
         self._early: dict[NodeId, tuple[Member, float]] = {}
         """Worker → (process that asks for its rank before the rank's last process is lost, time of its first hello)."""
         self._line: list[Member] = []
@@ -144,7 +136,8 @@ class Newcomers:
         except errors.ConfigError as error:
             return [fx.Send(stranger, msg.Rejected(str(error)))]
         self._early.pop(member.node, None)
-        self.introductions[member] = Unannounced(member, set(self._membership.servers.values()))
+        self.introductions.add(member)
+        self._membership.views.then(partial(self._introduced, member))
         config = self._scheduler.config
         own = (self._scheduler.on_loss, config.away_s, config.replicas)
         welcome = msg.Welcome(member.node.rank, member.incarnation, *own)
@@ -171,26 +164,22 @@ class Newcomers:
         self._delayed.add(stranger)
         return [fx.Send(stranger, msg.Waiting(awaited, (), 0.0))]
 
-    def acknowledged(self, server: Member, introductions: Iterable[Unannounced]) -> list[fx.Effect]:
-        """Record that a server knows these newcomers. Newcomers that all servers know get the roster."""
-        effects: list[fx.Effect] = []
-        for introduction in introductions:
-            introduction.unaware.discard(server)
-            if not introduction.unaware and introduction.member in self.introductions:
-                del self.introductions[introduction.member]
-                effects.append(fx.Send(introduction.member, self._membership.roster))
-        return effects
+    def _introduced(self, member: Member) -> list[fx.Effect]:
+        """Send the roster to a newcomer that all servers know."""
+        if member not in self.introductions:
+            return []
+        self.introductions.discard(member)
+        return [fx.Send(member, self._membership.roster)]
 
-    def server_lost(self, server: Member) -> list[fx.Effect]:
+    def server_lost(self) -> None:
         """Handle the loss of a server whose slices another server has now."""
         self._must_find_again = self._is_finding
-        return self.acknowledged(server, list(self.introductions.values()))
 
     # Leaving.
 
     def forget(self, member: Member) -> None:
         """Forget a worker that was lost or has left."""
-        self.introductions.pop(member, None)
+        self.introductions.discard(member)
         self._joined.pop(member, None)
         self._line = [one for one in self._line if one != member]
         self._waiting = [one for one in self._waiting if one.sender != member]

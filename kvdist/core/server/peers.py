@@ -68,10 +68,10 @@ class Peers:
         gone = sorted(set(before) - present, key=lambda member: member.node.rank)
         for member in gone:
             self.since.pop(member.node.rank, None)
-        lost = [member for member in gone if member.node.rank in message.lost]
+        lost = [member for member in gone if member in message.lost]
         self.away.update([member.node.rank for member in lost] if self.waits else ())
         self.rest(self.resting - {member.node.rank for member in gone})
-        self.lost.update(lost)
+        self.lost.update(message.lost)
         self.left.update(member for member in gone if member not in self.lost)
         return gone
 

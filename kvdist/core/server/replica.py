@@ -15,7 +15,7 @@ Invariants:
 * Slices without a copy are filled in: a server with a new backup, or that has taken slices over, sends it slice after
   slice (`Fill`), each as it is between two of its rounds, in order with the forwarded messages about slices already in
   the copy. So a slice is in the copy from its `Fill` on. After the last slice the server reports to the scheduler
-  (`Copied`), and may be lost from then on.
+  (`Seen.whole`), and may be lost from then on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from kvdist.protocol.arrays import Arrays, PayloadView, padded, views
 
 GIVEN = (msg.InitValues, msg.ReplaceValues, msg.ReplaceState, msg.InitRows)
 """Messages of workers with values from outside a round."""
-SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Cut, msg.FindCut, msg.Rest, msg.Settled)
+SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Cut, msg.FindCut, msg.Rest)
 """Messages of the scheduler about slices and members. All servers receive the same messages."""
 NOBODY = Member(worker(0), 0)
 """No process has this incarnation, so it gets no replies."""
@@ -300,12 +300,6 @@ class Copy(Server):
             holder.has_value = message.has_value
         _stand(holder.round, message)
 
-    @property
-    def fates(self) -> msg.Settled:
-        """The counted pushes of all lost workers, and the slices without a value."""
-        told = tuple(fate for fates in self._fates.values() for fate in fates)
-        return msg.Settled(self.epoch, told, np.array(self.shard.valueless(), np.uint32))
-
 
 class ReplicatedServer(Server):
     """A server that has a backup, and is the backup of another server."""
@@ -351,8 +345,8 @@ class ReplicatedServer(Server):
         """Counts of messages: forwarded to the backup, confirmed by the backup, and received for the copy."""
         self._filling: deque[int] = deque()
         """For each block or table on its way to the backup: how many messages that must have for it."""
-        self._is_whole = False
-        """Whether the scheduler knows that the copy is complete, in the epoch of the newest roster."""
+        self._was_whole = False
+        """What the scheduler has heard: whether the copy is complete, in the epoch of the newest roster."""
         self._held: deque[tuple[int, list[fx.Effect]]] = deque()
         """(messages that the backup must have, effects that are held until then)"""
         self._waiting: list[tuple[Member, msg.Message]] = []
@@ -366,6 +360,11 @@ class ReplicatedServer(Server):
     def numbers(self) -> tuple[int, ...]:
         """See `Server`."""
         return self._numbers
+
+    @property
+    def is_whole(self) -> bool:
+        """See `Server`."""
+        return self._backup is not None and not (self._filling or self.shard.alone)
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
         """Accept messages of other servers, too."""
@@ -402,7 +401,7 @@ class ReplicatedServer(Server):
         if self._backup == before[0]:
             self._tell(message, None)
         done = super().handle(SCHEDULER_MEMBER, message, now)
-        self._is_whole = False
+        self._was_whole = self.is_whole
         if self._backup is not None and self._backup != before[0]:
             self._introduce(message)
         if (self._backup, self._numbers) != before:
@@ -425,7 +424,7 @@ class ReplicatedServer(Server):
         peers = self.peers
         joined = {rank: version for rank, version in peers.since.items() if rank in peers.workers}
         newcomers = tuple(sorted({*peers.newcomers, *joined}))
-        self._tell(replace(message, lost=(), ended=(), newcomers=newcomers), None)
+        self._tell(replace(message, newcomers=newcomers), None)
         for version in sorted(set(joined.values())):
             self._tell(msg.Cut(0, -1, version, tuple(rank for rank in joined if joined[rank] == version)), None)
         if peers.resting:
@@ -560,10 +559,10 @@ class ReplicatedServer(Server):
                 self._tell(message, token)
             self._filling.append(self._told + len(self._log))
         self.shard.blocks.may_merge = not self.shard.alone
-        if self._is_whole or self._filling or self.shard.alone:
+        if self._was_whole or not self.is_whole:
             return []
-        self._is_whole = True
-        return [fx.Send(SCHEDULER_MEMBER, msg.Copied(self.me.node.rank, self.epoch))]
+        self._was_whole = True
+        return [fx.Send(SCHEDULER_MEMBER, self._seen())]
 
     def _replicated(self, count: int) -> list[fx.Effect]:
         """Release held effects: the backup has this number of messages."""
@@ -621,7 +620,7 @@ class ReplicatedServer(Server):
             if member == self._backup:
                 effects += self._go_on_alone()
             if rank == (own - 1) % count:
-                effects += self._promote(message.epoch, now)
+                effects += self._promote(now)
         self._servers = {rank: one.member for rank, one in there.items()}
         self._numbers = _owned(message.owners, own, count)
         if self.copy is None and (own - 1) % count in there:
@@ -653,12 +652,14 @@ class ReplicatedServer(Server):
         self.shard.alone.clear()
         return self._replicated(self._told)
 
-    def _promote(self, epoch: int, now: float) -> list[fx.Effect]:
-        """Promote the copy after the loss of its server."""
+    def _promote(self, now: float) -> list[fx.Effect]:
+        """Promote the copy after the loss of its server. Returns what workers have to know."""
         copy, self.copy = self.copy, None
         assert copy is not None
         answers = [effect for message in self._said.values() for effect in copy.hear(message, now)]
-        effects = [one for one in answers if isinstance(one, fx.Send) and isinstance(one.message, msg.Counters)]
+        effects: list[fx.Effect] = [
+            one for one in answers if isinstance(one, fx.Send) and isinstance(one.message, msg.Counters)
+        ]
         self._said.clear()
         for member, fates in copy._fates.items():
             self._fates[member] = (*self._fates.get(member, ()), *fates)
@@ -667,7 +668,7 @@ class ReplicatedServer(Server):
             self.peers.rest(copy.peers.resting)
         self.shard.absorb(copy.shard)
         self._restoring = Restoring((self.shard,))
-        return [*effects, fx.Send(SCHEDULER_MEMBER, replace(copy.fates, epoch=epoch))]
+        return effects
 
 
 def _owned(owners: Sequence[int], rank: int, num_servers: int) -> tuple[int, ...]:
@@ -682,9 +683,7 @@ def _short_of_memory(what_for: str) -> list[fx.Effect]:
 
 
 def _said(message: msg.Message) -> Said:
-    return type(message), message.epoch if isinstance(message, msg.Roster | msg.Settled) else getattr(
-        message, "request", 0
-    )
+    return type(message), message.epoch if isinstance(message, msg.Roster) else getattr(message, "request", 0)
 
 
 def _settings(lr: float | None, wd: float | None) -> tuple[tuple[float, float, float], ...]:

@@ -85,7 +85,9 @@ class Server(fx.Machine):
         """(store, first slice) → order of the scheduler, kept for a backup."""
         self._optimizers: dict[int, msg.SetOptimizer] = {}
         self._fates: dict[Member, tuple[msg.Fate, ...]] = {}
-        """Lost worker → its fate in the slices of this server."""
+        """Lost worker of the roster → its fate in the slices of this server."""
+        self._released: set[Member] = set()
+        """Lost workers of the roster whose processes have ended, and read nothing of this server any more."""
         self._quotas: Quotas | None = None
         """Progress of the workers, if a policy counts examples and this server counts them."""
         self._next_alive = fx.NEVER
@@ -102,6 +104,11 @@ class Server(fx.Machine):
     def numbers(self) -> tuple[int, ...]:
         """Numbers in the placement whose slices this server has: its rank, and numbers that it has taken over."""
         return (self.me.node.rank,)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether another server has a copy of all slices of this server."""
+        return False
 
     @property
     def deadline(self) -> float:
@@ -291,8 +298,6 @@ class Server(fx.Machine):
                 pass  # a hint for joining members; the scheduler prints it, too
             case msg.Rest():
                 return self._rest(message, now)
-            case msg.Settled():
-                self.shard.credit(message.fates)
             case msg.Stop():
                 self._stopping = True
                 return [fx.Halt()]
@@ -335,21 +340,23 @@ class Server(fx.Machine):
         lost = {member.node.rank: member for member in gone if member in self.peers.lost}
         fates = self._drop(lost) if lost else {}
         self._fates |= {member: fates[rank] for rank, member in lost.items()}
+        self._fates = {member: self._fates.get(member, ()) for member in message.lost}
+        self.shard.credit(message.fates)
         self.shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
-        effects: list[fx.Effect] = []
-        if lost:
-            told = tuple(fate for rank in lost for fate in fates[rank])
-            valueless = np.array(self.shard.valueless(), np.uint32)
-            # Before checkpoints are reported as saved: the fates tell how much of the data counts.
-            effects.append(fx.Send(SCHEDULER_MEMBER, msg.Settled(message.epoch, told, valueless)))
+        # Before checkpoints are reported as saved: the fates tell how much of the data counts.
+        effects: list[fx.Effect] = [fx.Send(SCHEDULER_MEMBER, self._seen())]
         effects += [*self._replies(), *(fx.Forget(member) for member in gone if member not in self.peers.lost)]
         # A worker that is cut off from the scheduler may wait for values of this server.
         effects += [fx.Send(member, msg.Rejected(_given_up(member))) for member in lost.values()]
         effects += [] if self._quotas is None else self._quotas.roster(now)
-        effects += self._ended(message.ended)
-        # A newcomer waits until all servers know it, so this roster is acknowledged at once.
-        return [*effects, fx.Send(SCHEDULER_MEMBER, msg.Ack(wanted=False))] if message.newcomers else effects
+        return [*effects, *self._ended(message.ended)]
+
+    def _seen(self) -> msg.Seen:
+        """Return the answer to the newest roster."""
+        told = tuple(fate for fates in self._fates.values() for fate in fates)
+        valueless = self.shard.valueless() if self._fates else []
+        return msg.Seen(self.epoch, told, np.array(valueless, np.uint32), self.is_whole)
 
     def _rest(self, message: msg.Rest, now: float) -> list[fx.Effect]:
         """Stop waiting for workers without examples, and complete what has waited only for them."""
@@ -432,10 +439,11 @@ class Server(fx.Machine):
 
         A worker that was only silent may go on, and must not see values change before it learns of its eviction.
         """
-        ended = [member for member in members if member in self.peers.lost]
-        for member in ended:
+        news = [member for member in members if member in self.peers.lost and member not in self._released]
+        for member in news:
             self.shard.release(member)
-        return [fx.Forget(member) for member in ended]
+        self._released = set(members)
+        return [fx.Forget(member) for member in news]
 
     def _replies(self) -> list[fx.Effect]:
         effects = self.replies.pop_messages()

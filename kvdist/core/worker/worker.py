@@ -622,7 +622,7 @@ class Worker(fx.Machine):
         before, self.peers = self.peers, self.joining.roster(message)
         self.epoch, self._owners = message.epoch, message.owners
         ranks = [peer.member.node.rank for peer in self.peers if peer.member.node.role is Role.WORKER]
-        self._lost_workers += len(set(message.lost) & {peer.member.node.rank for peer in before})
+        self._lost_workers += len(set(message.lost) & {peer.member for peer in before})
         self._members = tuple(sorted(set(ranks) - set(message.newcomers)))
         effects: list[fx.Effect] = []
         for peer in self.peers:
