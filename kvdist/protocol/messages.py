@@ -211,6 +211,8 @@ class Peer:
     endpoint: Name
     life: UInt32 = 0
     """How often a process of this rank was started before."""
+    since: FromMinusOne = -1
+    """The version from which on rounds wait for a worker that has joined later; `LATER`: none does yet; -1: all do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,12 +250,18 @@ class Roster(WireMessage):
     """Lost workers, until all servers have accounted for their pushes, of which none is counted any more."""
     ended: Members = ()
     """Lost workers whose processes have ended and read nothing more, until all servers know."""
-    newcomers: Ranks = ()
-    """Of `peers`, the workers that no round waits for: a `Cut` makes members of them."""
     owners: Ranks = ()
     """Number of a server in the placement → rank of the server that has its slices; empty if no slices have moved."""
     fates: Fates = ()
     """How many pushes of lost workers are counted over all servers, until all servers know."""
+    hold: UInt32 = 0
+    """Epoch of the first roster with this hold; 0: none. A server makes at most a version more of each slice while it
+    lasts, and none where all wait for the return of lost workers."""
+
+    @property
+    def newcomers(self) -> frozenset[int]:
+        """Ranks of the workers that no round waits for yet."""
+        return frozenset(peer.member.node.rank for peer in self.peers if peer.since == LATER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +276,10 @@ class Seen(WireMessage):
     """The slices of this server without first values, if the roster has lost workers."""
     whole: Boolean
     """Whether the backup of this server has a copy of all its slices."""
+    highest: UInt32
+    """The highest version of slices that are updated in rounds, when the present hold began; 0 without such slices."""
+    lowest: UInt32
+    """The lowest version then of slices that are at most a version behind the highest; `LATER` without such slices."""
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
@@ -866,7 +878,7 @@ class TakeRestored(_OfStore):
     """Scheduler → server: every server has read what it needs; go on from there.
 
     After a `Rewind` the push counters, too, are those that were read, and every worker is told by `Rewound`: no push of
-    any worker is in flight. Slices that were not read begin anew, and no version is made before a `Cut`.
+    any worker is in flight. Slices that were not read begin anew. No version is made before the next cut (`Roster.hold`).
     """
 
     KIND = 46
@@ -899,43 +911,13 @@ class Ready(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class FindCut(WireMessage):
-    """Scheduler → server: which is the highest version of your slices? Close at most a round of each until a `Cut`.
+class Join(_OfStore):
+    """Scheduler → server: rounds of this store that have left these members out wait for them from now on.
 
-    Where all wait for the return of lost workers: make none.
+    Tell the members by `Counters`.
     """
 
-    KIND = 80
-    request: UInt64
-
-
-@dataclass(frozen=True, slots=True)
-class CutFound(WireMessage):
-    """Server → scheduler: the highest version of slices that are updated in rounds; 0 without such slices.
-
-    It is the version at the first question since the last `Cut`, by whatever scheduler.
-    """
-
-    KIND = 81
-    request: UInt64
-    highest: UInt32
-    lowest: UInt32
-    """The lowest version of slices that are at most a version behind the highest; `LATER` without such slices."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut(WireMessage):
-    """Scheduler → server: rounds wait for these workers from a version on. Tell them by `Counters`.
-
-    Without a store they become members, and take part from this version on in all slices that were as far as that.
-    Where rounds have waited for their return, what they had pushed before still counts.
-    With a store they take part from now on in the slices of that store that have not waited for them yet.
-    """
-
-    KIND = 82
-    request: UInt64
-    store: FromMinusOne
-    version: UInt32
+    KIND = 85
     ranks: Ranks
 
 
@@ -959,7 +941,7 @@ class Counters(WireMessage):
 class TakeSnapshot(WireMessage):
     """Scheduler → server: write every slice of this store into this folder, as it is at this version.
 
-    It comes after a `FindCut` and before its `Cut`. A slice that is not pushed in step with the others is written as it
+    It comes while `Roster.hold` is set. A slice that is not pushed in step with the others is written as it
     is now.
     """
 
@@ -1269,7 +1251,7 @@ Message = (
     | Blocked | CheckBlocked
     | InitRows | PushRows | PullRows
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
-    | Ready | FindCut | CutFound | Cut | Counters
+    | Ready | Join | Counters
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | Rewound
     | Command | Perform
     | Lease | Leased | Rest | Used | Progress | Due | NotDue

@@ -120,7 +120,7 @@ def cut_for(newcomers: int) -> Work:
             wired.take_part(rank)
         wired.settle()
     assert len(wired.scheduler.membership.workers) == newcomers + 1
-    assert work.times["Server", "Cut"] <= 2, "all but the first have joined together"
+    assert work.times["Server", "Roster"] <= 4, "all but the first have joined together"
     return work
 
 
@@ -150,7 +150,7 @@ def test_a_loss_while_keys_have_no_values_costs_no_square_of_the_keys() -> None:
 
 
 def test_a_cut_costs_no_square_of_the_workers_that_join_by_it() -> None:
-    few, many = (cut_for(newcomers).lines["Server", "Cut"] for newcomers in (6, 24))
+    few, many = (cut_for(newcomers).lines["Server", "Roster"] for newcomers in (6, 24))
     assert many < 6 * few
 
 

@@ -818,10 +818,6 @@ def promises_nothing(self: Admission, version: int) -> bool:
     return True
 
 
-def keeps_what_servers_had_said(self: Newcomers) -> list[Effect]:
-    return [] if self._paused_since is not None else ORIGINAL_GONE_BACK(self)
-
-
 def tells_of_the_cluster_at_once(self: Newcomers, stranger: Member, hello: Any, now: float) -> list[Effect]:
     """A newcomer speaks to servers that have not heard of it."""
     effects = ORIGINAL_HELLO(self, stranger, hello, now)
@@ -882,7 +878,6 @@ def forgets_lives(self: Scheduler, event: ChildEnded, now: float) -> list[Effect
 
 ORIGINAL_NUMBER = Scheduler._number
 ORIGINAL_BARRIER = Scheduler._barrier
-ORIGINAL_GONE_BACK = Newcomers.gone_back
 ORIGINAL_MAY_GO_ON = Losses.may_go_on
 ORIGINAL_HELLO = Newcomers.hello
 ORIGINAL_ACCEPT = newcomer.Newcomer.accept
@@ -1088,7 +1083,7 @@ def forgets_what_counts(self: Round, ranks: Set[int]) -> None:
 
 def begins_at_the_highest(self: Newcomers) -> int:
     """Who comes back goes on at the highest version of all slices."""
-    return max(one.highest for one in self._found_by.values())
+    return max(one.highest for one in self._membership.views.answers)
 
 
 def awaits_who_is_there(self: Peers, ranks: Set[int]) -> None:
@@ -1541,10 +1536,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "rounds are closed by too few": (
         "joins when too few are left",
         [(Newcomers, "_lacking", lambda newcomers, joining=0: 0)],
-    ),
-    "a cut of undone versions is made": (
-        "goes back and then loses a worker",
-        [(Newcomers, "gone_back", keeps_what_servers_had_said)],
     ),
     "the first mean waits for a newcomer": ("joins before the first mean", [(Round, "leave_out", awaits_all_at_once)]),
     "an early hello is refused": ("joins", [(Newcomers, "keep", refuses_early_hellos)]),

@@ -47,6 +47,8 @@ class Membership:
         """Workers that registered when the cluster was complete, until a cut makes them members."""
         self.since: dict[Member, int] = {}
         """Member that was a newcomer → pushes that the others had made before it joined."""
+        self.hold = 0
+        """Epoch of the first roster that lets servers make at most a version more; 0 if they may go on."""
         self.lives: dict[Member, int] = {}
         """Member → number of earlier starts of its rank, as reported in its hello."""
         self.resting: dict[NodeId, Member] = {}
@@ -190,12 +192,15 @@ class Membership:
     @property
     def roster(self) -> msg.Roster:
         """Roster of the present epoch."""
-        newcomers = tuple(sorted(node.rank for node in self.newcomers))
+        peers = tuple(replace(peer, since=self._since(peer.member)) for peer in self.present)
         owners = () if self.owners == sorted(set(self.owners)) else tuple(self.owners)
         fates = tuple(fate for fates in self.fates.values() for fate in fates)
-        return msg.Roster(
-            self.present, self.epoch, tuple(self.unaccounted), tuple(self._untold), newcomers, owners, fates
-        )
+        news = (tuple(self.unaccounted), tuple(self._untold), owners, fates)
+        return msg.Roster(peers, self.epoch, *news, self.hold)
+
+    def _since(self, member: Member) -> int:
+        """Return the version from which on rounds wait for a member; see `Peer.since`."""
+        return msg.LATER if self.newcomers.get(member.node) == member else self.since.get(member, -1)
 
     # Leaving and losses.
 

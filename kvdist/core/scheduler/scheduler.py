@@ -258,8 +258,6 @@ class Scheduler(fx.Machine):
             case msg.Seen() if not is_worker:
                 copied = self._copied(sender, message.epoch) if message.whole else []
                 return [*copied, *self.membership.views.heard(sender, message)]
-            case msg.CutFound() if not is_worker and self.newcomers is not None:
-                return self.newcomers.found(sender, message)
             case msg.Done() if not is_worker:
                 return self._questions.answered(sender, message.request, "")
             case msg.Failed() if not is_worker:
@@ -270,6 +268,9 @@ class Scheduler(fx.Machine):
     def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         """Handle an event: of a connection, of the disk, or of the launcher."""
         self._note_time(now)
+        return self._with_news(self._observe(event, now))
+
+    def _observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         match event:
             case fx.PeerDisconnected(member) if member in self._ending:
                 return []
@@ -302,6 +303,9 @@ class Scheduler(fx.Machine):
     def tick(self, now: float) -> list[fx.Effect]:
         """Do whatever is due: evictions, deadlines, announcements, searches for deadlocks, snapshots, hints."""
         self._note_time(now)
+        return self._with_news(self._tick(now))
+
+    def _tick(self, now: float) -> list[fx.Effect]:
         lost = self.membership.take_lost(now)
         if lost is not None:
             member, why = lost
@@ -440,10 +444,10 @@ class Scheduler(fx.Machine):
         return [fx.Send(member, roster, self._token(member)) for member in members]
 
     def _with_news(self, effects: list[fx.Effect]) -> list[fx.Effect]:
-        """Append a roster for the servers alone, if something has changed that only they have to know."""
+        """Append a roster for servers, if they have to know of something new."""
         if not self.membership.views.is_stale or self._is_over:
             return effects
-        return [*effects, *self._send_roster(self.membership.servers.values())]
+        return [*effects, *self.announce_to_servers()]
 
     def _token(self, member: Member) -> int | None:
         """Return the token of a roster for this member, if checkpoints depend on its acknowledgement."""
@@ -452,6 +456,10 @@ class Scheduler(fx.Machine):
     def announce(self) -> list[fx.Effect]:
         """Announce the present members now."""
         return self._announce(self._now)
+
+    def announce_to_servers(self) -> list[fx.Effect]:
+        """Send a roster to the servers alone, as workers need not know what has changed."""
+        return self._send_roster(self.membership.servers.values())
 
     # Barriers and commands.
 
@@ -864,7 +872,7 @@ class Scheduler(fx.Machine):
         effects: list[fx.Effect] = [told, fx.Forget(member)]
         if self.newcomers is not None:
             self.newcomers.forget(member)
-            effects += self.newcomers.pause_if_few()  # before servers learn of the loss, and close rounds
+            self.newcomers.pause_if_few()
         if self.leases is not None:
             effects += self.leases.lost(member)
         return [*effects, *self._announce_soon(now), *self._without_departed(now)]
@@ -880,8 +888,6 @@ class Scheduler(fx.Machine):
             self.checkpoints.server_lost(member, workers)
         go_on = f"{heir} goes on with its slices" if owned else "it had only copies of others' slices"
         effects: list[fx.Effect] = [fx.Log(f"{sentence}; {go_on}"), fx.Forget(member)]
-        if self.newcomers is not None:
-            self.newcomers.server_lost()
         return [*effects, *self._announce(now), *self._questions.advance(), *self._without_departed(now)]
 
     def _with_leases(self) -> Leases:
@@ -908,8 +914,9 @@ class Scheduler(fx.Machine):
 
     def _go_on_without_data(self, now: float) -> list[fx.Effect]:
         """Complete agreements that have waited only for a worker that rests now."""
-        effects = [] if self.newcomers is None else self.newcomers.pause_if_few()
-        return [*effects, *self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
+        if self.newcomers is not None:
+            self.newcomers.pause_if_few()
+        return [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
 
     @property
     def idle(self) -> int:

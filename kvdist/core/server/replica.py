@@ -57,7 +57,7 @@ from kvdist.protocol.arrays import Arrays, PayloadView, padded, views
 
 GIVEN = (msg.InitValues, msg.ReplaceValues, msg.ReplaceState, msg.InitRows)
 """Messages of workers with values from outside a round."""
-SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Cut, msg.FindCut, msg.Rest)
+SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Join, msg.Rest)
 """Messages of the scheduler about slices and members. All servers receive the same messages."""
 NOBODY = Member(worker(0), 0)
 """No process has this incarnation, so it gets no replies."""
@@ -420,15 +420,10 @@ class ReplicatedServer(Server):
         return effects
 
     def _introduce(self, message: msg.Roster) -> None:
-        """Send a new backup the membership history that an older copy would know."""
-        peers = self.peers
-        joined = {rank: version for rank, version in peers.since.items() if rank in peers.workers}
-        newcomers = tuple(sorted({*peers.newcomers, *joined}))
-        self._tell(replace(message, newcomers=newcomers), None)
-        for version in sorted(set(joined.values())):
-            self._tell(msg.Cut(0, -1, version, tuple(rank for rank in joined if joined[rank] == version)), None)
-        if peers.resting:
-            self._tell(msg.Rest(0, tuple(sorted(peers.resting))), None)
+        """Send a new backup the members, as an older copy would know them."""
+        self._tell(message, None)
+        if self.peers.resting:
+            self._tell(msg.Rest(0, tuple(sorted(self.peers.resting))), None)
 
     def _is_early(self, message: msg.Message) -> bool:
         """Whether a message is about slices of the copy: its sender knows of a loss before this server does."""
@@ -664,7 +659,6 @@ class ReplicatedServer(Server):
         for member, fates in copy._fates.items():
             self._fates[member] = (*self._fates.get(member, ()), *fates)
         if not self._numbers:  # it has had nothing to know this for
-            self.peers.since = dict(copy.peers.since)
             self.peers.rest(copy.peers.resting)
         self.shard.absorb(copy.shard)
         self._restoring = Restoring((self.shard,))

@@ -84,6 +84,8 @@ class Server(fx.Machine):
         self._assigned: dict[tuple[int, int], msg.Assign] = {}
         """(store, first slice) → order of the scheduler, kept for a backup."""
         self._optimizers: dict[int, msg.SetOptimizer] = {}
+        self._hold = 0
+        """`Roster.hold` of the newest roster."""
         self._fates: dict[Member, tuple[msg.Fate, ...]] = {}
         """Lost worker of the roster → its fate in the slices of this server."""
         self._released: set[Member] = set()
@@ -270,10 +272,8 @@ class Server(fx.Machine):
                 return [fx.Halt(errors.FencedError(message.reason) if is_fenced else self.joining.refusal(message))]
             case msg.Roster():
                 return self._roster(message, now)
-            case msg.FindCut():
-                return [fx.Send(SCHEDULER_MEMBER, self._promise(message))]
-            case msg.Cut():
-                return self._cut(message)
+            case msg.Join():
+                return self._join(message)
             case msg.Assign():
                 assigned = self._assign(message)
                 return [*self._begin_together(message.store), fx.Send(SCHEDULER_MEMBER, assigned)]
@@ -333,7 +333,8 @@ class Server(fx.Machine):
 
     def _roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         self.joining.roster(message)
-        gone = self.peers.update(message, self.joining.introduction.endpoint)
+        gone, joined = self.peers.update(message, self.joining.introduction.endpoint)
+        joined = joined if self.epoch else {}  # a new server has no rounds yet
         self.peers.name = str(self.me.node)
         self.epoch = message.epoch
         self._next_look = min(self._next_look, now + self._look_every_s)
@@ -342,11 +343,13 @@ class Server(fx.Machine):
         self._fates |= {member: fates[rank] for rank, member in lost.items()}
         self._fates = {member: self._fates.get(member, ()) for member in message.lost}
         self.shard.credit(message.fates)
+        counters = self._cut(message.hold, joined)
         self.shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
         # Before checkpoints are reported as saved: the fates tell how much of the data counts.
         effects: list[fx.Effect] = [fx.Send(SCHEDULER_MEMBER, self._seen())]
-        effects += [*self._replies(), *(fx.Forget(member) for member in gone if member not in self.peers.lost)]
+        effects += [*self._replies(), *counters]
+        effects += [fx.Forget(member) for member in gone if member not in self.peers.lost]
         # A worker that is cut off from the scheduler may wait for values of this server.
         effects += [fx.Send(member, msg.Rejected(_given_up(member))) for member in lost.values()]
         effects += [] if self._quotas is None else self._quotas.roster(now)
@@ -355,8 +358,31 @@ class Server(fx.Machine):
     def _seen(self) -> msg.Seen:
         """Return the answer to the newest roster."""
         told = tuple(fate for fates in self._fates.values() for fate in fates)
-        valueless = self.shard.valueless() if self._fates else []
-        return msg.Seen(self.epoch, told, np.array(valueless, np.uint32), self.is_whole)
+        valueless = np.array(self.shard.valueless() if self._fates else [], np.uint32)
+        versions = self.shard.held_versions(self._versions_more)
+        highest = max(versions, default=0)
+        lowest = min((version for version in versions if version >= highest - 1), default=msg.LATER)
+        return msg.Seen(self.epoch, told, valueless, self.is_whole, highest, lowest)
+
+    @property
+    def _versions_more(self) -> int:
+        """Number of versions of each slice that may be made during a hold."""
+        return 0 if self.peers.waits else 1
+
+    def _cut(self, hold: int, joined: Mapping[int, int]) -> list[fx.Effect]:
+        """End the last hold, let rounds wait for workers that have become members, and begin the next hold.
+
+        Args:
+            hold: as in the roster.
+            joined: rank → version from which on rounds wait for a worker.
+        """
+        effects: list[fx.Effect] = []
+        if hold != self._hold and self._hold:
+            effects = self._counters(joined, self.shard.admit(tuple(joined), max(joined.values(), default=0)))
+        self._hold = hold
+        if hold:
+            self.shard.promise(self._versions_more)
+        return effects
 
     def _rest(self, message: msg.Rest, now: float) -> list[fx.Effect]:
         """Stop waiting for workers without examples, and complete what has waited only for them."""
@@ -383,20 +409,9 @@ class Server(fx.Machine):
             fates[fate.rank] += (fate,)
         return fates
 
-    def _promise(self, message: msg.FindCut) -> msg.CutFound:
-        """Promise at most a version more of each slice until the cut, or none under ``wait``; return the versions."""
-        versions = self.shard.promise(0 if self.peers.waits else 1)
-        highest = max(versions, default=0)
-        lowest = min((version for version in versions if version >= highest - 1), default=msg.LATER)
-        return msg.CutFound(message.request, highest, lowest)
-
-    def _cut(self, message: msg.Cut) -> list[fx.Effect]:
-        """Let rounds wait for newcomers, and send them the start of their counters."""
-        if message.store < 0:
-            self.peers.admit(message.ranks, message.version)
-        counters = self.shard.admit(message)
-        if self.peers.waits:
-            self.snapshots.roster()  # snapshots may have waited for workers that were away
+    def _join(self, message: msg.Join) -> list[fx.Effect]:
+        """Let rounds of a store wait for members that they have left out, and send these their counters."""
+        counters = self.shard.join(message)
         return [
             *self._replies(),
             *self._counters(message.ranks, counters),
