@@ -257,6 +257,8 @@ class Roster(WireMessage):
     hold: UInt32 = 0
     """Epoch of the first roster with this hold; 0: none. A server makes at most a version more of each slice while it
     lasts, and none where all wait for the return of lost workers."""
+    resting: Ranks = ()
+    """Workers without examples: no round waits for them, and their pushes still count."""
 
     @property
     def newcomers(self) -> frozenset[int]:
@@ -878,7 +880,7 @@ class TakeRestored(_OfStore):
     """Scheduler → server: every server has read what it needs; go on from there.
 
     After a `Rewind` the push counters, too, are those that were read, and every worker is told by `Rewound`: no push of
-    any worker is in flight. Slices that were not read begin anew. No version is made before the next cut (`Roster.hold`).
+    any worker is in flight. Slices that were not read begin anew. No version is made before the next cut.
     """
 
     KIND = 46
@@ -1180,15 +1182,6 @@ class Leased(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Rest(WireMessage):
-    """Scheduler → server: do not wait for these workers until you hear otherwise; their pushes still count."""
-
-    KIND = 92
-    request: UInt64
-    ranks: Ranks
-
-
-@dataclass(frozen=True, slots=True)
 class Used(WireMessage):
     """Worker → scheduler: so many of my examples are used; with `gives_back` others may have the rest."""
 
@@ -1254,7 +1247,7 @@ Message = (
     | Ready | Join | Counters
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | Rewound
     | Command | Perform
-    | Lease | Leased | Rest | Used | Progress | Due | NotDue
+    | Lease | Leased | Used | Progress | Due | NotDue
     | Replicate | Replicated | Fill
 )  # fmt: skip
 

@@ -15,7 +15,6 @@ from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
     Bind,
     ChildEnded,
-    Effect,
     Halt,
     LauncherGone,
     PeerConnected,
@@ -642,12 +641,11 @@ class SettledNoted:
     def __init__(self) -> None:
         self.most: list[int] = []
 
-    def account(self, member: Member, fates: Iterable[Fate]) -> list[Effect]:
+    def account(self, member: Member, fates: Iterable[Fate]) -> None:
         self.most += [one.most for one in fates]
-        return []
 
-    def lost(self, member: Member) -> list[Effect]:
-        return []
+    def lost(self, member: Member) -> None:
+        """Nothing is leased."""
 
 
 def seen(scheduler: Scheduler, fates: tuple[Fate, ...] = (), version: int = 0) -> Seen:

@@ -892,14 +892,14 @@ def leases_twice(self: Queue, batch: int, wanted: int, workers: int) -> Range | 
     return taken
 
 
-def gives_back_at_once(self: Leases, member: Member) -> list[Effect]:
+def gives_back_at_once(self: Leases, member: Member) -> None:
     """What a lost worker has told of decides, not what servers have counted."""
     self._waiting.pop(member, None)
-    return self._reclaim(member)
+    self._reclaim(member)
 
 
-def gives_back_what_counts(self: Leases, member: Member, fates: Iterable[Fate]) -> list[Effect]:
-    return ORIGINAL_SETTLED(self, member, ())
+def gives_back_what_counts(self: Leases, member: Member, fates: Iterable[Fate]) -> None:
+    ORIGINAL_SETTLED(self, member, ())
 
 
 def believes_newcomers(self: Leases, sender: Member, message: Lease, now: float) -> list[Effect]:
@@ -912,12 +912,12 @@ def awaits_all(self: Peers, ranks: Set[int]) -> None:
     self.resting, self.awaited = set(ranks), set(self.workers)
 
 
-def ends_when_nothing_is_free(self: Leases) -> list[Effect]:
+def ends_when_nothing_is_free(self: Leases) -> None:
     """What others still hold, or may have lost, is not waited for."""
     holders, unsettled = self._holders, self._unaccounted
     self._holders, self._unaccounted = {member: LeaseHolder(0) for member in holders}, set()
     try:
-        return ORIGINAL_ADVANCE(self)
+        ORIGINAL_ADVANCE(self)
     finally:
         self._holders, self._unaccounted = holders, unsettled
 

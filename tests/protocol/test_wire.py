@@ -186,7 +186,9 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES, U32),
     m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss]), FINITE, U32),
     m.Rejected: st.builds(m.Rejected, NAMES, st.booleans()),
-    m.Roster: st.builds(m.Roster, PEERS, U32, *[st.lists(MEMBERS, max_size=20).map(tuple)] * 2, RANKS, FATES, U32),
+    m.Roster: st.builds(
+        m.Roster, PEERS, U32, *[st.lists(MEMBERS, max_size=20).map(tuple)] * 2, RANKS, FATES, U32, RANKS
+    ),
     m.Lease: st.builds(m.Lease, U64, U32, U32, U64, U32, st.booleans(), U64, U32, U32, U64, U64, st.booleans()),
     m.Progress: st.builds(
         m.Progress, U32, U32, U64, st.sampled_from([int(one) for one in m.DueWhen]), U64, st.booleans(), st.booleans()
@@ -196,7 +198,6 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Leased: (LENGTHS | st.just(0)).flatmap(
         lambda n: st.builds(m.Leased, U64, U32, U64, U64, st.booleans(), U64, st.booleans(), *[numbers(n)] * 2)
     ),
-    m.Rest: st.builds(m.Rest, U64, RANKS),
     m.Used: st.builds(m.Used, U64, U64, st.booleans()),
     m.Replicate: st.one_of(
         LENGTHS.flatmap(lambda n: st.builds(m.Replicate, st.just(np.arange(n, dtype=np.uint32)), *ROUND, arrays(n))),

@@ -28,7 +28,7 @@ from kvdist.protocol import messages as msg
 class AccountedLeases(Protocol):
     """Leases of lost workers."""
 
-    def account(self, member: Member, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
+    def account(self, member: Member, fates: Iterable[msg.Fate]) -> None:
         """Handle the account of all servers for a lost worker."""
 
 
@@ -91,7 +91,7 @@ class Losses:
                 fates[fate.store] = fate if before is None else _joined(before, fate)
         effects: list[fx.Effect] = [fx.Log(f"{member}: {_told(fate)}") for fate in fates.values()]
         if self.leases is not None:
-            effects += self.leases.account(member, fates.values())
+            self.leases.account(member, fates.values())
         if any(fate.examples for fate in fates.values()):
             self._membership.fates[member] = tuple(fates.values())
             self._membership.views.is_stale = True

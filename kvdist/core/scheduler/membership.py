@@ -196,7 +196,7 @@ class Membership:
         owners = () if self.owners == sorted(set(self.owners)) else tuple(self.owners)
         fates = tuple(fate for fates in self.fates.values() for fate in fates)
         news = (tuple(self.unaccounted), tuple(self._untold), owners, fates)
-        return msg.Roster(peers, self.epoch, *news, self.hold)
+        return msg.Roster(peers, self.epoch, *news, self.hold, tuple(sorted(node.rank for node in self.resting)))
 
     def _since(self, member: Member) -> int:
         """Return the version from which on rounds wait for a member; see `Peer.since`."""

@@ -444,8 +444,9 @@ class Scheduler(fx.Machine):
         return [fx.Send(member, roster, self._token(member)) for member in members]
 
     def _with_news(self, effects: list[fx.Effect]) -> list[fx.Effect]:
-        """Append a roster for servers, if they have to know of something new."""
-        if not self.membership.views.is_stale or self._is_over:
+        """Append a roster for servers, if they have to know of something new, and have answered the last roster."""
+        views = self.membership.views
+        if not views.is_stale or not views.is_answered or self._is_over:
             return effects
         return [*effects, *self.announce_to_servers()]
 
@@ -583,7 +584,7 @@ class Scheduler(fx.Machine):
             is_over = self.on_loss is not msg.OnLoss.WAIT and not self.membership.there
             effects += self.newcomers.end() if is_over else []
         if self.leases is not None:
-            effects += self.leases.left(sender)
+            self.leases.left(sender)
         return effects + self._announce_soon(now) + self._without_departed(now)
 
     def _without_departed(self, now: float) -> list[fx.Effect]:
@@ -802,8 +803,6 @@ class Scheduler(fx.Machine):
         effects: list[fx.Effect] = [fx.Send(sender, welcome), fx.Bind(sender, member)]
         if self.config.supervised:
             effects.append(fx.TellLauncher(f"at work server {member.node.rank} life {message.life}"))
-        if self.leases is not None:
-            effects.append(fx.Send(member, msg.Rest(0, self.leases.resting)))
         if self.rollback is None:
             # Its predecessor in the ring copies lasting state to it. It takes no part in open commands and checkpoints,
             # and receives all later requests.
@@ -874,7 +873,7 @@ class Scheduler(fx.Machine):
             self.newcomers.forget(member)
             self.newcomers.pause_if_few()
         if self.leases is not None:
-            effects += self.leases.lost(member)
+            self.leases.lost(member)
         return [*effects, *self._announce_soon(now), *self._without_departed(now)]
 
     def _go_on_with_heir(
@@ -896,7 +895,6 @@ class Scheduler(fx.Machine):
 
             leases = Leases(
                 self.membership,
-                self._questions,
                 self._go_on_without_data,
                 self.checkpoints.next_saves,
                 self._is_saving,

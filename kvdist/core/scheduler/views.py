@@ -30,6 +30,11 @@ class Views:
     """(epoch, what follows when every server has answered a roster of this epoch or a later one)"""
 
     @property
+    def is_answered(self) -> bool:
+        """Whether every server has answered the newest roster: many changes at nearly the same time share a roster."""
+        return self._answered == self.epoch
+
+    @property
     def answers(self) -> list[msg.Seen]:
         """The newest answer of each server that has answered."""
         return [self._seen[server] for server in self.servers.values() if server in self._seen]

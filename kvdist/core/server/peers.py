@@ -73,7 +73,7 @@ class Peers:
         gone = sorted(set(before) - present, key=lambda member: member.node.rank)
         lost = [member for member in gone if member in message.lost]
         self.away.update([member.node.rank for member in lost] if self.waits else ())
-        self.rest(self.resting - {member.node.rank for member in gone})
+        self.rest(set(message.resting))
         self.lost.update(message.lost)
         self.left.update(member for member in gone if member not in self.lost)
         return gone, joined

@@ -57,7 +57,7 @@ from kvdist.protocol.arrays import Arrays, PayloadView, padded, views
 
 GIVEN = (msg.InitValues, msg.ReplaceValues, msg.ReplaceState, msg.InitRows)
 """Messages of workers with values from outside a round."""
-SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Join, msg.Rest)
+SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Join)
 """Messages of the scheduler about slices and members. All servers receive the same messages."""
 NOBODY = Member(worker(0), 0)
 """No process has this incarnation, so it gets no replies."""
@@ -398,12 +398,9 @@ class ReplicatedServer(Server):
         before = self._backup, self._numbers
         effects = self._meet(message, now)
         self._note_said(message)
-        if self._backup == before[0]:
-            self._tell(message, None)
+        self._tell(message, None)
         done = super().handle(SCHEDULER_MEMBER, message, now)
         self._was_whole = self.is_whole
-        if self._backup is not None and self._backup != before[0]:
-            self._introduce(message)
         if (self._backup, self._numbers) != before:
             for optimizer in self._optimizers.values():
                 self._tell(replace(optimizer, request=0), None)
@@ -418,12 +415,6 @@ class ReplicatedServer(Server):
             if self.refuses(who, what) is None:
                 effects += self.handle(who, what, now)
         return effects
-
-    def _introduce(self, message: msg.Roster) -> None:
-        """Send a new backup the members, as an older copy would know them."""
-        self._tell(message, None)
-        if self.peers.resting:
-            self._tell(msg.Rest(0, tuple(sorted(self.peers.resting))), None)
 
     def _is_early(self, message: msg.Message) -> bool:
         """Whether a message is about slices of the copy: its sender knows of a loss before this server does."""
@@ -658,8 +649,6 @@ class ReplicatedServer(Server):
         self._said.clear()
         for member, fates in copy._fates.items():
             self._fates[member] = (*self._fates.get(member, ()), *fates)
-        if not self._numbers:  # it has had nothing to know this for
-            self.peers.rest(copy.peers.resting)
         self.shard.absorb(copy.shard)
         self._restoring = Restoring((self.shard,))
         return effects

@@ -296,8 +296,6 @@ class Server(fx.Machine):
                 return [fx.Halt(verdict(message))]
             case msg.Waiting():
                 pass  # a hint for joining members; the scheduler prints it, too
-            case msg.Rest():
-                return self._rest(message, now)
             case msg.Stop():
                 self._stopping = True
                 return [fx.Halt()]
@@ -383,15 +381,6 @@ class Server(fx.Machine):
         if hold:
             self.shard.promise(self._versions_more)
         return effects
-
-    def _rest(self, message: msg.Rest, now: float) -> list[fx.Effect]:
-        """Stop waiting for workers without examples, and complete what has waited only for them."""
-        if self.peers.resting != set(message.ranks):
-            self.peers.rest(set(message.ranks))
-            self.shard.roster(set())
-            self.snapshots.roster()
-        due = [] if self._quotas is None else self._quotas.roster(now)
-        return [*self._replies(), *due, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
 
     def _drop(self, lost: Mapping[int, Member]) -> dict[int, tuple[msg.Fate, ...]]:
         """Drop contributions of lost workers that are not counted yet, before any round closes without these workers.
