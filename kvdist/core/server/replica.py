@@ -74,8 +74,6 @@ FILLS_AHEAD = 2
 
 Tell = Callable[[msg.Message, tuple[Buffer, ...] | None], None]
 """Takes what the backup must hear, and the token of that message."""
-Said = tuple[type[msg.Message], int]
-"""A message of the scheduler: its kind, and the number of its request or roster."""
 
 
 class ReplicatedShard(Shard):
@@ -351,10 +349,11 @@ class ReplicatedServer(Server):
         """(messages that the backup must have, effects that are held until then)"""
         self._waiting: list[tuple[Member, msg.Message]] = []
         """Messages of workers about slices of the copy, which are handled after its promotion."""
-        self._said: dict[Said, msg.Message] = {}
-        """Messages of the scheduler that the server of the copy has not forwarded."""
-        self._early: set[Said] = set()
-        """Messages that it has forwarded before they arrived from the scheduler."""
+        self._said: deque[msg.Message] = deque()
+        """Messages of the scheduler, which all servers hear in the same order, that the server of the copy has not
+        forwarded."""
+        self._early = 0
+        """Number of messages that it has forwarded before they arrived from the scheduler."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -572,12 +571,12 @@ class ReplicatedServer(Server):
             return []
         self.copy.rank = sender.node.rank
         self._dialled_by = sender
-        if isinstance(message, SAID):
-            said = _said(message)
-            if said[1] and self._said.pop(said, None) is None:
-                self._early.add(said)
-            if not said[1] and isinstance(message, msg.Assign | msg.SetOptimizer):
-                super().handle(SCHEDULER_MEMBER, message, now)  # this server may be new, and not know of it either
+        if isinstance(message, msg.Assign | msg.SetOptimizer) and not message.request:
+            super().handle(SCHEDULER_MEMBER, message, now)  # this server may be new, and not know of it either
+        elif isinstance(message, SAID) and self._said:
+            self._said.popleft()
+        elif isinstance(message, SAID):
+            self._early += 1
         try:
             self.copy.hear(message, now)
         except MemoryError:
@@ -587,11 +586,10 @@ class ReplicatedServer(Server):
         return [fx.Send(sender, msg.Replicated(self._heard)), *self._published(self._fill())]
 
     def _note_said(self, message: msg.Message) -> None:
-        said = _said(message)
-        if said in self._early:
-            self._early.discard(said)
+        if self._early:
+            self._early -= 1
         elif self.copy is not None:
-            self._said[said] = message
+            self._said.append(message)
 
     def _meet(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         """Update the servers and their slices from a roster."""
@@ -612,7 +610,7 @@ class ReplicatedServer(Server):
         if self.copy is None and (own - 1) % count in there:
             self.copy, self._heard = self._new_copy(), 0
             self._said.clear()
-            self._early.clear()
+            self._early = 0
             self._restoring = Restoring((self.shard, self.copy.shard))
         backup = there.get((own + 1) % count)
         if self._backup is None and backup is not None:
@@ -642,7 +640,7 @@ class ReplicatedServer(Server):
         """Promote the copy after the loss of its server. Returns what workers have to know."""
         copy, self.copy = self.copy, None
         assert copy is not None
-        answers = [effect for message in self._said.values() for effect in copy.hear(message, now)]
+        answers = [effect for message in self._said for effect in copy.hear(message, now)]
         effects: list[fx.Effect] = [
             one for one in answers if isinstance(one, fx.Send) and isinstance(one.message, msg.Counters)
         ]
@@ -663,10 +661,6 @@ def _short_of_memory(what_for: str) -> list[fx.Effect]:
     """Leave the job: an incomplete copy must not be promoted, and no server may wait for it."""
     reason = f"it has no memory {what_for}: use more servers, or leave out --replicas"
     return [fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, reason))]
-
-
-def _said(message: msg.Message) -> Said:
-    return type(message), message.epoch if isinstance(message, msg.Roster) else getattr(message, "request", 0)
 
 
 def _settings(lr: float | None, wd: float | None) -> tuple[tuple[float, float, float], ...]:
