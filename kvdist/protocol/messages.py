@@ -239,7 +239,8 @@ Fates = Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "memb
 class Roster(WireMessage):
     """Scheduler → all: the cluster as it is. The first roster means that the cluster is complete.
 
-    A roster replaces all earlier rosters: a process that has missed some needs only the newest.
+    A roster replaces all earlier rosters: a process that has missed some needs only the newest. A roster with which
+    nothing changes for workers goes to servers alone.
     """
 
     KIND = 4

@@ -46,20 +46,16 @@ class Views:
     def heard(self, server: Member, message: msg.Seen) -> list[fx.Effect]:
         """Store the answer of a server. Returns what follows if it was the last answer."""
         self._seen[server] = message
-        return self.advance()
-
-    def server_lost(self, server: Member) -> None:
-        """Let everything wait for answers to the next roster, as another server has the slices of a lost server."""
-        self._seen.pop(server, None)
-        self._waiting = [(self.epoch + 1, follow) for _, follow in self._waiting]
-
-    def advance(self) -> list[fx.Effect]:
-        """Return what follows from the answers of the live servers."""
         effects: list[fx.Effect] = []
         while self._waiting and self._waiting[0][0] <= self._answered:
             _, follow = self._waiting.pop(0)
             effects += follow()
         return effects
+
+    def server_lost(self, server: Member) -> None:
+        """Let everything wait for answers to the next roster, as another server has the slices of a lost server."""
+        self._seen.pop(server, None)
+        self._waiting = [(self.epoch + 1, follow) for _, follow in self._waiting]
 
     @property
     def _answered(self) -> int:
