@@ -27,7 +27,7 @@ Live = Mapping[NodeId, Member]
 """Members in the cluster, by node id. `Membership` changes the mapping as they join and leave."""
 
 Question: TypeAlias = (
-    msg.Assign | msg.Cut | msg.DropRestored | msg.FindCut | msg.Perform | msg.Prepare | msg.Rest | msg.Restore
+    msg.Assign | msg.DropRestored | msg.Join | msg.Perform | msg.Prepare | msg.Restore
     | msg.SetOptimizer | msg.TakeRestored
 )  # fmt: skip
 """A message of the scheduler to all servers; each of them answers."""

@@ -261,15 +261,17 @@ class Round:
     # Newcomers: workers that join a running job. Counters of workers are aligned with versions: a worker's next push is
     # for the version after `counted` of them, so a newcomer's begin at the version in which it takes part first.
 
-    def promise(self, more: int = 1) -> int:
-        """Promise to make at most `more` versions until `admit`. Returns the version at which that was promised first.
-
-        An earlier promise still holds.
-        """
+    def promise(self, more: int = 1) -> None:
+        """Promise to make at most `more` versions until `admit`. An earlier promise still holds."""
         admission = self.admission = self.admission or Admission()
         if admission.limit is None:
             admission.limit = self.version + more
-        return max(admission.limit - more, 0)
+
+    def held_version(self, more: int) -> int:
+        """Return the version at which this round promised to make at most `more` versions; without a promise its
+        present version."""
+        limit = None if self.admission is None else self.admission.limit
+        return self.version if limit is None else max(limit - more, 0)
 
     def admit(self, ranks: Collection[int], version: int | None) -> None:
         """Let workers take part from a version on; None for not yet, until the next call."""

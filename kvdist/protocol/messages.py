@@ -209,29 +209,13 @@ class Peer:
     endpoint: Name
     life: UInt32 = 0
     """How often a process of this rank was started before."""
-
-
-@dataclass(frozen=True, slots=True)
-class Roster(WireMessage):
-    """Scheduler → all: the processes of the cluster. The first roster means that the cluster is complete."""
-
-    KIND = 4
-    peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
-    epoch: UInt32 = 0
-    """1, 2, …"""
-    lost: Ranks = ()
-    """Workers lost since the last roster: none of their pushes is counted any more."""
-    ended: Members = ()
-    """Lost workers whose processes are known since then to have ended: they read nothing more."""
-    newcomers: Ranks = ()
-    """Of `peers`, the workers that no round waits for: a `Cut` makes members of them."""
-    owners: Ranks = ()
-    """Number of a server in the placement → rank of the server that has its slices; empty if no slices have moved."""
+    since: FromMinusOne = -1
+    """The version from which on rounds wait for a worker that has joined later; `LATER`: none does yet; -1: all do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """How many pushes of a lost worker a server has counted in its slices of a store."""
+    """How many pushes of a lost worker are counted in the slices of a store: those of a server, or all."""
 
     rank: UInt32
     incarnation: UInt64
@@ -246,17 +230,57 @@ class Fate:
     """How many examples its pushes summed, where most are counted."""
 
 
+Fates = Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "members_max")]
+
+
 @dataclass(frozen=True, slots=True)
-class Settled(WireMessage):
-    """Server → scheduler: this roster is applied, and no more pushes of its lost workers will be counted.
+class Roster(WireMessage):
+    """Scheduler → all: the cluster as it is. The first roster means that the cluster is complete.
 
-    Scheduler → server: all servers have reported that, and this is counted over all of them."""
+    A roster replaces all earlier rosters: a process that has missed some needs only the newest. A roster with which
+    nothing changes for workers goes to servers alone.
+    """
 
-    KIND = 5
+    KIND = 4
+    peers: Annotated[tuple[Peer, ...], list_of("peers", record("peer", Peer), "members_max")]
+    epoch: UInt32 = 0
+    """1, 2, …"""
+    lost: Members = ()
+    """Lost workers, until all servers have accounted for their pushes, of which none is counted any more."""
+    ended: Members = ()
+    """Lost workers whose processes have ended and read nothing more, until all servers know."""
+    owners: Ranks = ()
+    """Number of a server in the placement → rank of the server that has its slices; empty if no slices have moved."""
+    fates: Fates = ()
+    """How many pushes of lost workers are counted over all servers, until all servers know."""
+    hold: UInt32 = 0
+    """Epoch of the first roster with this hold; 0: none. A server makes at most a version more of each slice while it
+    lasts, and none where all wait for the return of lost workers."""
+    resting: Ranks = ()
+    """Workers without examples: no round waits for them, and their pushes still count."""
+
+    @property
+    def newcomers(self) -> frozenset[int]:
+        """Ranks of the workers that no round waits for yet."""
+        return frozenset(peer.member.node.rank for peer in self.peers if peer.since == LATER)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen(WireMessage):
+    """Server → scheduler: the roster of this epoch is applied. Repeated when what it says has changed."""
+
+    KIND = 6
     epoch: UInt32
-    fates: Annotated[tuple[Fate, ...], list_of("fates", record("fate", Fate), "members_max")]
+    fates: Fates
+    """Of the roster's lost workers: no more of their pushes will be counted."""
     valueless: Numbers
-    """The slices of this server that have no first values."""
+    """The slices of this server without first values, if the roster has lost workers."""
+    whole: Boolean
+    """Whether the backup of this server has a copy of all its slices."""
+    highest: UInt32
+    """The highest version of slices that are updated in rounds, when the present hold began; 0 without such slices."""
+    lowest: UInt32
+    """The lowest version then of slices that are at most a version behind the highest; `LATER` without such slices."""
 
 
 # Keys and optimizers: agreed on by all workers through the scheduler.
@@ -871,7 +895,7 @@ class TakeRestored(_OfStore):
     """Scheduler → server: every server has read what it needs; go on from there.
 
     After a `Rewind` the push counters, too, are those that were read, and every worker is told by `Rewound`: no push of
-    any worker is in flight. Slices that were not read begin anew, and no version is made before a `Cut`.
+    any worker is in flight. Slices that were not read begin anew. No version is made before the next cut.
     """
 
     KIND = 46
@@ -904,43 +928,13 @@ class Ready(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class FindCut(WireMessage):
-    """Scheduler → server: which is the highest version of your slices? Close at most a round of each until a `Cut`.
+class Join(_OfStore):
+    """Scheduler → server: rounds of this store that have left these members out wait for them from now on.
 
-    Where all wait for the return of lost workers: make none.
+    Tell the members by `Counters`.
     """
 
-    KIND = 80
-    request: UInt64
-
-
-@dataclass(frozen=True, slots=True)
-class CutFound(WireMessage):
-    """Server → scheduler: the highest version of slices that are updated in rounds; 0 without such slices.
-
-    It is the version at the first question since the last `Cut`, by whatever scheduler.
-    """
-
-    KIND = 81
-    request: UInt64
-    highest: UInt32
-    lowest: UInt32
-    """The lowest version of slices that are at most a version behind the highest; `LATER` without such slices."""
-
-
-@dataclass(frozen=True, slots=True)
-class Cut(WireMessage):
-    """Scheduler → server: rounds wait for these workers from a version on. Tell them by `Counters`.
-
-    Without a store they become members, and take part from this version on in all slices that were as far as that.
-    Where rounds have waited for their return, what they had pushed before still counts.
-    With a store they take part from now on in the slices of that store that have not waited for them yet.
-    """
-
-    KIND = 82
-    request: UInt64
-    store: FromMinusOne
-    version: UInt32
+    KIND = 85
     ranks: Ranks
 
 
@@ -964,7 +958,7 @@ class Counters(WireMessage):
 class TakeSnapshot(WireMessage):
     """Scheduler → server: write every slice of this store into this folder, as it is at this version.
 
-    It comes after a `FindCut` and before its `Cut`. A slice that is not pushed in step with the others is written as it
+    It comes while `Roster.hold` is set. A slice that is not pushed in step with the others is written as it
     is now.
     """
 
@@ -1104,15 +1098,6 @@ class Fill(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Copied(WireMessage):
-    """Server → scheduler, backup: all that the server of this rank has in this roster is in its backup's copy."""
-
-    KIND = 104
-    rank: UInt32
-    epoch: UInt32
-
-
-@dataclass(frozen=True, slots=True)
 class Replicated(WireMessage):
     """Backup → the server whose slices it copies: the first `count` of your messages are in the copy."""
 
@@ -1197,15 +1182,6 @@ class Leased(WireMessage):
 
 
 @dataclass(frozen=True, slots=True)
-class Rest(WireMessage):
-    """Scheduler → server: do not wait for these workers until you hear otherwise; their pushes still count."""
-
-    KIND = 92
-    request: UInt64
-    ranks: Ranks
-
-
-@dataclass(frozen=True, slots=True)
 class Used(WireMessage):
     """Worker → scheduler: so many of my examples are used; with `gives_back` others may have the rest."""
 
@@ -1262,17 +1238,17 @@ class NotDue(WireMessage):
 
 
 Message = (
-    Hello | Welcome | Rejected | Roster | Settled | Declare | Placed | Assign | Configure | SetOptimizer
+    Hello | Welcome | Rejected | Roster | Seen | Declare | Placed | Assign | Configure | SetOptimizer
     | Done | Failed | Barrier | InitValues | ReplaceValues | Push | CompressedPush | Pull | Values | Counted | Refused
     | JoinedPush | HandedBack | PullState | ReplaceState | Alive | StepTimes | Ack | Waiting | Goodbye | Abort | Stop
     | Blocked | CheckBlocked
     | InitRows | PushRows | PullRows
     | Claim | Claimed | Prepare | MarkPushes | Save | Saved | Load | Restore | TakeRestored | DropRestored
-    | Ready | FindCut | CutFound | Cut | Counters
+    | Ready | Join | Counters
     | TakeSnapshot | SnapshotTaken | Rewind | Quiet | Rewound
     | Command | Perform
-    | Lease | Leased | Rest | Used | Progress | Due | NotDue
-    | Replicate | Replicated | Fill | Copied
+    | Lease | Leased | Used | Progress | Due | NotDue
+    | Replicate | Replicated | Fill
 )  # fmt: skip
 
 

@@ -68,7 +68,11 @@ LINES_PER_EFFECT_MAX = 100
 )
 @pytest.mark.parametrize("name", STEADY)
 def test_what_is_kept_does_not_grow_with_the_steps(name: str) -> None:
-    assert not growth(0, replace(STEADY[name], victims=()), STEPS)
+    scenario = replace(STEADY[name], victims=())
+    growing = set(growth(0, scenario, STEPS))
+    for seed in (1, 2):  # what is only under way grows by chance, and so not in each of these runs
+        growing &= set(growth(seed, scenario, STEPS)) if growing else set()
+    assert not growing
 
 
 def test_no_message_among_200_workers_costs_work_for_all_pairs_of_them() -> None:
@@ -96,7 +100,7 @@ def loss_while_keys_have_no_values(keys: int) -> Work:
     with counting_lines() as work:
         wired.kill("worker-2")
         wired.settle()
-    assert ("Scheduler", "Settled") in work.lines and "scheduler" not in wired.stopped, "the one with values is there"
+    assert ("Scheduler", "Seen") in work.lines and "scheduler" not in wired.stopped, "the one with values is there"
     return work
 
 
@@ -116,7 +120,7 @@ def cut_for(newcomers: int) -> Work:
             wired.take_part(rank)
         wired.settle()
     assert len(wired.scheduler.membership.workers) == newcomers + 1
-    assert work.times["Server", "Cut"] <= 2, "all but the first have joined together"
+    assert work.times["Server", "Roster"] <= 4, "all but the first have joined together"
     return work
 
 
@@ -141,12 +145,12 @@ def test_a_mark_of_a_checkpoint_costs_no_more_where_many_have_marked() -> None:
 
 
 def test_a_loss_while_keys_have_no_values_costs_no_square_of_the_keys() -> None:
-    few, many = (loss_while_keys_have_no_values(keys).lines["Scheduler", "Settled"] for keys in (200, 800))
+    few, many = (loss_while_keys_have_no_values(keys).lines["Scheduler", "Seen"] for keys in (200, 800))
     assert many < 6 * few
 
 
 def test_a_cut_costs_no_square_of_the_workers_that_join_by_it() -> None:
-    few, many = (cut_for(newcomers).lines["Server", "Cut"] for newcomers in (6, 24))
+    few, many = (cut_for(newcomers).lines["Server", "Roster"] for newcomers in (6, 24))
     assert many < 6 * few
 
 

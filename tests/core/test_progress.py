@@ -228,7 +228,8 @@ def test_who_joins_has_the_weights_of_then(peers: Peers) -> None:
     peers.rest(set())
     for step in range(4):
         asks(quotas, 0, step)
-    peers.admit([2], 12)
+    peers.workers[2], peers.since[2] = peers.newcomers.pop(2), 12
+    peers.rest(set())
     assert asks(quotas, 1, 0).delay == 4, "it was there"
     assert asks(quotas, 0, 4).delay == 0, "what was dropped is no version"
     assert asks(quotas, 2, 12).delay == 1, "its pushes are numbered elsewhere"

@@ -203,4 +203,4 @@ def test_a_new_backup_that_is_spoken_to_before_its_welcome_has_all_within_second
             carry(links[to].receive(packet, now))
         primary.validate()
         backup.validate()
-    assert primary._is_whole and primary.epoch == both.epoch
+    assert primary.is_whole and primary.epoch == both.epoch

@@ -15,7 +15,6 @@ from kvdist.core.joining import SCHEDULER_MEMBER, Introduction
 from kvdist.core.machine import (
     Bind,
     ChildEnded,
-    Effect,
     Halt,
     LauncherGone,
     PeerConnected,
@@ -36,14 +35,10 @@ from kvdist.protocol.messages import (
     Abort,
     Alive,
     Barrier,
-    Copied,
-    Cut,
-    CutFound,
     Done,
     ErrorCode,
     Failed,
     Fate,
-    FindCut,
     Goodbye,
     Hello,
     Load,
@@ -52,7 +47,7 @@ from kvdist.protocol.messages import (
     Save,
     Saved,
     SavedFile,
-    Settled,
+    Seen,
     Waiting,
     Welcome,
 )
@@ -646,12 +641,16 @@ class SettledNoted:
     def __init__(self) -> None:
         self.most: list[int] = []
 
-    def account(self, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
+    def account(self, member: Member, fates: Iterable[Fate]) -> None:
         self.most += [one.most for one in fates]
-        return []
 
-    def lost(self, member: Member) -> list[Effect]:
-        return []
+    def lost(self, member: Member) -> None:
+        """Nothing is leased."""
+
+
+def seen(scheduler: Scheduler, fates: tuple[Fate, ...] = (), version: int = 0) -> Seen:
+    """What a server says when it has applied the newest roster, and its backup has everything."""
+    return Seen(scheduler.membership.epoch, fates, np.zeros(0, np.uint32), True, version, version)
 
 
 def with_copies() -> tuple[Scheduler, list[Member]]:
@@ -663,39 +662,49 @@ def with_copies() -> tuple[Scheduler, list[Member]]:
             scheduler.handle(stranger(role, (100 if role is Role.SERVER else 200) + rank), hello(rank, 2, 3), 0.0)
     servers = [scheduler.membership.servers[NodeId(Role.SERVER, rank)] for rank in range(3)]
     for one in servers:
-        scheduler.handle(one, Copied(one.node.rank, scheduler.membership.epoch), 0.1)
+        scheduler.handle(one, seen(scheduler), 0.1)
     assert all(scheduler.membership.may_lose(one.node) for one in servers)
     return scheduler, servers
 
 
-def requests_of(effects: Sequence[Effect], kind: type[FindCut] | type[Cut]) -> set[int]:
-    return {one.message.request for one in effects if isinstance(one, Send) and isinstance(one.message, kind)}
+def begin_cut(scheduler: Scheduler, now: float) -> list[int]:
+    """Begin a cut without newcomers, of which every server hears. Returns where its version will be."""
+    versions: list[int] = []
+    assert scheduler.newcomers is not None
+    scheduler.newcomers.cut(lambda version: versions.append(version) or [])  # type: ignore[func-returns-value]
+    scheduler.tick(now)
+    return versions
 
 
 def test_who_has_answered_how_far_it_is_before_it_had_a_lost_servers_slices_is_asked_again() -> None:
     scheduler, servers = with_copies()
-    assert scheduler.newcomers is not None
-    (first,) = requests_of(scheduler.newcomers.cut(lambda version: []), FindCut)
+    versions = begin_cut(scheduler, 0.2)
     for one in (servers[0], servers[2]):
-        assert not requests_of(scheduler.handle(one, CutFound(first, 5, 5), 0.2), Cut)
-    effects = scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.3)
-    assert not requests_of(effects, Cut)
-    (second,) = requests_of(effects, FindCut)
-    scheduler.handle(servers[0], CutFound(second, 5, 5), 0.4)
-    effects = scheduler.handle(servers[2], CutFound(second, 6, 6), 0.4)  # the lost one had closed a round more
-    assert {one.message.version for one in effects if isinstance(one, Send) and isinstance(one.message, Cut)} == {7}
+        scheduler.handle(one, seen(scheduler, version=5), 0.2)
+    scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.3)
+    scheduler.handle(servers[0], seen(scheduler, version=5), 0.4)
+    assert not versions and scheduler.membership.hold
+    scheduler.handle(servers[2], seen(scheduler, version=6), 0.4)  # the lost one had closed a round more
+    assert versions == [7] and not scheduler.membership.hold
 
 
-def test_a_server_that_comes_back_is_let_in_while_others_are_asked_and_owes_no_answer() -> None:
+def test_a_server_that_comes_back_is_let_in_while_others_are_asked() -> None:
     scheduler, servers = with_copies()
-    assert scheduler.newcomers is not None
     scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.2)
-    (asked,) = requests_of(scheduler.newcomers.cut(lambda version: []), FindCut)
+    versions = begin_cut(scheduler, 0.2)
     effects = scheduler.handle(stranger(Role.SERVER, 9), hello(1, 2, 3), 0.3)
     assert any(isinstance(one, Send) and isinstance(one.message, Welcome) for one in effects)
-    effects = [one for who in (servers[0], servers[2]) for one in scheduler.handle(who, CutFound(asked, 5, 5), 0.4)]
-    told = {one.to for one in effects if isinstance(one, Send) and isinstance(one.message, Cut)}
-    assert told == {servers[0], servers[2], scheduler.membership.servers[servers[1].node]}
+    told = {one.to: one.message for one in effects if isinstance(one, Send) and isinstance(one.message, Roster)}
+    new = scheduler.membership.servers[servers[1].node]
+    assert told[new].hold == told[servers[0]].hold > 0
+    for one, version in ((servers[0], 5), (servers[2], 5), (new, 0)):
+        effects = scheduler.handle(one, seen(scheduler, version=version), 0.4)
+    assert versions == [6]
+    assert {one.to for one in effects if isinstance(one, Send) and isinstance(one.message, Roster)} == {
+        servers[0],
+        servers[2],
+        new,
+    }
 
 
 def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers_read() -> None:
@@ -709,8 +718,8 @@ def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers
         effects = scheduler.handle(stranger(Role.SERVER, 9), hello(1, 2, 3), 0.4)
         assert any(isinstance(one, Send) and isinstance(one.message, Welcome) for one in effects), "it is let in"
         assert scheduler.handle(workers[1], load, 0.5) == [], "copies are not whole"
-        for node, one in scheduler.membership.servers.items():
-            effects = scheduler.handle(one, Copied(node.rank, scheduler.membership.epoch), 0.6)
+        for one in scheduler.membership.servers.values():
+            effects = scheduler.handle(one, seen(scheduler), 0.6)
         assert any(isinstance(one, Persist) and isinstance(one.work, ReadManifest) for one in effects)
         scheduler.observe(ChildEnded(servers[2].node, "killed", False), 0.7)
         assert scheduler._stopped, "half of the store would be of the checkpoint"
@@ -722,16 +731,16 @@ def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir(
     lost = scheduler.membership.workers[worker(1)]
     scheduler.observe(ChildEnded(worker(1), "killed", False), 0.2)
     scheduler.tick(0.3)
-    epoch = scheduler.membership.epoch
 
     def counted(most: int) -> tuple[Fate, ...]:
         return (Fate(1, lost.incarnation, 0, most, most, 1, 1),)
 
     for one in (servers[0], servers[2]):
-        scheduler.handle(one, Settled(epoch, counted(3), np.zeros(0, np.uint32)), 0.4)
+        scheduler.handle(one, seen(scheduler, counted(3)), 0.4)
     scheduler.observe(ChildEnded(servers[1].node, "killed", False), 0.5)
     assert not noted.most, "the heir has not said what the copy counts"
-    scheduler.handle(servers[2], Settled(scheduler.membership.epoch, counted(4), np.zeros(0, np.uint32)), 0.6)
+    for one, most in ((servers[0], 3), (servers[2], 4)):
+        scheduler.handle(one, seen(scheduler, counted(most)), 0.6)
     assert noted.most == [4]
 
 

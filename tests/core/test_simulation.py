@@ -20,7 +20,7 @@ from kvdist.checkpoint.snapshot import SliceImage
 from kvdist.config.settings import Limits
 from kvdist.core.agreement import Agreement, Questions
 from kvdist.core.host_aggregation import HostAggregation, HostRound, HostRounds
-from kvdist.core.joining import SCHEDULER_MEMBER, Joining
+from kvdist.core.joining import Joining
 from kvdist.core.machine import ChildEnded, Effect, Event, PeerDisconnected, Send
 from kvdist.core.policy import Policy
 from kvdist.core.reliable import PeerLink, Reliable
@@ -61,7 +61,6 @@ from kvdist.optimizer.updater import Updater
 from kvdist.protocol.messages import (
     Ack,
     Barrier,
-    Copied,
     Fate,
     Fill,
     Flag,
@@ -77,8 +76,8 @@ from kvdist.protocol.messages import (
     Rewound,
     Roster,
     Saved,
+    Seen,
     SetOptimizer,
-    Settled,
     SnapshotTaken,
     TakeRestored,
 )
@@ -487,11 +486,7 @@ def test_one_worker_and_three_servers_work_too() -> None:
 
 
 ORIGINAL_REPLICATE, ORIGINAL_PLACE_OF = CopiedShard.replicate, Round.place_of
-ORIGINAL_PACKED, ORIGINAL_FILL, ORIGINAL_PUBLISHED = (
-    slice_parts.packed,
-    ReplicatedServer._fill,
-    ReplicatedServer._published,
-)
+ORIGINAL_PACKED, ORIGINAL_PUBLISHED = slice_parts.packed, ReplicatedServer._published
 
 
 ORIGINAL_PULL_STATE = Shard.pull_state
@@ -532,13 +527,9 @@ def fills_in_without_states(image: SliceImage) -> Any:
     return ORIGINAL_PACKED(replace(image, state=None))
 
 
-def says_it_is_whole_at_once(self: ReplicatedServer) -> list[Effect]:
+def says_it_is_whole_at_once(self: ReplicatedServer) -> bool:
     """A server says that its backup has everything, and has not given it anything."""
-    effects = ORIGINAL_FILL(self)
-    if self._backup is None or self._is_whole or not self._is_linked:
-        return effects
-    self._is_whole = True
-    return [*effects, Send(SCHEDULER_MEMBER, Copied(self.me.node.rank, self.epoch))]
+    return self._backup is not None
 
 
 def fills_in_late(self: ReplicatedServer, effects: list[Any]) -> list[Any]:
@@ -765,7 +756,7 @@ def keeps_what_is_lost(self: Round, ranks: Set[int]) -> dict[int, int]:
 
 def settles_last(self: Server, message: Roster, now: float) -> list[Effect]:
     effects = ORIGINAL_ROSTER(self, message, now)
-    return sorted(effects, key=lambda one: isinstance(one, Send) and isinstance(one.message, Settled))
+    return sorted(effects, key=lambda one: isinstance(one, Send) and isinstance(one.message, Seen))
 
 
 def closes_before_it_drops(self: Server, message: Roster, now: float) -> list[Effect]:
@@ -827,14 +818,10 @@ def promises_nothing(self: Admission, version: int) -> bool:
     return True
 
 
-def keeps_what_servers_had_said(self: Newcomers) -> list[Effect]:
-    return [] if self._paused_since is not None else ORIGINAL_GONE_BACK(self)
-
-
 def tells_of_the_cluster_at_once(self: Newcomers, stranger: Member, hello: Any, now: float) -> list[Effect]:
     """A newcomer speaks to servers that have not heard of it."""
     effects = ORIGINAL_HELLO(self, stranger, hello, now)
-    waiting, self.introductions = self.introductions, {}
+    waiting, self.introductions = self.introductions, set()
     return [*effects, *(Send(member, self._membership.roster) for member in waiting)]
 
 
@@ -891,7 +878,6 @@ def forgets_lives(self: Scheduler, event: ChildEnded, now: float) -> list[Effect
 
 ORIGINAL_NUMBER = Scheduler._number
 ORIGINAL_BARRIER = Scheduler._barrier
-ORIGINAL_GONE_BACK = Newcomers.gone_back
 ORIGINAL_MAY_GO_ON = Losses.may_go_on
 ORIGINAL_HELLO = Newcomers.hello
 ORIGINAL_ACCEPT = newcomer.Newcomer.accept
@@ -906,14 +892,14 @@ def leases_twice(self: Queue, batch: int, wanted: int, workers: int) -> Range | 
     return taken
 
 
-def gives_back_at_once(self: Leases, member: Member) -> list[Effect]:
+def gives_back_at_once(self: Leases, member: Member) -> None:
     """What a lost worker has told of decides, not what servers have counted."""
     self._waiting.pop(member, None)
-    return self._reclaim(member)
+    self._reclaim(member)
 
 
-def gives_back_what_counts(self: Leases, epoch: int, fates: Iterable[Fate]) -> list[Effect]:
-    return ORIGINAL_SETTLED(self, epoch, ())
+def gives_back_what_counts(self: Leases, member: Member, fates: Iterable[Fate]) -> None:
+    ORIGINAL_SETTLED(self, member, ())
 
 
 def believes_newcomers(self: Leases, sender: Member, message: Lease, now: float) -> list[Effect]:
@@ -926,12 +912,12 @@ def awaits_all(self: Peers, ranks: Set[int]) -> None:
     self.resting, self.awaited = set(ranks), set(self.workers)
 
 
-def ends_when_nothing_is_free(self: Leases) -> list[Effect]:
+def ends_when_nothing_is_free(self: Leases) -> None:
     """What others still hold, or may have lost, is not waited for."""
     holders, unsettled = self._holders, self._unaccounted
-    self._holders, self._unaccounted = {member: LeaseHolder(0) for member in holders}, {}
+    self._holders, self._unaccounted = {member: LeaseHolder(0) for member in holders}, set()
     try:
-        return ORIGINAL_ADVANCE(self)
+        ORIGINAL_ADVANCE(self)
     finally:
         self._holders, self._unaccounted = holders, unsettled
 
@@ -1097,7 +1083,7 @@ def forgets_what_counts(self: Round, ranks: Set[int]) -> None:
 
 def begins_at_the_highest(self: Newcomers) -> int:
     """Who comes back goes on at the highest version of all slices."""
-    return max(one.highest for one in self._found_by.values())
+    return max(one.highest for one in self._membership.views.answers)
 
 
 def awaits_who_is_there(self: Peers, ranks: Set[int]) -> None:
@@ -1538,10 +1524,6 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
         "joins when too few are left",
         [(Newcomers, "_lacking", lambda newcomers, joining=0: 0)],
     ),
-    "a cut of undone versions is made": (
-        "goes back and then loses a worker",
-        [(Newcomers, "gone_back", keeps_what_servers_had_said)],
-    ),
     "the first mean waits for a newcomer": ("joins before the first mean", [(Round, "leave_out", awaits_all_at_once)]),
     "an early hello is refused": ("joins", [(Newcomers, "keep", refuses_early_hellos)]),
     "what comes before a newcomer waits for it": ("joins", [(Membership, "joined_later", waits_for_newcomers)]),
@@ -1654,7 +1636,7 @@ MUTANTS: dict[str, tuple[str, Patches]] = {
     "a copy is filled in without states": ("fills with momentum", [(slice_parts, "packed", fills_in_without_states)]),
     "a copy that is not whole is taken over": (
         "fills until its server is killed",
-        [(ReplicatedServer, "_fill", says_it_is_whole_at_once)],
+        [(ReplicatedServer, "is_whole", property(says_it_is_whole_at_once))],
     ),
     "a server waits for ever for a backup that it cannot reach": (
         "a server parted from its copies",

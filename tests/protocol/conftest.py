@@ -37,16 +37,17 @@ def messages() -> list[m.Message]:
     description = {"name": "adam", "beta1": 0.9, "clip_gradient": None, "lazy": True, "begin": -3}
     peers = (
         Peer(Member(server(0), 1 << 63), "höst", 4242, "tcp://[::1]:9000"),
-        Peer(Member(worker(2), 7), "", 0, ""),
+        Peer(Member(worker(2), 7), "", 0, "", 1, 8),
     )
     keys: tuple[int | str, ...] = ("fc1.weight", -(1 << 63))
     return [
         m.Hello(-1, "node7", 4242, "tcp://10.0.0.7:9000", 2, 3, "0.1.0", 4),
         m.Welcome(1, (1 << 64) - 1, m.OnLoss.CONTINUE, 60.0, 1),
         m.Rejected("the seat is taken", True),
-        m.Roster(peers, 3, (1, 4), (Member(worker(4), 1 << 63),), (2,)),
+        m.Roster(peers, 3, (Member(worker(1), 7), Member(worker(4), 1 << 63)), (Member(worker(4), 1 << 63),), (2,),
+                 (m.Fate(1, 1 << 63, 0, 6, 7, 2, 9, 1 << 33),), 2, (0, 3)),
         m.Declare(1 << 40, 0, "sync", keys, ((3, 0, 5), ()), (1, 4), (3, 4), ("rows", ""), 9),
-        m.Settled(3, (m.Fate(1, 1 << 63, 0, 6, 7, 2, 9, 1 << 33),), u32(5, 6)),
+        m.Seen(3, (m.Fate(1, 1 << 63, 0, 6, 7, 2, 9, 1 << 33),), u32(5, 6), True, (1 << 32) - 1, 3),
         m.Placed(5, m.Placement((0, 1), (m.Placement.CUT_AT_ROWS, m.Placement.CUT), 4 << 20), (0, 1)),
         m.Assign(6, 1, "async", keys, ((3, 5), (1 << 37,)), (8, 1), (8, 4), ("", ""), placement, 2, (1, 3)),
         m.Configure(7, 0, dict(description)),
@@ -95,16 +96,13 @@ def messages() -> list[m.Message]:
         m.Restore(15, 1, "/data/run/step-5", ("weights", "states")),
         m.TakeRestored(16, 1, 2),
         m.DropRestored(17, 1),
-        m.FindCut(18),
-        m.CutFound(18, (1 << 32) - 1, 3),
-        m.Cut(19, -1, 8, (0, 2)),
+        m.Join(19, 3, (0, 2)),
         m.Counters(u32(3, 4), u32(8, m.LATER), u32(0, 200)),
         m.Ready(1),
         m.Command(13, 7, "größer"),
         m.Perform(14, (1 << 32) - 1, ""),
         m.Lease(18, 1, 2, 1 << 33, 3, True, 7, 32, 128, 96, 40, False),
         m.Leased(18, 2, 64, 1 << 33, False, 41, True, u32(0, 2), u32(1, 1)),
-        m.Rest(19, (0, 3)),
         m.Used(20, 1 << 33, True),
         m.Progress(3, 40, 1 << 33, m.DueWhen.QUORUM, 512, False, True),
         m.Due(3, 40, True, 1 << 33),
@@ -118,7 +116,6 @@ def messages() -> list[m.Message]:
                     -1, "", False, True, arrays([1, 1], [3, 5])),
         m.Fill(u32(4, 4), u8(0, 254), 7, (m.Standing(2, 8, 1 << 40, m.LATER, 5, 7, 3, "not finite"),), 8, -3, True,
                "zeros", True, arrays([2, 1], [2, 3])),
-        m.Copied(2, 9),
         m.Replicated(1 << 33),
     ]  # fmt: skip
 

@@ -132,7 +132,7 @@ def test_reserved_bytes_that_are_not_zero_are_refused(at, complaint, examples):
     assert complaint in attempt(frames)
 
 
-@each("code", [0, 6, 8, 18, 39, 255])
+@each("code", [0, 7, 8, 18, 39, 255])
 def test_an_unknown_kind_is_refused(code, examples):
     frames = frames_of(examples["Alive"])
     frames[0] = frames[0][:5] + bytes([code]) + frames[0][6:]
@@ -253,7 +253,7 @@ def declare(keys=KEY, shapes=SHAPE, dtypes=b"\1", pulled_as=b"\1", forms=FORM, r
         ("Placed", [1, [[0], [0]], [0]]),
         ("Placed", [1, [[0], [0], 0], [0]]),
         ("Welcome", [0, 1, 1]),
-        ("Settled", [1, [[0, 0, 0, 0, 0, 0]], b""]),
+        ("Seen", [1, [[0, 0, 0, 0, 0, 0]], b"", False, 0, 0]),
         ("Roster", [[[[0, 1, 5], "h", 1, "e"]], 1, [], [], []]),
         ("Roster", [[[[3, 1, 5], "h", 1, "e"]], 1, [], [], []]),
         ("Roster", [[[[2, -1, 5], "h", 1, "e"]], 1, [], [], []]),

@@ -37,7 +37,7 @@ KEYS = I64 | NAMES
 SHAPES = st.lists(st.integers(0, 9), max_size=6).map(tuple)
 RANKED = st.builds(NodeId, st.sampled_from([Role.SERVER, Role.WORKER]), U32 | st.just(UNRANKED))
 MEMBERS = st.builds(Member, RANKED | st.just(SCHEDULER), U64)
-PEERS = st.lists(st.builds(Peer, MEMBERS, NAMES, U32, NAMES, U32), max_size=4).map(tuple)
+PEERS = st.lists(st.builds(Peer, MEMBERS, NAMES, U32, NAMES, U32, st.integers(-1, U32_MAX)), max_size=4).map(tuple)
 CONTENTS = st.lists(NAMES, max_size=3).map(tuple)
 FILES = st.builds(m.SavedFile, NAMES, U64, NAMES)
 LENGTHS = st.sampled_from([1, 2, 3, 7, 15, 16, 17, 65])
@@ -184,7 +184,9 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Hello: st.builds(m.Hello, st.integers(-1, U32_MAX), NAMES, U32, NAMES, U32, U32, NAMES, U32),
     m.Welcome: st.builds(m.Welcome, U32, U64, st.sampled_from([int(one) for one in m.OnLoss]), FINITE, U32),
     m.Rejected: st.builds(m.Rejected, NAMES, st.booleans()),
-    m.Roster: st.builds(m.Roster, PEERS, U32, RANKS, st.lists(MEMBERS, max_size=20).map(tuple), RANKS, RANKS),
+    m.Roster: st.builds(
+        m.Roster, PEERS, U32, *[st.lists(MEMBERS, max_size=20).map(tuple)] * 2, RANKS, FATES, U32, RANKS
+    ),
     m.Lease: st.builds(m.Lease, U64, U32, U32, U64, U32, st.booleans(), U64, U32, U32, U64, U64, st.booleans()),
     m.Progress: st.builds(
         m.Progress, U32, U32, U64, st.sampled_from([int(one) for one in m.DueWhen]), U64, st.booleans(), st.booleans()
@@ -194,7 +196,6 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Leased: (LENGTHS | st.just(0)).flatmap(
         lambda n: st.builds(m.Leased, U64, U32, U64, U64, st.booleans(), U64, st.booleans(), *[numbers(n)] * 2)
     ),
-    m.Rest: st.builds(m.Rest, U64, RANKS),
     m.Used: st.builds(m.Used, U64, U64, st.booleans()),
     m.Replicate: st.one_of(
         LENGTHS.flatmap(lambda n: st.builds(m.Replicate, st.just(np.arange(n, dtype=np.uint32)), *ROUND, arrays(n))),
@@ -216,8 +217,9 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
             arrays(n),
         )
     ),
-    m.Copied: st.builds(m.Copied, U32, U32),
-    m.Settled: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Settled, U32, FATES, numbers(n))),
+    m.Seen: (LENGTHS | st.just(0)).flatmap(
+        lambda n: st.builds(m.Seen, U32, FATES, numbers(n), st.booleans(), U32, U32)
+    ),
     m.Declare: with_forms(
         lambda n, *forms: st.builds(m.Declare, U64, U32, NAMES, *equal_lists(n, KEYS, SHAPES), *forms, names(n), U32)
     ),
@@ -270,9 +272,7 @@ STRATEGIES: dict[type[Any], st.SearchStrategy[Any]] = {
     m.Restore: st.builds(m.Restore, U64, U32, NAMES, CONTENTS),
     m.TakeRestored: st.builds(m.TakeRestored, U64, U32, U32),
     m.DropRestored: st.builds(m.DropRestored, U64, U32),
-    m.FindCut: st.builds(m.FindCut, U64),
-    m.CutFound: st.builds(m.CutFound, U64, U32, U32),
-    m.Cut: st.builds(m.Cut, U64, st.integers(-1, U32_MAX), U32, RANKS),
+    m.Join: st.builds(m.Join, U64, U32, RANKS),
     m.Counters: (LENGTHS | st.just(0)).flatmap(lambda n: st.builds(m.Counters, *[numbers(n)] * 3)),
     m.Ready: st.builds(m.Ready, U32),
     m.TakeSnapshot: st.builds(m.TakeSnapshot, U32, U32, NAMES, NAMES),

@@ -403,7 +403,7 @@ def test_journals_of_jobs_that_are_long_over_are_removed(tmp_path: Path) -> None
 
 
 def test_methods_and_messages_and_arrays_come_back_as_they_were(written: Written) -> None:
-    for one in (written.machine.resume, msg.Rest(3, (1, 2)), written.machine.keys):
+    for one in (written.machine.resume, msg.Join(3, 0, (1, 2)), written.machine.keys):
         again = unpickled(record_of(one)[RECORD.size :])
         assert type(again) is type(one)
 

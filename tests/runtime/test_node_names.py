@@ -303,7 +303,7 @@ def serving() -> Iterator[Node]:
     made.finish()
 
 
-def roster_of(*members: Member, seq: int, lost: tuple[int, ...] = ()) -> Arrived:
+def roster_of(*members: Member, seq: int, lost: tuple[Member, ...] = ()) -> Arrived:
     peers = tuple(Peer(one, "host", 1, "tcp://127.0.0.1:8" if one.node.role is Role.SERVER else "") for one in members)
     packet = Packet(Stamp(JOB, 0, SCHEDULER_MEMBER, 5, seq, 0, 0), Roster(peers, seq, lost=lost))
     return Arrived("tcp://127.0.0.1:9", [memoryview(bytes(frame)) for frame in encode(packet)], SCHEDULER)
@@ -313,7 +313,7 @@ def test_a_worker_that_speaks_before_or_after_its_time_is_no_stranger_and_anothe
     me, *workers = Member(server(0), 5), Member(worker(0), 6), Member(worker(1), 7)
     early = Arrived("one", message(workers[1], Ready(0), to=5), worker(1))
     assert heard(serving, early) == [] and serving.reliable.strangers_refused == 0
-    lost = roster_of(me, workers[0], seq=2, lost=(1,))
+    lost = roster_of(me, workers[0], seq=2, lost=(workers[1],))
     said = heard(serving, roster_of(me, *workers, seq=1), early, lost, early, replace(early, route="another"))
     answer, again = [packet for route, packet in said if route != lost.route]
     assert again.message == answer.message

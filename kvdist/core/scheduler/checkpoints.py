@@ -175,7 +175,7 @@ class DataPositions(Protocol):
     def position(self, place: tuple[int, int]) -> dict[str, Any] | None:
         """Return their positions when they called for the checkpoint of this store and counter."""
 
-    def saved(self, place: tuple[int, int]) -> list[fx.Effect]:
+    def saved(self, place: tuple[int, int]) -> None:
         """Handle the end of the checkpoint, complete or failed."""
 
 
@@ -455,8 +455,9 @@ class Checkpoints:
 
     def _answer_saving(self, saving: SaveUnderWay) -> list[fx.Effect]:
         """Answer the workers that have called for a checkpoint."""
-        effects = saving.agreement.answer(partial(_answer, failure=saving.failure))
-        return effects if self.data is None else effects + self.data.saved((saving.store, saving.counter))
+        if self.data is not None:
+            self.data.saved((saving.store, saving.counter))
+        return saving.agreement.answer(partial(_answer, failure=saving.failure))
 
     def _manifest(self, saving: SaveUnderWay) -> Manifest:
         order = saving.order

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvdist.core import machine as fx
-from kvdist.core.agreement import Agreement, MemberWait, Questions
+from kvdist.core.agreement import MemberWait
 from kvdist.core.scheduler.membership import Membership
 from kvdist.nodes import Member
 from kvdist.protocol import messages as msg
@@ -214,7 +214,6 @@ class Leases:
 
     Args:
         membership: members of the cluster.
-        questions: requests to servers.
         go_on: lets agreements go on that have waited only for a worker that rests now.
         numbers: returns (stores, numbers of their next checkpoints), for a worker that has rested.
         is_saving: returns whether a checkpoint is under way.
@@ -223,13 +222,11 @@ class Leases:
     def __init__(
         self,
         membership: Membership,
-        questions: Questions,
         go_on: Callable[[float], list[fx.Effect]],
         numbers: Callable[[], Sequence[Sequence[int]]],
         is_saving: Callable[[], bool],
     ) -> None:
         self._membership = membership
-        self._questions = questions
         self._go_on = go_on
         self._numbers = numbers
         self._is_saving = is_saving
@@ -243,8 +240,8 @@ class Leases:
         self._holders: dict[Member, LeaseHolder] = {}
         self._waiting: dict[Member, tuple[msg.Lease, float]] = {}
         """Worker that rests, or was never awaited → (its request for a lease, time of the request)."""
-        self._unaccounted: dict[Member, int] = {}
-        """Lost worker whose pushes servers have not accounted for → last epoch in which it was live."""
+        self._unaccounted: set[Member] = set()
+        """Lost workers with leases, whose pushes servers have not accounted for."""
         self._marked: dict[Place, Marked] = {}
         """Checkpoint under way → its unused examples."""
         self._unused_at_snapshot: dict[Member, LeaseHolder] | None = None
@@ -270,13 +267,15 @@ class Leases:
             return [self._answer(sender, message, None, is_over=True)]
         if self._is_over:
             has_rested = message.rests and self._membership.there.get(sender.node) == sender
-            return self._tell([(sender, message, None, True, has_rested)])
+            self._tell([(sender, message, None, True, has_rested)])
+            return []
         is_resting = sender.node in self._membership.resting
         given = None if is_resting else self._give(sender, message)
         if given or not message.rests:
             return [self._answer(sender, message, given)]
         self._waiting[sender] = (message, now)
-        return self.advance() or self._rest(sender, now)
+        self.advance()
+        return self._rest(sender, now) if sender in self._waiting else []
 
     def used(self, sender: Member, message: msg.Used) -> list[fx.Effect]:
         """Record the used examples of a worker that is about to save, or to leave."""
@@ -285,44 +284,41 @@ class Leases:
             reason = f"{sender} says that it has used {message.used} examples, but it was leased fewer"
             return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
         holder.use(message.used)
-        effects: list[fx.Effect] = []
         if message.gives_back:
             if not holder.ranges:
                 reason = f"{sender} gives back examples, but it has none: a lease is given back once"
                 return [fx.Send(sender, msg.Failed(message.request, msg.ErrorCode.CONFIG, reason))]
-            effects = self._reclaim(sender)
-        return [*effects, fx.Send(sender, msg.Done(message.request))]
+            self._reclaim(sender)
+        return [fx.Send(sender, msg.Done(message.request))]
 
-    def left(self, member: Member) -> list[fx.Effect]:
+    def left(self, member: Member) -> None:
         """Handle the goodbye of a worker: all its pushes count, and its unused ranges are free again."""
         self._waiting.pop(member, None)
-        effects = self._reclaim(member)
+        self._reclaim(member)
         self._holders.pop(member, None)
-        return effects
 
-    def lost(self, member: Member) -> list[fx.Effect]:
+    def lost(self, member: Member) -> None:
         """Handle the loss of a worker, before its roster: the number of its used examples is not known yet."""
         self._waiting.pop(member, None)
         if self._holders.get(member, LeaseHolder(0)).ranges and self._membership.servers:
-            self._unaccounted[member] = self._membership.epoch
+            self._unaccounted.add(member)
         else:
             self._count_as_used(member)
-        return self.advance()
+        self.advance()
 
     def _count_as_used(self, member: Member) -> None:
         self._holders.pop(member, None)
 
-    def account(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
-        """Free the unused ranges of lost workers, whose pushes all servers have accounted for, as of this roster."""
-        said = list(fates)
-        for member in [member for member, since in self._unaccounted.items() if since < epoch]:
-            holder = self._holders[member]
-            for fate in said:
-                if (fate.rank, fate.incarnation, fate.store) == (member.node.rank, member.incarnation, holder.store):
+    def account(self, member: Member, fates: Iterable[msg.Fate]) -> None:
+        """Free the unused ranges of a lost worker, whose pushes all servers have accounted for."""
+        if member in self._unaccounted:
+            self._unaccounted.discard(member)
+            holder = self._holders.pop(member)
+            for fate in fates:
+                if fate.store == holder.store:
                     holder.use(fate.examples)
-            del self._unaccounted[member]
-            self._give_back(member, self._holders.pop(member))
-        return self.advance()
+            self._give_back(member, holder)
+        self.advance()
 
     def _refusal(self, sender: Member, message: msg.Lease) -> str:
         """Return the reason to refuse a lease, or ''. Opens the next pass."""
@@ -347,13 +343,12 @@ class Leases:
                     marked.ranges.setdefault(sender, []).append(taken)
         return taken
 
-    def _reclaim(self, member: Member) -> list[fx.Effect]:
+    def _reclaim(self, member: Member) -> None:
         holder = self._holders.get(member)
-        if holder is None:
-            return []
-        self._give_back(member, holder)
-        holder.ranges = []
-        return self.advance()
+        if holder is not None:
+            self._give_back(member, holder)
+            holder.ranges = []
+            self.advance()
 
     def _give_back(self, member: Member, holder: LeaseHolder) -> None:
         self._queue.give_back(holder.ranges)
@@ -365,23 +360,23 @@ class Leases:
 
     def _rest(self, member: Member, now: float) -> list[fx.Effect]:
         """Stop waiting for a worker."""
-        if not self._membership.rest(member.node):
-            return self._go_on(now)  # it is not awaited yet
-        return [*self._tell([]), *self._go_on(now)]
+        if self._membership.rest(member.node):  # else it is not awaited yet
+            self._membership.views.is_stale = True
+        return self._go_on(now)
 
     @property
     def idle(self) -> int:
         """Number of newcomers without examples, which are not ready to join before they have some."""
         return sum(self._membership.newcomers.get(member.node) == member for member in self._waiting)
 
-    def advance(self) -> list[fx.Effect]:
+    def advance(self) -> None:
         """End the pass, or let resting workers continue, if it is time."""
         if not self._waiting or self._unaccounted or any(one.ranges for one in self._holders.values()):
-            return []
+            return
         if self._membership.workers.keys() - {member.node for member in self._waiting}:
-            return []  # working workers take free ranges first
+            return  # working workers take free ranges first
         if self._is_saving():
-            return []  # a checkpoint that began without resting workers must not wait for them
+            return  # a checkpoint that began without resting workers must not wait for them
         self._is_over = not self._queue.free
         woken: list[Answered] = []
         for member, (message, _) in list(self._waiting.items()):
@@ -390,19 +385,14 @@ class Leases:
                 woken.append((member, message, given, self._is_over, member.node in self._membership.resting))
                 del self._waiting[member]
                 self._membership.wake(member.node)
-        return self._tell(woken)
+        self._tell(woken)
 
-    def _tell(self, woken: list[Answered]) -> list[fx.Effect]:
-        """Send the servers the ranks of resting workers; when all know them, answer these workers."""
-        told: Agreement[str] = Agreement("the list of workers without data", "", 0.0, {})
-        return self._questions.ask(msg.Rest(0, self.resting), partial(self._answer_all, woken), told)
+    def _tell(self, woken: list[Answered]) -> None:
+        """Answer workers when all servers know which workers rest."""
+        self._membership.views.is_stale = True
+        self._membership.views.then(partial(self._answer_all, woken))
 
-    @property
-    def resting(self) -> tuple[int, ...]:
-        """Ranks of the resting workers."""
-        return tuple(sorted(node.rank for node in self._membership.resting))
-
-    def _answer_all(self, woken: list[Answered], _: str) -> list[fx.Effect]:
+    def _answer_all(self, woken: list[Answered]) -> list[fx.Effect]:
         return [self._answer(*one) for one in woken]
 
     def _answer(
@@ -442,10 +432,10 @@ class Leases:
         held = [one for holder in self._holders.values() for one in holder.ranges]
         return position_of(self._number, self._plan, [*self._queue.free, *held, *chain.from_iterable(marked)])
 
-    def saved(self, place: Place) -> list[fx.Effect]:
+    def saved(self, place: Place) -> None:
         """Handle the end of a checkpoint, complete or failed: resting workers may continue."""
         self._marked.pop(place, None)
-        return self.advance()
+        self.advance()
 
     # Snapshots that servers write by themselves.
 
@@ -527,6 +517,6 @@ class Leases:
             between = (other.epoch - one.epoch) * self._queue.length + other.start - one.stop
             assert between >= 0, "a place is leased to one worker at a time"
         assert not (self._is_over and (places or self._unaccounted)), "a pass is over when all is used"
-        assert self._unaccounted.keys() <= self._holders.keys(), (
+        assert self._unaccounted <= self._holders.keys(), (
             "the ranges of a lost worker are kept until servers have accounted for its pushes"
         )

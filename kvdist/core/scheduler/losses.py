@@ -5,55 +5,31 @@ Invariants:
 * A loss ends the job unless the policy is to continue or to wait, the cluster has been complete, and other workers are
   live, or may rejoin in time. The loss of a server ends it unless another server has a copy of all its slices.
 * The same failure reported by two workers ends the job: a fault of the program would end them all in turn.
-* Every server accounts once, for each roster with lost workers, for the number of their pushes that its slices have
-  counted. The account is final, as no more of their pushes are counted. The scheduler sends the combined accounts to
-  all servers, because an example that counts in some slices is regarded as used in all.
+* Every server accounts for the number of pushes of a lost worker that its slices have counted. The account is final, as
+  no more of its pushes are counted. The rosters have the combined account until all servers know it, because an example
+  that counts in some slices is regarded as used in all.
 * Only the worker that was chosen to initialise a key has its first value. If it is lost before, the job ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Protocol
-
-import numpy as np
 
 from kvdist.core import machine as fx
 from kvdist.core.scheduler.keys import Keys
 from kvdist.core.scheduler.membership import Membership
-from kvdist.nodes import Member, Role, worker
+from kvdist.nodes import Member, Role
 from kvdist.protocol import messages as msg
-
-
-@dataclass(slots=True)
-class LossAccount:
-    """Accounts of the servers for the lost workers of a roster."""
-
-    heard: set[Member] = field(default_factory=set)
-    fates: dict[tuple[int, int, int], msg.Fate] = field(default_factory=dict)
-    """(rank, incarnation, store) → fate over all servers."""
-    valueless: list[int] = field(default_factory=list)
-
-    def add(self, server: Member, message: msg.Settled) -> None:
-        """Add the account of a server."""
-        self.heard.add(server)
-        self.add_slices(message)
-
-    def add_slices(self, message: msg.Settled) -> None:
-        """Add the account of some slices."""
-        self.valueless += message.valueless.tolist()
-        for fate in message.fates:
-            of = (fate.rank, fate.incarnation, fate.store)
-            before = self.fates.get(of)
-            self.fates[of] = fate if before is None else _joined(before, fate)
 
 
 class AccountedLeases(Protocol):
     """Leases of lost workers."""
 
-    def account(self, epoch: int, fates: Iterable[msg.Fate]) -> list[fx.Effect]:
-        """Handle the accounts of all servers for the lost workers of the roster of this epoch."""
+    def account(self, member: Member, fates: Iterable[msg.Fate]) -> None:
+        """Handle the account of all servers for a lost worker."""
 
 
 class Losses:
@@ -82,12 +58,6 @@ class Losses:
         self._doomed = doomed
         self._said: set[str] = set()
         """Failures that lost workers have reported themselves."""
-        self._accounts: dict[int, LossAccount] = {}
-        """Epoch of a roster → accounts of the servers."""
-        self._taking_over: dict[Member, int] = {}
-        """Server that takes over slices of a lost server → epoch of the roster with this failover."""
-        self._come_late: dict[Member, int] = {}
-        """Server that replaces a lost server → epoch of its first roster."""
         self.leases: AccountedLeases | None = None
         """Leases of lost workers, if examples are leased."""
 
@@ -107,56 +77,31 @@ class Losses:
         """Record the failure that a lost worker has reported, or ''."""
         self._said |= {said} - {""}
 
-    def account(self, server: Member, message: msg.Settled) -> list[fx.Effect]:
-        """Handle a server's account for the lost workers of a roster: it counts no more of their pushes."""
-        if message.epoch >= self._taking_over.get(server, fx.NEVER):
-            del self._taking_over[server]
-            for account in self._accounts.values():  # which the lost server may not have reported
-                account.add_slices(message)
-        else:
-            self._accounts.setdefault(message.epoch, LossAccount()).add(server, message)
-        return self.finish()
-
-    def takes_over(self, server: Member) -> None:
-        """Expect a second account from a server that takes over the slices of a lost server with the next roster."""
-        self._taking_over[server] = self._membership.epoch + 1
-
-    def exempt(self, server: Member) -> None:
-        """Expect no account of earlier losses from a server that replaces a lost server."""
-        self._come_late[server] = self._membership.epoch + 1
-
-    def finish(self) -> list[fx.Effect]:
-        """Finish the losses for which all servers have accounted."""
-        servers = self._membership.servers.values()
-        if self._taking_over.keys() & set(servers):
-            return []
-        ended = [
-            (epoch, account)
-            for epoch, account in sorted(self._accounts.items())
-            if {one for one in servers if self._come_late.get(one, 0) <= epoch} <= account.heard
-        ]
-        effects: list[fx.Effect] = []
-        for epoch, account in ended:
-            del self._accounts[epoch]
-            effects += self._finish(epoch, account)
-        return effects
-
-    def _finish(self, epoch: int, account: LossAccount) -> list[fx.Effect]:
-        lost = {member.node.rank: member for member in self._membership.lost if member.node.role is Role.WORKER}
-        for number in account.valueless:
-            giver = self._keys.giver_of(number)
-            if giver in lost:
-                return self._doomed(self._keys.key_of(number), lost[giver])
-        fates = account.fates.values()
-        effects: list[fx.Effect] = [
-            fx.Log(f"{Member(worker(one.rank), one.incarnation)}: {_told(one)}") for one in fates
-        ]
+    def settle(self, member: Member) -> list[fx.Effect]:
+        """Handle the account of all servers for a lost worker: they count no more of its pushes."""
+        del self._membership.unaccounted[member]
+        answers = self._membership.views.answers
+        for number in chain.from_iterable(answer.valueless.tolist() for answer in answers):
+            if self._keys.giver_of(number) == member.node.rank:
+                return self._doomed(self._keys.key_of(number), member)
+        fates: dict[int, msg.Fate] = {}
+        for fate in chain.from_iterable(answer.fates for answer in answers):
+            if fate.incarnation == member.incarnation:
+                before = fates.get(fate.store)
+                fates[fate.store] = fate if before is None else _joined(before, fate)
+        effects: list[fx.Effect] = [fx.Log(f"{member}: {_told(fate)}") for fate in fates.values()]
         if self.leases is not None:
-            effects += self.leases.account(epoch, fates)
-        if any(fate.examples for fate in fates):
-            said = msg.Settled(epoch, tuple(fates), np.zeros(0, np.uint32))
-            effects += [fx.Send(server, said) for server in self._membership.servers.values()]
+            self.leases.account(member, fates.values())
+        if any(fate.examples for fate in fates.values()):
+            self._membership.fates[member] = tuple(fates.values())
+            self._membership.views.is_stale = True
+            self._membership.views.then(partial(self._tell, member))
         return effects
+
+    def _tell(self, member: Member) -> list[fx.Effect]:
+        """Record that all servers know the account of a lost worker."""
+        del self._membership.fates[member]
+        return []
 
 
 def _joined(one: msg.Fate, other: msg.Fate) -> msg.Fate:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from kvdist import errors
 from kvdist.config.settings import ClusterConfig
 from kvdist.core import machine as fx
+from kvdist.core.scheduler.views import Views
 from kvdist.nodes import Member, NodeId, Role, server, worker
 from kvdist.protocol import messages as msg
 from kvdist.version import __version__
@@ -28,14 +30,6 @@ class Suspicion:
     """Whether the member's host closed the connection, as it does when a process ends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Untold:
-    """Workers that the next roster reports as lost, or as ended."""
-
-    lost: set[int] = field(default_factory=set)
-    ended: set[Member] = field(default_factory=set)
-
-
 class Membership:
     """The members of a cluster.
 
@@ -45,8 +39,6 @@ class Membership:
     """
 
     def __init__(self, config: ClusterConfig, first_incarnation: int) -> None:
-        self.epoch = 0
-        """Number of the newest roster."""
         self.peers: dict[NodeId, msg.Peer] = {}
         """Node id → process that has registered last; a process that has left keeps its rank."""
         self.workers: dict[NodeId, Member] = {}
@@ -55,6 +47,8 @@ class Membership:
         """Workers that registered when the cluster was complete, until a cut makes them members."""
         self.since: dict[Member, int] = {}
         """Member that was a newcomer → pushes that the others had made before it joined."""
+        self.hold = 0
+        """Epoch of the first roster that lets servers make at most a version more; 0 if they may go on."""
         self.lives: dict[Member, int] = {}
         """Member → number of earlier starts of its rank, as reported in its hello."""
         self.resting: dict[NodeId, Member] = {}
@@ -68,6 +62,7 @@ class Membership:
         self.quorum = (self.workers, self.away)
         """Groups whose statements the agreements of workers need."""
         self.servers: dict[NodeId, Member] = {}
+        self.views = Views(self.servers)
         self.owners = list(range(config.num_servers))
         """Number of a server in the placement → rank of the server that has its slices."""
         self._uncopied: dict[int, int] = {}
@@ -81,10 +76,20 @@ class Membership:
         self._config = config
         self._started_on: dict[NodeId, str] = {}
         self._suspects: dict[Member, Suspicion] = {}
+        self.unaccounted: dict[Member, None] = {}
+        """Lost workers for whose pushes not all servers have accounted."""
+        self.fates: dict[Member, tuple[msg.Fate, ...]] = {}
+        """Lost worker → the account over all servers, until all servers know it."""
         self._ended: set[Member] = set()
-        self._untold = Untold()
+        self._untold: dict[Member, None] = {}
+        """Lost workers of whose ends not all servers know."""
         self._tokens: dict[int, Member] = {}
         self._next_incarnation = first_incarnation
+
+    @property
+    def epoch(self) -> int:
+        """Number of the newest roster."""
+        return self.views.epoch
 
     @property
     def waits(self) -> bool:
@@ -184,18 +189,18 @@ class Membership:
         """Processes that have not left."""
         return tuple(peer for node, peer in self.peers.items() if node not in self.left)
 
-    def next_roster(self) -> msg.Roster:
-        """Begin a new epoch, and return its roster, with workers that were lost or have ended since the last."""
-        self.epoch += 1
-        told, self._untold = self._untold, Untold()
-        return replace(self.roster, lost=tuple(sorted(told.lost)), ended=tuple(told.ended))
-
     @property
     def roster(self) -> msg.Roster:
-        """Roster of the present epoch, for a process that has no roster yet."""
-        newcomers = tuple(sorted(node.rank for node in self.newcomers))
-        is_moved = self.owners != sorted(set(self.owners))
-        return msg.Roster(self.present, self.epoch, newcomers=newcomers, owners=tuple(self.owners) if is_moved else ())
+        """Roster of the present epoch."""
+        peers = tuple(replace(peer, since=self._since(peer.member)) for peer in self.present)
+        owners = () if self.owners == sorted(set(self.owners)) else tuple(self.owners)
+        fates = tuple(fate for fates in self.fates.values() for fate in fates)
+        news = (tuple(self.unaccounted), tuple(self._untold), owners, fates)
+        return msg.Roster(peers, self.epoch, *news, self.hold, tuple(sorted(node.rank for node in self.resting)))
+
+    def _since(self, member: Member) -> int:
+        """Return the version from which on rounds wait for a member; see `Peer.since`."""
+        return msg.LATER if self.newcomers.get(member.node) == member else self.since.get(member, -1)
 
     # Leaving and losses.
 
@@ -229,12 +234,14 @@ class Membership:
         self.leave(member.node)
         self.lost[member] = cause
         if member.node.role is Role.WORKER:  # rosters show the loss of a server by its absence
-            self._untold.lost.add(member.node.rank)
+            self.unaccounted[member] = None
             self.away |= {member.node: member} if self.waits else {}
-        elif self._config.replicas:
-            heir, rank = self._rank_beside(member.node, 1), member.node.rank
-            self.owners = [heir if owner == rank else owner for owner in self.owners]
-            self._uncopied |= dict.fromkeys((heir, self._rank_beside(member.node, -1)), self.epoch + 1)
+        else:
+            self.views.server_lost(member)
+            if self._config.replicas:
+                heir, rank = self._rank_beside(member.node, 1), member.node.rank
+                self.owners = [heir if owner == rank else owner for owner in self.owners]
+                self._uncopied |= dict.fromkeys((heir, self._rank_beside(member.node, -1)), self.epoch + 1)
         if has_ended:
             self.has_ended(member)
 
@@ -243,8 +250,14 @@ class Membership:
         is_news = member not in self._ended
         self._ended.add(member)
         if is_news and member.node.role is Role.WORKER:
-            self._untold.ended.add(member)
+            self._untold[member] = None
+            self.views.then(partial(self._tell, member))
         return is_news
+
+    def _tell(self, member: Member) -> list[fx.Effect]:
+        """Record that all servers know that a lost worker's process has ended."""
+        del self._untold[member]
+        return []
 
     # Servers with copies of each other's slices.
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from kvdist import errors
@@ -33,15 +34,6 @@ from kvdist.core.scheduler.membership import Membership
 from kvdist.naming import model_of, name_of
 from kvdist.nodes import Member, NodeId, Role
 from kvdist.protocol import messages as msg
-
-
-@dataclass(slots=True, eq=False)
-class Unannounced:
-    """A newcomer that some servers do not know yet, so that it may not send to them. A token of their rosters."""
-
-    member: Member
-    unaware: set[Member]
-
 
 Call = msg.Barrier | msg.Load | msg.Claim
 """A call that all workers make equally often, and number."""
@@ -79,6 +71,9 @@ class NewcomerScheduler(Protocol):
     def announce(self) -> list[fx.Effect]:
         """Send a new roster to all."""
 
+    def announce_to_servers(self) -> list[fx.Effect]:
+        """Send a new roster to all servers."""
+
     def again(self, sender: Member, message: msg.Message) -> list[fx.Effect]:
         """Handle a message that had to wait."""
 
@@ -106,8 +101,8 @@ class Newcomers:
         """Reason for the rejection of a process that comes too late."""
         self._delayed: set[Member] = set()
         """Processes that must ask again later."""
-        self.introductions: dict[Member, Unannounced] = {}
-        """Newcomer that some servers do not know → its introduction."""
+        self.introductions: set[Member] = set()
+        """Newcomers that some servers do not know yet, so that they may not send to them."""
         self._early: dict[NodeId, tuple[Member, float]] = {}
         """Worker → (process that asks for its rank before the rank's last process is lost, time of its first hello)."""
         self._line: list[Member] = []
@@ -118,10 +113,10 @@ class Newcomers:
         """Callback of the cut for which servers are being asked now."""
         self._paused_since: float | None = None
         """Time since which the cut waits for enough workers; None if it does not wait."""
-        self._found_by: dict[Member, msg.CutFound] = {}
-        """Server → highest and lowest versions of its slices."""
-        self._is_finding = self._must_find_again = False
-        """Whether servers are being asked for their versions, and whether they must be asked once more."""
+        self._is_finding = False
+        """Whether servers are being asked for their versions."""
+        self._search = 0
+        """Number of the last search for the highest version."""
         self._waiting: list[WaitingCall] = []
         self._looked_at: tuple[int, ...] = ()
         """State at the last check of the waiting calls; see `_state`."""
@@ -144,7 +139,8 @@ class Newcomers:
         except errors.ConfigError as error:
             return [fx.Send(stranger, msg.Rejected(str(error)))]
         self._early.pop(member.node, None)
-        self.introductions[member] = Unannounced(member, set(self._membership.servers.values()))
+        self.introductions.add(member)
+        self._membership.views.then(partial(self._introduced, member))
         config = self._scheduler.config
         own = (self._scheduler.on_loss, config.away_s, config.replicas)
         welcome = msg.Welcome(member.node.rank, member.incarnation, *own)
@@ -171,26 +167,18 @@ class Newcomers:
         self._delayed.add(stranger)
         return [fx.Send(stranger, msg.Waiting(awaited, (), 0.0))]
 
-    def acknowledged(self, server: Member, introductions: Iterable[Unannounced]) -> list[fx.Effect]:
-        """Record that a server knows these newcomers. Newcomers that all servers know get the roster."""
-        effects: list[fx.Effect] = []
-        for introduction in introductions:
-            introduction.unaware.discard(server)
-            if not introduction.unaware and introduction.member in self.introductions:
-                del self.introductions[introduction.member]
-                effects.append(fx.Send(introduction.member, self._membership.roster))
-        return effects
-
-    def server_lost(self, server: Member) -> list[fx.Effect]:
-        """Handle the loss of a server whose slices another server has now."""
-        self._must_find_again = self._is_finding
-        return self.acknowledged(server, list(self.introductions.values()))
+    def _introduced(self, member: Member) -> list[fx.Effect]:
+        """Send the roster to a newcomer that all servers know."""
+        if member not in self.introductions:
+            return []
+        self.introductions.discard(member)
+        return [fx.Send(member, self._membership.roster)]
 
     # Leaving.
 
     def forget(self, member: Member) -> None:
         """Forget a worker that was lost or has left."""
-        self.introductions.pop(member, None)
+        self.introductions.discard(member)
         self._joined.pop(member, None)
         self._line = [one for one in self._line if one != member]
         self._waiting = [one for one in self._waiting if one.sender != member]
@@ -313,16 +301,17 @@ class Newcomers:
     def _ready(self, sender: Member, message: msg.Ready) -> list[fx.Effect]:
         if self._membership.newcomers.get(sender.node) == sender:
             self._line.append(sender)
-            return self._next_cut()
+            self._next_cut()
+            return []
         joined = self._joined.get(sender)
         if joined is None or message.store in joined:
             return []  # servers tell it where its counters begin
         return self.join([sender], message.store)
 
-    def cut(self, at: Callable[[int], list[fx.Effect]]) -> list[fx.Effect]:
+    def cut(self, at: Callable[[int], list[fx.Effect]]) -> None:
         """Make a cut even without newcomers; `at` is called with its version, before the cut is sent to servers."""
         self._at_cut = at
-        return self._next_cut()
+        self._next_cut()
 
     def begin_anew(self) -> None:
         """Drop all cuts and waiting calls, as all workers go back to the same earlier step."""
@@ -331,16 +320,14 @@ class Newcomers:
         self._joined.clear()
         self._keys.exempt_nobody()
 
-    def gone_back(self) -> list[fx.Effect]:
-        """Make a cut after a rollback: servers make no version before it."""
-        if self._paused_since is None:
-            return self.cut(_nothing)
+    def gone_back(self) -> None:
+        """Make a cut after a rollback: servers make no version before it. What they have said is of undone versions."""
         self._paused_since = None
-        return self._find()  # the answers of servers are of versions that are undone
+        self._find()
 
-    def pause_if_few(self) -> list[fx.Effect]:
+    def pause_if_few(self) -> None:
         """Pause after a loss that leaves fewer workers than ``--min-workers``: servers close at most the next round."""
-        return self._next_cut()
+        self._next_cut()
 
     def _lacking(self, joining: int = 0) -> int:
         """Return how many workers are missing to ``--min-workers``, with `joining` more.
@@ -350,27 +337,27 @@ class Newcomers:
         least = self._scheduler.config.min_workers or 0
         return max(0, least - self._membership.workers_counted - joining - self._scheduler.idle)
 
-    def _next_cut(self) -> list[fx.Effect]:
-        if self._paused_since is not None:
-            return self._admit()
-        if self._is_finding or not (self._line or self._at_cut or self._lacking()):
+    def _next_cut(self) -> None:
+        """Begin a cut, or look whether a cut that waits for workers can be made."""
+        is_paused = self._paused_since is not None
+        if self._is_finding or not (is_paused or self._line or self._at_cut or self._lacking()):
+            return
+        if not is_paused:
+            self._at_current_cut, self._at_cut = self._at_cut, None
+        self._find()
+
+    def _find(self) -> None:
+        """Ask all servers for their versions, while each makes at most the next version of each slice."""
+        views = self._membership.views
+        self._is_finding = views.is_stale = True
+        self._search += 1
+        self._membership.hold = self._membership.hold or views.epoch + 1
+        views.then(partial(self._found, self._search))
+
+    def _found(self, search: int) -> list[fx.Effect]:
+        """Admit newcomers, as all servers have sent their versions."""
+        if search != self._search:
             return []
-        self._at_current_cut, self._at_cut = self._at_cut, None
-        return self._find()
-
-    def _find(self) -> list[fx.Effect]:
-        self._found_by, self._is_finding, self._must_find_again = {}, True, False
-        return self._questions.ask(msg.FindCut(0), self._found)
-
-    def found(self, server: Member, message: msg.CutFound) -> list[fx.Effect]:
-        """Store the versions of a server's slices."""
-        self._found_by[server] = message
-        return self._questions.answered(server, message.request, "")
-
-    def _found(self, _: str) -> list[fx.Effect]:
-        """Admit newcomers, as all servers have sent their versions, and make at most the next version of each slice."""
-        if self._must_find_again:  # some slices have moved to a server that may have been asked before it had them
-            return self._find()
         self._is_finding = False
         return self._admit()
 
@@ -388,22 +375,19 @@ class Newcomers:
             count = self._membership.workers_counted + len(there) + self._scheduler.idle
             told.append(fx.Log(f"training goes on: {count} workers are there"))
         self._line = []
-        version, ranks = self._version(), tuple(one.node.rank for one in there)
+        version, self._membership.hold = self._version(), 0
         for member in there:
             self._membership.make_member(member, version)
             self._joined[member] = set()
         at, self._at_current_cut = self._at_current_cut, None
-        before = [] if at is None else at(version)
-        cut = self._make(version, ranks)
-        return [*told, *before, *cut, *(self._scheduler.announce() if there else []), *self._next_cut()]
+        told += [] if at is None else at(version)
+        told += self._scheduler.announce() if there else self._scheduler.announce_to_servers()
+        self._next_cut()
+        return told
 
     @property
     def _ready_ones(self) -> list[Member]:
         return [one for one in self._line if self._membership.newcomers.get(one.node) == one]
-
-    def _make(self, version: int, ranks: Sequence[int]) -> list[fx.Effect]:
-        """Send a cut to servers. Before the next cut they are asked for their versions again."""
-        return self._questions.ask(msg.Cut(0, -1, version, tuple(ranks)))
 
     def _version(self) -> int:
         """Return the version from which on newcomers take part.
@@ -411,10 +395,11 @@ class Newcomers:
         With ``--on-loss wait`` it is the lowest version of the slices of a step, as no worker is beyond that step.
         Slices that are further behind are pushed less often, and are ignored.
         """
-        highest = max([one.highest for one in self._found_by.values()], default=0)
+        answers = self._membership.views.answers
+        highest = max([one.highest for one in answers], default=0)
         if self._scheduler.on_loss is not msg.OnLoss.WAIT:
             return highest + 1
-        lowest = min([one.lowest for one in self._found_by.values() if one.highest >= highest - 1], default=highest)
+        lowest = min([one.lowest for one in answers if one.highest >= highest - 1], default=highest)
         return min(highest, max(lowest, highest - 1))
 
     # Taking part.
@@ -434,7 +419,7 @@ class Newcomers:
         for member in members:
             self._joined[member].add(store)
         ranks = tuple(member.node.rank for member in members)
-        return self._questions.ask(msg.Cut(0, store, 0, ranks), then, cause)
+        return self._questions.ask(msg.Join(0, store, ranks), then, cause)
 
     def must_wait(self, sender: Member, message: Call, is_expected: bool) -> bool:
         """Return whether a call has no number yet, as a late worker makes its first call of this kind; and queue it.
@@ -458,11 +443,6 @@ class Newcomers:
         """Return whether a worker's next call of this kind is the next of all workers."""
         is_late = member in self._membership.since or self._membership.newcomers.get(member.node) == member
         return not is_late or (member, kind, store) in self._aligned
-
-
-def _nothing(_: int) -> list[fx.Effect]:
-    """Do nothing, at a cut without a further purpose."""
-    return []
 
 
 def _process(peer: msg.Peer) -> str:

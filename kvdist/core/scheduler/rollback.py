@@ -207,7 +207,8 @@ class Rollback:
             self._lock_late_at = now + LOCK_LATE_S
             self._claim, effects = self._checkpoints.lock(f"{self._folder}/step-0", store, now, self._locked)
             return effects
-        return self._newcomers.cut(partial(self._begin, now))
+        self._newcomers.cut(partial(self._begin, now))
+        return []
 
     def _locked(self, failure: str) -> list[fx.Effect]:
         """Begin the first snapshot at once when the folder is locked; try again later if the lock failed."""
@@ -456,8 +457,8 @@ class Rollback:
             return self._without(self._to, failure)
         self.way_back, self._next = None, self._scheduler.now
         self._membership.go_back(self._to.version)
-        told = fx.Log(f"all have gone back to step {self._to.version}, and go on from there")
-        return [told, *self._newcomers.gone_back()]
+        self._newcomers.gone_back()
+        return [fx.Log(f"all have gone back to step {self._to.version}, and go on from there")]
 
     def _without(self, damaged: Snapshot, failure: str) -> list[fx.Effect]:
         """Go back to the previous snapshot, as a snapshot cannot be read."""

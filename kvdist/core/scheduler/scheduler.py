@@ -7,7 +7,7 @@ members that wait long and the search for deadlocks all use the waits of these a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -167,9 +167,9 @@ class Scheduler(fx.Machine):
         """Handle a message of a server or a worker."""
         self._note_time(now)
         effects = self._handle(sender, message, now)
-        if self.newcomers is None:
-            return effects
-        return effects + self.newcomers.advance() + self._begins_work(sender)
+        if self.newcomers is not None:
+            effects = effects + self.newcomers.advance() + self._begins_work(sender)
+        return self._with_news(effects)
 
     def _begins_work(self, member: Member) -> list[fx.Effect]:
         """Report a worker's first step to the launcher, which limits restarts of processes that end before their first
@@ -255,12 +255,9 @@ class Scheduler(fx.Machine):
                 return self._with_leases().lease(sender, message, now)
             case msg.Used() if is_worker:
                 return self._with_leases().used(sender, message)
-            case msg.Settled() if not is_worker:
-                return self.losses.account(sender, message)
-            case msg.Copied() if not is_worker:
-                return self._copied(message)
-            case msg.CutFound() if not is_worker and self.newcomers is not None:
-                return self.newcomers.found(sender, message)
+            case msg.Seen() if not is_worker:
+                copied = self._copied(sender, message.epoch) if message.whole else []
+                return [*copied, *self.membership.views.heard(sender, message)]
             case msg.Done() if not is_worker:
                 return self._questions.answered(sender, message.request, "")
             case msg.Failed() if not is_worker:
@@ -271,6 +268,9 @@ class Scheduler(fx.Machine):
     def observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         """Handle an event: of a connection, of the disk, or of the launcher."""
         self._note_time(now)
+        return self._with_news(self._observe(event, now))
+
+    def _observe(self, event: fx.Event, now: float) -> list[fx.Effect]:
         match event:
             case fx.PeerDisconnected(member) if member in self._ending:
                 return []
@@ -303,6 +303,9 @@ class Scheduler(fx.Machine):
     def tick(self, now: float) -> list[fx.Effect]:
         """Do whatever is due: evictions, deadlines, announcements, searches for deadlocks, snapshots, hints."""
         self._note_time(now)
+        return self._with_news(self._tick(now))
+
+    def _tick(self, now: float) -> list[fx.Effect]:
         lost = self.membership.take_lost(now)
         if lost is not None:
             member, why = lost
@@ -333,14 +336,13 @@ class Scheduler(fx.Machine):
         return []
 
     def acknowledged(self, member: Member, tokens: Sequence[object], now: float) -> list[fx.Effect]:
-        """Handle acknowledged messages: a stop (its token is the server), introductions of newcomers, or a roster."""
+        """Handle acknowledged messages: a stop (its token is the server), or a roster."""
         if member in tokens:
             return self._server_gone(member)
         for epoch in tokens:
             if isinstance(epoch, int):
                 self.checkpoints.heard(member, epoch)
-        introductions = [one for token in tokens if isinstance(token, tuple) for one in token]
-        return [] if self.newcomers is None else self.newcomers.acknowledged(member, introductions)
+        return []
 
     @property
     def waiting_since(self) -> float | None:
@@ -429,14 +431,24 @@ class Scheduler(fx.Machine):
     def _announce(self, now: float) -> list[fx.Effect]:
         """Send the roster of a new epoch to all members."""
         self._announced_at, self._announce_at = now, fx.NEVER
-        roster = self.membership.next_roster()
-        self.epoch = self.membership.epoch
-        if self.newcomers is None or not self.newcomers.introductions:
-            return [fx.Send(peer.member, roster, self._token(peer.member)) for peer in roster.peers]
-        introductions = self.newcomers.introductions
-        known = [peer.member for peer in roster.peers if peer.member not in introductions]
-        token = tuple(introductions.values())
-        return [fx.Send(one, roster, token if one.node.role is Role.SERVER else self._token(one)) for one in known]
+        unknown = set() if self.newcomers is None else self.newcomers.introductions
+        return self._send_roster([peer.member for peer in self.membership.present if peer.member not in unknown])
+
+    def _send_roster(self, members: Iterable[Member]) -> list[fx.Effect]:
+        """Send the roster of a new epoch to these members, among them all servers."""
+        views = self.membership.views
+        views.epoch += 1
+        views.is_stale = False
+        self.epoch = views.epoch
+        roster = self.membership.roster
+        return [fx.Send(member, roster, self._token(member)) for member in members]
+
+    def _with_news(self, effects: list[fx.Effect]) -> list[fx.Effect]:
+        """Append a roster for servers, if they have to know of something new, and have answered the last roster."""
+        views = self.membership.views
+        if not views.is_stale or not views.is_answered or self._is_over:
+            return effects
+        return [*effects, *self.announce_to_servers()]
 
     def _token(self, member: Member) -> int | None:
         """Return the token of a roster for this member, if checkpoints depend on its acknowledgement."""
@@ -445,6 +457,10 @@ class Scheduler(fx.Machine):
     def announce(self) -> list[fx.Effect]:
         """Announce the present members now."""
         return self._announce(self._now)
+
+    def announce_to_servers(self) -> list[fx.Effect]:
+        """Send a roster to the servers alone, as workers need not know what has changed."""
+        return self._send_roster(self.membership.servers.values())
 
     # Barriers and commands.
 
@@ -568,7 +584,7 @@ class Scheduler(fx.Machine):
             is_over = self.on_loss is not msg.OnLoss.WAIT and not self.membership.there
             effects += self.newcomers.end() if is_over else []
         if self.leases is not None:
-            effects += self.leases.left(sender)
+            self.leases.left(sender)
         return effects + self._announce_soon(now) + self._without_departed(now)
 
     def _without_departed(self, now: float) -> list[fx.Effect]:
@@ -721,14 +737,14 @@ class Scheduler(fx.Machine):
         peer = self.membership.peers.get(member.node)
         return f"{member} (host {peer.host}, pid {peer.pid})" if peer else str(member)
 
-    def _copied(self, message: msg.Copied) -> list[fx.Effect]:
+    def _copied(self, server: Member, epoch: int) -> list[fx.Effect]:
         """Record that a server's backup has a complete copy of its slices, which loads wait for."""
-        node, membership = NodeId(Role.SERVER, message.rank), self.membership
-        if not membership.copied(message.rank, message.epoch):
+        node, membership = server.node, self.membership
+        if not membership.copied(node.rank, epoch):
             return []
-        server, backup = membership.servers.get(node), membership.backup_of(node)
+        backup = membership.backup_of(node)
         effects: list[fx.Effect] = []
-        if server is not None and backup is not None and membership.numbers_of(node):
+        if backup is not None and membership.numbers_of(node):
             told = f"{self._where(backup)} has a copy of {server}'s slices: the job survives a loss of {server} again"
             effects.append(fx.Log(told))
         return effects + self.checkpoints.advance_all()
@@ -787,9 +803,6 @@ class Scheduler(fx.Machine):
         effects: list[fx.Effect] = [fx.Send(sender, welcome), fx.Bind(sender, member)]
         if self.config.supervised:
             effects.append(fx.TellLauncher(f"at work server {member.node.rank} life {message.life}"))
-        if self.leases is not None:
-            effects.append(fx.Send(member, msg.Rest(0, self.leases.resting)))
-        self.losses.exempt(member)
         if self.rollback is None:
             # Its predecessor in the ring copies lasting state to it. It takes no part in open commands and checkpoints,
             # and receives all later requests.
@@ -846,6 +859,7 @@ class Scheduler(fx.Machine):
         if member.node in self.membership.left:  # it had left before its loss
             return [fx.Log(f"{sentence}; it had left before")]
         self.membership.lose(member, cause, has_ended)
+        self.membership.views.then(partial(self.losses.settle, member))
         self._deadlocks.forget(member, now)
         others = len(self.membership.there)
         go_on = f"{others} worker{' goes' if others == 1 else 's go'} on"
@@ -857,9 +871,9 @@ class Scheduler(fx.Machine):
         effects: list[fx.Effect] = [told, fx.Forget(member)]
         if self.newcomers is not None:
             self.newcomers.forget(member)
-            effects += self.newcomers.pause_if_few()  # before servers learn of the loss, and close rounds
+            self.newcomers.pause_if_few()
         if self.leases is not None:
-            effects += self.leases.lost(member)
+            self.leases.lost(member)
         return [*effects, *self._announce_soon(now), *self._without_departed(now)]
 
     def _go_on_with_heir(
@@ -868,17 +882,12 @@ class Scheduler(fx.Machine):
         """Evict a server whose slices have a copy on another server, and announce the failover."""
         heir, owned = self.membership.backup_of(member.node), self.membership.numbers_of(member.node)
         workers = [*self.membership.there.values(), *self.membership.newcomers.values()]
-        if heir is not None:
-            self.losses.takes_over(heir)
         self.membership.lose(member, cause, has_ended)
         if owned:
             self.checkpoints.server_lost(member, workers)
         go_on = f"{heir} goes on with its slices" if owned else "it had only copies of others' slices"
         effects: list[fx.Effect] = [fx.Log(f"{sentence}; {go_on}"), fx.Forget(member)]
-        effects += self._announce(now)
-        if self.newcomers is not None:
-            effects += self.newcomers.server_lost(member)
-        return [*effects, *self._questions.advance(), *self.losses.finish(), *self._without_departed(now)]
+        return [*effects, *self._announce(now), *self._questions.advance(), *self._without_departed(now)]
 
     def _with_leases(self) -> Leases:
         if self.leases is None:
@@ -886,7 +895,6 @@ class Scheduler(fx.Machine):
 
             leases = Leases(
                 self.membership,
-                self._questions,
                 self._go_on_without_data,
                 self.checkpoints.next_saves,
                 self._is_saving,
@@ -904,8 +912,9 @@ class Scheduler(fx.Machine):
 
     def _go_on_without_data(self, now: float) -> list[fx.Effect]:
         """Complete agreements that have waited only for a worker that rests now."""
-        effects = [] if self.newcomers is None else self.newcomers.pause_if_few()
-        return [*effects, *self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
+        if self.newcomers is not None:
+            self.newcomers.pause_if_few()
+        return [*self._pass_barriers(), *self.checkpoints.advance_all(), *self.keys.advance_all(now)]
 
     @property
     def idle(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from kvdist.config.endpoints import crosses_network
@@ -40,20 +40,25 @@ class Peers:
     _host_of: dict[Member, str] = field(default_factory=dict)
     """Worker → its host, departed ones included, as their pushes may come later."""
 
-    def update(self, message: msg.Roster, endpoint: str) -> list[Member]:
-        """Take a roster.
+    def update(self, message: msg.Roster, endpoint: str) -> tuple[list[Member], dict[int, int]]:
+        """Update the members from a roster.
 
         Args:
-            message: it.
+            message: the roster.
             endpoint: where this server listens.
 
         Returns:
-            The workers that are gone, by rank: they have left, or are lost.
+            The workers that have left or are lost, by rank; and the workers that have become members after others,
+            rank → version from which on rounds wait for them.
         """
-        peers, before = message.peers, [*self.workers.values(), *self.newcomers.values()]
+        peers, members = message.peers, self.workers
+        before = [*members.values(), *self.newcomers.values()]
         there = {peer.member.node.rank: peer.member for peer in peers if peer.member.node.role is Role.WORKER}
-        self.newcomers = {rank: there.pop(rank) for rank in message.newcomers if rank in there}
+        self.newcomers = {rank: there.pop(rank) for rank in message.newcomers}
         self.workers = there
+        self.since = {peer.member.node.rank: peer.since for peer in peers if 0 <= peer.since < msg.LATER}
+        joined = {rank: since for rank, since in self.since.items() if members.get(rank) != there[rank]}
+        self.away.difference_update(joined)
         self.owners = message.owners
         for peer in peers:
             host = host_of(peer.endpoint)
@@ -63,22 +68,12 @@ class Peers:
                 self._host_of[peer.member] = host
         present = {*self.workers.values(), *self.newcomers.values()}
         gone = sorted(set(before) - present, key=lambda member: member.node.rank)
-        for member in gone:
-            self.since.pop(member.node.rank, None)
-        lost = [member for member in gone if member.node.rank in message.lost]
+        lost = [member for member in gone if member in message.lost]
         self.away.update([member.node.rank for member in lost] if self.waits else ())
-        self.rest(self.resting - {member.node.rank for member in gone})
-        self.lost.update(lost)
+        self.rest(set(message.resting))
+        self.lost.update(message.lost)
         self.left.update(member for member in gone if member not in self.lost)
-        return gone
-
-    def admit(self, ranks: Sequence[int], version: int) -> None:
-        """Make members of newcomers."""
-        for rank in ranks:
-            self.workers[rank] = self.newcomers.pop(rank)
-            self.since[rank] = version
-        self.away.difference_update(ranks)
-        self.rest(self.resting)
+        return gone, joined
 
     def has(self, member: Member) -> bool:
         """Whether this very worker is there, as a member or as a newcomer."""

@@ -15,7 +15,7 @@ Invariants:
 * Slices without a copy are filled in: a server with a new backup, or that has taken slices over, sends it slice after
   slice (`Fill`), each as it is between two of its rounds, in order with the forwarded messages about slices already in
   the copy. So a slice is in the copy from its `Fill` on. After the last slice the server reports to the scheduler
-  (`Copied`), and may be lost from then on.
+  (`Seen.whole`), and may be lost from then on.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from kvdist.protocol.arrays import PayloadView, views
 
 GIVEN = (msg.InitValues, msg.ReplaceValues, msg.ReplaceState, msg.InitRows)
 """Messages of workers with values from outside a round."""
-SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Cut, msg.FindCut, msg.Rest, msg.Settled)
+SAID = (msg.Assign, msg.SetOptimizer, msg.Roster, msg.Join)
 """Messages of the scheduler about slices and members. All servers receive the same messages."""
 NOBODY = Member(worker(0), 0)
 """No process has this incarnation, so it gets no replies."""
@@ -70,8 +70,6 @@ FILLS_AHEAD = 2
 
 Tell = Callable[[msg.Message, tuple[Buffer, ...] | None], None]
 """Takes what the backup must hear, and the token of that message."""
-Said = tuple[type[msg.Message], int]
-"""A message of the scheduler: its kind, and the number of its request or roster."""
 
 
 class ReplicatedShard(Shard):
@@ -291,12 +289,6 @@ class Copy(Server):
             holder.has_value = message.has_value
         _stand(holder.round, message)
 
-    @property
-    def fates(self) -> msg.Settled:
-        """The counted pushes of all lost workers, and the slices without a value."""
-        told = tuple(fate for fates in self._fates.values() for fate in fates)
-        return msg.Settled(self.epoch, told, np.array(self.shard.valueless(), np.uint32))
-
 
 class ReplicatedServer(Server):
     """A server that has a backup, and is the backup of another server."""
@@ -342,21 +334,27 @@ class ReplicatedServer(Server):
         """Counts of messages: forwarded to the backup, confirmed by the backup, and received for the copy."""
         self._filling: deque[int] = deque()
         """For each block or table on its way to the backup: how many messages that must have for it."""
-        self._is_whole = False
-        """Whether the scheduler knows that the copy is complete, in the epoch of the newest roster."""
+        self._was_whole = False
+        """What the scheduler has heard: whether the copy is complete, in the epoch of the newest roster."""
         self._held: deque[tuple[int, list[fx.Effect]]] = deque()
         """(messages that the backup must have, effects that are held until then)"""
         self._waiting: list[tuple[Member, msg.Message]] = []
         """Messages of workers about slices of the copy, which are handled after its promotion."""
-        self._said: dict[Said, msg.Message] = {}
-        """Messages of the scheduler that the server of the copy has not forwarded."""
-        self._early: set[Said] = set()
-        """Messages that it has forwarded before they arrived from the scheduler."""
+        self._said: deque[msg.Message] = deque()
+        """Messages of the scheduler, which all servers hear in the same order, that the server of the copy has not
+        forwarded."""
+        self._early = 0
+        """Number of messages that it has forwarded before they arrived from the scheduler."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """See `Server`."""
         return self._numbers
+
+    @property
+    def is_whole(self) -> bool:
+        """See `Server`."""
+        return self._backup is not None and not (self._filling or self.shard.alone)
 
     def refuses(self, source: Member, message: msg.Message) -> str | None:
         """Accept messages of other servers, too."""
@@ -390,12 +388,9 @@ class ReplicatedServer(Server):
         before = self._backup, self._numbers
         effects = self._meet(message, now)
         self._note_said(message)
-        if self._backup == before[0]:
-            self._tell(message, None)
+        self._tell(message, None)
         done = super().handle(SCHEDULER_MEMBER, message, now)
-        self._is_whole = False
-        if self._backup is not None and self._backup != before[0]:
-            self._introduce(message)
+        self._was_whole = self.is_whole
         if (self._backup, self._numbers) != before:
             for optimizer in self._optimizers.values():
                 self._tell(replace(optimizer, request=0), None)
@@ -410,17 +405,6 @@ class ReplicatedServer(Server):
             if self.refuses(who, what) is None:
                 effects += self.handle(who, what, now)
         return effects
-
-    def _introduce(self, message: msg.Roster) -> None:
-        """Send a new backup the membership history that an older copy would know."""
-        peers = self.peers
-        joined = {rank: version for rank, version in peers.since.items() if rank in peers.workers}
-        newcomers = tuple(sorted({*peers.newcomers, *joined}))
-        self._tell(replace(message, lost=(), ended=(), newcomers=newcomers), None)
-        for version in sorted(set(joined.values())):
-            self._tell(msg.Cut(0, -1, version, tuple(rank for rank in joined if joined[rank] == version)), None)
-        if peers.resting:
-            self._tell(msg.Rest(0, tuple(sorted(peers.resting))), None)
 
     def _is_early(self, message: msg.Message) -> bool:
         """Whether a message is about slices of the copy: its sender knows of a loss before this server does."""
@@ -551,10 +535,10 @@ class ReplicatedServer(Server):
                 self._tell(message, token)
             self._filling.append(self._told + len(self._log))
         self.shard.blocks.may_merge = not self.shard.alone
-        if self._is_whole or self._filling or self.shard.alone:
+        if self._was_whole or not self.is_whole:
             return []
-        self._is_whole = True
-        return [fx.Send(SCHEDULER_MEMBER, msg.Copied(self.me.node.rank, self.epoch))]
+        self._was_whole = True
+        return [fx.Send(SCHEDULER_MEMBER, self._seen())]
 
     def _replicated(self, count: int) -> list[fx.Effect]:
         """Release held effects: the backup has this number of messages."""
@@ -578,12 +562,12 @@ class ReplicatedServer(Server):
             return []
         self.copy.rank = sender.node.rank
         self._dialled_by = sender
-        if isinstance(message, SAID):
-            said = _said(message)
-            if said[1] and self._said.pop(said, None) is None:
-                self._early.add(said)
-            if not said[1] and isinstance(message, msg.Assign | msg.SetOptimizer):
-                super().handle(SCHEDULER_MEMBER, message, now)  # this server may be new, and not know of it either
+        if isinstance(message, msg.Assign | msg.SetOptimizer) and not message.request:
+            super().handle(SCHEDULER_MEMBER, message, now)  # this server may be new, and not know of it either
+        elif isinstance(message, SAID) and self._said:
+            self._said.popleft()
+        elif isinstance(message, SAID):
+            self._early += 1
         try:
             self.copy.hear(message, now)
         except MemoryError:
@@ -593,11 +577,10 @@ class ReplicatedServer(Server):
         return [fx.Send(sender, msg.Replicated(self._heard)), *self._published(self._fill())]
 
     def _note_said(self, message: msg.Message) -> None:
-        said = _said(message)
-        if said in self._early:
-            self._early.discard(said)
+        if self._early:
+            self._early -= 1
         elif self.copy is not None:
-            self._said[said] = message
+            self._said.append(message)
 
     def _meet(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         """Update the servers and their slices from a roster."""
@@ -612,13 +595,13 @@ class ReplicatedServer(Server):
             if member == self._backup:
                 effects += self._go_on_alone()
             if rank == (own - 1) % count:
-                effects += self._promote(message.epoch, now)
+                effects += self._promote(now)
         self._servers = {rank: one.member for rank, one in there.items()}
         self._numbers = _owned(message.owners, own, count)
         if self.copy is None and (own - 1) % count in there:
             self.copy, self._heard = self._new_copy(), 0
             self._said.clear()
-            self._early.clear()
+            self._early = 0
             self._restoring = Restoring((self.shard, self.copy.shard))
         backup = there.get((own + 1) % count)
         if self._backup is None and backup is not None:
@@ -644,21 +627,20 @@ class ReplicatedServer(Server):
         self.shard.alone.clear()
         return self._replicated(self._told)
 
-    def _promote(self, epoch: int, now: float) -> list[fx.Effect]:
-        """Promote the copy after the loss of its server."""
+    def _promote(self, now: float) -> list[fx.Effect]:
+        """Promote the copy after the loss of its server. Returns what workers have to know."""
         copy, self.copy = self.copy, None
         assert copy is not None
-        answers = [effect for message in self._said.values() for effect in copy.hear(message, now)]
-        effects = [one for one in answers if isinstance(one, fx.Send) and isinstance(one.message, msg.Counters)]
+        answers = [effect for message in self._said for effect in copy.hear(message, now)]
+        effects: list[fx.Effect] = [
+            one for one in answers if isinstance(one, fx.Send) and isinstance(one.message, msg.Counters)
+        ]
         self._said.clear()
         for member, fates in copy._fates.items():
             self._fates[member] = (*self._fates.get(member, ()), *fates)
-        if not self._numbers:  # it has had nothing to know this for
-            self.peers.since = dict(copy.peers.since)
-            self.peers.rest(copy.peers.resting)
         self.shard.absorb(copy.shard)
         self._restoring = Restoring((self.shard,))
-        return [*effects, fx.Send(SCHEDULER_MEMBER, replace(copy.fates, epoch=epoch))]
+        return effects
 
 
 def _owned(owners: Sequence[int], rank: int, num_servers: int) -> tuple[int, ...]:
@@ -670,12 +652,6 @@ def _short_of_memory(what_for: str) -> list[fx.Effect]:
     """Leave the job: an incomplete copy must not be promoted, and no server may wait for it."""
     reason = f"it has no memory {what_for}: use more servers, or leave out --replicas"
     return [fx.Send(SCHEDULER_MEMBER, msg.Goodbye(0, reason))]
-
-
-def _said(message: msg.Message) -> Said:
-    return type(message), message.epoch if isinstance(message, msg.Roster | msg.Settled) else getattr(
-        message, "request", 0
-    )
 
 
 def _count(shard: CopiedShard, holder: Holder, message: msg.Replicate, contributions: Sequence[Contribution]) -> None:

@@ -84,8 +84,12 @@ class Server(fx.Machine):
         self._assigned: dict[tuple[int, int], msg.Assign] = {}
         """(store, first slice) → order of the scheduler, kept for a backup."""
         self._optimizers: dict[int, msg.SetOptimizer] = {}
+        self._hold = 0
+        """`Roster.hold` of the newest roster."""
         self._fates: dict[Member, tuple[msg.Fate, ...]] = {}
-        """Lost worker → its fate in the slices of this server."""
+        """Lost worker of the roster → its fate in the slices of this server."""
+        self._released: set[Member] = set()
+        """Lost workers of the roster whose processes have ended, and read nothing of this server any more."""
         self._quotas: Quotas | None = None
         """Progress of the workers, if a policy counts examples and this server counts them."""
         self._next_alive = fx.NEVER
@@ -102,6 +106,11 @@ class Server(fx.Machine):
     def numbers(self) -> tuple[int, ...]:
         """Numbers in the placement whose slices this server has: its rank, and numbers that it has taken over."""
         return (self.me.node.rank,)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether another server has a copy of all slices of this server."""
+        return False
 
     @property
     def deadline(self) -> float:
@@ -263,10 +272,8 @@ class Server(fx.Machine):
                 return [fx.Halt(errors.FencedError(message.reason) if is_fenced else self.joining.refusal(message))]
             case msg.Roster():
                 return self._roster(message, now)
-            case msg.FindCut():
-                return [fx.Send(SCHEDULER_MEMBER, self._promise(message))]
-            case msg.Cut():
-                return self._cut(message)
+            case msg.Join():
+                return self._join(message)
             case msg.Assign():
                 assigned = self._assign(message)
                 return [*self._begin_together(message.store), fx.Send(SCHEDULER_MEMBER, assigned)]
@@ -289,10 +296,6 @@ class Server(fx.Machine):
                 return [fx.Halt(verdict(message))]
             case msg.Waiting():
                 pass  # a hint for joining members; the scheduler prints it, too
-            case msg.Rest():
-                return self._rest(message, now)
-            case msg.Settled():
-                self.shard.credit(message.fates)
             case msg.Stop():
                 self._stopping = True
                 return [fx.Halt()]
@@ -328,37 +331,56 @@ class Server(fx.Machine):
 
     def _roster(self, message: msg.Roster, now: float) -> list[fx.Effect]:
         self.joining.roster(message)
-        gone = self.peers.update(message, self.joining.introduction.endpoint)
+        gone, joined = self.peers.update(message, self.joining.introduction.endpoint)
+        joined = joined if self.epoch else {}  # a new server has no rounds yet
         self.peers.name = str(self.me.node)
         self.epoch = message.epoch
         self._next_look = min(self._next_look, now + self._look_every_s)
         lost = {member.node.rank: member for member in gone if member in self.peers.lost}
         fates = self._drop(lost) if lost else {}
         self._fates |= {member: fates[rank] for rank, member in lost.items()}
+        self._fates = {member: self._fates.get(member, ()) for member in message.lost}
+        self.shard.credit(message.fates)
+        counters = self._cut(message.hold, joined)
         self.shard.roster({member.node.rank for member in gone})
         self.snapshots.roster()
-        effects: list[fx.Effect] = []
-        if lost:
-            told = tuple(fate for rank in lost for fate in fates[rank])
-            valueless = np.array(self.shard.valueless(), np.uint32)
-            # Before checkpoints are reported as saved: the fates tell how much of the data counts.
-            effects.append(fx.Send(SCHEDULER_MEMBER, msg.Settled(message.epoch, told, valueless)))
-        effects += [*self._replies(), *(fx.Forget(member) for member in gone if member not in self.peers.lost)]
+        # Before checkpoints are reported as saved: the fates tell how much of the data counts.
+        effects: list[fx.Effect] = [fx.Send(SCHEDULER_MEMBER, self._seen())]
+        effects += [*self._replies(), *counters]
+        effects += [fx.Forget(member) for member in gone if member not in self.peers.lost]
         # A worker that is cut off from the scheduler may wait for values of this server.
         effects += [fx.Send(member, msg.Rejected(_given_up(member))) for member in lost.values()]
         effects += [] if self._quotas is None else self._quotas.roster(now)
-        effects += self._ended(message.ended)
-        # A newcomer waits until all servers know it, so this roster is acknowledged at once.
-        return [*effects, fx.Send(SCHEDULER_MEMBER, msg.Ack(wanted=False))] if message.newcomers else effects
+        return [*effects, *self._ended(message.ended)]
 
-    def _rest(self, message: msg.Rest, now: float) -> list[fx.Effect]:
-        """Stop waiting for workers without examples, and complete what has waited only for them."""
-        if self.peers.resting != set(message.ranks):
-            self.peers.rest(set(message.ranks))
-            self.shard.roster(set())
-            self.snapshots.roster()
-        due = [] if self._quotas is None else self._quotas.roster(now)
-        return [*self._replies(), *due, fx.Send(SCHEDULER_MEMBER, msg.Done(message.request))]
+    def _seen(self) -> msg.Seen:
+        """Return the answer to the newest roster."""
+        told = tuple(fate for fates in self._fates.values() for fate in fates)
+        valueless = np.array(self.shard.valueless() if self._fates else [], np.uint32)
+        versions = self.shard.held_versions(self._versions_more)
+        highest = max(versions, default=0)
+        lowest = min((version for version in versions if version >= highest - 1), default=msg.LATER)
+        return msg.Seen(self.epoch, told, valueless, self.is_whole, highest, lowest)
+
+    @property
+    def _versions_more(self) -> int:
+        """Number of versions of each slice that may be made during a hold."""
+        return 0 if self.peers.waits else 1
+
+    def _cut(self, hold: int, joined: Mapping[int, int]) -> list[fx.Effect]:
+        """End the last hold, let rounds wait for workers that have become members, and begin the next hold.
+
+        Args:
+            hold: as in the roster.
+            joined: rank → version from which on rounds wait for a worker.
+        """
+        effects: list[fx.Effect] = []
+        if hold != self._hold and self._hold:
+            effects = self._counters(joined, self.shard.admit(tuple(joined), max(joined.values(), default=0)))
+        self._hold = hold
+        if hold:
+            self.shard.promise(self._versions_more)
+        return effects
 
     def _drop(self, lost: Mapping[int, Member]) -> dict[int, tuple[msg.Fate, ...]]:
         """Drop contributions of lost workers that are not counted yet, before any round closes without these workers.
@@ -376,20 +398,9 @@ class Server(fx.Machine):
             fates[fate.rank] += (fate,)
         return fates
 
-    def _promise(self, message: msg.FindCut) -> msg.CutFound:
-        """Promise at most a version more of each slice until the cut, or none under ``wait``; return the versions."""
-        versions = self.shard.promise(0 if self.peers.waits else 1)
-        highest = max(versions, default=0)
-        lowest = min((version for version in versions if version >= highest - 1), default=msg.LATER)
-        return msg.CutFound(message.request, highest, lowest)
-
-    def _cut(self, message: msg.Cut) -> list[fx.Effect]:
-        """Let rounds wait for newcomers, and send them the start of their counters."""
-        if message.store < 0:
-            self.peers.admit(message.ranks, message.version)
-        counters = self.shard.admit(message)
-        if self.peers.waits:
-            self.snapshots.roster()  # snapshots may have waited for workers that were away
+    def _join(self, message: msg.Join) -> list[fx.Effect]:
+        """Let rounds of a store wait for members that they have left out, and send these their counters."""
+        counters = self.shard.join(message)
         return [
             *self._replies(),
             *self._counters(message.ranks, counters),
@@ -432,10 +443,11 @@ class Server(fx.Machine):
 
         A worker that was only silent may go on, and must not see values change before it learns of its eviction.
         """
-        ended = [member for member in members if member in self.peers.lost]
-        for member in ended:
+        news = [member for member in members if member in self.peers.lost and member not in self._released]
+        for member in news:
             self.shard.release(member)
-        return [fx.Forget(member) for member in ended]
+        self._released = set(members)
+        return [fx.Forget(member) for member in news]
 
     def _replies(self) -> list[fx.Effect]:
         effects = self.replies.pop_messages()

@@ -319,9 +319,15 @@ class Shard:
                 for holder in self._of(fate.store):
                     holder.round.credit(more)
 
-    def promise(self, more: int) -> list[int]:
-        """Promise at most `more` versions of each slice until `admit`; return the version of each promise."""
-        return [round_.promise(more) for round_ in self._rounds_of_steps]
+    def promise(self, more: int) -> None:
+        """Make at most `more` versions of each slice until `admit`. An earlier promise still holds."""
+        for round_ in self._rounds_of_steps:
+            round_.promise(more)
+
+    def held_versions(self, more: int) -> list[int]:
+        """Return the version of each slice at the time of its promise to make at most `more` versions, if it has given
+        such a promise, else its present version."""
+        return [round_.held_version(more) for round_ in self._rounds_of_steps]
 
     @property
     def steps_made(self) -> int:
@@ -332,31 +338,65 @@ class Shard:
     def _rounds_of_steps(self) -> list[Round]:
         return [holder.round for holder in self if holder.round.policy.is_lockstep and self.updates(holder.store)]
 
-    def admit(self, message: msg.Cut) -> list[tuple[int, int, int, int]]:
-        """Let newcomers take part: see `Cut`. Returns (rank, slice, and the columns of `Counters`)."""
+    def admit(self, ranks: Sequence[int], version: int) -> list[tuple[int, int, int, int]]:
+        """End a promise, and let newcomers take part from a version on in all slices that were as far as that.
+
+        The caller closes rounds. Returns (rank, slice, and the columns of `Counters`).
+        """
         counters: list[tuple[int, int, int, int]] = []
         # Without other workers, the versions from the present version up to that of the cut have no contributions.
-        is_alone = message.store < 0 and self.peers.awaited <= set(message.ranks)
-        made = self._versions_made() if is_alone else {}
+        made = self._versions_made() if self.peers.awaited <= set(ranks) else {}
         for holder in self:
-            ranks = message.ranks if message.store < 0 else _lacking(holder, message)
-            if not ranks and message.store >= 0:
-                continue
-            if self.peers.waits and message.store < 0:
-                if self._is_awaited(holder, message.version):
-                    holder.round.rejoin(ranks)
-                    step = min(holder.round.version, message.version)
-                    updates = self._updates(holder, step)
-                    counters += [(rank, number, step, updates) for rank in ranks for number in holder.ids.tolist()]
+            round_ = holder.round
+            if self.peers.waits:
+                if self._is_awaited(holder, version):
+                    round_.rejoin(ranks)
+                    counters += self._begin(holder, ranks, min(round_.version, version))
                     continue
-                holder.round.drop(set(ranks))
-            version = self._version_for(holder, message) if holder.round.policy.is_lockstep else 0
-            holder.round.admit(ranks, version)
-            step = msg.LATER if version is None else version
-            updates = self._updates(holder, min(version or 0, made.get(holder.store, msg.LATER)))
-            counters += [(rank, number, step, updates) for rank in ranks for number in holder.ids.tolist()]
+                round_.drop(set(ranks))
+            begin = 0 if not round_.policy.is_lockstep else self._begin_of_newcomers(holder, version)
+            round_.admit(ranks, begin)
+            counters += self._begin(holder, ranks, begin, made.get(holder.store, msg.LATER))
+        return counters
+
+    def join(self, message: msg.Join) -> list[tuple[int, int, int, int]]:
+        """Let members take part in the slices that have left them out: see `Join`. Returns the same as `admit`.
+
+        These are slices that are pushed less often than in each step, such as means of an epoch: their versions are
+        unrelated to the step. Members join them at a barrier, where none of their rounds is open.
+        """
+        counters: list[tuple[int, int, int, int]] = []
+        for holder in self._of(message.store):
+            since = {} if holder.round.admission is None else holder.round.admission.since
+            ranks = [rank for rank in message.ranks if since.get(rank) == fx.NEVER]
+            if ranks:
+                together, begin = holder.together(self._updaters.get(holder.store)), 0
+                if holder.round.policy.is_lockstep:
+                    begin = holder.round.version + any(one.round.slots for one in together)
+                holder.round.admit(ranks, begin)
+                counters += self._begin(holder, ranks, begin)
         self._close_open()
         return counters
+
+    @staticmethod
+    def _updates(holder: Holder, version: int) -> int:
+        """Return the number of updates of a holder's weights at a version."""
+        return max(version + holder.round.restored, 0)
+
+    def _begin(
+        self, holder: Holder, ranks: Iterable[int], step: int | None, made: int = msg.LATER
+    ) -> list[tuple[int, int, int, int]]:
+        """Return the rows of `Counters` for workers that take part in a holder's rounds from this step on.
+
+        Args:
+            holder: the holder.
+            ranks: the workers.
+            step: the step; None for not yet.
+            made: highest version with contributions.
+        """
+        updates = self._updates(holder, min(step or 0, made))
+        first = msg.LATER if step is None else step
+        return [(rank, number, first, updates) for rank in ranks for number in holder.ids.tolist()]
 
     def begin_together(self, store: int) -> list[tuple[int, int, int, int]]:
         """Let rounds of new slices wait for rejoined workers, as all pushes to the slices belong to steps.
@@ -369,14 +409,8 @@ class Shard:
             ranks = [rank for rank, version in since.items() if version == fx.NEVER]
             if ranks and not (holder.round.version or holder.round.slots):
                 holder.round.admit(ranks, 0)
-                updates = self._updates(holder, 0)
-                counters += [(rank, number, 0, updates) for rank in ranks for number in holder.ids.tolist()]
+                counters += self._begin(holder, ranks, 0)
         return counters
-
-    @staticmethod
-    def _updates(holder: Holder, version: int) -> int:
-        """Return the number of updates of a holder's weights at a version."""
-        return max(version + holder.round.restored, 0)
 
     def _versions_made(self) -> dict[int, int]:
         """Return store → the highest version of its slices that are pushed in each step."""
@@ -397,18 +431,12 @@ class Shard:
             return self.updates(holder.store) or not version
         return self.updates(holder.store) and version <= round_.version <= version + 1
 
-    def _version_for(self, holder: Holder, message: msg.Cut) -> int | None:
-        """Return the version from which on newcomers take part; None for not yet.
+    def _begin_of_newcomers(self, holder: Holder, version: int) -> int | None:
+        """Return the version from which on newcomers of a cut take part; None for not yet.
 
-        All slices of a step have the same version. Slices that are pushed less often, such as means of an epoch, have
-        other versions, unrelated to the step. Newcomers join them at a barrier, where none of their rounds is open.
+        All slices of a step have the same version. Slices that are pushed less often have other versions.
         """
-        if message.store >= 0:
-            together = holder.together(self._updaters.get(holder.store))
-            return holder.round.version + any(one.round.slots for one in together)
-        if self.peers.waits:
-            return None
-        return message.version if _is_in_step(holder, message.version) else None
+        return version if not self.peers.waits and _is_in_step(holder, version) else None
 
     def versions_at(self, message: msg.TakeSnapshot) -> dict[int, int]:
         """Return slice of a store → its version in a snapshot. To be called between `promise` and `admit`."""
@@ -961,11 +989,3 @@ def _is_in_step(holder: Holder, version: int) -> bool:
     # While this slice stood still at its limit, other slices of the step may have been a version ahead, and have
     # promised another version.
     return limit is not None and limit >= version - 2
-
-
-def _lacking(holder: Holder, message: msg.Cut) -> list[int]:
-    """Return the workers of a cut that do not take part in the holder's rounds yet, if it is of the cut's store."""
-    admission = holder.round.admission
-    if admission is None or holder.store != message.store:
-        return []
-    return [rank for rank in message.ranks if admission.since.get(rank) == fx.NEVER]

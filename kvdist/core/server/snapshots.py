@@ -365,7 +365,7 @@ class Snapshots:
         self.ready[snapshot] = None
 
     def _note_trained(self, snapshot: ServerSnapshot, examples: Mapping[int, int]) -> None:
-        """Record the examples in a taken slice. `Settled` has reported those of lost workers before."""
+        """Record the examples in a taken slice. `Seen` has reported those of lost workers before."""
         for worker in (*self._peers.workers.values(), *self._peers.left):
             used = max(snapshot.trained.get(worker.incarnation, 0), examples.get(worker.node.rank, 0))
             snapshot.trained[worker.incarnation] = used

@@ -40,8 +40,7 @@ class Peers:
 
     def roster(self, message: msg.Roster, everyone: tuple[msg.Peer, ...]) -> list[msg.Peer]:
         """Take over a roster. Returns the servers to dial."""
-        before = {peer.member.node.rank for peer in self.everyone}
-        self.num_lost += len(set(message.lost) & before)
+        self.num_lost += len(set(message.lost) & {peer.member for peer in self.everyone})
         self.everyone = everyone
         ranks = {peer.member.node.rank for peer in everyone if peer.member.node.role is Role.WORKER}
         self.workers = tuple(sorted(ranks - set(message.newcomers)))
