@@ -359,10 +359,17 @@ class Round:
         for rank in ranks:
             self.slots.pop(rank, None)
 
-    def rewind(self, version: int, ranks: Iterable[int]) -> None:
-        """Go back to a version, with as many counted pushes of each of these ranks; the open round is dropped."""
+    def rewind(self, version: int, ranks: Iterable[int], later: Set[int] = frozenset()) -> None:
+        """Go back to a version, with as many counted pushes of each of these ranks; the open round is dropped.
+
+        Args:
+            version: the version.
+            ranks: the live workers.
+            later: those of them that have joined later.
+        """
         self.version = version
         self.counted = dict.fromkeys(ranks, version)
+        self.began = dict.fromkeys(later & self.counted.keys(), version)
         self.examples = {}
         self.slots, self.refused, self.pulls, self.admission = {}, {}, [], None
         self._unsatisfied = 0

@@ -76,3 +76,12 @@ def test_who_goes_back_makes_no_version_before_a_cut_and_newcomers_begin_there()
     assert not round_.is_complete({0})
     round_.admit([1], 3)
     assert not round_.is_complete({0, 1}) and round_.is_complete({0})
+
+
+def test_after_a_rollback_rounds_know_who_has_joined_later_whatever_they_knew() -> None:
+    """A server that replaces a lost server judges a late worker's numbers, and counts its pushes, as the others do."""
+    rounds = Round("w", SYNC), Round("w", SYNC)
+    rounds[0].admit([2], 50)
+    for round_ in rounds:
+        round_.rewind(60, {0: (), 1: (), 2: ()}, {2, 7})
+    assert [round_.began for round_ in rounds] == [{2: 60}] * 2

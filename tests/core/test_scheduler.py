@@ -725,6 +725,20 @@ def test_servers_come_and_go_while_workers_call_for_a_load_and_not_while_servers
         assert scheduler._stopped, "half of the store would be of the checkpoint"
 
 
+def test_pushes_that_a_rollback_undoes_are_not_accounted_for() -> None:
+    scheduler, servers = with_copies()
+    noted = scheduler.losses.leases = SettledNoted()
+    lost = scheduler.membership.workers[worker(1)]
+    fates = (Fate(1, lost.incarnation, 0, 50, 50, 1, 1, examples=400),)
+    scheduler.observe(ChildEnded(worker(1), "killed", False), 0.2)
+    scheduler.tick(0.3)
+    scheduler.handle(servers[0], seen(scheduler, fates), 0.4)
+    scheduler.losses.go_back()
+    effects = [one for server in servers[1:] for one in scheduler.handle(server, seen(scheduler, fates), 0.5)]
+    assert not noted.most and not scheduler.membership.fates and not scheduler.membership.unaccounted
+    assert not [one.text for one in effects if isinstance(one, Log)]
+
+
 def test_what_a_lost_server_had_counted_of_a_lost_worker_is_awaited_of_its_heir() -> None:
     scheduler, servers = with_copies()
     noted = scheduler.losses.leases = SettledNoted()

@@ -983,7 +983,7 @@ def says_it_is_quiet_at_once(self: Transfers) -> bool:
 def goes_on_with_the_first_server(self: Worker, sender: Member, message: Rewound, now: float) -> list[Effect]:
     """Other servers have not gone back yet."""
     if self._rewinding is not None:
-        self._rewinding.told.update(self.servers.values())
+        self._rewinding.told.update(self.peers.servers.values())
     return ORIGINAL_REWOUND(self, sender, message, now)
 
 

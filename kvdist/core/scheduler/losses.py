@@ -58,6 +58,8 @@ class Losses:
         self._doomed = doomed
         self._said: set[str] = set()
         """Failures that lost workers have reported themselves."""
+        self._undone: set[Member] = set()
+        """Workers that were lost before a rollback, whose account is not complete."""
         self.leases: AccountedLeases | None = None
         """Leases of lost workers, if examples are leased."""
 
@@ -77,6 +79,11 @@ class Losses:
         """Record the failure that a lost worker has reported, or ''."""
         self._said |= {said} - {""}
 
+    def go_back(self) -> None:
+        """Leave out the pushes of the workers lost so far: a rollback undoes them."""
+        self._undone = set(self._membership.unaccounted)
+        self._membership.fates.clear()
+
     def settle(self, member: Member) -> list[fx.Effect]:
         """Handle the account of all servers for a lost worker: they count no more of its pushes."""
         del self._membership.unaccounted[member]
@@ -84,6 +91,9 @@ class Losses:
         for number in chain.from_iterable(answer.valueless.tolist() for answer in answers):
             if self._keys.giver_of(number) == member.node.rank:
                 return self._doomed(self._keys.key_of(number), member)
+        if member in self._undone:
+            self._undone.discard(member)
+            return []
         fates: dict[int, msg.Fate] = {}
         for fate in chain.from_iterable(answer.fates for answer in answers):
             if fate.incarnation == member.incarnation:
@@ -100,7 +110,7 @@ class Losses:
 
     def _tell(self, member: Member) -> list[fx.Effect]:
         """Record that all servers know the account of a lost worker."""
-        del self._membership.fates[member]
+        self._membership.fates.pop(member, None)
         return []
 
 

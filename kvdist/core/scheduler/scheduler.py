@@ -770,6 +770,7 @@ class Scheduler(fx.Machine):
         """Evict a server, and begin the rollback to the newest snapshot, which waits for a replacement."""
         effects: list[fx.Effect] = [fx.Log(f"{sentence}; all go back to the newest snapshot"), fx.Forget(member)]
         self.membership.lose(member, cause, has_ended)
+        self.losses.go_back()
         effects += [] if has_ended else self._end_given_up(member)
         for newcomer in list(self.membership.newcomers.values()):
             why = f"{member} was lost while it joined"

@@ -465,7 +465,8 @@ class Shard:
         for holder in self:
             if holder.store == store:
                 holder.round.restored = max(counts, default=0) - max(versions.values(), default=0)
-            holder.round.rewind(versions.get(int(holder.ids[0]), 0), self.peers.workers)
+            version = versions.get(int(holder.ids[0]), 0)
+            holder.round.rewind(version, self.peers.workers, self.peers.since.keys())
             if self.ledger is not None:
                 self.ledger.rolled_back(holder)
         self.promise(0)  # until a cut, as too few workers may be alive
