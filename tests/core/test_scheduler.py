@@ -17,6 +17,7 @@ from kvdist.core.machine import (
     ChildEnded,
     Halt,
     LauncherGone,
+    Log,
     PeerConnected,
     PeerDisconnected,
     Persist,
